@@ -1,11 +1,13 @@
-"""pfl-research's simulation: federated averaging of a PEFT model, one process.
+"""pfl-research's simulation: federated averaging of a PEFT model, in one process or in several.
 
 python peers_pfl.py PLAN
+torchrun --nproc-per-node 2 peers_pfl.py PLAN --threads 1
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from types import MethodType
 from typing import Any
@@ -92,6 +94,8 @@ class Rounds:
 
     def play(self, round: int) -> dict[str, float]:
         """The round of a number."""
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # no process begins before the driver asks
         self.round, self.losses, self.training, self.examples = round, [], 0.0, 0
         clients = len(self.plan.clients)
         self.algorithm.run(
@@ -112,7 +116,12 @@ class Rounds:
             NNEvalHyperParams(local_batch_size=None),
             send_metrics_to_platform=False,
         )
-        return {"loss": sum(self.losses) / self.examples, "examples": self.examples, "training": self.training}
+        found, processes = torch.tensor([sum(self.losses), self.examples, self.training], dtype=torch.float64), 1
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(found)
+            processes = torch.distributed.get_world_size()
+        loss, examples, training = found.tolist()
+        return {"loss": loss / examples, "examples": examples, "training": training / processes}
 
 
 def main() -> None:
@@ -121,10 +130,14 @@ def main() -> None:
     parser.add_argument("plan")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--attention", default="eager")
+    parser.add_argument("--threads", type=int, help="of each process; left out: the plan's")
     args = parser.parse_args()
     answers, plan = Answers(), Plan(args.plan)
-    torch.set_num_threads(plan.settings["threads"])
+    torch.set_num_threads(args.threads or plan.settings["threads"])
     rounds = Rounds(plan, build_model(plan, getattr(torch, args.dtype), args.attention))
+    if torch.distributed.is_initialized() and torch.distributed.get_rank():
+        for round in itertools.count():  # in step with the first process, which answers
+            rounds.play(round)
     answers.serve(rounds.play, len(plan.settings["checked"]))
 
 

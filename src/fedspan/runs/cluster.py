@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from fedspan.clients.host import Host
 from fedspan.config import RunConfig
@@ -17,7 +18,10 @@ from fedspan.runs.setup import Prepared, build_trainer, choose_device, simulated
 from fedspan.tasks.task import Examples
 from fedspan.transports.in_process import InProcess
 
-__all__ = ["WorkerKit", "build_host", "cluster_simulation"]
+if TYPE_CHECKING:
+    from fedspan.transports.ray.team import Resources, Team
+
+__all__ = ["WorkerKit", "build_host", "cluster_simulation", "connect_workers", "resources_of"]
 
 
 @dataclass(frozen=True)
@@ -58,30 +62,51 @@ def host_of(federation: Federation) -> Host:
     return federation.transport.host
 
 
+def resources_of(config: RunConfig) -> Resources:
+    """Return where a config's workers run and what each of them takes."""
+    from fedspan.transports.ray.team import Resources
+
+    wanted = config.cluster
+    assert wanted is not None
+    return Resources(
+        wanted.address, wanted.workers, wanted.threads_per_worker, wanted.gpus_per_worker, wanted.start_seconds
+    )
+
+
+def connect_workers(
+    prepared: Prepared, team: Team, key: bytes | None = None, build: Callable[[WorkerKit], Host] = build_host
+) -> Prepared:
+    """Build the workers' hosts, and connect a prepared run to them.
+
+    Args:
+        prepared: The run, with all clients in this process.
+        team: The workers.
+        key: Secret key of the noise, if it has one.
+        build: Builds the host of a worker.
+
+    Raises:
+        FedspanError: If a worker does not start.
+    """
+    from fedspan.transports.ray.transport import ClusterTransport
+
+    config, here, partition = prepared.config, prepared.federation, prepared.partition
+    local = here.transport
+    assert partition is not None
+    assert isinstance(local, InProcess)
+    with prepared.engine.stages.stage("workers", len(team.members), "workers"):
+        team.build(build, WorkerKit(config, prepared.labels, partition, prepared.train, key))
+    federation = here.with_transport(ClusterTransport(local.host, team, local.conditions))
+    evaluator = Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
+    return replace(prepared, federation=federation, evaluator=evaluator)
+
+
 def cluster_simulation(place: RunFolder, prepared: Prepared, played: Callable[[Prepared], RunReport]) -> RunReport:
     """Run a federation with its clients on the workers of a cluster (``runs.session.Host``).
 
     Raises:
         FedspanError: If there is no cluster or a worker does not start; also any error that ``played`` raises.
     """
-    from fedspan.transports.ray.team import Resources, open_team
-    from fedspan.transports.ray.transport import ClusterTransport
+    from fedspan.transports.ray.team import open_team
 
-    config, here = prepared.config, prepared.federation
-    wanted, partition, local = config.cluster, prepared.partition, here.transport
-    assert wanted is not None
-    assert partition is not None
-    assert isinstance(local, InProcess)
-    resources = Resources(
-        wanted.address, wanted.workers, wanted.threads_per_worker, wanted.gpus_per_worker, wanted.start_seconds
-    )
-    key = load_noise_key(place.path, config)
-    kit = WorkerKit(config, prepared.labels, partition, prepared.train, key)
-    stages = prepared.engine.stages
-    with open_team(resources) as team:
-        with stages.stage("workers", wanted.workers, "workers"):
-            team.build(build_host, kit)
-        transport = ClusterTransport(local.host, team, local.conditions)
-        federation = here.with_transport(transport)
-        evaluator = Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
-        return played(replace(prepared, federation=federation, evaluator=evaluator))
+    with open_team(resources_of(prepared.config)) as team:
+        return played(connect_workers(prepared, team, load_noise_key(place.path, prepared.config)))

@@ -1,0 +1,92 @@
+"""A fedspan federation on the workers of a local Ray, round by round as the driver asks; the config comes as JSON.
+
+python fedspan_cluster.py CONFIG.json FOLDER
+
+FOLDER takes a file of each worker: its process id, and the seconds within its engine after every stack.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from peers_answers import Answers
+from watch import Watch
+from work import CHECKED
+
+from fedspan.clients.host import Host
+from fedspan.config import parse_config
+from fedspan.federation.protocol import Order, Reply
+from fedspan.runs.cluster import WorkerKit, build_host, connect_workers, resources_of
+from fedspan.runs.setup import prepare
+from fedspan.transports.ray.team import open_team
+
+FOLDER = "FEDSPAN_BENCHMARK_FOLDER"
+
+
+class TimedHost(Host):
+    """A worker's host that writes down how long its engine works."""
+
+    watch: Watch
+
+    def train(self, orders: Mapping[str, Order], on_answer: Callable[[Reply], None]) -> None:
+        super().train(orders, on_answer)
+        with (Path(os.environ[FOLDER]) / f"{os.getpid()}.txt").open("a") as file:
+            file.write(f"{self.watch.take()}\n")
+
+
+def build(kit: WorkerKit) -> Host:
+    """A worker's host, watched."""
+    host = build_host(kit)
+    host.__class__ = TimedHost
+    assert isinstance(host, TimedHost)
+    host.watch = Watch(host.engine)
+    return host
+
+
+def proportional(pid: int) -> int:
+    """Memory of a process in bytes; pages that it shares count by the number of their processes."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+def main() -> None:
+    """Serve the driver."""
+    answers, folder = Answers(), Path(sys.argv[2])
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("*.txt"):
+        path.unlink()
+    os.environ[FOLDER] = str(folder.resolve())
+    prepared = prepare(parse_config(json.loads(Path(sys.argv[1]).read_text())))
+    examples = sum(len(member.train) for member in prepared.federation.clients.values())
+    with open_team(resources_of(prepared.config)) as team:
+        federation = connect_workers(prepared, team, build=build).federation
+        progress, first, known = federation.begin(), dict[str, float](), 0.0
+
+        def told(client: str, loss: float) -> None:
+            first.setdefault(client, loss)
+
+        def play(round: int) -> dict[str, Any]:
+            nonlocal progress, known
+            result = federation.run_round(progress, told)
+            progress = result.progress
+            files = list(folder.glob("*.txt"))
+            total = sum(float(line) for path in files for line in path.read_text().splitlines())
+            spent, known = total - known, total
+            memory = [proportional(int(path.stem)) for path in files]
+            training = spent / len(team.members)
+            return {"loss": result.loss, "examples": examples, "training": training, "memory": memory}
+
+        def said() -> dict[str, object]:
+            stacking = getattr(prepared.engine, "stacking", None)
+            return {"first": first[min(federation.clients)], "stacking": None if stacking is None else stacking.at_once}
+
+        answers.serve(play, CHECKED, said)
+
+
+if __name__ == "__main__":
+    main()
