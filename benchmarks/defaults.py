@@ -400,11 +400,14 @@ def left_out_table(args: argparse.Namespace) -> str:
 
 def clipping_table(args: argparse.Namespace) -> str:
     """The accuracy of federations without hostile clients, with and without the clipping of replies."""
-    lines = ["| data | `clip_ratio: 2` | not clipped |", "|---|---|---|"]
+    lines = ["| data | `clip_ratio: 2` | not clipped | rounds in which a reply was clipped |", "|---|---|---|---|"]
     for name in args.only:
         default = Cell(name, "Dirichlet 0.3", args.seeds[0])
         found = [result_of(cell, args).federated for cell in (default, replace(default, setting=UNCLIPPED))]
-        lines.append("| " + " | ".join([name, *(f"{100 * value:.1f}" for value in found)]) + " |")
+        rows = (folder_of(default, args) / "metrics.jsonl").read_text().splitlines()
+        clipped = sum(bool(json.loads(row).get("clipped")) for row in rows)
+        rounds = f"{clipped} of {result_of(default, args).rounds}"
+        lines.append("| " + " | ".join([name, *(f"{100 * value:.1f}" for value in found), rounds]) + " |")
     return "\n".join(lines) + "\n"
 
 

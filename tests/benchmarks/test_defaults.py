@@ -117,7 +117,10 @@ def test_settings_are_chosen_on_the_other_sets(defaults: ModuleType, args: Names
 def test_the_cost_of_clipping_is_shown_for_every_set(defaults: ModuleType, args: Namespace) -> None:
     for setting, score in (("as init writes it", 0.8), (defaults.UNCLIPPED, 0.85)):
         finish(defaults, args, defaults.Cell(NAME, "Dirichlet 0.3", 0, setting), 0.1, score)
-    assert defaults.clipping_table(args).splitlines()[2:] == [f"| {NAME} | 80.0 | 85.0 |"]
+    rows = [{"round": 0}, {"round": 1, "clipped": {"client-03": 0.4}}, {"round": 2}]
+    folder = defaults.folder_of(defaults.Cell(NAME, "Dirichlet 0.3", 0), args)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert defaults.clipping_table(args).splitlines()[2:] == [f"| {NAME} | 80.0 | 85.0 | 1 of 7 |"]
 
 
 def test_the_page_states_the_sizes_of_the_subsets(defaults: ModuleType, args: Namespace) -> None:
