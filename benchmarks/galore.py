@@ -30,7 +30,7 @@ from fedspan.core.tensors import slots_of, tensor_name
 from fedspan.core.values import Group, Job, OptimizerSpec, Refresh, Trained
 from fedspan.models.adapted import AdaptedModel
 from fedspan.training.batching import training_batches
-from fedspan.training.jobs import TrainingSettings
+from fedspan.training.jobs import Assignment, TrainingSettings
 from fedspan.training.loop import LoopEngine
 
 TOLERANCE = 1e-6
@@ -113,7 +113,7 @@ def ours(steps: int, period: int, scale: float, bias_correction: bool) -> dict[s
         refresh=Refresh(period, rule="svd", moments="keep"),
     )
     engine = LoopEngine(adapted, Squares(), settings(bias_correction), seed=0)  # type: ignore[arg-type]
-    trained: Trained = engine.train(job, data, np.arange(EXAMPLES), client="one", round=0, lr=LR)  # type: ignore[arg-type]
+    trained: Trained = engine.train(Assignment("one", 0, job, np.arange(EXAMPLES), LR), data)  # type: ignore[arg-type]
     weights: dict[str, Tensor] = {}
     for name in targets:
         pair = job.parametrization[name].effective(slots_of(trained.tensors, name)).pair

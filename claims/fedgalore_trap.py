@@ -23,7 +23,7 @@ from fedspan.core.tensors import generator, tensor_name
 from fedspan.core.values import Group, Job, OptimizerSpec, Refresh
 from fedspan.experiments.verdict import compare_pairs
 from fedspan.models.adapted import AdaptedModel
-from fedspan.training.jobs import TrainingSettings
+from fedspan.training.jobs import Assignment, TrainingSettings
 from fedspan.training.loop import LoopEngine
 
 METHODS = {"full": "Full SGD", "galore": "GaLore", "lora": "LoRA"}
@@ -235,7 +235,7 @@ def train(method: str, setting: Setting, trials: Trials, W: Tensor) -> Tensor:
     local = TrainingSettings(spec, batch_size=1, max_grad_norm=0.0, group_by_length=False)
     engine = LoopEngine(adapted, task, local, seed=0)  # type: ignore[arg-type]
     todo = job(method, setting, trials, W, list(targets))
-    trained = engine.train(todo, Identity(), np.arange(1), client="one", round=0, lr=lr)  # type: ignore[arg-type]
+    trained = engine.train(Assignment("one", 0, todo, np.arange(1), lr), Identity())  # type: ignore[arg-type]
     adapted.install(todo.parametrization, trained.tensors, frozenset())
     x = torch.eye(setting.size, dtype=torch.float64)
     with torch.no_grad():

@@ -31,6 +31,8 @@ from fedspan.core.values import (
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.runs.setup import Prepared
+from fedspan.tasks.task import Examples
+from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from fedspan.wrappers.wrapper import Wrapper
 from helpers import tiny
@@ -168,11 +170,11 @@ class WatchedEngine(LoopEngine):
         self.trained: list[LocalTraining] = []
         self.written: list[str] = []
 
-    def train(self, job: Job, *args: Any, client: str, **options: Any) -> Trained:
-        before = snapshot((job, options))
-        trained = super().train(job, *args, client=client, **options)
-        self.written += [f"train{path}" for path in differences(before, flat((job, options)))]
-        self.trained.append(LocalTraining(client, job, trained))
+    def train(self, work: Assignment, examples: Examples) -> Trained:
+        before = snapshot((work.job, work.moments))
+        trained = super().train(work, examples)
+        self.written += [f"train{path}" for path in differences(before, flat((work.job, work.moments)))]
+        self.trained.append(LocalTraining(work.client, work.job, trained))
         return trained
 
 

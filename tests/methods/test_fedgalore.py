@@ -16,6 +16,7 @@ from fedspan.core.values import Job, Spec, Trained
 from fedspan.errors import FedspanError
 from fedspan.methods.fedgalore import FedGaLore
 from fedspan.planning.shape_inference import count_traffic
+from fedspan.training.jobs import Assignment
 from helpers.watched_rounds import Play, differences
 from toys.oracle import Adam, average
 from toys.problem import HEAD, LAYERS, Problem
@@ -237,7 +238,7 @@ def test_the_oracle_follows_what_a_client_does_step_by_step() -> None:
 
 def train(federation: Federation, job: Job, client: str) -> Trained:
     indices = federation.problem.indices[client]
-    return federation.engine.train(job, federation.problem.examples, indices, client=client, round=0, lr=LR)
+    return federation.engine.train(Assignment(client, 0, job, indices, LR), federation.problem.examples)
 
 
 def test_clients_of_different_numbers_of_steps_decay_the_base_by_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:

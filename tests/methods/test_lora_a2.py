@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedspan.core.tensors import tensor_name
 from fedspan.methods.lora_a2 import LoRAA2
+from fedspan.training.jobs import Assignment
 from toys.oracle import Pairs, copied, descend, pair_gradients
 from toys.problem import HEAD, LAYERS, Problem
 from toys.rounds import Federation, close, sgd, with_extras
@@ -102,12 +103,8 @@ def test_clipping_sees_only_what_trains() -> None:
     masks = {n: torch.zeros_like(job.tensors[n]) for n in job.trainable_names}
     masks[name][:, 0] = 1.0
     masked = federation.engine.train(
-        replace(job, masks=masks, steps=1, epochs=None),
+        Assignment("client-0", 0, replace(job, masks=masks, steps=1, epochs=None), problem.indices["client-0"], 1.0),
         problem.examples,
-        problem.indices["client-0"],
-        client="client-0",
-        round=0,
-        lr=1.0,
     )
     moved = masked.tensors[name] - job.tensors[name]
     # One step of SGD at lr 5 (b_lr_scale) along a gradient that was clipped to norm 1e-3.

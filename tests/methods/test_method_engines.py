@@ -36,9 +36,9 @@ class Collecting(LoopEngine):
         super().__init__(*args)
         self.works: list[Assignment] = []
 
-    def take(self, work: Assignment, examples: Examples) -> Trained:
+    def train(self, work: Assignment, examples: Examples) -> Trained:
         self.works.append(work)
-        return super().take(work, examples)
+        return super().train(work, examples)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def doubled(work: Assignment) -> Assignment:
     job = work.job
     changes = {name: wide(getattr(job, name)) for name in ("tensors", "masks", "gradient_offset")}
     wider: Job = replace(job, **changes, optimizer_state=state(job.optimizer_state))
-    return replace(work, job=wider, kept=state(work.kept))
+    return replace(work, job=wider, moments=state(work.moments))
 
 
 def gaps(one: Trained, other: Trained) -> Iterator[float]:

@@ -43,8 +43,8 @@ class Counting(LoopEngine):
         super().__init__(*args)
         self.steps: Counter[tuple[str, int]] = Counter()
 
-    def take(self, work: Assignment, examples: Examples) -> Trained:
-        made = super().take(work, examples)
+    def train(self, work: Assignment, examples: Examples) -> Trained:
+        made = super().train(work, examples)
         self.steps[work.client, work.round] += made.steps
         return made
 
@@ -151,7 +151,7 @@ def test_the_engines_agree(key: str, mechanism: str, prepared: Prepared, tiny_fo
     for name, value in by_loop.state.tensors.items():
         other = batched.state.tensors[name]
         assert float((value - other).double().norm()) <= 1e-4 * float(value.double().norm()) + 1e-7, name
-    assert (run.federation.engine.why_not is not None) == (mechanism == "dp-sgd")
+    assert (run.federation.engine.refusal is not None) == (mechanism == "dp-sgd")
 
 
 @pytest.mark.parametrize("key", ["fedit", "ffa-lora", "fedsa-lora", "flora"])

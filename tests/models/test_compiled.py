@@ -22,7 +22,7 @@ def rounds(folder: Path, kind: str, **engine: Any) -> list[RoundResult]:
     prepared = prepare(tiny.config(folder, kind, engine={"name": "batched", **engine}, **made))
     assert isinstance(prepared.engine, BatchedEngine)
     first = prepared.federation.run_round(prepared.federation.begin())
-    assert prepared.engine.why_not is None
+    assert prepared.engine.refusal is None
     return [first, prepared.federation.run_round(first.progress)]
 
 

@@ -19,6 +19,7 @@ from fedspan.core.parametrization import Effective, LoRA, Slots
 from fedspan.core.values import Job, Trained
 from fedspan.models.adapted import AdaptedModel
 from fedspan.runs.setup import Prepared, prepare
+from fedspan.training.jobs import Assignment
 from helpers import tiny
 
 
@@ -33,7 +34,7 @@ def train(prepared: Prepared, job: Job, *, seed: int = 3, clients: tuple[str, ..
     """Of the last of the clients."""
     engine = type(prepared.engine)(prepared.engine.adapted, prepared.task, prepared.engine.settings, seed)
     trained = [
-        engine.train(job, prepared.train, prepared.federation.clients[id].train, client=id, round=0, lr=0.1)
+        engine.train(Assignment(id, 0, job, prepared.federation.clients[id].train, 0.1), prepared.train)
         for id in clients
     ]
     return trained[-1]
@@ -111,7 +112,7 @@ def test_every_step_decays_the_base(accumulate: int, tiny_folder: Path, prepared
     training = {"gradient_accumulation_steps": accumulate, "weight_decay": 0.5, "batch_size": 8, "local_steps": None}
     made = tiny.variant(prepared, tiny.config(tiny_folder, training=training))
     examples, job = made.federation.clients["west"].train[:20], replace(first_job(made), decay_base=True)
-    trained = made.engine.train(job, made.train, examples, client="west", round=0, lr=0.1)
+    trained = made.engine.train(Assignment("west", 0, job, examples, 0.1), made.train)
     assert trained.steps == -(-3 // accumulate)
     assert trained.decay == pytest.approx((1 - 0.1 * 0.5) ** trained.steps)
 
@@ -172,7 +173,7 @@ def test_extras_of_a_narrow_base_train_in_float32(dtype: str, tiny_folder: Path,
     job = first_job(narrow)
     start = {name: value.clone() for name, value in job.tensors.items()}
     indices = narrow.federation.clients["north"].train
-    trained = narrow.engine.train(job, narrow.train, indices, client="north", round=0, lr=1e-5)
+    trained = narrow.engine.train(Assignment("north", 0, job, indices, 1e-5), narrow.train)
     head = "extras/classifier.weight"
     moved = trained.tensors[head] != start[head]
     assert trained.tensors[head].dtype == torch.float32

@@ -102,7 +102,7 @@ def test_baselines_share_hidden_states_with_the_run_and_have_the_same_bits_witho
             train_baseline(run, name, told[number], tmp_path / f"{number}-{name}")
     cache = after.engine.prefixes.cache(after.train)
     assert cache is not None
-    assert cache.known[pooled(after).federation.clients["all"].train].all()
+    assert cache.computed[pooled(after).federation.clients["all"].train].all()
     assert pooled(after).engine.prefixes is after.engine.prefixes
     assert told[0].losses == told[1].losses
     assert len(told[0].losses) == 6

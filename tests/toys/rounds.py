@@ -20,7 +20,7 @@ from fedspan.core.values import Client, Job, Message, OptimizerSpec, Reduced, Se
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.serialization import decode, decode_state, encode, encode_state
 from fedspan.planning.shape_inference import ShapeInference, bare_method, with_bare_method
-from fedspan.training.jobs import TrainingSettings
+from fedspan.training.jobs import Assignment, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.wrappers.extras import ExtrasPolicy, WithExtras
 from fedspan.wrappers.wrapper import Wrapper
@@ -153,12 +153,10 @@ class Federation:
         job = self.method.start(message, client, memory, self.state.round)
         for _ in range(5):
             trained = self.engine.train(
-                job,
+                Assignment(
+                    client.id, self.state.round, job, self.problem.indices[client.id], self.training.optimizer.lr
+                ),
                 self.problem.examples,
-                self.problem.indices[client.id],
-                client=client.id,
-                round=self.state.round,
-                lr=self.training.optimizer.lr,
             )
             result, memory = self.method.finish(job, trained, client, memory, self.state.round)
             if isinstance(result, Message):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +30,8 @@ from fedspan.methods.mfedloru import MFedLoRU
 from fedspan.methods.pfedlora import PFedLoRA
 from fedspan.methods.pfedloru import PFedLoRU
 from fedspan.methods.rolora import RoLoRA
-from fedspan.training.jobs import TrainingSettings
+from fedspan.tasks.task import Examples
+from fedspan.training.jobs import Assignment, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.extras import WithExtras
@@ -141,7 +141,7 @@ def _engine(problem: Problem, training: TrainingSettings) -> tuple[LoopEngine, J
 
 def _train(engine: LoopEngine, problem: Problem, job: Job, kept: OptimizerState | None = None) -> Trained:
     indices = problem.indices["client-2"]
-    return engine.train(job, problem.examples, indices, client="client-2", round=0, lr=LR, kept=kept)
+    return engine.train(Assignment("client-2", 0, job, indices, LR, kept), problem.examples)
 
 
 def test_no_steps_give_the_gradient_and_move_nothing() -> None:
@@ -212,9 +212,9 @@ def test_a_probes_moments_do_not_leak_into_training(monkeypatch: pytest.MonkeyPa
     given: dict[tuple[int, str], OptimizerState | None] = {}
     train = rounds.engine.train
 
-    def watched(job: Job, *args: Any, round: int, kept: OptimizerState | None, **rest: Any) -> Trained:
-        given[round, job.phase] = kept
-        return train(job, *args, round=round, kept=kept, **rest)
+    def watched(work: Assignment, examples: Examples) -> Trained:
+        given[work.round, work.job.phase] = work.moments
+        return train(work, examples)
 
     monkeypatch.setattr(rounds.engine, "train", watched)
     progress = rounds.begin()

@@ -92,7 +92,7 @@ KINDS = ("bert", "roberta", "distilbert", "gpt2", *(f"{family}-lm" for family in
 def test_every_family_of_models(kind: str, tiny_folder: Path, decoders: Path, images: Path, passes: list[int]) -> None:
     gap, engine = same(values(kind, tiny_folder, decoders, images))
     assert gap < 1e-5
-    assert engine.why_not is None
+    assert engine.refusal is None
     assert max(passes) > 1
 
 
@@ -123,7 +123,7 @@ def test_what_trains_and_how(
     made["federation"] = {**made["federation"], **federation}
     gap, engine = same(made)
     assert gap < 1e-5
-    assert engine.why_not is None
+    assert engine.refusal is None
     assert max(passes) > 1
 
 
@@ -134,7 +134,7 @@ def test_projectors_are_renewed_beside_running_statistics(
     changes = {"training": {"lr": 0.001}, "method": {"name": "fedgalore", "r": 2}}
     gap, engine = same(values("builtin:resnet-8", tiny_folder, decoders, images, **changes))
     assert gap < 1e-3
-    assert engine.why_not is None
+    assert engine.refusal is None
     assert max(passes) > 1
 
 
@@ -192,9 +192,9 @@ def test_deberta_is_not_stacked_and_says_so(
     gap, engine = same(made)
     assert gap == 0.0
     assert passes == []
-    assert engine.why_not is not None
-    assert "is given an input of" in engine.why_not
-    assert "without padding" in str(engine._workers[0].loop.padding.why_not)
+    assert engine.refusal is not None
+    assert "is given an input of" in engine.refusal
+    assert "without padding" in str(engine._workers[0].loop.padding.refusal)
 
 
 def test_a_model_that_looks_across_examples_is_found_out(
@@ -212,15 +212,15 @@ def test_a_model_that_looks_across_examples_is_found_out(
     gap, engine = same(values("bert", tiny_folder, decoders, images))
     assert gap < 1e-5  # rounding, of batches without padding
     assert passes == []
-    assert engine.why_not is not None
-    assert "predictions differ by" in engine.why_not
+    assert engine.refusal is not None
+    assert "predictions differ by" in engine.refusal
 
 
 def test_packed_batches_train_alone(tiny_folder: Path, decoders: Path, images: Path, passes: list[int]) -> None:
     gap, engine = same(values("llama-lm", tiny_folder, decoders, images, data={"packing": True}))
     assert gap == 0.0
     assert passes == []
-    assert engine.why_not == "packed batches are one row"
+    assert engine.refusal == "packed batches are one row"
 
 
 def test_a_loss_that_is_no_number_names_the_client(tiny_folder: Path, decoders: Path, images: Path) -> None:

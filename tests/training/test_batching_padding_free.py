@@ -21,6 +21,7 @@ from fedspan.models.unpadded import Unpadded
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.batching import Padding
+from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from fedspan.training.stacking import StackingRequest
 from helpers import tiny, tiny_decoders
@@ -62,7 +63,7 @@ def trained(prepared: Prepared, padding_free: bool) -> tuple[Mapping[str, Tensor
     client = federation.client(id, federation.begin())
     job = federation.method.start(federation.method.sync(state, client), client, {}, state.round)
     assert isinstance(job, Job)
-    made = engine.train(job, prepared.train, member.train, client=id, round=0, lr=0.02)
+    made = engine.train(Assignment(id, 0, job, member.train, 0.02), prepared.train)
     return {**made.tensors, "loss": torch.tensor(made.metrics["loss"])}, engine
 
 
@@ -73,7 +74,7 @@ def require_equal_to_padded(prepared: Prepared, limit: float = 1e-6) -> None:
     """
     expected, _ = trained(prepared, padding_free=False)
     found, engine = trained(prepared, padding_free=True)
-    assert engine.padding.why_not is None
+    assert engine.padding.refusal is None
     for name, value in expected.items():
         apart = (found[name].double() - value.double()).norm() / value.double().norm().clamp(min=1e-3)
         assert apart < limit, name
@@ -195,7 +196,7 @@ def test_several_clients_at_once(
         for _ in range(2):
             progress = prepared.federation.run_round(progress).progress
         states.append(progress.state.tensors)
-        assert engine.why_not is None
+        assert engine.refusal is None
         assert bool(packed) == padding_free
     assert workers > 1 or any(layout.clients > 1 for layout in packed)
     for name, value in states[0].items():
@@ -229,16 +230,16 @@ def batch_of_one_length(prepared: Prepared) -> tuple[Any, np.ndarray]:
 def test_where_batches_stay_padded(
     kind: str, changes: dict[str, Any], reason: str, tiny_folder: Path, decoders: Path
 ) -> None:
-    why_not = verified_padding(built(kind, tiny_folder, decoders, **changes)).why_not
-    assert why_not is not None
-    assert reason in why_not
+    refusal = verified_padding(built(kind, tiny_folder, decoders, **changes)).refusal
+    assert refusal is not None
+    assert reason in refusal
 
 
 def test_other_attention_than_eager_and_sdpa_is_left_alone(tiny_folder: Path, decoders: Path) -> None:
     prepared = built("bert", tiny_folder, decoders)
     model: Any = prepared.engine.adapted.model
     model.set_attn_implementation("flex_attention")
-    assert "eager or sdpa" in str(verified_padding(prepared).why_not)
+    assert "eager or sdpa" in str(verified_padding(prepared).refusal)
 
 
 def test_a_model_that_looks_at_its_neighbours_is_found_out(tiny_folder: Path, decoders: Path) -> None:
@@ -247,7 +248,7 @@ def test_a_model_that_looks_at_its_neighbours_is_found_out(tiny_folder: Path, de
     model: Any = prepared.engine.adapted.model
     block: nn.Module = model.bert.encoder.layer[0]
     block.register_forward_hook(lambda _, __, output: output + output.roll(1, 1))
-    assert "without padding" in str(verified_padding(prepared).why_not)
+    assert "without padding" in str(verified_padding(prepared).refusal)
 
 
 def test_batches_of_one_length_are_left_as_they_are(

@@ -98,12 +98,12 @@ def test_it_is_the_paper_s_algorithm(key: str, accumulate: int, prepared: Prepar
     assert isinstance(engine, LoopEngine)
     assert engine.private is not None
     assert privacy is not None
-    found = engine.take(work, run.train)
-    assert engine.private.why_single is None
+    found = engine.train(work, run.train)
+    assert engine.private.refusal is None
     assert found.steps == private_steps(engine.settings, work.job, len(work.indices)) > 2
     assert relative(found, by_hand(run, work, privacy), work.job.tensors) < 1e-4
-    engine.private.why_single = "a test"
-    singles = engine.take(work, run.train)
+    engine.private.refusal = "a test"
+    singles = engine.train(work, run.train)
     assert relative(singles, found.tensors, work.job.tensors) < 1e-4
 
 
@@ -165,14 +165,14 @@ def test_the_noise_has_the_variance_that_the_accountant_is_told() -> None:
         return {"layer/A": torch.zeros(0, 150, 200), "layer/B": torch.zeros(0, 3)}
 
     total.add(nothing())
-    first = total.taken(0, 10)["layer/A"]
+    first = total.pop_mean(0, 10)["layer/A"]
     assert float(first.std()) == pytest.approx(2.5 * 0.5 / 10, rel=0.02)
     total.add(nothing())
-    second = total.taken(1, 10)["layer/A"]
+    second = total.pop_mean(1, 10)["layer/A"]
     assert abs(float(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1])) < 0.02
     other = noisy_sum(2.5, key_of_seed(1))
     other.add(nothing())
-    assert not torch.equal(other.taken(0, 10)["layer/A"], first)
+    assert not torch.equal(other.pop_mean(0, 10)["layer/A"], first)
 
 
 @given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=5))
@@ -184,7 +184,7 @@ def test_no_example_adds_more_than_the_clip(sizes: list[float]) -> None:
         made = {"layer/A": torch.randn(1, 150, 200, generator=rng), "layer/B": torch.randn(1, 3, generator=rng)}
         norm = math.sqrt(sum(float(value.square().sum()) for value in made.values()))
         total.add({name: value * (size / norm) for name, value in made.items()})
-    found = total.taken(0, 1)
+    found = total.pop_mean(0, 1)
     norm = math.sqrt(sum(float(value.double().square().sum()) for value in found.values()))
     assert norm <= 0.5 * len(sizes) * (1 + 1e-5)
     if len(sizes) == 1:
@@ -197,7 +197,7 @@ def test_secret_noise_never_serves_two_sums() -> None:
         for value in (0.0, 0.0, 1e-3):
             total = noisy_sum(1.0, secret=secret)
             total.add({"layer/A": torch.full((1, 150, 200), value), "layer/B": torch.zeros(1, 3)})
-            found.append(total.taken(0, 1)["layer/A"])
+            found.append(total.pop_mean(0, 1)["layer/A"])
         assert torch.equal(found[0], found[1])
         assert (float((found[2] - found[0]).abs().max()) > 0.1) == secret
 
@@ -274,7 +274,7 @@ def test_a_client_trains_on_though_a_sample_is_empty(prepared: Prepared, tiny_fo
     sizes = [len(sample) for sample in poisson_batches(settings.privacy, settings, work)]
     assert 0 in sizes
     assert isinstance(run.engine, LoopEngine)
-    found = run.engine.take(work, run.train)
+    found = run.engine.train(work, run.train)
     assert found.steps == 12
     assert all(bool(torch.isfinite(value).all()) for value in found.tensors.values())
     assert found.metrics["examples"] == sum(sizes)
@@ -310,4 +310,4 @@ def test_what_would_release_more_is_refused(
     assert isinstance(run.engine, LoopEngine)
     assert isinstance(run.engine.private, PrivateTraining)
     with pytest.raises(FedspanError, match=why):
-        run.engine.take(replace(work, job=replace(work.job, **change)), run.train)
+        run.engine.train(replace(work, job=replace(work.job, **change)), run.train)

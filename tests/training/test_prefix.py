@@ -19,7 +19,7 @@ from fedspan.core.values import Job, Trained
 from fedspan.models.adapted import AdaptedModel
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.task import Examples
-from fedspan.training.jobs import PrefixSettings
+from fedspan.training.jobs import Assignment, PrefixSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix import PrefixCache
 from helpers import tiny, tiny_decoders, tiny_images
@@ -68,7 +68,7 @@ def job_of(prepared: Prepared, id: str, dtype: torch.dtype) -> Job:
 
 
 def trained(engine: LoopEngine, prepared: Prepared, job: Job, id: str) -> Trained:
-    return engine.train(job, prepared.train, prepared.federation.clients[id].train, client=id, round=0, lr=0.02)
+    return engine.train(Assignment(id, 0, job, prepared.federation.clients[id].train, 0.02), prepared.train)
 
 
 def apart(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
@@ -104,7 +104,7 @@ def test_a_job_in_float64_is_the_same(kind: str, folders: Mapping[str, Path]) ->
     job = job_of(prepared, id, torch.float64)
     plain, cached = engine_of(prepared, None), engine_of(prepared, MEMORY)
     wanted = trained(plain, prepared, job, id)
-    assert cached.prefixes.why_not(prepared.train) is None
+    assert cached.prefixes.refusal(prepared.train) is None
     found = trained(cached, prepared, job, id)
     assert apart(wanted.tensors, found.tensors) < tolerance
     assert found.metrics["loss"] == pytest.approx(wanted.metrics["loss"], rel=tolerance)
@@ -124,13 +124,12 @@ def test_a_job_on_examples_of_one_length_is_the_same_in_every_model(kind: str, f
     lengths = prepared.train.lengths
     cache = engine.prefixes.cache(prepared.train)
     assert cache is not None
-    tried = cache.known  # beside examples of other lengths
+    tried = cache.computed  # beside examples of other lengths
     indices = np.flatnonzero((lengths == np.bincount(lengths).argmax()) & ~tried)
     id = next(iter(prepared.federation.clients))
     job = job_of(prepared, id, torch.float64)
     results = [
-        one.train(job, prepared.train, indices, client=id, round=0, lr=0.02)
-        for one in (engine_of(prepared, None), engine)
+        one.train(Assignment(id, 0, job, indices, 0.02), prepared.train) for one in (engine_of(prepared, None), engine)
     ]
     assert apart(results[0].tensors, results[1].tensors) < 1e-9
 
@@ -218,7 +217,7 @@ def test_a_model_in_bfloat16(folders: Mapping[str, Path]) -> None:
     prepared = built("bert", folders, {**LAST, "dtype": "bfloat16"})
     job = job_of(prepared, "south", torch.float32)
     engine = engine_of(prepared, MEMORY)
-    assert engine.prefixes.why_not(prepared.train) is None
+    assert engine.prefixes.refusal(prepared.train) is None
     found = trained(engine, prepared, job, "south")
     assert apart(trained(engine_of(prepared, None), prepared, job, "south").tensors, found.tensors) < 0.02
 
@@ -247,8 +246,8 @@ def test_the_budget_is_for_all_data_sets_together(folders: Mapping[str, Path]) -
     assert cache.nbytes == (1 + int(prepared.train.lengths.sum())) * 16 * 4
     assert prepared.test is not None
     engine = engine_of(prepared, PrefixSettings(budget=cache.nbytes))
-    assert engine.prefixes.why_not(prepared.train) is None
-    assert str(engine.prefixes.why_not(prepared.test)).endswith("exceed the budget of 0, and there is no file")
+    assert engine.prefixes.refusal(prepared.train) is None
+    assert str(engine.prefixes.refusal(prepared.test)).endswith("exceed the budget of 0, and there is no file")
     job = job_of(prepared, "south", torch.float32)
     indices = np.arange(len(prepared.test))
     wanted = engine_of(prepared, None).predict(job, prepared.test, indices, 5)
@@ -259,7 +258,7 @@ def test_a_folder_that_can_not_be_made(folders: Mapping[str, Path], tmp_path: Pa
     (tmp_path / "file").touch()
     prepared = built("bert", folders)
     engine = engine_of(prepared, PrefixSettings(budget=0, folder=tmp_path / "file"))
-    assert "can't hold" in str(engine.prefixes.why_not(prepared.train))
+    assert "can't hold" in str(engine.prefixes.refusal(prepared.train))
 
 
 @pytest.mark.parametrize("kind", ["llama-lm", "gpt2-lm"])
@@ -330,7 +329,7 @@ def test_there_is_none_where_it_would_not_be_exact(
     engine = engine_of(prepared, MEMORY)
     modes = [module.training for module in prepared.engine.adapted.model.modules()]
     random = torch.get_rng_state()
-    assert reason in str(engine.prefixes.why_not(prepared.train))
+    assert reason in str(engine.prefixes.refusal(prepared.train))
     assert torch.equal(torch.get_rng_state(), random)
     assert modes == [module.training for module in prepared.engine.adapted.model.modules()]
     if spoil is None:
@@ -342,13 +341,13 @@ def test_there_is_none_where_it_would_not_be_exact(
 
 def test_packed_examples_have_none(folders: Mapping[str, Path]) -> None:
     prepared = built("llama-lm", folders, data={"packing": True})
-    assert engine_of(prepared, MEMORY).prefixes.why_not(prepared.train) == "a batch's examples are packed into one row"
+    assert engine_of(prepared, MEMORY).prefixes.refusal(prepared.train) == "a batch's examples are packed into one row"
 
 
 def test_images_through_convolutions_have_none(images: Path) -> None:
     prepared = prepare(parse_config(tiny_images.settings(images, "resnet")))
     engine = engine_of(prepared, MEMORY)
-    assert "no list of blocks" in str(engine.prefixes.why_not(prepared.train))
+    assert "no list of blocks" in str(engine.prefixes.refusal(prepared.train))
 
 
 def test_a_data_set_that_was_not_asked_for_is_computed_whole(folders: Mapping[str, Path]) -> None:
@@ -362,7 +361,7 @@ def test_a_data_set_that_was_not_asked_for_is_computed_whole(folders: Mapping[st
 
 
 def test_nobody_asked_for_it(prepared: Prepared) -> None:
-    assert engine_of(prepared, None).prefixes.why_not(prepared.train) == "it was not asked for"
+    assert engine_of(prepared, None).prefixes.refusal(prepared.train) == "it was not asked for"
 
 
 class Interrupting:

@@ -30,13 +30,13 @@ LAST: Mapping[str, Any] = {"layers_to_transform": [1]}
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Examples of every pass through a prefix."""
     found: list[int] = []
-    original = PrefixCache._computed
+    original = PrefixCache._compute
 
     def counted(self: PrefixCache, indices: Any, **options: Any) -> Any:
         found.append(len(indices))
         return original(self, indices, **options)
 
-    monkeypatch.setattr(PrefixCache, "_computed", counted)
+    monkeypatch.setattr(PrefixCache, "_compute", counted)
     return found
 
 
@@ -115,9 +115,9 @@ def test_a_write_that_breaks_off_leaves_no_rows_to_be_taken_over(
         monkeypatch.setattr(cache, "_write", torn)
         with pytest.raises(MemoryError):
             cache.ensure(other, 5)
-        assert not any(cache._kept.holds(indices) for indices in (other[:5], np.sort(other)[:5]))
-        taken = [index for index in range(len(cache.known)) if cache._kept._of[index] >= 0]
-        assert len(taken) < len(cache.known)
+        assert not any(cache._stored.holds(indices) for indices in (other[:5], np.sort(other)[:5]))
+        taken = [index for index in range(len(cache.computed)) if cache._stored._batch_of[index] >= 0]
+        assert len(taken) < len(cache.computed)
     assert all(value.any() for value in wanted)
 
 
@@ -154,7 +154,7 @@ def test_what_the_next_run_does_not_need_is_let_go(tiny_folder: Path) -> None:
     with shared_prefixes():
         next_run()
         prepared = built(tiny_folder)
-        rows = weakref.ref(cache_of(prepared)._kept)
+        rows = weakref.ref(cache_of(prepared)._stored)
         gc.collect()
         assert rows() is not None
         with torch.no_grad():
@@ -163,7 +163,7 @@ def test_what_the_next_run_does_not_need_is_let_go(tiny_folder: Path) -> None:
         kept = cache_of(prepared)
         gc.collect()
         assert rows() is None
-        assert kept.known.any()
+        assert kept.computed.any()
 
 
 def test_a_series_has_the_bits_of_its_runs_alone(tiny_folder: Path, tmp_path: Path, computed: list[int]) -> None:

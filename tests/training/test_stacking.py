@@ -83,7 +83,7 @@ def test_a_damaged_cache_is_no_cache(measured: dict[StackingPlan, float]) -> Non
 def test_measuring_leaves_the_run_as_it_was(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Measured or set, the same number at once gives the same bits."""
     monkeypatch.setattr(stacking, "_SHARE", 1e9)
-    monkeypatch.setattr(stacking, "_MOST", 1)
+    monkeypatch.setattr(stacking, "_MAX_CLIENTS", 1)
     monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path))
     config = tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None})
     prepared = prepare(config)

@@ -25,6 +25,7 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
+from fedspan.training.jobs import Assignment
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.extras import WithExtras
 from helpers import tiny_images
@@ -63,7 +64,7 @@ def trained(federation: Federation, progress: Progress, id: str) -> tuple[Job, d
     message = serialization.decode(serialization.encode(federation.method.sync(progress.state, client)))
     job = federation.method.start(message, client, progress.memories.get(id, {}), progress.state.round)
     lr, number = engine.settings.lr(progress.state.round, 2), progress.state.round
-    done = engine.train(job, federation.examples, federation.clients[id].train, client=id, round=number, lr=lr)
+    done = engine.train(Assignment(id, number, job, federation.clients[id].train, lr), federation.examples)
     return job, dict(done.tensors)
 
 
@@ -205,9 +206,7 @@ def test_the_order_of_replies_does_not_matter(resnet: Prepared) -> None:
     for id in federation.clients:
         client = federation.client(id, begun)
         job = method.start(method.sync(begun.state, client), client, {}, begun.state.round)
-        done = federation.engine.train(
-            job, federation.examples, federation.clients[id].train, client=id, round=0, lr=0.02
-        )
+        done = federation.engine.train(Assignment(id, 0, job, federation.clients[id].train, 0.02), federation.examples)
         message, _ = method.finish(job, done, client, {}, 0)
         assert isinstance(message, Message)
         replies[id] = client, method.contribute(message, client)
@@ -258,7 +257,7 @@ def test_traffic_counts_them(resnet: Prepared) -> None:
 def _finished(federation: Federation, progress: Progress, id: str) -> Any:
     client = federation.client(id, progress)
     job = federation.method.start(federation.method.sync(progress.state, client), client, {}, progress.state.round)
-    done = federation.engine.train(job, federation.examples, federation.clients[id].train, client=id, round=0, lr=0.02)
+    done = federation.engine.train(Assignment(id, 0, job, federation.clients[id].train, 0.02), federation.examples)
     return job, done, client, {}, progress.state.round
 
 

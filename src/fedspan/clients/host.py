@@ -57,8 +57,8 @@ class _Training:
     Args:
         order: The order.
         client: The client as the server describes it.
-        member: The client's examples.
-        kept: The client's state of the round that the order continues from.
+        data: The client's examples.
+        stored: The client's state of the round that the order continues from.
         job: The first job.
         noise: Noise of DP-SGD over the clipping norm.
         memory: The method's memory so far.
@@ -68,20 +68,20 @@ class _Training:
 
     order: Order
     client: Client
-    member: ClientData
-    kept: ClientState
+    data: ClientData
+    stored: ClientState
     job: Job
     noise: float
     memory: Memory
     moments: dict[str, tuple[OptimizerState, int]] | OverlayMapping[tuple[OptimizerState, int]]
     parts: list[Part] = field(default_factory=list)
 
-    def assignment(self, job: Job, keep: bool) -> Assignment:
+    def assignment(self, job: Job, use_moments: bool) -> Assignment:
         """Return a job as an engine's assignment."""
         moments, generation = self.moments.get(job.phase, (None, None))
-        if not keep or generation != job.generation:  # moments of an older generation have other coordinates
+        if not use_moments or generation != job.generation:  # moments of an older generation have other coordinates
             moments = None
-        return Assignment(self.order.to, self.order.round, job, self.member.train, self.order.lr, moments, self.noise)
+        return Assignment(self.order.to, self.order.round, job, self.data.train, self.order.lr, moments, self.noise)
 
 
 class Host:
@@ -138,8 +138,8 @@ class Host:
 
     def tokens(self, id: str) -> int:
         """Return the approximate number of tokens on which a client trains in a round, counting repeated uses."""
-        own = self.clients[id].train
-        return round(self.workload(id) * float(self.examples.lengths[own].mean())) if len(own) else 0
+        indices = self.clients[id].train
+        return round(self.workload(id) * float(self.examples.lengths[indices].mean())) if len(indices) else 0
 
     def first_assignments(self, orders: Iterable[Order]) -> list[Assignment]:
         """Return the first jobs of orders to train, which are not carried out.
@@ -149,22 +149,22 @@ class Host:
             ValueError: If ``answer`` would raise it.
         """
         keep = self.engine.settings.keep_optimizer
-        return [one.assignment(one.job, keep) for one in map(self._open, orders)]
+        return [training.assignment(training.job, keep) for training in map(self._open, orders)]
 
-    def ready(self, ids: Iterable[str]) -> None:
+    def prepare(self, ids: Iterable[str]) -> None:
         """Precompute what passes over clients' training examples can then skip; each client's part separately."""
-        self.engine.ready(self.examples, [self.clients[id].train for id in ids])
+        self.engine.prepare(self.examples, [self.clients[id].train for id in ids])
 
-    def reply(self, asked: Order | Phase) -> Envelope:
+    def reply(self, order: Order | Phase) -> Envelope:
         """Carry out an order of any kind.
 
         Raises:
             FedspanError: If ``answer`` or ``SecureClient.answer`` raises it.
             ValueError: If ``answer`` or ``SecureClient.answer`` raises it.
         """
-        if isinstance(asked, Order):
-            return self.answer(asked).envelope()
-        return self._secure_client(asked.to, asked.task).answer(asked).envelope()
+        if isinstance(order, Order):
+            return self.answer(order).envelope()
+        return self._secure_client(order.to, order.task).answer(order).envelope()
 
     def answer(self, order: Order) -> Reply:
         """Carry out an order.
@@ -173,61 +173,63 @@ class Host:
             FedspanError: If the loss stops being finite, or (``LostStateError``) if the client's state is missing.
             ValueError: If the order is not addressed to a client of this host.
         """
-        self._member(order)
+        self._data_of(order)
         if order.task == "evaluate":
-            return self._evaluated(order)
+            return self._evaluate(order)
         if order.task == "statistics":
             return self._statistics(order)
         if order.task == "export":
-            return self._exported(order)
-        answers: list[Reply] = []
-        self.train({order.to: order}, answers.append)
-        return answers[0]
+            return self._export(order)
+        replies: list[Reply] = []
+        self.train({order.to: order}, replies.append)
+        return replies[0]
 
-    def train(self, orders: Mapping[str, Order], on_answer: Callable[[Reply], None]) -> None:
+    def train(self, orders: Mapping[str, Order], on_reply: Callable[[Reply], None]) -> None:
         """Train for several clients, as many at once as the engine can.
 
         Args:
             orders: Orders to train by client id, each taken when its client's training begins.
-            on_answer: Callback that is called with each client's reply as it is ready.
+            on_reply: Callback that is called with each client's reply as it is ready.
 
         Raises:
             FedspanError: If ``answer`` would raise it.
             ValueError: If ``answer`` would raise it.
         """
-        keep, running = self.engine.settings.keep_optimizer, dict[str, _Training]()
+        keeps_moments, running = self.engine.settings.keep_optimizer, dict[str, _Training]()
 
-        def opened(id: str) -> Assignment:
-            one = running[id] = self._open(orders[id])
-            return one.assignment(one.job, keep)
+        def open_job(id: str) -> Assignment:
+            training = running[id] = self._open(orders[id])
+            return training.assignment(training.job, keeps_moments)
 
-        def finished(work: Assignment, trained: Trained) -> Assignment | None:
-            one = running[work.client]
+        def finish_job(work: Assignment, trained: Trained) -> Assignment | None:
+            training = running[work.client]
             if self.on_trained is not None:
                 self.on_trained(work, trained)
-            if keep:
-                one.moments[work.job.phase] = (trained.optimizer_state, work.job.generation)
-            result, one.memory = self.method.finish(work.job, trained, one.client, one.memory, work.round)
-            one.parts.append(Part(loss=trained.metrics["loss"], examples=trained.metrics["examples"]))
+            if keeps_moments:
+                training.moments[work.job.phase] = (trained.optimizer_state, work.job.generation)
+            result, training.memory = self.method.finish(
+                work.job, trained, training.client, training.memory, work.round
+            )
+            training.parts.append(Part(loss=trained.metrics["loss"], examples=trained.metrics["examples"]))
             if isinstance(result, Job):
-                return one.assignment(result, keep)
+                return training.assignment(result, keeps_moments)
             del running[work.client]
-            on_answer(self._close(one, result))
+            on_reply(self._close(training, result))
             return None
 
         sizes = {id: int(self.examples.lengths[self.clients[id].train].sum()) for id in orders}
         if sizes:  # a Poisson sample may be empty
-            self.ready(sizes)  # before any client trains: in one thread, and as a stage of its own
-            self.engine.train_all(self.examples, sizes, opened, finished)
+            self.prepare(sizes)  # before any client trains: in one thread, and as a stage of its own
+            self.engine.train_all(self.examples, sizes, open_job, finish_job)
 
-    def _member(self, order: Order) -> ClientData:
+    def _data_of(self, order: Order) -> ClientData:
         if order.to not in self.clients:
             here = ", ".join(map(repr, list(self.clients)[:3]))
             raise ValueError(f"an order to {order.to!r}; this is {here}")
         return self.clients[order.to]
 
-    def _kept(self, id: str, held: int | None) -> ClientState:
-        return ClientState() if held is None else self.store.load(id, held)
+    def _load_state(self, id: str, last_round: int | None) -> ClientState:
+        return ClientState() if last_round is None else self.store.load(id, last_round)
 
     def _message(self, order: Order) -> Message:
         """Return the message of an order; a message to several clients is decoded once."""
@@ -238,50 +240,54 @@ class Host:
 
     def _start(self, order: Order, message: Message) -> tuple[Job, ClientState]:
         """Return the job of an order, and the client's state with the model's current base."""
-        kept = self._kept(order.to, None if order.client is None else order.client.last_round)
+        stored = self._load_state(order.to, None if order.client is None else order.client.last_round)
         if self._shared is None:
             # The message of a secure sum is the same for all clients, so its patch is one of the pretrained base.
-            base = apply_patch(kept.base if order.secure is None else BaseUpdate(), message.base)
+            base = apply_patch(stored.base if order.secure is None else BaseUpdate(), message.base)
             self.engine.adapted.set_base(base)
         else:
             base = self._shared
-        memory = kept.memory if order.client is not None else {}
-        return self.method.start(message, order.client, memory, order.round), replace(kept, base=base)
+        memory = stored.memory if order.client is not None else {}
+        return self.method.start(message, order.client, memory, order.round), replace(stored, base=base)
 
     def _open(self, order: Order) -> _Training:
-        member, client, settings = self._member(order), order.client, self.engine.settings
+        data, client, settings = self._data_of(order), order.client, self.engine.settings
         if client is None or client.id != order.to:
             raise ValueError("an order to train names another client, or none")
         self._require_secure(order)
         message = self._message(order)
-        job, kept = self._start(order, message)
+        job, stored = self._start(order, message)
         noise = 0.0
         if settings.privacy is not None and settings.privacy.mechanism == "dp-sgd":
-            own = _known(client, member)
-            noise = training_noise(settings, settings.privacy, self.method, message, own, order.round, kept.memory)
-        return _Training(order, client, member, kept, job, noise, kept.memory, overlay(kept.moments))
+            trusted = _with_true_examples(client, data)
+            noise = training_noise(
+                settings, settings.privacy, self.method, message, trusted, order.round, stored.memory
+            )
+        return _Training(order, client, data, stored, job, noise, stored.memory, overlay(stored.moments))
 
-    def _close(self, one: _Training, reply: Message) -> Reply:
-        order, privacy = one.order, self.engine.settings.privacy
+    def _close(self, training: _Training, reply: Message) -> Reply:
+        order, privacy = training.order, self.engine.settings.privacy
         if privacy is not None and privacy.mechanism == "local":
-            reply = privatize(privacy, one.job.tensors, one.client, reply, order.round)
+            reply = privatize(privacy, training.job.tensors, training.client, reply, order.round)
         if privacy is not None and privacy.mechanism != "central" and not self.reveals_losses:
-            one.parts.clear()  # a loss is computed from the raw data
+            training.parts.clear()  # a loss is computed from the raw data
         if self.tamper is not None:
             reply = self.tamper(order, self._message(order), reply)
-        needed = frozenset(round for round in (one.client.last_round, order.best) if round is not None)
-        self.store.store(order.to, order.round, ClientState(one.memory, one.moments, one.kept.base), needed)
+        needed = frozenset(round for round in (training.client.last_round, order.best) if round is not None)
+        self.store.store(
+            order.to, order.round, ClientState(training.memory, training.moments, training.stored.base), needed
+        )
         try:
-            body = self._body(order, reply, one.job)
+            body = self._body(order, reply, training.job)
         except FedspanError as error:
             if self.tamper is None:
                 raise
             return refuse(order, error)  # a simulated fault that cannot be masked fails its client, as on a node
-        return Reply("train", order.round, order.attempt, order.to, tuple(one.parts), body=body)
+        return Reply("train", order.round, order.attempt, order.to, tuple(training.parts), body=body)
 
-    def _secure_client(self, id: str, what: object) -> SecureClient:
+    def _secure_client(self, id: str, value: object) -> SecureClient:
         if self.secure is None:
-            raise FedspanError("federation.secure", what, problem="the run's config has no secure aggregation")
+            raise FedspanError("federation.secure", value, problem="the run's config has no secure aggregation")
         if id not in self.secure:
             raise ValueError(f"an order to {id!r}; this is {', '.join(map(repr, list(self.clients)[:3]))}")
         return self.secure[id]
@@ -314,19 +320,19 @@ class Host:
         settings = self.engine.settings
         if settings.privacy is None:
             return ()
-        client = _known(order.client, self._member(order))
-        memory = self._kept(client.id, client.last_round).memory
+        client = _with_true_examples(order.client, self._data_of(order))
+        memory = self._load_state(client.id, client.last_round).memory
         return order_charges(settings.privacy, settings, self.method, self._message(order), client, order.round, memory)
 
-    def _exported(self, order: Order) -> Reply:
+    def _export(self, order: Order) -> Reply:
         if self.export is None:
             raise FedspanError("export", order.to, "a client that keeps its own adapter")
-        job, kept = self._start(order, self._message(order))
-        self.export(job, kept.base, order.round)
+        job, stored = self._start(order, self._message(order))
+        self.export(job, stored.base, order.round)
         return Reply("export", order.round, order.attempt, order.to)
 
     def _statistics(self, order: Order) -> Reply:
-        member, client = self._member(order), order.client
+        data, client = self._data_of(order), order.client
         if client is None or client.id != order.to:
             raise ValueError("an order for statistics names another client, or none")
         self._require_secure(order)
@@ -345,39 +351,39 @@ class Host:
         else:  # the pretrained model, whatever base the server's state has
             job = None
             self.engine.adapted.set_base(BaseUpdate())
-        least = self.limits.class_examples
+        min_examples = self.limits.class_examples
         try:
-            found = client_statistics(self.engine, job, self.examples, member.train, kind, bound, least)
+            statistics = client_statistics(self.engine, job, self.examples, data.train, kind, bound, min_examples)
         finally:
             if self._shared is not None:
                 self.engine.adapted.set_base(self._shared)
-        body = serialization.encode(Message(found))
+        body = serialization.encode(Message(statistics))
         if order.secure is not None:
             secure = self._secure_client(order.to, order.secure.session)
-            zeros = {name: torch.zeros_like(value) for name, value in found.items()}
-            body = serialization.encode(secure.masked(order, order.secure, Contribution(sum=found), zeros))
+            zeros = {name: torch.zeros_like(value) for name, value in statistics.items()}
+            body = serialization.encode(secure.masked(order, order.secure, Contribution(sum=statistics), zeros))
         return Reply("statistics", order.round, order.attempt, order.to, body=body)
 
-    def _evaluated(self, order: Order) -> Reply:
-        member = self._member(order)
+    def _evaluate(self, order: Order) -> Reply:
+        data = self._data_of(order)
         job, _ = self._start(order, self._message(order))
         scores: dict[ScoredPart, Scores] = {}
         parts: tuple[tuple[ScoredPart, np.ndarray], ...]
-        parts = (("validation", member.validation), ("test", member.test))
+        parts = (("validation", data.validation), ("test", data.test))
         for name, indices in parts:
             if not len(indices):
                 continue
-            self.engine.ready(self.examples, [indices])
+            self.engine.prepare(self.examples, [indices])
             predictions = self.engine.predict(job, self.examples, indices, self.batch_size)
-            measured = self.engine.task.metrics(predictions, self.examples, indices.tolist())
-            scores[name] = {key: value for key, value in measured.items() if math.isfinite(value)}
+            metrics = self.engine.task.metrics(predictions, self.examples, indices.tolist())
+            scores[name] = {key: value for key, value in metrics.items() if math.isfinite(value)}
             scores[name]["examples"] = float(len(indices))
         return Reply("evaluate", order.round, order.attempt, order.to, scores=scores)
 
 
-def _known(client: Client, member: ClientData) -> Client:
+def _with_true_examples(client: Client, data: ClientData) -> Client:
     """Set a client's true number of examples; a wrong number from a server could lead to less noise."""
-    return replace(client, examples=len(member.train))
+    return replace(client, examples=len(data.train))
 
 
 def refuse(order: Order, error: Exception) -> Reply:
@@ -392,11 +398,11 @@ def refuse(order: Order, error: Exception) -> Reply:
     )
 
 
-def refuse_any(asked: Order | Phase, error: Exception) -> Envelope:
+def refuse_any(order: Order | Phase, error: Exception) -> Envelope:
     """Refuse an order of any kind (``refuse``)."""
-    if isinstance(asked, Order):
-        return refuse(asked, error).envelope()
-    return refuse_phase(asked, describe_error(error)).envelope()
+    if isinstance(order, Order):
+        return refuse(order, error).envelope()
+    return refuse_phase(order, describe_error(error)).envelope()
 
 
 def describe_error(error: Exception) -> str:
@@ -405,20 +411,20 @@ def describe_error(error: Exception) -> str:
     Errors may quote data and paths. Errors about what the server itself sent are transmitted in full; of all others,
     only the field, the kind, or the system's name (no space left on device).
     """
-    ours = isinstance(error, FedspanError)
-    if ours and error.field.partition(".")[0] in _SERVER_S:
+    is_own = isinstance(error, FedspanError)
+    if is_own and error.field.partition(".")[0] in _SERVER_S:
         return str(error)
-    system = _system_s(error.__cause__ if ours else error)
-    if ours and _FIELD.fullmatch(error.field):
-        what = error.field
-    elif system is not None:
-        what = system
+    system_error = _system_error(error.__cause__ if is_own else error)
+    if is_own and _FIELD.fullmatch(error.field):
+        description = error.field
+    elif system_error is not None:
+        description = system_error
     else:
-        what = "an error" if ours else type(error).__name__
-    return f"{what}; see the client's own log"
+        description = "an error" if is_own else type(error).__name__
+    return f"{description}; see the client's own log"
 
 
-def _system_s(error: BaseException | None) -> str | None:
+def _system_error(error: BaseException | None) -> str | None:
     """Return the operating system's name of an error; None for others, such as errors of TLS and of name lookup."""
     if not isinstance(error, OSError) or isinstance(error, socket.gaierror | socket.herror | ssl.SSLError):
         return None

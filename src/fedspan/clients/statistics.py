@@ -83,7 +83,7 @@ def client_statistics(
         classes = torch.zeros(len(answers), dtype=torch.int64) if kind == "least-squares" else answers
         kept = (torch.bincount(classes, minlength=layer.outputs) >= class_examples)[classes]
         own, answers = indices[kept.numpy()], answers[kept]
-    engine.ready(examples, [indices])
+    engine.prepare(examples, [indices])
     for start in range(0, len(own), _CHUNK):
         part = own[start : start + _CHUNK]
         features = engine.features(job, examples, part, _BATCH)

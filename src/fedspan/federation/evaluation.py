@@ -161,7 +161,7 @@ class Evaluator:
                 if not parts:
                     continue
                 # The same batches, independent of the models that are evaluated.
-                engine.ready(examples, [rows for _, _, rows in parts])
+                engine.prepare(examples, [rows for _, _, rows in parts])
                 indices = np.concatenate([rows for _, _, rows in parts])
                 predictions = engine.predict(job, examples, indices, self.batch_size)
                 start = 0

@@ -148,7 +148,7 @@ class _Bench:
         began = time.perf_counter()
         works = [self._work(f"client-{number}", steps) for number in range(min(clients, _CLIENTS))]
         rounds = self._config.federation.rounds * planned / steps
-        stacking = self.engine.settle(works, clients, self._examples, rounds)
+        stacking = self.engine.choose_plan(works, clients, self._examples, rounds)
         measuring = time.perf_counter() - began
         clients = min(clients, max(_MIN_CLIENTS, 2 * stacking.at_once * stacking.workers))  # enough to form batches
         first = self._seconds(clients, 1)
@@ -162,7 +162,7 @@ class _Bench:
 
     def _seconds(self, clients: int, steps: int) -> float:
         """Time this many clients with this many steps each."""
-        self.engine.ready(self._examples, [np.arange(self._batch * steps)])
+        self.engine.prepare(self._examples, [np.arange(self._batch * steps)])
         sizes = {f"client-{number}": self._batch * steps for number in range(clients)}
         began = time.perf_counter()
         self.engine.train_all(self._examples, sizes, lambda client: self._work(client, steps), lambda *_: None)

@@ -43,7 +43,7 @@ def pooled(prepared: Prepared) -> Prepared:
     variant = _variant(prepared, changed, method, [member], changed.centralised_lr)
     federation = variant.federation
     # Client by client: the same bits, whether or not the federation did it before.
-    variant.engine.ready(prepared.train, [own for own, _, _ in parts])
+    variant.engine.prepare(prepared.train, [own for own, _, _ in parts])
     judged = simulate(federation.method, variant.engine, members, prepared.train, federation.settings)
     return replace(variant, evaluator=_evaluator(judged, changed))
 

@@ -175,7 +175,7 @@ def make_engine(
 
 def engine_note(engine: Engine) -> str | None:
     """Return a note for the user on how the clients trained; None if they trained as requested."""
-    why = engine.why_not if isinstance(engine, BatchedEngine) else None
+    why = engine.refusal if isinstance(engine, BatchedEngine) else None
     return None if why is None else f"clients train one by one, as with engine.name: loop, because {why}"
 
 
@@ -190,7 +190,7 @@ def keep_stacking_plan(place: RunFolder, engine: Engine) -> None:
     if not isinstance(engine, BatchedEngine):
         return
     if not place.engine.exists():
-        engine.settled = lambda plan: place.write_json(place.engine, asdict(plan))
+        engine.on_plan = lambda plan: place.write_json(place.engine, asdict(plan))
         return
     found = place.read_json(place.engine)
     try:

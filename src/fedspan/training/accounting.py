@@ -72,8 +72,8 @@ class PrivacySpend:
     def charge(self, charges: tuple[Charge, ...]) -> None:
         """Count releases."""
         for release in charges:
-            own = self._counts.setdefault(release.payer, {})
-            own[release.mechanism] = own.get(release.mechanism, 0) + release.count
+            counts = self._counts.setdefault(release.payer, {})
+            counts[release.mechanism] = counts.get(release.mechanism, 0) + release.count
 
     def epsilon(self, payer: str, further: tuple[Charge, ...] = ()) -> float:
         """Compute the epsilon that a payer has spent, with more charges of its own on top."""
@@ -85,8 +85,8 @@ class PrivacySpend:
     def worst(self, further: tuple[Charge, ...] = ()) -> float:
         """Compute the largest epsilon of all payers; they do not add up, since each payer has its own data."""
         payers = {*self._counts, *(release.payer for release in further)}
-        own = {payer: tuple(release for release in further if release.payer == payer) for payer in payers}
-        return max((self.epsilon(payer, own[payer]) for payer in payers), default=0.0)
+        by_payer = {payer: tuple(release for release in further if release.payer == payer) for payer in payers}
+        return max((self.epsilon(payer, by_payer[payer]) for payer in payers), default=0.0)
 
     def dump(self) -> dict[str, list[list[float]]]:
         """Return the counts as plain values, for a checkpoint."""
@@ -224,6 +224,6 @@ def _bisect(high: float, epsilon: float, cost: Callable[[float], float]) -> floa
     while low > 1e-3 and cost(low) <= epsilon:
         low /= 2
     while cost(high) < epsilon * (1 - _STEP) and high - low > 1e-6 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if cost(middle) <= epsilon else (middle, high)
+        midpoint = (low + high) / 2
+        low, high = (low, midpoint) if cost(midpoint) <= epsilon else (midpoint, high)
     return high

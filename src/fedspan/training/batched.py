@@ -41,7 +41,7 @@ class BatchedEngine:
         task: The learning problem.
         settings: Settings of local training.
         seed: Seed of every random draw (batches, dropout).
-        wish: The stacking request: the number of clients at once, as far as it is not to be measured.
+        request: The number of clients at once, as far as it is not measured.
         prefix: Storage of the hidden states that leave the model's frozen prefix, or the caches of another engine on
             this model and task; None: they are computed every time.
         padding_free: Train without padding where the model can.
@@ -56,7 +56,7 @@ class BatchedEngine:
         task: Task,
         settings: TrainingSettings,
         seed: int,
-        wish: StackingRequest | None = None,
+        request: StackingRequest | None = None,
         prefix: PrefixSettings | PrefixCaches | None = None,
         padding_free: bool = True,
         compiled: bool = False,
@@ -64,11 +64,11 @@ class BatchedEngine:
         rounds: int | None = None,
     ) -> None:
         self.rounds = rounds
-        self.settled: Callable[[StackingPlan], None] | None = None
+        self.on_plan: Callable[[StackingPlan], None] | None = None
         """Receives the stacking plan before the first training that uses it; None: nobody does."""
         self.stages = stages or Stages()
         self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
-        self.wish = wish or StackingRequest()
+        self.request = request or StackingRequest()
         self.stacking: StackingPlan | None = None
         """The stacking plan; known from the first round on, or set beforehand."""
         self.compiled = compiled
@@ -79,29 +79,29 @@ class BatchedEngine:
         self,
         examples: Examples,
         sizes: Mapping[str, int],
-        opened: Callable[[str], Assignment],
-        finished: Callable[[Assignment, Trained], Assignment | None],
+        open_job: Callable[[str], Assignment],
+        finish_job: Callable[[Assignment, Trained], Assignment | None],
     ) -> None:
         """Train several clients at once (``Engine.train_all``)."""
         lock = Lock()
-        early: dict[str, Assignment] = {}
+        opened: dict[str, Assignment] = {}
 
-        def opening(client: str) -> Assignment:
+        def open_locked(client: str) -> Assignment:
             with lock:
-                return early.pop(client) if client in early else opened(client)
+                return opened.pop(client) if client in opened else open_job(client)
 
-        def finishing(work: Assignment, trained: Trained) -> Assignment | None:
+        def finish_locked(work: Assignment, trained: Trained) -> Assignment | None:
             with lock:
-                return finished(work, trained)
+                return finish_job(work, trained)
 
         if self.stacking is None:
-            early = {client: opened(client) for client in list(sizes)[:_TRIED]}
-        stacking = self.settle(list(early.values()), len(sizes), examples)
+            opened = {client: open_job(client) for client in list(sizes)[:_TRIED]}
+        stacking = self.choose_plan(list(opened.values()), len(sizes), examples)
         shares = balance(sizes, min(stacking.workers, len(sizes)))
-        workers = self._ready(len(shares))
+        workers = self._get_workers(len(shares))
         calls = [
             lambda worker=worker, share=share: worker.run(
-                examples, share, min(stacking.at_once, len(share)), opening, finishing
+                examples, share, min(stacking.at_once, len(share)), open_locked, finish_locked
             )
             for worker, share in zip(workers, shares, strict=True)
         ]
@@ -112,13 +112,13 @@ class BatchedEngine:
             expected = "a smaller number, a smaller training.batch_size, or model.gradient_checkpointing"
             raise FedspanError("engine.clients_at_once", stacking.at_once, expected, problem=problem) from error
 
-    def settle(
-        self, works: Sequence[Assignment], clients: int, examples: Examples, rounds: float | None = None
+    def choose_plan(
+        self, assignments: Sequence[Assignment], clients: int, examples: Examples, rounds: float | None = None
     ) -> StackingPlan:
         """Choose the stacking plan, if it is not known yet.
 
         Args:
-            works: The first jobs of a round.
+            assignments: The first jobs of a round.
             clients: Number of clients in a round.
             examples: The data set that the jobs' indices point into.
             rounds: Number of such rounds that are planned; None: those of the engine.
@@ -126,9 +126,11 @@ class BatchedEngine:
         if self.stacking is None:
             with self.stages.stage("stacking"):
                 planned = self.rounds if rounds is None else rounds
-                self.stacking = tune(self.wish, self._ready, run_parallel, works, clients, examples, planned)
-            if self.settled is not None:
-                self.settled(self.stacking)
+                self.stacking = tune(
+                    self.request, self._get_workers, run_parallel, assignments, clients, examples, planned
+                )
+            if self.on_plan is not None:
+                self.on_plan(self.stacking)
         return self.stacking
 
     @property
@@ -136,23 +138,23 @@ class BatchedEngine:
         """``Engine.prefixes``."""
         return self._workers[0].loop.prefixes
 
-    def ready(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
-        """``Engine.ready``."""
-        self._workers[0].loop.ready(examples, parts)
+    def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
+        """``Engine.prepare``."""
+        self._workers[0].loop.prepare(examples, parts)
 
     def predict(
         self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
     ) -> Tensor:
         """``Engine.predict``."""
         batches = evaluation_batches(indices, examples.lengths, batch_size)
-        workers = self._ready(min(1 if self.stacking is None else self.stacking.workers, len(batches)))
+        workers = self._get_workers(min(1 if self.stacking is None else self.stacking.workers, len(batches)))
         rows: dict[int, Tensor] = {}
 
-        def predicted(number: int) -> None:
-            own = batches[number :: len(workers)]
-            rows.update(workers[number].loop.rows(job, examples, own, generate=generate))
+        def predict_share(number: int) -> None:
+            share = batches[number :: len(workers)]
+            rows.update(workers[number].loop.rows(job, examples, share, generate=generate))
 
-        run_parallel([lambda number=number: predicted(number) for number in range(len(workers))])
+        run_parallel([lambda number=number: predict_share(number) for number in range(len(workers))])
         return torch.stack([rows[index] for index in indices.tolist()])
 
     def features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
@@ -160,12 +162,12 @@ class BatchedEngine:
         return self._workers[0].loop.features(job, examples, indices, batch_size)
 
     @property
-    def why_not(self) -> str | None:
+    def refusal(self) -> str | None:
         """The reason why clients, or some of their jobs, train one by one although stacking was requested."""
-        reasons = [worker.why_not or worker.why_alone for worker in self._workers]
+        reasons = [worker.refusal or worker.job_refusal for worker in self._workers]
         return next((reason for reason in reasons if reason is not None), None)
 
-    def _ready(self, count: int) -> Sequence[Worker]:
+    def _get_workers(self, count: int) -> Sequence[Worker]:
         """Return ``count`` workers, all with the current base."""
         while len(self._workers) < max(1, count):
             loop = LoopEngine(self.adapted.replica(), self.task, self.settings, self.seed, stages=self.stages)

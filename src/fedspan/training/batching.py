@@ -106,49 +106,49 @@ class Padding:
     Args:
         adapted: The model.
         task: The learning problem.
-        why_not: The reason why all batches are to be padded; None: it depends on the model.
+        refusal: The reason why all batches are to be padded; None: it depends on the model.
     """
 
-    def __init__(self, adapted: AdaptedModel, task: Task, why_not: str | None) -> None:
+    def __init__(self, adapted: AdaptedModel, task: Task, refusal: str | None) -> None:
         self.adapted, self.task = adapted, task
-        self._state = _State(why_not)
-        self._own: Unpadded | None = None
+        self._state = _State(refusal)
+        self._unpadded: Unpadded | None = None
 
     def replica(self, adapted: AdaptedModel) -> Padding:
         """Return the same object for a replica of the model, in another thread."""
         copied = copy.copy(self)
-        copied.adapted, copied._own = adapted, None
+        copied.adapted, copied._unpadded = adapted, None
         return copied
 
     @property
-    def why_not(self) -> str | None:
+    def refusal(self) -> str | None:
         """The reason why batches are padded; None if they are not, or if no data set has been seen."""
-        return self._state.why_not
+        return self._state.refusal
 
     def ensure(self, examples: Examples) -> None:
         """Verify the model on the first data set that it gets. This installs the bare base."""
         with self._state.lock:
-            if not self._state.verified and self._state.why_not is None:
+            if not self._state.verified and self._state.refusal is None:
                 try:
-                    self._own = Unpadded(self.adapted)
+                    self._unpadded = Unpadded(self.adapted)
                     try:
-                        self._verify(self._own, examples)
+                        self._verify(self._unpadded, examples)
                     except Padded:
-                        if not self._own.variable:
+                        if not self._unpadded.variable:
                             raise
-                        self._own.variable = self._state.variable = False  # an older GPU: bins can still do
-                        self._verify(self._own, examples)
+                        self._unpadded.variable = self._state.variable = False  # an older GPU: bins can still do
+                        self._verify(self._unpadded, examples)
                 except Padded as error:
-                    self._state.why_not = str(error)
+                    self._state.refusal = str(error)
             self._state.verified = True
-        if self._own is None and self._state.why_not is None:
-            self._own = Unpadded(self.adapted)
-            self._own.variable = self._own.variable and self._state.variable
+        if self._unpadded is None and self._state.refusal is None:
+            self._unpadded = Unpadded(self.adapted)
+            self._unpadded.variable = self._unpadded.variable and self._state.variable
 
     @property
     def possible(self) -> bool:
         """Whether batches can run without padding, as far as is known."""
-        return self._own is not None and self._state.why_not is None
+        return self._unpadded is not None and self._state.refusal is None
 
     def remove_padding(
         self, batch: Mapping[str, Tensor], lengths: np.ndarray, clients: int = 1, real: np.ndarray | None = None
@@ -162,10 +162,10 @@ class Padding:
             clients: Number of clients whose examples are stacked in the batch, equally many of each.
             real: (B,), false for filler examples that belong to no client.
         """
-        if self._own is None or self._state.why_not is not None:
+        if self._unpadded is None or self._state.refusal is not None:
             return nullcontext()
         layout = layout_of(batch, lengths, clients, real)
-        return nullcontext() if layout is None or layout.padding < _WORTH else self._own.within(layout)
+        return nullcontext() if layout is None or layout.padding < _WORTH else self._unpadded.within(layout)
 
     def _verify(self, own: Unpadded, examples: Examples) -> None:
         """Compare predictions with padding and without.
@@ -199,8 +199,8 @@ class Padding:
 class _State:
     """The state that the replicas share."""
 
-    def __init__(self, why_not: str | None) -> None:
-        self.why_not, self.verified, self.variable, self.lock = why_not, False, True, Lock()
+    def __init__(self, refusal: str | None) -> None:
+        self.refusal, self.verified, self.variable, self.lock = refusal, False, True, Lock()
 
 
 def layout_of(

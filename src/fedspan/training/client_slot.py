@@ -48,24 +48,24 @@ class ClientSlot:
         self.spec = spec_of(work, settings)
         self.batches = list(job_batches(settings, seed, work, examples))
         self.costs = [int(examples.lengths[batch].max()) for batch in self.batches]
-        self.taken = 0  # batches used so far
+        self.batches_done = 0  # batches used so far
         self.steps = 0  # optimizer steps so far
         self.values = layout.row(job.tensors, device)
-        self.others = {
+        self.frozen = {
             name: to_device(value.detach(), device).clone()
             for name, value in _order(job.tensors).items()
             if name not in layout.names
         }
         self._names = tuple(_order(job.tensors))
-        state = join_states(work.kept, job.optimizer_state) or OptimizerState()
+        state = join_states(work.moments, job.optimizer_state) or OptimizerState()
         self._initial = state
-        wanted = ("exp_avg", "exp_avg_sq") if self.spec.name == "adamw" else ("momentum_buffer",)
-        kinds = wanted if self.spec.name == "adamw" or self.spec.momentum else ()
+        names = ("exp_avg", "exp_avg_sq") if self.spec.name == "adamw" else ("momentum_buffer",)
+        kinds = names if self.spec.name == "adamw" or self.spec.momentum else ()
         self.moments = {kind: layout.row(state.moments.get(kind, {}), device) for kind in kinds}
         first = state.moments.get("exp_avg", {})
         self.counts = np.array([state.steps.get(name, 0) for name in layout.names], dtype=np.int64)
         # If the first moment starts at zero and the second one is handed over, the first is corrected from here on.
-        self.before = np.array([0 if n in first else state.steps.get(n, 0) for n in layout.names], dtype=np.int64)
+        self.steps_before = np.array([0 if n in first else state.steps.get(n, 0) for n in layout.names], dtype=np.int64)
         self.mask = layout.row(job.masks, device, missing=1.0) if job.masks else None
         self.offset = layout.row(job.gradient_offset, device) if job.gradient_offset else None
         self.kind = 0  # clients of one kind can share a pass; set by the engine
@@ -79,67 +79,67 @@ class ClientSlot:
         return self.work.job.steps == 0
 
     @property
-    def left(self) -> int:
+    def batches_left(self) -> int:
         """The number of batches left."""
-        return len(self.batches) - self.taken
+        return len(self.batches) - self.batches_done
 
     @property
     def batch(self) -> np.ndarray:
         """The next batch."""
-        return self.batches[self.taken]
+        return self.batches[self.batches_done]
 
     @property
     def cost(self) -> int:
         """Length of the next batch's longest example."""
-        return self.costs[self.taken]
+        return self.costs[self.batches_done]
 
     @property
     def share(self) -> float:
         """Weight of the next batch in its step's gradient."""
         return len(self.batch) / len(self.work.indices) if self.probing else 1 / self.settings.accumulate
 
-    def key(self) -> tuple[object, ...]:
+    def grouping_key(self) -> tuple[object, ...]:
         """The grouping key: clients with equal keys can share a pass."""
         job = self.work.job
-        shapes = tuple((name, value.shape, value.dtype) for name, value in self.others.items())
+        shapes = tuple((name, value.shape, value.dtype) for name, value in self.frozen.items())
         parametrization = tuple(job.parametrization.items())
         return self.layout, parametrization, shapes, job.buffers, self.spec, self.probing, self.mask is None
 
     @property
-    def evenly(self) -> bool:
+    def has_equal_steps(self) -> bool:
         """Whether AdamW, with both bias corrections, has taken equally many steps with every tensor and moment."""
-        equal = bool((self.counts == self.counts[0]).all()) and not self.before.any()
+        equal = bool((self.counts == self.counts[0]).all()) and not self.steps_before.any()
         return self.spec.name == "adamw" and all(self.spec.bias_correction) and equal
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the current tensors of the job; trainable ones are views."""
-        own = self.layout.views(self.values)
-        return {name: own[name] if name in own else self.others[name] for name in self._names}
+        trainable = self.layout.views(self.values)
+        return {name: trainable[name] if name in trainable else self.frozen[name] for name in self._names}
 
     def moment(self, kind: str, name: str) -> Tensor:
         """Return a view of one tensor's moment; writing to it changes the optimizer."""
         return self.layout.views(self.moments[kind])[name]
 
-    def absorb(self, live: Mapping[str, Tensor]) -> None:
+    def update_tensors(self, live: Mapping[str, Tensor]) -> None:
         """Copy in tensors that were changed outside (by a projector refresh), new names included."""
-        own = self.layout.views(self.values)
+        trainable = self.layout.views(self.values)
         for name, value in live.items():
-            if name in own:
-                own[name].copy_(value.detach())
+            if name in trainable:
+                trainable[name].copy_(value.detach())
             else:
-                self.others[name] = value.detach().clone()  # extras live in the model, which other clients will use
+                self.frozen[name] = value.detach().clone()  # extras live in the model, which other clients will use
         self._names = (*self._names, *(name for name in live if name not in self._names))
 
-    def take_gathered(self) -> Tensor:
+    def pop_gathered(self) -> Tensor:
         """Return the gradient of the completed step, (P,), and reset it for the next step."""
         assert self.gathered is not None
         gradient, self.gathered = self.gathered, None
         return gradient
 
-    def count(self, loss: Tensor) -> None:
+    def record_loss(self, loss: Tensor) -> None:
         """Record the loss of the last batch, a scalar that is read when the job has ended."""
         self._losses.append(loss)
-        self.taken += 1
+        self.batches_done += 1
 
     def result(self) -> Trained:
         """Return the result of the job.
@@ -194,7 +194,7 @@ def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-_LIKE = 1.2
+_LENGTH_RATIO = 1.2
 """Batches may share a pass if their longest examples differ by no more than this factor: padding costs time too."""
 
 
@@ -206,24 +206,24 @@ def select_group(slots: Sequence[ClientSlot], at_once: int, padded: bool = True)
         at_once: Number of clients in a pass.
         padded: Whether batches of different lengths would be padded to the longest.
     """
-    leader = max(slots, key=lambda slot: slot.left)
-    similar = [slot for slot in slots if slot.kind == leader.kind]
+    leader = max(slots, key=lambda slot: slot.batches_left)
+    candidates = [slot for slot in slots if slot.kind == leader.kind]
     if leader.work.job.buffers:  # norm layers that use statistics of their batch
-        similar = [slot for slot in similar if len(slot.batch) == len(leader.batch)]
-    low, high = leader.cost / _LIKE, leader.cost * _LIKE
-    similar = [slot for slot in similar if slot is not leader and (not padded or low <= slot.cost <= high)]
-    similar.sort(key=lambda slot: (abs(len(slot.batch) - len(leader.batch)), abs(slot.cost - leader.cost)))
-    selected = {id(slot) for slot in (leader, *similar[: at_once - 1])}
+        candidates = [slot for slot in candidates if len(slot.batch) == len(leader.batch)]
+    low, high = leader.cost / _LENGTH_RATIO, leader.cost * _LENGTH_RATIO
+    candidates = [slot for slot in candidates if slot is not leader and (not padded or low <= slot.cost <= high)]
+    candidates.sort(key=lambda slot: (abs(len(slot.batch) - len(leader.batch)), abs(slot.cost - leader.cost)))
+    selected = {id(slot) for slot in (leader, *candidates[: at_once - 1])}
     return [slot for slot in slots if id(slot) in selected]
 
 
 def stack_frozen(group: Sequence[ClientSlot]) -> dict[str, Tensor]:
     """Stack the tensors that do not train, (C, ...) each; tensors that all clients share are not copied."""
     stacked: dict[str, Tensor] = {}
-    for name, first in group[0].others.items():
-        own = [slot.others[name] for slot in group]
-        shared = all(value is first for value in own) and len(own) > 1
-        stacked[name] = first.expand(len(own), *first.shape) if shared else torch.stack(own)
+    for name, first in group[0].frozen.items():
+        values = [slot.frozen[name] for slot in group]
+        shared = all(value is first for value in values) and len(values) > 1
+        stacked[name] = first.expand(len(values), *first.shape) if shared else torch.stack(values)
     return stacked
 
 

@@ -101,7 +101,7 @@ class PrivateTraining:
     def __init__(self, trainer: Trainer, privacy: Privacy) -> None:
         self.trainer, self.privacy = trainer, privacy
         self.stacked = StackedModel(trainer.adapted)
-        self.why_single = self.stacked.refusal()
+        self.refusal = self.stacked.refusal()
         """The reason why examples go through the model one by one, if they must."""
         self._verified = False
 
@@ -120,13 +120,13 @@ class PrivateTraining:
 
         trainer, job, adapted, settings = self.trainer, work.job, self.trainer.adapted, self.trainer.settings
         _require_private(job, getattr(trainer.task, "packing", False))
-        trainer.ready(examples, [work.indices])
+        trainer.prepare(examples, [work.indices])
         adapted.train_mode(job.buffers)
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
         optimizer = trainer.make_optimizer(work, live)
         noisy = NoisySum(self.privacy, work, {name: live[name] for name in optimizer.names})
         expected = expected_batch(settings, len(work.indices))
-        loss_sum, decay, seen, steps = 0.0, 1.0, 0, 0
+        loss_sum, decay, examples_seen, steps = 0.0, 1.0, 0, 0
         for sample in poisson_batches(self.privacy, settings, work):
             passes = range(0, max(1, len(sample)), settings.batch_size)
             for number, start in enumerate(passes):
@@ -136,10 +136,10 @@ class PrivateTraining:
                 value = float(losses.sum())
                 if not math.isfinite(value):
                     raise not_finite(work, value)
-                loss_sum, seen = loss_sum + value, seen + len(indices)
+                loss_sum, examples_seen = loss_sum + value, examples_seen + len(indices)
                 trainer.stages.advance("training", len(indices))
                 noisy.add({name: self._masked(job, name, value) for name, value in gradients.items()})
-            trainer.apply(job, live, optimizer, noisy.taken(steps, expected), clipping=False)
+            trainer.apply(job, live, optimizer, noisy.pop_mean(steps, expected), clipping=False)
             steps += 1
             decay *= trainer.decay_frozen(work, live)
         adapted.set_dropout(None)
@@ -149,7 +149,7 @@ class PrivateTraining:
             steps=steps,
             lr_sum=work.lr * steps,
             decay=decay,
-            metrics={"loss": loss_sum / max(1, seen), "examples": float(seen)},
+            metrics={"loss": loss_sum / max(1, examples_seen), "examples": float(examples_seen)},
         )
 
     def _gradients(
@@ -159,9 +159,9 @@ class PrivateTraining:
         if not len(indices):
             empty = {name: live[name].new_zeros(0, *live[name].shape) for name in names}
             return torch.zeros(0), empty
-        if self.why_single is None and not self._verified:
+        if self.refusal is None and not self._verified:
             self._verify(work, live, names, examples, indices[:2])
-        if self.why_single is None:
+        if self.refusal is None:
             return self._stacked_gradients(work, live, names, examples, indices)
         return self._single_gradients(live, names, examples, indices)
 
@@ -176,35 +176,35 @@ class PrivateTraining:
         leaves = {
             name: live[name].detach().expand(count, *live[name].shape).contiguous().requires_grad_() for name in names
         }
-        others = {
+        frozen = {
             name: value.detach().expand(count, *value.shape) for name, value in live.items() if name not in leaves
         }
         rows = indices.tolist()
         batch = trainer.task.batch(examples, rows, trainer.adapted.device)
-        held = self.stacked.hold_tensors(work.job.parametrization, {**others, **leaves}, count, count)
-        whole = trainer.padding.remove_padding(batch, examples.lengths[indices], count)
-        with held, whole, trainer.prefixes.feed(examples, rows):
+        stacked = self.stacked.hold_tensors(work.job.parametrization, {**frozen, **leaves}, count, count)
+        unpadded = trainer.padding.remove_padding(batch, examples.lengths[indices], count)
+        with stacked, unpadded, trainer.prefixes.feed(examples, rows):
             losses = trainer.task.losses(trainer.adapted.model, batch, torch.eye(count, device=trainer.adapted.device))
             losses.sum().backward()
-        found = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
-        return losses.detach(), found
+        gradients = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+        return losses.detach(), gradients
 
     def _single_gradients(
         self, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
     ) -> tuple[Tensor, dict[str, Tensor]]:
         trainer = self.trainer
         losses: list[Tensor] = []
-        found: dict[str, list[Tensor]] = {name: [] for name in names}
+        gradients: dict[str, list[Tensor]] = {name: [] for name in names}
         for index in indices.tolist():
             batch = trainer.task.batch(examples, [index], trainer.adapted.device)
             whole = trainer.padding.remove_padding(batch, examples.lengths[[index]])
             with whole, trainer.prefixes.feed(examples, [index]):
                 loss = trainer.task.loss(trainer.adapted.model, batch)
-            own = torch.autograd.grad(loss, [live[name] for name in names], allow_unused=True)
+            own_gradients = torch.autograd.grad(loss, [live[name] for name in names], allow_unused=True)
             losses.append(loss.detach())
-            for name, gradient in zip(names, own, strict=True):
-                found[name].append(torch.zeros_like(live[name]) if gradient is None else gradient)
-        return torch.stack(losses), {name: torch.stack(values) for name, values in found.items()}
+            for name, gradient in zip(names, own_gradients, strict=True):
+                gradients[name].append(torch.zeros_like(live[name]) if gradient is None else gradient)
+        return torch.stack(losses), {name: torch.stack(values) for name, values in gradients.items()}
 
     def _verify(
         self, work: Assignment, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
@@ -213,16 +213,16 @@ class PrivateTraining:
         before = {name: live[name].detach().clone() for name in names}
         with torch.no_grad():  # where B is 0, A has a zero gradient, which would hide errors
             for name in names:
-                moved = gaussian(key_of_seed(0), live[name].shape, "verify", name) * 0.02
-                live[name].add_(moved.to(live[name]))
+                noise = gaussian(key_of_seed(0), live[name].shape, "verify", name) * 0.02
+                live[name].add_(noise.to(live[name]))
         try:
-            _, together = self._stacked_gradients(work, live, names, examples, indices)
+            _, shared = self._stacked_gradients(work, live, names, examples, indices)
             _, alone = self._single_gradients(live, names, examples, indices)
-            apart = norm(subtract(together, alone)) / max(norm(alone), 1e-30)
-            if not apart < tolerance(self.trainer.adapted.model):
-                self.why_single = f"gradients differ by {apart:.1e} when two examples share a pass"
+            error_norm = norm(subtract(shared, alone)) / max(norm(alone), 1e-30)
+            if not error_norm < tolerance(self.trainer.adapted.model):
+                self.refusal = f"gradients differ by {error_norm:.1e} when two examples share a pass"
         except Unstackable as error:
-            self.why_single = str(error)
+            self.refusal = str(error)
         with torch.no_grad():
             for name in names:
                 live[name].copy_(before[name])
@@ -241,5 +241,5 @@ def _require_private(job: Job, packing: bool) -> None:
         "its norms keep statistics of raw examples": bool(job.buffers),
         "packed batches have no examples of their own (training.packing)": packing,
     }
-    if why := next((why for why, holds in reasons.items() if holds), None):
-        raise FedspanError("privacy.mechanism", "dp-sgd", problem=f"dp-sgd cannot train this method or model: {why}")
+    if reason := next((reason for reason, is_given in reasons.items() if is_given), None):
+        raise FedspanError("privacy.mechanism", "dp-sgd", problem=f"dp-sgd cannot train this method or model: {reason}")

@@ -61,7 +61,7 @@ class Engine(Protocol):
         """Reports the progress of long work."""
         ...
 
-    def ready(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
+    def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
         """Precompute what passes over some examples can then skip. The model loses its job.
 
         Args:
@@ -75,16 +75,17 @@ class Engine(Protocol):
         self,
         examples: Examples,
         sizes: Mapping[str, int],
-        opened: Callable[[str], Assignment],
-        finished: Callable[[Assignment, Trained], Assignment | None],
+        open_job: Callable[[str], Assignment],
+        finish_job: Callable[[Assignment, Trained], Assignment | None],
     ) -> None:
         """Train a round's clients, in any order.
 
         Args:
             examples: The data set that the assignments' indices point into.
             sizes: The clients, with the approximate work of each.
-            opened: Returns a client's first job; called once a client, shortly before it begins, by one thread a time.
-            finished: Takes a job's result and returns the client's next job, or None; by one thread at a time.
+            open_job: Returns a client's first job; called once a client, shortly before it begins, by one thread at a
+                time.
+            finish_job: Takes a job's result and returns the client's next job, or None; by one thread at a time.
 
         Raises:
             FedspanError: If a loss stops being finite.
@@ -149,8 +150,8 @@ class Trainer:
         }
         self.padding = Padding(adapted, task, next((why for why, holds in refusals.items() if holds), None))
 
-    def ready(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
-        """``Engine.ready``."""
+    def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
+        """``Engine.prepare``."""
         self.padding.ensure(examples)
         self.prefixes.ensure(examples, parts)
 
@@ -167,7 +168,7 @@ class Trainer:
         """Make the optimizer of a job whose tensors are installed."""
         job = work.job
         return LocalOptimizer(
-            spec_of(work, self.settings), job.trainable, live, join_states(work.kept, job.optimizer_state), job.masks
+            spec_of(work, self.settings), job.trainable, live, join_states(work.moments, job.optimizer_state), job.masks
         )
 
     @torch.no_grad()
@@ -191,8 +192,8 @@ class Trainer:
             return
 
         def dropout(x: Tensor, layer: str) -> Tensor:
-            kept = dropout_mask(x.shape, rate, self.seed, round, client, phase, step, layer)
-            return x * to_device(kept, x.device).to(x.dtype) / (1 - rate)
+            mask = dropout_mask(x.shape, rate, self.seed, round, client, phase, step, layer)
+            return x * to_device(mask, x.device).to(x.dtype) / (1 - rate)
 
         self.adapted.set_dropout(dropout)
 
@@ -208,8 +209,8 @@ class Trainer:
         names = optimizer.names
         if job.penalties:
             penalty = torch.stack([penalty.value(live) for penalty in job.penalties]).sum()
-            added = torch.autograd.grad(penalty, [live[name] for name in names], allow_unused=True)
-            for name, extra in zip(names, added, strict=True):
+            penalty_gradients = torch.autograd.grad(penalty, [live[name] for name in names], allow_unused=True)
+            for name, extra in zip(names, penalty_gradients, strict=True):
                 gradients[name] = gradients[name] if extra is None else gradients[name] + extra
         for name, mask in job.masks.items():
             gradients[name] = gradients[name] * mask.to(gradients[name])
@@ -259,9 +260,9 @@ class Trainer:
             for indices in batches:
                 batch = self.task.batch(examples, indices.tolist(), adapted.device)
                 with nullcontext() if generate else self.prefixes.feed(examples, indices.tolist()):
-                    made = self.task.predict(adapted.model, batch, generate=generate)
-                made = (made if tap is None else tap.take(made)).float().cpu()
-                rows.update(zip(indices.tolist(), made, strict=True))
+                    outputs = self.task.predict(adapted.model, batch, generate=generate)
+                outputs = (outputs if tap is None else tap.take(outputs)).float().cpu()
+                rows.update(zip(indices.tolist(), outputs, strict=True))
                 self.stages.advance("evaluation" if tap is None else "statistics", len(indices))
         return rows
 
@@ -278,8 +279,8 @@ def dropout_mask(shape: Sequence[int], rate: float, *key: int | str) -> Tensor:
     The key identifies the draw (seed, round, client, phase, micro-batch, layer), and the mask is drawn on the CPU, so
     every engine draws the same mask.
     """
-    seed, *rest = key
-    rng = generator(int(seed), "dropout", *rest)
+    seed, *label = key
+    rng = generator(int(seed), "dropout", *label)
     return torch.rand(tuple(shape), generator=rng) >= rate
 
 
@@ -310,9 +311,9 @@ def refresh_projectors(
     if not refresh_due(refresh, step):
         return
     number = step // refresh.period if refresh.period else 0
-    layers = {name: one for name, one in job.parametrization.items() if isinstance(one, Projected)}
+    layers = {name: projected for name, projected in job.parametrization.items() if isinstance(projected, Projected)}
     if refresh.rule == "random" or (refresh.until is not None and number >= refresh.until):
-        new = {name: _random(refresh.seed + number, name, one, live) for name, one in layers.items()}
+        new = {name: _random(refresh.seed + number, name, projected, live) for name, projected in layers.items()}
     else:
         new = _from_gradients(trainer, refresh, layers, live, number, examples, batch_indices)
     for layer, parametrization in layers.items():
@@ -366,7 +367,7 @@ def _from_gradients(
 
     The gradient itself is not stored.
     """
-    found: dict[str, Tensor] = {}
+    projectors: dict[str, Tensor] = {}
 
     def take(layer: str, gradient: LowRank) -> None:
         if layer not in layers:
@@ -374,10 +375,10 @@ def _from_gradients(
         side = layers[layer].side
         rank = _rank(live[tensor_name(layer, "P")], side)
         if refresh.rule == "svd":
-            found[layer] = svd_projector(gradient, rank, side)
+            projectors[layer] = svd_projector(gradient, rank, side)
         else:
             rng = generator(refresh.seed + number, "sketch", layer)
-            found[layer] = sketch_projector(gradient, rank, side, rng)
+            projectors[layer] = sketch_projector(gradient, rank, side, rng)
 
     adapted = trainer.adapted
     adapted.set_dropout(None)
@@ -388,4 +389,4 @@ def _from_gradients(
         loss.backward()
     for tensor in live.values():
         tensor.grad = None
-    return found
+    return projectors

@@ -97,10 +97,10 @@ class TrainingSettings:
         peak = self.optimizer.lr
         if round < self.warmup_rounds:
             return peak * (round + 1) / (self.warmup_rounds + 1)
-        after, span = round - self.warmup_rounds, max(1, rounds - self.warmup_rounds)
+        position, length = round - self.warmup_rounds, max(1, rounds - self.warmup_rounds)
         if self.cycle_rounds is not None:
-            after, span = after % self.cycle_rounds, self.cycle_rounds
-        progress = after / span
+            position, length = position % self.cycle_rounds, self.cycle_rounds
+        progress = position / length
         if self.schedule == "linear":
             return self.min_lr + (peak - self.min_lr) * (1 - progress)
         if self.schedule == "cosine":
@@ -133,7 +133,7 @@ class Assignment:
         job: The job to train.
         indices: The client's training examples, (examples,).
         lr: Learning rate of the round.
-        kept: Moments of the client's earlier rounds, if the run stores them.
+        moments: Moments of the client's earlier rounds, if the run stores them.
         noise: Noise of DP-SGD over the clipping norm.
     """
 
@@ -142,7 +142,7 @@ class Assignment:
     job: Job
     indices: np.ndarray
     lr: float
-    kept: OptimizerState | None = None
+    moments: OptimizerState | None = None
     noise: float = 0.0
 
 

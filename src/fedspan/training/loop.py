@@ -9,11 +9,10 @@ import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fedspan.core.values import Job, OptimizerState, Trained
+from fedspan.core.values import Job, Trained
 from fedspan.tasks.labelling import OFFSETS
 from fedspan.tasks.task import Examples
 from fedspan.training.batching import job_batches
@@ -34,38 +33,21 @@ class LoopEngine(Trainer):
         privacy = self.settings.privacy
         return None if privacy is None or privacy.mechanism != "dp-sgd" else PrivateTraining(self, privacy)
 
-    def train(
-        self,
-        job: Job,
-        examples: Examples,
-        indices: np.ndarray,
-        *,
-        client: str,
-        round: int,
-        lr: float,
-        kept: OptimizerState | None = None,
-        noise: float = 0.0,
-    ) -> Trained:
+    def train(self, work: Assignment, examples: Examples) -> Trained:
         """Run one job on one client's examples.
 
         Args:
-            job: The job to train.
+            work: The assignment.
             examples: The data set that the client's indices point into.
-            indices: The client's training examples, (examples,).
-            client: The client's id, for random draws and errors.
-            round: The round's number, for random draws and errors.
-            lr: Learning rate of the round.
-            kept: Moments of the client's earlier rounds, if the run stores them.
-            noise: Noise of DP-SGD over the clipping norm.
 
         Raises:
             FedspanError: If the loss stops being finite.
         """
         settings, adapted = self.settings, self.adapted
-        work = Assignment(client, round, job, indices, lr, kept, noise)
         if self.private is not None:
             return self.private.train(work, examples)
-        self.ready(examples, [indices])
+        job, indices = work.job, work.indices
+        self.prepare(examples, [indices])
         adapted.train_mode(job.buffers)
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
         optimizer, offsets = self.make_optimizer(work, live), self.logit_offsets(work, examples)
@@ -108,7 +90,7 @@ class LoopEngine(Trainer):
             tensors={name: value.detach().to("cpu", copy=True) for name, value in live.items()},
             optimizer_state=optimizer.state(),
             steps=0 if probing else steps,
-            lr_sum=0.0 if probing else lr * steps,
+            lr_sum=0.0 if probing else work.lr * steps,
             gradient={name: (value / max(1, steps)).to("cpu") for name, value in gradients_sum.items()},
             decay=decay,
             metrics={"loss": loss_sum / max(1.0, examples_seen), "examples": examples_seen},
@@ -118,27 +100,14 @@ class LoopEngine(Trainer):
         self,
         examples: Examples,
         sizes: Mapping[str, int],
-        opened: Callable[[str], Assignment],
-        finished: Callable[[Assignment, Trained], Assignment | None],
+        open_job: Callable[[str], Assignment],
+        finish_job: Callable[[Assignment, Trained], Assignment | None],
     ) -> None:
         """Train one client after another (``Engine.train_all``)."""
         for client in sizes:
-            work: Assignment | None = opened(client)
+            work: Assignment | None = open_job(client)
             while work is not None:
-                work = finished(work, self.take(work, examples))
-
-    def take(self, work: Assignment, examples: Examples) -> Trained:
-        """Run ``train`` on an assignment."""
-        return self.train(
-            work.job,
-            examples,
-            work.indices,
-            client=work.client,
-            round=work.round,
-            lr=work.lr,
-            kept=work.kept,
-            noise=work.noise,
-        )
+                work = finish_job(work, self.train(work, examples))
 
     def _step(
         self,

@@ -53,9 +53,9 @@ class NoisySum:
         like: The trainable tensors by name.
     """
 
-    def __init__(self, privacy: Privacy, work: Assignment, like: Mapping[str, Tensor]) -> None:
-        self._work, self._names = work, tuple(like)
-        self._params = [nn.Parameter(torch.zeros_like(value)) for value in like.values()]
+    def __init__(self, privacy: Privacy, work: Assignment, tensors: Mapping[str, Tensor]) -> None:
+        self._work, self._names = work, tuple(tensors)
+        self._params = [nn.Parameter(torch.zeros_like(value)) for value in tensors.values()]
         # Its own step is never called: the run's optimizer uses what it leaves in ``grad``.
         self._optimizer = _Keyed(
             torch.optim.SGD(self._params, lr=0.0),
@@ -72,7 +72,7 @@ class NoisySum:
             p.grad_sample = gradients[name]  # pyright: ignore[reportAttributeAccessIssue]
         self._optimizer.clip_and_accumulate()
 
-    def taken(self, step: int, expected: int) -> dict[str, Tensor]:
+    def pop_mean(self, step: int, expected: int) -> dict[str, Tensor]:
         """Return the step's noisy sum over the expected number of examples, and reset the sum.
 
         Args:
@@ -84,6 +84,8 @@ class NoisySum:
         self._optimizer.expected_batch_size = expected
         self._optimizer.add_noise()
         self._optimizer.scale_grad()
-        found = {name: p.grad.detach() for name, p in zip(self._names, self._params, strict=True) if p.grad is not None}
+        gradients = {
+            name: p.grad.detach() for name, p in zip(self._names, self._params, strict=True) if p.grad is not None
+        }
         self._optimizer.zero_grad(set_to_none=True)
-        return found
+        return gradients

@@ -133,13 +133,13 @@ class LocalOptimizer:
         )
 
 
-def join_states(stored: OptimizerState | None, own: OptimizerState | None) -> OptimizerState | None:
+def join_states(stored: OptimizerState | None, current: OptimizerState | None) -> OptimizerState | None:
     """Merge the stored moments of earlier rounds with those of the job, which take precedence."""
-    if stored is None or own is None:
-        return own or stored
-    kinds = {**stored.moments, **own.moments}
-    moments = {kind: {**stored.moments.get(kind, {}), **own.moments.get(kind, {})} for kind in kinds}
-    return OptimizerState(moments, {**stored.steps, **own.steps})
+    if stored is None or current is None:
+        return current or stored
+    kinds = {**stored.moments, **current.moments}
+    moments = {kind: {**stored.moments.get(kind, {}), **current.moments.get(kind, {})} for kind in kinds}
+    return OptimizerState(moments, {**stored.steps, **current.steps})
 
 
 def clip(gradients: dict[str, Tensor], max_norm: float) -> None:
@@ -257,35 +257,35 @@ def step_rows(
         before: Steps taken before the first moment began, int64 (C, N).
         masks: Masks (C, P) of 0 and 1; masked entries neither move nor accumulate moments.
     """
-    old = None if masks is None else values.clone()
+    values_before = None if masks is None else values.clone()
     for segment in layout.segments:
         columns = slice(segment.start, segment.stop)
-        own, gradient = values[:, columns], gradients[:, columns]
+        segment_values, gradient = values[:, columns], gradients[:, columns]
         mask = None if masks is None else masks[:, columns]
         if spec.name == "sgd":
             if segment.weight_decay:
-                gradient = gradient.add(own, alpha=segment.weight_decay)
+                gradient = gradient.add(segment_values, alpha=segment.weight_decay)
             if mask is not None:
                 gradient = gradient * mask
             if spec.momentum:
                 gradient = moments["momentum_buffer"][:, columns].mul_(spec.momentum).add_(gradient)
-            own.add_(gradient, alpha=-segment.lr)
+            segment_values.add_(gradient, alpha=-segment.lr)
             continue
         if mask is not None:
             gradient = gradient * mask
         first, second = moments["exp_avg"][:, columns], moments["exp_avg_sq"][:, columns]
         beta1, beta2 = spec.betas
-        own.mul_(1 - segment.lr * segment.weight_decay)
+        segment_values.mul_(1 - segment.lr * segment.weight_decay)
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        one = np.ones(steps.shape)
-        correct1 = 1 - beta1 ** (steps - before) if spec.bias_correction[0] else one
-        correct2 = 1 - beta2**steps if spec.bias_correction[1] else one
-        root2 = _columns(1 / np.sqrt(correct2), layout, own, segment)
+        ones = np.ones(steps.shape)
+        correct1 = 1 - beta1 ** (steps - before) if spec.bias_correction[0] else ones
+        correct2 = 1 - beta2**steps if spec.bias_correction[1] else ones
+        root2 = _columns(1 / np.sqrt(correct2), layout, segment_values, segment)
         denominator = second.sqrt().mul_(root2).add_(spec.eps)
-        own.sub_(first / denominator * _columns(segment.lr / correct1, layout, own, segment))
-    if masks is not None and old is not None:
-        values.copy_(torch.where(masks.bool(), values, old))
+        segment_values.sub_(first / denominator * _columns(segment.lr / correct1, layout, segment_values, segment))
+    if masks is not None and values_before is not None:
+        values.copy_(torch.where(masks.bool(), values, values_before))
 
 
 def fused_step(

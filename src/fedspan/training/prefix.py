@@ -27,7 +27,7 @@ from fedspan.models.prefix import FrozenPrefix, NoPrefix, live_modules
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import evaluation_batches
 from fedspan.training.jobs import PrefixSettings
-from fedspan.training.prefix_rows import KeptRows, PrefixStore, prefix_key, store_in_use
+from fedspan.training.prefix_rows import PrefixRows, PrefixStore, prefix_key, store_in_use
 from fedspan.training.stages import Stages
 
 __all__ = ["PrefixCache", "PrefixCaches"]
@@ -69,27 +69,29 @@ class PrefixCache:
         lengths = np.asarray(examples.lengths)
         if not len(lengths):
             raise NoPrefix("there are no examples")
-        ends = [int(lengths.argmin()), int(lengths.argmax())]
-        found = [self._computed([index]) for index in ends]
-        self.tokens = _tokens(lengths, ends, [hidden.shape[1] for hidden in found])
+        extremes = [int(lengths.argmin()), int(lengths.argmax())]
+        states = [self._compute([index]) for index in extremes]
+        self.tokens = _tokens(lengths, extremes, [hidden.shape[1] for hidden in states])
         """Number of hidden states of each example, int64, (N,)."""
         self._tokens = torch.from_numpy(self.tokens)
         self._starts = 1 + self._tokens.cumsum(0) - self._tokens  # the first row is zero: padding points at it
-        shape, dtype = (1 + int(self.tokens.sum()), found[0].shape[2]), found[0].dtype
+        shape, dtype = (1 + int(self.tokens.sum()), states[0].shape[2]), states[0].dtype
         self.nbytes = shape[0] * shape[1] * dtype.itemsize
         """Bytes of all hidden states together."""
 
-        def made() -> KeptRows:
-            return KeptRows.make(shape, dtype, len(lengths), budget, file)
+        def allocate() -> PrefixRows:
+            return PrefixRows.make(shape, dtype, len(lengths), budget, file)
 
-        self._kept = made() if store is None else store.rows(prefix_key(adapted, prefix, task, examples), made)
-        self._rows = self._kept.values
-        self.mapped = self._kept.mapped
+        self._stored = (
+            allocate() if store is None else store.rows(prefix_key(adapted, prefix, task, examples), allocate)
+        )
+        self._rows = self._stored.values
+        self.mapped = self._stored.mapped
         """Whether the hidden states are in a file."""
-        self.known = np.zeros(len(lengths), bool)
+        self.computed = np.zeros(len(lengths), bool)
         """Whether each example's hidden states were requested and are computed, (N,)."""
-        self._taken = np.zeros(len(lengths), bool)  # a thread is computing them
-        self._turn = Condition()
+        self._claimed = np.zeros(len(lengths), bool)  # a thread is computing them
+        self._changed = Condition()
 
     @classmethod
     def make(
@@ -121,21 +123,21 @@ class PrefixCache:
                 raise NoPrefix("a batch's examples are packed into one row")
             prefix = FrozenPrefix.search(adapted, live_modules(adapted) if live is None else live)
             adapted.install({}, {}, frozenset())
-            made = cls(prefix, adapted, task, examples, budget=budget, file=file, store=store)
-            made.verify()
+            cache = cls(prefix, adapted, task, examples, budget=budget, file=file, store=store)
+            cache.verify()
         except NoPrefix as error:
             return None, str(error)
-        return made, ""
+        return cache, ""
 
     def replica(self, adapted: AdaptedModel) -> PrefixCache:
         """Return a cache with the same hidden states for a replica of the model, in another thread."""
-        made = copy.copy(self)
-        made.prefix, made.adapted = self.prefix.on(adapted), adapted
-        return made
+        cache = copy.copy(self)
+        cache.prefix, cache.adapted = self.prefix.on(adapted), adapted
+        return cache
 
     def missing(self, indices: np.ndarray) -> int:
         """Count the examples whose hidden states are not computed yet."""
-        return int(np.count_nonzero(~self.known[np.unique(indices)]))
+        return int(np.count_nonzero(~self.computed[np.unique(indices)]))
 
     def ensure(self, indices: np.ndarray, batch_size: int, on_done: Callable[[int], None] | None = None) -> None:
         """Compute the missing hidden states of some examples, in batches of similar length.
@@ -148,31 +150,31 @@ class PrefixCache:
             batch_size: Number of examples in a forward pass.
             on_done: Called with the number of examples of every batch that is done.
         """
-        asked = np.unique(indices)
+        requested = np.unique(indices)
         while True:
-            with self._turn:
-                missing = asked[~self.known[asked]]
+            with self._changed:
+                missing = requested[~self.computed[requested]]
                 if not len(missing):
                     return
-                own = missing[~self._taken[missing]]
-                if not len(own):  # other threads are computing them
-                    self._turn.wait()
+                claimed = missing[~self._claimed[missing]]
+                if not len(claimed):  # other threads are computing them
+                    self._changed.wait()
                     continue
-                self._taken[own] = True
+                self._claimed[claimed] = True
             try:
-                for batch in evaluation_batches(own, self.tokens, batch_size):
-                    if not self._kept.holds(batch):
-                        hidden = self._computed(batch.tolist()).cpu()
-                        self._kept.dropped(batch)
+                for batch in evaluation_batches(claimed, self.tokens, batch_size):
+                    if not self._stored.holds(batch):
+                        hidden = self._compute(batch.tolist()).cpu()
+                        self._stored.invalidate(batch)
                         self._write(batch, hidden)
-                        self._kept.written(batch)
-                    self.known[batch] = True
+                        self._stored.mark_written(batch)
+                    self.computed[batch] = True
                     if on_done is not None:
                         on_done(len(batch))
             finally:  # another thread or call may compute what an error left undone
-                with self._turn:
-                    self._taken[own] = False
-                    self._turn.notify_all()
+                with self._changed:
+                    self._claimed[claimed] = False
+                    self._changed.notify_all()
 
     def hidden(self, indices: Sequence[int], tokens: int | None = None) -> Tensor:
         """Return hidden states on the model's device, (examples, tokens, D), zero beyond each example's own.
@@ -184,11 +186,13 @@ class PrefixCache:
         Raises:
             ValueError: If some were never computed.
         """
-        chosen = np.asarray(indices, dtype=np.int64)
-        if not self.known[chosen].all():
-            raise ValueError(f"no hidden states of examples {chosen[~self.known[chosen]].tolist()[:5]} were computed")
-        where = self._where(chosen, int(self.tokens[chosen].max()) if tokens is None else tokens)
-        return to_device(self._rows.index_select(0, where.flatten()).view(*where.shape, -1), self.adapted.device)
+        examples = np.asarray(indices, dtype=np.int64)
+        if not self.computed[examples].all():
+            raise ValueError(
+                f"no hidden states of examples {examples[~self.computed[examples]].tolist()[:5]} were computed"
+            )
+        rows = self._row_numbers(examples, int(self.tokens[examples].max()) if tokens is None else tokens)
+        return to_device(self._rows.index_select(0, rows.flatten()).view(*rows.shape, -1), self.adapted.device)
 
     def verify(self) -> None:
         """Verify the cache on a few examples.
@@ -203,68 +207,68 @@ class PrefixCache:
         batch = self.task.batch(self.examples, sample.tolist(), self.adapted.device)
         hidden = self.hidden(sample.tolist())
         with evaluating(self.adapted.model):
-            wanted = self._logits(batch, sample)
+            expected = self._logits(batch, sample)
             with self.prefix.feed(hidden):
-                found = self._logits(batch, sample)
-        apart = _apart(found, wanted)
-        if not apart <= _tolerance(hidden.dtype):
-            raise NoPrefix(f"logits differ by {apart:.1e} when hidden states are taken from the cache")
-        still = self._computed(sample.tolist())
+                logits = self._logits(batch, sample)
+        error = _relative_error(logits, expected)
+        if not error <= _tolerance(hidden.dtype):
+            raise NoPrefix(f"logits differ by {error:.1e} when hidden states are taken from the cache")
+        in_evaluation = self._compute(sample.tolist())
         for _ in range(2):
-            apart = _apart(self._computed(sample.tolist(), training=True), still)
-            if not apart <= _tolerance(hidden.dtype):
-                raise NoPrefix(f"hidden states differ by {apart:.1e} between training and evaluation")
+            error = _relative_error(self._compute(sample.tolist(), training=True), in_evaluation)
+            if not error <= _tolerance(hidden.dtype):
+                raise NoPrefix(f"hidden states differ by {error:.1e} between training and evaluation")
 
     def _logits(self, batch: object, sample: np.ndarray) -> Tensor:
         """Return the model's logits in a forward pass; logits by token without those of padding."""
-        kept: list[Tensor] = []
+        outputs: list[Tensor] = []
         model = self.adapted.model
-        handle = model.register_forward_hook(lambda _, __, output: kept.append(output.logits))
+        handle = model.register_forward_hook(lambda _, __, output: outputs.append(output.logits))
         try:
             self.task.loss(model, batch)  # pyright: ignore[reportArgumentType]
         finally:
             handle.remove()
-        logits = kept[0]
+        logits = outputs[0]
         if logits.ndim < 3:
             return logits
         return logits[(torch.arange(logits.shape[1]) < self._tokens[sample][:, None]).to(logits.device)]
 
-    def _computed(self, indices: Sequence[int], *, training: bool = False) -> Tensor:
+    def _compute(self, indices: Sequence[int], *, training: bool = False) -> Tensor:
         """Compute the prefix's output, (examples, T, D)."""
         model, device = self.adapted.model, self.adapted.device
         cards = [device] if device.type == "cuda" else []
         with evaluating(model), torch.random.fork_rng(cards, enabled=training):  # verify() only
             if training:
                 self.adapted.train_mode(frozenset())
-            with self.prefix.record() as made:
+            with self.prefix.record() as recorded:
                 self.task.loss(model, self.task.batch(self.examples, indices, device))
-        hidden = made.hidden
+        hidden = recorded.hidden
         if hidden.ndim != 3 or len(hidden) != len(indices):
             raise NoPrefix(f"{len(indices)} examples have hidden states of shape {tuple(hidden.shape)}")
         return hidden
 
-    def _where(self, indices: np.ndarray, tokens: int) -> Tensor:
+    def _row_numbers(self, indices: np.ndarray, tokens: int) -> Tensor:
         """Return the rows of examples' hidden states, (examples, tokens); 0 beyond their own."""
-        at = torch.arange(tokens)
-        return torch.where(at < self._tokens[indices][:, None], self._starts[indices][:, None] + at, 0)
+        position = torch.arange(tokens)
+        return torch.where(position < self._tokens[indices][:, None], self._starts[indices][:, None] + position, 0)
 
     def _write(self, indices: np.ndarray, hidden: Tensor) -> None:
-        where = self._where(indices, hidden.shape[1])
-        self._rows.index_copy_(0, where[where > 0], hidden[where > 0])
+        rows = self._row_numbers(indices, hidden.shape[1])
+        self._rows.index_copy_(0, rows[rows > 0], hidden[rows > 0])
 
 
-def _tokens(lengths: np.ndarray, ends: Sequence[int], found: Sequence[int]) -> np.ndarray:
+def _tokens(lengths: np.ndarray, extremes: Sequence[int], counts: Sequence[int]) -> np.ndarray:
     """Derive the number of hidden states of each example from those of the shortest and the longest."""
-    if list(found) == lengths[list(ends)].tolist():
+    if list(counts) == lengths[list(extremes)].tolist():
         return lengths.astype(np.int64)
-    if len(set(found)) == 1:
-        return np.full(len(lengths), found[0], np.int64)
-    raise NoPrefix(f"examples of lengths {lengths[list(ends)].tolist()} have {list(found)} hidden states")
+    if len(set(counts)) == 1:
+        return np.full(len(lengths), counts[0], np.int64)
+    raise NoPrefix(f"examples of lengths {lengths[list(extremes)].tolist()} have {list(counts)} hidden states")
 
 
-def _apart(found: Tensor, wanted: Tensor) -> float:
+def _relative_error(value: Tensor, expected: Tensor) -> float:
     """Compute the relative distance."""
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
+    return float((value.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
 
 
 def _tolerance(dtype: torch.dtype) -> float:
@@ -291,15 +295,15 @@ class PrefixCaches:
         self.adapted, self.task, self.settings = adapted, task, settings
         self.stages = stages or Stages()
         self._lock = Lock()
-        self._made: dict[int, tuple[Examples, PrefixCache | None, str]] = {}  # a held data set keeps its id
-        self._own: dict[int, PrefixCache] = {}
+        self._caches: dict[int, tuple[Examples, PrefixCache | None, str]] = {}  # a held data set keeps its id
+        self._replicas: dict[int, PrefixCache] = {}
         self._store = store_in_use()
 
     def replica(self, adapted: AdaptedModel) -> PrefixCaches:
         """Return the same caches for a replica of the model, in another thread."""
-        made = copy.copy(self)
-        made.adapted, made._own = adapted, {}
-        return made
+        caches = copy.copy(self)
+        caches.adapted, caches._replicas = adapted, {}
+        return caches
 
     def cache(self, examples: Examples) -> PrefixCache | None:
         """Return the cache of a data set, or None. Its first use installs the model's bare base."""
@@ -307,26 +311,26 @@ class PrefixCaches:
             return None
         key = id(examples)
         with self._lock:
-            if key not in self._made:
-                self._made[key] = (examples, *self._new(examples, self.settings))
-            made = self._made[key][1]
-        if made is not None and key not in self._own:
-            self._own[key] = made if made.adapted is self.adapted else made.replica(self.adapted)
-        return self._own.get(key)
+            if key not in self._caches:
+                self._caches[key] = (examples, *self._new(examples, self.settings))
+            made = self._caches[key][1]
+        if made is not None and key not in self._replicas:
+            self._replicas[key] = made if made.adapted is self.adapted else made.replica(self.adapted)
+        return self._replicas.get(key)
 
     def _new(self, examples: Examples, settings: PrefixSettings) -> tuple[PrefixCache | None, str]:
-        taken = sum(made.nbytes for _, made, _ in self._made.values() if made is not None and not made.mapped)
-        file = None if settings.folder is None else settings.folder / f"prefix-{os.getpid()}-{len(self._made)}.bin"
-        budget = settings.budget - taken
+        used = sum(cache.nbytes for _, cache, _ in self._caches.values() if cache is not None and not cache.mapped)
+        file = None if settings.folder is None else settings.folder / f"prefix-{os.getpid()}-{len(self._caches)}.bin"
+        budget = settings.budget - used
         # Weights that are offloaded cannot be digested for another run without reading them all.
         store = None if any(map(is_offloaded, self.adapted.model.modules())) else self._store
         return PrefixCache.make(self.adapted, self.task, examples, budget=budget, file=file, store=store)
 
-    def why_not(self, examples: Examples) -> str | None:
+    def refusal(self, examples: Examples) -> str | None:
         """Return the reason why a data set has no cache; None if it has one."""
         if self.cache(examples) is not None:
             return None
-        return "it was not asked for" if self.settings is None else self._made[id(examples)][2]
+        return "it was not asked for" if self.settings is None else self._caches[id(examples)][2]
 
     def ensure(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
         """Call ``PrefixCache.ensure`` for every part, one after another, if there is a cache."""
@@ -348,5 +352,5 @@ class PrefixCaches:
             examples: A data set that ``ensure`` has seen; passes over any other run the prefix.
             indices: Examples that ``ensure`` has computed.
         """
-        cache = self._own.get(id(examples))  # no cache is made here: the model must not change during a job
+        cache = self._replicas.get(id(examples))  # no cache is made here: the model must not change during a job
         return nullcontext() if cache is None else cache.prefix.feed(cache.hidden(indices))

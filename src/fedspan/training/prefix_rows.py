@@ -23,12 +23,12 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.models.prefix import FrozenPrefix, NoPrefix, live_modules
 from fedspan.tasks.task import Examples, Task
 
-__all__ = ["KeptRows", "PrefixStore", "next_run", "prefix_key", "shared_prefixes", "store_in_use"]
+__all__ = ["PrefixRows", "PrefixStore", "next_run", "prefix_key", "shared_prefixes", "store_in_use"]
 
 _CHUNK = 256  # examples of a batch that is only read
 
 
-class KeptRows:
+class PrefixRows:
     """Hidden states of a data set's N examples, and the batches that they were computed in.
 
     Args:
@@ -39,14 +39,14 @@ class KeptRows:
 
     def __init__(self, values: Tensor, examples: int, mapped: bool) -> None:
         self.values, self.mapped = values, mapped
-        self._of = np.full(examples, -1, np.int64)  # the number of the batch of each example
+        self._batch_of = np.full(examples, -1, np.int64)  # the number of the batch of each example
         self._numbers: dict[bytes, int] = {}
         self._next = count()  # threads may share it
 
     @classmethod
     def make(
         cls, shape: tuple[int, int], dtype: torch.dtype, examples: int, budget: int, file: Path | None
-    ) -> KeptRows:
+    ) -> PrefixRows:
         """Allocate rows that are not computed yet; the first row is zero.
 
         Args:
@@ -71,36 +71,36 @@ class KeptRows:
 
     def holds(self, batch: np.ndarray) -> bool:
         """Return whether these examples' hidden states are stored and were computed in this batch, in this order."""
-        return bool((self._of[batch] == self._numbers.get(batch.tobytes(), -2)).all())
+        return bool((self._batch_of[batch] == self._numbers.get(batch.tobytes(), -2)).all())
 
-    def dropped(self, batch: np.ndarray) -> None:
+    def invalidate(self, batch: np.ndarray) -> None:
         """Mark a batch's hidden states as invalid before they are written, in case writing is interrupted."""
-        self._of[batch] = -1
+        self._batch_of[batch] = -1
 
-    def written(self, batch: np.ndarray) -> None:
+    def mark_written(self, batch: np.ndarray) -> None:
         """Mark a batch's hidden states as written."""
         number = self._numbers[batch.tobytes()] = next(self._next)
-        self._of[batch] = number
+        self._batch_of[batch] = number
 
 
 class PrefixStore:
     """The hidden states of the last run of a series; a run that computes different ones releases them."""
 
     def __init__(self) -> None:
-        self._last: dict[bytes, KeptRows] = {}
-        self._own: dict[bytes, KeptRows] = {}
+        self._last: dict[bytes, PrefixRows] = {}
+        self._current: dict[bytes, PrefixRows] = {}
 
-    def turn(self) -> None:
+    def begin_run(self) -> None:
         """Begin a new run."""
-        self._last, self._own = self._own, {}
+        self._last, self._current = self._current, {}
 
-    def rows(self, key: bytes, make: Callable[[], KeptRows]) -> KeptRows:
+    def rows(self, key: bytes, make: Callable[[], PrefixRows]) -> PrefixRows:
         """Return the rows that the last run stored under a key, or new ones."""
-        if key not in self._own:
+        if key not in self._current:
             if key not in self._last:
                 self._last.clear()  # before memory is allocated
-            self._own[key] = self._last.pop(key, None) or make()
-        return self._own[key]
+            self._current[key] = self._last.pop(key, None) or make()
+        return self._current[key]
 
 
 _STORE: ContextVar[PrefixStore | None] = ContextVar("fedspan_prefix_store", default=None)
@@ -124,7 +124,7 @@ def store_in_use() -> PrefixStore | None:
 def next_run() -> None:
     """Tell the store of the context, if there is one, that a run begins."""
     if (store := _STORE.get()) is not None:
-        store.turn()
+        store.begin_run()
 
 
 def prefix_key(adapted: AdaptedModel, prefix: FrozenPrefix, task: Task, examples: Examples) -> bytes:

@@ -46,7 +46,7 @@ _PASSES, _SECONDS = 4, 0.3  # limits of one measurement
 _REPEATS, _LONG = 3, 2.0  # runs of each measured pass; one if it takes longer than this
 _GAIN = 0.97  # a larger group must take at most this share of the time
 _PATIENCE = 2  # sizes in a row that may be no faster: other load can spoil a measurement
-_MOST = 64  # clients in a pass
+_MAX_CLIENTS = 64  # clients in a pass
 _SIZES = 6  # from 4 to the power of this many passes of a client on, a budget excludes no plan
 
 
@@ -119,10 +119,10 @@ class Budget:
 
 
 def tune(
-    wish: StackingRequest,
+    request: StackingRequest,
     workers: Callable[[int], Sequence[Worker]],
-    together: Callable[[Sequence[Callable[[], None]]], None],
-    works: Sequence[Assignment],
+    run_parallel: Callable[[Sequence[Callable[[], None]]], None],
+    assignments: Sequence[Assignment],
     clients: int,
     examples: Examples,
     rounds: float | None = None,
@@ -130,39 +130,39 @@ def tune(
     """Decide how many clients train at once in rounds like the one that begins with these jobs.
 
     Args:
-        wish: The settings that are fixed already.
+        request: The settings that are fixed already.
         workers: Returns the requested number of workers.
-        together: Runs calls in parallel, each with its share of torch's threads.
-        works: The first jobs of the round; they are not changed.
+        run_parallel: Runs calls in parallel, each with its share of torch's threads.
+        assignments: The first jobs of the round; they are not changed.
         clients: Number of clients in the round.
         examples: The data set that the jobs' indices point into.
         rounds: Planned number of rounds; measuring takes at most 5 % of their tokens. None: unlimited.
     """
-    if wish.at_once is not None and wish.workers is not None:
-        return StackingPlan(wish.at_once, wish.workers)
-    first, works = workers(1)[0], [work for work in works if len(work.indices)]
-    probe = first.seat(works[0], examples) if works else None
+    if request.at_once is not None and request.workers is not None:
+        return StackingPlan(request.at_once, request.workers)
+    first, assignments = workers(1)[0], [work for work in assignments if len(work.indices)]
+    probe = first.open_slot(assignments[0], examples) if assignments else None
     threads = torch.get_num_threads() if first.adapted.device.type == "cpu" else 1
     # Clients that train one by one can still train in parallel threads.
-    default = StackingPlan(wish.at_once or DEFAULT.at_once, wish.workers or min(DEFAULT.workers, threads))
-    if probe is None or first.why_not is not None:
+    default = StackingPlan(request.at_once or DEFAULT.at_once, request.workers or min(DEFAULT.workers, threads))
+    if probe is None or first.refusal is not None:
         return default
-    per_client = float(np.mean([_tokens(first, work, examples) for work in works]))
+    per_client = float(np.mean([_tokens(first, work, examples) for work in assignments]))
     planned = float("inf") if rounds is None else _SHARE * rounds * clients * per_client
-    budget = Budget(planned, _tokens(first, works[0], examples) / len(probe.batches))
-    if not budget.affords(_first_plans(wish, clients, threads)):
+    budget = Budget(planned, _tokens(first, assignments[0], examples) / len(probe.batches))
+    if not budget.affords(_first_plans(request, clients, threads)):
         return default
-    key = _key(wish, first, probe, clients, examples, budget)
-    if (known := read_plans().get(key)) is not None:
-        return known
+    key = _key(request, first, probe, clients, examples, budget)
+    if (cached := read_plans().get(key)) is not None:
+        return cached
 
     def seconds(stacking: StackingPlan, passes: int) -> float:
         team = workers(stacking.workers)
-        return _seconds_a_token(team, together, works, stacking.at_once, examples, passes)
+        return _seconds_a_token(team, run_parallel, assignments, stacking.at_once, examples, passes)
 
-    found = search(wish, clients, threads, seconds, budget) or default
-    _store(key, found)
-    return found
+    plan = search(request, clients, threads, seconds, budget) or default
+    _store(key, plan)
+    return plan
 
 
 def _tokens(worker: Worker, work: Assignment, examples: Examples) -> int:
@@ -180,47 +180,51 @@ def _first_plans(wish: StackingRequest, clients: int, threads: int) -> list[Stac
 
 
 def search(
-    wish: StackingRequest,
+    request: StackingRequest,
     clients: int,
     threads: int,
     measure: Callable[[StackingPlan, int], float],
     budget: Budget,
 ) -> StackingPlan | None:
     """Search the fastest plan among those that the budget allows to measure; None: there was time for one alone."""
-    first = _first_plans(wish, clients, threads)
-    best, least = first[0], 0.0
+    first = _first_plans(request, clients, threads)
+    best, best_seconds = first[0], 0.0
 
     def seconds(plan: StackingPlan) -> float:
-        passes = budget.passes(plan, least)
+        passes = budget.passes(plan, best_seconds)
         return measure(plan, passes) if passes else float("inf")
 
-    least = seconds(best)
-    for other in first[1:]:
-        if (taken := seconds(other)) < _GAIN * least:
-            best, least = other, taken
+    best_seconds = seconds(best)
+    for candidate in first[1:]:
+        if (candidate_seconds := seconds(candidate)) < _GAIN * best_seconds:
+            best, best_seconds = candidate, candidate_seconds
     if budget.exhausted:  # passes take so long that only one plan was measured
         return None
-    if wish.at_once is not None:
+    if request.at_once is not None:
         return best
     share = -(-clients // best.workers)
-    more = [size for size in sorted({8, 16, 32, _MOST, share}) if best.at_once < size <= min(share, _MOST)]
-    for sizes in (more, (2, 1)):
+    larger = [
+        size for size in sorted({8, 16, 32, _MAX_CLIENTS, share}) if best.at_once < size <= min(share, _MAX_CLIENTS)
+    ]
+    for sizes in (larger, (2, 1)):
         start, failed = best, 0
         for size in sizes:
-            other = StackingPlan(size, best.workers)
+            candidate = StackingPlan(size, best.workers)
             if size > share or failed == _PATIENCE:
                 break
-            if (taken := seconds(other)) > _GAIN * least:
+            if (candidate_seconds := seconds(candidate)) > _GAIN * best_seconds:
                 failed += 1
             else:
-                best, least, failed = other, taken, 0
+                best, best_seconds, failed = candidate, candidate_seconds, 0
         if best != start:
             break
-    if wish.workers is None and threads > 1 and clients > 1:  # small passes do not predict how large ones share a CPU
+    if (
+        request.workers is None and threads > 1 and clients > 1
+    ):  # small passes do not predict how large ones share a CPU
         workers = 1 if best.workers > 1 else threads
-        other = StackingPlan(min(best.at_once, -(-clients // workers)), workers)
-        if seconds(other) < _GAIN * least:
-            best = other
+        candidate = StackingPlan(min(best.at_once, -(-clients // workers)), workers)
+        if seconds(candidate) < _GAIN * best_seconds:
+            best = candidate
     return best
 
 
@@ -232,8 +236,8 @@ def wait_for(device: torch.device) -> None:
 
 def _seconds_a_token(
     team: Sequence[Worker],
-    together: Callable[[Sequence[Callable[[], None]]], None],
-    works: Sequence[Assignment],
+    run_parallel: Callable[[Sequence[Callable[[], None]]], None],
+    assignments: Sequence[Assignment],
     at_once: int,
     examples: Examples,
     passes: int = _PASSES,
@@ -245,62 +249,64 @@ def _seconds_a_token(
 
     Args:
         team: The workers that train at the same time.
-        together: Runs calls in parallel.
-        works: Jobs to take the passes from.
+        run_parallel: Runs calls in parallel.
+        assignments: Jobs to take the passes from.
         at_once: Number of clients in a pass.
         examples: The data set that the jobs' indices point into.
         passes: Number of different passes in each worker, at most.
     """
     tokens = [0] * len(team)
-    made: list[list[list[tuple[ClientSlot, int]]]] = [[] for _ in team]
+    passes_by_worker: list[list[list[tuple[ClientSlot, int]]]] = [[] for _ in team]
 
-    def first(number: int) -> None:
-        worker, seats = team[number], seated[number]
-        until = time.perf_counter() + _SECONDS
-        while len(made[number]) < passes and (not made[number] or time.perf_counter() < until):
-            group = select_group(seats, at_once, not worker.loop.padding.possible)
-            tokens[number] += sum(int(examples.lengths[seat.batch].sum()) for seat in group)
-            made[number].append([(seat, seat.taken) for seat in group])
+    def record(number: int) -> None:
+        worker, worker_slots = team[number], slots[number]
+        deadline = time.perf_counter() + _SECONDS
+        while len(passes_by_worker[number]) < passes and (
+            not passes_by_worker[number] or time.perf_counter() < deadline
+        ):
+            group = select_group(worker_slots, at_once, not worker.loop.padding.possible)
+            tokens[number] += sum(int(examples.lengths[slot.batch].sum()) for slot in group)
+            passes_by_worker[number].append([(slot, slot.batches_done) for slot in group])
             worker.advance(group, examples)
             wait_for(worker.adapted.device)
-            for seat in group:
-                seat.taken %= len(seat.batches)
+            for slot in group:
+                slot.batches_done %= len(slot.batches)
 
-    def again(number: int) -> None:
-        for passed in made[number]:
-            for seat, taken in passed:
-                seat.taken = taken
-            team[number].advance([seat for seat, _ in passed], examples)
+    def repeat(number: int) -> None:
+        for replayed in passes_by_worker[number]:
+            for slot, taken in replayed:
+                slot.batches_done = taken
+            team[number].advance([slot for slot, _ in replayed], examples)
         wait_for(team[number].adapted.device)
 
-    seated = [_seats(worker, works, number, at_once, examples) for number, worker in enumerate(team)]
+    slots = [_open_slots(worker, assignments, number, at_once, examples) for number, worker in enumerate(team)]
     try:
         start = time.perf_counter()
-        together([lambda number=number: first(number) for number in range(len(team))])
+        run_parallel([lambda number=number: record(number) for number in range(len(team))])
         taken = time.perf_counter() - start
         if taken > _LONG:
             return taken / sum(tokens)
-        least = float("inf")
+        fastest = float("inf")
         for _ in range(_REPEATS - 1):
             start = time.perf_counter()
-            together([lambda number=number: again(number) for number in range(len(team))])
-            least = min(least, time.perf_counter() - start)
-        return least / sum(tokens)
+            run_parallel([lambda number=number: repeat(number) for number in range(len(team))])
+            fastest = min(fastest, time.perf_counter() - start)
+        return fastest / sum(tokens)
     except (Unstackable, torch.OutOfMemoryError):
         return float("inf")
 
 
-def _seats(
-    worker: Worker, works: Sequence[Assignment], number: int, at_once: int, examples: Examples
+def _open_slots(
+    worker: Worker, assignments: Sequence[Assignment], number: int, at_once: int, examples: Examples
 ) -> list[ClientSlot]:
     """Open more jobs than fit into a pass, as in training; jobs are repeated if there are too few."""
-    repeated = [works[(number + at) % len(works)] for at in range(2 * at_once)]
-    seats = [worker.seat(work, examples) for work in repeated]
-    return [seat for seat in seats if seat is not None]
+    repeated = [assignments[(number + index) % len(assignments)] for index in range(2 * at_once)]
+    slots = [worker.open_slot(work, examples) for work in repeated]
+    return [slot for slot in slots if slot is not None]
 
 
 def _key(
-    wish: StackingRequest, worker: Worker, seat: ClientSlot, clients: int, examples: Examples, budget: Budget
+    request: StackingRequest, worker: Worker, slot: ClientSlot, clients: int, examples: Examples, budget: Budget
 ) -> str:
     """Compute the cache key from everything that the plan depends on: machine, model, jobs."""
     model = worker.adapted.model
@@ -309,12 +315,12 @@ def _key(
         "device": str(worker.adapted.device),
         "model": [type(model).__name__, sum(value.numel() for value in model.parameters())],
         "dtype": sorted({str(value.dtype) for value in model.parameters()}),
-        "layout": [seat.layout.names, [list(shape) for shape in seat.layout.shapes]],
+        "layout": [slot.layout.names, [list(shape) for shape in slot.layout.shapes]],
         "padded": not worker.loop.padding.possible,
         "compiled": worker.compiled is not None,
         "batch": [worker.settings.batch_size, round(float(examples.lengths.mean()), 1), worker.settings.accumulate],
-        "clients": min(clients, _MOST * torch.get_num_threads()),  # more make no pass larger
-        "wish": asdict(wish),
+        "clients": min(clients, _MAX_CLIENTS * torch.get_num_threads()),  # more make no pass larger
+        "request": asdict(request),
         "budget": budget.size,
     }
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
@@ -322,27 +328,27 @@ def _key(
 
 def cache_file() -> Path:
     """Return the file of cached plans: under FEDSPAN_CACHE, XDG_CACHE_HOME or ~/.cache."""
-    own = os.environ.get("FEDSPAN_CACHE")
-    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedspan"
+    folder = os.environ.get("FEDSPAN_CACHE")
+    base = Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedspan"
     return base / "stacking.json"
 
 
 def read_plans() -> dict[str, StackingPlan]:
     """Read the cached plans; empty if the file is missing or invalid."""
     try:
-        found = json.loads(cache_file().read_text(encoding="utf-8"))
-        return {key: StackingPlan(int(one["at_once"]), int(one["workers"])) for key, one in found.items()}
+        rows = json.loads(cache_file().read_text(encoding="utf-8"))
+        return {key: StackingPlan(int(row["at_once"]), int(row["workers"])) for key, row in rows.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
 
 
 def _store(key: str, found: StackingPlan) -> None:
-    place = cache_file()
+    file = cache_file()
     plans = {name: asdict(plan) for name, plan in {**read_plans(), key: found}.items()}
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        part = place.with_name(f"{place.name}.{os.getpid()}")
-        part.write_text(json.dumps(plans), encoding="utf-8")
-        part.replace(place)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f"{file.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(plans), encoding="utf-8")
+        temporary.replace(file)
     except OSError:  # the home folder is not writable: measure again next time
         return

@@ -75,9 +75,9 @@ class Stages:
         """Open a stage for the time of this context; a thread joins the stage of that name that is innermost."""
         with self._lock:
             if self._open and self._open[-1].name == name:
-                joined = self._open[-1]
-                more = None if joined.total is None or total is None else joined.total + total
-                self._open[-1] = replace(joined, total=more)
+                outer = self._open[-1]
+                total_of_both = None if outer.total is None or total is None else outer.total + total
+                self._open[-1] = replace(outer, total=total_of_both)
                 self._users[-1] += 1
             else:
                 self._open.append(Stage(name, 0, total, unit, self._open[-1] if self._open else None))
@@ -110,8 +110,8 @@ class Stages:
                 self._show()
 
     def _find(self, name: StageName) -> int | None:
-        found = (at for at in reversed(range(len(self._open))) if self._open[at].name == name)
-        return next(found, None)
+        matches = (index for index in reversed(range(len(self._open))) if self._open[index].name == name)
+        return next(matches, None)
 
     def _show(self) -> None:
         if self._observer is not None:

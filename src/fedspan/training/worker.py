@@ -26,8 +26,8 @@ from fedspan.training.optimizers import Layout, clip_rows, fused_step, spec_of, 
 
 __all__ = ["Worker"]
 
-Opened = Callable[[str], Assignment]
-Finished = Callable[[Assignment, Trained], Assignment | None]
+OpenJob = Callable[[str], Assignment]
+FinishJob = Callable[[Assignment, Trained], Assignment | None]
 
 _WINDOW = 4
 """Open client slots per client in a pass: enough to find batches of similar length without opening a whole cohort."""
@@ -48,72 +48,74 @@ class Worker:
         self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
         self.stacked = StackedModel(adapted)
         self.compiled = CompiledBlocks(adapted) if compiled else None
-        self.why_not = self.stacked.refusal()
+        self.refusal = self.stacked.refusal()
         if loop.private is not None:
-            self.why_not = "DP-SGD clips the gradient of each example, which takes the place of clients in a pass"
+            self.refusal = "DP-SGD clips the gradient of each example, which takes the place of clients in a pass"
         """The reason why all clients train one by one here, if they must."""
-        self.why_alone: str | None = None
+        self.job_refusal: str | None = None
         """The reason why some job trained alone."""
         self._mode: frozenset[str] | None = None
-        self._known: dict[str, Tensor] = {}
+        self._shared: dict[str, Tensor] = {}
         self._kinds: dict[tuple[object, ...], int] = {}
         self._verified: set[int] = set()
 
-    def run(self, examples: Examples, clients: Sequence[str], at_once: int, opened: Opened, finished: Finished) -> None:
+    def run(
+        self, examples: Examples, clients: Sequence[str], at_once: int, open_job: OpenJob, finish_job: FinishJob
+    ) -> None:
         """Train clients, up to ``at_once`` of them in a pass."""
-        waiting, seats = list(reversed(clients)), list[ClientSlot]()
-        self._known.clear()
+        pending, slots = list(reversed(clients)), list[ClientSlot]()
+        self._shared.clear()
         self._mode = None
-        while waiting or seats:
-            while waiting and len(seats) < _WINDOW * at_once:
-                self._admit(opened(waiting.pop()), examples, at_once, seats, finished)
-            if not seats:
+        while pending or slots:
+            while pending and len(slots) < _WINDOW * at_once:
+                self._admit(open_job(pending.pop()), examples, at_once, slots, finish_job)
+            if not slots:
                 continue
-            group = select_group(seats, at_once, not self.loop.padding.possible)
-            count = sum(len(seat.batch) for seat in group)
+            group = select_group(slots, at_once, not self.loop.padding.possible)
+            count = sum(len(slot.batch) for slot in group)
             try:
                 self.advance(group, examples)
             except Unstackable as error:
-                self.why_not = str(error)
-                for seat in seats:
-                    self._alone(seat.work, examples, finished)
-                seats.clear()
+                self.refusal = str(error)
+                for slot in slots:
+                    self._train_alone(slot.work, examples, finish_job)
+                slots.clear()
                 continue
             self.loop.stages.advance("training", count)
-            for seat in group:
-                if not seat.left:
-                    seats.remove(seat)
-                    following = finished(seat.work, seat.result())
-                    if following is not None:
-                        self._admit(following, examples, at_once, seats, finished)
+            for slot in group:
+                if not slot.batches_left:
+                    slots.remove(slot)
+                    next_work = finish_job(slot.work, slot.result())
+                    if next_work is not None:
+                        self._admit(next_work, examples, at_once, slots, finish_job)
                 else:
-                    self._renew(seat, examples)
+                    self._refresh_projectors(slot, examples)
 
     def _admit(
-        self, work: Assignment, examples: Examples, at_once: int, seats: list[ClientSlot], finished: Finished
+        self, work: Assignment, examples: Examples, at_once: int, slots: list[ClientSlot], finish_job: FinishJob
     ) -> None:
-        seat = None if at_once == 1 or self.why_not is not None else self.seat(work, examples)
-        if seat is None:
-            self._alone(work, examples, finished, at_once, seats)
+        slot = None if at_once == 1 or self.refusal is not None else self.open_slot(work, examples)
+        if slot is None:
+            self._train_alone(work, examples, finish_job, at_once, slots)
             return
-        seats.append(seat)
-        self._renew(seat, examples)
+        slots.append(slot)
+        self._refresh_projectors(slot, examples)
 
-    def _alone(
+    def _train_alone(
         self,
         work: Assignment,
         examples: Examples,
-        finished: Finished,
+        finish_job: FinishJob,
         at_once: int = 1,
-        seats: list[ClientSlot] | None = None,
+        slots: list[ClientSlot] | None = None,
     ) -> None:
         """Train a job as the loop engine does; the client's next job may be stacked again."""
         self._mode = None
-        following = finished(work, self.loop.take(work, examples))
-        if following is not None:
-            self._admit(following, examples, at_once, [] if seats is None else seats, finished)
+        next_work = finish_job(work, self.loop.train(work, examples))
+        if next_work is not None:
+            self._admit(next_work, examples, at_once, [] if slots is None else slots, finish_job)
 
-    def seat(self, work: Assignment, examples: Examples) -> ClientSlot | None:
+    def open_slot(self, work: Assignment, examples: Examples) -> ClientSlot | None:
         """Open a client slot for a job; None if the job must train alone."""
         spec = spec_of(work, self.settings)
         layout = Layout.of(work.job, spec)
@@ -123,138 +125,141 @@ class Worker:
             "packed batches are one row": getattr(self.task, "packing", False),
         }
         reason = next((reason for reason, holds in reasons.items() if holds), None)
-        self.why_alone = reason or self.why_alone
+        self.job_refusal = reason or self.job_refusal
         if layout is None or reason is not None or not len(work.indices):
             return None
-        self.loop.ready(examples, [work.indices])
+        self.loop.prepare(examples, [work.indices])
         self._mode = None
         offsets = self.loop.logit_offsets(work, examples)
-        seat = ClientSlot(work, layout, self.settings, self.seed, examples, self.adapted.device, offsets)
-        for name, value in seat.others.items():
+        slot = ClientSlot(work, layout, self.settings, self.seed, examples, self.adapted.device, offsets)
+        for name, value in slot.frozen.items():
             if name in work.job.buffers:
                 continue
-            known = self._known.setdefault(name, value)
-            if known is not value and known.dtype == value.dtype and torch.equal(known, value):
-                seat.others[name] = known  # stored once, however many clients share it
-        self._sort(seat)
-        return seat
+            shared = self._shared.setdefault(name, value)
+            if shared is not value and shared.dtype == value.dtype and torch.equal(shared, value):
+                slot.frozen[name] = shared  # stored once, however many clients share it
+        self._set_kind(slot)
+        return slot
 
-    def _sort(self, seat: ClientSlot) -> None:
+    def _set_kind(self, slot: ClientSlot) -> None:
         """Set a client's kind: clients of one kind can share a pass."""
-        seat.kind = self._kinds.setdefault(seat.key(), len(self._kinds))
+        slot.kind = self._kinds.setdefault(slot.grouping_key(), len(self._kinds))
 
-    def _renew(self, seat: ClientSlot, examples: Examples) -> None:
+    def _refresh_projectors(self, slot: ClientSlot, examples: Examples) -> None:
         """Refresh a client's projectors if that is due before its next batch."""
-        job = seat.work.job
-        first = seat.taken % self.settings.accumulate == 0
-        if job.refresh is None or not first or not refresh_due(job.refresh, seat.steps):
+        job = slot.work.job
+        first = slot.batches_done % self.settings.accumulate == 0
+        if job.refresh is None or not first or not refresh_due(job.refresh, slot.steps):
             return
         self.adapted.train_mode(job.buffers)
         self._mode = None
-        live = self.adapted.install(job.parametrization, seat.tensors(), frozenset(job.trainable_names))
-        refresh_projectors(self.loop, job, live, seat, seat.steps, examples, seat.batch)
-        seat.absorb(live)
-        self._sort(seat)
+        live = self.adapted.install(job.parametrization, slot.tensors(), frozenset(job.trainable_names))
+        refresh_projectors(self.loop, job, live, slot, slot.steps, examples, slot.batch)
+        slot.update_tensors(live)
+        self._set_kind(slot)
 
     def advance(self, group: Sequence[ClientSlot], examples: Examples) -> None:
         """Train one batch of each of several clients of one kind, and take the optimizer steps that it completes."""
         losses, gradients = self._gradients(group, examples)
-        gathering = group[0].probing or self.settings.accumulate > 1
-        ready: list[ClientSlot] = []
-        for loss, gradient, seat in zip(losses, gradients, group, strict=True):
-            seat.count(loss)
-            if gathering:
-                seat.gathered = gradient if seat.gathered is None else seat.gathered + gradient
-            if not seat.left or not (seat.probing or seat.taken % self.settings.accumulate):
-                ready.append(seat)
-        if gathering:
-            gradients = torch.stack([seat.take_gathered() for seat in ready]) if ready else gradients[:0]
-        if ready:
-            self._step(ready, gradients)
+        gathers = group[0].probing or self.settings.accumulate > 1
+        complete: list[ClientSlot] = []
+        for loss, gradient, slot in zip(losses, gradients, group, strict=True):
+            slot.record_loss(loss)
+            if gathers:
+                slot.gathered = gradient if slot.gathered is None else slot.gathered + gradient
+            if not slot.batches_left or not (slot.probing or slot.batches_done % self.settings.accumulate):
+                complete.append(slot)
+        if gathers:
+            gradients = torch.stack([slot.pop_gathered() for slot in complete]) if complete else gradients[:0]
+        if complete:
+            self._step(complete, gradients)
 
     def _gradients(self, group: Sequence[ClientSlot], examples: Examples) -> tuple[Tensor, Tensor]:
         """Compute losses (C,) and gradients (C, P) of the clients' next batches."""
         job, layout, device = group[0].work.job, group[0].layout, self.adapted.device
-        clients, size = len(group), max(len(seat.batch) for seat in group)
+        clients, size = len(group), max(len(slot.batch) for slot in group)
         rows: list[int] = []
         members = torch.zeros(clients, clients * size)
-        for number, seat in enumerate(group):
-            own = seat.batch.tolist()
-            members[number, number * size : number * size + len(own)] = 1
-            rows += own + own[:1] * (size - len(own))  # filler: all clients need equally many rows
+        for number, slot in enumerate(group):
+            indices = slot.batch.tolist()
+            members[number, number * size : number * size + len(indices)] = 1
+            rows += indices + indices[:1] * (size - len(indices))  # filler: all clients need equally many rows
         if self._mode != job.buffers:
             self.adapted.train_mode(job.buffers)
             self._mode = job.buffers
-        values = torch.stack([seat.values for seat in group])
+        values = torch.stack([slot.values for slot in group])
         leaves = {name: view.detach().requires_grad_() for name, view in layout.views(values).items()}
-        others = stack_frozen(group)
+        frozen = stack_frozen(group)
         batch = self.task.batch(examples, rows, device)
-        offsets = [seat.logit_offsets.expand(size, -1) for seat in group if seat.logit_offsets is not None]
+        offsets = [slot.logit_offsets.expand(size, -1) for slot in group if slot.logit_offsets is not None]
         if offsets:
             batch = {**batch, OFFSETS: torch.cat(offsets)}
         counted = members.sum(0).numpy() > 0
         lengths = examples.lengths[rows]
         self._verify(group, batch, size, lengths, counted)
         self._set_dropout(group, batch, size)
-        held = self.stacked.hold_tensors(job.parametrization, {**others, **leaves}, clients, clients * size)
+        stacked = self.stacked.hold_tensors(job.parametrization, {**frozen, **leaves}, clients, clients * size)
         padding, compiled = self.loop.padding, self.compiled
-        quick = padding.remove_padding(batch, lengths, clients, counted) if compiled is None else compiled.within()
-        with held, quick, self.loop.prefixes.feed(examples, rows):
+        faster = padding.remove_padding(batch, lengths, clients, counted) if compiled is None else compiled.within()
+        with stacked, faster, self.loop.prefixes.feed(examples, rows):
             losses = self.task.losses(self.adapted.model, batch, to_device(members, device))
-            shares = to_device(torch.tensor([seat.share for seat in group], dtype=losses.dtype), device)
+            shares = to_device(torch.tensor([slot.share for slot in group], dtype=losses.dtype), device)
             (losses * shares).sum().backward()
-        found = [leaf.grad for leaf in leaves.values()]
+        leaf_gradients = [leaf.grad for leaf in leaves.values()]
         for name in job.buffers:
-            for number, seat in enumerate(group):
-                seat.others[name].copy_(others[name][number])
-        return losses.detach(), layout.join(found, clients, values)
+            for number, slot in enumerate(group):
+                slot.frozen[name].copy_(frozen[name][number])
+        return losses.detach(), layout.join(leaf_gradients, clients, values)
 
     def _step(self, group: Sequence[ClientSlot], gradients: Tensor) -> None:
         layout, settings = group[0].layout, self.settings
-        for number, seat in enumerate(group):
-            if seat.work.job.want_gradient or seat.probing:
-                own = gradients[number]
-                seat.gradient = own.clone() if seat.gradient is None else seat.gradient + own
+        for number, slot in enumerate(group):
+            if slot.work.job.want_gradient or slot.probing:
+                gradient = gradients[number]
+                slot.gradient = gradient.clone() if slot.gradient is None else slot.gradient + gradient
         if group[0].probing:
             return
-        if any(seat.work.job.penalties for seat in group):
-            gradients = gradients + torch.stack([self._penalty(seat) for seat in group])
-        masks = [seat.mask for seat in group if seat.mask is not None]
+        if any(slot.work.job.penalties for slot in group):
+            gradients = gradients + torch.stack([self._penalty(slot) for slot in group])
+        masks = [slot.mask for slot in group if slot.mask is not None]
         mask = torch.stack(masks) if masks else None
         if mask is not None:
             gradients = gradients * mask
         if settings.max_grad_norm:
             gradients = clip_rows(gradients, settings.max_grad_norm)
-        offsets = [seat.offset for seat in group if seat.offset is not None]
+        offsets = [slot.offset for slot in group if slot.offset is not None]
         if offsets:
             zero = torch.zeros_like(offsets[0])
-            gradients = gradients + torch.stack([zero if seat.offset is None else seat.offset for seat in group])
-        for seat in group:
-            seat.steps += 1
-            seat.counts += 1
-        rows, spec = [seat.values for seat in group], group[0].spec
-        if mask is None and all(seat.evenly for seat in group):
-            kinds = {kind: [seat.moments[kind] for seat in group] for kind in group[0].moments}
-            fused_step(spec, layout, rows, gradients, kinds, [int(seat.counts[0]) for seat in group])
+            gradients = gradients + torch.stack([zero if slot.offset is None else slot.offset for slot in group])
+        for slot in group:
+            slot.steps += 1
+            slot.counts += 1
+        rows, spec = [slot.values for slot in group], group[0].spec
+        if mask is None and all(slot.has_equal_steps for slot in group):
+            kinds = {kind: [slot.moments[kind] for slot in group] for kind in group[0].moments}
+            fused_step(spec, layout, rows, gradients, kinds, [int(slot.counts[0]) for slot in group])
             return
         values = torch.stack(rows)
-        moments = {kind: torch.stack([seat.moments[kind] for seat in group]) for kind in group[0].moments}
-        counts, before = np.stack([seat.counts for seat in group]), np.stack([seat.before for seat in group])
-        step_rows(spec, layout, values, gradients, moments, counts, before, mask)
-        for number, seat in enumerate(group):
-            seat.values.copy_(values[number])
+        moments = {kind: torch.stack([slot.moments[kind] for slot in group]) for kind in group[0].moments}
+        counts, steps_before = (
+            np.stack([slot.counts for slot in group]),
+            np.stack([slot.steps_before for slot in group]),
+        )
+        step_rows(spec, layout, values, gradients, moments, counts, steps_before, mask)
+        for number, slot in enumerate(group):
+            slot.values.copy_(values[number])
             for kind, moment in moments.items():
-                seat.moments[kind].copy_(moment[number])
+                slot.moments[kind].copy_(moment[number])
 
-    def _penalty(self, seat: ClientSlot) -> Tensor:
+    def _penalty(self, slot: ClientSlot) -> Tensor:
         """Compute the gradient of a client's penalties, (P,)."""
-        if not seat.work.job.penalties:
-            return torch.zeros_like(seat.values)
+        if not slot.work.job.penalties:
+            return torch.zeros_like(slot.values)
         with torch.enable_grad():
-            own = {name: view.detach().requires_grad_() for name, view in seat.layout.views(seat.values).items()}
-            terms = [penalty.value({**seat.others, **own}) for penalty in seat.work.job.penalties]
-            found = torch.autograd.grad(torch.stack(terms).sum(), list(own.values()), allow_unused=True)
-        return seat.layout.join(found, 1, seat.values)[0]
+            trainable = {name: view.detach().requires_grad_() for name, view in slot.layout.views(slot.values).items()}
+            terms = [penalty.value({**slot.frozen, **trainable}) for penalty in slot.work.job.penalties]
+            gradients = torch.autograd.grad(torch.stack(terms).sum(), list(trainable.values()), allow_unused=True)
+        return slot.layout.join(gradients, 1, slot.values)[0]
 
     def _set_dropout(self, group: Sequence[ClientSlot], batch: Mapping[str, Tensor], size: int) -> None:
         rate = self.settings.dropout
@@ -265,16 +270,16 @@ class Worker:
         def dropout(x: Tensor, layer: str) -> Tensor:
             if x.shape[0] != len(group) * size:
                 raise Unstackable(f"dropout before {layer}, which is given the tokens of all examples in one row")
-            kept = torch.ones(x.shape, dtype=torch.bool)
-            for number, seat in enumerate(group):
-                work, count = seat.work, len(seat.batch)
+            mask = torch.ones(x.shape, dtype=torch.bool)
+            for number, slot in enumerate(group):
+                work, count = slot.work, len(slot.batch)
                 # Draw the mask of a client that trains alone: its batch is padded to its own longest text only.
-                middle = [seat.cost] if x.ndim > 2 and x.shape[1] == tokens else list(x.shape[1:2])
-                shape = [count, *middle, *x.shape[2:]]
-                key = (self.seed, work.round, work.client, work.job.phase, seat.taken, layer)
+                tokens_shape = [slot.cost] if x.ndim > 2 and x.shape[1] == tokens else list(x.shape[1:2])
+                shape = [count, *tokens_shape, *x.shape[2:]]
+                key = (self.seed, work.round, work.client, work.job.phase, slot.batches_done, layer)
                 first = number * size
-                kept[first : first + count, : middle[0]] = dropout_mask(shape, rate, *key)
-            return x * to_device(kept, x.device).to(x.dtype) / (1 - rate)
+                mask[first : first + count, : tokens_shape[0]] = dropout_mask(shape, rate, *key)
+            return x * to_device(mask, x.device).to(x.dtype) / (1 - rate)
 
         self.adapted.set_dropout(dropout)
 
@@ -295,18 +300,18 @@ class Worker:
         if len(group) == 1 or group[0].kind in self._verified:
             return
         job, first, second = group[0].work.job, group[0], group[1]
-        tensors = [perturb(seat) for seat in (first, second)]
-        both = {name: value[: 2 * size] for name, value in batch.items()}
-        together = {name: torch.stack([one[name] for one in tensors]) for name in tensors[0]}
-        held = self.stacked.hold_tensors(job.parametrization, together, 2, 2 * size)
-        with held, self.loop.padding.remove_padding(both, lengths[: 2 * size], 2, counted[: 2 * size]):
-            found = self.task.predict(self.adapted.model, both)
-        for number, own in enumerate(tensors):
+        tensors = [perturb(slot) for slot in (first, second)]
+        pair = {name: value[: 2 * size] for name, value in batch.items()}
+        stacked_tensors = {name: torch.stack([single[name] for single in tensors]) for name in tensors[0]}
+        stacked = self.stacked.hold_tensors(job.parametrization, stacked_tensors, 2, 2 * size)
+        with stacked, self.loop.padding.remove_padding(pair, lengths[: 2 * size], 2, counted[: 2 * size]):
+            shared = self.task.predict(self.adapted.model, pair)
+        for number, single in enumerate(tensors):
             rows = slice(number * size, (number + 1) * size)
-            self.adapted.install(job.parametrization, own, frozenset())
+            self.adapted.install(job.parametrization, single, frozenset())
             alone = self.task.predict(self.adapted.model, {name: value[rows] for name, value in batch.items()})
-            real = torch.from_numpy(counted[rows]).to(alone.device)
-            apart = float((found[rows] - alone)[real].norm() / alone[real].norm())
-            if not apart < tolerance(self.adapted.model):
-                raise Unstackable(f"predictions differ by {apart:.1e} when two clients share a pass")
+            is_real = torch.from_numpy(counted[rows]).to(alone.device)
+            error = float((shared[rows] - alone)[is_real].norm() / alone[is_real].norm())
+            if not error < tolerance(self.adapted.model):
+                raise Unstackable(f"predictions differ by {error:.1e} when two clients share a pass")
         self._verified.add(group[0].kind)

@@ -239,7 +239,7 @@ class InProcess(Transport):
 
             self.host.train(_LazyOrders(orders, ids), pass_on)
             return
-        self.host.ready(ids)
+        self.host.prepare(ids)
         for id in ids:
             take(id, self.host.answer(decode_order(orders[id])).envelope())
 

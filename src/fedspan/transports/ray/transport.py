@@ -85,8 +85,8 @@ class ClusterTransport(InProcess):
         if isinstance(engine := self.host.engine, BatchedEngine):
             if engine.stacking is None:
                 engine.stacking = self._measure(orders, ids)
-                if engine.settled is not None:
-                    engine.settled(engine.stacking)
+                if engine.on_plan is not None:
+                    engine.on_plan(engine.stacking)
             plan = engine.stacking
             most = plan.at_once * plan.workers
         work = {id: self.host.tokens(id) for id in ids}

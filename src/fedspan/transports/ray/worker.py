@@ -130,7 +130,7 @@ class Worker:
             return None
         self._set_base(host, version, patch)
         assert isinstance(host.engine, BatchedEngine)
-        return host.engine.settle(host.first_assignments(self._open(host, bodies, stack)), clients, host.examples)
+        return host.engine.choose_plan(host.first_assignments(self._open(host, bodies, stack)), clients, host.examples)
 
     def answer(
         self,
@@ -165,7 +165,7 @@ class Worker:
             replies: list[Reply] = []
             host.train({order.to: order for order in orders}, replies.append)
         else:
-            host.ready([order.to for order in orders])
+            host.prepare([order.to for order in orders])
             replies = [host.answer(order) for order in orders]
         made = self._store.departing
         return [Outcome(one.id, one.envelope(), made.pop(one.id, None), _session(host, one.id)) for one in replies]
