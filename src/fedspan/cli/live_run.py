@@ -56,12 +56,12 @@ def show_run(folder: Path, config: Path | None, overrides: Sequence[str] = (), t
 
 def stopped(folder: Path, rounds: int, command: str = "run") -> str:
     """Describe a run that Ctrl-C ended: what is saved, and how to resume."""
-    from fedspan.runs.checkpoint import saved
+    from fedspan.runs.checkpoint import last_saved_round
     from fedspan.runs.folder import RunFolder
     from fedspan.runs.session import is_run
 
     if not is_run(folder):
         return "stopped before the run began; nothing was written"
-    done = saved(RunFolder(folder))  # the view may not have received the last round
+    done = last_saved_round(RunFolder(folder))  # the view may not have received the last round
     kept = f"{done} of {rounds} rounds are saved" if rounds else "the rounds that it had finished are saved"
     return f"stopped; {kept}. Go on with:\n  fedspan {command} --resume {shlex.quote(str(folder))}"

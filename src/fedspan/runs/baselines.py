@@ -34,29 +34,29 @@ def pooled(prepared: Prepared) -> Prepared:
 
     The pooled validation parts of the clients select the epoch; its model is evaluated on each client's own test part.
     """
-    members = prepared.federation.clients
+    clients = prepared.federation.clients
     changed, method = _with_method(prepared, "fedit")
-    parts = [(member.train, member.validation, member.test) for member in members.values()]
+    parts = [(data.train, data.validation, data.test) for data in clients.values()]
     train, validation, test = (np.concatenate(part) for part in zip(*parts, strict=True))
     client = Client("all", method.r, method.scaling(None), len(train), 1.0)
-    member = ClientData(client, train, validation, test)
-    variant = _variant(prepared, changed, method, [member], changed.centralised_lr)
+    data = ClientData(client, train, validation, test)
+    variant = _variant(prepared, changed, method, [data], changed.centralised_lr)
     federation = variant.federation
     # Client by client: the same bits, whether or not the federation did it before.
-    variant.engine.prepare(prepared.train, [own for own, _, _ in parts])
-    judged = simulate(federation.method, variant.engine, members, prepared.train, federation.settings)
+    variant.engine.prepare(prepared.train, [indices for indices, _, _ in parts])
+    judged = simulate(federation.method, variant.engine, clients, prepared.train, federation.settings)
     return replace(variant, evaluator=_evaluator(judged, changed))
 
 
 def alone(prepared: Prepared) -> Prepared:
     """Build the local-only baseline: every client trains LoRA on its own examples, optimizer moments stored."""
     changed, method = _with_method(prepared, "local-only")
-    members = prepared.federation.clients
-    ids = tuple(members)
+    clients = prepared.federation.clients
+    ids = tuple(clients)
 
-    def same(at: int) -> ClientData:
-        member = members[ids[at]]
-        return replace(member, client=replace(member.client, rank=method.r, scaling=method.scaling(None)))
+    def same(index: int) -> ClientData:
+        data = clients[ids[index]]
+        return replace(data, client=replace(data.client, rank=method.r, scaling=method.scaling(None)))
 
     return _variant(prepared, changed, method, LazyMapping(ids, same), None)
 
@@ -66,8 +66,8 @@ def _with_method(prepared: Prepared, name: str) -> tuple[RunConfig, RegisteredMe
     config = prepared.config
     options = {key: value for key, value in config.method.options.items() if key in ("r", "lora_alpha", "use_rslora")}
     model = config.model.model_copy(update={"extras": None})
-    own = {"method": MethodConfig(name=name, **options), "model": model, "privacy": None}
-    changed = config.model_copy(update=own)
+    changes = {"method": MethodConfig(name=name, **options), "model": model, "privacy": None}
+    changed = config.model_copy(update=changes)
     return changed, changed.build_method(prepared.engine.adapted.spec)
 
 
@@ -82,7 +82,7 @@ def _variant(
     settings = replace(prepared.federation.training, keep_optimizer=True, logit_adjustment=0.0, privacy=None)
     if lr is not None:
         settings = replace(settings, optimizer=replace(settings.optimizer, lr=lr))
-    engine = make_engine(config, prepared.engine.adapted, prepared.task, settings, beside=prepared.engine)
+    engine = make_engine(config, prepared.engine.adapted, prepared.task, settings, shared_with=prepared.engine)
     rounds = replace(config.round_settings(), cohort=None)
     federation = simulate(config.wrapped(method), engine, members, prepared.train, rounds)
     evaluator = _evaluator(federation, config)
@@ -123,22 +123,24 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
         variant = with_rate(variant, load_or_choose(tested, lambda: run_range_test(untested, config.default_lr)))
     federation, evaluator = variant.federation, variant.evaluator
     listener.baseline_started(name, federation.settings.rounds)
-    kept = checkpoints.resume(place) if folder.is_dir() else None
-    progress, best = (_BEGINNINGS[name](federation, variant.head), None) if kept is None else (kept.progress, kept.best)
+    stored = checkpoints.resume(place) if folder.is_dir() else None
+    progress, best = (
+        (_BEGINNINGS[name](federation, variant.head), None) if stored is None else (stored.progress, stored.best)
+    )
     metric = variant.config.evaluation.deciding(variant.task.metric)
 
     def rate_and_save(progress: Progress, best: Best | None) -> Best:
         """Rate the model after an epoch, or before the first one, and save it."""
         validation, _ = evaluator.evaluate_clients(progress)
-        rated = rate_round(metric, progress.state.round, None if validation is None else validation.pooled)
-        best = rated if best is None else max(best, rated)
+        scored = rate_round(metric, progress.state.round, None if validation is None else validation.pooled)
+        best = scored if best is None else max(best, scored)
         checkpoints.save(
             place, Checkpoint(progress.state, progress.memories, progress.last_rounds, progress.optimizers, best)
         )
         checkpoints.prune(place)
         return best
 
-    if kept is None and variant.head is not None:  # as in the federation, the start may be the best
+    if stored is None and variant.head is not None:  # as in the federation, the start may be the best
         progress = store(place.clients, progress)
         best = rate_and_save(progress, best)
     while progress.state.round < federation.settings.rounds:

@@ -57,36 +57,36 @@ class Listeners(Listener):
         self._listeners = listeners
 
     def environment_changed(self, changes: Mapping[str, tuple[object, object]]) -> None:
-        for one in self._listeners:
-            one.environment_changed(changes)
+        for listener in self._listeners:
+            listener.environment_changed(changes)
 
     def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
-        for one in self._listeners:
-            one.started(prepared, done, resumed)
+        for listener in self._listeners:
+            listener.started(prepared, done, resumed)
 
     def noted(self, text: str) -> None:
-        for one in self._listeners:
-            one.noted(text)
+        for listener in self._listeners:
+            listener.noted(text)
 
     def stage_changed(self, stage: Stage | None) -> None:
-        for one in self._listeners:
-            one.stage_changed(stage)
+        for listener in self._listeners:
+            listener.stage_changed(stage)
 
     def client_finished(self, round: int, client: str, loss: float) -> None:
-        for one in self._listeners:
-            one.client_finished(round, client, loss)
+        for listener in self._listeners:
+            listener.client_finished(round, client, loss)
 
     def round_finished(self, row: Mapping[str, Any]) -> None:
-        for one in self._listeners:
-            one.round_finished(row)
+        for listener in self._listeners:
+            listener.round_finished(row)
 
     def baseline_started(self, name: str, rounds: int) -> None:
-        for one in self._listeners:
-            one.baseline_started(name, rounds)
+        for listener in self._listeners:
+            listener.baseline_started(name, rounds)
 
     def baseline_round(self, name: str, round: int, loss: float) -> None:
-        for one in self._listeners:
-            one.baseline_round(name, round, loss)
+        for listener in self._listeners:
+            listener.baseline_round(name, round, loss)
 
 
 _WORST = -1e308

@@ -39,6 +39,7 @@ __all__ = [
     "Best",
     "Checkpoint",
     "DamagedFileError",
+    "last_saved_round",
     "latest",
     "load",
     "newest_index",
@@ -49,7 +50,6 @@ __all__ = [
     "read_positions",
     "resume",
     "save",
-    "saved",
     "select_checkpoint",
     "truncate_logs",
 ]
@@ -128,7 +128,7 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _sealed(index: Mapping[str, Any]) -> bytes:
+def _seal_index(index: Mapping[str, Any]) -> bytes:
     """Encode checkpoint.json: the index with the digest of its own text; NaN is written as in Python."""
     digest = _digest(json.dumps(index).encode())
     return (json.dumps({**index, "sha256": digest}, indent=1) + "\n").encode()
@@ -153,7 +153,7 @@ def pack(checkpoint: Checkpoint) -> dict[str, bytes]:
         "extra": dict(checkpoint.extra),
         "files": {name: _digest(data) for name, data in files.items()},
     }
-    return {**files, _INDEX: _sealed(index)}
+    return {**files, _INDEX: _seal_index(index)}
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise DamagedFileError(path, str(error)) from error
     assert isinstance(index, dict)
     body = {name: value for name, value in index.items() if name != "sha256"}
-    if _sealed(body) != data:  # the whole text, so that no byte goes unchecked
+    if _seal_index(body) != data:  # the whole text, so that no byte goes unchecked
         raise DamagedFileError(path, f"does not have the SHA-256 {digest}")
     if body.get("format") != FORMAT:
         problem = f"the checkpoint has format {body.get('format')}, and this version of fedspan reads format {FORMAT}"
@@ -257,13 +257,13 @@ def _rounds(run: RunFolder) -> dict[int, Path]:
     """
     run.require_own()
     entries = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
-    found = {int(match[1]): entry for entry in entries if (match := _FOLDER.match(entry.name))}
-    for folder in found.values():
+    folders = {int(match[1]): entry for entry in entries if (match := _FOLDER.match(entry.name))}
+    for folder in folders.values():
         require_no_link(folder)
-    return dict(sorted(found.items()))
+    return dict(sorted(folders.items()))
 
 
-def saved(run: RunFolder) -> int:
+def last_saved_round(run: RunFolder) -> int:
     """Return the number of rounds that a run has finished, from its newest checkpoint."""
     return max(_rounds(run), default=0)
 
@@ -289,16 +289,16 @@ def select_checkpoint(run: RunFolder, round: int | str) -> Path:
     Raises:
         FedspanError: If there is no such checkpoint.
     """
-    there = _rounds(run)
-    if not there:
+    folders = _rounds(run)
+    if not folders:
         raise FedspanError("run folder", str(run.path), problem="the run has no finished round yet")
     if round == "best" and run.best.is_dir():
         return run.best
-    wanted = max(there) if round in ("best", "last") else round
-    if not isinstance(wanted, int) or wanted not in there:
-        kept = ", ".join(map(str, there))
-        raise FedspanError("round", round, f"best, last, or a round with a checkpoint: {kept}")
-    return there[wanted]
+    number = max(folders) if round in ("best", "last") else round
+    if not isinstance(number, int) or number not in folders:
+        available = ", ".join(map(str, folders))
+        raise FedspanError("round", round, f"best, last, or a round with a checkpoint: {available}")
+    return folders[number]
 
 
 def newest_index(run: RunFolder) -> dict[str, Any] | None:
@@ -336,8 +336,8 @@ def save(run: RunFolder, checkpoint: Checkpoint) -> Path:
     target = _folder_of(run, checkpoint.state.round)
     if target.exists():
         raise ValueError(f"round {checkpoint.state.round} has a checkpoint already: {target}")
-    kept = store(run.clients, checkpoint.progress)
-    files = pack(replace(checkpoint, memories=kept.memories, optimizer_states=kept.optimizers))
+    stored = store(run.clients, checkpoint.progress)
+    files = pack(replace(checkpoint, memories=stored.memories, optimizer_states=stored.optimizers))
     with disk_errors(run.path):
         _commit(target, files)
         _show_best(run, checkpoint)
@@ -469,18 +469,18 @@ def prune(run: RunFolder, keep: int = 2) -> None:
     if keep < 1:
         raise ValueError(f"keep at least 1 checkpoint, not {keep}")
     rounds, best = _rounds(run), read_best(run)
-    kept = {*sorted(rounds)[-keep:], *(() if best is None else (best.round,))}
-    going = [folder for round, folder in rounds.items() if round not in kept]
-    stale = _needed(going)
+    retained = {*sorted(rounds)[-keep:], *(() if best is None else (best.round,))}
+    removed = [folder for round, folder in rounds.items() if round not in retained]
+    stale = _needed(removed)
     with disk_errors(run.path):
-        for folder in going:
+        for folder in removed:
             # Renamed first: a folder with a checkpoint's name is always complete.
             trash = temporary(folder)
             remove(trash)
             folder.rename(trash)
         sweep(run.checkpoints)
         if stale:
-            discard(run.clients, _needed(rounds[round] for round in rounds if round in kept), stale)
+            discard(run.clients, _needed(rounds[round] for round in rounds if round in retained), stale)
 
 
 def _needed(folders: Iterable[Path]) -> set[Version]:

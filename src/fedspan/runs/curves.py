@@ -49,8 +49,8 @@ def curve_of(place: RunFolder, metric: str) -> tuple[Point, ...]:
 
 def score_of(scores: Mapping[str, Any], metric: str) -> float | None:
     """Return the score in a line of metrics or a report: held-out, else the mean over the clients' own test parts."""
-    found = (scores.get("test") or scores.get("clients") or {}).get(metric)
-    return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
+    score = (scores.get("test") or scores.get("clients") or {}).get(metric)
+    return float(score) if isinstance(score, int | float) and math.isfinite(score) else None
 
 
 def sent_until(totals: Totals, rounds: int) -> list[int]:
@@ -80,8 +80,8 @@ def target_of(curves: Sequence[Sequence[Point]], higher: bool) -> float | None:
     if not all(curves):
         return None
     worst, best = (min, max) if higher else (max, min)
-    begun = worst(curve[0].score for curve in curves)
-    return begun + SHARE * (best(point.score for curve in curves for point in curve) - begun)
+    worst_start = worst(curve[0].score for curve in curves)
+    return worst_start + SHARE * (best(point.score for curve in curves for point in curve) - worst_start)
 
 
 def reached(curve: Sequence[Point], target: float, higher: bool) -> Point | None:

@@ -63,11 +63,11 @@ def diagnose(
         )
     require_intact(place)
     objects = objects_of(config, "fedspan.diagnose", data, model, tokenizer)
-    kept = checkpoints.load(checkpoints.select_checkpoint(place, round))
+    checkpoint = checkpoints.load(checkpoints.select_checkpoint(place, round))
     prepared = prepare(config, read_partition(folder), load_noise_key(place.path, config), objects=objects)
     return diagnose_round(
         prepared.federation,
-        kept.progress,
+        checkpoint.progress,
         prepared.train if prepared.test is None else prepared.test,
         title=config.method.title,
         seed=config.seed,

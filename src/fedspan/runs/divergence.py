@@ -26,14 +26,14 @@ def find_divergence(rows: Iterable[Mapping[str, Any]], metric: str, lr: float) -
     """
     rounds = list(rows)
     advice = f"Lower training.lr (now {lr:g}) or set training.max_grad_norm."
-    found: list[str] = []
+    remarks: list[str] = []
     # no loss: the clients keep theirs to themselves, under local privacy
     trained = [row for row in rounds if row.get("cohort") and row.get("loss") is not None]
     losses = [(int(row["round"]), float(row["loss"])) for row in trained]
     if losses:
         (first, before), (last, after) = losses[0], losses[-1]
         if not math.isfinite(after) or after > _RISE * max(before, 0.0) > 0:
-            found.append(
+            remarks.append(
                 f"Training diverged: the training loss rose from {before:.4g} in round {first} to {after:.4g} in round "
                 f"{last}. {advice}"
             )
@@ -41,12 +41,12 @@ def find_divergence(rows: Iterable[Mapping[str, Any]], metric: str, lr: float) -
     if scored:
         (first, before), (last, after) = scored[0], scored[-1]
         if rank_of(metric, after) < rank_of(metric, before) and not rank_of("loss", after) >= rank_of("loss", before):
-            texts = [_shown(metric, one) for one in (before, after)]
-            found.append(
+            texts = [_format_scores(metric, scores) for scores in (before, after)]
+            remarks.append(
                 f"Training made the model worse: validation {METRICS[metric].title} was {texts[0]} after round {first} "
                 f"and is {texts[1]} after round {last}. {advice}"
             )
-    return tuple(found)
+    return tuple(remarks)
 
 
 def _finite(scores: Mapping[str, float | None]) -> dict[str, float]:
@@ -54,6 +54,6 @@ def _finite(scores: Mapping[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in scores.items() if value is not None}
 
 
-def _shown(metric: str, scores: Mapping[str, float]) -> str:
+def _format_scores(metric: str, scores: Mapping[str, float]) -> str:
     value = scores.get(metric)
     return "undefined" if value is None else f"{value:.1%}" if METRICS[metric].percent else f"{value:.4g}"

@@ -66,9 +66,9 @@ def _packages() -> Iterator[Check]:
         "; ".join(wrong) or f"{version('fedspan')} with torch {version('torch')}, Python {platform.python_version()}"
     )
     yield Check("fedspan", "missing" if wrong else "ok", found, "pip install --upgrade fedspan" if wrong else "")
-    for name, wanted in sorted(extras.items()):
-        wrong = _wrong(wanted)
-        found = "; ".join(wrong) or ", ".join(f"{one.name} {version(one.name)}" for one in wanted)
+    for name, requirements in sorted(extras.items()):
+        wrong = _wrong(requirements)
+        found = "; ".join(wrong) or ", ".join(f"{one.name} {version(one.name)}" for one in requirements)
         yield Check(
             f"extra {name}", "note" if wrong else "ok", found, f"pip install 'fedspan[{name}]'" if wrong else ""
         )
@@ -76,23 +76,23 @@ def _packages() -> Iterator[Check]:
 
 def _extra(requirement: Requirement) -> str | None:
     """Return the extra that a requirement belongs to; None: the core."""
-    _, found, rest = str(requirement.marker or "").partition("extra ==")
-    return rest.strip(" \"'") if found else None
+    _, separator, rest = str(requirement.marker or "").partition("extra ==")
+    return rest.strip(" \"'") if separator else None
 
 
-def _wrong(wanted: Sequence[Requirement]) -> list[str]:
+def _wrong(requirements: Sequence[Requirement]) -> list[str]:
     """Describe the requirements that are missing or have another version."""
     wrong: list[str] = []
-    for requirement in wanted:
+    for requirement in requirements:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": _extra(requirement) or ""}):
             continue
         try:
-            there = version(requirement.name)
+            installed = version(requirement.name)
         except PackageNotFoundError:
             wrong.append(f"{requirement.name} is not installed")
             continue
-        if not requirement.specifier.contains(there, prereleases=True):
-            wrong.append(f"{requirement.name} is {there}, not {requirement.specifier}")
+        if not requirement.specifier.contains(installed, prereleases=True):
+            wrong.append(f"{requirement.name} is {installed}, not {requirement.specifier}")
         nested = [Requirement(text) for text in (requires(requirement.name) or ()) if requirement.extras]
         wrong += _wrong([one for one in nested if _extra(one) in requirement.extras])
     return wrong
@@ -108,9 +108,9 @@ def _torch() -> Iterator[Check]:
     elif torch.backends.mps.is_available():
         yield Check("accelerator", "ok", "Apple's (mps)")
     else:
-        found = f"none; {torch.get_num_threads()} threads on {os.cpu_count()} cores"
+        description = f"none; {torch.get_num_threads()} threads on {os.cpu_count()} cores"
         built = "" if torch.version.cuda or torch.version.hip else "this torch is built for CPUs (pytorch.org: others)"
-        yield Check("accelerator", "note", found, built)
+        yield Check("accelerator", "note", description, built)
 
 
 def _memory() -> Check:
@@ -126,13 +126,16 @@ def _memory() -> Check:
 
 
 def _disk(folder: Path) -> Check:
-    there = next((one for one in (folder, *folder.resolve().parents) if one.is_dir()), Path("/"))
-    free = shutil.disk_usage(there).free / 2**30
-    if not os.access(there, os.W_OK):
-        return Check("disk", "missing", f"{there} can't be written", "choose another folder, or its permissions")
+    existing = next((parent for parent in (folder, *folder.resolve().parents) if parent.is_dir()), Path("/"))
+    free = shutil.disk_usage(existing).free / 2**30
+    if not os.access(existing, os.W_OK):
+        return Check("disk", "missing", f"{existing} can't be written", "choose another folder, or its permissions")
     low = free < _LEAST_DISK
     return Check(
-        "disk", "note" if low else "ok", f"{free:.1f} GiB free in {there.resolve()}", "models are large" if low else ""
+        "disk",
+        "note" if low else "ok",
+        f"{free:.1f} GiB free in {existing.resolve()}",
+        "models are large" if low else "",
     )
 
 
@@ -162,5 +165,5 @@ def _model() -> Check:
 def _hub() -> Check:
     cache = os.environ.get("HF_HOME") or str(Path.home() / ".cache" / "huggingface")
     offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
-    found = "offline by HF_HUB_OFFLINE" if offline else "asked when a config names a model or data set of it"
-    return Check("hub", "note" if offline else "ok", f"{found}; cache in {cache}")
+    description = "offline by HF_HUB_OFFLINE" if offline else "asked when a config names a model or data set of it"
+    return Check("hub", "note" if offline else "ok", f"{description}; cache in {cache}")

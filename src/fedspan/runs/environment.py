@@ -97,5 +97,5 @@ def same_environment(folder: RunFolder, config: RunConfig) -> bool:
 
 def _changes(folder: RunFolder, now: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     recorded = folder.read_json(folder.environment)
-    then = recorded if isinstance(recorded, dict) else {}
-    return {name: (then.get(name), now[name]) for name in now if name != "command" and then.get(name) != now[name]}
+    before = recorded if isinstance(recorded, dict) else {}
+    return {name: (before.get(name), now[name]) for name in now if name != "command" and before.get(name) != now[name]}

@@ -73,9 +73,9 @@ def evaluate(
         facts = facts_of(served_from, read_notes(served_from))
         columns = {"text": text, "image": image, "label": label, "text_pair": text_pair, "answer": answer}
         source = None if isinstance(data, str | Path) else _examples(data)
-        rows = _labelled(_file_config(IN_MEMORY if source else data, facts, columns), facts.task, source)
+        rows = _load_labelled(_file_config(IN_MEMORY if source else data, facts, columns), facts.task, source)
     else:
-        rows = _held_out(folder, served_from, run_data)
+        rows = _held_out_examples(folder, served_from, run_data)
     served = load_served(folder, client, objects=ModelObjects(model, tokenizer))
     examples = served.task.encode(rows)
     metrics = served.task.metrics(served.predictions(examples, generate=generate), examples, range(len(examples)))
@@ -101,7 +101,7 @@ def _examples(data: Any) -> Source:
     return sources.get("test", sources["train"])
 
 
-def _held_out(folder: str | Path, adapter: Path, data: Any) -> datasets.Dataset:
+def _held_out_examples(folder: str | Path, adapter: Path, data: Any) -> datasets.Dataset:
     if not is_run(folder):
         raise FedspanError(
             "data", None, "a file to measure on", problem="no data are given, and only a run folder names a test set"
@@ -124,7 +124,7 @@ def _held_out(folder: str | Path, adapter: Path, data: Any) -> datasets.Dataset:
     return loaded.test
 
 
-def _labelled(config: DataConfig, task: TaskName, source: Source | None) -> datasets.Dataset:
+def _load_labelled(config: DataConfig, task: TaskName, source: Source | None) -> datasets.Dataset:
     """Load rows of a file or from memory; errors name ``data``, ``text`` or ``label``, not the fields of a config."""
     try:
         return load(config, "data", task=task, sources=source and {"train": source}).train

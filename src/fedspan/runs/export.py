@@ -80,10 +80,10 @@ def export(
             source = _source(Path(run_folder), client, round, Path(scratch), (data, model, tokenizer))
             out.parent.mkdir(parents=True, exist_ok=True)
             remove(partial)
-            whole = not (source / ADAPTER).is_file()
-            if whole and form == "adapter":
+            is_whole = not (source / ADAPTER).is_file()
+            if is_whole and form == "adapter":
                 raise FedspanError("form", form, problem=f"{source} holds a merged model, which has no adapter")
-            if whole or form == "adapter":
+            if is_whole or form == "adapter":
                 shutil.copytree(source, partial)
                 if rank is not None:
                     truncate_adapter(partial, rank)
@@ -94,8 +94,8 @@ def export(
                 out.rmdir()
             partial.rename(out)
         except (OSError, SafetensorError) as error:  # the latter where Transformers writes a merged model
-            why = getattr(error, "strerror", None) or error
-            raise FedspanError("out", str(out), problem=f"the folder cannot be written ({why})") from error
+            reason = getattr(error, "strerror", None) or error
+            raise FedspanError("out", str(out), problem=f"the folder cannot be written ({reason})") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return out
@@ -111,12 +111,12 @@ def _source(folder: Path, client: str | None, round: int | str, scratch: Path, o
         require_client(folder, client)
     if place.report.is_file():
         report = read_report(folder)
-        there = client is None or "global" in report.adapters or client in report.adapters
-        if there and round in ("best", report.best_round):
+        is_available = client is None or "global" in report.adapters or client in report.adapters
+        if is_available and round in ("best", report.best_round):
             return adapter_folder(folder, client)
-    kept, config = checkpoints.load(checkpoints.select_checkpoint(place, round)), read_resolved_config(folder)
-    given = objects_of(config, "fedspan.export", *objects)
-    progress, prepared = kept.progress, prepare(config, read_partition(folder), objects=given)
+    checkpoint, config = checkpoints.load(checkpoints.select_checkpoint(place, round)), read_resolved_config(folder)
+    passed = objects_of(config, "fedspan.export", *objects)
+    progress, prepared = checkpoint.progress, prepare(config, read_partition(folder), objects=passed)
     adapters = write_adapters(prepared, progress, RunFolder(scratch), () if client is None else (client,))
     if "global" in adapters:
         return adapters["global"]

@@ -21,36 +21,36 @@ __all__ = ["extend", "require_extensible"]
 _ROUNDS, _PATIENCE = ROUNDS_FIELD, "federation.early_stopping"
 
 
-def require_extensible(place: RunFolder, stored: RunConfig, wanted: RunConfig) -> None:
+def require_extensible(place: RunFolder, stored: RunConfig, changed: RunConfig) -> None:
     """Check that a run may go on under another config.
 
     Args:
         place: Folder of the run.
         stored: The config in the folder.
-        wanted: The other config.
+        changed: The other config.
 
     Raises:
         FedspanError: If it may not; the error names the field, and what to do.
     """
-    for field, (before, after) in differences(stored, wanted).items():
+    for field, (before, after) in differences(stored, changed).items():
         if field not in (_ROUNDS, _PATIENCE):
             problem = (
                 f"the config with which this run began has {before!r}, and only {_ROUNDS} and {_PATIENCE} can change "
                 "in a run. Start a new run in another folder"
             )
             raise FedspanError(field, after, problem=problem)
-    done, before, after = checkpoints.saved(place), stored.federation, wanted.federation
+    done, before, after = checkpoints.last_saved_round(place), stored.federation, changed.federation
     if after.rounds != before.rounds:
         if after.rounds <= done:
             raise FedspanError(_ROUNDS, after.rounds, f"more than {done}, the rounds that this run has finished")
-        require_independent_rounds(done, stored, wanted)
+        require_independent_rounds(done, stored, changed)
     if before.early_stopping != after.early_stopping and after.early_stopping is not None:
         raised = before.early_stopping is not None and after.early_stopping > before.early_stopping
         if not raised:
             problem = "a run that has begun can get more patience, not less, because it may have run too many rounds"
             raise FedspanError(_PATIENCE, after.early_stopping, problem=problem)
     best = checkpoints.read_best(place)
-    if done < after.rounds and has_stalled(wanted, done, None if best is None else best.round):
+    if done < after.rounds and has_stalled(changed, done, None if best is None else best.round):
         assert best is not None
         problem = (
             f"early stopping ended this run after round {done}, because no round after {best.round} was better, and "
@@ -59,7 +59,7 @@ def require_extensible(place: RunFolder, stored: RunConfig, wanted: RunConfig) -
         raise FedspanError(_PATIENCE, after.early_stopping, problem=problem)
 
 
-def extend(place: RunFolder, stored: RunConfig, wanted: RunConfig, listener: Listener) -> None:
+def extend(place: RunFolder, stored: RunConfig, changed: RunConfig, listener: Listener) -> None:
     """Make a run one that is not finished, under a changed config.
 
     Its report and its baselines, whose number of epochs is that of the rounds, are removed first: whatever interrupts
@@ -68,15 +68,15 @@ def extend(place: RunFolder, stored: RunConfig, wanted: RunConfig, listener: Lis
     Args:
         place: The run folder, whose lock this process holds.
         stored: The config in the folder.
-        wanted: The changed config.
+        changed: The changed config.
         listener: Listener that receives notes.
 
     Raises:
         FedspanError: If the run cannot go on under the changed config, or the disk cannot be written.
     """
     require_intact(place)
-    require_extensible(place, stored, wanted)
-    changes = differences(stored, wanted)
+    require_extensible(place, stored, changed)
+    changes = differences(stored, changed)
     if not changes:
         return
     trained = place.baselines.is_dir()
@@ -85,11 +85,11 @@ def extend(place: RunFolder, stored: RunConfig, wanted: RunConfig, listener: Lis
         remove(place.baselines)
         texts = {field: "null" if after is None else after for field, (_, after) in changes.items()}
         extend_command(place, [f"{field}={text}" for field, text in texts.items()])
-        write_atomic(place.config, config_text(wanted).encode())
+        write_atomic(place.config, config_text(changed).encode())
     for field, (before, after) in changes.items():
         listener.noted(f"{field} is {after} from now on, and was {before}")
     if trained:
         listener.noted("the baselines are trained again, because their number of epochs is that of the rounds")
     last, every = stored.federation.rounds, stored.evaluation.every
-    if checkpoints.saved(place) == last < wanted.federation.rounds and last % every:
+    if checkpoints.last_saved_round(place) == last < changed.federation.rounds and last % every:
         listener.noted(f"round {last} was measured as the last one, though evaluation.every is {every}")

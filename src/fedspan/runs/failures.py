@@ -38,6 +38,6 @@ def failures_by_client(
     return dict(sorted(found.items()))
 
 
-def _count(found: dict[str, dict[str, Any]], client: str, round: object, reason: str) -> None:
-    count = found[client]["count"] if client in found else 0
-    found[client] = {"count": count + 1, "round": round, "reason": reason}
+def _count(failures: dict[str, dict[str, Any]], client: str, round: object, reason: str) -> None:
+    count = failures[client]["count"] if client in failures else 0
+    failures[client] = {"count": count + 1, "round": round, "reason": reason}

@@ -79,7 +79,7 @@ def harness(
     model = HFLM(pretrained=served.model, tokenizer=served.processor, batch_size=batch_size)  # pyright: ignore
     evaluated: Any = lm_eval.simple_evaluate  # its decorator hides its parameters
     try:
-        found = evaluated(
+        results = evaluated(
             model,
             tasks=list(tasks),
             num_fewshot=shots,
@@ -91,10 +91,10 @@ def harness(
             bootstrap_iters=_RESAMPLES,
         )
     except (OSError, ValueError, RuntimeError) as error:  # among others, data sets that cannot be downloaded or read
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise FedspanError("tasks", list(tasks), problem=f"the tasks cannot be evaluated here ({why})") from error
-    counts = found.get("n-samples", {})
-    return {task: _plain(values, counts.get(task)) for task, values in found["results"].items()}
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise FedspanError("tasks", list(tasks), problem=f"the tasks cannot be evaluated here ({reason})") from error
+    counts = results.get("n-samples", {})
+    return {task: _plain(values, counts.get(task)) for task, values in results["results"].items()}
 
 
 def _plain(values: Mapping[str, Any], counts: Mapping[str, int] | None) -> dict[str, float]:

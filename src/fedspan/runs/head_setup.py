@@ -57,21 +57,21 @@ def head_start_of(config: RunConfig, model: RunModel) -> tuple[HeadStart | None,
     Raises:
         FedspanError: If the config names a kind of start that the model does not allow.
     """
-    wanted = config.model.head_init
-    kind, why = config.head_kind
+    requested = config.model.head_init
+    kind, reason = config.head_kind
     try:
         layer = _output_layer(model.adapted) if kind is not None else None
     except NoOutputLayer as error:
-        kind, why, layer = None, str(error), None
-        if wanted != "auto":
+        kind, reason, layer = None, str(error), None
+        if requested != "auto":
             raise FedspanError(
-                "model.head_init", wanted, "random", problem=f"the model's head cannot start: {error}"
+                "model.head_init", requested, "random", problem=f"the model's head cannot start: {error}"
             ) from error
-    if kind is not None and layer is not None and wanted == "auto" and not _is_new(model, layer):
+    if kind is not None and layer is not None and requested == "auto" and not _is_new(model, layer):
         # A head that was trained for these labels, in the checkpoint or in model.adapter.
         return None, (_AS_PASSED.format(kind),) if config.model.name.startswith(FROM_PYTHON) else ()
     if kind is None or layer is None:
-        return None, (f"the head starts at random: {why}",) if why else ()
+        return None, (f"the head starts at random: {reason}",) if reason else ()
     return HeadStart(kind, layer, _bound(config, model.adapted, layer), aggregation_of(config, STATISTICS_CLIP)), ()
 
 
@@ -129,10 +129,10 @@ def begin_locally(federation: Federation, head: HeadStart | None) -> Progress:
         return progress
     engine, loaded = federation.engine, split_extras(progress.state.tensors)[1]
     memories: dict[str, Memory] = {}
-    with engine.stages.stage("statistics", sum(len(member.train) for member in federation.clients.values())):
-        for id, member in federation.clients.items():
-            if not len(member.train):
+    with engine.stages.stage("statistics", sum(len(data.train) for data in federation.clients.values())):
+        for id, data in federation.clients.items():
+            if not len(data.train):
                 continue
-            found = client_statistics(engine, None, federation.examples, member.train, head.kind, 0.0, 1)
-            memories[id] = {**loaded, **head_tensors(head, HeadStatistics.of(found), len(member.train))}
+            statistics = client_statistics(engine, None, federation.examples, data.train, head.kind, 0.0, 1)
+            memories[id] = {**loaded, **head_tensors(head, HeadStatistics.of(statistics), len(data.train))}
     return replace(progress, memories=memories, last_rounds=dict.fromkeys(memories, 0))

@@ -83,11 +83,11 @@ def read_resolved_config(folder: str | Path) -> RunConfig:
     config, place = read_config(folder), RunFolder(folder)
     if not place.pooling.is_file():
         return config
-    found = place.read_json(place.pooling)
-    if not isinstance(found, dict) or set(found) != set(RESOLVED):
-        raise FedspanError(str(place.pooling), found, f"an object with {' and '.join(RESOLVED)}")
+    pooling = place.read_json(place.pooling)
+    if not isinstance(pooling, dict) or set(pooling) != set(RESOLVED):
+        raise FedspanError(str(place.pooling), pooling, f"an object with {' and '.join(RESOLVED)}")
     values = config.model_dump(mode="json")
-    return parse_config({**values, "model": {**values["model"], **found}})
+    return parse_config({**values, "model": {**values["model"], **pooling}})
 
 
 def describe_config(config: RunConfig) -> str:
@@ -123,7 +123,7 @@ def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any
 
 
 def _is_changeable(name: str) -> bool:
-    return any(name == one or name.startswith(f"{one}.") for one in _CHANGEABLE)
+    return any(name == field or name.startswith(f"{field}.") for field in _CHANGEABLE)
 
 
 def _require_same_config(place: RunFolder, config: RunConfig, then: str) -> None:
@@ -134,8 +134,8 @@ def _require_same_config(place: RunFolder, config: RunConfig, then: str) -> None
     """
     stored = parse_config(json.loads(then))
     for name, (before, after) in differences(stored, config).items():
-        if name == ROUNDS_FIELD and not place.report.is_file() and after > checkpoints.saved(place):
-            require_independent_rounds(checkpoints.saved(place), stored, config)
+        if name == ROUNDS_FIELD and not place.report.is_file() and after > checkpoints.last_saved_round(place):
+            require_independent_rounds(checkpoints.last_saved_round(place), stored, config)
         elif not _is_changeable(name):
             problem = f"it is {after!r} now, and the run began with {before!r}"
             expected = f"{before!r} again, or another folder (only paths, deadlines and engine may change)"
@@ -149,20 +149,20 @@ def _require_same_inputs(place: RunFolder, digests: Mapping[str, str]) -> None:
             raise FedspanError(str(place.path / name), name, problem=f"{problem}. Restore the file")
 
 
-def require_same_run(place: RunFolder, config: RunConfig, kept: checkpoints.Checkpoint | None) -> None:
+def require_same_run(place: RunFolder, config: RunConfig, stored: checkpoints.Checkpoint | None) -> None:
     """Check that configuration, partition and learning rate are those of the run that wrote a checkpoint.
 
     Args:
         place: The run folder.
         config: The config that is in it.
-        kept: The checkpoint; None: the run has none yet.
+        stored: The checkpoint; None: the run has none yet.
 
     Raises:
         FedspanError: If one of the files was changed; the error names it, and the field of a config.
     """
-    if kept is not None:
-        _require_same_config(place, config, str(kept.extra["config"]))
-        _require_same_inputs(place, kept.inputs)
+    if stored is not None:
+        _require_same_config(place, config, str(stored.extra["config"]))
+        _require_same_inputs(place, stored.inputs)
 
 
 def require_intact(place: RunFolder) -> None:

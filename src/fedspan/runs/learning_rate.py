@@ -67,8 +67,8 @@ def choose_rate(start: float, losses: tuple[tuple[float, float], ...]) -> float:
     if not math.isfinite(lowest):
         problem = f"training diverged with every candidate from {losses[0][0]:g} to {losses[-1][0]:g}"
         raise FedspanError("training.lr", "auto", "a number", problem=problem)
-    enough = lowest + _TOLERANCE * max(0.0, start - lowest)
-    return next(lr for lr, loss in losses if loss <= enough)
+    acceptable = lowest + _TOLERANCE * max(0.0, start - lowest)
+    return next(lr for lr, loss in losses if loss <= acceptable)
 
 
 def run_range_test(prepared: Prepared, default: float) -> RangeTest:
@@ -81,24 +81,24 @@ def run_range_test(prepared: Prepared, default: float) -> RangeTest:
     Raises:
         FedspanError: If training diverged with every candidate.
     """
-    here, settings = prepared.federation, prepared.federation.training
+    federation, settings = prepared.federation, prepared.federation.training
     steps = STEPS if settings.steps is None else min(STEPS, settings.steps)
     short = replace(settings, steps=steps, schedule="constant", warmup_rounds=0, cycle_rounds=None)
-    engine = make_engine(prepared.config, prepared.engine.adapted, prepared.task, short, beside=prepared.engine)
+    engine = make_engine(prepared.config, prepared.engine.adapted, prepared.task, short, shared_with=prepared.engine)
     if isinstance(engine, BatchedEngine) and isinstance(prepared.engine, BatchedEngine):
         engine.stacking = prepared.engine.stacking
-        engine.rounds = len(EXPONENTS) * min(ROUNDS, here.settings.rounds)
-    trial = simulate(here.method, engine, here.clients, here.examples, here.settings)
+        engine.rounds = len(EXPONENTS) * min(ROUNDS, federation.settings.rounds)
+    trial = simulate(federation.method, engine, federation.clients, federation.examples, federation.settings)
     with engine.stages.stage("learning rate", len(EXPONENTS), "rates"):
-        return _tested(prepared, trial, short, default)
+        return _test_rates(prepared, trial, short, default)
 
 
-def _tested(prepared: Prepared, trial: Federation, short: TrainingSettings, default: float) -> RangeTest:
+def _test_rates(prepared: Prepared, trial: Federation, short: TrainingSettings, default: float) -> RangeTest:
     first = begin(trial, baseline_head(prepared.head))
     losses: list[tuple[float, float]] = []
     for exponent in EXPONENTS:
         lr = default * 10 ** (exponent / 2)
-        federation = trial.with_training(_at(short, lr))
+        federation = trial.with_training(_with_lr(short, lr))
         try:
             progress = first
             for _ in range(min(ROUNDS, trial.settings.rounds)):
@@ -122,13 +122,13 @@ def read_range_test(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = from_json(read_bytes(path))
+        values = from_json(read_bytes(path))
     except ValueError:
-        found = None
-    lr = found.get("lr") if isinstance(found, dict) else None
+        values = None
+    lr = values.get("lr") if isinstance(values, dict) else None
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr < math.inf:
         raise FedspanError(str(path), lr, "a file with the chosen learning rate, lr")
-    return cast("Mapping[str, Any]", found)
+    return cast("Mapping[str, Any]", values)
 
 
 def load_or_choose(path: Path, find: Callable[[], RangeTest]) -> float:
@@ -153,10 +153,10 @@ def load_or_choose(path: Path, find: Callable[[], RangeTest]) -> float:
 def with_rate(prepared: Prepared, lr: float) -> Prepared:
     """Return a run whose orders have another peak learning rate."""
     federation = prepared.federation
-    return replace(prepared, federation=federation.with_training(_at(federation.training, lr)))
+    return replace(prepared, federation=federation.with_training(_with_lr(federation.training, lr)))
 
 
-def _at(settings: TrainingSettings, lr: float) -> TrainingSettings:
+def _with_lr(settings: TrainingSettings, lr: float) -> TrainingSettings:
     return replace(settings, optimizer=replace(settings.optimizer, lr=lr))
 
 

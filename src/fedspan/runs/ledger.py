@@ -65,10 +65,10 @@ class Totals:
     @property
     def out_of_round(self) -> dict[str, dict[str, int]]:
         """Bytes of messages that are not for training, by purpose and direction; only purposes with messages."""
-        others: dict[Purpose, None] = dict.fromkeys(purpose for _, purpose in self._purposes if purpose != "train")
+        purposes: dict[Purpose, None] = dict.fromkeys(purpose for _, purpose in self._purposes if purpose != "train")
         return {
             purpose: {"down": self.purpose("down", purpose).bytes, "up": self.purpose("up", purpose).bytes}
-            for purpose in others
+            for purpose in purposes
         }
 
     def run(self, direction: Direction) -> Tally:

@@ -89,8 +89,8 @@ def adapter_folder(folder: str | Path, client: str | None) -> Path:
     if "global" in adapters:
         return folder / adapters["global"]
     if client is None:
-        shown = ", ".join(sorted(adapters)[:6])
-        raise FedspanError("client", None, f"one of {shown}, ..., because every client of this run has its own model")
+        names = ", ".join(sorted(adapters)[:6])
+        raise FedspanError("client", None, f"one of {names}, ..., because every client of this run has its own model")
     if client not in adapters:
         problem = (
             f"the run wrote no model of {client!r}. {nearest(client, adapters)} Or use fedspan export --client first"
@@ -268,18 +268,18 @@ def predict(
     return list(zip(answers, predictions.softmax(1).amax(1).tolist(), strict=True))
 
 
-def _rows(facts: Facts, given: Sequence[str | os.PathLike[str] | tuple[str, str]]) -> datasets.Dataset:
+def _rows(facts: Facts, inputs: Sequence[str | os.PathLike[str] | tuple[str, str]]) -> datasets.Dataset:
     """Arrange the inputs in the columns that the task encodes; unknown answers are blank."""
-    blank = {"label": [0] * len(given), "target": [0.0] * len(given), "answer": [""] * len(given)}
+    blank = {"label": [0] * len(inputs), "target": [0.0] * len(inputs), "answer": [""] * len(inputs)}
     if facts.task == "image-classification":
-        paths = [None if isinstance(path, tuple) else os.path.expanduser(path) for path in given]
+        paths = [None if isinstance(path, tuple) else os.path.expanduser(path) for path in inputs]
         if None in paths:
-            raise FedspanError("texts", given[paths.index(None)], "paths of images, because this model takes no pairs")
+            raise FedspanError("texts", inputs[paths.index(None)], "paths of images, because this model takes no pairs")
         images = datasets.Dataset.from_dict({"image": paths, **blank})
         return images.cast_column("image", datasets.Image())
-    texts = [text if isinstance(text, tuple) else (str(text), "") for text in given]
+    texts = [text if isinstance(text, tuple) else (str(text), "") for text in inputs]
     columns: dict[str, list[Any]] = {"text": [text for text, _ in texts]}
-    if any(isinstance(text, tuple) for text in given):
+    if any(isinstance(text, tuple) for text in inputs):
         columns["text_pair"] = [pair for _, pair in texts]
     if facts.prompt is not None:
         template = template_of(facts.prompt, "data.prompt")

@@ -136,28 +136,28 @@ def merged_card(text: str, task: str, pooling: Pooling | None = None) -> str:
         task: Kind of problem.
         pooling: Pooling of a classifier on an encoder; None: it is Transformers' own.
     """
-    made = ModelCard(text, ignore_metadata_errors=True)
-    data = cast("ModelCardData", made.data)
+    card = ModelCard(text, ignore_metadata_errors=True)
+    data = cast("ModelCardData", card.data)
     data.library_name = "transformers"
     data.tags = [tag for tag in data.tags or [] if tag != "lora"]
-    body = made.text.replace("A PEFT adapter for `", "A model: its adapter is merged into `", 1)
-    made.text = re.sub(
+    body = card.text.replace("A PEFT adapter for `", "A model: its adapter is merged into `", 1)
+    card.text = re.sub(
         r"(?s)## Use\n.*?(?=\n## |\Z)", lambda _: "## Use\n\n" + _use(task, "", False, pooled=pooling), body
     )
-    return str(made)
+    return str(card)
 
 
 def cut_card(text: str, rank: int) -> str:
     """Adjust the card of an adapter that was truncated to a rank: its scores were measured before."""
-    made = ModelCard(text, ignore_metadata_errors=True)
-    cast("ModelCardData", made.data).eval_results = None
-    made.text = re.sub(r"(- Method: [^\n]*), rank [^\n,]*", rf"\g<1>, cut to rank {rank}", made.text, count=1)
-    said = (
+    card = ModelCard(text, ignore_metadata_errors=True)
+    cast("ModelCardData", card.data).eval_results = None
+    card.text = re.sub(r"(- Method: [^\n]*), rank [^\n,]*", rf"\g<1>, cut to rank {rank}", card.text, count=1)
+    note = (
         f"## Scores\n\nThis adapter was cut to rank {rank} afterwards (`relative_error` in `fedspan.json` has what "
         "each layer lost); these are of the whole one.\n\n"
     )
-    made.text = made.text.replace("## Scores\n\n", said, 1)
-    return str(made)
+    card.text = card.text.replace("## Scores\n\n", note, 1)
+    return str(card)
 
 
 def _base(config: RunConfig) -> str:
@@ -167,24 +167,26 @@ def _base(config: RunConfig) -> str:
 
 
 def _introduction(config: RunConfig, base: str, adapter: bool) -> str:
-    what = "A PEFT adapter" if adapter else "A model"
+    kind = "A PEFT adapter" if adapter else "A model"
     return (
-        f"{what} for `{base}`, trained by [fedspan](https://pypi.org/project/fedspan/) across data owners whose data "
+        f"{kind} for `{base}`, trained by [fedspan](https://pypi.org/project/fedspan/) across data owners whose data "
         f"never left them: federated fine-tuning by `{config.method.title}`.\n"
     )
 
 
 def _training(prepared: Prepared, report: RunReport) -> dict[str, str]:
     config = prepared.config
-    clients = [member.client for member in prepared.federation.clients.values()]
+    clients = [data.client for data in prepared.federation.clients.values()]
     sizes, ranks = [client.examples for client in clients], sorted({client.rank for client in clients})
     partition = config.partition
-    divided = partition.partitioner + (f", alpha {partition.alpha:g}" if partition.partitioner == "dirichlet" else "")
+    description = partition.partitioner + (
+        f", alpha {partition.alpha:g}" if partition.partitioner == "dirichlet" else ""
+    )
     cohort = config.federation.clients_per_round
     facts = {
         "Task": config.task,
         "Method": f"{config.method.title}, rank {' to '.join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))}",
-        "Clients": f"{len(sizes)}, {'all' if cohort is None else cohort} a round; partition: {divided}",
+        "Clients": f"{len(sizes)}, {'all' if cohort is None else cohort} a round; partition: {description}",
         "Training examples of a client": f"{min(sizes)} to {max(sizes)}, median {statistics.median(sizes):g}",
         "Rounds": f"{report.rounds}; this is round {report.best_round}",
         "Bytes transmitted": f"{report.bytes['down']:,} down, {report.bytes['up']:,} up",
@@ -198,9 +200,9 @@ def _training(prepared: Prepared, report: RunReport) -> dict[str, str]:
 def _scores(report: RunReport) -> str:
     rows: list[str] = []
     for part, title in (("test", "held-out examples"), ("clients", "the clients' own test parts, mean over clients")):
-        found = report.scores.get(part)
-        if isinstance(found, Mapping):
-            numbers = ", ".join(f"{METRICS[name].title} {found[name]:.4f}" for name in order_metrics(found))
+        scores = report.scores.get(part)
+        if isinstance(scores, Mapping):
+            numbers = ", ".join(f"{METRICS[name].title} {scores[name]:.4f}" for name in order_metrics(scores))
             rows.append(f"- {title}: {numbers}")
     return ("\n".join(rows) or "Nothing was held out.") + "\n"
 
@@ -211,8 +213,8 @@ def _privacy(report: RunReport) -> dict[str, str]:
 
 def _results(prepared: Prepared, report: RunReport) -> list[EvalResult]:
     """Return the held-out scores in the hub's format."""
-    found, name = report.scores.get("test"), prepared.config.data.dataset
-    if not isinstance(found, Mapping):
+    scores, name = report.scores.get("test"), prepared.config.data.dataset
+    if not isinstance(scores, Mapping):
         return []
     title = "held-out examples" if name is None else dataset_of(name, "data.dataset").title
     return [
@@ -221,9 +223,9 @@ def _results(prepared: Prepared, report: RunReport) -> list[EvalResult]:
             dataset_type=name or "private",
             dataset_name=title,
             metric_type=metric,
-            metric_value=round(float(found[metric]), 6),
+            metric_value=round(float(scores[metric]), 6),
         )
-        for metric in order_metrics(found)
+        for metric in order_metrics(scores)
     ]
 
 

@@ -206,13 +206,13 @@ def read_notes(folder: Path) -> dict[str, Any]:
             str(path), str(error), problem=f"the file does not hold what fedspan wrote beside the model ({error})"
         ) from None
     if not isinstance(notes, dict) or not set(notes) >= _NOTED:
-        found = sorted(notes) if isinstance(notes, dict) else notes
-        raise FedspanError(str(path), found, f"an object with {', '.join(sorted(_NOTED))}")
-    kept = notes["kept"]
+        fields = sorted(notes) if isinstance(notes, dict) else notes
+        raise FedspanError(str(path), fields, f"an object with {', '.join(sorted(_NOTED))}")
+    round_number = notes["kept"]
     wrong = {
         "base_model": not isinstance(notes["base_model"], str) or not notes["base_model"],
         "client": not isinstance(notes["client"], str | None),
-        "kept": not isinstance(kept, list) or not all(isinstance(name, str) for name in kept),
+        "kept": not isinstance(round_number, list) or not all(isinstance(name, str) for name in round_number),
     }
     for name, is_wrong in wrong.items():
         if is_wrong:
@@ -325,16 +325,16 @@ def empty_model(
     Raises:
         FedspanError: If no config of the model is available, or layers do not exist.
     """
-    wanted = config.model
+    settings = config.model
     model = load_empty(
-        wanted.name,
+        settings.name,
         PROBLEMS[config.task].head,
         labels,
         architecture=architecture,
-        revision=wanted.revision,
-        dtype=getattr(torch, wanted.dtype),
+        revision=settings.revision,
+        dtype=getattr(torch, settings.dtype),
         attention=_attention(config, _planned_device(config.device)),
-        image_size=wanted.image_size,
+        image_size=settings.image_size,
         pooling=pooling_of(config),
         device=device,
         depth=depth,
@@ -349,15 +349,15 @@ def _planned_device(name: str) -> torch.device:
 
 def _with_targets(config: RunConfig, model: Any, new: Sequence[str]) -> tuple[AdaptedModel, LoraConfig]:
     """Find the trainable parts of a model, and build PEFT's description of them."""
-    saved = [] if config.model.scratch else _saved(config, model, new)
+    saved = [] if config.model.scratch else _modules_to_save(config, model, new)
     try:
         peft_config = _lora_config(config, saved)
         targets = find_targets(model, peft_config)
     # PEFT's own checks, and patterns that are not valid regexes; the last two: a{9999999999}, ((((...
     except (ValueError, re.error, OverflowError, RecursionError) as error:
-        asked = config.model.target_modules
+        requested = config.model.target_modules
         raise FedspanError(
-            "model.target_modules", asked, problem=f"PEFT does not accept these names of layers ({error})"
+            "model.target_modules", requested, problem=f"PEFT does not accept these names of layers ({error})"
         ) from None
     if config.model.gradient_checkpointing:
         try:
@@ -386,22 +386,24 @@ def _load(config: RunConfig, labels: tuple[str, ...], device: torch.device, obje
 
 
 def _load_named(config: RunConfig, labels: tuple[str, ...], device: torch.device) -> Loaded:
-    wanted, head = config.model, PROBLEMS[config.task].head
+    settings, head = config.model, PROBLEMS[config.task].head
     load = load_scratch
-    if not wanted.scratch:
+    if not settings.scratch:
         offload = None
-        if wanted.device_map is not None:
-            offload = Offload(wanted.max_memory.get("device"), wanted.max_memory.get("cpu"))
-        load = partial(load_pretrained, quantization=wanted.quantization, keep=wanted.modules_to_save, offload=offload)
+        if settings.device_map is not None:
+            offload = Offload(settings.max_memory.get("device"), settings.max_memory.get("cpu"))
+        load = partial(
+            load_pretrained, quantization=settings.quantization, keep=settings.modules_to_save, offload=offload
+        )
     return load(
-        wanted.name,
+        settings.name,
         head,
         labels,
-        revision=wanted.revision,
-        dtype=getattr(torch, wanted.dtype),
+        revision=settings.revision,
+        dtype=getattr(torch, settings.dtype),
         attention=_attention(config, device),
         seed=config.seed,
-        image_size=wanted.image_size,
+        image_size=settings.image_size,
         pooling=pooling_of(config),
         device=device,
     )
@@ -409,10 +411,10 @@ def _load_named(config: RunConfig, labels: tuple[str, ...], device: torch.device
 
 def pooling_of(config: RunConfig) -> Pooling | None:
     """Return the pooling that a run's classifier uses; None: the one of Transformers' own classifier."""
-    wanted = resolve_pooling(config)[0].model
-    if wanted.pooling in ("auto", "stock"):
+    resolved = resolve_pooling(config)[0].model
+    if resolved.pooling in ("auto", "stock"):
         return None
-    return Pooling(wanted.pooling, bool(wanted.pooling_normalize))
+    return Pooling(resolved.pooling, bool(resolved.pooling_normalize))
 
 
 def resolve_pooling(config: RunConfig) -> tuple[RunConfig, str | None]:
@@ -420,25 +422,25 @@ def resolve_pooling(config: RunConfig) -> tuple[RunConfig, str | None]:
 
     A config without a choice (another task, an architecture, a model that was passed from Python) is returned as it is.
     """
-    wanted = config.model
-    if wanted.name.startswith(FROM_PYTHON) or architecture_of(wanted.name) is not None:
+    settings = config.model
+    if settings.name.startswith(FROM_PYTHON) or architecture_of(settings.name) is not None:
         return config, None
-    if config.task not in _POOLED_TASKS or wanted.pooling == "stock" or wanted.pooling_normalize is not None:
+    if config.task not in _POOLED_TASKS or settings.pooling == "stock" or settings.pooling_normalize is not None:
         return config, None
-    known = find_pooling(source_of(wanted.name), wanted.revision)
+    known = find_pooling(source_of(settings.name), settings.revision)
     normalize, note = known.pooling is not None and known.pooling.normalize, None
-    if wanted.pooling != "auto":
-        chosen = {"pooling_normalize": normalize}
+    if settings.pooling != "auto":
+        changes = {"pooling_normalize": normalize}
     elif known.pooling is None:
-        chosen = {"pooling": "stock"}
+        changes = {"pooling": "stock"}
         if known.doubt is not None:
             note = (
-                f"model.pooling is stock: whether {wanted.name} is a sentence encoder, and how it pools, is not known "
+                f"model.pooling is stock: whether {settings.name} is a sentence encoder, and how it pools, is not known "
                 f"({known.doubt}); mean, cls, max and last name a pooling"
             )
     else:
-        chosen = {"pooling": known.pooling.mode, "pooling_normalize": normalize}
-    return config.model_copy(update={"model": wanted.model_copy(update=chosen)}), note
+        changes = {"pooling": known.pooling.mode, "pooling_normalize": normalize}
+    return config.model_copy(update={"model": settings.model_copy(update=changes)}), note
 
 
 def _attention(config: RunConfig, device: torch.device) -> str | None:
@@ -448,7 +450,7 @@ def _attention(config: RunConfig, device: torch.device) -> str | None:
     return "eager" if device.type == "cpu" else None
 
 
-def _saved(config: RunConfig, model: nn.Module, new: Sequence[str]) -> list[str]:
+def _modules_to_save(config: RunConfig, model: nn.Module, new: Sequence[str]) -> list[str]:
     """List the modules that train in full: the head, those that the user names, and others with new weights."""
     new_head = PROBLEMS[config.task].head != "language-model"
     # PEFT's test: pre_classifier too

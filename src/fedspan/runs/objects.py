@@ -35,8 +35,8 @@ def objects_of(config: RunConfig, call: str, data: Any, model: Any, tokenizer: A
         require_named_data(config, call)
     if model is None:
         require_named_model(config, call)
-    found = None if data is None else read_objects(data, config.partition.clients)
-    return Objects(found, ModelObjects(model, tokenizer))
+    source = None if data is None else read_objects(data, config.partition.clients)
+    return Objects(source, ModelObjects(model, tokenizer))
 
 
 def require_named_data(config: RunConfig, call: str, argument: str = "data") -> None:

@@ -11,18 +11,18 @@ __all__ = ["ROUNDS_FIELD", "require_independent_rounds"]
 ROUNDS_FIELD = "federation.rounds"
 
 
-def require_independent_rounds(done: int, stored: RunConfig, wanted: RunConfig) -> None:
+def require_independent_rounds(done: int, stored: RunConfig, changed: RunConfig) -> None:
     """Check that finished rounds do not depend on the number of all rounds.
 
     Args:
         done: Number of finished rounds.
         stored: The config under which they ran.
-        wanted: The same config with another number of rounds.
+        changed: The same config with another number of rounds.
 
     Raises:
         FedspanError: If they do.
     """
-    before, after, training = stored.federation.rounds, wanted.federation.rounds, stored.training
+    before, after, training = stored.federation.rounds, changed.federation.rounds, stored.training
     start_anew = f"Start a new run with {ROUNDS_FIELD}={after} in another folder"
     settings = stored.training_settings()
     if any(settings.lr(round, before) != settings.lr(round, after) for round in range(done)):

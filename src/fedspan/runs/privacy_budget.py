@@ -88,7 +88,7 @@ class Budget:
         FedspanError: If Opacus is not installed, or the file is damaged.
     """
 
-    def __init__(self, config: RunConfig, kept: str = "{}", path: Path | None = None, finished: int = 0) -> None:
+    def __init__(self, config: RunConfig, stored: str = "{}", path: Path | None = None, finished: int = 0) -> None:
         self._config, self._path = config.privacy, path
         self._spend: PrivacySpend | None = None
         self._earlier: _Totals = {}
@@ -98,7 +98,7 @@ class Budget:
         if self._config is not None:
             require_opacus()
             self._spend = PrivacySpend(self._config.delta, self._config.accountant)
-            self._spend.restore(json.loads(kept))
+            self._spend.restore(json.loads(stored))
             self._earlier = {} if path is None else _read_unfinished(path, finished)
 
     def announce(self, round: int, charges: tuple[Charge, ...]) -> None:
@@ -113,14 +113,14 @@ class Budget:
         """
         if self._spend is None or self._config is None:
             return
-        announced = _added(self._now, _totals(charges))
-        together = self._with_earlier(announced)
-        if self._config.epsilon is not None and (cost := self._spend.worst(_charges(together))) > self._config.epsilon:
+        announced = _add(self._now, _totals(charges))
+        total = self._with_earlier(announced)
+        if self._config.epsilon is not None and (cost := self._spend.worst(_charges(total))) > self._config.epsilon:
             problem = f"asking again in round {round + 1} would cost {cost:.4g}. The state before the round is stored"
             raise FedspanError("privacy.epsilon", self._config.epsilon, problem=problem)
         self._now = announced
         if self._path is not None:
-            rows = [[payer, kind.rate, kind.noise, count] for (payer, kind), count in sorted(together.items())]
+            rows = [[payer, kind.rate, kind.noise, count] for (payer, kind), count in sorted(total.items())]
             with disk_errors(self._path.parent):
                 write_atomic(self._path, to_json({"round": round, "releases": rows}).encode())
 
@@ -139,7 +139,7 @@ class Budget:
     def _with_earlier(self, totals: _Totals) -> _Totals:
         assert self._config is not None
         if self._config.mechanism == "central" and self._config.randomness == "secret":
-            return _added(self._earlier, totals)
+            return _add(self._earlier, totals)
         return {key: max(self._earlier.get(key, 0), totals.get(key, 0)) for key in {**self._earlier, **totals}}
 
     def require_first(self, charges: tuple[Charge, ...]) -> None:
@@ -176,14 +176,14 @@ class Budget:
 
 
 def _totals(charges: tuple[Charge, ...]) -> _Totals:
-    found: _Totals = {}
-    for one in charges:
-        found[one.payer, one.mechanism] = found.get((one.payer, one.mechanism), 0) + one.count
-    return found
+    totals: _Totals = {}
+    for charge in charges:
+        totals[charge.payer, charge.mechanism] = totals.get((charge.payer, charge.mechanism), 0) + charge.count
+    return totals
 
 
-def _added(one: _Totals, other: _Totals) -> _Totals:
-    return {key: one.get(key, 0) + other.get(key, 0) for key in {**one, **other}}
+def _add(totals: _Totals, other: _Totals) -> _Totals:
+    return {key: totals.get(key, 0) + other.get(key, 0) for key in {**totals, **other}}
 
 
 def _charges(totals: _Totals) -> tuple[Charge, ...]:
@@ -199,12 +199,12 @@ def _read_unfinished(path: Path, finished: int) -> _Totals:
     if not path.is_file():
         return {}
     try:
-        found: Any = from_json(read_bytes(path))
-        if found["round"] < finished:
+        values: Any = from_json(read_bytes(path))
+        if values["round"] < finished:
             return {}
         return {
             (str(payer), Mechanism(float(rate), float(noise))): int(count)
-            for payer, rate, noise, count in found["releases"]
+            for payer, rate, noise, count in values["releases"]
         }
     except (ValueError, TypeError, KeyError) as error:
         problem = f"the record of what an unfinished round has cost is damaged ({type(error).__name__})"

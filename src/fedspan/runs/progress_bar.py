@@ -133,8 +133,8 @@ class ProgressBar(Listener):
         bar = None if stage is None or not stage.total else Bar(stage.total, min(stage.done, stage.total))
         if self._baseline is None and self.done < self.rounds and (training or bar is None):
             cohort, losses = len(prepared.federation.cohort(self.done)), list(self._losses.values())
-            said = f"loss {number(sum(losses) / len(losses))}  {one_line(self._last, 20)}" if losses else ""
-            bars.add_row("clients", f"{len(losses)}/{cohort}", bar or Bar(cohort, len(losses)), Text(said))
+            description = f"loss {number(sum(losses) / len(losses))}  {one_line(self._last, 20)}" if losses else ""
+            bars.add_row("clients", f"{len(losses)}/{cohort}", bar or Bar(cohort, len(losses)), Text(description))
         elif stage is not None and stage.total:
             bars.add_row(stage.unit, f"{min(stage.done, stage.total)}/{stage.total}", bar, "")
         return [bars] if bars.row_count else []

@@ -155,24 +155,24 @@ class Effort:
 def _parts(prepared: Prepared, done: int) -> list[_Part]:
     """List the parts of a run after its first ``done`` rounds, in order."""
     federation, config, training = prepared.federation, prepared.config, prepared.federation.training
-    members, measured = federation.clients, prepared.evaluator.ids
-    own = sum(len(member.validation) + len(member.test) for member in map(members.__getitem__, measured))
+    clients, measured = federation.clients, prepared.evaluator.ids
+    examples = sum(len(data.validation) + len(data.test) for data in map(clients.__getitem__, measured))
     heldout = 0 if prepared.test is None else len(prepared.test)
     personal = federation.method.declared().personal
     rounds, every = federation.settings.rounds, config.evaluation.every
 
     def trained(ids: Iterable[str]) -> float:
-        return _TRAINING * sum(training.workload(members[id].client.examples) for id in ids)
+        return _TRAINING * sum(training.workload(clients[id].client.examples) for id in ids)
 
-    scored = own + (0 if personal else heldout)
+    scored = examples + (0 if personal else heldout)
     parts = [_Part("round 0", 0.0, scored)] if prepared.head is not None and not done else []
     parts += [
         _Part(f"round {n}", trained(federation.cohort(n - 1)), scored if n % every == 0 or n == rounds else 0)
         for n in range(done + 1, rounds + 1)
     ]
-    parts.append(_Part("closing", 0.0, own + heldout * (len(measured) if personal else 1)))
-    epoch = trained(members) if config.baselines else 0.0
+    parts.append(_Part("closing", 0.0, examples + heldout * (len(measured) if personal else 1)))
+    epoch = trained(clients) if config.baselines else 0.0
     for name in config.baselines:
-        parts += [_Part(f"{name} {n}", epoch, own) for n in range(1, rounds + 1)]
-        parts.append(_Part(name, 0.0, own + heldout * (len(measured) if name == "local" else 1)))
+        parts += [_Part(f"{name} {n}", epoch, examples) for n in range(1, rounds + 1)]
+        parts.append(_Part(name, 0.0, examples + heldout * (len(measured) if name == "local" else 1)))
     return parts

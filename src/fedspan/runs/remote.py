@@ -94,11 +94,11 @@ def prepare_server(config: RunConfig, key: bytes | None = None, stages: Stages |
     method = config.wrapped(method_for(config, model.adapted.spec))
     engine = make_engine(config, model.adapted, task, config.training_settings(key), stages)
     head, notes = head_start_of(config, model)
-    nothing = Nothing()
-    federation = simulate(method, engine, {}, nothing, config.round_settings(key))
+    no_data = Nothing()
+    federation = simulate(method, engine, {}, no_data, config.round_settings(key))
     evaluator = Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
     return Prepared(
-        config, labels, facts, None, task, engine, federation, evaluator, nothing, None, (), model, notes, head
+        config, labels, facts, None, task, engine, federation, evaluator, no_data, None, (), model, notes, head
     )
 
 
@@ -118,15 +118,15 @@ def server_clients(
         examples: Number of training examples that each client declared, by client id.
         max_examples: Number of examples up to which a declared one counts, by client id; others count in full.
     """
-    method, nobody = method_for(config, spec), np.zeros(0, np.int64)
+    method, no_indices = method_for(config, spec), np.zeros(0, np.int64)
     ids = sorted(examples)
     ranks = client_ranks(config, method, ids)
-    members: dict[str, ClientData] = {}
+    clients: dict[str, ClientData] = {}
     for id in ids:
         weight = 1.0 if config.federation.weights == "uniform" else float(examples[id])
         client = Client(id, ranks[id], client_scaling(config, method, ranks[id]), examples[id], weight)
-        members[id] = ClientData(client, nobody, nobody, nobody, (max_examples or {}).get(id))
-    return members
+        clients[id] = ClientData(client, no_indices, no_indices, no_indices, (max_examples or {}).get(id))
+    return clients
 
 
 def connect(
@@ -168,14 +168,14 @@ def connect(
         exporting=nodes is None,
         training=here.training,
     )
-    keeper = None if nodes is None else DiskClientStore(nodes)
+    store = None if nodes is None else DiskClientStore(nodes)
 
     def memory(client: str, round: int) -> Memory:
-        assert keeper is not None
-        return keeper.load(client, round).memory
+        assert store is not None
+        return store.load(client, round).memory
 
     evaluator = RemoteEvaluator(
-        federation, config.evaluation.batch_size, config.evaluation.clients, None if keeper is None else memory
+        federation, config.evaluation.batch_size, config.evaluation.clients, None if store is None else memory
     )
     return replace(prepared, federation=federation, evaluator=evaluator)
 
@@ -213,13 +213,13 @@ def reply_as(run: str, threads: int, number: int, envelope: Envelope) -> Envelop
         number: Index of the client among the ids.
         envelope: The server's order.
     """
-    asked = decode_request(envelope)
+    order = decode_request(envelope)
     try:
         host = _host(run)
         torch.set_num_threads(threads)  # not the number that the config sets for the whole run
-        return host.reply(asked)
+        return host.reply(order)
     except Exception as error:  # any error: the server receives a refusal
-        return refuse_any(asked, error)
+        return refuse_any(order, error)
 
 
 @lru_cache(maxsize=1)
@@ -230,8 +230,8 @@ def _host(run: str) -> Host:
     federation, folder = prepared.federation, nodes_folder(place.path)
     secure: Mapping[str, SecureClient] | None = None
     if config.federation.secure is not None:
-        made = {id: secure_client(config, id, folder) for id in federation.clients}
-        secure = {id: client for id, client in made.items() if client is not None}
+        halves = {id: secure_client(config, id, folder) for id in federation.clients}
+        secure = {id: client for id, client in halves.items() if client is not None}
     return Host(
         federation.method,
         prepared.engine,
@@ -243,11 +243,11 @@ def _host(run: str) -> Host:
     )
 
 
-def flower_simulation(place: RunFolder, prepared: Prepared, played: Callable[[Prepared], RunReport]) -> RunReport:
+def flower_simulation(place: RunFolder, prepared: Prepared, run_rounds: Callable[[Prepared], RunReport]) -> RunReport:
     """Run a federation with its clients in the processes of Flower's simulation engine (``runs.session.Host``).
 
     Raises:
-        FedspanError: If nodes do not start; also any error that ``played`` raises.
+        FedspanError: If nodes do not start; also any error that ``run_rounds`` raises.
     """
     from fedspan.transports.flower.simulation import simulate
 
@@ -258,7 +258,7 @@ def flower_simulation(place: RunFolder, prepared: Prepared, played: Callable[[Pr
 
     def serving(transport: Transport) -> RunReport:
         rules = prepared.config.federation.reply_rules()
-        return played(connect(prepared, transport, rules, nodes=nodes_folder(place.path)))
+        return run_rounds(connect(prepared, transport, rules, nodes=nodes_folder(place.path)))
 
     return simulate(
         list(prepared.federation.clients), answering, serving, actors=actors, gpus=1 / actors if cuda else 0.0

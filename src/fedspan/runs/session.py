@@ -111,7 +111,7 @@ def run(
             stored = read_resolved_config(place.path)
             if changes := record_environment(place, stored.seed, command):
                 listener.environment_changed(changes)
-            return _play(place, stored, listener, resumed=True, host=host, build=build)
+            return _run(place, stored, listener, resumed=True, host=host, build=build)
     if config is None:
         raise FedspanError("config", None, "a config for a new run")
     if config.evaluation.diagnostics is not None and host is not None:
@@ -130,10 +130,10 @@ def run(
         if note is not None:
             listener.noted(note)
         record_environment(place, config.seed, command)
-        return _play(place, config, listener, resumed=False, prepared=prepared, host=host, build=build)
+        return _run(place, config, listener, resumed=False, prepared=prepared, host=host, build=build)
 
 
-def _play(
+def _run(
     place: RunFolder,
     config: RunConfig,
     listener: Listener,
@@ -143,9 +143,9 @@ def _play(
     host: Host | None = None,
     build: Build = prepare,
 ) -> RunReport:
-    kept = checkpoints.resume(place)
+    stored = checkpoints.resume(place)
     if prepared is None:
-        require_same_run(place, config, kept)
+        require_same_run(place, config, stored)
         stages = Stages(listener.stage_changed)
         prepared = build(config, load_partition(place), load_noise_key(place.path, config), stages)
     if prepared.partition is not None and not place.partition.exists():
@@ -157,12 +157,12 @@ def _play(
         lr = load_or_choose(place.learning_rate, lambda: run_range_test(tested, config.default_lr))
         prepared = with_rate(prepared, lr)
 
-    def played(prepared: Prepared) -> RunReport:
+    def run_rounds(prepared: Prepared) -> RunReport:
         with JsonLines(place.metrics) as metrics, Ledger(place.ledger) as ledger:
             session = _Session(place, prepared, listener, metrics, ledger)
-            return session.finish(session.run_rounds(kept, resumed))
+            return session.finish(session.run_rounds(stored, resumed))
 
-    return played(prepared) if host is None else host(place, prepared, played)
+    return run_rounds(prepared) if host is None else host(place, prepared, run_rounds)
 
 
 class _Session:
@@ -180,14 +180,14 @@ class _Session:
         interval = prepared.config.evaluation.diagnostics
         self.diagnostics = None if interval is None else DiagnosticsRecorder(prepared.federation, interval)
 
-    def run_rounds(self, kept: Checkpoint | None, resumed: bool) -> Progress:
+    def run_rounds(self, stored: Checkpoint | None, resumed: bool) -> Progress:
         """Run all remaining rounds."""
         federation = self.prepared.federation
         progress = None
-        if kept is not None:
-            progress = kept.progress
-            self.best, self.seconds = kept.best, float(kept.extra.get("seconds", 0.0))
-            spent, finished = str(kept.extra.get("privacy", "{}")), progress.state.round
+        if stored is not None:
+            progress = stored.progress
+            self.best, self.seconds = stored.best, float(stored.extra.get("seconds", 0.0))
+            spent, finished = str(stored.extra.get("privacy", "{}")), progress.state.round
             self.budget = Budget(self.prepared.config, spent, self.place.privacy, finished)
             if self.best is not None:
                 federation.retain(checkpoints.load(self.place.best).progress)
@@ -202,8 +202,8 @@ class _Session:
         first = progress.state.round + 1
         if not progress.state.round and self.budget.limited:
             self.budget.require_first(federation.next_charges(progress))
-        while not self._over(progress):
-            began, number = time.monotonic(), progress.state.round + 1
+        while not self._is_finished(progress):
+            started, number = time.monotonic(), progress.state.round + 1
 
             def report_loss(client: str, loss: float, number: int = number) -> None:
                 self.listener.client_finished(number, client, loss)
@@ -217,7 +217,7 @@ class _Session:
                 if number == first and note is not None:
                     self.listener.noted(note)
             row = self._row(result) | ({} if diagnosis is None else {"diagnostics": diagnosis})
-            self.seconds += time.monotonic() - began - (0.0 if diagnosis is None else diagnosis["seconds"])
+            self.seconds += time.monotonic() - started - (0.0 if diagnosis is None else diagnosis["seconds"])
             progress = self._commit(result, {**row, "seconds": self.seconds})
             del result  # the cohort's state is now on the disk
         if self.diagnostics is not None and self.diagnostics.seconds:
@@ -227,7 +227,7 @@ class _Session:
 
     def _start(self) -> Progress:
         """Return the progress before the first round; one whose head starts from statistics is measured and saved."""
-        prepared, began = self.prepared, time.monotonic()
+        prepared, started = self.prepared, time.monotonic()
         if prepared.head is None:
             return prepared.federation.begin()
         try:
@@ -235,20 +235,23 @@ class _Session:
             row = {"round": 0, "head_init": prepared.head.kind, **self._scores(progress)}
         except TooFewReplies as error:
             if prepared.config.model.head_init != "auto":
-                cure = "Fix the cause and resume, or start a run with model.head_init: auto"
-                raise error.at("model.head_init", note=cure) from None
+                remedy = "Fix the cause and resume, or start a run with model.head_init: auto"
+                raise error.at("model.head_init", note=remedy) from None
             progress, reason = prepared.federation.begin(), f"{error.problem}"
             self.listener.noted(f"the head starts at random: {reason}")
             row = {"round": 0, "head_init": "random", "reason": reason}
-        self.seconds += time.monotonic() - began
+        self.seconds += time.monotonic() - started
         result = RoundResult(progress, transfers=(), cohort=(), lr=0.0, loss=math.nan)
         return self._commit(result, {**row, "seconds": self.seconds})
 
-    def _over(self, progress: Progress) -> bool:
+    def _is_finished(self, progress: Progress) -> bool:
         """Check whether all rounds are finished, or something ends the run before its last round."""
-        return progress.state.round >= self.prepared.federation.settings.rounds or self._ended_by(progress) is not None
+        return (
+            progress.state.round >= self.prepared.federation.settings.rounds
+            or self._stopping_reason(progress) is not None
+        )
 
-    def _ended_by(self, progress: Progress) -> str | None:
+    def _stopping_reason(self, progress: Progress) -> str | None:
         """Return the reason why no further round follows before the last one, as a clause; None: there is none."""
         federation, number = self.prepared.federation, progress.state.round
         if has_stalled(self.prepared.config, number, self.best and self.best.round):
@@ -273,26 +276,26 @@ class _Session:
         self.budget.count(result.charges)
         if (spent := self.budget.row()) is not None:
             row["privacy"] = spent
-        if number % prepared.config.evaluation.every and not self._over(progress):
+        if number % prepared.config.evaluation.every and not self._is_finished(progress):
             return row
         return row | self._scores(progress)
 
     def _scores(self, progress: Progress) -> dict[str, Any]:
         """Measure a progress, and update the best round."""
         prepared, number, scores = self.prepared, progress.state.round, dict[str, Any]()
-        validation, own = prepared.evaluator.evaluate_clients(progress)
+        validation, test = prepared.evaluator.evaluate_clients(progress)
         if validation is not None:
             scores["validation"] = dict(validation.pooled)
             if validation.trimmed is not None and validation.trimmed != validation.pooled:
                 scores["validation_trimmed"] = dict(validation.trimmed)
-        if own is not None:
-            scores["clients"] = own.summary(prepared.task.metric)
+        if test is not None:
+            scores["clients"] = test.summary(prepared.task.metric)
         if prepared.test is not None and not prepared.federation.method.declared().personal:
             scores["test"] = dict(prepared.evaluator.evaluate_heldout(progress, prepared.test)["global"])
         metric = prepared.config.evaluation.deciding(prepared.task.metric)
-        rated = rate_round(metric, number, None if validation is None else validation.deciding)
-        if self.best is None or rated > self.best:
-            self.best = rated
+        scored = rate_round(metric, number, None if validation is None else validation.deciding)
+        if self.best is None or scored > self.best:
+            self.best = scored
             prepared.federation.retain(progress)
         return scores
 
@@ -303,9 +306,9 @@ class _Session:
             The progress, with the clients' state on the disk.
         """
         progress = store(self.place.clients, result.progress)
-        number, beside = progress.state.round, self.prepared.federation.pop_events()
-        self._record(number, (*result.transfers, *beside.transfers))
-        if failures := (*result.failures, *beside.failures):
+        number, events = progress.state.round, self.prepared.federation.pop_events()
+        self._record(number, (*result.transfers, *events.transfers))
+        if failures := (*result.failures, *events.failures):
             row["failures"] = [asdict(failure) for failure in failures]
         if result.late:
             row["late"] = list(result.late)
@@ -341,16 +344,18 @@ class _Session:
         return progress
 
     def _record(self, round: int, transfers: Iterable[Transfer]) -> None:
-        for one in transfers:
-            self.ledger.record(round, one.client, one.direction, one.bytes, one.payload, one.purpose)
+        for transfer in transfers:
+            self.ledger.record(
+                round, transfer.client, transfer.direction, transfer.bytes, transfer.payload, transfer.purpose
+            )
 
     def finish(self, progress: Progress) -> RunReport:
         """Evaluate the best round, export its adapters, train the baselines, write the report."""
         prepared, place = self.prepared, self.place
-        best_round = played = progress.state.round
-        stopped = self._ended_by(progress) if played < prepared.federation.settings.rounds else None
+        best_round = last_round = progress.state.round
+        stopped = self._stopping_reason(progress) if last_round < prepared.federation.settings.rounds else None
         if stopped is not None:
-            self.listener.noted(f"stopped after round {played}: {stopped}")
+            self.listener.noted(f"stopped after round {last_round}: {stopped}")
         if self.best is not None and self.best.round != progress.state.round:
             best_round, progress = self.best.round, checkpoints.load(place.best).progress
         scores, by_client = final_scores(prepared, progress)
@@ -360,8 +365,8 @@ class _Session:
         failures = prepared.federation.conclude(progress)
         for failure in failures:
             self.listener.noted(f"{failure.client} did not export its own adapter: {failure.reason}")
-        beside = prepared.federation.pop_events()
-        self._record(best_round, beside.transfers)
+        events = prepared.federation.pop_events()
+        self._record(best_round, events.transfers)
         logs = {place.metrics.name: self.metrics.commit(), place.ledger.name: self.ledger.commit()}
         examples = sample_predictions(prepared, progress)
         totals = self.ledger.totals
@@ -372,7 +377,7 @@ class _Session:
             method=prepared.config.method.title,
             task=prepared.config.task,
             metric=prepared.task.metric,
-            rounds=played,
+            rounds=last_round,
             best_round=best_round,
             scores=scores,
             by_client=by_client,
@@ -386,7 +391,7 @@ class _Session:
             examples=examples,
             privacy=self.budget.report(),
             other_bytes=totals.out_of_round,
-            failures=failures_by_client(read_lines(place.metrics), best_round, (*beside.failures, *failures)),
+            failures=failures_by_client(read_lines(place.metrics), best_round, (*events.failures, *failures)),
             learning_rate=read_range_test(place.learning_rate),
             warnings=(
                 *find_divergence(

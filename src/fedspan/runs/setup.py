@@ -76,10 +76,10 @@ def client_ranks(config: RunConfig, method: RegisteredMethod, ids: Sequence[str]
         FedspanError: If a client does not exist, a rank is larger than the layers allow, or ranks differ and the method
             supports only one.
     """
-    wanted = _wanted(config, ids)
-    most, whose = _most(method)
+    requested = _requested_ranks(config, ids)
+    most, whose = _max_rank(method)
     known = set(ids)
-    for id, rank in wanted.items():
+    for id, rank in requested.items():
         field = f"federation.ranks.{id}"
         if id not in known:
             raise FedspanError(field, rank, problem=f"no client is named {id!r}. {nearest(id, ids)}")
@@ -87,7 +87,7 @@ def client_ranks(config: RunConfig, method: RegisteredMethod, ids: Sequence[str]
             raise FedspanError(field, rank, f"a rank from 1 to {most}, {whose}")
         if rank != method.r and not method.claims.heterogeneous_ranks:
             raise FedspanError(field, rank, f"{method.r}, because {config.method.name} needs one rank for all clients")
-    return {id: wanted.get(id, method.r) for id in ids}
+    return {id: requested.get(id, method.r) for id in ids}
 
 
 def client_scaling(config: RunConfig, method: RegisteredMethod, rank: int) -> float:
@@ -96,7 +96,7 @@ def client_scaling(config: RunConfig, method: RegisteredMethod, rank: int) -> fl
     return scaling_of(method.lora_alpha, counted, method.use_rslora)
 
 
-def _most(method: RegisteredMethod) -> tuple[int, str]:
+def _max_rank(method: RegisteredMethod) -> tuple[int, str]:
     """Return the highest rank and its source: adapters have one rank for all layers, full weights one per layer."""
     layers = method.spec.layers
     if method.claims.adapter:
@@ -104,7 +104,7 @@ def _most(method: RegisteredMethod) -> tuple[int, str]:
     return max(min(layer.rectangle) for layer in layers), "the full rank of the largest layer"
 
 
-def _wanted(config: RunConfig, ids: Sequence[str]) -> Mapping[str, int]:
+def _requested_ranks(config: RunConfig, ids: Sequence[str]) -> Mapping[str, int]:
     match config.federation.ranks:
         case None:
             return {}
@@ -119,11 +119,11 @@ def _wanted(config: RunConfig, ids: Sequence[str]) -> Mapping[str, int]:
         case FractionRanks() as fractions:
             seed = config.data_seed if fractions.seed is None else fractions.seed
             order = torch.randperm(len(ids), generator=generator(seed, "ranks")).tolist()
-            ranks = _counted_out(fractions.of, len(ids))
+            ranks = _allocate(fractions.of, len(ids))
             return {ids[int(at)]: rank for at, rank in zip(order, ranks, strict=True)}
 
 
-def _counted_out(shares: Mapping[int, float], clients: int) -> list[int]:
+def _allocate(shares: Mapping[int, float], clients: int) -> list[int]:
     """List the clients' ranks, ascending, each as often as its share demands; the largest remainders are rounded up."""
     exact = {rank: share * clients for rank, share in sorted(shares.items())}
     counts = {rank: math.floor(value + 1e-9) for rank, value in exact.items()}
@@ -139,7 +139,7 @@ def make_engine(
     task: Task,
     settings: TrainingSettings,
     stages: Stages | None = None,
-    beside: Engine | None = None,
+    shared_with: Engine | None = None,
 ) -> Engine:
     """Build the engine that a config names.
 
@@ -148,35 +148,35 @@ def make_engine(
         adapted: The adapted model.
         task: The learning problem.
         settings: Settings of local training.
-        stages: Reports the progress of long work; None: that of ``beside``, or nobody is told.
-        beside: Another engine on the same model and task, whose prefix caches are shared.
+        stages: Reports the progress of long work; None: that of ``shared_with``, or nobody is told.
+        shared_with: Another engine on the same model and task, whose prefix caches are shared.
 
     Raises:
         FedspanError: If the config asks to compile blocks that cannot be compiled.
     """
-    chosen, seed = config.engine, config.seed
-    prefix = chosen.prefix_settings(config.evaluation.batch_size) if beside is None else beside.prefixes
-    stages = stages or (None if beside is None else beside.stages)
+    options, seed = config.engine, config.seed
+    prefix = options.prefix_settings(config.evaluation.batch_size) if shared_with is None else shared_with.prefixes
+    stages = stages or (None if shared_with is None else shared_with.stages)
     refusals = {
-        f"engine.name: {chosen.name} does not compile, only batched does": chosen.name != "batched",
+        f"engine.name: {options.name} does not compile, only batched does": options.name != "batched",
         "it cannot be combined with training.lora_dropout, whose masks are drawn client by client": settings.dropout
         > 0,
     }
-    if chosen.compile and (why := next((why for why, holds in refusals.items() if holds), None)):
-        raise FedspanError("engine.compile", True, problem=why)
-    if chosen.name != "batched":
+    if options.compile and (reason := next((reason for reason, holds in refusals.items() if holds), None)):
+        raise FedspanError("engine.compile", True, problem=reason)
+    if options.name != "batched":
         return LoopEngine(adapted, task, settings, seed, prefix, stages=stages)
-    wish = StackingRequest(chosen.clients_at_once, chosen.workers)
+    request = StackingRequest(options.clients_at_once, options.workers)
     rounds = config.federation.rounds
     return BatchedEngine(
-        adapted, task, settings, seed, wish, prefix, chosen.padding_free, chosen.compile, stages, rounds
+        adapted, task, settings, seed, request, prefix, options.padding_free, options.compile, stages, rounds
     )
 
 
 def engine_note(engine: Engine) -> str | None:
     """Return a note for the user on how the clients trained; None if they trained as requested."""
-    why = engine.refusal if isinstance(engine, BatchedEngine) else None
-    return None if why is None else f"clients train one by one, as with engine.name: loop, because {why}"
+    reason = engine.refusal if isinstance(engine, BatchedEngine) else None
+    return None if reason is None else f"clients train one by one, as with engine.name: loop, because {reason}"
 
 
 def keep_stacking_plan(place: RunFolder, engine: Engine) -> None:
@@ -192,9 +192,9 @@ def keep_stacking_plan(place: RunFolder, engine: Engine) -> None:
     if not place.engine.exists():
         engine.on_plan = lambda plan: place.write_json(place.engine, asdict(plan))
         return
-    found = place.read_json(place.engine)
+    stored = place.read_json(place.engine)
     try:
-        engine.stacking = StackingPlan(int(found["at_once"]), int(found["workers"]))  # pyright: ignore
+        engine.stacking = StackingPlan(int(stored["at_once"]), int(stored["workers"]))  # pyright: ignore
     except (TypeError, KeyError, ValueError):
         raise FedspanError("engine", str(place.engine), "a file with two numbers, at_once and workers") from None
 
@@ -403,35 +403,35 @@ def simulated_federation(
     Raises:
         FedspanError: If the config does not fit the clients.
     """
-    members, conditions = _members(config, trainer.method, parts), None
+    clients, conditions = _members(config, trainer.method, parts), None
     if config.simulation is not None:
         conditions = config.simulation.conditions(config.seed)
     return simulate(
         config.wrapped(trainer.method),
         trainer.engine,
-        members,
-        _flipped(train, members, conditions, len(trainer.facts.labels)),
+        clients,
+        _flip_labels(train, clients, conditions, len(trainer.facts.labels)),
         config.round_settings(key),
         config.simulation_rules(),
         aggregation_of(config),
-        _secure_clients(config, members),
+        _secure_clients(config, clients),
         conditions,
     )
 
 
-def _secure_clients(config: RunConfig, members: Mapping[str, ClientData]) -> Mapping[str, SecureClient] | None:
+def _secure_clients(config: RunConfig, clients: Mapping[str, ClientData]) -> Mapping[str, SecureClient] | None:
     """Each simulated client's half of secure aggregation, with its state in memory; None: the run has none."""
     if config.federation.secure is None:
         return None
     require()
     from fedspan.clients.secagg import MemorySessionStore, SecureClient  # needs fedspan[secagg]
 
-    ids, sessions = tuple(members), MemorySessionStore()
+    ids, sessions = tuple(clients), MemorySessionStore()
     return LazyMapping(ids, lambda at: SecureClient(ids[at], sessions))
 
 
-def _flipped(
-    train: Examples, members: Mapping[str, ClientData], conditions: Conditions | None, labels: int
+def _flip_labels(
+    train: Examples, clients: Mapping[str, ClientData], conditions: Conditions | None, labels: int
 ) -> Examples:
     """The training examples; those of clients that train on flipped labels have label K - 1 - k in place of k."""
     faults = None if conditions is None else conditions.faults
@@ -439,9 +439,9 @@ def _flipped(
         return train
     assert isinstance(train, EncodedText | EncodedImages)
     flipped = train.labels.copy()
-    for id in conditions.faulty(sorted(members)):
-        own = members[id].train
-        flipped[own] = labels - 1 - flipped[own]
+    for id in conditions.faulty(sorted(clients)):
+        indices = clients[id].train
+        flipped[indices] = labels - 1 - flipped[indices]
     return replace(train, labels=flipped)
 
 

@@ -58,28 +58,28 @@ class TrackingListener(Listeners):
             self._trackers[name] = tracker
 
         for name in self.names:
-            self._tried(name, lambda name=name: begun(name))
+            self._try(name, lambda name=name: begun(name))
 
     def round_finished(self, row: Mapping[str, Any]) -> None:
         values = numbers(row)
         for name, tracker in list(self._trackers.items()):
-            self._tried(name, lambda tracker=tracker: tracker.log(values, step=int(row["round"])))
+            self._try(name, lambda tracker=tracker: tracker.log(values, step=int(row["round"])))
         super().round_finished(row)
 
     def close(self) -> None:
         """Flush and close the trackers; to be called whether or not the run succeeded."""
         for name, tracker in list(self._trackers.items()):
-            self._tried(name, tracker.finish)
+            self._try(name, tracker.finish)
         self._trackers.clear()
 
-    def _tried(self, name: str, call: Callable[[], None]) -> None:
+    def _try(self, name: str, call: Callable[[], None]) -> None:
         """Call a tracker; if it fails, the run continues without it: the run folder has all numbers."""
         try:
             call()
         except Exception as error:  # from any of four libraries, their networks and disks
             self._trackers.pop(name, None)
-            why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            self.inner.noted(f"{name} does not follow this run any more ({why}); metrics.jsonl has all numbers")
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self.inner.noted(f"{name} does not follow this run any more ({reason}); metrics.jsonl has all numbers")
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:

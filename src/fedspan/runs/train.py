@@ -68,25 +68,25 @@ def run(
     """
     config, build = _with_objects(_values(config, overrides), data, model, tokenizer)
     if resume and is_run(folder):
-        return _go_on(folder, config, listener, track, progress, build)
-    with _watched(listener, track, folder, progress) as told:
-        return session.run(config, folder, listener=told, host=_host(config), build=build)
+        return _resume(folder, config, listener, track, progress, build)
+    with _with_reporting(listener, track, folder, progress) as listeners:
+        return session.run(config, folder, listener=listeners, host=_host(config), build=build)
 
 
 @contextmanager
-def _watched(
+def _with_reporting(
     listener: Listener | None, track: Sequence[str], folder: str | Path, progress: bool | None
 ) -> Generator[Listener]:
     """Yield a listener that forwards all events to the given one, to a progress bar, and to trackers, where wanted."""
     with ExitStack() as stack:
-        told = listener or Listener()
+        listeners = listener or Listener()
         if wants_bar(progress):
-            told = Listeners(told, stack.enter_context(ProgressBar()))
+            listeners = Listeners(listeners, stack.enter_context(ProgressBar()))
         if track:
             from fedspan.runs.tracking import TrackingListener
 
-            told = stack.enter_context(closing(TrackingListener(told, track, Path(folder))))
-        yield told
+            listeners = stack.enter_context(closing(TrackingListener(listeners, track, Path(folder))))
+        yield listeners
 
 
 def _values(config: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> RunConfig | dict[str, Any]:
@@ -189,12 +189,12 @@ def resume(
     if overrides and is_run(folder):
         config = parse_config(override(read_config(folder).model_dump(mode="json"), overrides))
     if not is_run(folder) or (config is None and RunFolder(folder).report.is_file()):
-        return _go_on(folder, config, listener, track, progress, prepare)
+        return _resume(folder, config, listener, track, progress, prepare)
     objects = objects_of(read_config(folder), "fedspan.resume", data, model, tokenizer)
-    return _go_on(folder, config, listener, track, progress, partial(prepare, objects=objects))
+    return _resume(folder, config, listener, track, progress, partial(prepare, objects=objects))
 
 
-def _go_on(
+def _resume(
     folder: str | Path,
     config: RunConfig | None,
     listener: Listener | None,
@@ -212,8 +212,8 @@ def _go_on(
         require_intact(RunFolder(folder))
         return read_report(folder)
     host = None if stored is None else _host(stored)
-    with _watched(listener, track, folder, progress) as told:
-        return session.run(config, folder, resume=True, listener=told, host=host, build=build)
+    with _with_reporting(listener, track, folder, progress) as listeners:
+        return session.run(config, folder, resume=True, listener=listeners, host=host, build=build)
 
 
 def _host(config: RunConfig) -> session.Host | None:

@@ -71,9 +71,9 @@ def write_model(
         "kept": prepared.config.model.modules_to_save,
         "client": client,
     }
-    built, wanted = prepared.model, prepared.config.model
-    if wanted.scratch or needs_merging(job, base):
-        export_merged(folder, adapted, job, base, built.processor, notes, wanted.revision)
+    built, settings = prepared.model, prepared.config.model
+    if settings.scratch or needs_merging(job, base):
+        export_merged(folder, adapted, job, base, built.processor, notes, settings.revision)
     else:
         updates, extras = layer_updates(job, base, adapted, built.adopted), job_extras(job, adapted)
         pooled = adapted.model if isinstance(adapted.model, PooledClassifier) else None
