@@ -202,7 +202,7 @@ def large(
     found.append((f"{megabytes} MB to a node and back", f"{seconds:.0f} s", back is True))
     back, seconds = sent(most + 10 * MIB)
     found.append((f"{most // MIB + 10} MiB to a node that takes {most // MIB}", str(back), "larger than" in str(back)))
-    grid.most = 8 * MIB  # type: ignore[attr-defined]
+    grid.limit = 8 * MIB  # type: ignore[attr-defined]
     back, seconds = sent(16 * MIB)
     found.append(("16 MiB from a node, where the server takes 8", str(back), "the most that is taken" in str(back)))
     back, seconds = sent(1 * MIB)

@@ -252,9 +252,9 @@ def test_clients_of_different_numbers_of_steps_decay_the_base_by_their_shares(mo
     W, rho, trained = problem.dense(*LAYERS), 1.0, dict[str, Trained]()
     original = federation.engine.train
 
-    def watched(*args: Any, client: str, **options: Any) -> Trained:
-        trained[client] = original(*args, client=client, **options)
-        return trained[client]
+    def watched(work: Assignment, examples: Any) -> Trained:
+        trained[work.client] = original(work, examples)
+        return trained[work.client]
 
     monkeypatch.setattr(federation.engine, "train", watched)
     for _ in range(2):

@@ -435,8 +435,8 @@ def resolve_pooling(config: RunConfig) -> tuple[RunConfig, str | None]:
         changes = {"pooling": "stock"}
         if known.doubt is not None:
             note = (
-                f"model.pooling is stock: whether {settings.name} is a sentence encoder, and how it pools, is not known "
-                f"({known.doubt}); mean, cls, max and last name a pooling"
+                f"model.pooling is stock: whether {settings.name} is a sentence encoder, and how it pools, is "
+                f"not known ({known.doubt}); mean, cls, max and last name a pooling"
             )
     else:
         changes = {"pooling": known.pooling.mode, "pooling_normalize": normalize}
