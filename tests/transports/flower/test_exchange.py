@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,10 @@ class Store:
 
     def delete(self, id: str) -> None:
         self.deleted.append(id)
+
+    def acknowledge_heartbeat(self, body: bytes, node: int | None) -> bytes:
+        self.deleted.append(f"heartbeat {node}")
+        return b"acknowledged"
 
     def store_reply(self, head: bytes, contents: Sequence[bytes]) -> Any:
         return adapter.StoredReply(RUN.run_id, head.decode(), b"stored")
@@ -222,3 +227,35 @@ def test_replies_that_were_stored_otherwise_are_found_when_somebody_says_so() ->
         assert await asyncio.wait_for(waiting, 5) == b"a"
 
     run(scenario, check=60.0)
+
+
+def test_heartbeats_come_first_then_the_operator_and_nodes_in_their_order() -> None:
+    async def scenario(exchange: Any, store: Store) -> None:
+        done = list[str]()
+        blocked = Event()
+        first = asyncio.ensure_future(exchange.call(blocked.wait))
+        await settle()
+        others = [
+            asyncio.ensure_future(exchange.call(done.append, name, urgency=urgency))
+            for name, urgency in (("a", 2), ("b", 2), ("operator", 1), ("c", 2), ("heartbeat", 0))
+        ]
+        await settle()
+        others[1].cancel()
+        blocked.set()
+        await asyncio.gather(first, *others, return_exceptions=True)
+        assert done == ["heartbeat", "operator", "a", "c"]
+        assert await exchange.call(len, "free") == 4
+
+    run(scenario)
+
+
+def test_a_node_that_sends_heartbeats_all_the_time_costs_one_now_and_then() -> None:
+    async def scenario(exchange: Any, store: Store) -> None:
+        for node in (7, 7, 8, 7):
+            assert await exchange.acknowledge_heartbeat(b"", node) == b"acknowledged"
+        assert store.deleted == ["heartbeat 7", "heartbeat 8"]
+        await asyncio.sleep(0.3)
+        await exchange.acknowledge_heartbeat(b"", 7)
+        assert store.deleted[2:] == ["heartbeat 7"]
+
+    run(scenario, heartbeat=0.25)

@@ -223,7 +223,7 @@ class Door:
         """Answer a request of a run's server, whose token Flower has issued."""
         headers, exchange = dict[bytes, bytes](scope["headers"]), self._exchanged(scope)
         token = headers.get(TASK_TOKEN_HEADER.encode(), b"").decode("latin-1")
-        task = await exchange.call(exchange.store.find_task, token) if token else None
+        task = await exchange.find_task(token) if token else None
         if task is None:
             raise Refused(403, "no server of a run")
         parts = _parts(await _read(receive, _declared_length(headers, _RUN_BYTES), self.limits), 1 << 20)
@@ -304,9 +304,7 @@ class Door:
     async def _acknowledge_heartbeat(self, body: bytes, sender: _Sender | None, scope: Scope) -> bytes:
         exchange = self._exchanged(scope)
         try:
-            return await exchange.call(
-                exchange.store.acknowledge_heartbeat, body, None if sender is None else sender.node
-            )
+            return await exchange.acknowledge_heartbeat(body, None if sender is None else sender.node)
         except ValueError as error:
             raise Refused(400, "not a heartbeat of this node") from error
 

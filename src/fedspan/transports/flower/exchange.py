@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
 from typing import Any, TypeVar
 
 from anyio import CapacityLimiter
@@ -40,6 +42,7 @@ class ExchangeLimits:
         replies: Number of replies of an answer.
         check: Seconds after which all orders of a run are checked in the database, also for the replies that Flower
             itself makes for nodes that are no longer online.
+        heartbeat: Seconds between two heartbeats of a node that are stored.
     """
 
     seconds: float = 20.0
@@ -48,6 +51,46 @@ class ExchangeLimits:
     gather: float = 0.1
     replies: int = 64
     check: float = 5.0
+    heartbeat: float = 5.0
+
+
+_HEARTBEAT, _OPERATOR, _NODE = 0, 1, 2
+"""Urgencies of requests. Those of nodes keep their order, so that none has more turns than another."""
+
+
+class _Turns:
+    """A lock that goes to the most urgent of those that wait, and among these to the first."""
+
+    def __init__(self) -> None:
+        self._taken = False
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._count = count()
+
+    @asynccontextmanager
+    async def take(self, urgency: int) -> AsyncGenerator[None]:
+        """Hold the lock for the duration of the context."""
+        if self._taken:
+            turn = asyncio.get_running_loop().create_future()
+            heappush(self._waiting, (urgency, next(self._count), turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._pass_on()
+                raise
+        self._taken = True
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            *_, turn = heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)  # the lock stays taken
+                return
+        self._taken = False
 
 
 @dataclass
@@ -97,11 +140,47 @@ class Exchange:
         self.store, self.limits = store, limits or ExchangeLimits()
         self._nodes: OrderedDict[int, _Node] = OrderedDict()
         self._runs: OrderedDict[int, _Run] = OrderedDict()
-        self._writer = CapacityLimiter(1)  # SQLite has one writer: further threads would only wait for its lock
+        self._turns, self._thread = _Turns(), CapacityLimiter(1)
+        self._heartbeats: OrderedDict[int, tuple[float, bytes]] = OrderedDict()
 
-    async def call(self, function: Callable[..., R], *args: Any) -> R:
-        """Call a method of the store in the thread for it."""
-        return await run_sync(function, *args, limiter=self._writer)
+    async def call(self, function: Callable[..., R], *args: Any, urgency: int = _NODE) -> R:
+        """Call a method of the store when it is its turn: SQLite has one writer, so further threads would only wait.
+
+        Args:
+            function: The method.
+            args: Its arguments.
+            urgency: Its place in the queue; a smaller one comes first.
+        """
+        async with self._turns.take(urgency):
+            return await run_sync(function, *args, limiter=self._thread)
+
+    async def acknowledge_heartbeat(self, body: bytes, node: int | None) -> bytes:
+        """Process a heartbeat before anything else that waits: a node whose heartbeats are late counts as offline.
+
+        Args:
+            body: Flower's request.
+            node: Flower's id of the node that sent it; None: any, without keys.
+
+        Returns:
+            Flower's answer; the last one, if the node sends heartbeats more often than it has to.
+
+        Raises:
+            ValueError: If it is no heartbeat of this node.
+        """
+        now = time.monotonic()
+        if node is not None:
+            last, answer = self._heartbeats.get(node, (float("-inf"), b""))
+            if now - last < self.limits.heartbeat:
+                return answer
+        answer = await self.call(self.store.acknowledge_heartbeat, body, node, urgency=_HEARTBEAT)
+        if node is not None:
+            _recent(self._heartbeats, node, lambda: (now, answer), self.limits.nodes)
+            self._heartbeats[node] = now, answer
+        return answer
+
+    async def find_task(self, token: str) -> Any:
+        """Return the task of a run's server by its token; None: the token is not valid."""
+        return await self.call(self.store.find_task, token, urgency=_OPERATOR)
 
     async def take_order(self, node: int, received: str, gone: Awaitable[object]) -> bytes:
         """Wait for an order for a node.
@@ -194,7 +273,7 @@ class Exchange:
         Raises:
             ValueError: If an order or an object is not valid.
         """
-        nodes, answer = await self.call(self.store.store_orders, task, head, contents)
+        nodes, answer = await self.call(self.store.store_orders, task, head, contents, urgency=_OPERATOR)
         for node in nodes & self._nodes.keys():
             self._nodes[node].news.set()
         return answer
@@ -229,7 +308,7 @@ class Exchange:
             run.checked = now
             taken |= expected - run.ready
         run.ready -= taken
-        return await self.call(self.store.take_replies, task, taken) if taken else b""
+        return await self.call(self.store.take_replies, task, taken, urgency=_OPERATOR) if taken else b""
 
     async def cancel_orders(self, task: Any, ids: Sequence[str]) -> bytes:
         """Delete a run's orders and the replies to them.
@@ -241,7 +320,7 @@ class Exchange:
         Raises:
             ValueError: If an order is another run's.
         """
-        await self.call(self.store.cancel_orders, task, ids)
+        await self.call(self.store.cancel_orders, task, ids, urgency=_OPERATOR)
         return b""
 
     def wake_nodes(self) -> None:

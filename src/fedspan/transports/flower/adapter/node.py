@@ -51,8 +51,9 @@ __all__ = ["Keys", "NodeConnection", "ReceivedOrder", "connect_node"]
 
 Keys = tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]
 
-_SECONDS, _WAITING = 30.0, 60.0
-"""Time limits of a request in seconds: of one that is answered at once, and of one whose answer waits for an order."""
+_SECONDS, _CONNECT = 180.0, 30.0
+"""Time limits of a request and of a connection, in seconds. A server of a thousand nodes that all reply at once takes a
+while; a request that was given up would be processed all the same, and sent again on top of it."""
 _IDLE = 60.0
 """Seconds after which an idle connection is closed; a new one costs a TLS handshake."""
 _SMALL = 2**20
@@ -142,7 +143,7 @@ class NodeConnection:
             httpx.HTTPError: If the connection is lost, or the answer is not the SuperLink's.
         """
         body = pack([b"%d" % self.node_id, received.encode()])
-        answer = self._post(f"{NODE_PATH}{TAKE_ORDER}", body, INLINE_BYTES + _SMALL, _WAITING)
+        answer = self._post(f"{NODE_PATH}{TAKE_ORDER}", body, INLINE_BYTES + _SMALL)
         try:
             parts = unpack(answer, _PARTS)
             if not parts:
@@ -246,7 +247,8 @@ class NodeConnection:
             "content-type": "application/protobuf",
             "accept-encoding": "identity",
         }
-        with self._client.stream("POST", path, content=body, headers=headers, timeout=seconds) as response:
+        timeout = httpx.Timeout(seconds, connect=min(seconds, _CONNECT))
+        with self._client.stream("POST", path, content=body, headers=headers, timeout=timeout) as response:
             response.raise_for_status()
             parts, size = list[bytes](), 0
             for part in response.iter_raw():

@@ -63,8 +63,8 @@ from fedspan.transports.flower.wire import (
 
 __all__ = ["ReplyHead", "TaskGrid", "acquire_task"]
 
-_SECONDS = 60.0
-"""Time limit of a request, in seconds."""
+_SECONDS = 600.0
+"""Time limit of a request, in seconds: a busy server takes a while, and would process a repeated request again."""
 _PARTS = 1 << 20
 """Maximum number of parts of an answer."""
 
