@@ -214,7 +214,7 @@ def _receive(grid: Grid, signer: Signer, pending: dict[str, _Sent[A]]) -> Iterat
         if sent is None:
             continue
         if reply.has_error():
-            reason = escape_controls(reply.error.reason[:_LONGEST_REASON])  # unsigned, in anybody's words
+            reason = escape_controls((reply.error.reason or "none")[:_LONGEST_REASON])  # unsigned, in anybody's words
             yield sent.to, f"its node failed (Flower's code {reply.error.code}: {reason})"
             continue
         try:
