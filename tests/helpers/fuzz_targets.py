@@ -399,7 +399,7 @@ class Door(Target):
         if keyed and passed:
             raise AssertionError("a request without a valid signature passed the door")
         if passed and path == "push-messages":
-            reply = adapter.read_pushed_reply(data)
+            reply = adapter.read_pushed_reply(data, door.DoorLimits().objects)
             if reply is None or reply.sender != reply.node or not reply.is_to_server or reply.depth > 8:
                 raise AssertionError("a message that is no reply of the node passed the door")
         if status != 200:

@@ -29,7 +29,8 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reply(**changes: Any) -> Any:
-    values = {"node": 7, "sender": 7, "is_to_server": True, "reply_to": "m", "objects": 6, "depth": 5, **changes}
+    values = {"node": 7, "sender": 7, "is_to_server": True, "reply_to": "m", "objects": 6, "depth": 5}
+    values |= {"request": b"head", **changes}
     return adapter.PushedReply(**values)
 
 
@@ -205,7 +206,7 @@ def test_a_body_has_its_declared_length_and_arrives_in_time() -> None:
 def test_a_message_is_the_node_s_own_reply_to_the_server(
     changes: dict[str, Any] | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "read_pushed_reply", lambda body: None if changes is None else reply(**changes))
+    monkeypatch.setattr(door, "read_pushed_reply", lambda *_: None if changes is None else reply(**changes))
     assert status(f"{door.NODE_API}push-messages") == expected
 
 
@@ -215,7 +216,7 @@ def test_what_is_no_message_is_refused(body: bytes) -> None:
 
 
 def test_objects_belong_to_a_reply_and_are_no_larger_than_one_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "read_pushed_reply", lambda body: reply())
+    monkeypatch.setattr(door, "read_pushed_reply", lambda *_: reply())
     limits = door.DoorLimits(reply_bytes=2 * door.OBJECT_BYTES)
     made, piece = door.Door(Behind(), limits), bytes(door.OBJECT_BYTES)
 
@@ -257,7 +258,7 @@ def test_a_node_in_a_hurry_is_slowed_down() -> None:
 def test_without_keys_messages_are_checked_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert status(f"{door.NODE_API}register-node", key=None, keyed=False) == 200
     for changes, expected in (({}, 200), ({"sender": 1}, 403)):
-        monkeypatch.setattr(door, "read_pushed_reply", lambda body, changes=changes: reply(**changes))
+        monkeypatch.setattr(door, "read_pushed_reply", lambda *_, changes=changes: reply(**changes))
         assert status(f"{door.NODE_API}push-messages", key=None, keyed=False) == expected
 
 
@@ -271,7 +272,7 @@ def test_the_door_s_own_paths_are_for_admitted_nodes_alone() -> None:
     async def never() -> Any:
         raise AssertionError("the body was read")
 
-    for name in door.OWN_BODY_BYTES:
+    for name in (wire.TAKE_ORDER, wire.SEND_REPLY):
         for key in (None, b"another key"):
             assert own_status(name, key=key, declared=10, receive=never) == 401
         assert own_status(name, declared=32 * 2**20, receive=never) == 413
@@ -331,14 +332,14 @@ def test_waiting_requests_count_against_the_rate() -> None:
 def test_a_reply_with_its_objects_is_checked_as_one_without(
     changes: dict[str, Any] | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "read_pushed_reply", lambda body: None if changes is None else reply(**changes))
+    monkeypatch.setattr(door, "read_pushed_reply", lambda *_: None if changes is None else reply(**changes))
     exchange = Exchange()
     assert own_status(wire.SEND_REPLY, b"head", b"one", b"two", exchange=exchange) == expected
     assert exchange.asked == ([(7, b"head", [b"one", b"two"])] if expected == 200 else [])
 
 
 def test_a_reply_is_no_larger_and_has_no_more_objects_than_one_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "read_pushed_reply", lambda body: reply())
+    monkeypatch.setattr(door, "read_pushed_reply", lambda *_: reply())
     limits = door.DoorLimits(reply_bytes=0)
     assert own_status(wire.SEND_REPLY, b"head", *[b""] * limits.objects, limits=limits) == 200
     assert own_status(wire.SEND_REPLY, b"head", *[b""] * (limits.objects + 1), limits=limits) == 400
@@ -355,8 +356,18 @@ def test_a_reply_is_no_larger_and_has_no_more_objects_than_one_may_have(monkeypa
     assert len(exchange.asked) == 1
 
 
+def test_the_announcement_of_a_reply_is_small_on_both_paths() -> None:
+    """Without the bound, an announcement of 5 MB of empty objects would keep the server busy for half a minute."""
+    bound = door.DoorLimits().head_bytes
+    assert bound < 2**17
+    for excess, expected in ((0, 400), (1, 413)):
+        head = bytes(bound + excess)
+        assert own_status(wire.SEND_REPLY, head) == expected
+        assert status(f"{door.NODE_API}push-messages", body=head) == expected
+
+
 def test_what_can_t_be_stored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "read_pushed_reply", lambda body: reply())
+    monkeypatch.setattr(door, "read_pushed_reply", lambda *_: reply())
     exchange = Exchange()
     for error, expected in ((ValueError(), 409), (adapter.RunNotRunningException(), 403)):
         exchange.error = error
@@ -398,7 +409,7 @@ def test_a_run_s_requests_need_its_token_and_the_operator_s_user(monkeypatch: py
 
 def test_flower_s_own_requests_wake_up_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "peer_uid", lambda *_: 0)
-    monkeypatch.setattr(door, "read_pushed_reply", lambda body: reply())
+    monkeypatch.setattr(door, "read_pushed_reply", lambda *_: reply())
     exchange = Exchange()
     made = door.Door(Behind(), exchange=exchange)
 

@@ -45,8 +45,8 @@ class Store:
         self.deleted.append(f"heartbeat {node}")
         return b"acknowledged"
 
-    def store_reply(self, head: bytes, contents: Sequence[bytes]) -> Any:
-        return adapter.StoredReply(RUN.run_id, head.decode(), b"stored")
+    def store_reply(self, request: bytes, contents: Sequence[bytes]) -> Any:
+        return adapter.StoredReply(RUN.run_id, request.decode(), b"stored")
 
     def store_orders(self, task: Any, head: bytes, contents: Sequence[bytes]) -> tuple[set[int], bytes]:
         node, _, id = head.decode().partition(":")
@@ -124,6 +124,22 @@ def test_an_order_that_has_ended_is_not_sent_again() -> None:
         assert await take(exchange) == b"second"
 
     run(scenario)
+
+
+def test_an_order_is_found_after_a_failure_of_the_database() -> None:
+    async def scenario(exchange: Any, store: Store) -> None:
+        working, store.orders[7] = store.take_order, ["first"]
+
+        def locked(node: int) -> Any:
+            raise OSError("database is locked")
+
+        store.take_order = locked  # type: ignore[method-assign]
+        with pytest.raises(OSError, match="locked"):
+            await take(exchange)
+        store.take_order = working  # type: ignore[method-assign]
+        assert await take(exchange) == b"first"
+
+    run(scenario, seconds=0.3)
 
 
 def test_a_node_waits_with_one_request() -> None:

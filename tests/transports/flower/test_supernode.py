@@ -133,6 +133,12 @@ def test_an_order_that_a_broken_connection_lost_has_not_been_received() -> None:
     assert received.id == ""
 
 
+def test_an_order_whose_confirmation_is_lost_is_carried_out() -> None:
+    connection = Connection("confirm", lambda: httpx.ReadError("lost"))
+    assert answer(connection) == ["first", "second"]
+    assert len(connection.sent) == 2
+
+
 def test_a_node_that_waits_for_an_order_stops_at_once() -> None:
     waiting, stop = Event(), Event()
 

@@ -36,6 +36,7 @@ from fedspan.transports.flower.adapter import (
     PIECE_BYTES,
     TASK_TOKEN_HEADER,
     MessageStore,
+    PushedReply,
     RunNotRunningException,
     find_node_id,
     read_pushed_reply,
@@ -58,15 +59,15 @@ from fedspan.transports.flower.wire import (
     unpack,
 )
 
-__all__ = ["BODY_BYTES", "OWN_BODY_BYTES", "Door", "DoorLimits"]
+__all__ = ["BODY_BYTES", "Door", "DoorLimits"]
 
 _THREADS = 3
 """Number of requests processed at once; more than one, because Flower's log streams occupy their threads. Each request
 writes to SQLite, which allows one writer, so the forty threads that FastAPI allows would mostly wait for each other."""
 
 _SMALL = 64 * 2**10
-_HEAD = 512 * 2**10
-"""Maximum size of the announcement of a reply, in bytes."""
+_TREE_NODE = 80
+"""Maximum size of an object in the announcement of a reply, in bytes: its hash in hexadecimal digits, and lengths."""
 
 BODY_BYTES = {
     "activate-node": _SMALL,
@@ -76,18 +77,15 @@ BODY_BYTES = {
     "pull-messages": _SMALL,
     "pull-object": _SMALL,
     "confirm-message-received": _SMALL,
-    "push-messages": _HEAD,
     "push-object": OBJECT_BYTES + _SMALL,
 }
-"""Paths of the node API that nodes may use, and the maximum size of a request's body in bytes."""
-
-OWN_BODY_BYTES = {TAKE_ORDER: _SMALL, SEND_REPLY: _HEAD + INLINE_BYTES + _SMALL}
-"""The door's own paths for nodes, and the maximum size of a request's body in bytes."""
+"""Paths of the node API that nodes may use, and the maximum size of a request's body in bytes; ``push-messages`` is a
+further one, whose size depends on the limits."""
 
 _RUN_BYTES = 2 * BATCH_BYTES
 """Maximum size of a request of a run's server, in bytes: orders without content, and their objects."""
 
-_HEARTBEAT, _PUSH_MESSAGES = "send-node-heartbeat", "push-messages"
+_HEARTBEAT, _PUSH_MESSAGES, _PUSH_OBJECT = "send-node-heartbeat", "push-messages", "push-object"
 _PUSH_ORDERS = "/v1/runtime/push-messages"
 """Flower's own path for orders, which a process of the operator may use."""
 
@@ -132,6 +130,11 @@ class DoorLimits:
     def objects(self) -> int:
         """Maximum number of objects of a reply: its pieces, and the records around them."""
         return 16 + self.reply_bytes // PIECE_BYTES
+
+    @property
+    def head_bytes(self) -> int:
+        """Maximum size of the announcement of a reply, in bytes."""
+        return _SMALL + self.objects * _TREE_NODE
 
 
 class Refused(Exception):
@@ -179,6 +182,9 @@ class Door:
     ) -> None:
         self.app, self.limits, self.connections = app, limits or DoorLimits(), connections or CONNECTIONS
         self._exchange = exchange
+        head = self.limits.head_bytes
+        self._body_bytes = BODY_BYTES | {_PUSH_MESSAGES: head}
+        self._own_body_bytes = {TAKE_ORDER: _SMALL, SEND_REPLY: head + INLINE_BYTES + _SMALL}
         self._senders: OrderedDict[bytes, _Sender] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -245,7 +251,7 @@ class Door:
         path, own = str(scope["path"]), str(scope["path"]).startswith(NODE_PATH)
         name, headers = path[len(NODE_PATH if own else NODE_API) :], dict[bytes, bytes](scope["headers"])
         keyed = requires_node_keys(scope["app"])
-        sizes = OWN_BODY_BYTES if own else BODY_BYTES if keyed else BODY_BYTES | _KEYLESS
+        sizes = self._own_body_bytes if own else self._body_bytes if keyed else self._body_bytes | _KEYLESS
         most = sizes.get(name)
         if most is None or scope["method"] != "POST":
             raise Refused(403, "not a path for nodes")
@@ -272,7 +278,10 @@ class Door:
             elif name == _HEARTBEAT:
                 answer = await self._acknowledge_heartbeat(body, sender, scope)
             else:
-                self._require_allowed(name, body, sender)
+                if name == _PUSH_MESSAGES:
+                    await self._require_reply(body, sender)
+                elif name == _PUSH_OBJECT:
+                    self._require_room(body, sender)
                 await self.app(scope, _replay(body, receive), send)
                 if name == _PUSH_MESSAGES and self._exchange is not None:
                     self._exchange.wake_runs()
@@ -290,12 +299,11 @@ class Door:
 
     async def _send_reply(self, body: bytes, sender: _Sender | None, scope: Scope) -> bytes:
         head, *contents = _parts(body, 1 + self.limits.objects) or [b""]
-        self._require_allowed(_PUSH_MESSAGES, head, sender)
+        reply = await self._require_reply(head, sender)
         for content in contents:
-            self._require_allowed("push-object", content, sender)
-        node = self._require_reply(head, None if sender is None else sender.node)
+            self._require_room(content, sender)
         try:
-            return await self._exchanged(scope).send_reply(node, head, contents)
+            return await self._exchanged(scope).send_reply(reply.node, reply.request, contents)
         except RunNotRunningException as error:
             raise Refused(403, "the run has ended") from error
         except ValueError as error:
@@ -342,29 +350,30 @@ class Door:
         if sender.tokens < 0:
             await asyncio.sleep(-sender.tokens / self.limits.rate)
 
-    def _require_allowed(self, path: str, body: bytes, sender: _Sender | None) -> None:
-        """Check the messages and objects that a node stores."""
-        if path == _PUSH_MESSAGES:
-            self._require_reply(body, None if sender is None else sender.node)
-            if sender is not None:
-                sender.reply_left = self.limits.reply_bytes + OBJECT_BYTES  # what surrounds the pieces counts, too
-        elif path == "push-object" and sender is not None:
-            if len(body) > sender.reply_left:
-                raise Refused(413, "the objects are larger than a reply may be, or belong to no reply")
-            sender.reply_left -= len(body)
+    def _require_room(self, body: bytes, sender: _Sender | None) -> None:
+        """Check that an object belongs to a node's reply, and that its reply is not too large with it."""
+        if sender is None:
+            return
+        if len(body) > sender.reply_left:
+            raise Refused(413, "the objects are larger than a reply may be, or belong to no reply")
+        sender.reply_left -= len(body)
 
-    def _require_reply(self, body: bytes, node: int | None) -> int:
-        """Check that a body announces one reply, of a node itself and to the server, and return that node."""
-        reply = read_pushed_reply(body)
+    async def _require_reply(self, head: bytes, sender: _Sender | None) -> PushedReply:
+        """Check that a head announces one reply, of a node itself and to the server, and let its objects follow."""
+        if len(head) > self.limits.head_bytes:
+            raise Refused(413, f"the announcement of a reply has at most {self.limits.head_bytes} bytes")
+        reply = await run_sync(read_pushed_reply, head, self.limits.objects)
         if reply is None:
             raise Refused(400, "not one message with its objects")
-        if reply.sender != reply.node or (node is not None and reply.sender != node):
+        if reply.sender != reply.node or (sender is not None and reply.sender != sender.node):
             raise Refused(403, "a message in the name of another")
         if not reply.is_to_server or not reply.reply_to:
             raise Refused(403, "nodes only reply to the server")
         if reply.objects > self.limits.objects or reply.depth > 8:
             raise Refused(413, f"a reply has at most {self.limits.objects} objects")
-        return reply.sender
+        if sender is not None:
+            sender.reply_left = self.limits.reply_bytes + OBJECT_BYTES  # what surrounds the pieces counts, too
+        return reply
 
 
 def _declared_length(headers: dict[bytes, bytes], limit: int) -> int:

@@ -227,19 +227,23 @@ class Exchange:
             if not own.news.is_set():
                 return None
             own.news.clear()  # an order that is stored from here on sets it again
-            taken = await self.call(self.store.take_order, node)
+            try:
+                taken = await self.call(self.store.take_order, node)
+            except BaseException:
+                own.news.set()  # an order may wait all the same: the next request looks for it
+                raise
             if taken is None:
                 return None
             own.news.set()  # there may be another one
             own.given, answer = taken
             return answer
 
-    async def send_reply(self, node: int, head: bytes, contents: Sequence[bytes]) -> bytes:
+    async def send_reply(self, node: int, request: Any, contents: Sequence[bytes]) -> bytes:
         """Store a node's reply with its objects.
 
         Args:
             node: Flower's id of the node.
-            head: The reply without its content, as ``read_pushed_reply`` has read it.
+            request: Flower's request with the reply without its content, from ``read_pushed_reply``.
             contents: Contents of its objects.
 
         Returns:
@@ -249,7 +253,7 @@ class Exchange:
             RunNotRunningException: If the run has ended.
             ValueError: If the reply or an object is not valid.
         """
-        stored = await self.call(self.store.store_reply, head, contents)
+        stored = await self.call(self.store.store_reply, request, contents)
         if stored.reply_to:
             own, run = self._nodes.get(node), self._runs.get(stored.run)
             if own is not None and own.given is not None and own.given.id == stored.reply_to:

@@ -191,7 +191,7 @@ def _answer_one(
     answering: Answering,
     received: _Received,
 ) -> None:
-    message, run = order.message, order.message.metadata.run_id
+    message, run, id = order.message, order.message.metadata.run_id, order.message.metadata.message_id
     set_identity(1, run, connection.node_id)
     started = time.monotonic()
     known = len(order.contents)
@@ -200,11 +200,12 @@ def _answer_one(
     except TooLarge:
         contents = None
     except ObjectPullError:  # it was deleted; it is not sent again
-        received.id = message.metadata.message_id
+        received.id = id
         raise
-    received.id = message.metadata.message_id
+    received.id = id
     if contents is None or len(contents) > known:  # a large order is deleted at once, a small one with its reply
-        connection.confirm(run, message.metadata.message_id)
+        with suppress(httpx.HTTPError):  # it was received all the same; the next request says so, too
+            connection.confirm(run, id)
     reply = _reply(message, contents, limit, connection.node_id, signer, answering)
     try:
         connection.send_reply(run, reply, time.monotonic() - started)

@@ -121,26 +121,24 @@ class MessageStore:
         """Delete a message's objects."""
         self._objects.delete(id)
 
-    def store_reply(self, head: bytes, contents: Sequence[bytes]) -> StoredReply:
+    def store_reply(self, request: PushMessagesRequest, contents: Sequence[bytes]) -> StoredReply:
         """Store a node's reply with its objects, and delete the order that it replies to.
 
         Args:
-            head: Flower's request with the reply without its content; the door has checked that it is the node's own.
+            request: Flower's request with the reply without its content; the door has checked that it is the node's.
             contents: The contents of those of its objects that came along.
 
         Raises:
             RunNotRunningException: If the run has ended.
-            ValueError: If the reply or an object is not valid.
+            ValueError: If the reply or an object is not valid, or the run is unknown.
         """
-        request = _parse(PushMessagesRequest, head)
         try:
             message = message_from_proto(request.messages_list[0])
         except Exception as error:  # Flower's code assumes that Flower wrote the message
             raise ValueError(f"no message of Flower's ({type(error).__name__})") from error
         run, reply_to = message.metadata.run_id, message.metadata.reply_to_message_id
+        self._require_running(run)
         with self._state.session():
-            if self._check_abort(run, [Status.PENDING, Status.STARTING, Status.FINISHED], self._state):
-                raise RunNotRunningException
             session = self._state.start_session(run)
             tree = request.message_object_trees[0]
             stored, missing = self._state.store_message_and_object_tree(message, tree, session)
@@ -213,6 +211,23 @@ class MessageStore:
             self._state.delete_messages(message_ins_ids=set(ids))
             for id in (*ids, *(tree.object_id for tree in answer.message_object_trees)):
                 self._objects.delete(id)
+
+    def _require_running(self, run: int) -> None:
+        """Require that a run is running.
+
+        Flower deletes what a finished run has left. An error in the same transaction would undo that, so it is one
+        of its own.
+
+        Raises:
+            RunNotRunningException: If it has not started, or has ended.
+            ValueError: If it is unknown.
+        """
+        try:
+            reason = self._check_abort(run, [Status.PENDING, Status.STARTING, Status.FINISHED], self._state)
+        except KeyError as error:
+            raise ValueError("an unknown run") from error
+        if reason is not None:
+            raise RunNotRunningException
 
     def _contents(self, tree: ObjectTree, most: int) -> list[bytes]:
         """Return the contents of a tree's objects that have arrived, up to a size."""

@@ -13,6 +13,7 @@ from contextlib import closing
 from datetime import datetime
 from functools import lru_cache
 from importlib import import_module
+from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -159,8 +160,9 @@ class PushedReply(NamedTuple):
         sender: Flower's id of the message's sender.
         is_to_server: Whether the message is addressed to the server.
         reply_to: Id of the message that it replies to; empty: it is no reply.
-        objects: Number of its objects.
-        depth: Depth of the tree of its objects.
+        objects: Number of its objects, counted up to one above the limit.
+        depth: Depth of the tree of its objects, counted as far as its objects are.
+        request: Flower's request, parsed.
     """
 
     node: int
@@ -169,13 +171,15 @@ class PushedReply(NamedTuple):
     reply_to: str
     objects: int
     depth: int
+    request: PushMessagesRequest
 
 
-def read_pushed_reply(body: bytes) -> PushedReply | None:
+def read_pushed_reply(body: bytes, limit: int) -> PushedReply | None:
     """Read what a node announces; None: it is not exactly one message with the tree of its objects.
 
     Args:
         body: The body of a request to ``push-messages``.
+        limit: Number of objects above which no further ones are counted.
     """
     request = PushMessagesRequest()
     try:
@@ -187,10 +191,13 @@ def read_pushed_reply(body: bytes) -> PushedReply | None:
     head, tree = request.messages_list[0].metadata, request.message_object_trees[0]
     if head.message_id != tree.object_id:
         return None
-    objects, depth, level = 0, 0, [tree]
-    while level:
+    objects, depth, level = 1, 1, [tree]
+    while objects <= limit:
+        below = chain.from_iterable(parent.children for parent in level)
+        level = list(islice(below, limit + 1 - objects))
+        if not level:
+            break
         objects, depth = objects + len(level), depth + 1
-        level = [child for parent in level for child in parent.children]
     return PushedReply(
         request.node.node_id,
         head.src_node_id,
@@ -198,6 +205,7 @@ def read_pushed_reply(body: bytes) -> PushedReply | None:
         head.reply_to_message_id,
         objects,
         depth,
+        request,
     )
 
 

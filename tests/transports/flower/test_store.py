@@ -1,0 +1,143 @@
+"""Orders and replies in the database of Flower's own SuperLink, without a server."""
+
+from __future__ import annotations
+
+import os
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app.message import remove_content_from_message
+from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.fleet_pb2 import PullMessagesResponse, PushMessagesRequest
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.proto.node_pb2 import Node
+from flwr.proto.runtime_pb2 import PushAppMessagesRequest
+from flwr.server.superlink.linkstate import LinkStateFactory
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.superlink.federation import NoOpFederationManager
+
+from fedspan.transports.flower.adapter import (
+    MessageStore,
+    RunNotRunningException,
+    deflate_message,
+    read_pushed_reply,
+    set_identity,
+)
+
+
+class Scene:
+    """A node and a running run in a database.
+
+    Args:
+        factory: Factory of the database.
+    """
+
+    def __init__(self, factory: LinkStateFactory) -> None:
+        self.state = factory.state()
+        self.store = MessageStore(SimpleNamespace(state=SimpleNamespace(linkstate_factory=factory)))
+        self.node = self.state.create_node("owner", "owner", os.urandom(8), 30.0)
+        assert self.state.activate_node(self.node, 30.0)
+        self.run = self.state.create_run(None, None, None, {}, "@none/default", None, "owner", "flwr-serverapp")
+        (task,) = self.state.get_tasks(run_ids=[self.run])
+        token = self.state.claim_task(task.task_id)
+        assert token is not None
+        assert self.state.activate_task(task.task_id)
+        self.task = self.store.find_task(token)
+
+    def send_order(self) -> str:
+        """Store an order for the node, and return its id."""
+        set_identity(1, self.run, SUPERLINK_NODE_ID)
+        content = RecordDict({"a": ConfigRecord({"a": time.time()})})
+        message = Message(content, dst_node_id=self.node, message_type="train", ttl=600)
+        tree, contents = deflate_message(message)
+        head = PushAppMessagesRequest(
+            messages_list=[message_to_proto(remove_content_from_message(message))], message_object_trees=[tree]
+        )
+        assert self.task is not None
+        nodes, _ = self.store.store_orders(self.task, head.SerializeToString(), list(contents.values()))
+        assert nodes == {self.node}
+        return tree.object_id
+
+    def reply(self, order: Any) -> tuple[PushMessagesRequest, list[bytes]]:
+        """A node's reply to an order, as the node sends it."""
+        set_identity(1, self.run, self.node)
+        received = message_from_proto(PullMessagesResponse.FromString(order.head).messages_list[0])
+        tree, contents = deflate_message(reply := Message(RecordDict({"b": ConfigRecord({"b": 1})}), reply_to=received))
+        request = PushMessagesRequest(
+            node=Node(node_id=self.node),
+            messages_list=[message_to_proto(remove_content_from_message(reply))],
+            message_object_trees=[tree],
+        )
+        return request, list(contents.values())
+
+
+@pytest.fixture(scope="module")
+def factory(tmp_path_factory: pytest.TempPathFactory) -> LinkStateFactory:
+    database = str(tmp_path_factory.mktemp("database") / "flower.db")
+    return LinkStateFactory(database, NoOpFederationManager(), ObjectStoreFactory(database))
+
+
+@pytest.fixture
+def scene(factory: LinkStateFactory) -> Scene:
+    return Scene(factory)
+
+
+def test_a_reply_is_stored_with_its_objects_and_its_order_deleted(scene: Scene) -> None:
+    id = scene.send_order()
+    taken = scene.store.take_order(scene.node)
+    assert taken is not None
+    assert taken[0].id == id
+    stored = scene.store.store_reply(*scene.reply(taken[0]))
+    assert (stored.run, stored.reply_to) == (scene.run, id)
+    assert id not in scene.state.object_store
+
+
+def test_a_late_reply_is_refused_and_what_its_run_left_stays_deleted(scene: Scene) -> None:
+    id = scene.send_order()
+    taken = scene.store.take_order(scene.node)
+    assert taken is not None
+    assert scene.state.finish_task(scene.task.task_id, "completed", "")  # type: ignore[union-attr]
+    assert id in scene.state.object_store
+    with pytest.raises(RunNotRunningException):
+        scene.store.store_reply(*scene.reply(taken[0]))
+    assert id not in scene.state.object_store
+    assert not scene.state.get_message_ids_from_run_id(scene.run)
+
+
+def test_a_reply_for_an_unknown_run_is_not_valid(scene: Scene) -> None:
+    scene.send_order()
+    taken = scene.store.take_order(scene.node)
+    assert taken is not None
+    request, contents = scene.reply(taken[0])
+    request.messages_list[0].metadata.run_id = scene.run + 1
+    with pytest.raises(ValueError, match="unknown run"):
+        scene.store.store_reply(request, contents)
+
+
+def test_the_objects_of_an_announcement_are_counted_up_to_the_limit(scene: Scene) -> None:
+    scene.send_order()
+    taken = scene.store.take_order(scene.node)
+    assert taken is not None
+    request, _ = scene.reply(taken[0])
+    tree = request.message_object_trees[0]
+    del tree.children[:]
+    tree.children.extend([ObjectTree(children=[ObjectTree()]), ObjectTree()])
+    for limit, counts in ((10, (4, 3)), (4, (4, 3)), (3, (4, 3)), (2, (3, 2)), (1, (2, 2))):
+        reply = read_pushed_reply(request.SerializeToString(), limit)
+        assert reply is not None
+        assert (reply.objects, reply.depth) == counts
+        assert reply.request == request
+    tree.children.extend(ObjectTree() for _ in range(200_000))
+    began = time.process_time()
+    body = request.SerializeToString()
+    reply = read_pushed_reply(body, 425)
+    assert reply is not None
+    assert reply.objects == 426
+    assert time.process_time() - began < 1.0
