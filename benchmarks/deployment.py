@@ -17,8 +17,10 @@ import os
 import platform
 import statistics
 import tempfile
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -45,8 +47,16 @@ def divided(folder: Path) -> tuple[dict[str, Path], list[str]]:
     return found, sorted({row["label"] for row in rows})
 
 
-def measure(rounds: int) -> tuple[list[float], int]:
-    """Seconds of each round but the first and the last, and bytes that a client is sent and sends in one."""
+def measure(
+    rounds: int, federation: Mapping[str, Any] | None = None, *, insecure: bool = False
+) -> tuple[list[float], int]:
+    """Seconds of each round but the first and the last, and bytes that a client is sent and sends in one.
+
+    Args:
+        rounds: Number of rounds.
+        federation: Further settings of the run's section ``federation``.
+        insecure: Whether the deployment has neither TLS nor keys, and so no signatures.
+    """
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         data, labels = divided(folder)
@@ -54,12 +64,12 @@ def measure(rounds: int) -> tuple[list[float], int]:
             "model": {"name": "builtin:all-minilm-l6-v2", "target_modules": ["query", "value"]},
             "data": {"labels": labels},
             "partition": {"clients": len(NODES), "validation": 0.0, "test": 0.1},
-            "federation": {"rounds": rounds},
+            "federation": {"rounds": rounds, **(federation or {})},
             "training": {"local_steps": 1, "batch_size": 1},
             "evaluation": {"every": rounds},
         }
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
-        with Deployment(folder / "deployment") as deployment:
+        with Deployment(folder / "deployment", insecure=insecure) as deployment:
             for id in NODES:
                 deployment.join(id, deployment.node_file(id, data[id], test=0.1))
             deployment.submit(folder / "config.yaml", folder / "run")

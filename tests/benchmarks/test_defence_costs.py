@@ -1,0 +1,70 @@
+"""benchmarks/defence_costs.py: the same honest federation with and without defences, and its rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from fedspan.runs.setup import prepare
+from helpers import tiny
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import defence_costs
+
+    return defence_costs
+
+
+def test_variants_take_turns_and_differ_in_their_defences_alone(
+    costs: ModuleType, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    made: dict[str, Any] = {}
+
+    def simulated(rounds: int, seed: int, **changes: Any) -> Any:
+        changes["federation"] = {"rounds": rounds, "clients_per_round": None, **changes.get("federation", {})}
+        prepared = prepare(tiny.config(tiny_folder, **changes))
+        name = list(costs.SIMULATED)[len(made)]
+        made[name] = costs.Variant(prepared, prepared.federation.begin(), [])
+        run = prepared.federation.run_round
+
+        def noted(progress: Any) -> Any:
+            order.append(name)
+            return run(progress)
+
+        monkeypatch.setattr(prepared.federation, "run_round", noted)
+        monkeypatch.setattr(made[name], "accuracy", lambda: 50.0)
+        return made[name]
+
+    monkeypatch.setattr(costs, "simulated", simulated)
+    rows = costs.simulate(2, 0)
+    off, defaults, validated = costs.SIMULATED
+    assert sorted(order[:3]) == sorted(costs.SIMULATED)
+    assert order[3:] == order[:3][::-1]
+    assert rows[0].split(" | ")[2] == "1.000"
+    assert not made[off].prepared.federation.settings.clips
+    assert made[defaults].prepared.federation.settings.clips
+    assert not made[defaults].prepared.federation.rules.validate
+    assert made[validated].prepared.federation.rules.validate
+    tensors = [one.progress.state.tensors for one in made.values()]
+    assert all(one.clipped == one.lowered == 0 for one in made.values())  # so all trained the same
+    assert all(torch.equal(value, other[name]) for other in tensors[1:] for name, value in tensors[0].items())
+
+
+def test_deployments_take_turns(costs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {True: 0.5, False: 1.0}
+
+    def measure(rounds: int, limits: Any, *, insecure: bool) -> tuple[list[float], int]:
+        return [seconds[insecure]] * rounds, 0
+
+    monkeypatch.setattr(costs, "measure", measure)
+    ratios = [row.split(" | ")[-1] for row in costs.deploy(3, 2)]
+    assert ratios == ["1.00 |", "2.00 |", "2.00 |"]
