@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ import pytest
 pytest.importorskip("ray", reason="the extra fedspan[cluster] is not installed")
 
 import ray
+from ray.cluster_utils import Cluster
 
 import fedspan
 from fedspan.federation.progress import RoundResult
-from fedspan.runs.cluster import connect_workers, resources_of
+from fedspan.runs.cluster import build_host, connect_workers, resources_of
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.transports.ray.team import open_team
 from helpers import tiny
@@ -65,6 +67,28 @@ def test_a_worker_that_dies_costs_its_stack(tiny_folder: Path) -> None:
         )
 
 
+@pytest.fixture
+def machines() -> Iterator[Cluster]:
+    """A head without room for workers, and two nodes for one worker each, all on this machine."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def test_a_machine_that_dies_costs_its_workers_stacks(machines: Cluster, tiny_folder: Path) -> None:
+    prepared = prepare(config(tiny_folder, address=machines.address))
+    with open_team(resources_of(prepared.config)) as team:
+        connected = connect_workers(prepared, team, build=build_host)
+        node = machines.list_all_nodes()[-1]
+        require_same_rounds(prepared, connected, lambda: machines.remove_node(node, allow_graceful=False))
+        assert [member.version for member in team.members].count(None) == 1  # no room to start it again
+
+
 def test_a_driver_that_is_killed_goes_on_to_the_same_bits(tiny_folder: Path, tmp_path: Path) -> None:
     settings = tiny.settings(tiny_folder, training={"local_steps": 60}, cluster={"workers": 2})
     fedspan.run({key: value for key, value in settings.items() if key != "cluster"}, tmp_path / "whole")
@@ -87,3 +111,15 @@ def test_a_driver_that_is_killed_goes_on_to_the_same_bits(tiny_folder: Path, tmp
         return {name: value for name, value in content(folder).items() if not name.endswith("config.yaml")}
 
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
+
+
+def test_a_process_without_the_token_is_not_let_in(tiny_folder: Path) -> None:
+    code = "import sys, ray; ray.init(address=sys.argv[1], logging_level='error')"
+    with open_team(resources_of(config(tiny_folder))):
+        address = ray.get_runtime_context().gcs_address
+        stranger = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+        for variables, admitted in ((stranger, False), (dict(os.environ), True)):
+            command = [sys.executable, "-c", code, address]
+            found = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+            assert (found.returncode == 0) == admitted, found.stderr
+    assert "RAY_AUTH_TOKEN" not in os.environ

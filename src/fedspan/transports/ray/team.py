@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -29,6 +30,8 @@ LOSSES = 2
 """Number of workers that may die while they do one piece of work; after one more it counts as failed."""
 _RESTARTS = 3
 """How often Ray starts a worker again that has died."""
+_PAUSE = 1.0
+"""Seconds before another attempt to start a worker again."""
 _LOST = (NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError)
 
 
@@ -115,6 +118,8 @@ class Member:
         self.actor = actor
         self.version: int | None = None
         """Version of the base that it has; None: the pretrained base."""
+        self.failed_starts = 0
+        """Number of attempts to start it again that failed, one after another."""
         self.lost = False
         """Whether Ray has given it up."""
 
@@ -283,8 +288,14 @@ class Team:
         try:
             ray.get(ref)
         except _LOST:
-            member.lost = True
+            # A call may fail because Ray has not noticed the worker's end yet, and not because it gave it up.
+            member.failed_starts += 1
+            member.lost = member.failed_starts > _RESTARTS
+            if not member.lost:
+                time.sleep(_PAUSE)
+                self._recovering.update([self._rebuild(member)])
             return []
+        member.failed_starts = 0
         return [member]
 
 
