@@ -27,13 +27,14 @@ class Store:
         self.orders: defaultdict[int, list[str]] = defaultdict(list)
         self.deleted, self.queries, self.asked = list[str](), 0, list[set[str]]()
         self.ended: set[str] = set()
+        self.replied: set[str] = set()
 
     def take_order(self, node: int) -> Any:
         self.queries += 1
         if not self.orders[node]:
             return None
         id = self.orders[node].pop(0)
-        return adapter.GivenOrder(id, b"", adapter.ObjectTree(), 0.0), id.encode()
+        return adapter.GivenOrder(id, b"", adapter.ObjectTree(), 0.0, 5), id.encode()
 
     def repeat_order(self, order: Any) -> bytes | None:
         return None if order.id in self.ended else f"again {order.id}".encode()
@@ -53,9 +54,16 @@ class Store:
         self.orders[int(node)].append(id)
         return {int(node)}, b"sent"
 
-    def take_replies(self, task: Any, ids: set[str]) -> bytes:
+    def take_replies(self, task: Any, ids: set[str]) -> tuple[Any, bytes]:
         self.asked.append(ids)
-        return ",".join(sorted(ids)).encode()
+        answer = ",".join(sorted(ids)).encode()
+        return adapter.SentReplies(frozenset(ids & self.replied), answer, []), answer
+
+    def repeat_replies(self, sent: Any) -> bytes:
+        return b"again " + sent.head
+
+    def delete_replies(self, sent: Any) -> None:
+        self.deleted.append(sent.head.decode())
 
 
 def run(scenario: Callable[[Any, Store], Awaitable[None]], **limits: Any) -> None:
@@ -208,6 +216,20 @@ def test_replies_are_answered_together_and_those_of_others_are_not_asked_for() -
         assert exchange._runs[5].ready == set()
 
     run(scenario, check=60.0, gather=0.3)
+
+
+def test_replies_that_were_not_received_are_sent_again_until_they_are() -> None:
+    async def scenario(exchange: Any, store: Store) -> None:
+        store.replied = {"a", "b"}
+        assert await exchange.take_replies(RUN, ["a", "b", "c"], 0.0) == b"a,b,c"
+        assert await exchange.take_replies(RUN, ["a", "b", "c"], 0.0) == b"again a,b,c"
+        assert store.deleted == []
+        assert await exchange.take_replies(RUN, ["c"], 0.0) == b""
+        assert store.deleted == ["a,b,c"]
+        assert await exchange.take_replies(RUN, ["c"], 0.0) == b""
+        assert store.deleted == ["a,b,c"]
+
+    run(scenario, check=60.0)
 
 
 def test_the_last_reply_is_answered_at_once() -> None:

@@ -141,3 +141,44 @@ def test_the_objects_of_an_announcement_are_counted_up_to_the_limit(scene: Scene
     assert reply is not None
     assert reply.objects == 426
     assert time.process_time() - began < 1.0
+
+
+def test_an_order_of_a_run_that_has_ended_is_neither_sent_nor_sent_again(scene: Scene) -> None:
+    first = scene.send_order()
+    scene.send_order()
+    taken = scene.store.take_order(scene.node)
+    assert taken is not None
+    assert taken[0].id == first
+    assert scene.store.repeat_order(taken[0]) == taken[1]
+    assert scene.state.finish_task(scene.task.task_id, "completed", "")  # type: ignore[union-attr]
+    assert scene.store.repeat_order(taken[0]) is None
+    assert scene.store.take_order(scene.node) is None
+    assert not scene.state.get_message_ids_from_run_id(scene.run)
+
+
+def test_an_order_is_taken_again_after_an_error(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    id = scene.send_order()
+
+    def full(*_: Any) -> Any:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.store, "_contents", full)
+        with pytest.raises(OSError, match="disk full"):
+            scene.store.take_order(scene.node)
+    taken = scene.store.take_order(scene.node)
+    assert taken is not None
+    assert taken[0].id == id
+
+
+def test_replies_are_there_until_they_count_as_received(scene: Scene) -> None:
+    id = scene.send_order()
+    taken = scene.store.take_order(scene.node)
+    assert taken is not None
+    scene.store.store_reply(*scene.reply(taken[0]))
+    assert scene.task is not None
+    sent, answer = scene.store.take_replies(scene.task, [id])
+    assert sent.orders == {id}
+    assert scene.store.repeat_replies(sent) == answer
+    scene.store.delete_replies(sent)
+    assert sent.trees[0].object_id not in scene.state.object_store

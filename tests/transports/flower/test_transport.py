@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from fedspan.federation.protocol import Envelope, Orders
@@ -209,6 +210,24 @@ def test_an_order_that_the_superlink_does_not_take_is_sent_again() -> None:
     found = exchanged(transport.GridTransport(grid, NODES, patience=5.0), ENVELOPES, 30.0, patient=True)
     assert found == ENVELOPES
     assert grid.taken == 2
+
+
+@pytest.mark.parametrize(("refusals", "status"), [(1, 409), (1, 503), (2, 409)])
+def test_a_refused_batch_is_sent_again_at_once_under_other_names(refusals: int, status: int) -> None:
+    class Refusing(Grid):
+        bodies: tuple[Any, ...] = ()
+
+        def push_messages(self, messages: list[Any]) -> list[str]:
+            self.bodies = (*self.bodies, messages[0].content.object_id)
+            if len(self.bodies) <= refusals:
+                request = httpx.Request("POST", "https://a")
+                raise httpx.HTTPStatusError("refused", request=request, response=httpx.Response(status))
+            return super().push_messages(messages)
+
+    grid, found = Refusing([1, 2, 3], {}), dict[str, Any]()
+    transport.GridTransport(grid, NODES).exchange(ENVELOPES, lambda id, reply: found.update({id: reply}), 10.0)
+    assert found == (ENVELOPES if refusals == 1 else dict.fromkeys("abc", "the SuperLink did not take its order"))
+    assert len(set(grid.bodies)) == len(grid.bodies) == 2
 
 
 def test_a_node_that_has_not_decided_is_invited_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
-from fedspan.transports.flower.adapter import GivenOrder, MessageStore
+from fedspan.transports.flower.adapter import GivenOrder, MessageStore, SentReplies
 
 __all__ = ["Exchange", "ExchangeLimits"]
 
@@ -121,11 +121,13 @@ class _Run:
         news: Set by a reply.
         ready: Ids of the orders to which there are replies.
         checked: Time at which all of its orders were last checked.
+        sent: The replies that its server was sent last, and may not have received.
     """
 
     news: asyncio.Event = field(default_factory=asyncio.Event)
     ready: set[str] = field(default_factory=set)
     checked: float = float("-inf")
+    sent: SentReplies | None = None
 
 
 class Exchange:
@@ -287,7 +289,8 @@ class Exchange:
 
         Args:
             task: The task of the run's server.
-            ids: Ids of all orders whose replies the server waits for.
+            ids: Ids of all orders whose replies the server waits for. It has received the replies that it was sent
+                last, unless it waits for one of them still; then they are sent again.
             seconds: Seconds to wait.
 
         Returns:
@@ -295,6 +298,11 @@ class Exchange:
         """
         run = _recent(self._runs, task.run_id, _Run, self.limits.runs)
         expected, limits = set(ids), self.limits
+        if run.sent is not None:
+            if run.sent.orders & expected:
+                return await self.call(self.store.repeat_replies, run.sent, urgency=_OPERATOR)
+            sent, run.sent = run.sent, None
+            await self.call(self.store.delete_replies, sent, urgency=_OPERATOR)
         deadline, gathered = time.monotonic() + min(seconds, limits.seconds), float("inf")
         while True:
             now = time.monotonic()
@@ -312,7 +320,11 @@ class Exchange:
             run.checked = now
             taken |= expected - run.ready
         run.ready -= taken
-        return await self.call(self.store.take_replies, task, taken, urgency=_OPERATOR) if taken else b""
+        if not taken:
+            return b""
+        sent, answer = await self.call(self.store.take_replies, task, taken, urgency=_OPERATOR)
+        run.sent = sent if sent.orders else None
+        return answer
 
     async def cancel_orders(self, task: Any, ids: Sequence[str]) -> bytes:
         """Delete a run's orders and the replies to them.

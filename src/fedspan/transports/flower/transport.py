@@ -101,6 +101,7 @@ class GridTransport(Transport):
 
     def _replies(self, orders: Orders, seconds: float, patient: bool) -> Iterator[tuple[str, Envelope | str]]:
         unsent, pending = dict.fromkeys(orders), dict[str, _Sent[str]]()
+        refused = set[str]()
         started, pause = time.monotonic(), _POLL[0]
         deadline, offline_until = started + seconds, started + (min(seconds, self.patience) if patient else 0.0)
         while True:
@@ -118,21 +119,24 @@ class GridTransport(Transport):
                 lifetime = max(deadline - time.monotonic(), 0) + 60
                 addressed = [(id, self.nodes[id], envelope) for id, envelope in batch]
                 try:
-                    sent = _send(self.grid, self.signer, addressed, "train", lifetime, salt)
-                except (
-                    ObjectPushError
-                ):  # its node deleted the message while it was sent; only a large one is sent alone
+                    try:
+                        sent = _send(self.grid, self.signer, addressed, "train", lifetime, salt)
+                    except httpx.HTTPStatusError as error:
+                        if not _may_be_sent_again(error):
+                            raise
+                        salt = new_salt()  # a node may have announced the body's name with other children
+                        sent = _send(self.grid, self.signer, addressed, "train", lifetime, salt)
+                except ObjectPushError:  # its node deleted the message while it was sent; only a large one is alone
                     salt = new_salt()  # no object of the next message may have a name that this node knows
                     for id, _ in batch:
                         del unsent[id]
                         yield id, "its node confirmed an order that it had not received"
                     continue
                 except httpx.HTTPStatusError as error:
-                    if error.response.status_code < 500 and error.response.status_code != httpx.codes.CONFLICT:
+                    if not _may_be_sent_again(error):
                         raise
-                    salt = (
-                        new_salt()
-                    )  # somebody announced the body's name with other children: sent again under another
+                    salt = new_salt()
+                    refused.update(id for id, _ in batch)  # sent again for as long as the exchange is patient
                     continue
                 pending.update(sent)
                 for one in sent.values():
@@ -140,7 +144,7 @@ class GridTransport(Transport):
             if time.monotonic() >= offline_until:
                 reason = f"was not online for {offline_until - started:g} s" if patient else "is not online"
                 for id in sorted(unsent):
-                    yield id, f"its node {reason}"
+                    yield id, "the SuperLink did not take its order" if id in refused else f"its node {reason}"
                 unsent.clear()
             received_any, polled = False, time.monotonic()
             for id, reply in _receive(self.grid, self.signer, pending):
@@ -165,6 +169,11 @@ class _Sent(Generic[A]):
     to: A
     node: int
     nonce: bytes
+
+
+def _may_be_sent_again(error: httpx.HTTPStatusError) -> bool:
+    """Return whether a refusal concerns the names of a request's objects, or the moment, rather than the request."""
+    return error.response.status_code >= 500 or error.response.status_code == httpx.codes.CONFLICT
 
 
 def _batches(orders: Orders, ids: Iterable[str]) -> Iterator[list[tuple[str, Envelope]]]:

@@ -102,7 +102,7 @@ from fedspan.transports.flower.adapter.objects import (
     tree_ids,
 )
 from fedspan.transports.flower.adapter.run import ReplyHead, TaskGrid, acquire_task
-from fedspan.transports.flower.adapter.store import GivenOrder, MessageStore, StoredReply
+from fedspan.transports.flower.adapter.store import GivenOrder, MessageStore, SentReplies, StoredReply
 from fedspan.transports.flower.adapter.superlink import (
     FLEET_HTTP_PUBLIC_KEY_HEADER,
     FLEET_HTTP_SIGNATURE_HEADER,
@@ -139,6 +139,7 @@ __all__ = [
     "ReceivedOrder",
     "ReplyHead",
     "RunNotRunningException",
+    "SentReplies",
     "StoredReply",
     "TaskGrid",
     "acquire_task",

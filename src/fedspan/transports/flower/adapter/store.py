@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flwr.common.constant import Status
@@ -20,7 +21,7 @@ from fedspan.transports.flower.wire import BATCH_BYTES, INLINE_BYTES, pack
 if TYPE_CHECKING:
     from flwr.proto.task_pb2 import Task
 
-__all__ = ["GivenOrder", "MessageStore", "StoredReply"]
+__all__ = ["GivenOrder", "MessageStore", "SentReplies", "StoredReply"]
 
 
 class GivenOrder(NamedTuple):
@@ -31,12 +32,14 @@ class GivenOrder(NamedTuple):
         head: Flower's answer to a request for orders: the message without its content, and the tree of its objects.
         tree: The tree of its objects.
         until: Time at which it ends, in seconds since 1970.
+        run: Flower's id of its run.
     """
 
     id: str
     head: bytes
     tree: ObjectTree
     until: float
+    run: int
 
 
 class StoredReply(NamedTuple):
@@ -51,6 +54,20 @@ class StoredReply(NamedTuple):
     run: int
     reply_to: str
     answer: bytes
+
+
+class SentReplies(NamedTuple):
+    """Replies that a run's server was sent.
+
+    Args:
+        orders: Ids of the orders that they reply to.
+        head: Flower's answer: the replies without their content, and the trees of their objects.
+        trees: The trees of those replies whose objects came along.
+    """
+
+    orders: frozenset[str]
+    head: bytes
+    trees: list[ObjectTree]
 
 
 class MessageStore:
@@ -90,14 +107,16 @@ class MessageStore:
             raise ValueError(f"no heartbeat ({type(error).__name__})") from error
 
     def take_order(self, node: int) -> tuple[GivenOrder, bytes] | None:
-        """Take the next order for a node.
+        """Take the next order for a node; those of runs that have ended are deleted.
 
         Returns:
             The order, and the answer with those of its objects that fit; None: there is no order.
         """
-        with self._state.session():
+        with self._transaction():
             while messages := self._state.get_message_ins(node_id=node, limit=1):
-                id = messages[0].metadata.message_id
+                id, run = messages[0].metadata.message_id, messages[0].metadata.run_id
+                if self._has_ended(run):
+                    continue
                 try:
                     tree = self._objects.get_object_tree(id)
                 except self._missing:
@@ -107,13 +126,13 @@ class MessageStore:
                     messages_list=[message_to_proto(messages[0])], message_object_trees=[tree]
                 ).SerializeToString()
                 until = messages[0].metadata.created_at + messages[0].metadata.ttl
-                return GivenOrder(id, head, tree, until), pack([head, *self._contents(tree, INLINE_BYTES)])
+                return GivenOrder(id, head, tree, until, run), pack([head, *self._contents(tree, INLINE_BYTES)])
         return None
 
     def repeat_order(self, order: GivenOrder) -> bytes | None:
-        """Return the answer with an order that was sent before; None: it has ended, or was confirmed."""
-        with self._state.session():
-            if now().timestamp() > order.until or order.id not in self._objects:
+        """Return the answer with an order that was sent before; None: it or its run has ended, or it was confirmed."""
+        with self._transaction():
+            if now().timestamp() > order.until or self._has_ended(order.run) or order.id not in self._objects:
                 return None
             return pack([order.head, *self._contents(order.tree, INLINE_BYTES)])
 
@@ -138,7 +157,7 @@ class MessageStore:
             raise ValueError(f"no message of Flower's ({type(error).__name__})") from error
         run, reply_to = message.metadata.run_id, message.metadata.reply_to_message_id
         self._require_running(run)
-        with self._state.session():
+        with self._transaction():
             session = self._state.start_session(run)
             tree = request.message_object_trees[0]
             stored, missing = self._state.store_message_and_object_tree(message, tree, session)
@@ -167,34 +186,48 @@ class MessageStore:
             ValueError: If an order or an object is not valid.
         """
         request = _parse(PushAppMessagesRequest, head)
-        with self._state.session():
+        with self._transaction():
             answer = self._runtime.push_messages(request, self._state, task)
             missing = self._store_objects(task.run_id, answer.session_id, answer.objects_to_push, contents)
             del answer.objects_to_push[:]
             answer.objects_to_push.extend(missing)
         return {one.metadata.dst_node_id for one in request.messages_list}, answer.SerializeToString()
 
-    def take_replies(self, task: Task, ids: Iterable[str]) -> bytes:
-        """Take the replies to a run's orders; those whose objects come along are deleted.
+    def take_replies(self, task: Task, ids: Iterable[str]) -> tuple[SentReplies, bytes]:
+        """Take the replies to a run's orders. Flower does not list them again; their objects remain.
 
         Args:
             task: The task of the run's server.
             ids: Ids of the orders.
 
         Returns:
-            Flower's answer, with the objects of those replies that are complete and fit.
+            The replies, and the answer with the objects of those that are complete and fit.
         """
-        with self._state.session():
+        with self._transaction():
             request = PullAppMessagesRequest(message_ids=list(ids))
             answer = self._runtime.pull_messages(request, self._state, task)
-            parts, left = [answer.SerializeToString()], BATCH_BYTES
+            parts, trees, left = [answer.SerializeToString()], list[ObjectTree](), BATCH_BYTES
             for tree in answer.message_object_trees:
                 contents = self._contents(tree, min(left, INLINE_BYTES))
                 if len(contents) == len(tree_ids(tree)):
                     parts += contents
                     left -= sum(map(len, contents))
-                    self._objects.delete(tree.object_id)
-        return pack(parts)
+                    trees.append(tree)
+        orders = frozenset(message.metadata.reply_to_message_id for message in answer.messages_list)
+        return SentReplies(orders, parts[0], trees), pack(parts)
+
+    def repeat_replies(self, sent: SentReplies) -> bytes:
+        """Return the answer with replies that were sent before."""
+        with self._transaction():
+            return pack(
+                [sent.head, *(content for tree in sent.trees for content in self._contents(tree, INLINE_BYTES))]
+            )
+
+    def delete_replies(self, sent: SentReplies) -> None:
+        """Delete the objects that came along with replies."""
+        with self._transaction():
+            for tree in sent.trees:
+                self._objects.delete(tree.object_id)
 
     def cancel_orders(self, task: Task, ids: Sequence[str]) -> None:
         """Delete a run's orders and the replies to them; a reply that arrives later is not stored.
@@ -206,11 +239,29 @@ class MessageStore:
         Raises:
             ValueError: If an order is another run's.
         """
-        with self._state.session():
+        with self._transaction():
             answer = self._runtime.pull_messages(PullAppMessagesRequest(message_ids=ids), self._state, task)
             self._state.delete_messages(message_ins_ids=set(ids))
             for id in (*ids, *(tree.object_id for tree in answer.message_object_trees)):
                 self._objects.delete(id)
+
+    @contextmanager
+    def _transaction(self) -> Generator[None]:
+        """Begin a transaction for writing.
+
+        Python's driver for SQLite begins none by itself before a statement that starts with WITH, with which Flower
+        claims orders: each would be committed at once, and be lost with a later error.
+        """
+        with self._state.session() as session:
+            session.connection().exec_driver_sql("BEGIN IMMEDIATE")
+            yield
+
+    def _has_ended(self, run: int) -> bool:
+        """Return whether a run has ended; Flower then deletes what it has left."""
+        try:
+            return self._check_abort(run, [Status.FINISHED], self._state) is not None
+        except KeyError:
+            return True
 
     def _require_running(self, run: int) -> None:
         """Require that a run is running.
