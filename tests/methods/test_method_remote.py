@@ -94,7 +94,7 @@ def test_one_node_cannot_hide_or_outweigh_a_metric(tiny_folder: Path, prepared: 
         member = federation.clients[id]
         nothing = np.empty(0, np.int64)
         federation.clients = {**federation.clients, id: replace(member, validation=nothing)}
-    scores = evaluator._pooled("validation", rows)
+    scores = evaluator._pool("validation", rows)
     assert scores is not None
     assert silent not in scores.by_client
     assert [failure.client for failure in federation.pop_events().failures] == [silent]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +13,8 @@ from fedspan.methods.fedgalore import FedGaLore
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.local_only import LocalOnly
 from fedspan.methods.pfedloru import PFedLoRU
+from fedspan.tasks.task import Examples
+from fedspan.training.jobs import Assignment
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedprox import FedProx
 from toys.oracle import average, copied, pair_gradients
@@ -81,11 +81,11 @@ def test_a_later_phase_is_held_near_the_start_of_the_round() -> None:
     jobs: list[Job] = []
     train = federation.engine.train
 
-    def watched(job: Job, *args: object, **options: object) -> object:
-        jobs.append(job)
-        return train(job, *args, **options)  # type: ignore[arg-type]
+    def watched(work: Assignment, examples: Examples) -> Trained:
+        jobs.append(work.job)
+        return train(work, examples)
 
-    federation.engine.train = watched  # type: ignore[method-assign, assignment]
+    federation.engine.train = watched  # type: ignore[method-assign]
     federation.round()
     first, second = jobs
     for name in HEAD:
@@ -108,8 +108,8 @@ def test_finished_segments_of_fedgalore_are_held_too(adaptive: int) -> None:
     seen: list[tuple[Job, Trained]] = []
     train = federation.engine.train
 
-    def watched(job: Job, *args: Any, **options: Any) -> Trained:
-        seen.append((job, train(job, *args, **options)))
+    def watched(work: Assignment, examples: Examples) -> Trained:
+        seen.append((work.job, train(work, examples)))
         return seen[-1][1]
 
     federation.engine.train = watched  # type: ignore[method-assign]

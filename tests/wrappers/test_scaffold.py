@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedspan.core.method import Method
 from fedspan.core.tensors import tensor_name
-from fedspan.core.values import OptimizerSpec, Spec
+from fedspan.core.values import OptimizerSpec, Spec, Trained
 from fedspan.errors import FedspanError
 from fedspan.methods.fedavg import FedAvg
 from fedspan.methods.fedit import FedIT
@@ -19,6 +19,8 @@ from fedspan.methods.fedsa_lora import FedSALoRA
 from fedspan.methods.flora import FLoRA
 from fedspan.methods.pfedloru import PFedLoRU
 from fedspan.methods.rolora import RoLoRA
+from fedspan.tasks.task import Examples
+from fedspan.training.jobs import Assignment
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedprox import FedProx
 from fedspan.wrappers.scaffold import PREFIX, Scaffold
@@ -205,12 +207,12 @@ def test_two_phases_make_one_variate(variate: str) -> None:
     seen: list[tuple[str, Weights, int]] = []
     train = federation.engine.train
 
-    def watched(job: object, *args: object, **options: object) -> object:
-        trained = train(replace(job, want_gradient=True), *args, **options)  # type: ignore[arg-type, type-var]
-        seen.append((job.phase, trained.gradient, trained.steps))  # type: ignore[attr-defined]
+    def watched(work: Assignment, examples: Examples) -> Trained:
+        trained = train(replace(work, job=replace(work.job, want_gradient=True)), examples)
+        seen.append((work.job.phase, trained.gradient, trained.steps))
         return trained
 
-    federation.engine.train = watched  # type: ignore[method-assign, assignment]
+    federation.engine.train = watched  # type: ignore[method-assign]
     federation.round()
     own = federation.parties["client-0"].memory
     phases = [phase for phase, _, _ in seen]

@@ -8,6 +8,7 @@ PAGES = {
     "audit log": "deployment.md#audit-logs",
     "baselines": "config.md#top-level",
     "certificates": "deployment.md#renewing-certificates",
+    "cluster": "cluster.md",
     "config": "config.md",
     "data": "config.md#data",
     "data.dataset": "data.md",
