@@ -76,10 +76,14 @@ class Exchange:
     async def find_task(self, token: str) -> str | None:
         return {"token": "task"}.get(token)
 
-    async def take_order(self, node: int, received: str, gone: Any) -> bytes:
+    async def take_order(self, node: int, received: str, gone: Any, slot: Any) -> bytes:
         self.asked.append((node, received))
         gone.close()
+        if slot is not None:
+            slot.leave()
         await asyncio.sleep(self.seconds)
+        if slot is not None:
+            await slot.enter()
         return b"order"
 
     async def stored(self, *arguments: Any) -> bytes:
@@ -380,6 +384,47 @@ def test_a_heartbeat_is_a_node_s_own() -> None:
     assert exchange.asked == [7]
     exchange.error = ValueError()
     assert asyncio.run(request(door.Door(Behind(), exchange=exchange), path)) == 400
+
+
+def test_a_node_that_sends_heartbeats_all_the_time_is_refused_and_not_offline_afterwards() -> None:
+    made = door.Door(Behind(), door.DoorLimits(heartbeat_rate=10.0, heartbeat_burst=3.0), exchange=Exchange())
+
+    async def run() -> list[int]:
+        path = f"{door.NODE_API}send-node-heartbeat"
+        found = [await request(made, path) for _ in range(6)]
+        await asyncio.sleep(0.2)
+        return [*found, await request(made, path), await request(made, f"{door.NODE_API}pull-messages")]
+
+    assert asyncio.run(run()) == [200, 200, 200, 429, 429, 429, 200, 200]
+
+
+def test_a_node_that_does_not_read_its_orders_is_sent_few_at_once() -> None:
+    """A request for an order has its place again when its order is fetched, and until the answer is sent."""
+    made = door.Door(Behind(), door.DoorLimits(parallel=2, rate=1e6), exchange=Exchange(0.05))
+    sending, most = 0, 0
+
+    async def one() -> None:
+        nonlocal sending, most
+
+        async def send(message: Any) -> None:
+            nonlocal sending, most
+            if message["type"] == "http.response.start":
+                sending += 1
+                most = max(most, sending)
+                await asyncio.sleep(0.1)
+                sending -= 1
+
+        body = wire.pack([b"7", b""])
+        headers = ((b"content-length", str(len(body)).encode()), (b"key", KEY))
+        scope = {"type": "http", "path": f"{wire.NODE_PATH}take-order", "client": ELSEWHERE, "method": "POST"}
+        scope |= {"headers": headers, "app": SimpleNamespace(keyed=True), "server": ("127.0.0.1", 1)}
+        await made(scope, lambda: whole(body), send)
+
+    async def run() -> None:
+        await asyncio.gather(*(one() for _ in range(6)))
+
+    asyncio.run(run())
+    assert most == 2
 
 
 def test_a_run_s_requests_need_its_token_and_the_operator_s_user(monkeypatch: pytest.MonkeyPatch) -> None:

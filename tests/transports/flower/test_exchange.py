@@ -164,6 +164,42 @@ def test_a_node_waits_with_one_request() -> None:
     run(scenario)
 
 
+def test_a_request_that_was_superseded_while_another_was_processed_fetches_nothing() -> None:
+    async def scenario(exchange: Any, store: Store) -> None:
+        store.orders[7] = ["first"]
+        blocked = Event()
+        occupied = asyncio.ensure_future(exchange.call(blocked.wait))
+        requests = [take(exchange) for _ in range(3)]
+        await settle()
+        blocked.set()
+        assert await asyncio.gather(occupied, *requests) == [True, b"first", b"", b"again first"]
+        assert store.queries == 1
+
+    run(scenario)
+
+
+def test_a_request_leaves_its_place_while_it_waits_and_has_it_again_with_its_order() -> None:
+    class Slot:
+        is_held = True
+
+        async def enter(self) -> None:
+            self.is_held = True
+
+        def leave(self) -> None:
+            self.is_held = False
+
+    async def scenario(exchange: Any, store: Store) -> None:
+        slot = Slot()
+        waiting = asyncio.ensure_future(exchange.take_order(7, "", asyncio.Event().wait(), slot))
+        await settle()
+        assert not slot.is_held
+        await exchange.send_orders(RUN, b"7:first", [])
+        assert await asyncio.wait_for(waiting, 5) == b"first"
+        assert slot.is_held
+
+    run(scenario)
+
+
 def test_a_node_that_is_gone_is_sent_nothing() -> None:
     async def scenario(exchange: Any, store: Store) -> None:
         gone = asyncio.Event()

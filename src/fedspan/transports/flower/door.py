@@ -23,8 +23,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from typing import Any
 
 from anyio.to_thread import current_default_thread_limiter, run_sync
@@ -33,7 +32,6 @@ from starlette.responses import PlainTextResponse, Response
 from fedspan.transports.flower.adapter import (
     NODE_API,
     OBJECT_BYTES,
-    PIECE_BYTES,
     TASK_TOKEN_HEADER,
     MessageStore,
     PushedReply,
@@ -45,6 +43,7 @@ from fedspan.transports.flower.adapter import (
 )
 from fedspan.transports.flower.connections import CONNECTIONS, Connections
 from fedspan.transports.flower.exchange import Exchange
+from fedspan.transports.flower.limits import KNOWN_SECONDS, SMALL_BYTES, Bucket, DoorLimits, Sender, Slot
 from fedspan.transports.flower.local_peer import peer_uid
 from fedspan.transports.flower.wire import (
     BATCH_BYTES,
@@ -59,25 +58,21 @@ from fedspan.transports.flower.wire import (
     unpack,
 )
 
-__all__ = ["BODY_BYTES", "Door", "DoorLimits"]
+__all__ = ["BODY_BYTES", "Door"]
 
 _THREADS = 3
 """Number of requests processed at once; more than one, because Flower's log streams occupy their threads. Each request
 writes to SQLite, which allows one writer, so the forty threads that FastAPI allows would mostly wait for each other."""
 
-_SMALL = 64 * 2**10
-_TREE_NODE = 80
-"""Maximum size of an object in the announcement of a reply, in bytes: its hash in hexadecimal digits, and lengths."""
-
 BODY_BYTES = {
-    "activate-node": _SMALL,
-    "deactivate-node": _SMALL,
-    "send-node-heartbeat": _SMALL,
-    "get-run": _SMALL,
-    "pull-messages": _SMALL,
-    "pull-object": _SMALL,
-    "confirm-message-received": _SMALL,
-    "push-object": OBJECT_BYTES + _SMALL,
+    "activate-node": SMALL_BYTES,
+    "deactivate-node": SMALL_BYTES,
+    "send-node-heartbeat": SMALL_BYTES,
+    "get-run": SMALL_BYTES,
+    "pull-messages": SMALL_BYTES,
+    "pull-object": SMALL_BYTES,
+    "confirm-message-received": SMALL_BYTES,
+    "push-object": OBJECT_BYTES + SMALL_BYTES,
 }
 """Paths of the node API that nodes may use, and the maximum size of a request's body in bytes; ``push-messages`` is a
 further one, whose size depends on the limits."""
@@ -89,52 +84,16 @@ _HEARTBEAT, _PUSH_MESSAGES, _PUSH_OBJECT = "send-node-heartbeat", "push-messages
 _PUSH_ORDERS = "/v1/runtime/push-messages"
 """Flower's own path for orders, which a process of the operator may use."""
 
-_KEYLESS = {"register-node": _SMALL, "unregister-node": _SMALL}
+_KEYLESS = {"register-node": SMALL_BYTES, "unregister-node": SMALL_BYTES}
 """Further paths of a server without keys, at which nodes register themselves."""
 
 _PROMPT = "activate-node", _HEARTBEAT
 """Paths whose requests wait for no other ones: a node that is cut off in an upload comes back at once."""
 
-_KNOWN_SECONDS = 5.0
-"""Seconds for which an admitted key need not be looked up again; a revoked key is refused after that time."""
-
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-
-@dataclass(frozen=True)
-class DoorLimits:
-    """What one node may ask of the server.
-
-    Args:
-        reply_bytes: Maximum size of a reply's objects together, in bytes.
-        parallel: Requests of a node that are processed at once; the others wait.
-        waiting: Requests of a node that may wait; further ones are refused.
-        rate: Requests of a node per second in the long run; faster ones are delayed.
-        burst: Requests of a node that are not delayed after a pause.
-        body_seconds: Time limit for the next part of a body, in seconds.
-        slowest: Slowest transmission of a body, in bytes per second, after the first ``body_seconds``.
-    """
-
-    reply_bytes: int = 1 << 31
-    parallel: int = 2
-    waiting: int = 16
-    rate: float = 40.0
-    burst: float = 120.0
-    body_seconds: float = 15.0
-    slowest: float = 8192.0
-
-    @property
-    def objects(self) -> int:
-        """Maximum number of objects of a reply: its pieces, and the records around them."""
-        return 16 + self.reply_bytes // PIECE_BYTES
-
-    @property
-    def head_bytes(self) -> int:
-        """Maximum size of the announcement of a reply, in bytes."""
-        return _SMALL + self.objects * _TREE_NODE
 
 
 class Refused(Exception):
@@ -148,19 +107,6 @@ class Refused(Exception):
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
         self.status, self.reason = status, reason
-
-
-@dataclass
-class _Sender:
-    """What the door remembers of one node."""
-
-    slots: asyncio.Semaphore
-    tokens: float
-    refilled: float
-    waiting: int = 0
-    reply_left: int = 0
-    node: int | None = None
-    looked_up: float = field(default=-_KNOWN_SECONDS)
 
 
 class Door:
@@ -184,8 +130,8 @@ class Door:
         self._exchange = exchange
         head = self.limits.head_bytes
         self._body_bytes = BODY_BYTES | {_PUSH_MESSAGES: head}
-        self._own_body_bytes = {TAKE_ORDER: _SMALL, SEND_REPLY: head + INLINE_BYTES + _SMALL}
-        self._senders: OrderedDict[bytes, _Sender] = OrderedDict()
+        self._own_body_bytes = {TAKE_ORDER: SMALL_BYTES, SEND_REPLY: head + INLINE_BYTES + SMALL_BYTES}
+        self._senders: OrderedDict[bytes, Sender] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a request, or refuse it with a status of 4xx and close its connection."""
@@ -256,8 +202,9 @@ class Door:
         if most is None or scope["method"] != "POST":
             raise Refused(403, "not a path for nodes")
         length = _declared_length(headers, most)
-        sender: _Sender | None = None
-        async with AsyncExitStack() as stack:
+        sender: Sender | None = None
+        slot: Slot | None = None
+        with ExitStack() as stack:
             if keyed:
                 key = verify_node_headers(headers)
                 if key is None:
@@ -266,13 +213,17 @@ class Door:
                 await self._require_admitted(scope, sender, key)
                 self.connections.accept(scope.get("client"), key, length + 2 * OBJECT_BYTES)
                 if name not in _PROMPT:
-                    await self._wait(sender, stack)
+                    slot = Slot(sender.slots)
+                    stack.callback(slot.leave)
+                    await self._wait(sender, slot)
+                elif sender.heartbeats.take() > 0:
+                    sender.heartbeats.give_back()
+                    raise Refused(429, "too many heartbeats")
             else:  # a trial on one machine: nobody can tell its nodes apart
                 self.connections.accept(scope.get("client"), b"keyless", None)
             body = await _read(receive, length, self.limits)
             if name == TAKE_ORDER:
-                await stack.aclose()  # while it waits, the node's other requests go on
-                answer = await self._take_order(body, sender, scope, receive)
+                answer = await self._take_order(body, sender, slot, scope, receive)
             elif name == SEND_REPLY:
                 answer = await self._send_reply(body, sender, scope)
             elif name == _HEARTBEAT:
@@ -288,16 +239,19 @@ class Door:
                 return
             await _answer(answer, scope, receive, send)
 
-    async def _take_order(self, body: bytes, sender: _Sender | None, scope: Scope, receive: Receive) -> bytes:
+    async def _take_order(
+        self, body: bytes, sender: Sender | None, slot: Slot | None, scope: Scope, receive: Receive
+    ) -> bytes:
         parts = _parts(body, 2)
         if len(parts) != 2 or not parts[0].isdigit() or len(parts[0]) > 20 or len(parts[1]) > 64:
             raise Refused(400, "not a request for an order")
         node = int(parts[0])
         if sender is not None and node != sender.node:
             raise Refused(403, "a request in the name of another")
-        return await self._exchanged(scope).take_order(node, parts[1].decode("latin-1"), _disconnected(receive))
+        received = parts[1].decode("latin-1")
+        return await self._exchanged(scope).take_order(node, received, _disconnected(receive), slot)
 
-    async def _send_reply(self, body: bytes, sender: _Sender | None, scope: Scope) -> bytes:
+    async def _send_reply(self, body: bytes, sender: Sender | None, scope: Scope) -> bytes:
         head, *contents = _parts(body, 1 + self.limits.objects) or [b""]
         reply = await self._require_reply(head, sender)
         for content in contents:
@@ -309,48 +263,47 @@ class Door:
         except ValueError as error:
             raise Refused(409, "not a reply that can be stored") from error
 
-    async def _acknowledge_heartbeat(self, body: bytes, sender: _Sender | None, scope: Scope) -> bytes:
+    async def _acknowledge_heartbeat(self, body: bytes, sender: Sender | None, scope: Scope) -> bytes:
         exchange = self._exchanged(scope)
         try:
             return await exchange.acknowledge_heartbeat(body, None if sender is None else sender.node)
         except ValueError as error:
             raise Refused(400, "not a heartbeat of this node") from error
 
-    def _sender(self, key: bytes) -> _Sender:
-        now = time.monotonic()
-        sender = self._senders.pop(key, None)
+    def _sender(self, key: bytes) -> Sender:
+        sender, limits = self._senders.pop(key, None), self.limits
         if sender is None:
-            sender = _Sender(asyncio.Semaphore(self.limits.parallel), self.limits.burst, now)
+            requests = Bucket(limits.rate, limits.burst)
+            heartbeats = Bucket(limits.heartbeat_rate, limits.heartbeat_burst)
+            sender = Sender(asyncio.Semaphore(limits.parallel), requests, heartbeats)
         self._senders[key] = sender
         while len(self._senders) > 4096 and next(iter(self._senders.values())).waiting == 0:
             self._senders.popitem(last=False)
         return sender
 
-    async def _require_admitted(self, scope: Scope, sender: _Sender, key: bytes) -> None:
+    async def _require_admitted(self, scope: Scope, sender: Sender, key: bytes) -> None:
         now = time.monotonic()
-        if now - sender.looked_up >= _KNOWN_SECONDS:
+        if now - sender.looked_up >= KNOWN_SECONDS:
             sender.node = await run_sync(find_node_id, scope["app"], key)
             sender.looked_up = now
         if sender.node is None:
             self._senders.pop(key, None)
             raise Refused(401, "this key was not admitted")
 
-    async def _wait(self, sender: _Sender, stack: AsyncExitStack) -> None:
+    async def _wait(self, sender: Sender, slot: Slot) -> None:
         """Delay a request until its sender may send one."""
         if sender.waiting >= self.limits.waiting:
             raise Refused(429, "too many requests at once")
         sender.waiting += 1
         try:
-            await stack.enter_async_context(sender.slots)
+            await slot.enter()
         finally:
             sender.waiting -= 1
-        now = time.monotonic()
-        sender.tokens = min(self.limits.burst, sender.tokens + (now - sender.refilled) * self.limits.rate) - 1
-        sender.refilled = now
-        if sender.tokens < 0:
-            await asyncio.sleep(-sender.tokens / self.limits.rate)
+        delay = sender.requests.take()
+        if delay > 0:
+            await asyncio.sleep(delay)
 
-    def _require_room(self, body: bytes, sender: _Sender | None) -> None:
+    def _require_room(self, body: bytes, sender: Sender | None) -> None:
         """Check that an object belongs to a node's reply, and that its reply is not too large with it."""
         if sender is None:
             return
@@ -358,7 +311,7 @@ class Door:
             raise Refused(413, "the objects are larger than a reply may be, or belong to no reply")
         sender.reply_left -= len(body)
 
-    async def _require_reply(self, head: bytes, sender: _Sender | None) -> PushedReply:
+    async def _require_reply(self, head: bytes, sender: Sender | None) -> PushedReply:
         """Check that a head announces one reply, of a node itself and to the server, and let its objects follow."""
         if len(head) > self.limits.head_bytes:
             raise Refused(413, f"the announcement of a reply has at most {self.limits.head_bytes} bytes")

@@ -23,6 +23,7 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
 from fedspan.transports.flower.adapter import GivenOrder, MessageStore, SentReplies
+from fedspan.transports.flower.limits import Slot
 
 __all__ = ["Exchange", "ExchangeLimits"]
 
@@ -184,13 +185,15 @@ class Exchange:
         """Return the task of a run's server by its token; None: the token is not valid."""
         return await self.call(self.store.find_task, token, urgency=_OPERATOR)
 
-    async def take_order(self, node: int, received: str, gone: Awaitable[object]) -> bytes:
+    async def take_order(self, node: int, received: str, gone: Awaitable[object], slot: Slot | None = None) -> bytes:
         """Wait for an order for a node.
 
         Args:
             node: Flower's id of the node.
             received: Id of the last order that the node received as a whole; empty: none.
             gone: Ends when the node's connection is closed; it is cancelled.
+            slot: The request's place among those of its node that are processed at once, which it leaves while it
+                waits, and has again when the answer contains an order. None: there is no such limit.
 
         Returns:
             The order with its objects; empty: there was none in time, or the node has sent another request.
@@ -202,23 +205,29 @@ class Exchange:
         ends = [asyncio.ensure_future(gone), asyncio.ensure_future(ended.wait())]
         try:
             while not any(one.done() for one in ends):
-                answer = await self._fetch(node, own, received)
+                answer = await self._fetch(node, own, received, ended)
                 if answer is not None:
                     return answer
+                if slot is not None:
+                    slot.leave()
                 news = asyncio.ensure_future(own.news.wait())
                 left = deadline - time.monotonic()
                 await asyncio.wait([news, *ends], timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED)
                 news.cancel()
-                if time.monotonic() >= deadline:
+                if time.monotonic() >= deadline or any(one.done() for one in ends):
                     break
+                if slot is not None:
+                    await slot.enter()
         finally:
             for one in ends:
                 one.cancel()
         return b""
 
-    async def _fetch(self, node: int, own: _Node, received: str) -> bytes | None:
-        """Return the order that the node has not received, or the next one; None: there is none."""
+    async def _fetch(self, node: int, own: _Node, received: str, ended: asyncio.Event) -> bytes | None:
+        """Return the order that the node has not received, or the next one; None: there is none, or `ended` is set."""
         async with own.lock:
+            if ended.is_set():
+                return None
             if own.given is not None and own.given.id == received:
                 await self.call(self.store.delete, received)
             elif own.given is not None:

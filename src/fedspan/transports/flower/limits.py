@@ -1,0 +1,117 @@
+"""What one node may ask of the server: how much at once, how fast, and how large a reply."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from fedspan.transports.flower.adapter import PIECE_BYTES
+
+__all__ = ["KNOWN_SECONDS", "SMALL_BYTES", "Bucket", "DoorLimits", "Sender", "Slot"]
+
+SMALL_BYTES = 64 * 2**10
+"""Maximum size of a request without objects, in bytes."""
+_TREE_NODE = 80
+"""Maximum size of an object in the announcement of a reply, in bytes: its hash in hexadecimal digits, and lengths."""
+
+KNOWN_SECONDS = 5.0
+"""Seconds for which an admitted key need not be looked up again; a revoked key is refused after that time."""
+
+
+@dataclass(frozen=True)
+class DoorLimits:
+    """What one node may ask of the server.
+
+    Args:
+        reply_bytes: Maximum size of a reply's objects together, in bytes.
+        parallel: Requests of a node that are processed at once; the others wait. A request for an order does not count
+            while there is none. Heartbeats and activations do not count, so that a busy node stays online.
+        waiting: Requests of a node that may wait; further ones are refused.
+        rate: Requests of a node per second in the long run, beside heartbeats and activations; faster ones are delayed.
+        burst: Requests of a node that are not delayed after a pause.
+        heartbeat_rate: Heartbeats and activations of a node per second in the long run; faster ones are refused.
+        heartbeat_burst: Heartbeats and activations of a node that are not refused after a pause.
+        body_seconds: Time limit for the next part of a body, in seconds.
+        slowest: Slowest transmission of a body, in bytes per second, after the first ``body_seconds``.
+    """
+
+    reply_bytes: int = 1 << 31
+    parallel: int = 2
+    waiting: int = 16
+    rate: float = 40.0
+    burst: float = 120.0
+    heartbeat_rate: float = 1.0
+    heartbeat_burst: float = 30.0
+    body_seconds: float = 15.0
+    slowest: float = 8192.0
+
+    @property
+    def objects(self) -> int:
+        """Maximum number of objects of a reply: its pieces, and the records around them."""
+        return 16 + self.reply_bytes // PIECE_BYTES
+
+    @property
+    def head_bytes(self) -> int:
+        """Maximum size of the announcement of a reply, in bytes."""
+        return SMALL_BYTES + self.objects * _TREE_NODE
+
+
+class Bucket:
+    """A token bucket.
+
+    Args:
+        rate: Tokens that are added per second.
+        burst: Maximum number of tokens.
+    """
+
+    def __init__(self, rate: float, burst: float) -> None:
+        self.rate, self.burst = rate, burst
+        self._tokens, self._refilled = burst, time.monotonic()
+
+    def take(self) -> float:
+        """Take a token, and return the seconds until it is there."""
+        now = time.monotonic()
+        self._tokens = min(self.burst, self._tokens + (now - self._refilled) * self.rate) - 1
+        self._refilled = now
+        return max(0.0, -self._tokens / self.rate)
+
+    def give_back(self) -> None:
+        """Give back a token that is not used."""
+        self._tokens += 1
+
+
+class Slot:
+    """A request's place among those of its node that are processed at once.
+
+    Args:
+        slots: The places of the node.
+    """
+
+    def __init__(self, slots: asyncio.Semaphore) -> None:
+        self._slots, self._is_held = slots, False
+
+    async def enter(self) -> None:
+        """Wait for the place, unless the request has it."""
+        if not self._is_held:
+            await self._slots.acquire()
+            self._is_held = True
+
+    def leave(self) -> None:
+        """Leave the place to the next request, if the request has it."""
+        if self._is_held:
+            self._is_held = False
+            self._slots.release()
+
+
+@dataclass
+class Sender:
+    """What the door remembers of one node."""
+
+    slots: asyncio.Semaphore
+    requests: Bucket
+    heartbeats: Bucket
+    waiting: int = 0
+    reply_left: int = 0
+    node: int | None = None
+    looked_up: float = field(default=-KNOWN_SECONDS)
