@@ -16,7 +16,9 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Orders
 from fedspan.runs import checkpoint
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.setup import prepare
 from fedspan.transports.ray.sharing import shared_teams
+from fedspan.transports.ray.worker import BaseVersion, Worker
 from helpers import tiny, tiny_decoders, tiny_images
 from helpers.run_content import content
 
@@ -126,6 +128,31 @@ def test_a_stacking_plan_is_measured_by_a_worker_and_stored(tiny_folder: Path, t
     plan = json.loads((tmp_path / "run" / "engine.json").read_text())
     assert plan["workers"] == 1  # a worker has one thread
     assert plan["at_once"] >= 1
+
+
+def test_the_batched_engine_starts_the_head_from_the_statistics_of_the_loop_engine(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    settings = tiny.settings(tiny_folder, model={"head_init": "lda"}, federation={"rounds": 1})
+    starts = [
+        fedspan.run({**settings, **WORKERS, "engine": {"name": name}}, tmp_path / name, progress=False).start
+        for name in ("loop", "batched")
+    ]
+    assert starts[0] is not None
+    assert starts[0]["head_init"] == "lda"
+    assert starts[1] == starts[0]
+
+
+def test_hidden_states_are_stored_before_a_plan_is_measured(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    host = prepare(tiny.config(tiny_folder, engine={"name": "batched"})).federation.transport.host  # pyright: ignore
+    monkeypatch.setattr(host, "prepare", lambda ids: calls.append(f"prepare {[*ids]}"))
+    monkeypatch.setattr(host.engine, "choose_plan", lambda *arguments: calls.append("choose_plan"))
+    monkeypatch.setattr(host, "first_assignments", lambda orders: [])
+    worker = Worker(torch.get_num_threads())
+    worker.build(lambda kit: host, None)
+    worker.settle(BaseVersion(1, None), None, [], [], clients=1)
+    assert calls == ["prepare []", "choose_plan"]
 
 
 def test_data_may_be_passed_and_a_model_may_not(tiny_folder: Path, tmp_path: Path) -> None:

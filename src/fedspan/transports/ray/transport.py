@@ -82,7 +82,8 @@ class ClusterTransport(InProcess):
         if not ids:  # a Poisson sample may be empty
             return
         workers, most, plan = len(self.team.members), 1, None
-        if isinstance(engine := self.host.engine, BatchedEngine):
+        # Statistics are computed client by client, and their orders hold no jobs to measure.
+        if orders.task == "train" and isinstance(engine := self.host.engine, BatchedEngine):
             if engine.stacking is None:
                 engine.stacking = self._measure(orders, ids)
                 if engine.on_plan is not None:

@@ -130,7 +130,9 @@ class Worker:
             return None
         self._set_base(host, version, patch)
         assert isinstance(host.engine, BatchedEngine)
-        return host.engine.choose_plan(host.first_assignments(self._open(host, bodies, stack)), clients, host.examples)
+        orders = self._open(host, bodies, stack)
+        host.prepare([order.to for order in orders])  # or the first passes that are measured fill the caches
+        return host.engine.choose_plan(host.first_assignments(orders), clients, host.examples)
 
     def answer(
         self,
@@ -147,7 +149,7 @@ class Worker:
             patch: Encoded message with the change of the base since the known version; None: there is none.
             bodies: The encoded messages of the orders, in the object store.
             stack: The orders.
-            plan: The stacking plan; None: the engine has none.
+            plan: The stacking plan; None: nothing is trained, or the engine has none.
 
         Returns:
             The replies; None if the worker was started again and has no host.
