@@ -37,7 +37,7 @@ class FedspanError(Exception):
         super().__init__(line.encode(errors="backslashreplace").decode())
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _restore, (self.field, self.value, self.expected, self.problem)
+        return _restore, (type(self), self.field, self.value, self.expected, self.problem)
 
     def at(self, field: str | None = None, value: object = None, note: str = "") -> FedspanError:
         """Return the same error at another place.
@@ -54,8 +54,11 @@ class FedspanError(Exception):
         return FedspanError(self.field if field is None else field, value, self.expected, problem=problem)
 
 
-def _restore(field: str, value: object, expected: str, problem: str | None) -> FedspanError:
-    return FedspanError(field, value, expected, problem=problem)
+def _restore(kind: type[FedspanError], field: str, value: object, expected: str, problem: str | None) -> FedspanError:
+    """Create an error of a class whose own arguments may be others."""
+    error = kind.__new__(kind)
+    FedspanError.__init__(error, field, value, expected, problem=problem)
+    return error
 
 
 def _default_problem(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 from pydantic import BaseModel
 
 import fedspan
+from fedspan.clients.store import LostStateError
 from fedspan.deployment.handshake import Introduction
 from fedspan.errors import FedspanError, escape_controls, nearest, similar
 from fedspan.federation.protocol import _ReplyHeader
+from fedspan.files import DamagedFileError
 
 SOURCE = Path(fedspan.__file__).parent
 
@@ -32,6 +35,17 @@ SOURCE = Path(fedspan.__file__).parent
 )
 def test_a_message_is_one_line_of_sentences(error: FedspanError, message: str) -> None:
     assert str(error) == message
+
+
+def test_errors_of_all_classes_pass_between_processes() -> None:
+    errors = (
+        FedspanError("a.b", 3, "at most 2"),
+        LostStateError("site-1", 3, "it is missing"),
+        DamagedFileError(Path("f"), "cut"),
+    )
+    for error in errors:
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
 
 
 def test_values_without_a_representation_are_named_by_their_type() -> None:
