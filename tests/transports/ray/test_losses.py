@@ -23,6 +23,7 @@ import fedspan
 from fedspan.federation.progress import RoundResult
 from fedspan.runs.cluster import build_host, connect_workers, resources_of
 from fedspan.runs.setup import Prepared, prepare
+from fedspan.transports.ray.sharing import shared_teams
 from fedspan.transports.ray.team import open_team
 from helpers import tiny
 from helpers.plain_data import plain
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 def config(folder: Path, **cluster: Any) -> Any:
     """All four clients, for long enough that a worker can die meanwhile."""
-    changes = {"federation": {"clients_per_round": None}, "training": {"local_steps": 40}}
+    changes: dict[str, Any] = {"federation": {"clients_per_round": None}, "training": {"local_steps": 40}}
     return tiny.config(folder, **changes, cluster={"workers": 2, "start_seconds": 60.0, **cluster})
 
 
@@ -58,13 +59,48 @@ def require_same_rounds(prepared: Prepared, connected: Prepared, interrupt: Any)
         assert made.transfers == wanted.transfers
 
 
-def test_a_worker_that_dies_costs_its_stack(tiny_folder: Path) -> None:
+def test_workers_that_die_are_started_again_in_this_run_and_the_next(tiny_folder: Path) -> None:
     prepared = prepare(config(tiny_folder))
+
+    def kill() -> None:
+        """Kill all workers, so that a round which ends has been done by those that were started again."""
+        for member in team.members:
+            ray.kill(member.actor)
+
     with open_team(resources_of(prepared.config)) as team:
-        busiest = team.members[0]
-        require_same_rounds(
-            prepared, connect_workers(prepared, team), lambda: ray.kill(busiest.actor, no_restart=False)
-        )
+        require_same_rounds(prepared, connect_workers(prepared, team), kill)
+        assert [member.deaths for member in team.members] == [1, 1]
+        for member in team.members:
+            member.lost = True  # as if they had died more often than a run starts them again
+        kill()
+        connected = connect_workers(prepared, team).federation
+        assert not any(member.lost for member in team.members)
+        connected.run_round(connected.begin())
+
+
+def test_a_run_does_not_wait_for_the_work_of_an_aborted_one(tiny_folder: Path) -> None:
+    prepared = prepare(config(tiny_folder))
+
+    def abort(client: str, loss: float) -> None:
+        raise KeyboardInterrupt
+
+    with open_team(resources_of(prepared.config)) as team:
+        aborted = connect_workers(prepared, team).federation
+        actors = [member.actor for member in team.members]
+        with pytest.raises(KeyboardInterrupt):
+            aborted.run_round(aborted.begin(), abort)
+        connected = connect_workers(prepared, team).federation
+        assert [member.actor for member in team.members] != actors
+        assert connected.run_round(connected.begin()).failures == ()
+
+
+def test_runs_of_a_series_may_differ_in_their_workers(tiny_folder: Path) -> None:
+    with shared_teams():
+        for workers in (1, 2):
+            prepared = prepare(config(tiny_folder, workers=workers))
+            with open_team(resources_of(prepared.config)) as team:
+                connected = connect_workers(prepared, team).federation
+                assert connected.run_round(connected.begin()).failures == ()
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def shared_teams() -> Generator[None]:
 
 @contextmanager
 def shared_or_new(key: Hashable, new: AbstractContextManager[Any]) -> Generator[Any]:
-    """Enter a context for the time of a run; within ``shared_teams``, until that ends, and once for equal keys.
+    """Enter a context for the time of a run; within ``shared_teams``, until that ends or another key follows.
 
     Args:
         key: What two runs need to have in common to share the context.
@@ -40,5 +40,7 @@ def shared_or_new(key: Hashable, new: AbstractContextManager[Any]) -> Generator[
         return
     stack, known = _shared
     if key not in known:
+        known.clear()
+        stack.close()  # before others need the processors of these workers
         known[key] = stack.enter_context(new)
     yield known[key]

@@ -29,9 +29,7 @@ T = TypeVar("T")
 LOSSES = 2
 """Number of workers that may die while they do one piece of work; after one more it counts as failed."""
 _RESTARTS = 3
-"""How often Ray starts a worker again that has died."""
-_PAUSE = 1.0
-"""Seconds before another attempt to start a worker again."""
+"""Number of times in a run that a worker which died is started again."""
 _LOST = (NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError)
 
 
@@ -118,10 +116,12 @@ class Member:
         self.actor = actor
         self.version: int | None = None
         """Version of the base that it has; None: the pretrained base."""
-        self.failed_starts = 0
-        """Number of attempts to start it again that failed, one after another."""
+        self.deaths = 0
+        """Number of times that it died in this run."""
         self.lost = False
-        """Whether Ray has given it up."""
+        """Whether it died too often to be started again in this run."""
+        self.cause = ""
+        """Ray's report of its last death."""
 
 
 class Piece(Generic[T]):
@@ -149,18 +149,25 @@ class Team:
     """
 
     def __init__(self, resources: Resources) -> None:
-        options = {"num_cpus": resources.threads, "num_gpus": resources.gpus, "scheduling_strategy": "SPREAD"}
-        actor = ray.remote(Worker).options(**options, max_restarts=_RESTARTS, max_task_retries=0)
-        self.members = [Member(actor.remote(resources.threads)) for _ in range(resources.workers)]
         self.resources = resources
+        self.members = [Member(self._start()) for _ in range(resources.workers)]
         self._recovering: dict[Any, Member] = {}
+        self._running: dict[Any, tuple[Member, Piece[Any]]] = {}
         self._plan: tuple[Any, ...] = ()
         self._base, self._number = BaseUpdate(), 0
         self._rounds: dict[int, int] = {}
         self._patches: dict[int | None, Any] = {}
 
+    def _start(self) -> Any:
+        """Start the process of a worker as soon as there is room for it."""
+        size = self.resources
+        # A new actor instead of Ray's restarts: calls to it wait for its start, whereas calls to one that Ray restarts
+        # fail until it is back.
+        options = {"num_cpus": size.threads, "num_gpus": size.gpus, "scheduling_strategy": "SPREAD"}
+        return ray.remote(Worker).options(**options, max_restarts=0).remote(size.threads)
+
     def build(self, build: Callable[[Any], Host], kit: object) -> None:
-        """Build the hosts of a run.
+        """Build the hosts of a run, in new processes where an earlier run lost a worker or left it busy.
 
         Args:
             build: Builds the host of a worker from the kit; a module-level function.
@@ -171,23 +178,48 @@ class Team:
         """
         self._plan = build, ray.put(kit)  # kept: a worker that is started again needs it, too
         self._base, self._patches, self._rounds = BaseUpdate(), {}, {}
+        busy = self._busy()
+        for member in self.members:
+            if member.lost or member in busy:
+                ray.kill(member.actor)
+                member.actor = self._start()
+            member.lost, member.deaths = False, 0
         self._recovering = dict(map(self._rebuild, self.members))
-        waiting, wanted = list(self._recovering), self.resources
-        ready, rest = ray.wait(waiting, num_returns=len(waiting), timeout=wanted.start_seconds)
-        for ref in ready:
-            try:
-                ray.get(ref)
-            except RayError as error:
-                raise _cause_of(error) from error
-            del self._recovering[ref]
-        if rest:
-            there = ray.cluster_resources()
-            problem = (
-                f"{len(ready)} of {wanted.workers} workers started within {wanted.start_seconds:g} s. Each takes "
-                f"{wanted.threads} CPUs and {wanted.gpus:g} GPUs; the cluster has {there.get('CPU', 0):g} CPUs and "
-                f"{there.get('GPU', 0):g} GPUs"
-            )
-            raise FedspanError("cluster.workers", wanted.workers, problem=problem)
+        wanted, until = self.resources, time.monotonic() + self.resources.start_seconds
+        while self._recovering:
+            left = max(0.0, until - time.monotonic())
+            ready, _ = ray.wait(list(self._recovering), num_returns=1, timeout=left)
+            if not ready:
+                there = ray.cluster_resources()
+                problem = (
+                    f"{wanted.workers - len(self._recovering)} of {wanted.workers} workers started within "
+                    f"{wanted.start_seconds:g} s. Each takes {wanted.threads} CPUs and {wanted.gpus:g} GPUs; the "
+                    f"cluster has {there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs"
+                )
+                raise FedspanError("cluster.workers", wanted.workers, problem=problem)
+            self._recovered(ready[0])
+        for member in self.members:
+            if member.lost:
+                problem = f"a worker died {member.deaths} times while it started ({member.cause})"
+                raise FedspanError("cluster.workers", wanted.workers, problem=problem)
+
+    def _busy(self) -> set[Member]:
+        """Return the workers that an aborted run left with something to do, which nobody waits for."""
+        refs = [*self._running, *self._recovering]
+        ready = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set[Any]()
+        found = {member for ref, (member, _) in self._running.items() if ref not in ready}
+        found |= set(self._recovering.values())
+        self._running, self._recovering = {}, {}
+        return found
+
+    def _restart(self, member: Member, error: RayError) -> None:
+        """Start a worker that died again, unless it died too often."""
+        ray.kill(member.actor)  # it may be unreachable and alive
+        member.deaths, member.cause = member.deaths + 1, " ".join(str(error).split())[:300]
+        member.lost = member.deaths > _RESTARTS
+        if not member.lost:
+            member.actor = self._start()
+            self._recovering.update([self._rebuild(member)])
 
     def _rebuild(self, member: Member) -> tuple[Any, Member]:
         """Begin to build the host of a worker, and return the reference of the end of it."""
@@ -223,8 +255,7 @@ class Team:
 
         Args:
             queues: Pieces of each worker, in the order in which it does them.
-            send: Begins a piece on a worker and returns the reference of its result, which is None if the worker has no
-                host.
+            send: Begins a piece on a worker and returns the reference of its result.
             done: Takes a piece and its result.
             failed: Takes a piece that lost too many workers, and the reason.
 
@@ -234,6 +265,7 @@ class Team:
         left = Queues(queues)
         idle = deque(one for one in self.members if not one.lost and one not in self._recovering.values())
         running: dict[Any, tuple[Member, Piece[T]]] = {}
+        self._running = running
 
         def dispatch() -> None:
             while idle and left:
@@ -251,9 +283,9 @@ class Team:
             member, piece = running.pop(ref)
             try:
                 result = ray.get(ref)
-            except _LOST:
+            except _LOST as error:
                 piece.losses += 1
-                self._recovering.update([self._rebuild(member)])
+                self._restart(member, error)
                 if piece.losses <= LOSSES:
                     left.put_back(piece)
                     dispatch()
@@ -262,14 +294,9 @@ class Team:
                 continue
             except RayTaskError as error:
                 raise _cause_of(error) from error
-            if result is None:  # it was started again since its last work
-                self._recovering.update([self._rebuild(member)])
-                left.put_back(piece)
-            else:
-                idle.append(member)
+            idle.append(member)
             dispatch()  # before the result is processed, for which workers need not wait
-            if result is not None:
-                done(piece.content, result)
+            done(piece.content, result)
 
     def _next(self, running: Mapping[Any, object]) -> Any:
         """Return the reference of the next result, or of a worker that was started again."""
@@ -283,19 +310,15 @@ class Team:
         return ready[0]
 
     def _recovered(self, ref: Any) -> list[Member]:
-        """Return the worker that was started again; empty if Ray has given it up."""
+        """Return the worker that was started again; empty if it died meanwhile."""
         member = self._recovering.pop(ref)
         try:
             ray.get(ref)
-        except _LOST:
-            # A call may fail because Ray has not noticed the worker's end yet, and not because it gave it up.
-            member.failed_starts += 1
-            member.lost = member.failed_starts > _RESTARTS
-            if not member.lost:
-                time.sleep(_PAUSE)
-                self._recovering.update([self._rebuild(member)])
+        except _LOST as error:
+            self._restart(member, error)
             return []
-        member.failed_starts = 0
+        except RayTaskError as error:
+            raise _cause_of(error) from error
         return [member]
 
 
@@ -322,10 +345,7 @@ class Queues(Generic[T]):
         return max(self._own, key=lambda queue: sum(piece.load for piece in queue)).pop()
 
 
-def _cause_of(error: RayError) -> BaseException:
-    """Return the error to raise for one of Ray's: that of the worker if a user can correct it."""
-    if isinstance(error, _LOST):
-        reason = " ".join(str(error).split())[:300]
-        return FedspanError("cluster.workers", None, problem=f"a worker died while it started ({reason})")
+def _cause_of(error: RayTaskError) -> BaseException:
+    """Return the error to raise for one of a worker: its cause if a user can correct it."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, FedspanError) else error

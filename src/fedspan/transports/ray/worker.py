@@ -120,14 +120,9 @@ class Worker:
         bodies: Sequence[ray.ObjectRef[bytes]],
         stack: Sequence[StackedOrder],
         clients: int,
-    ) -> StackingPlan | None:
-        """Measure how many clients train at once in a round of ``clients`` clients for each worker.
-
-        Returns:
-            The stacking plan; None if the worker was started again and has no host.
-        """
-        if (host := self._host) is None:
-            return None
+    ) -> StackingPlan:
+        """Measure how many clients train at once in a round of ``clients`` clients for each worker."""
+        host = self._built()
         self._set_base(host, version, patch)
         assert isinstance(host.engine, BatchedEngine)
         orders = self._open(host, bodies, stack)
@@ -141,7 +136,7 @@ class Worker:
         bodies: Sequence[ray.ObjectRef[bytes]],
         stack: Sequence[StackedOrder],
         plan: StackingPlan | None,
-    ) -> list[Outcome] | None:
+    ) -> list[Outcome]:
         """Carry out the orders of a stack.
 
         Args:
@@ -152,13 +147,12 @@ class Worker:
             plan: The stacking plan; None: nothing is trained, or the engine has none.
 
         Returns:
-            The replies; None if the worker was started again and has no host.
+            The replies.
 
         Raises:
             FedspanError: If ``Host.train`` or ``Host.answer`` raises it.
         """
-        if (host := self._host) is None:
-            return None
+        host = self._built()
         self._set_base(host, version, patch)
         if isinstance(host.engine, BatchedEngine):
             host.engine.stacking = plan
@@ -171,6 +165,10 @@ class Worker:
             replies = [host.answer(order) for order in orders]
         made = self._store.departing
         return [Outcome(one.id, one.envelope(), made.pop(one.id, None), _session(host, one.id)) for one in replies]
+
+    def _built(self) -> Host:
+        assert self._host is not None, "the driver sends work only to workers whose host is built"
+        return self._host
 
     def _set_base(self, host: Host, version: BaseVersion, patch: bytes | None) -> None:
         if version.number == self._version:
