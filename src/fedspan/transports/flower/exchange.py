@@ -100,7 +100,7 @@ class _Node:
 
     Args:
         news: Set unless it is known that no order waits for the node.
-        given: The order that it was sent, and has not received as far as is known.
+        given: The order that it was sent last; None: it has received it, or was sent none.
         ended: Set to end the request that waits; only a node's last one waits.
         lock: Held while an order is fetched.
     """
@@ -349,12 +349,12 @@ class Exchange:
         return b""
 
     def wake_nodes(self) -> None:
-        """Let all nodes fetch orders: somebody may have stored one with Flower's own requests."""
+        """Let all nodes fetch orders: one may have been stored by Flower's own requests."""
         for own in self._nodes.values():
             own.news.set()
 
     def wake_runs(self) -> None:
-        """Let all runs fetch replies: somebody may have stored one with Flower's own requests."""
+        """Let all runs fetch replies: one may have been stored by Flower's own requests."""
         for run in self._runs.values():
             run.checked = float("-inf")
             run.news.set()

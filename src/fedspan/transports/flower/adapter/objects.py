@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from flwr.app import Array, Message
 from flwr.common.constant import (
@@ -30,9 +29,6 @@ from flwr.supercore.inflatable.inflatable_utils import (
 )
 from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "OBJECT_BYTES",

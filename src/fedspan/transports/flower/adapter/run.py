@@ -6,7 +6,7 @@ import ssl
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 from flwr.app import Error, Message, Metadata
@@ -45,9 +45,6 @@ from flwr.supercore.inflatable.inflatable_utils import (
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExecAuthHttpInterceptor
 from flwr.supercore.retry import make_simple_http_retry_invoker
 from flwr.supercore.runtime import RuntimeHttpClient
-
-if TYPE_CHECKING:
-    pass
 
 from fedspan.transports.flower.adapter.objects import object_id, set_identity, tree_ids
 from fedspan.transports.flower.wire import (

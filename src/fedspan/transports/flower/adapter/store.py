@@ -43,7 +43,7 @@ class GivenOrder(NamedTuple):
 
 
 class StoredReply(NamedTuple):
-    """What became of a reply.
+    """The result of storing a reply.
 
     Args:
         run: Flower's id of the run.
