@@ -12,16 +12,6 @@ import pytest
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
 from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.app.message import remove_content_from_message
-from flwr.common.constant import SUPERLINK_NODE_ID
-from flwr.common.serde import message_from_proto, message_to_proto
-from flwr.proto.fleet_pb2 import PullMessagesResponse, PushMessagesRequest
-from flwr.proto.message_pb2 import ObjectTree
-from flwr.proto.node_pb2 import Node
-from flwr.proto.runtime_pb2 import PushAppMessagesRequest
-from flwr.server.superlink.linkstate import LinkStateFactory
-from flwr.supercore.object_store import ObjectStoreFactory
-from flwr.superlink.federation import NoOpFederationManager
 
 from fedspan.transports.flower.adapter import (
     MessageStore,
@@ -30,6 +20,20 @@ from fedspan.transports.flower.adapter import (
     read_pushed_reply,
     set_identity,
 )
+from helpers.hostile_node import name_of
+
+remove_content_from_message = name_of("flwr.app.message", "remove_content_from_message")
+SUPERLINK_NODE_ID = name_of("flwr.common.constant", "SUPERLINK_NODE_ID")
+message_from_proto = name_of("flwr.common.serde", "message_from_proto")
+message_to_proto = name_of("flwr.common.serde", "message_to_proto")
+PullMessagesResponse = name_of("flwr.proto.fleet_pb2", "PullMessagesResponse")
+PushMessagesRequest = name_of("flwr.proto.fleet_pb2", "PushMessagesRequest")
+ObjectTree = name_of("flwr.proto.message_pb2", "ObjectTree")
+Node = name_of("flwr.proto.node_pb2", "Node")
+PushAppMessagesRequest = name_of("flwr.proto.runtime_pb2", "PushAppMessagesRequest")
+LinkStateFactory = name_of("flwr.server.superlink.linkstate", "LinkStateFactory")
+ObjectStoreFactory = name_of("flwr.supercore.object_store", "ObjectStoreFactory")
+NoOpFederationManager = name_of("flwr.superlink.federation", "NoOpFederationManager")
 
 
 class Scene:
@@ -39,7 +43,7 @@ class Scene:
         factory: Factory of the database.
     """
 
-    def __init__(self, factory: LinkStateFactory) -> None:
+    def __init__(self, factory: Any) -> None:
         self.state = factory.state()
         self.store = MessageStore(SimpleNamespace(state=SimpleNamespace(linkstate_factory=factory)))
         self.node = self.state.create_node("owner", "owner", os.urandom(8), 30.0)
@@ -65,7 +69,7 @@ class Scene:
         assert nodes == {self.node}
         return tree.object_id
 
-    def reply(self, order: Any) -> tuple[PushMessagesRequest, list[bytes]]:
+    def reply(self, order: Any) -> tuple[Any, list[bytes]]:
         """A node's reply to an order, as the node sends it."""
         set_identity(1, self.run, self.node)
         received = message_from_proto(PullMessagesResponse.FromString(order.head).messages_list[0])
@@ -79,13 +83,13 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def factory(tmp_path_factory: pytest.TempPathFactory) -> LinkStateFactory:
+def factory(tmp_path_factory: pytest.TempPathFactory) -> Any:
     database = str(tmp_path_factory.mktemp("database") / "flower.db")
     return LinkStateFactory(database, NoOpFederationManager(), ObjectStoreFactory(database))
 
 
 @pytest.fixture
-def scene(factory: LinkStateFactory) -> Scene:
+def scene(factory: Any) -> Scene:
     return Scene(factory)
 
 
