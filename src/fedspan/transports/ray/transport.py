@@ -34,7 +34,8 @@ def cut_stacks(work: Mapping[str, int], most: int, workers: int) -> list[list[st
     Args:
         work: Each client's work.
         most: Largest number of clients in a stack.
-        workers: Number of workers; the number of stacks is a multiple of it where the clients suffice.
+        workers: Number of workers. Of clients with equal work, the number of stacks is a multiple of it, unless each
+            stack is one client.
     """
     if not work:
         return []
