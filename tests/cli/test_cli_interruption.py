@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.folder import RunFolder
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks, and sends signals")
@@ -100,6 +101,14 @@ def wait_for(folder: Path, rounds: int) -> None:
         time.sleep(0.005)
 
 
+def wait_for_checkpoint(folder: Path, rounds: int) -> None:
+    """Wait until rounds are saved, which is later than their lines in the logs."""
+    deadline = time.monotonic() + 300
+    while checkpoints.last_saved_round(RunFolder(folder)) < rounds:
+        assert time.monotonic() < deadline, f"{rounds} rounds are not saved after 300 s"
+        time.sleep(0.005)
+
+
 def test_killed_at_random_moments(commands: Commands, config: Path, expected: bytes, tmp_path: Path) -> None:
     """In the first round, while loading, or after so many rounds and a while that is drawn."""
     draws, folder = random.Random(0), tmp_path / "run"
@@ -125,7 +134,7 @@ def test_killed_at_random_moments(commands: Commands, config: Path, expected: by
 def test_ctrl_c_says_how_to_go_on(commands: Commands, config: Path, expected: bytes, tmp_path: Path) -> None:
     folder = tmp_path / "my run"
     pid = commands.start("run", config, "--out", folder, waits=2)
-    wait_for(folder, 2)
+    wait_for_checkpoint(folder, 2)
     os.kill(pid, signal.SIGINT)
     code, said = commands.end()
     assert code == 130, said
