@@ -204,7 +204,7 @@ def large(
     found.append((f"{most // MIB + 10} MiB to a node that takes {most // MIB}", str(back), "larger than" in str(back)))
     grid.limit = 8 * MIB  # type: ignore[attr-defined]
     back, seconds = sent(16 * MIB)
-    found.append(("16 MiB from a node, where the server takes 8", str(back), "the most that is taken" in str(back)))
+    found.append(("16 MiB from a node, where the server takes 8", str(back), "more than 8 MiB" in str(back)))
     back, seconds = sent(1 * MIB)
     found.append(("1 MiB after that", f"{seconds:.1f} s", back is True))
     return found
