@@ -1,5 +1,5 @@
 """The methods on Banking77: learning rate by validation on one seed after a few rounds, then three seeds, beside both
-baselines (local-only and centralised training, as many passes).
+baselines (local-only and centralized training, as many passes).
 
     python benchmarks/banking77.py --data PATH/banking77 --out runs/banking77
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 METHODS = ("fedavg", "fedit", "ffa-lora", "rolora", "flora", "fedsa-lora", "fedloru")
-BASELINES = ("centralised", "local")
+BASELINES = ("centralized", "local")
 RATES = (2e-3, 8e-3, 2e-2)
 SEEDS = (0, 1, 2)
 
@@ -175,7 +175,7 @@ def page(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
 
 
 def difference_table(args: argparse.Namespace) -> str:
-    """Test accuracy minus that of centralised training under the same seed, in points."""
+    """Test accuracy minus that of centralized training under the same seed, in points."""
     import numpy as np
 
     def accuracy(method: str) -> Any:
@@ -188,8 +188,8 @@ def difference_table(args: argparse.Namespace) -> str:
         "|---|" + "---|" * (len(args.seeds) + 1),
     ]
     for method in args.methods:
-        if method != "centralised":
-            apart = accuracy(method) - accuracy("centralised")
+        if method != "centralized":
+            apart = accuracy(method) - accuracy("centralized")
             error = apart.std(ddof=1) / len(apart) ** 0.5
             cells = [*(f"{value:+.1f}" for value in apart), f"{apart.mean():+.1f} ± {error:.1f}"]
             lines.append(f"| {method} | " + " | ".join(cells) + " |")
@@ -236,8 +236,8 @@ def main() -> None:
     print("learning rates:", chosen, flush=True)
     play_all([Trial(method, chosen[method], seed, args.rounds) for seed in args.seeds for method in args.methods], args)
     table = page([row(method, args) for method in args.methods], args)
-    if len(args.seeds) > 1 and "centralised" in args.methods:
-        table += f"\nTest accuracy minus centralised training's, in points:\n\n{difference_table(args)}"
+    if len(args.seeds) > 1 and "centralized" in args.methods:
+        table += f"\nTest accuracy minus centralized training's, in points:\n\n{difference_table(args)}"
     if len(args.rates) > 1:
         table += (
             f"\nValidation accuracy % after {args.sweep_rounds} rounds, seed {args.seeds[0]}:\n\n{sweep_table(args)}"

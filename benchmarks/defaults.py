@@ -268,7 +268,7 @@ def config_of(cell: Cell, args: argparse.Namespace) -> Any:
             value = repr(first.training_settings().optimizer.lr * factor)
         changes.append(f"{field}={value}")
     if not SETTINGS[cell.setting]:
-        changes.append("baselines=[centralised]")
+        changes.append("baselines=[centralized]")
     return load_config(path, changes)
 
 
@@ -324,7 +324,7 @@ class Result:
 def result_of(cell: Cell, args: argparse.Namespace) -> Result:
     """Read a finished cell."""
     report = json.loads((folder_of(cell, args) / "report.json").read_text())
-    centralized = report["baselines"].get("centralised")
+    centralized = report["baselines"].get("centralized")
     return Result(
         start=report["start"]["test"]["accuracy"],
         federated=report["scores"]["test"]["accuracy"],

@@ -1,4 +1,4 @@
-"""The engines against each other and against a centralised loop, Flower's simulation and pfl-research.
+"""The engines against each other and against a centralized loop, Flower's simulation and pfl-research.
 
     python benchmarks/engines.py --data PATH/banking77 --environment PATH --page docs/results/speed.md
 
@@ -74,7 +74,7 @@ def page(args: argparse.Namespace, python: Path | None) -> str:
         "all-MiniLM-L6-v2 on Banking77's 77 intents: LoRA of rank 8 on query and value and the head, AdamW at 2e-3, "
         f"clipping at 1, FedAvg over {args.clients} identically distributed clients, one epoch a round, "
         f"{args.threads} threads in all. What is timed is a whole round as its user waits for it, after a warm-up; of "
-        "the centralised loop, an epoch over the same examples in as many steps. Medians over "
+        "the centralized loop, an epoch over the same examples in as many steps. Medians over "
         f"{args.repetitions} repetitions, in each of which all contenders take their turn; ratios are taken within a "
         "repetition.",
         "",
@@ -91,7 +91,7 @@ def page(args: argparse.Namespace, python: Path | None) -> str:
         f"{args.attention} attention (fedspan's is eager on a CPU); "
         "shuffled batches but where it says bucketed. Flower's client takes and gives PEFT's state dict, and keeps its "
         "model between rounds; `of it training` is within the clients' loops, divided by the actors. In the first two "
-        "rounds all federations train on the same batches from the same start, and the centralised loop trains the "
+        "rounds all federations train on the same batches from the same start, and the centralized loop trains the "
         "first client's batches first: the losses show that they train the same.",
         "",
         *body,

@@ -1,4 +1,4 @@
-"""Centralised fine-tuning: PEFT and a PyTorch loop over everybody's examples.
+"""Centralized fine-tuning: PEFT and a PyTorch loop over everybody's examples.
 
 python peers_plain.py PLAN --dtype float32 --order shuffled
 """

@@ -1,4 +1,4 @@
-"""Seconds per example: fedspan's engines, a centralised loop, Flower and pfl-research, in turns."""
+"""Seconds per example: fedspan's engines, a centralized loop, Flower and pfl-research, in turns."""
 
 from __future__ import annotations
 

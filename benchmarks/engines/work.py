@@ -109,7 +109,7 @@ def write_plan(work: Work, folder: Path, rounds: int) -> Path:
             [_batches(prepared, Assignment(id, round, job, member.train, RATE)) for id, member in members.items()]
             for round in range(CHECKED)
         ],
-        "bucketed": [_centralised(work, prepared, round) for round in range(rounds)],
+        "bucketed": [_centralized(work, prepared, round) for round in range(rounds)],
     }
     path = folder / "plan.json"
     path.write_text(json.dumps(plan))
@@ -121,7 +121,7 @@ def _batches(prepared: Prepared, assignment: Assignment) -> list[list[int]]:
     return [batch.tolist() for batch in job_batches(engine.settings, engine.seed, assignment, prepared.train)]
 
 
-def _centralised(work: Work, prepared: Prepared, round: int) -> list[list[int]]:
+def _centralized(work: Work, prepared: Prepared, round: int) -> list[list[int]]:
     """One epoch over everybody's examples, in fedspan's buckets."""
     batches = training_batches(
         np.concatenate([member.train for member in prepared.federation.clients.values()]),
@@ -130,7 +130,7 @@ def _centralised(work: Work, prepared: Prepared, round: int) -> list[list[int]]:
         epochs=1,
         batches=None,
         seed=work.seed,
-        key=(round, "centralised"),
+        key=(round, "centralized"),
         group_by_length=True,
     )
     return [batch.tolist() for batch in batches]

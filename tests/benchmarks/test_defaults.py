@@ -71,7 +71,7 @@ def test_only_what_belongs_to_the_experiment_is_set(defaults: ModuleType, args: 
     assert differences == experiment | {"partition.partitioner", "partition.alpha"}
     slower = defaults.config_of(defaults.Cell(NAME, "IID", 1, "rate x 1/4"), args)
     assert slower.training.lr == pytest.approx(made.training.lr / 4)
-    assert (made.baselines, slower.baselines) == (["centralised"], [])
+    assert (made.baselines, slower.baselines) == (["centralized"], [])
     assert slower.baselines == []
 
 
@@ -80,7 +80,7 @@ def finish(defaults: ModuleType, args: Namespace, cell: Any, start: float, feder
     folder = defaults.folder_of(cell, args)
     folder.mkdir(parents=True)
     scores = {"test": {"accuracy": federated}, "validation": {"accuracy": federated}}
-    baselines = {"centralised": {"scores": {"test": {"accuracy": 0.8}}}}
+    baselines = {"centralized": {"scores": {"test": {"accuracy": 0.8}}}}
     report = {
         "scores": scores,
         "baselines": baselines,

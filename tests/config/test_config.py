@@ -132,7 +132,7 @@ def test_wrong_values_are_named() -> None:
     refused({"data": {}}, "data.train", None, "is required")
     refused({"training.lr": 0}, "training.lr", 0, "above 0")
     refused({"training.lr": float("inf")}, "training.lr", float("inf"), "above 0")
-    for field in ("training.weight_decay", "training.eps", "training.max_grad_norm", "centralised_lr"):
+    for field in ("training.weight_decay", "training.eps", "training.max_grad_norm", "centralized_lr"):
         refused({field: float("inf")}, field, float("inf"), "finite")
     refused({"model.extras_lr_scale": float("inf")}, "model.extras_lr_scale", float("inf"), "finite")
     refused({"method.lora_alpha": float("inf")}, "method.lora_alpha", float("inf"), "a finite number")
@@ -142,7 +142,7 @@ def test_wrong_values_are_named() -> None:
     refused({"federation.clients_per_round": 0}, "federation.clients_per_round", 0, "greater than or equal to 1")
     refused({"model": "bert"}, "model", "bert", "a section")
     refused({"model.extras": "shared"}, "model.extras", "shared", "'average', 'local' or 'frozen'")
-    refused({"baselines": ["global"]}, "baselines.0", "global", "'local' or 'centralised'")
+    refused({"baselines": ["global"]}, "baselines.0", "global", "'local' or 'centralized'")
     refused({"seed": -1}, "seed", -1, "greater than or equal to 0")
     refused({"seed": 2**64}, "seed", 2**64, "less than 9223372036854775808")
     refused({"model.modules_to_save": [""]}, "model.modules_to_save.0", "", "at least 1 character")

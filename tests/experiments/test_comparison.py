@@ -60,7 +60,7 @@ class Told(Watcher):
 
 def values_of(folder: Path, **changes: Any) -> dict[str, Any]:
     changes = {"method": {"tau": 1}, "federation": {"rounds": 2}, **changes}
-    return {**tiny.settings(folder, **changes), "baselines": ["local", "centralised"]}
+    return {**tiny.settings(folder, **changes), "baselines": ["local", "centralized"]}
 
 
 def asked(folder: Path) -> dict[str, Any]:
@@ -125,9 +125,9 @@ def test_the_table_is_that_of_the_reports(made: tuple[Path, CompareReport, Told]
         for method in METHODS
     }
     scores = {method: [made["scores"] for made in reports[method]] for method in METHODS}
-    for name in ("local", "centralised"):
+    for name in ("local", "centralized"):
         scores[name] = [made["baselines"][name]["scores"] for made in reports["fedit"]]
-    assert [row.name for row in report.rows] == [*METHODS, "local", "centralised"]
+    assert [row.name for row in report.rows] == [*METHODS, "local", "centralized"]
     assert (report.metric, report.measured, report.higher, report.against) == ("accuracy", "test", True, "fedit")
     reference = np.array([made["test"]["accuracy"] for made in scores["fedit"]])
     plain = {row["method"]: row for row in csv.DictReader((folder / "table.csv").open())}
@@ -166,12 +166,12 @@ def test_the_table_is_that_of_the_reports(made: tuple[Path, CompareReport, Told]
 
 def test_with_another_reference_no_run_is_played_again(made: tuple[Path, CompareReport, Told], tmp_path: Path) -> None:
     folder, told = Path(shutil.copytree(made[0], tmp_path / "copy")), Told()
-    report = fedspan.resume_compare(folder, against="centralised", listener=told)
+    report = fedspan.resume_compare(folder, against="centralized", listener=told)
     assert told.played == []
     rows = {row.name: row for row in report.rows}
-    assert rows["centralised"].difference is None
+    assert rows["centralized"].difference is None
     for name in METHODS:
-        mean, other = rows[name].mean, rows["centralised"].mean
+        mean, other = rows[name].mean, rows["centralized"].mean
         assert mean is not None
         assert other is not None
         assert rows[name].difference == pytest.approx(mean - other)

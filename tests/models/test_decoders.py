@@ -83,7 +83,7 @@ def test_padding_does_not_change_what_a_decoder_s_classifier_says(family: str, d
 def test_a_run_of_a_language_model_from_config_to_answers(family: str, decoders: Path, tmp_path: Path) -> None:
     """Loss falls, the best round has the least, and an exported model answers as the run's report says."""
     changes = {"federation": {"rounds": 4}, "training": {"lr": 0.02, "local_steps": None, "batch_size": 8}}
-    values = {**tiny_decoders.settings(decoders, family, **changes), "baselines": ["centralised"]}
+    values = {**tiny_decoders.settings(decoders, family, **changes), "baselines": ["centralized"]}
     report = fedspan.run(values, tmp_path / "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line)["validation"]["loss"] for line in lines]
@@ -91,7 +91,7 @@ def test_a_run_of_a_language_model_from_config_to_answers(family: str, decoders:
     assert rows[-1] < rows[0]
     assert report.best_round == 1 + int(np.argmin(rows))
     assert set(report.scores["test"]) == {"loss", "perplexity", "token_accuracy", "exact_match"}
-    assert set(report.baselines["centralised"]["scores"]["clients"]) == {
+    assert set(report.baselines["centralized"]["scores"]["clients"]) == {
         "loss",
         "perplexity",
         "token_accuracy",

@@ -1,4 +1,4 @@
-"""What a federation is compared with: local-only and centralised training, and what a report says of them."""
+"""What a federation is compared with: local-only and centralized training, and what a report says of them."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def play(run: Prepared) -> Progress:
     return progress
 
 
-def test_centralised_training_has_everybody_s_examples_and_its_own_learning_rate(prepared: Prepared) -> None:
-    made = pooled(replace(prepared, config=prepared.config.model_copy(update={"centralised_lr": 0.003})))
+def test_centralized_training_has_everybody_s_examples_and_its_own_learning_rate(prepared: Prepared) -> None:
+    made = pooled(replace(prepared, config=prepared.config.model_copy(update={"centralized_lr": 0.003})))
     (member,) = made.federation.clients.values()
     for part in ("train", "validation", "test"):
         wanted = np.concatenate([getattr(one, part) for one in prepared.federation.clients.values()])
@@ -98,7 +98,7 @@ def test_baselines_share_hidden_states_with_the_run_and_have_the_same_bits_witho
     after.evaluator.evaluate_clients(play(after))
     told = {number: Losses() for number in range(2)}
     for number, run in enumerate((after, alone)):
-        for name in ("local", "centralised"):
+        for name in ("local", "centralized"):
             train_baseline(run, name, told[number], tmp_path / f"{number}-{name}")
     cache = after.engine.prefixes.cache(after.train)
     assert cache is not None
@@ -108,7 +108,7 @@ def test_baselines_share_hidden_states_with_the_run_and_have_the_same_bits_witho
     assert len(told[0].losses) == 6
 
 
-@pytest.mark.parametrize("name", ["local", "centralised"])
+@pytest.mark.parametrize("name", ["local", "centralized"])
 def test_a_baseline_that_was_stopped_goes_on_to_the_same_scores(name: str, prepared: Prepared, tmp_path: Path) -> None:
     class Stopping(Told):
         def baseline_round(self, name: str, round: int, loss: float) -> None:

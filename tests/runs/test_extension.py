@@ -20,7 +20,7 @@ from helpers.run_content import content
 
 CASES: dict[str, dict[str, Any]] = {
     "moments": {"training": {"optimizer_state": "keep", "warmup_rounds": 3}},
-    "head": {"model": {"head_init": "lda"}, "baselines": ["local", "centralised"]},
+    "head": {"model": {"head_init": "lda"}, "baselines": ["local", "centralized"]},
     "personal": {"method": {"name": "fedsa-lora"}},
     "cycles": {"training": {"schedule": "cosine", "cycle_rounds": 2}},
 }

@@ -143,7 +143,7 @@ def test_the_start_is_a_row_of_metrics_and_can_be_the_best(tiny_folder: Path, tm
         partition={"partitioner": "natural", "column": "site", "validation": 0.3},
         training={"lr": 1e-12},
     )
-    report = fedspan.run({**values, "baselines": ["local", "centralised"]}, tmp_path / "run")
+    report = fedspan.run({**values, "baselines": ["local", "centralized"]}, tmp_path / "run")
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [0, 1, 2, 3]
     assert "loss" not in rows[0]
@@ -152,7 +152,7 @@ def test_the_start_is_a_row_of_metrics_and_can_be_the_best(tiny_folder: Path, tm
     assert report.other_bytes["statistics"]["up"] > 0
     # with so small a rate every round has the start's scores, and so have both baselines their own
     assert rows[3]["test"]["accuracy"] == rows[0]["test"]["accuracy"]
-    central = report.baselines["centralised"]["scores"]["test"]["accuracy"]
+    central = report.baselines["centralized"]["scores"]["test"]["accuracy"]
     assert central == pytest.approx(rows[0]["test"]["accuracy"], abs=0.1)
 
 
@@ -222,7 +222,7 @@ def half_lost(folder: Path, kind: str) -> dict[str, Any]:
 
 def test_without_enough_statistics_auto_starts_at_random_and_says_so(tiny_folder: Path, tmp_path: Path) -> None:
     values, notes = half_lost(tiny_folder, "auto"), Notes()
-    report = fedspan.run({**values, "baselines": ["centralised"]}, tmp_path / "run", listener=notes)
+    report = fedspan.run({**values, "baselines": ["centralized"]}, tmp_path / "run", listener=notes)
     assert report.rounds == 2
     assert report.start["head_init"] == "random"
     assert set(report.start) == {"head_init", "reason"}
@@ -235,7 +235,7 @@ def test_without_enough_statistics_auto_starts_at_random_and_says_so(tiny_folder
     screen = Console(record=True, width=200)
     show_report(screen, report, tmp_path / "run")
     assert "The head started at random, because too few clients sent statistics" in screen.export_text()
-    plain = fedspan.run({**half_lost(tiny_folder, "random"), "baselines": ["centralised"]}, tmp_path / "plain")
+    plain = fedspan.run({**half_lost(tiny_folder, "random"), "baselines": ["centralized"]}, tmp_path / "plain")
     assert report.scores == plain.scores
     assert report.baselines == plain.baselines
 

@@ -274,8 +274,8 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(
 
 def test_the_baselines_train_from_scratch_too(images: Path, tmp_path: Path) -> None:
     values = tiny_images.settings(images, "builtin:resnet-8", federation={"rounds": 1})
-    report = fedspan.run({**values, "baselines": ["local", "centralised"]}, tmp_path / "run")
-    assert set(report.baselines) == {"local", "centralised"}
+    report = fedspan.run({**values, "baselines": ["local", "centralized"]}, tmp_path / "run")
+    assert set(report.baselines) == {"local", "centralized"}
     assert all(made["scores"]["test"]["loss"] > 0 for made in report.baselines.values())
 
 

@@ -89,14 +89,14 @@ def test_a_stored_rate_that_was_damaged_is_an_error(tiny_folder: Path, tmp_path:
 
 
 def test_centralized_training_has_a_range_test_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
-    values = tiny.settings(tiny_folder, training=AUTO) | {"baselines": ["centralised", "local"]}
+    values = tiny.settings(tiny_folder, training=AUTO) | {"baselines": ["centralized", "local"]}
     report = fedspan.run(values, tmp_path / "run")
-    own = report.baselines["centralised"]["learning_rate"]
+    own = report.baselines["centralized"]["learning_rate"]
     assert own["losses"] != report.learning_rate["losses"]
     assert "learning_rate" not in report.baselines["local"]
-    assert {entry.name for entry in (tmp_path / "run" / "baselines" / "centralised").iterdir()} == {"report.json"}
-    named = fedspan.run(values | {"centralised_lr": 0.01}, tmp_path / "named")
-    assert "learning_rate" not in named.baselines["centralised"]
+    assert {entry.name for entry in (tmp_path / "run" / "baselines" / "centralized").iterdir()} == {"report.json"}
+    named = fedspan.run(values | {"centralized_lr": 0.01}, tmp_path / "named")
+    assert "learning_rate" not in named.baselines["centralized"]
 
 
 def test_it_is_refused_where_no_validation_part_or_no_example_can_be_used(tiny_folder: Path) -> None:

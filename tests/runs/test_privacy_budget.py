@@ -200,9 +200,9 @@ def test_asking_again_stays_within_the_budget(tiny_folder: Path, tmp_path: Path)
 
 
 def test_baselines_are_without_privacy(tiny_folder: Path, tmp_path: Path) -> None:
-    given = {**run_values(tiny_folder, {"mechanism": "dp-sgd", "noise": 500.0}), "baselines": ["centralised"]}
+    given = {**run_values(tiny_folder, {"mechanism": "dp-sgd", "noise": 500.0}), "baselines": ["centralized"]}
     report = fedspan.run(given, tmp_path / "run")
-    assert report.baselines["centralised"]["scores"]["test"]["loss"] < report.scores["test"]["loss"] - 0.1
+    assert report.baselines["centralized"]["scores"]["test"]["loss"] < report.scores["test"]["loss"] - 0.1
 
 
 def test_a_deployment_s_noise_is_secret(tiny_folder: Path) -> None:

@@ -82,13 +82,13 @@ def test_every_stage_has_its_bar(prepared: Prepared, clock: Clock, bar: Progress
 
 
 def test_baselines_and_the_end(prepared: Prepared, clock: Clock, bar: ProgressBar) -> None:
-    config = prepared.config.model_copy(update={"baselines": ["centralised"]})
+    config = prepared.config.model_copy(update={"baselines": ["centralized"]})
     bar.started(fields(prepared, config), 3, True)
-    bar.baseline_started("centralised", 3)
-    bar.baseline_round("centralised", 1, 0.75)
+    bar.baseline_started("centralized", 3)
+    bar.baseline_round("centralized", 1, 0.75)
     bar.stage_changed(Stage("training", 40, 96))
     said = shown(bar)
-    assert "centralised       1/3" in said
+    assert "centralized       1/3" in said
     assert "loss 0.7500" in said
     assert "examples        40/96" in said
     assert "⠋ training, elapsed" in said

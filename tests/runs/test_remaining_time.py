@@ -15,11 +15,11 @@ from helpers.clock import Clock
 @pytest.fixture
 def compared(prepared: Prepared) -> Prepared:
     """The run of three rounds, and its two baselines."""
-    return replace(prepared, config=prepared.config.model_copy(update={"baselines": ["local", "centralised"]}))
+    return replace(prepared, config=prepared.config.model_copy(update={"baselines": ["local", "centralized"]}))
 
 
 def keys() -> list[str]:
-    baselines = [key for name in ("local", "centralised") for key in (*(f"{name} {n}" for n in (1, 2, 3)), name)]
+    baselines = [key for name in ("local", "centralized") for key in (*(f"{name} {n}" for n in (1, 2, 3)), name)]
     return ["round 1", "round 2", "round 3", "closing", *baselines]
 
 
@@ -86,7 +86,7 @@ def test_what_only_the_first_round_waits_for_stops_the_clock(prepared: Prepared)
 
 def test_rounds_and_epochs_that_are_not_run_are_no_work(compared: Prepared) -> None:
     effort = Effort(compared, 0, Clock())
-    for key in ("round 1", "closing", "local 1", "local", "centralised 1", "centralised"):
+    for key in ("round 1", "closing", "local 1", "local", "centralized 1", "centralized"):
         effort.finish(key)
     assert effort.completed == pytest.approx(effort.total)
     resumed = Effort(compared, 2, Clock())

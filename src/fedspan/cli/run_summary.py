@@ -149,7 +149,7 @@ def _gain(report: RunReport) -> str:
         return ""
     parts = [
         f"{_apart(reached - value, METRICS[metric].percent)} {against}"
-        for name, against in (("local", "the mean client alone"), ("centralised", "all examples in one place"))
+        for name, against in (("local", "the mean client alone"), ("centralized", "all examples in one place"))
         if (value := others.get(name)) is not None
     ]
     return f"Held-out {METRICS[metric].title} is {' and '.join(parts)}." if parts else ""
@@ -164,7 +164,7 @@ def _start(report: RunReport) -> str:
         return f"The head started at random, because too few clients sent statistics: {report.start['reason']}."
     whose = {
         "local": "of a client alone from those of its own",
-        "centralised": "of the central model from those of all",
+        "centralized": "of the central model from those of all",
     }
     others = [text for name, text in whose.items() if name in report.baselines]
     return (

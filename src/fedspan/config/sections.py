@@ -132,14 +132,14 @@ class RunConfig(Section):
         description="Train the clients in several processes, on one machine or many, with Ray; needs fedspan[cluster]. "
         "Left out: in this process. See docs/cluster.md.",
     )
-    baselines: list[Literal["local", "centralised"]] = Field(
+    baselines: list[Literal["local", "centralized"]] = Field(
         default_factory=list, description="What to train beside the federation, for comparison, with equal passes."
     )
-    centralised_lr: float | None = Field(
+    centralized_lr: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="Learning rate of the centralised baseline, which takes as many steps an epoch as all clients "
+        description="Learning rate of the centralized baseline, which takes as many steps an epoch as all clients "
         "together and so wants a smaller one; left out: training.lr, or with auto a range test of its own.",
     )
 

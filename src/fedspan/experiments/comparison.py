@@ -67,7 +67,7 @@ class CompareRow:
     """The results of one method or baseline over the seeds.
 
     Args:
-        name: Key of a method, or ``local`` or ``centralised``.
+        name: Key of a method, or ``local`` or ``centralized``.
         scores: One score for each seed.
         mean: Mean of the scores; None if one is missing.
         deviation: Standard deviation (n - 1) of the scores; None for one seed.

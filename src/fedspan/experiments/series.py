@@ -26,7 +26,7 @@ __all__ = [
     "valid_seeds",
 ]
 
-_SHARED = ("task", "seed", "data", "partition", "baselines", "centralised_lr")
+_SHARED = ("task", "seed", "data", "partition", "baselines", "centralized_lr")
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def pooled(prepared: Prepared) -> Prepared:
     train, validation, test = (np.concatenate(part) for part in zip(*parts, strict=True))
     client = Client("all", method.r, method.scaling(None), len(train), 1.0)
     data = ClientData(client, train, validation, test)
-    variant = _variant(prepared, changed, method, [data], changed.centralised_lr)
+    variant = _variant(prepared, changed, method, [data], changed.centralized_lr)
     federation = variant.federation
     # Client by client: the same bits, whether or not the federation did it before.
     variant.engine.prepare(prepared.train, [indices for indices, _, _ in parts])
@@ -94,8 +94,8 @@ def _evaluator(federation: Federation, config: RunConfig) -> Evaluator:
     return Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
 
 
-BASELINES = {"local": alone, "centralised": pooled}
-_BEGINNINGS = {"local": begin_locally, "centralised": begin}
+BASELINES = {"local": alone, "centralized": pooled}
+_BEGINNINGS = {"local": begin_locally, "centralized": begin}
 
 
 def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Path) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
 
     Args:
         prepared: The run of the federation.
-        name: ``local`` or ``centralised``.
+        name: ``local`` or ``centralized``.
         listener: Listener that receives an event after every epoch.
         folder: The baseline's own folder, inside a run whose lock this process holds.
 
@@ -118,7 +118,7 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
         return cast(dict[str, Any], place.read_sealed(place.report))
     variant = BASELINES[name](prepared)
     config, tested = variant.config, place.learning_rate
-    if name == "centralised" and config.training.lr == "auto" and config.centralised_lr is None:
+    if name == "centralized" and config.training.lr == "auto" and config.centralized_lr is None:
         untested = variant
         variant = with_rate(variant, load_or_choose(tested, lambda: run_range_test(untested, config.default_lr)))
     federation, evaluator = variant.federation, variant.evaluator

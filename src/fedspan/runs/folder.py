@@ -14,7 +14,7 @@
     clients/             round-00005/ ...: the clients' stored state, by the round that wrote it
     best/                the best round's checkpoint
     adapter/             the exported adapter
-    baselines/           local/, centralised/: their checkpoints while they train, then a report.json each
+    baselines/           local/, centralized/: their checkpoints while they train, then a report.json each
     report.json          the summary, once the run is finished
     run.lock             held while a process works on the run; names that process
 """

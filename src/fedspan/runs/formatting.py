@@ -25,4 +25,4 @@ def one_line(text: str, width: int) -> str:
 
 def titles(name: str) -> str:
     """Return the title of a baseline."""
-    return {"local": "local only", "centralised": "centralised"}.get(name, name)
+    return {"local": "local only", "centralized": "centralized"}.get(name, name)

@@ -41,7 +41,7 @@ _END = "\n...\n"
 """YAML's mark of the end of a document: a config.yaml without it lost its end."""
 
 _CHANGEABLE = {
-    *("device", "threads", "engine", "baselines", "centralised_lr"),
+    *("device", "threads", "engine", "baselines", "centralized_lr"),
     *("model.name", "model.adapter", "model.gradient_checkpointing", "data.train", "data.test"),
     *(f"federation.{name}" for name in ("early_stopping", "deadline", "patience", "retries", "min_replies")),
     *(f"federation.{name}" for name in ("over_select", "message_mib")),
