@@ -95,6 +95,11 @@ def test_the_geometric_median_minimizes_the_weighted_distances(count: int, rng: 
     assert cost(geometric_median(rows, weights)) <= best * (1 + 1e-3) + 1e-9
 
 
+def test_the_geometric_median_of_two_is_the_heavier_one_however_little_heavier() -> None:
+    rows = torch.tensor([[1.5410, -0.2934, -2.1788], [0.5684, -1.0845, -1.3986]], dtype=torch.float64)
+    assert torch.equal(geometric_median(rows, torch.tensor([0.4973, 0.5027], dtype=torch.float64)), rows[1])
+
+
 def test_the_geometric_median_of_a_line_is_the_weighted_median() -> None:
     rows = torch.tensor([[0.0], [1.0], [10.0], [1e9]], dtype=torch.float64)
     weights = torch.tensor([0.2, 0.4, 0.2, 0.2], dtype=torch.float64)

@@ -238,7 +238,13 @@ def geometric_median(replies: Tensor, weights: Tensor) -> Tensor:
         last, median = median, (shares / shares.sum()) @ replies
         if float((median - last).norm()) <= _AT_REST * spread:
             break
-    return median
+
+    def cost(point: Tensor) -> float:
+        return float(weights @ (replies - point).norm(dim=1))
+
+    # a median that is one of the replies is approached ever more slowly, so it may not have been reached
+    nearest = replies[int((replies - median).norm(dim=1).argmin())]
+    return nearest.clone() if cost(nearest) < cost(median) else median
 
 
 def largest_cluster(changes: Tensor) -> list[int]:
