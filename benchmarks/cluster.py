@@ -52,7 +52,7 @@ def speed(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     folder = args.out / "speed"
     folder.mkdir(parents=True, exist_ok=True)
     work = Work(args.data, BATCH, args.examples, args.clients, threads=1)
-    engine = {"name": "batched", **({} if args.at_once is None else {"clients_at_once": args.at_once})}
+    engine = {"name": "batched", **({} if args.at_once is None else {"clients_per_pass": args.at_once})}
     names = [f"{count} worker{'s' * (count > 1)}, {dtype}" for dtype in args.dtypes for count in (1, 2)]
     contenders = [
         workers(f"{count} worker{'s' * (count > 1)}, {dtype}", work.values(dtype, engine), count, folder)
@@ -132,7 +132,7 @@ def memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     folder.mkdir(parents=True, exist_ok=True)
     model = large_model(folder, args.layers)
     work = Work(args.data, 4, 8, 8, threads=1)
-    values = work.values("float32", {"name": "batched", "clients_at_once": 2, "workers": 1})
+    values = work.values("float32", {"name": "batched", "clients_per_pass": 2, "workers": 1})
     values["model"] = {**values["model"], "name": str(model), "pooling": "cls", "head_init": "random"}
     found: dict[int, list[int]] = {}
     for count in (1, 2):

@@ -265,7 +265,7 @@ def config_of(cell: Cell, args: argparse.Namespace) -> Any:
         field, _, value = change.partition("=")
         if value[0] in "*/":
             factor = float(value[1:]) if value[0] == "*" else 1 / float(value[1:])
-            value = repr(first.training_settings().optimizer.lr * factor)
+            value = repr(first.build_training_settings().optimizer.lr * factor)
         changes.append(f"{field}={value}")
     if not SETTINGS[cell.setting]:
         changes.append("baselines=[centralized]")

@@ -91,7 +91,7 @@ def simulated(rounds: int, seed: int, **changes: Any) -> Variant:
             "method": {"name": "fedit", "r": 8, "lora_alpha": 16},
             "training": {"lr": 5e-3, "batch_size": 8, "local_steps": 6},
             # a fixed stacking plan: a measured one could differ, and with it the time
-            "engine": {"clients_at_once": 10, "workers": 1},
+            "engine": {"clients_per_pass": 10, "workers": 1},
             **changes,
             "federation": {"rounds": rounds, **changes.get("federation", {})},
         }

@@ -194,7 +194,7 @@ def cases(folder: Path) -> dict[str, dict[str, Any]]:
 
 def configs(folder: Path, host: str) -> dict[str, dict[str, Any]]:
     """Whole configs by case, for one host."""
-    engine = {"batched": {"name": "batched", "clients_at_once": 2, "workers": 1}, "loop": {"name": "loop"}}
+    engine = {"batched": {"name": "batched", "clients_per_pass": 2, "workers": 1}, "loop": {"name": "loop"}}
     engine["flower-sim"] = {"name": "flower-sim", "workers": 1}
     made: dict[str, dict[str, Any]] = {}
     for name, changes in cases(folder).items():

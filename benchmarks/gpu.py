@@ -171,7 +171,7 @@ class Bench:
             }
         )
         method = config.build_method(replace(adapted.spec, clients=clients))
-        settings = config.training_settings()
+        settings = config.build_training_settings()
         engine = BatchedEngine(adapted, task, settings, 0, StackingRequest(clients, 1))
         state = method.init(adapted)
         works: dict[str, Assignment] = {}

@@ -121,7 +121,7 @@ def config_of(args: argparse.Namespace, key: Key) -> RunConfig:
             "federation": {"rounds": args.rounds, "max_weight_ratio": None, **DEFENCES[key.defence]},
             "training": {"lr": args.lr, "batch_size": args.batch, **passes},
             # a fixed stacking plan: a measured one could differ from run to run, and with it the rounding
-            "engine": {"clients_at_once": CLIENTS, "workers": 1},
+            "engine": {"clients_per_pass": CLIENTS, "workers": 1},
             "simulation": {},
         }
     )
@@ -196,7 +196,7 @@ def federate(built: Built, config: RunConfig, count: int, factor: float) -> Fede
     shared = built.prepared.federation
     federation = simulate(
         *(shared.method, built.prepared.engine, shared.clients, built.examples[count]),
-        *(config.round_settings(), config.simulation_rules()),
+        *(config.build_round_settings(), config.build_simulation_rules()),
     )
     hostile = set(built.hostile[:count])
 

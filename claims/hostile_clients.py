@@ -154,7 +154,7 @@ def config_of(args: argparse.Namespace, key: Key) -> RunConfig:
             "federation": {"rounds": args.rounds, **defence.federation},
             "training": {"lr": args.lr, "batch_size": args.batch, "local_steps": args.steps},
             # a fixed stacking plan: a measured one could differ from run to run, and with it the rounding
-            "engine": {"clients_at_once": CLIENTS, "workers": 1},
+            "engine": {"clients_per_pass": CLIENTS, "workers": 1},
             "simulation": simulation,
         }
     )
@@ -169,9 +169,9 @@ def federate(built: Prepared, config: RunConfig) -> Federation:
         built.engine,
         shared.clients,
         built.train,
-        config.round_settings(),
-        config.simulation_rules(),
-        conditions=config.simulation.conditions(config.seed),
+        config.build_round_settings(),
+        config.build_simulation_rules(),
+        conditions=config.simulation.build_conditions(config.seed),
     )
 
 
@@ -179,7 +179,7 @@ def run_cell(built: Prepared, config: RunConfig) -> Cell:
     """Train a cell and measure it after its last round."""
     federation = federate(built, config)
     assert config.simulation is not None
-    hostile = config.simulation.conditions(config.seed).faulty(sorted(federation.clients))
+    hostile = config.simulation.build_conditions(config.seed).faulty(sorted(federation.clients))
     progress, dropped = federation.begin(), [0, 0]
     for number in range(1, config.federation.rounds + 1):
         try:

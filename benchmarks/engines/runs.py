@@ -81,7 +81,7 @@ def profiled(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     found: list[dict[str, float]] = []
     for batch, examples in args.examples.items():
         work = Work(args.data, batch, examples, args.clients, threads=args.threads)
-        engine = {"name": "batched", "clients_at_once": max(1, 64 // batch), "workers": 1}
+        engine = {"name": "batched", "clients_per_pass": max(1, 64 // batch), "workers": 1}
         config = folder / f"profile-{batch}.json"
         config.write_text(json.dumps(work.values("bfloat16", engine)))
         result = run_once("fedspan_profile.py", [str(config)], args.threads, config.with_suffix(".log"))
@@ -106,8 +106,8 @@ def profiled(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
 def memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     """Peaks: many clients against one at as many tokens in flight, and many registered ones against few."""
     at_once, batch = args.at_once, 4
-    stacked = {"name": "batched", "clients_at_once": at_once, "workers": 1}
-    alone = {"name": "batched", "clients_at_once": 1, "workers": 1}
+    stacked = {"name": "batched", "clients_per_pass": at_once, "workers": 1}
+    alone = {"name": "batched", "clients_per_pass": 1, "workers": 1}
     examples = args.examples[batch]
     many = Work(args.data, batch, examples, args.clients, threads=args.threads).values("bfloat16", stacked)
     one = Work(args.data, batch * at_once, examples * args.clients, 1, threads=args.threads).values("bfloat16", alone)

@@ -127,7 +127,10 @@ def compare(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[
 def compare_checkouts(args: argparse.Namespace, batch: int) -> tuple[list[str], list[Limit]]:
     """This checkout and ``args.before``, in turns; no engine may be slower than ``SLOWER`` times the other's speed."""
     field, work = Field(args, None, args.out / "before"), work_of(args, batch)
-    settings = {"loop": {"name": "loop"}, "batched": {"name": "batched", "clients_at_once": args.at_once, "workers": 1}}
+    settings = {
+        "loop": {"name": "loop"},
+        "batched": {"name": "batched", "clients_per_pass": args.at_once, "workers": 1},
+    }
     contenders = [
         field.fedspan(f"{engine}, {side}", work, "float32", values, checkout)
         for engine, values in settings.items()
@@ -215,7 +218,7 @@ def last_layers(args: argparse.Namespace, python: Path | None, batch: int) -> tu
 def compiled(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[list[str], list[Limit]]:
     """What torch.compile gains; without peers."""
     field = Field(args, python, args.out / f"compiled-{batch}")
-    work, stacking = work_of(args, batch), {"clients_at_once": args.at_once, "workers": args.threads}
+    work, stacking = work_of(args, batch), {"clients_per_pass": args.at_once, "workers": args.threads}
     contenders = [
         field.fedspan(name, work, "bfloat16", {"name": "batched", **stacking, **options})
         for name, options in ((COMPILED, {"compile": True}), (PADDED, {"padding_free": False}), (SUBJECT, {}))

@@ -82,7 +82,7 @@ def test_flops_time_and_transfers_are_shown_as_far_as_they_are_known(bare: str) 
     assert "in all" in only_a_step  # bytes
     assert "one device" not in only_a_step
     assert "tokens, the most (--length: their mean)" in " ".join(only_a_step.split())
-    asked = [*given, "--examples", "400", "--length", "20", "--device", "A100", "--utilisation", "0.5", "--mbit", "10"]
+    asked = [*given, "--examples", "400", "--length", "20", "--device", "A100", "--utilization", "0.5", "--mbit", "10"]
     shown = invoked(*asked).output
     assert "on examples of 20 tokens" in shown
     assert "Time: of training on A100" in " ".join(shown.split())
@@ -127,8 +127,8 @@ def test_a_method_that_can_not_is_named_beside_those_that_can(bare: str) -> None
         (["--model", "{bare}", "--task", "chess"], "task"),
         (["no.yaml", "--task", "causal-lm"], "--task"),
         (["--model", "{bare}", "--device", "B1000"], "--device"),
-        (["--model", "{bare}", "--utilisation", "0.3"], "--utilisation"),
-        (["--model", "{bare}", "--device", "A100", "--utilisation", "3"], "--utilisation"),
+        (["--model", "{bare}", "--utilization", "0.3"], "--utilization"),
+        (["--model", "{bare}", "--device", "A100", "--utilization", "3"], "--utilization"),
         (["--model", "{bare}", "--length", "100000"], "--length"),
         (["--model", "{bare}", "--mbit", "0"], "--mbit"),
         (["--model", "{bare}/none"], "model.name"),

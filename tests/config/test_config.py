@@ -86,14 +86,14 @@ def test_settings_carry_every_field_of_the_config() -> None:
     private = Privacy("dp-sgd", 0.5, 2.0, 3.0, 1e-6, "prv", 6, key_of_seed(3))
     expected = TrainingSettings(optimizer, "cosine", 2, 0.1, 9, 5, 3, 4, 7, 0.5, True, 0.1, False, privacy=private)
     default = TrainingSettings(OptimizerSpec())
-    assert config.training_settings() == expected
+    assert config.build_training_settings() == expected
     fields = set(TrainingSettings.__dataclass_fields__)
     assert {name for name in fields if getattr(expected, name) != getattr(default, name)} == fields - alone
-    adjusted = parse_config({**VALID, "training": {"logit_adjustment": 0.5}}).training_settings()
+    adjusted = parse_config({**VALID, "training": {"logit_adjustment": 0.5}}).build_training_settings()
     assert (adjusted.logit_adjustment, default.logit_adjustment) == (0.5, 0.0)
-    assert config.round_settings() == RoundSettings(6, 2, 3, "mean", 0.2, 1.5, 3.0, 7.0, private)
-    secret = config.round_settings(bytes(32)).privacy
-    assert secret == replace(private, key=bytes(32), secret=True) == config.training_settings(bytes(32)).privacy
+    assert config.build_round_settings() == RoundSettings(6, 2, 3, "mean", 0.2, 1.5, 3.0, 7.0, private)
+    secret = config.build_round_settings(bytes(32)).privacy
+    assert secret == replace(private, key=bytes(32), secret=True) == config.build_training_settings(bytes(32)).privacy
     assert (config.evaluation.every, config.evaluation.batch_size) == (2, 8)
 
 
@@ -165,7 +165,7 @@ def test_wrappers_are_written_as_keys_or_with_their_options() -> None:
     config = parse_config({**VALID, "method": {"name": "fedit", "r": 4, "wrappers": wrappers}})
     assert config.method.options == {"r": 4}
     assert config.method.title == "fedit+fedprox+fedadam+fedpaq"
-    method = config.wrapped(config.build_method(SPEC))
+    method = config.wrap_method(config.build_method(SPEC))
     assert isinstance(method, FedPAQ)
     assert isinstance(method.inner, FedAdam)
     assert isinstance(method.inner.inner, FedProx)
@@ -297,7 +297,7 @@ def test_any_config_is_a_run_or_one_line(mutations: list[tuple[tuple[str, ...], 
         refusal = error
     else:
         assert parse_config(config.model_dump()) == config
-        config.training_settings()
+        config.build_training_settings()
         return
     assert refusal.field
     assert "\n" not in str(refusal)

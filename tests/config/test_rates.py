@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedspan.config import parse_config
-from fedspan.config.rates import FACTORS, training_defaults
+from fedspan.config.rates import FACTORS, get_training_defaults
 from fedspan.methods.registry import METHODS
 from fedspan.tasks.metrics import CLASSIFIERS, METRICS_OF
 
@@ -18,8 +18,8 @@ def test_every_factor_belongs_to_a_method_of_the_registry() -> None:
 @pytest.mark.parametrize("task", METRICS_OF)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_task_and_method_has_defaults_that_a_config_accepts(task: str, method: str) -> None:
-    found = training_defaults(task, method)  # pyright: ignore[reportArgumentType]
-    assert found.lr == pytest.approx(training_defaults(task, "fedit").lr * FACTORS.get(method, 1.0))  # pyright: ignore
+    found = get_training_defaults(task, method)  # pyright: ignore[reportArgumentType]
+    assert found.lr == pytest.approx(get_training_defaults(task, "fedit").lr * FACTORS.get(method, 1.0))  # pyright: ignore
     assert bool(found.logit_adjustment) == (task in CLASSIFIERS)
     training = {
         "lr": found.lr,
@@ -29,13 +29,13 @@ def test_every_task_and_method_has_defaults_that_a_config_accepts(task: str, met
     }
     federation = {"rounds": found.rounds, "early_stopping": found.early_stopping}
     config = parse_config({"task": task, "data": {"train": "x.csv"}, "training": training, "federation": federation})
-    assert config.training_settings().optimizer.lr == found.lr
+    assert config.build_training_settings().optimizer.lr == found.lr
 
 
 def test_whole_weights_take_smaller_rates_and_single_factors_larger_ones() -> None:
-    rates = {method: training_defaults("sequence-classification", method).lr for method in METHODS}
+    rates = {method: get_training_defaults("sequence-classification", method).lr for method in METHODS}
     assert rates["fedavg"] < rates["fedit"] < rates["ffa-lora"]
-    assert training_defaults("causal-lm", "fedit").lr < rates["fedit"]
+    assert get_training_defaults("causal-lm", "fedit").lr < rates["fedit"]
 
 
 def test_logits_are_adjusted_for_classifiers_only() -> None:

@@ -76,7 +76,7 @@ def served(
         prepared.config, prepared.engine.adapted.spec, {id: one.examples for id, one in told.items()}
     )
     transport = Direct(make, lost)
-    rules = prepared.config.federation.reply_rules()
+    rules = prepared.config.federation.build_reply_rules()
     agreed = invitation.digest
     return connect(prepared, transport, rules, clients=clients, run="run", agreed=agreed), transport
 

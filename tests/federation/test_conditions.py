@@ -160,7 +160,7 @@ def test_over_selection_goes_on_with_the_first_that_reply(tiny_folder: Path) -> 
 def test_validation_finds_some_faults(kind: str, reason: str | None, tiny_folder: Path) -> None:
     faults = {"share": 0.25, "kind": kind, "factor": 1000.0 if kind == "scale" else None}
     prepared = built(tiny_folder, simulation={"faults": faults})
-    (bad,) = prepared.config.simulation.conditions(prepared.config.seed).faulty(IDS)  # pyright: ignore
+    (bad,) = prepared.config.simulation.build_conditions(prepared.config.seed).faulty(IDS)  # pyright: ignore
     (result,) = rounds(prepared, 1)
     if reason is None:
         assert not result.failures
@@ -181,7 +181,7 @@ def test_without_validation_every_reply_counts(tiny_folder: Path) -> None:
 def test_labels_are_flipped_for_training_alone(tiny_folder: Path) -> None:
     plain = built(tiny_folder)
     prepared = built(tiny_folder, simulation={"faults": {"share": 0.5, "kind": "label-flip"}})
-    bad = prepared.config.simulation.conditions(prepared.config.seed).faulty(IDS)  # pyright: ignore
+    bad = prepared.config.simulation.build_conditions(prepared.config.seed).faulty(IDS)  # pyright: ignore
     flipped: Any = prepared.federation.examples
     honest: Any = plain.train
     last = len(prepared.labels) - 1
@@ -311,7 +311,7 @@ def test_a_reply_that_cannot_be_reduced_fails_its_own_client(changes: dict[str, 
         changes["federation"]["clients_per_round"] = None
         values = tiny.settings(tiny_folder, simulation=simulation, **changes)
         prepared = prepare(parse_config({**values, "seed": seed}))
-        (bad,) = prepared.config.simulation.conditions(prepared.config.seed).faulty(IDS)  # pyright: ignore
+        (bad,) = prepared.config.simulation.build_conditions(prepared.config.seed).faulty(IDS)  # pyright: ignore
         (result,) = rounds(prepared, 1)
         assert {failure.client for failure in result.failures} == {bad}
         assert "not finite" in result.failures[0].reason

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from fedspan import __version__
-from fedspan.config import parse_config, parse_text
+from fedspan.config import parse_config, parse_yaml
 from fedspan.config.node import NodeConfig
-from fedspan.config.validation_errors import first_mistake
+from fedspan.config.validation_errors import convert_validation_error
 from fedspan.core.base import BasePatch, BaseUpdate, Increment
 from fedspan.core.lowrank import LowRank
 from fedspan.core.values import Client, Message, ServerState
@@ -450,12 +450,12 @@ class Configs(_Json):
 
         text = data.decode(errors="replace")
         # YAML takes a hundred times as long as JSON.
-        values = parse_text(text, "config.yaml") if random.Random(data).random() < 0.1 else _values(text)
+        values = parse_yaml(text, "config.yaml") if random.Random(data).random() < 0.1 else _values(text)
         if isinstance(values, dict) and "server" in values:
             try:
                 NodeConfig.model_validate(values)
             except pydantic.ValidationError as error:
-                raise first_mistake(error, root=NodeConfig) from None
+                raise convert_validation_error(error, root=NodeConfig) from None
             return
         config = parse_config(values)
         given = config.model_dump(mode="json")

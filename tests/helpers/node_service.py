@@ -65,5 +65,5 @@ def served(tiny_folder: Path, service: NodeService, **changes: Any) -> tuple[Pre
     assert told.base == base_digest(prepared.model)
     transport = Direct(service)
     clients = server_clients(prepared.config, prepared.engine.adapted.spec, {CLIENT: told.examples})
-    rules = prepared.config.federation.reply_rules()
+    rules = prepared.config.federation.build_reply_rules()
     return connect(prepared, transport, rules, clients=clients, run="run"), transport

@@ -38,7 +38,7 @@ __all__ = ["ENGINES", "RUNS"]
 
 ENGINES: Mapping[str, Mapping[str, Any]] = {
     "loop": {"name": "loop"},
-    "batched": {"name": "batched", "clients_at_once": 2, "workers": 1},
+    "batched": {"name": "batched", "clients_per_pass": 2, "workers": 1},
 }
 Settings = Callable[[Path], dict[str, Any]]
 

@@ -173,9 +173,9 @@ def variant(
     for id, rank in client_ranks(config, method, list(members)).items():
         client = replace(members[id].client, rank=rank, scaling=client_scaling(config, method, rank))
         known.append(replace(members[id], client=client))
-    made = engine(adapted, prepared.task, config.training_settings(), config.seed)
-    wrapped = watch(config.wrapped(method))
-    federation = simulate(wrapped, made, known, prepared.train, config.round_settings())
+    made = engine(adapted, prepared.task, config.build_training_settings(), config.seed)
+    wrapped = watch(config.wrap_method(method))
+    federation = simulate(wrapped, made, known, prepared.train, config.build_round_settings())
     evaluator = Evaluator(federation, config.evaluation.batch_size)
     return replace(prepared, config=config, engine=made, federation=federation, evaluator=evaluator)
 

@@ -57,7 +57,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def engine_of(prepared: Prepared, at_once: int | None, prefix: PrefixSettings | None = None) -> Engine:
     """The loop, or the batched engine with so many clients at once."""
-    parts = (prepared.engine.adapted, prepared.task, prepared.config.training_settings(), prepared.config.seed)
+    parts = (prepared.engine.adapted, prepared.task, prepared.config.build_training_settings(), prepared.config.seed)
     return LoopEngine(*parts) if at_once is None else BatchedEngine(*parts, StackingRequest(at_once, 1), prefix)
 
 

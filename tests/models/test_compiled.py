@@ -31,7 +31,7 @@ def rounds(folder: Path, kind: str, **engine: Any) -> list[RoundResult]:
 def test_rounds_are_those_of_blocks_that_are_not_compiled(
     kind: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wish = {"clients_at_once": 3, "workers": 1}
+    wish = {"clients_per_pass": 3, "workers": 1}
     expected = rounds(tiny_folder, kind, **wish)
     frames: list[object] = []
     compiled = torch.compile
@@ -74,5 +74,5 @@ def test_a_compiler_that_fails_is_named(tiny_folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/c++",))
     monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     with pytest.raises(FedspanError, match=r"torch\.compile failed here") as refused:
-        rounds(tiny_folder, "bert", compile=True, clients_at_once=3, workers=1)
+        rounds(tiny_folder, "bert", compile=True, clients_per_pass=3, workers=1)
     assert refused.value.field == "engine.compile"

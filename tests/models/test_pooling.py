@@ -60,7 +60,7 @@ def runs(encoders: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     """A finished run on each encoder, not to be changed."""
     folder = tmp_path_factory.mktemp("runs")
     for kind in KINDS:
-        fedspan.run(settings(encoders, kind, engine={"name": "batched", "clients_at_once": 3}), folder / kind)
+        fedspan.run(settings(encoders, kind, engine={"name": "batched", "clients_per_pass": 3}), folder / kind)
     return {kind: folder / kind for kind in KINDS}
 
 
@@ -124,7 +124,7 @@ class Notes(Listener):
 def test_a_resumed_run_has_the_pooling_of_its_start(encoders: Path, runs: dict[str, Path], tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(encoders / "bert", model)
-    values = settings(encoders, "bert", engine={"name": "batched", "clients_at_once": 3})
+    values = settings(encoders, "bert", engine={"name": "batched", "clients_per_pass": 3})
     values["model"]["name"] = str(model)
     with pytest.raises(KeyboardInterrupt):
         fedspan.run(values, tmp_path / "run", listener=Notes())

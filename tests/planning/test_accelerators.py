@@ -47,7 +47,7 @@ def test_mistakes_name_what_there_is() -> None:
         accelerator_speed("B1000", "float32")
     for share in (0.0, 1.5):
         with pytest.raises(
-            FedspanError, match=r"^`--utilisation`: .* is not accepted\. Expected a share of the device's peak"
+            FedspanError, match=r"^`--utilization`: .* is not accepted\. Expected a share of the device's peak"
         ):
             accelerator_speed("A100", "float32", share)
 
@@ -147,8 +147,8 @@ def test_what_can_not_be_timed(tiny_folder: Path) -> None:
     with pytest.raises(FedspanError, match=r"^`--device`: a base in nf4 cannot be timed"):
         fedspan.plan(values, labels=4, clients=4, device="here")
     for device in (None, "here"):
-        with pytest.raises(FedspanError, match=r"^`--utilisation`: it needs the name of a GPU"):
-            fedspan.plan(tiny.settings(tiny_folder), labels=4, clients=4, device=device, utilisation=0.5)
+        with pytest.raises(FedspanError, match=r"^`--utilization`: it needs the name of a GPU"):
+            fedspan.plan(tiny.settings(tiny_folder), labels=4, clients=4, device=device, utilization=0.5)
     for mbit in (0, -1, float("nan"), float("inf")):
         with pytest.raises(
             FedspanError, match=r"^`--mbit`: .* is not accepted\. Expected a number of megabits a second above 0"

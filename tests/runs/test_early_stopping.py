@@ -104,5 +104,5 @@ def test_rounds_can_be_compared_by_the_validation_loss(tiny_folder: Path, tmp_pa
         by_accuracy == max((row["validation"]["accuracy"], -row["validation"]["loss"], row["round"]) for row in rows)[2]
     )
     config = parse_config(tiny.settings(tiny_folder, evaluation={"best_by": "loss"}))
-    assert config.evaluation.deciding("accuracy") == "loss"
-    assert parse_config(tiny.settings(tiny_folder)).evaluation.deciding("accuracy") == "accuracy"
+    assert config.evaluation.get_selection_metric("accuracy") == "loss"
+    assert parse_config(tiny.settings(tiny_folder)).evaluation.get_selection_metric("accuracy") == "accuracy"

@@ -48,7 +48,7 @@ class Here(ReplyingTransport):
 def host(*tasks: str) -> session.Host:
     def simulated(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
         transport = Here(place.path.resolve(), list(prepared.federation.clients), tasks)
-        rules = prepared.config.federation.reply_rules()
+        rules = prepared.config.federation.build_reply_rules()
         return played(connect(prepared, transport, rules, nodes=nodes_folder(place.path)))
 
     return simulated

@@ -63,7 +63,7 @@ def same(made: dict[str, Any], at_once: int = 3, workers: int = 1) -> tuple[floa
     """
     made["engine"] = {"name": "loop"}
     expected = tiny.final_tensors(prepare(parse_config(made)))
-    made["engine"] = {"name": "batched", "clients_at_once": at_once, "workers": workers}
+    made["engine"] = {"name": "batched", "clients_per_pass": at_once, "workers": workers}
     prepared = prepare(parse_config(made))
     found = tiny.final_tensors(prepared)
     assert isinstance(prepared.engine, BatchedEngine)
@@ -79,10 +79,10 @@ def test_too_little_memory_for_a_pass_names_the_setting(tiny_folder: Path, monke
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(worker.Worker, "advance", advance)
-    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched", "clients_at_once": 3, "workers": 1}))
+    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched", "clients_per_pass": 3, "workers": 1}))
     with pytest.raises(FedspanError, match="cpu has too little memory for 3 clients in a pass") as caught:
         prepared.federation.run_round(prepared.federation.begin())
-    assert caught.value.field == "engine.clients_at_once"
+    assert caught.value.field == "engine.clients_per_pass"
 
 
 KINDS = ("bert", "roberta", "distilbert", "gpt2", *(f"{family}-lm" for family in tiny_decoders.FAMILIES), "vit")
@@ -160,7 +160,7 @@ def test_threads_side_by_side_on_one_base(tiny_folder: Path, decoders: Path, ima
 
 def test_two_runs_have_the_same_bits(tiny_folder: Path, decoders: Path, images: Path) -> None:
     made = values("bert", tiny_folder, decoders, images)
-    made["engine"] = {"name": "batched", "clients_at_once": 2, "workers": 2}
+    made["engine"] = {"name": "batched", "clients_per_pass": 2, "workers": 2}
     one, other = (tiny.final_tensors(prepare(parse_config(made))) for _ in range(2))
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
@@ -225,7 +225,7 @@ def test_packed_batches_train_alone(tiny_folder: Path, decoders: Path, images: P
 
 def test_a_loss_that_is_no_number_names_the_client(tiny_folder: Path, decoders: Path, images: Path) -> None:
     made = values("bert", tiny_folder, decoders, images, training={"lr": 1e30, "max_grad_norm": 0})
-    made["engine"] = {"name": "batched", "clients_at_once": 3, "workers": 2}
+    made["engine"] = {"name": "batched", "clients_per_pass": 3, "workers": 2}
     words = r"`training.lr`: the loss of client \w+ in round [12] became (nan|inf)"
     with pytest.raises(FedspanError, match=words):
         tiny.final_tensors(prepare(parse_config(made)))

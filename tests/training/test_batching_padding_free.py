@@ -56,7 +56,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[TokenLayout]:
 
 def trained(prepared: Prepared, padding_free: bool) -> tuple[Mapping[str, Tensor], LoopEngine]:
     """One client's first job."""
-    federation, settings = prepared.federation, prepared.config.training_settings()
+    federation, settings = prepared.federation, prepared.config.build_training_settings()
     engine = LoopEngine(prepared.engine.adapted, prepared.task, settings, 0, None, padding_free)
     id, member = next((id, one) for id, one in federation.clients.items() if len(one.train))
     state = federation.begin().state
@@ -186,8 +186,8 @@ def test_several_clients_at_once(
     states: list[Mapping[str, Tensor]] = []
     for padding_free in (False, True):
         prepared = built("bert", tiny_folder, decoders, **changes)
-        prefix = prepared.config.engine.prefix_settings(8)
-        settings = prepared.config.training_settings()
+        prefix = prepared.config.engine.build_prefix_settings(8)
+        settings = prepared.config.build_training_settings()
         engine = BatchedEngine(
             prepared.engine.adapted, prepared.task, settings, 0, StackingRequest(3, workers), prefix, padding_free
         )
@@ -205,7 +205,7 @@ def test_several_clients_at_once(
 
 def verified_padding(prepared: Prepared) -> Padding:
     """Return the padding of an engine after its verification on the training data."""
-    settings = prepared.config.training_settings()
+    settings = prepared.config.build_training_settings()
     padding = LoopEngine(prepared.engine.adapted, prepared.task, settings, 0, None, padding_free=True).padding
     padding.ensure(prepared.train)
     return padding

@@ -52,7 +52,7 @@ def built(kind: str, folders: Mapping[str, Path], model: Mapping[str, Any] = LAS
 
 
 def engine_of(prepared: Prepared, prefix: PrefixSettings | None) -> LoopEngine:
-    settings = prepared.config.training_settings()
+    settings = prepared.config.build_training_settings()
     return LoopEngine(prepared.engine.adapted, prepared.task, settings, prepared.config.seed, prefix)
 
 

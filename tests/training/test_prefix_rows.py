@@ -47,7 +47,11 @@ def built(folder: Path, **changes: Any) -> Prepared:
 def cache_of(prepared: Prepared, settings: PrefixSettings = SETTINGS) -> PrefixCache:
     """That of an engine made now."""
     engine = LoopEngine(
-        prepared.engine.adapted, prepared.task, prepared.config.training_settings(), prepared.config.seed, settings
+        prepared.engine.adapted,
+        prepared.task,
+        prepared.config.build_training_settings(),
+        prepared.config.seed,
+        settings,
     )
     cache = engine.prefixes.cache(prepared.train)
     assert cache is not None

@@ -44,7 +44,7 @@ def under(prepared: Prepared, policy: str, lr_scale: float = 1.0) -> Federation:
     model = prepared.config.model.model_copy(update={"extras": policy, "extras_lr_scale": lr_scale})
     config = prepared.config.model_copy(update={"model": model})
     old = prepared.federation
-    method = config.wrapped(config.build_method(prepared.engine.adapted.spec))
+    method = config.wrap_method(config.build_method(prepared.engine.adapted.spec))
     return simulate(method, old.engine, list(old.clients.values()), old.examples, old.settings)
 
 

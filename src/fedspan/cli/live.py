@@ -143,7 +143,7 @@ class RunView(ProgressBar):
         metric = self._prepared.task.metric
         validation, test = row.get("validation") or {}, row.get("test") or {}
         worst = (row.get("clients") or {}).get("worst")
-        deciding = self._prepared.config.evaluation.deciding(metric)
+        deciding = self._prepared.config.evaluation.get_selection_metric(metric)
         rated = rate_round(deciding, row["round"], validation or None)
         if validation and (self._best is None or rated > self._best):
             self._best = rated

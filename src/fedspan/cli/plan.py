@@ -61,9 +61,9 @@ def plan(
             "--device", metavar="NAME", help="Time on a GPU (A100), or here, on this machine, which is timed."
         ),
     ] = None,
-    utilisation: Annotated[
+    utilization: Annotated[
         float | None,
-        typer.Option("--utilisation", metavar="U", help="Of a GPU's peak; left out: 0.35."),
+        typer.Option("--utilization", metavar="U", help="Of a GPU's peak; left out: 0.35."),
     ] = None,
     mbit: Annotated[
         float | None,
@@ -120,7 +120,7 @@ def plan(
             labels=labels,
             length=length,
             device=device,
-            utilisation=utilisation,
+            utilization=utilization,
             mbit=mbit,
         )
     plans = {key: each for key, each in found.items() if not isinstance(each, FedspanError)}

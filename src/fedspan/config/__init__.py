@@ -6,7 +6,7 @@ Every mistake raises a ``FedspanError`` that names the field, the value and what
 from fedspan.config.federation import FederationConfig
 from fedspan.config.method import MethodConfig, WrapperConfig
 from fedspan.config.model import ModelConfig
-from fedspan.config.reading import load_config, override, parse_config, parse_text, read_values
+from fedspan.config.reading import load_config, override, parse_config, parse_yaml, read_values
 from fedspan.config.sections import (
     EvaluationConfig,
     RunConfig,
@@ -24,6 +24,6 @@ __all__ = [
     "load_config",
     "override",
     "parse_config",
-    "parse_text",
+    "parse_yaml",
     "read_values",
 ]

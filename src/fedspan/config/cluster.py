@@ -38,7 +38,7 @@ class ClusterConfig(Section):
         allow_inf_nan=False,
         description="GPUs of a worker; 0.5: two workers share one. 0: workers train on the CPU.",
     )
-    start_seconds: float = Field(
+    start_timeout: float = Field(
         default=300.0,
         gt=0,
         allow_inf_nan=False,
@@ -47,7 +47,7 @@ class ClusterConfig(Section):
 
     @field_validator("address")
     @classmethod
-    def _known(cls, value: str) -> str:
+    def _validate_address(cls, value: str) -> str:
         if value not in ("local", "auto") and not _ADDRESS.fullmatch(value):
             raise ValueError("local, auto, HOST:PORT or ray://HOST:PORT")
         return value

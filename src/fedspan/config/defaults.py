@@ -12,10 +12,10 @@ from fedspan.data.columns import TaskName
 from fedspan.errors import FedspanError
 from fedspan.tasks.metrics import METRICS_OF
 
-__all__ = ["with_dataset"]
+__all__ = ["fill_dataset_defaults"]
 
 
-def with_dataset(values: object) -> object:
+def fill_dataset_defaults(values: object) -> object:
     """Fill a run's configuration with what ``data.dataset`` implies for the values that the user left out.
 
     Args:
@@ -26,7 +26,7 @@ def with_dataset(values: object) -> object:
     """
     if not isinstance(values, Mapping):
         return values
-    key = _get(values.get("data"), "dataset")
+    key = _get_field(values.get("data"), "dataset")
     if not isinstance(key, str):
         return values
     entry = next((entry for entry in list_datasets() if entry.key == key), None)
@@ -35,25 +35,25 @@ def with_dataset(values: object) -> object:
     task = values.get("task", entry.task)
     if task != entry.task and task in get_args(TaskName):
         raise FedspanError("task", task, f"{entry.task}, the task of data.dataset {entry.key}")
-    content = {**values, "task": task, "evaluation": _evaluation(values.get("evaluation", {}), entry)}
-    if entry.prompt is not None and _get(values["data"], "messages") is None:
+    content = {**values, "task": task, "evaluation": _fill_evaluation(values.get("evaluation", {}), entry)}
+    if entry.prompt is not None and _get_field(values["data"], "messages") is None:
         # The prompt is needed long after the data were read.
-        content["data"] = _with(values["data"], {"prompt": entry.prompt})
+        content["data"] = _fill_section(values["data"], {"prompt": entry.prompt})
     return content
 
 
-def _evaluation(section: Any, entry: DatasetEntry) -> Any:
+def _fill_evaluation(section: Any, entry: DatasetEntry) -> Any:
     defaults = {"answer_pattern": entry.answer_pattern, "max_new_tokens": entry.max_new_tokens}
     if entry.metric in METRICS_OF[entry.task]:
         defaults["metric"] = entry.metric  # exact_match is only measured at the end
-    return _with(section, {name: value for name, value in defaults.items() if value is not None})
+    return _fill_section(section, {name: value for name, value in defaults.items() if value is not None})
 
 
-def _get(section: Any, name: str) -> Any:
+def _get_field(section: Any, name: str) -> Any:
     return section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
 
 
-def _with(section: Any, defaults: Mapping[str, Any]) -> Any:
+def _fill_section(section: Any, defaults: Mapping[str, Any]) -> Any:
     """Fill a section, given as values or a model, with defaults for what it leaves out."""
     if isinstance(section, BaseModel):
         missing = {name: value for name, value in defaults.items() if name not in section.model_fields_set}

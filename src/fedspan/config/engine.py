@@ -24,7 +24,7 @@ class EngineConfig(Section):
         "after another, the reference. flower-sim: one after another in each process of Flower's simulation engine, "
         "as in a deployment; needs fedspan[flower-sim].",
     )
-    clients_at_once: int | None = Field(
+    clients_per_pass: int | None = Field(
         default=None,
         ge=1,
         le=1024,
@@ -63,7 +63,7 @@ class EngineConfig(Section):
         "the process; left out: they are computed every time then.",
     )
 
-    def prefix_settings(self, batch_size: int) -> PrefixSettings | None:
+    def build_prefix_settings(self, batch_size: int) -> PrefixSettings | None:
         """Return the settings of the prefix cache for the engines; None: no cache."""
         if not self.prefix_cache:
             return None

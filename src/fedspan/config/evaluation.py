@@ -56,7 +56,7 @@ class EvaluationConfig(Section):
         "group, or the whole match; left out: all of the text. Numbers are compared as numbers.",
     )
 
-    def deciding(self, metric: str) -> str:
+    def get_selection_metric(self, metric: str) -> str:
         """Return the metric by which rounds are compared.
 
         Args:
@@ -66,7 +66,7 @@ class EvaluationConfig(Section):
 
     @field_validator("answer_pattern")
     @classmethod
-    def _compile(cls, value: str | None) -> str | None:
+    def _validate_pattern(cls, value: str | None) -> str | None:
         try:
             re.compile(value or "")
         except (re.error, OverflowError, RecursionError) as error:  # the last two: for a{9999999999}, ((((...

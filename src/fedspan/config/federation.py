@@ -13,7 +13,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.settings import Reduction, SecureSettings
 from fedspan.federation.validation import ReplyRules
 
-__all__ = ["DrawnRanks", "FederationConfig", "FractionRanks", "Ranks", "SecureConfig"]
+__all__ = ["FederationConfig", "FractionRanks", "RandomRanks", "Ranks", "SecureConfig"]
 
 Rank = Annotated[int, Field(ge=1)]
 
@@ -29,13 +29,13 @@ class FractionRanks(Section):
 
     @field_validator("of")
     @classmethod
-    def _whole(cls, value: dict[int, float]) -> dict[int, float]:
+    def _validate_shares(cls, value: dict[int, float]) -> dict[int, float]:
         if abs(sum(value.values()) - 1) > 1e-6:
             raise ValueError(f"shares that sum to 1, not to {sum(value.values()):g}")
         return value
 
 
-class DrawnRanks(Section):
+class RandomRanks(Section):
     """A rank drawn independently for every client."""
 
     assign: Literal["draw"] = "draw"
@@ -43,11 +43,11 @@ class DrawnRanks(Section):
     seed: int | None = Field(default=None, ge=0, lt=2**63, description="Of the draws.")
 
 
-def _kind(value: object) -> str | None:
+def _select_variant(value: object) -> str | None:
     """Return which of the four ways to write ranks was used."""
     if isinstance(value, list):
         return VARIANT + "turns"
-    if isinstance(value, FractionRanks | DrawnRanks):
+    if isinstance(value, FractionRanks | RandomRanks):
         return VARIANT + value.assign
     if isinstance(value, dict):
         assign = value.get("assign", "clients")
@@ -59,9 +59,9 @@ Ranks = Annotated[
     Annotated[dict[str, Rank], Tag(VARIANT + "clients")]
     | Annotated[list[Rank], Tag(VARIANT + "turns")]
     | Annotated[FractionRanks, Tag(VARIANT + "fractions")]
-    | Annotated[DrawnRanks, Tag(VARIANT + "draw")],
+    | Annotated[RandomRanks, Tag(VARIANT + "draw")],
     Discriminator(
-        _kind,
+        _select_variant,
         custom_error_type="ranks",
         custom_error_message="ranks by client {client-00: 4}, in turn [4, 8], or {assign: fractions, of: {4: 0.5, "
         "8: 0.5}} or {assign: draw, of: [4, 8]}",
@@ -171,7 +171,7 @@ class FederationConfig(Section):
         allow_inf_nan=False,
         description="Seconds that clients have for a round; in the simulator, on the clock of simulation.speed.",
     )
-    patience: float = Field(
+    reconnect_timeout: float = Field(
         default=300.0,
         ge=0,
         allow_inf_nan=False,
@@ -202,7 +202,7 @@ class FederationConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _few_of_many(self) -> Self:
+    def _validate_over_select(self) -> Self:
         if self.over_select and self.clients_per_round is None:
             problem = "it needs federation.clients_per_round, because otherwise every round selects all clients"
             raise FedspanError("federation.over_select", self.over_select, problem=problem)
@@ -233,17 +233,17 @@ class FederationConfig(Section):
             f"{method} sends nothing": claims.sends == "nothing",
             f"federation.reduction {self.reduction} compares single replies": self.reduction != "mean",
         }
-        if why := next((why for why, holds in reasons.items() if holds), None):
+        if reason := next((reason for reason, applies in reasons.items() if applies), None):
             raise FedspanError(
                 "federation.secure",
                 self.secure,
-                problem=f"{title} cannot be aggregated securely: {why}. Remove federation.secure",
+                problem=f"{title} cannot be aggregated securely: {reason}. Remove federation.secure",
             )
 
-    def secure_settings(self) -> SecureSettings | None:
+    def build_secure_settings(self) -> SecureSettings | None:
         """Return the settings of secure aggregation for the engines."""
         return None if self.secure is None else SecureSettings(**self.secure.model_dump())
 
-    def reply_rules(self) -> ReplyRules:
+    def build_reply_rules(self) -> ReplyRules:
         """Return the rules by which a round between machines is accepted."""
         return ReplyRules(self.min_replies, self.deadline, self.retries, self.max_norm_ratio, self.over_select)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import yaml
 
 from fedspan.config import RunConfig, parse_config
-from fedspan.config.rates import training_defaults
+from fedspan.config.rates import get_training_defaults
 from fedspan.data.columns import TaskName
 from fedspan.data.config import DataConfig
 from fedspan.data.dialects import headerless
@@ -396,7 +396,7 @@ def _written(
     few: bool,
 ) -> str:
     """Render the config's text; of few examples, a larger share is set aside to choose the best round by."""
-    defaults, small = training_defaults(facts.task, method), model == "builtin:all-minilm-l6-v2"
+    defaults, small = get_training_defaults(facts.task, method), model == "builtin:all-minilm-l6-v2"
     data = yaml.safe_dump(dict(section), sort_keys=False, allow_unicode=True).rstrip().replace("\n", "\n  ")
     divided = f"partitioner: iid # or dirichlet with alpha: 0.5, for clients that differ\n  clients: {clients}"
     if facts.by is not None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from fedspan.config.options import method_options, wrapper_options
+from fedspan.config.options import validate_method_options, validate_wrapper_options
 from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import OptimizerSpec, Spec
 from fedspan.methods.registry import method_class
@@ -25,7 +25,7 @@ class WrapperConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _plain(cls, value: object) -> object:
+    def _parse_key(cls, value: object) -> object:
         if isinstance(value, str):
             return {"name": value}
         if not isinstance(value, dict | WrapperConfig):
@@ -66,10 +66,10 @@ class MethodConfig(BaseModel):
         Raises:
             FedspanError: If an option is unknown, or its value is invalid.
         """
-        options = method_options(self.name, self.options)
+        options = validate_method_options(self.name, self.options)
         return method_class(self.name)(spec=spec, seed=seed, **options)
 
-    def wrapped(
+    def wrap(
         self,
         method: RegisteredMethod,
         policy: ExtrasPolicy | None,
@@ -90,7 +90,7 @@ class MethodConfig(BaseModel):
             FedspanError: If a wrapper or an option is unknown, or the combination is invalid.
         """
         options = [
-            (wrapper.name, wrapper_options(position, wrapper.name, wrapper.options))
+            (wrapper.name, validate_wrapper_options(position, wrapper.name, wrapper.options))
             for position, wrapper in enumerate(self.wrappers)
         ]
         extras = WithExtras(inner=method, policy=policy or method.claims.extras, lr_scale=extras_lr_scale)

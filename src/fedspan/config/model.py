@@ -104,7 +104,7 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations: less memory, more time.")
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def _validate_combination(self) -> Self:
         if self.pooling_normalize is not None and self.pooling in ("auto", "stock"):
             raise ValueError("pooling_normalize needs pooling: mean, max, cls or last")
         if self.max_memory and self.device_map is None:
@@ -112,19 +112,19 @@ class ModelConfig(Section):
         if self.device_map is not None and self.quantization is not None:
             problem = "it cannot be combined with model.quantization, whose base is not offloaded"
             raise FedspanError("model.device_map", self.device_map, "null", problem=problem)
-        if self.scratch:
-            for option, why in (
+        if self.is_from_scratch:
+            for option, reason in (
                 ("quantization", "newly drawn weights have no use for it"),
                 ("device_map", "its weights all train and so have to be on the device"),
                 ("adapter", "an adapter belongs to pretrained weights"),
                 ("modules_to_save", "all that is no target trains anyway"),
             ):
                 if getattr(self, option):
-                    problem = f"it cannot be set for a model from scratch, because {why}"
+                    problem = f"it cannot be set for a model from scratch, because {reason}"
                     raise FedspanError(f"model.{option}", getattr(self, option), problem=problem)
         return self
 
     @property
-    def scratch(self) -> bool:
+    def is_from_scratch(self) -> bool:
         """Whether all weights are randomly initialized."""
         return not self.pretrained or architecture_of(self.name) is not None

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from fedspan.config.reading import read_values
 from fedspan.config.section import Section
-from fedspan.config.validation_errors import first_mistake
+from fedspan.config.validation_errors import convert_validation_error
 from fedspan.data.path_patterns import places_of
 
 __all__ = ["NodeConfig", "NodeLimits", "load_node"]
@@ -153,7 +153,7 @@ class NodeConfig(Section):
     limits: NodeLimits = Field(default_factory=NodeLimits)
 
     @model_validator(mode="after")
-    def _rest_to_train(self) -> Self:
+    def _validate_shares(self) -> Self:
         if self.validation + self.test >= 1:
             raise ValueError(f"validation + test below 1, not {self.validation + self.test:g}: the rest trains")
         return self
@@ -175,9 +175,9 @@ def load_node(path: str | Path) -> NodeConfig:
     try:
         node = NodeConfig.model_validate(read_values(path))
     except pydantic.ValidationError as error:
-        raise first_mistake(error, root=NodeConfig) from None
+        raise convert_validation_error(error, root=NodeConfig) from None
 
-    def here(name: str | None) -> str | None:
+    def resolve(name: str | None) -> str | None:
         # pathlib would raise for a name that is too long or has a zero byte; opening the file gives a clearer error.
         return None if name is None else os.path.abspath(os.path.join(path.parent, os.path.expanduser(name)))
 
@@ -185,6 +185,11 @@ def load_node(path: str | Path) -> NodeConfig:
     for name in ("train", "test"):
         given = data.get(name)
         if isinstance(given, str) and (os.path.exists(os.path.join(path.parent, given)) or places_of(given)):
-            data[name] = here(given)
-    changes = {"authority": here(node.authority), "key": here(node.key), "folder": here(node.folder), "data": data}
+            data[name] = resolve(given)
+    changes = {
+        "authority": resolve(node.authority),
+        "key": resolve(node.key),
+        "folder": resolve(node.folder),
+        "data": data,
+    }
     return node.model_copy(update=changes)

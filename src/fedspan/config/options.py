@@ -10,18 +10,18 @@ from typing import Any, get_type_hints
 import pydantic
 from pydantic import ConfigDict
 
-from fedspan.config.validation_errors import first_mistake
+from fedspan.config.validation_errors import convert_validation_error
 from fedspan.errors import FedspanError
 from fedspan.methods.registry import method_class
 from fedspan.wrappers.registry import WRAPPERS, wrapper_class
 
-__all__ = ["method_options", "wrapper_options"]
+__all__ = ["validate_method_options", "validate_wrapper_options"]
 
 _HIDDEN = frozenset({"inner", "seed", "spec"})
 """Fields that the run sets, not the user."""
 
 
-def method_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def validate_method_options(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Validate a method's options against the fields of its class and their types.
 
     Raises:
@@ -30,35 +30,35 @@ def method_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if name in WRAPPERS:
         problem = f"{name!r} is a wrapper. Put it around a method: method: {{name: fedit, wrappers: [{name}]}}"
         raise FedspanError("method.name", name, problem=problem)
-    return _options(method_class(name), name, given, "method")
+    return _validate_options(method_class(name), name, values, "method")
 
 
-def wrapper_options(position: int, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def validate_wrapper_options(position: int, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Validate the options of a wrapper, given by its position in ``method.wrappers``.
 
     Raises:
         FedspanError: If the wrapper or an option is unknown, or a value has the wrong type or range.
     """
     field = f"method.wrappers.{position}"
-    return _options(wrapper_class(name, field), name, given, field)
+    return _validate_options(wrapper_class(name, field), name, values, field)
 
 
-def _options(cls: type[Any], name: str, given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _validate_options(cls: type[Any], name: str, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     hints = get_type_hints(cls)
     options = [option for option in dataclasses.fields(cls) if option.name not in _HIDDEN]
     fields = {option.name: (hints[option.name], option.default) for option in options}
-    for option in given:
+    for option in values:
         if option not in fields:
             problem = f"{name} has no such option. Its options are {', '.join(fields)}"
-            raise FedspanError(f"{prefix}.{option}", given[option], problem=problem)
+            raise FedspanError(f"{prefix}.{option}", values[option], problem=problem)
     model = pydantic.create_model("options", __config__=ConfigDict(extra="forbid"), **fields)  # pyright: ignore
     try:
-        checked = model(**given).model_dump()
+        validated = model(**values).model_dump()
     except pydantic.ValidationError as error:
-        raise first_mistake(error, prefix) from None
+        raise convert_validation_error(error, prefix) from None
     for option in options:
-        _require_range(f"{prefix}.{option.name}", checked[option.name], option.metadata)
-    return checked
+        _require_range(f"{prefix}.{option.name}", validated[option.name], option.metadata)
+    return validated
 
 
 def _require_range(field: str, value: object, bounds: Mapping[str, float]) -> None:
@@ -68,12 +68,12 @@ def _require_range(field: str, value: object, bounds: Mapping[str, float]) -> No
         if not 0 < value < math.inf:
             raise FedspanError(field, value, "a finite number above 0")
         return
-    below = bounds.get("below", False)
+    exclusive = bounds.get("below", False)
     if (
         not bounds["minimum"] <= value <= bounds["maximum"]
         or not math.isfinite(value)
-        or (below and value == bounds["maximum"])
+        or (exclusive and value == bounds["maximum"])
     ):
-        what = "below" if below else "at most"
-        upper = f" and {what} {bounds['maximum']:g}" if math.isfinite(bounds["maximum"]) else ""
+        relation = "below" if exclusive else "at most"
+        upper = f" and {relation} {bounds['maximum']:g}" if math.isfinite(bounds["maximum"]) else ""
         raise FedspanError(field, value, f"a finite number of at least {bounds['minimum']:g}{upper}")

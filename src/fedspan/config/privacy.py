@@ -62,7 +62,7 @@ class PrivacyConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _enough(self) -> Self:
+    def _require_noise(self) -> Self:
         if self.noise is None and self.epsilon is None:
             raise ValueError("noise, or an epsilon from which the noise follows")
         return self
@@ -85,11 +85,11 @@ class PrivacyConfig(Section):
             "noise would spoil what it sends beside tensors that all clients start from": claims.sends != "values"
             and self.mechanism == "local",
         }
-        if why := next((why for why, holds in reasons.items() if holds), None):
+        if reason := next((reason for reason, applies in reasons.items() if applies), None):
             raise FedspanError(
                 "privacy.mechanism",
                 self.mechanism,
-                problem=f"{method} cannot be combined with {self.mechanism} privacy: {why}",
+                problem=f"{method} cannot be combined with {self.mechanism} privacy: {reason}",
             )
         if self.mechanism == "central":
             for field, value, right in (
@@ -102,10 +102,10 @@ class PrivacyConfig(Section):
                 if value != right:
                     beside = " and federation.secure" if field == "clients_per_round" else ""
                     problem = f"{value!r} cannot be combined with privacy.mechanism: central{beside}"
-                    cure = "Leave it out" if right is None else f"Set it to {right}"
-                    raise FedspanError(f"federation.{field}", value, problem=f"{problem}. {cure}")
+                    remedy = "Leave it out" if right is None else f"Set it to {right}"
+                    raise FedspanError(f"federation.{field}", value, problem=f"{problem}. {remedy}")
 
-    def settings(self, rounds: int, seed: int, key: bytes | None = None) -> Privacy:
+    def build_settings(self, rounds: int, seed: int, key: bytes | None = None) -> Privacy:
         """Return the privacy settings for the engines.
 
         Args:

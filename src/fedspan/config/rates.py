@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fedspan.data.columns import TaskName
 from fedspan.tasks.metrics import CLASSIFIERS
 
-__all__ = ["FACTORS", "TrainingDefaults", "training_defaults"]
+__all__ = ["FACTORS", "TrainingDefaults", "get_training_defaults"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ FACTORS: Mapping[str, float] = {"fedavg": 0.25, "ffa-lora": 2.5}
 exact, a larger one is best."""
 
 
-def training_defaults(task: TaskName, method: str) -> TrainingDefaults:
+def get_training_defaults(task: TaskName, method: str) -> TrainingDefaults:
     """Return the default settings of a run.
 
     Args:
@@ -57,12 +57,12 @@ def training_defaults(task: TaskName, method: str) -> TrainingDefaults:
         method: Registry key of the method; a method without an entry has the rate of FedIT.
     """
     lr = _TASK_RATES[task] * FACTORS.get(method, 1.0)
-    classifies = task in CLASSIFIERS
+    is_classifier = task in CLASSIFIERS
     return TrainingDefaults(
         lr=lr,
         batch_size=16,
         local_epochs=1,
         rounds=20,
         early_stopping=4,
-        logit_adjustment=1.0 if classifies else 0.0,
+        logit_adjustment=1.0 if is_classifier else 0.0,
     )

@@ -10,10 +10,10 @@ import pydantic
 import yaml
 
 from fedspan.config.sections import RunConfig
-from fedspan.config.validation_errors import first_mistake
+from fedspan.config.validation_errors import convert_validation_error
 from fedspan.errors import FedspanError
 
-__all__ = ["load_config", "override", "parse_config", "parse_text", "read_values"]
+__all__ = ["load_config", "override", "parse_config", "parse_yaml", "read_values"]
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
@@ -25,7 +25,7 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(values)
     except pydantic.ValidationError as error:
-        raise first_mistake(error, root=RunConfig) from None
+        raise convert_validation_error(error, root=RunConfig) from None
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -50,15 +50,15 @@ def read_values(path: str | Path) -> dict[str, Any]:
         raise FedspanError(
             "config", str(path), problem=f"{str(path)!r} cannot be read as a YAML file ({error})"
         ) from None
-    return parse_text(text, str(path))
+    return parse_yaml(text, str(path))
 
 
-def parse_text(text: str, where: str) -> dict[str, Any]:
+def parse_yaml(text: str, source: str) -> dict[str, Any]:
     """Parse the plain values in the text of a config, without validation.
 
     Args:
         text: YAML text.
-        where: The file of the text.
+        source: The file of the text.
 
     Raises:
         FedspanError: If the text is not YAML, or not a mapping.
@@ -67,13 +67,13 @@ def parse_text(text: str, where: str) -> dict[str, Any]:
         values = yaml.safe_load(text)
     # ValueError: a date with month 13. The parser itself raises the others, on texts such as "? [" and "!!int _".
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise FedspanError("config", where, problem=f"{where!r} is not valid YAML ({error})") from None
+        raise FedspanError("config", source, problem=f"{source!r} is not valid YAML ({error})") from None
     if not isinstance(values, dict):
         raise FedspanError(
             "config",
-            where,
+            source,
             "a YAML mapping with the sections model, data, method, ...",
-            problem=f"{where!r} holds no mapping",
+            problem=f"{source!r} holds no mapping",
         )
     return values
 
@@ -85,52 +85,52 @@ def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
         FedspanError: If an override lacks ``=``, or its path leads into a value that is not a section.
     """
     try:
-        changed: dict[str, Any] = _copied(values)
+        changed: dict[str, Any] = _copy_section(values)
     except RecursionError:  # caused by a YAML anchor
         raise FedspanError("config", None, problem="a section contains itself, through a YAML anchor") from None
     for text in overrides:
-        path, equals, right = text.partition("=")
-        if not equals or not path.strip():
+        path, separator, value_text = text.partition("=")
+        if not separator or not path.strip():
             raise FedspanError("--set", text, "section.field=value")
         try:
-            value = yaml.safe_load(right)  # YAML 1.1 reads 2e-3 as text; the field converts it
+            value = yaml.safe_load(value_text)  # YAML 1.1 reads 2e-3 as text; the field converts it
         except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise FedspanError("--set", text, "a value that is valid YAML") from None
         *sections, last = path.strip().split(".")
-        place: Any = changed
+        node: Any = changed
         for section in sections:
-            place = _inside(place, section, text)
-        if isinstance(place, list):
-            place[_position(place, last, text)] = value
+            node = _get_section(node, section, text)
+        if isinstance(node, list):
+            node[_parse_index(node, last, text)] = value
         else:
-            place[last] = value
+            node[last] = value
     return changed
 
 
-def _inside(place: Any, section: str, text: str) -> Any:
+def _get_section(node: Any, section: str, text: str) -> Any:
     """Return the value under a name in a section, or at a position in a list; create a missing section."""
-    inside = place[_position(place, section, text)] if isinstance(place, list) else place.setdefault(section, {})
-    if not isinstance(inside, dict | list):
+    child = node[_parse_index(node, section, text)] if isinstance(node, list) else node.setdefault(section, {})
+    if not isinstance(child, dict | list):
         raise FedspanError("--set", text, problem=f"in {text!r}, {section} is a value, not a section")
-    return inside
+    return child
 
 
-def _position(place: list[Any], section: str, text: str) -> int:
-    if not section.isdecimal() or int(section) >= len(place):
+def _parse_index(node: list[Any], section: str, text: str) -> int:
+    if not section.isdecimal() or int(section) >= len(node):
         raise FedspanError(
             "--set",
             text,
             problem=f"in {text!r}, {section} is no position of the list",
-            expected=f"a number from 0 to {len(place) - 1}",
+            expected=f"a number from 0 to {len(node) - 1}",
         )
     return int(section)
 
 
-def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {str(key): _copied_value(value) for key, value in values.items()}
+def _copy_section(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {str(key): _copy_value(value) for key, value in values.items()}
 
 
-def _copied_value(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return _copied(value)
-    return [_copied_value(inner) for inner in value] if isinstance(value, list) else value
+        return _copy_section(value)
+    return [_copy_value(inner) for inner in value] if isinstance(value, list) else value

@@ -9,14 +9,14 @@ from typing import Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fedspan.config.cluster import ClusterConfig
-from fedspan.config.defaults import with_dataset
+from fedspan.config.defaults import fill_dataset_defaults
 from fedspan.config.engine import EngineConfig
 from fedspan.config.evaluation import EvaluationConfig
 from fedspan.config.federation import FederationConfig
 from fedspan.config.method import MethodConfig
 from fedspan.config.model import ModelConfig
 from fedspan.config.privacy import PrivacyConfig
-from fedspan.config.rates import training_defaults
+from fedspan.config.rates import get_training_defaults
 from fedspan.config.section import Section
 from fedspan.config.simulation import SimulationConfig
 from fedspan.core.factors import require_rank
@@ -73,14 +73,14 @@ class TrainingConfig(Section):
 
     @field_validator("betas")
     @classmethod
-    def _below_one(cls, value: tuple[float, float]) -> tuple[float, float]:
+    def _validate_betas(cls, value: tuple[float, float]) -> tuple[float, float]:
         if not all(0 <= beta < 1 for beta in value):
             raise ValueError("two numbers from 0 to below 1")
         return value
 
     @field_validator("lr", mode="before")
     @classmethod
-    def _rate(cls, value: object) -> object:
+    def _parse_lr(cls, value: object) -> object:
         try:
             positive = value == "auto" or (not isinstance(value, bool) and 0 < float(value) < math.inf)  # pyright: ignore
         except (TypeError, ValueError):
@@ -91,7 +91,7 @@ class TrainingConfig(Section):
 
     @field_validator("min_lr")
     @classmethod
-    def _at_most_lr(cls, value: float, info: ValidationInfo) -> float:
+    def _validate_min_lr(cls, value: float, info: ValidationInfo) -> float:
         if info.data.get("lr") != "auto" and value > info.data.get("lr", value):
             raise ValueError(f"at most training.lr, {info.data['lr']:g}")
         return value
@@ -145,12 +145,12 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_dataset(cls, values: object) -> object:
-        return with_dataset(values)
+    def _fill_dataset_defaults(cls, values: object) -> object:
+        return fill_dataset_defaults(values)
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
-        method = self.wrapped(self.method.build(Spec(()), self.seed))
+    def _validate_combination(self) -> Self:
+        method = self.wrap_method(self.method.build(Spec(()), self.seed))
         if self.federation.reduction != "mean" and method.declared().reduction != "sum":
             problem = (
                 f"{self.federation.reduction} cannot be combined with {self.method.name}, whose server needs "
@@ -162,9 +162,9 @@ class RunConfig(Section):
             if self.evaluation.diagnostics is not None:
                 problem = "it cannot be combined with privacy, because diagnostics inspect updates without noise"
                 raise FedspanError("evaluation.diagnostics", self.evaluation.diagnostics, problem=problem)
-        self._require_simulated()
-        self._require_cluster()
-        self._require_head()
+        self._require_simulation_fit()
+        self._require_cluster_fit()
+        self._require_head_fit()
         self.federation.require_secure_fit(self.method.name, self.method.title, method.declared())
         self._require_training_fit()
         self._require_offload_fit()
@@ -180,17 +180,17 @@ class RunConfig(Section):
         wanted = self.model.head_init
         if wanted == "random":
             return None, None
-        classifies, regression = self.task in CLASSIFIERS, self.task == "regression"
-        if (not classifies and not regression) or self.model.scratch:
+        is_classifier, regression = self.task in CLASSIFIERS, self.task == "regression"
+        if (not is_classifier and not regression) or self.model.is_from_scratch:
             return None, None
-        if why := self._head_refusal():
-            return None, why
+        if reason := self._explain_random_head():
+            return None, reason
         if wanted != "auto":
             return wanted, None
         return ("least-squares" if regression else "lda"), None
 
-    def _head_refusal(self) -> str | None:
-        """Return why the head of this run cannot start from statistics; None if it can."""
+    def _explain_random_head(self) -> str | None:
+        """Return the reason why the head of this run cannot start from statistics; None if it can."""
         reasons = {
             f"statistics of features are not privatized ({'' if self.privacy is None else self.privacy.mechanism})": (
                 self.privacy is not None
@@ -202,9 +202,9 @@ class RunConfig(Section):
                 self.task == "regression" and self.federation.secure is not None
             ),
         }
-        return next((why for why, holds in reasons.items() if holds), None)
+        return next((reason for reason, applies in reasons.items() if applies), None)
 
-    def _require_head(self) -> None:
+    def _require_head_fit(self) -> None:
         """Check that pooling and head_init fit the task and the model.
 
         Raises:
@@ -222,11 +222,11 @@ class RunConfig(Section):
         if wanted not in allowed:
             expected = " or ".join((*allowed, "random", "auto"))
             raise FedspanError("model.head_init", wanted, expected, problem=f"{wanted} does not fit {self.task}")
-        if self.model.scratch:
+        if self.model.is_from_scratch:
             problem = f"{wanted} needs a pretrained model, and this one is from scratch"
             raise FedspanError("model.head_init", wanted, "random", problem=problem)
-        if why := self._head_refusal():
-            raise FedspanError("model.head_init", wanted, "random", problem=f"the head cannot start: {why}")
+        if reason := self._explain_random_head():
+            raise FedspanError("model.head_init", wanted, "random", problem=f"the head cannot start: {reason}")
 
     def _require_offload_fit(self) -> None:
         """Check that the rest of the run can use a base that is offloaded.
@@ -270,7 +270,7 @@ class RunConfig(Section):
         if self.federation.early_stopping is not None:
             raise FedspanError("federation.early_stopping", self.federation.early_stopping, problem=problem)
 
-    def _require_simulated(self) -> None:
+    def _require_simulation_fit(self) -> None:
         """Check that simulated conditions fit the engine and the task.
 
         Raises:
@@ -287,7 +287,7 @@ class RunConfig(Section):
                 "simulation.faults.kind", "label-flip", problem=f"label-flip needs labels, and {self.task} has none"
             )
 
-    def _require_cluster(self) -> None:
+    def _require_cluster_fit(self) -> None:
         """Check that a cluster fits the rest of the run.
 
         Raises:
@@ -315,19 +315,19 @@ class RunConfig(Section):
             raise FedspanError("device", self.device, expected)
 
     @property
-    def used_workers(self) -> int:
+    def active_workers(self) -> int:
         """Number of a cluster's workers that a round can occupy; 1 without a cluster."""
         cohort = self.federation.clients_per_round or self.partition.clients
         return 1 if self.cluster is None else max(1, min(self.cluster.workers, cohort or self.cluster.workers))
 
-    def simulation_rules(self) -> ReplyRules | None:
+    def build_simulation_rules(self) -> ReplyRules | None:
         """Return the rules by which a simulated round is accepted; None: every selected client has to reply.
 
         A simulation has rules if it has conditions or secure aggregation, or if one of the rules in ``federation`` is
         not the default.
         """
-        rules, conditions = self.federation.reply_rules(), self.simulation
-        if conditions is None and self.federation.secure is None and rules == FederationConfig().reply_rules():
+        rules, conditions = self.federation.build_reply_rules(), self.simulation
+        if conditions is None and self.federation.secure is None and rules == FederationConfig().build_reply_rules():
             return None
         return rules if conditions is None else replace(rules, validate=conditions.validation)
 
@@ -336,21 +336,21 @@ class RunConfig(Section):
         """Seed of the partition."""
         return self.seed if self.partition.seed is None else self.partition.seed
 
-    def privacy_settings(self, key: bytes | None = None) -> Privacy | None:
+    def build_privacy_settings(self, key: bytes | None = None) -> Privacy | None:
         """Return the settings of differential privacy for the engines.
 
         Args:
             key: A secret key of the noise; None: a key derived from the seed.
         """
-        return None if self.privacy is None else self.privacy.settings(self.federation.rounds, self.seed, key)
+        return None if self.privacy is None else self.privacy.build_settings(self.federation.rounds, self.seed, key)
 
     @property
     def default_lr(self) -> float:
         """Default learning rate of the task and the method."""
-        return training_defaults(self.task, self.method.name).lr
+        return get_training_defaults(self.task, self.method.name).lr
 
-    def training_settings(self, key: bytes | None = None) -> TrainingSettings:
-        """Return the settings of local training for the engines; ``key`` as in ``privacy_settings``.
+    def build_training_settings(self, key: bytes | None = None) -> TrainingSettings:
+        """Return the settings of local training for the engines; ``key`` as in ``build_privacy_settings``.
 
         With ``training.lr: auto``, the rate is the default; ``runs.learning_rate`` replaces it.
         """
@@ -377,12 +377,12 @@ class RunConfig(Section):
             dropout=t.lora_dropout,
             group_by_length=t.group_by_length,
             logit_adjustment=t.logit_adjustment,
-            privacy=self.privacy_settings(key),
+            privacy=self.build_privacy_settings(key),
         )
 
-    def round_settings(self, key: bytes | None = None) -> RoundSettings:
-        """Return the settings of rounds for the engines; ``key`` as in ``privacy_settings``."""
-        f, privacy = self.federation, self.privacy_settings(key)
+    def build_round_settings(self, key: bytes | None = None) -> RoundSettings:
+        """Return the settings of rounds for the engines; ``key`` as in ``build_privacy_settings``."""
+        f, privacy = self.federation, self.build_privacy_settings(key)
         return RoundSettings(
             rounds=f.rounds,
             cohort=f.clients_per_round,
@@ -410,12 +410,12 @@ class RunConfig(Section):
                 )
         return method
 
-    def wrapped(self, method: RegisteredMethod) -> Method:
+    def wrap_method(self, method: RegisteredMethod) -> Method:
         """Wrap a method with the run's policy for the extras (by default the method's own) and the run's wrappers.
 
         Raises:
             FedspanError: If a wrapper is unknown, or does not fit the method or the training.
         """
-        training = self.training_settings()
+        training = self.build_training_settings()
         policy, lr_scale = self.model.extras, self.model.extras_lr_scale
-        return self.method.wrapped(method, policy, lr_scale, training.optimizer, training.max_grad_norm)
+        return self.method.wrap(method, policy, lr_scale, training.optimizer, training.max_grad_norm)

@@ -69,7 +69,7 @@ class SimulationConfig(Section):
         "every reply counts, to study aggregation rules by themselves.",
     )
 
-    def conditions(self, seed: int) -> Conditions:
+    def build_conditions(self, seed: int) -> Conditions:
         """Return the conditions for the transport.
 
         Args:

@@ -11,13 +11,13 @@ from pydantic import BaseModel
 
 from fedspan.errors import FedspanError, nearest
 
-__all__ = ["VARIANT", "first_mistake"]
+__all__ = ["VARIANT", "convert_validation_error"]
 
 VARIANT = "="
 """Prefix of the tags of a field with several notations; the tags are not part of the user's input."""
 
 
-def first_mistake(
+def convert_validation_error(
     error: pydantic.ValidationError, prefix: str = "", root: type[BaseModel] | None = None
 ) -> FedspanError:
     """Convert the first of pydantic's errors to one line.
@@ -35,15 +35,15 @@ def first_mistake(
     field = ".".join(part for part in place if part and not part.startswith(VARIANT)) or "config"
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
-        siblings = _fields_at(root, detail["loc"][:-1])
+        siblings = _list_fields(root, detail["loc"][:-1])
         problem = f"there is no such field. {nearest(str(detail['loc'][-1]), siblings)}"
         return FedspanError(field, detail["input"], problem=problem)
     if detail["type"] == "missing":
         return FedspanError(field, None, problem="this field is required")
-    return FedspanError(field, detail["input"], _expectation(message))
+    return FedspanError(field, detail["input"], _format_expectation(message))
 
 
-def _expectation(message: str) -> str:
+def _format_expectation(message: str) -> str:
     """Turn pydantic's message into a noun phrase: ``Input should be a valid integer`` into ``a valid integer``."""
     phrase, _, detail = (
         message.removeprefix("Input should be ").replace(" should have at ", " with at ").partition(", ")
@@ -58,29 +58,29 @@ def _expectation(message: str) -> str:
     return f"a {phrase}" if phrase.startswith(("string with", "list with", "dictionary with", "tuple with")) else phrase
 
 
-def _fields_at(model: type[BaseModel] | None, location: Sequence[int | str]) -> list[str]:
+def _list_fields(model: type[BaseModel] | None, location: Sequence[int | str]) -> list[str]:
     annotation: Any = model
     for part in location:
-        annotation = _section(annotation)
+        annotation = _unwrap_optional(annotation)
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             annotation = annotation.model_fields[str(part)].annotation if str(part) in annotation.model_fields else None
         elif str(part).startswith(VARIANT):
-            annotation = _tagged(annotation, str(part))
-    annotation = _section(annotation)
+            annotation = _find_tagged_type(annotation, str(part))
+    annotation = _unwrap_optional(annotation)
     return list(annotation.model_fields) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
 
 
-def _section(annotation: Any) -> Any:
+def _unwrap_optional(annotation: Any) -> Any:
     """Return the section itself from the annotation of an optional section."""
     kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
     return kinds[0] if len(kinds) == 1 and NoneType in get_args(annotation) else annotation
 
 
-def _tagged(annotation: Any, tag: str) -> Any:
+def _find_tagged_type(annotation: Any, tag: str) -> Any:
     """Return the type of a union that has a tag."""
     for member in get_args(annotation):
         if pydantic.Tag(tag) in getattr(member, "__metadata__", ()):
             return get_args(member)[0]
-        if (found := _tagged(member, tag)) is not None:
-            return found
+        if (inner_type := _find_tagged_type(member, tag)) is not None:
+            return inner_type
     return None

@@ -139,9 +139,9 @@ def submit(
                 *(prepared.config, prepared.engine.adapted.spec, examples),
                 {id: count for id, count in max_examples.items() if count is not None},
             )
-            rules = prepared.config.federation.reply_rules()
+            rules = prepared.config.federation.build_reply_rules()
             grid_transport = GridTransport(
-                *(grid, nodes, prepared.config.federation.patience, signer),
+                *(grid, nodes, prepared.config.federation.reconnect_timeout, signer),
                 (lambda: revocations(link)) if link.authority is not None else tuple,
             )
             transport = AuditedTransport(grid_transport, audit, run, nodes)

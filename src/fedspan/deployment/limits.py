@@ -14,7 +14,7 @@ from typing import Any
 
 from fedspan import __version__
 from fedspan.config import RunConfig
-from fedspan.config.federation import DrawnRanks, FractionRanks
+from fedspan.config.federation import FractionRanks, RandomRanks
 from fedspan.config.node import NodeConfig, NodeLimits
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client
@@ -178,7 +178,7 @@ def config_ranks(config: RunConfig, method: RegisteredMethod, id: str) -> frozen
             return frozenset({method.r})
         case dict() as by_client:
             return frozenset({by_client.get(id, method.r)})
-        case DrawnRanks() | FractionRanks() as drawn:
+        case RandomRanks() | FractionRanks() as drawn:
             return frozenset(drawn.of)
         case turns:
             return frozenset(turns or (method.r,))
@@ -243,7 +243,7 @@ class OrderTerms:
         Raises:
             FedspanError: If it is not.
         """
-        _require_same("lr", lr, self.config.training_settings().lr(round, self.config.federation.rounds))
+        _require_same("lr", lr, self.config.build_training_settings().lr(round, self.config.federation.rounds))
 
     def weight(self, task: str) -> float:
         """Return the client's weight in an average."""

@@ -193,7 +193,7 @@ class NodeService:
         store = DiskClientStore(folder / "kept")
         server_config = parse_config({**invitation.values(), "data": config.data.model_dump(mode="json")})
         plain = method_for(server_config, prepared.engine.adapted.spec)
-        method = config.wrapped(plain)
+        method = config.wrap_method(plain)
 
         def export(job: Job, base: BaseUpdate, round: int) -> None:
             write_model(prepared, job, base, folder / "adapter", round, self.node.id)

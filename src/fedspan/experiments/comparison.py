@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedspan.config import RunConfig, override, parse_config
-from fedspan.config.options import method_options
+from fedspan.config.options import validate_method_options
 from fedspan.errors import FedspanError, nearest
 from fedspan.experiments.execution import ConfigLike, command_line, open_series, plain_values, read_settings, run_step
 from fedspan.experiments.series import (
@@ -250,7 +250,7 @@ def _config(values: Mapping[str, Any], key: str, methods: Sequence[str], own: Se
     if not isinstance(section, Mapping):
         return parse_config(values)  # raises the error for this section
     names = {row: row.split("+")[0] for row in methods}
-    options_by_row = {row: set(method_options(name, {})) for row, name in names.items()}
+    options_by_row = {row: set(validate_method_options(name, {})) for row, name in names.items()}
     all_options = set[str]().union(*options_by_row.values())
     for option, value in section.items():
         if option not in ("name", "wrappers") and option not in all_options:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import yaml
 
-from fedspan.config import RunConfig, override, parse_config, parse_text, read_values
+from fedspan.config import RunConfig, override, parse_config, parse_yaml, read_values
 from fedspan.data.images import holds_images
 from fedspan.data.path_patterns import has_places, matching
 from fedspan.errors import FedspanError
@@ -63,7 +63,7 @@ class FinishedRuns:
         if place.config.is_file() and place.report.is_file() and place.environment.is_file():
             with suppress(FedspanError):
                 # Parsed, not compared as text: an option added since has the earlier behaviour as its default.
-                config = parse_config(parse_text(place.config_text(), str(place.config)))
+                config = parse_config(parse_yaml(place.config_text(), str(place.config)))
                 place.read_json(place.report)
                 place.read_json(place.environment)
                 self._places.setdefault(_key(config), []).append(place.path)

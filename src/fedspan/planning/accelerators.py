@@ -1,6 +1,6 @@
 """Training speed of devices: GPUs by their data sheets, and the resulting duration of a run.
 
-A GPU's rate is its peak for dense matrix products times a utilisation, the share of that peak that training reaches.
+A GPU's rate is its peak for dense matrix products times a utilization, the share of that peak that training reaches.
 ``UTILISATION`` is 0.35: Table 3 of PaLM (arXiv:2204.02311) reports 21 % (GPT-3), 33 % (Gopher), 30 % (Megatron-Turing
 NLG) and 46 % (PaLM) for large models trained with care; adapters, short texts and small batches do not get closer to
 the peak than those. A model with fewer than about 100 M parameters leaves a large GPU waiting for the next operation
@@ -136,7 +136,7 @@ class Speed:
         deployed = run = None
         if client is not None and compute.first is not None:
             deployed = compute.first / self.single + config.federation.rounds * (client + (transfer or 0.0))
-        workers = config.used_workers
+        workers = config.active_workers
         if compute.run is not None and compute.kept is not None and self.parallel is not None:
             run = ((compute.run - compute.kept) * slower + compute.kept) / (self.parallel * workers)
         return Duration(
@@ -151,13 +151,13 @@ class Speed:
         )
 
 
-def accelerator_speed(name: str, dtype: str, utilisation: float = UTILISATION) -> Speed:
+def accelerator_speed(name: str, dtype: str, utilization: float = UTILISATION) -> Speed:
     """Return the speed of a GPU of the table.
 
     Args:
         name: Key of ``ACCELERATORS``; case, spaces and hyphens are ignored.
         dtype: Number format of the frozen base: ``float32``, ``float16`` or ``bfloat16``.
-        utilisation: Share of the peak that training reaches.
+        utilization: Share of the peak that training reaches.
 
     Raises:
         FedspanError: If the GPU is unknown or lacks this number format, or the share is not in (0, 1].
@@ -165,11 +165,11 @@ def accelerator_speed(name: str, dtype: str, utilisation: float = UTILISATION) -
     key = name.upper().replace(" ", "").replace("-", "")
     if key not in ACCELERATORS:
         raise FedspanError("--device", name, f"{HERE} (this machine, measured), or one of {', '.join(ACCELERATORS)}")
-    if not 0 < utilisation <= 1:
-        raise FedspanError("--utilisation", utilisation, "a share of the device's peak, more than 0 and at most 1")
+    if not 0 < utilization <= 1:
+        raise FedspanError("--utilization", utilization, "a share of the device's peak, more than 0 and at most 1")
     accelerator = ACCELERATORS[key]
     peak: float | None = getattr(accelerator, dtype)
     if peak is None:
         raise FedspanError("--device", name, "a GPU with bfloat16 (A10, RTX3090 or newer), or model.dtype: float16")
-    rate = peak * 1e12 * utilisation
+    rate = peak * 1e12 * utilization
     return Speed(key, rate, rate, accelerator.bandwidth * 1e9, memory=round(accelerator.memory * 1e9))

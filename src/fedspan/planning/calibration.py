@@ -86,7 +86,7 @@ def measure_speed(
         single = bench.time_single()
         parallel, start = None if config.engine.name == "flower-sim" else single, 0.0  # it has other processes
         if isinstance(bench.engine, BatchedEngine):
-            parallel, start = bench.time_parallel(-(-clients // config.used_workers), steps)
+            parallel, start = bench.time_parallel(-(-clients // config.active_workers), steps)
     finally:
         torch.set_num_threads(threads)
     return Speed(HERE, single, parallel, start=start)
@@ -120,7 +120,7 @@ class _Bench:
         length = None if passes.longest is None else length or longest
         facts = Facts.of(config, labels, longest, adapted.model)
         task = PROBLEMS[config.task].task(_processor(adapted), facts, config)
-        settings = replace(config.training_settings(), privacy=None)
+        settings = replace(config.build_training_settings(), privacy=None)
         self.engine: Engine = make_engine(config, adapted, task, settings)
         self._batch = settings.batch_size * settings.accumulate
         self._examples: Any = _examples(config, adapted, len(labels), length, longest, self._batch * _STEPS)
@@ -157,7 +157,7 @@ class _Bench:
 
     def _work(self, client: str, steps: int) -> Assignment:
         indices = np.arange(self._batch * steps)
-        lr = self._config.training_settings().optimizer.lr
+        lr = self._config.build_training_settings().optimizer.lr
         return Assignment(client, 0, replace(self._job, steps=steps), indices, lr)
 
     def _seconds(self, clients: int, steps: int) -> float:

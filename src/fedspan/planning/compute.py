@@ -255,7 +255,7 @@ def local_training(
         if longest is None:
             raise FedspanError("--length", length, problem="images have no length. Leave the option out")
         raise FedspanError("--length", length, f"a whole number from 1 to {longest}")
-    length, settings, batch = length or longest, config.training_settings(), config.training.batch_size
+    length, settings, batch = length or longest, config.build_training_settings(), config.training.batch_size
     examples_seen = _examples_of_round(settings, examples)
     own = examples_seen if examples is None else examples
     prefix = passes.prefix if config.engine.prefix_cache else None

@@ -33,7 +33,7 @@ def plan(
     labels: int | None = None,
     length: int | None = None,
     device: str | None = None,
-    utilisation: float | None = None,
+    utilization: float | None = None,
     mbit: float | None = None,
 ) -> Plan:
     """Estimate the trainable parameters, bytes, steps, FLOPs, memory and time of a run from its config and its model's.
@@ -53,7 +53,7 @@ def plan(
             allow.
         device: Device that clients train on: a GPU (``A100``, see ``fedspan.planning.accelerators``), or ``here``, this
             machine, on which some seconds of training are timed; left out: no time is planned.
-        utilisation: Share of a GPU's peak that training reaches; left out: 0.35, explained in
+        utilization: Share of a GPU's peak that training reaches; left out: 0.35, explained in
             ``fedspan.planning.accelerators``.
         mbit: Megabits a second between a client and the server; left out: no transfer is planned.
 
@@ -64,12 +64,12 @@ def plan(
         config if isinstance(config, RunConfig) and not overrides else parse_config(plain_values(config, overrides))
     )
     clients, examples, labels = _facts(checked, clients, examples, labels)
-    _require_device(device, utilisation)
+    _require_device(device, utilization)
     model = prepare_model(_with_device(checked, device), labels, architecture)
     estimate = plan_run(checked, model, clients, examples, length=length, mbit=mbit)
     if device is None:
         return estimate
-    return add_time(estimate, _speed(checked, estimate, device, utilisation, labels, architecture), checked)
+    return add_time(estimate, _speed(checked, estimate, device, utilization, labels, architecture), checked)
 
 
 def plan_methods(
@@ -83,7 +83,7 @@ def plan_methods(
     labels: int | None = None,
     length: int | None = None,
     device: str | None = None,
-    utilisation: float | None = None,
+    utilization: float | None = None,
     mbit: float | None = None,
 ) -> dict[str, Plan | FedspanError]:
     """Estimate the cost of a run under several methods.
@@ -98,7 +98,7 @@ def plan_methods(
         labels: Number of classes, as for ``plan``.
         length: Mean tokens of an example, as for ``plan``.
         device: Device that clients train on, as for ``plan``; ``here`` is timed once.
-        utilisation: Share of a GPU's peak that training reaches, as for ``plan``.
+        utilization: Share of a GPU's peak that training reaches, as for ``plan``.
         mbit: Megabits a second between a client and the server, as for ``plan``.
 
     Returns:
@@ -112,7 +112,7 @@ def plan_methods(
     steps = plan_comparison(values, tuple(METHODS) if methods is None else methods, [0], {}, None).steps
     first = steps[0].config
     clients, examples, labels = _facts(first, clients, examples, labels)
-    _require_device(device, utilisation)
+    _require_device(device, utilization)
     model = prepare_model(_with_device(first, device), labels, architecture)
     plans: dict[str, Plan | FedspanError] = {}
     speed: Speed | None = None
@@ -123,7 +123,7 @@ def plan_methods(
             plans[step.group] = error
             continue
         if device is not None:
-            speed = speed or _speed(step.config, estimate, device, utilisation, labels, architecture)
+            speed = speed or _speed(step.config, estimate, device, utilization, labels, architecture)
             estimate = add_time(estimate, speed, step.config)
         plans[step.group] = estimate
     return plans
@@ -161,9 +161,9 @@ def _count_local(config: RunConfig) -> tuple[int, int, int] | None:
     return clients, len(data.train), len(data.labels) if PROBLEMS[config.task].classifies else 0
 
 
-def _require_device(device: str | None, utilisation: float | None) -> None:
-    if utilisation is not None and device in (None, HERE):
-        raise FedspanError("--utilisation", utilisation, problem="it needs the name of a GPU (--device; device=)")
+def _require_device(device: str | None, utilization: float | None) -> None:
+    if utilization is not None and device in (None, HERE):
+        raise FedspanError("--utilization", utilization, problem="it needs the name of a GPU (--device; device=)")
 
 
 def _with_device(config: RunConfig, device: str | None) -> RunConfig:
@@ -176,13 +176,13 @@ def _speed(
     config: RunConfig,
     estimate: Plan,
     device: str,
-    utilisation: float | None,
+    utilization: float | None,
     labels: int,
     architecture: Mapping[str, Any] | None,
 ) -> Speed:
     """Return the speed of a device by its name, or of this machine."""
     if device != HERE:
-        return accelerator_speed(device, config.model.dtype, UTILISATION if utilisation is None else utilisation)
+        return accelerator_speed(device, config.model.dtype, UTILISATION if utilization is None else utilization)
     return measure_speed(
         config,
         config.data.labels or [str(number) for number in range(labels)],

@@ -308,7 +308,7 @@ def _own_examples(config: RunConfig, clients: int, examples: int | None) -> int 
 
 def _steps(config: RunConfig, own: int | None) -> int | None:
     """Return the optimizer steps of a client in a round; with epochs, of a client with this many examples."""
-    settings = config.training_settings()
+    settings = config.build_training_settings()
     if settings.steps is not None:
         return settings.steps
     return None if own is None else private_steps(settings, Job({}, {}, ()), own)

@@ -110,7 +110,7 @@ def plan_traffic(
         method: The run's method, without wrappers.
         ranks: Ranks of the clients, in the order of their ids.
     """
-    federation, wrapped, extras = config.federation, config.wrapped(method), extras_of(config, adapted, method)
+    federation, wrapped, extras = config.federation, config.wrap_method(method), extras_of(config, adapted, method)
     cohorts = [
         sorted(cohort_of(config.seed, number, len(ranks), federation.clients_per_round))
         for number in range(federation.rounds)

@@ -15,7 +15,7 @@ import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from fedspan.config.validation_errors import first_mistake
+from fedspan.config.validation_errors import convert_validation_error
 from fedspan.errors import FedspanError, nearest
 from fedspan.methods.registry import METHODS
 
@@ -327,7 +327,7 @@ def read_preset(values: Mapping[str, Any], where: str) -> Preset:
     try:
         return Preset.model_validate(values)
     except pydantic.ValidationError as error:
-        raise first_mistake(error, prefix=where, root=Preset) from None
+        raise convert_validation_error(error, prefix=where, root=Preset) from None
 
 
 def list_presets() -> tuple[Preset, ...]:

@@ -83,8 +83,8 @@ def _variant(
     if lr is not None:
         settings = replace(settings, optimizer=replace(settings.optimizer, lr=lr))
     engine = make_engine(config, prepared.engine.adapted, prepared.task, settings, shared_with=prepared.engine)
-    rounds = replace(config.round_settings(), cohort=None)
-    federation = simulate(config.wrapped(method), engine, members, prepared.train, rounds)
+    rounds = replace(config.build_round_settings(), cohort=None)
+    federation = simulate(config.wrap_method(method), engine, members, prepared.train, rounds)
     evaluator = _evaluator(federation, config)
     head = baseline_head(prepared.head)
     return replace(prepared, config=config, engine=engine, federation=federation, evaluator=evaluator, head=head)
@@ -127,7 +127,7 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     progress, best = (
         (_BEGINNINGS[name](federation, variant.head), None) if stored is None else (stored.progress, stored.best)
     )
-    metric = variant.config.evaluation.deciding(variant.task.metric)
+    metric = variant.config.evaluation.get_selection_metric(variant.task.metric)
 
     def rate_and_save(progress: Progress, best: Best | None) -> Best:
         """Rate the model after an epoch, or before the first one, and save it."""

@@ -69,7 +69,7 @@ def resources_of(config: RunConfig) -> Resources:
     wanted = config.cluster
     assert wanted is not None
     return Resources(
-        wanted.address, wanted.workers, wanted.threads_per_worker, wanted.gpus_per_worker, wanted.start_seconds
+        wanted.address, wanted.workers, wanted.threads_per_worker, wanted.gpus_per_worker, wanted.start_timeout
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 from pydantic import ValidationError
 
-from fedspan.config.validation_errors import first_mistake
+from fedspan.config.validation_errors import convert_validation_error
 from fedspan.data.columns import TaskName
 from fedspan.data.config import DataConfig
 from fedspan.data.files import IN_MEMORY
@@ -90,7 +90,7 @@ def _file_config(data: str | Path, facts: Facts, columns: Mapping[str, str | Non
     try:
         return DataConfig(train=str(data), labels=list(facts.labels) or None, test_split=None, test_fraction=0, **named)  # pyright: ignore[reportArgumentType]
     except ValidationError as error:
-        mistake = first_mistake(error)
+        mistake = convert_validation_error(error)
         field = "data" if mistake.field in ("config", "train") else mistake.field
         raise mistake.at(field, str(data)) from None
 

@@ -42,7 +42,7 @@ def aggregation_of(config: RunConfig, clip: float | None = None) -> AggregationF
     Raises:
         FedspanError: If the config selects secure aggregation and its libraries are not installed.
     """
-    secure = config.federation.secure_settings()
+    secure = config.federation.build_secure_settings()
     if secure is None:
         return PlaintextAggregation
     require()

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from fedspan.config import RunConfig, parse_config, parse_text
+from fedspan.config import RunConfig, parse_config, parse_yaml
 from fedspan.errors import FedspanError
 from fedspan.files import read_bytes
 from fedspan.logs import Position, require_position
@@ -43,7 +43,7 @@ _END = "\n...\n"
 _CHANGEABLE = {
     *("device", "threads", "engine", "baselines", "centralized_lr"),
     *("model.name", "model.adapter", "model.gradient_checkpointing", "data.train", "data.test"),
-    *(f"federation.{name}" for name in ("early_stopping", "deadline", "patience", "retries", "min_replies")),
+    *(f"federation.{name}" for name in ("early_stopping", "deadline", "reconnect_timeout", "retries", "min_replies")),
     *(f"federation.{name}" for name in ("over_select", "message_mib")),
     *("evaluation.batch_size", "evaluation.diagnostics"),
 }
@@ -64,7 +64,7 @@ def read_config(folder: str | Path) -> RunConfig:
     """
     place = RunFolder(folder)
     text = place.config_text()
-    config = parse_config(parse_text(text, str(place.config)))
+    config = parse_config(parse_yaml(text, str(place.config)))
     if not text.replace("\r\n", "\n").endswith(_END):
         problem = (
             "the end of the file is missing: a run's configuration ends with the line `...`. Restore the file or start "

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from fedspan.config import RunConfig
-from fedspan.config.validation_errors import first_mistake
+from fedspan.config.validation_errors import convert_validation_error
 from fedspan.core.lowrank import LowRank
 from fedspan.data.columns import TaskName
 from fedspan.errors import FedspanError
@@ -230,7 +230,7 @@ def facts_of(folder: Path, notes: dict[str, Any]) -> Facts:
     try:
         facts = TypeAdapter(Facts).validate_python({name: notes[name] for name in _FACTS})
     except ValidationError as error:
-        raise first_mistake(error, str(path)) from None
+        raise convert_validation_error(error, str(path)) from None
     try:
         re.compile(facts.answer_pattern or "")
         pattern = True
@@ -349,7 +349,7 @@ def _planned_device(name: str) -> torch.device:
 
 def _with_targets(config: RunConfig, model: Any, new: Sequence[str]) -> tuple[AdaptedModel, LoraConfig]:
     """Find the trainable parts of a model, and build PEFT's description of them."""
-    saved = [] if config.model.scratch else _modules_to_save(config, model, new)
+    saved = [] if config.model.is_from_scratch else _modules_to_save(config, model, new)
     try:
         peft_config = _lora_config(config, saved)
         targets = find_targets(model, peft_config)
@@ -366,7 +366,7 @@ def _with_targets(config: RunConfig, model: Any, new: Sequence[str]) -> tuple[Ad
             raise FedspanError(
                 "model.gradient_checkpointing", True, "false", problem=f"this model does not support it ({error})"
             ) from None
-    extras = find_other_parameters(model, targets) if config.model.scratch else find_extras(model, saved)
+    extras = find_other_parameters(model, targets) if config.model.is_from_scratch else find_extras(model, saved)
     away = [path for path in extras if is_offloaded(model.get_submodule(path.rpartition(".")[0]))]
     if away:
         problem = f"{away[0]} trains whole, but it is offloaded"
@@ -388,7 +388,7 @@ def _load(config: RunConfig, labels: tuple[str, ...], device: torch.device, obje
 def _load_named(config: RunConfig, labels: tuple[str, ...], device: torch.device) -> Loaded:
     settings, head = config.model, PROBLEMS[config.task].head
     load = load_scratch
-    if not settings.scratch:
+    if not settings.is_from_scratch:
         offload = None
         if settings.device_map is not None:
             offload = Offload(settings.max_memory.get("device"), settings.max_memory.get("cpu"))

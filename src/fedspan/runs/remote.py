@@ -91,11 +91,11 @@ def prepare_server(config: RunConfig, key: bytes | None = None, stages: Stages |
     require_private_model(config, model.adapted)
     facts = Facts.of(config, labels, max_length(config, model.processor, model.adapted.model), model.adapted.model)
     task = PROBLEMS[config.task].task(model.processor, facts, config)
-    method = config.wrapped(method_for(config, model.adapted.spec))
-    engine = make_engine(config, model.adapted, task, config.training_settings(key), stages)
+    method = config.wrap_method(method_for(config, model.adapted.spec))
+    engine = make_engine(config, model.adapted, task, config.build_training_settings(key), stages)
     head, notes = head_start_of(config, model)
     no_data = Nothing()
-    federation = simulate(method, engine, {}, no_data, config.round_settings(key))
+    federation = simulate(method, engine, {}, no_data, config.build_round_settings(key))
     evaluator = Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
     return Prepared(
         config, labels, facts, None, task, engine, federation, evaluator, no_data, None, (), model, notes, head
@@ -257,7 +257,7 @@ def flower_simulation(place: RunFolder, prepared: Prepared, run_rounds: Callable
     answering = partial(reply_as, str(place.path.resolve()), max(1, threads // actors))
 
     def serving(transport: Transport) -> RunReport:
-        rules = prepared.config.federation.reply_rules()
+        rules = prepared.config.federation.build_reply_rules()
         return run_rounds(connect(prepared, transport, rules, nodes=nodes_folder(place.path)))
 
     return simulate(

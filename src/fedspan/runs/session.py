@@ -292,7 +292,7 @@ class _Session:
             scores["clients"] = test.summary(prepared.task.metric)
         if prepared.test is not None and not prepared.federation.method.declared().personal:
             scores["test"] = dict(prepared.evaluator.evaluate_heldout(progress, prepared.test)["global"])
-        metric = prepared.config.evaluation.deciding(prepared.task.metric)
+        metric = prepared.config.evaluation.get_selection_metric(prepared.task.metric)
         scored = rate_round(metric, number, None if validation is None else validation.deciding)
         if self.best is None or scored > self.best:
             self.best = scored

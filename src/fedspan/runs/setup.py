@@ -13,7 +13,7 @@ import torch
 
 from fedspan.clients.store import LazyMapping
 from fedspan.config import RunConfig
-from fedspan.config.federation import DrawnRanks, FractionRanks
+from fedspan.config.federation import FractionRanks, RandomRanks
 from fedspan.core.method import RegisteredMethod, scaling_of
 from fedspan.core.tensors import generator
 from fedspan.core.values import Client
@@ -112,7 +112,7 @@ def _requested_ranks(config: RunConfig, ids: Sequence[str]) -> Mapping[str, int]
             return {id: turns[index % len(turns)] for index, id in enumerate(ids)} if turns else {}
         case dict() as by_client:
             return by_client
-        case DrawnRanks() as drawn:
+        case RandomRanks() as drawn:
             seed = config.data_seed if drawn.seed is None else drawn.seed
             count = len(drawn.of)
             return {id: drawn.of[int(torch.randint(count, (), generator=generator(seed, "rank", id)))] for id in ids}
@@ -155,7 +155,9 @@ def make_engine(
         FedspanError: If the config asks to compile blocks that cannot be compiled.
     """
     options, seed = config.engine, config.seed
-    prefix = options.prefix_settings(config.evaluation.batch_size) if shared_with is None else shared_with.prefixes
+    prefix = (
+        options.build_prefix_settings(config.evaluation.batch_size) if shared_with is None else shared_with.prefixes
+    )
     stages = stages or (None if shared_with is None else shared_with.stages)
     refusals = {
         f"engine.name: {options.name} does not compile, only batched does": options.name != "batched",
@@ -166,7 +168,7 @@ def make_engine(
         raise FedspanError("engine.compile", True, problem=reason)
     if options.name != "batched":
         return LoopEngine(adapted, task, settings, seed, prefix, stages=stages)
-    request = StackingRequest(options.clients_at_once, options.workers)
+    request = StackingRequest(options.clients_per_pass, options.workers)
     rounds = config.federation.rounds
     return BatchedEngine(
         adapted, task, settings, seed, request, prefix, options.padding_free, options.compile, stages, rounds
@@ -384,7 +386,7 @@ def build_trainer(
     facts = Facts.of(config, labels, max_length(config, built.processor, adapted.model), adapted.model)
     task = PROBLEMS[config.task].task(built.processor, facts, config)
     method = config.build_method(replace(adapted.spec, clients=clients))
-    engine = make_engine(config, adapted, task, config.training_settings(key), stages)
+    engine = make_engine(config, adapted, task, config.build_training_settings(key), stages)
     return RunTrainer(built, facts, task, engine, method)
 
 
@@ -405,14 +407,14 @@ def simulated_federation(
     """
     clients, conditions = _members(config, trainer.method, parts), None
     if config.simulation is not None:
-        conditions = config.simulation.conditions(config.seed)
+        conditions = config.simulation.build_conditions(config.seed)
     return simulate(
-        config.wrapped(trainer.method),
+        config.wrap_method(trainer.method),
         trainer.engine,
         clients,
         _flip_labels(train, clients, conditions, len(trainer.facts.labels)),
-        config.round_settings(key),
-        config.simulation_rules(),
+        config.build_round_settings(key),
+        config.build_simulation_rules(),
         aggregation_of(config),
         _secure_clients(config, clients),
         conditions,

@@ -72,7 +72,7 @@ def write_model(
         "client": client,
     }
     built, settings = prepared.model, prepared.config.model
-    if settings.scratch or needs_merging(job, base):
+    if settings.is_from_scratch or needs_merging(job, base):
         export_merged(folder, adapted, job, base, built.processor, notes, settings.revision)
     else:
         updates, extras = layer_updates(job, base, adapted, built.adopted), job_extras(job, adapted)

@@ -110,7 +110,7 @@ class BatchedEngine:
         except torch.OutOfMemoryError as error:
             problem = f"{self.adapted.device} has too little memory for {stacking.at_once} clients in a pass ({error})"
             expected = "a smaller number, a smaller training.batch_size, or model.gradient_checkpointing"
-            raise FedspanError("engine.clients_at_once", stacking.at_once, expected, problem=problem) from error
+            raise FedspanError("engine.clients_per_pass", stacking.at_once, expected, problem=problem) from error
 
     def choose_plan(
         self, assignments: Sequence[Assignment], clients: int, examples: Examples, rounds: float | None = None

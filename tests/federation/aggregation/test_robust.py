@@ -203,6 +203,6 @@ def test_methods_that_stack_and_secure_sums_refuse_them(rule: str) -> None:
         parse_config(values)
     assert refused.value.field == "federation.reduction"
     summed = {**values, "method": {"name": "fedit"}}
-    assert parse_config(summed).round_settings().reduction == rule
+    assert parse_config(summed).build_round_settings().reduction == rule
     with pytest.raises(FedspanError, match=f"federation.reduction {rule} compares single replies"):
         parse_config({**summed, "federation": {"reduction": rule, "secure": {}}})

@@ -85,7 +85,7 @@ class Scene(NamedTuple):
         inner = GridTransport(self.grid, {id: node for id, (node, _) in met.items()}, signer=self.signer)
         transport = Lying(inner, lie)
         digest = Invitation(run=run, version=__version__, config=json.dumps(values)).digest
-        rules = prepared.config.federation.reply_rules()
+        rules = prepared.config.federation.build_reply_rules()
         made = connect(prepared, transport, rules, clients=clients, run=run, agreed=digest)
         return made.federation, transport
 

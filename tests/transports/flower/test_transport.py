@@ -82,7 +82,7 @@ def test_who_has_enough_waits_for_nobody() -> None:
 
 
 def test_who_is_offline_is_given_up_at_once_or_after_so_much_patience() -> None:
-    found = transport.GridTransport(Grid([1, 2], {}), NODES, patience=0.5)
+    found = transport.GridTransport(Grid([1, 2], {}), NODES, reconnect_timeout=0.5)
     assert exchanged(found, ENVELOPES, 60.0)["c"] == "its node is not online"
     began = time.monotonic()
     back = exchanged(found, ENVELOPES, 60.0, patient=True)
@@ -93,7 +93,7 @@ def test_who_is_offline_is_given_up_at_once_or_after_so_much_patience() -> None:
 
 def test_who_comes_back_in_time_is_asked() -> None:
     grid = Grid([1, 2], {1: 3})
-    found = transport.GridTransport(grid, NODES, patience=30.0)
+    found = transport.GridTransport(grid, NODES, reconnect_timeout=30.0)
     back: dict[str, Any] = {}
 
     def replied(id: str, envelope: Envelope | str) -> bool:
@@ -109,7 +109,7 @@ def test_who_comes_back_in_time_is_asked() -> None:
 def test_nobody_waits_for_a_node_whose_key_was_revoked() -> None:
     gone: list[int] = []
     grid = Grid([1, 2], {2: 10**6})  # 3 is offline, 2 has its order and does not answer
-    found = transport.GridTransport(grid, NODES, patience=60.0, revoked=lambda: gone)
+    found = transport.GridTransport(grid, NODES, reconnect_timeout=60.0, revoked=lambda: gone)
     back: dict[str, Any] = {}
 
     def replied(id: str, envelope: Envelope | str) -> bool:
@@ -207,7 +207,7 @@ def test_an_order_that_the_superlink_does_not_take_is_sent_again() -> None:
             return ["", *ids[1:]] if self.taken == 1 else ids
 
     grid = Refusing([1, 2, 3], {})
-    found = exchanged(transport.GridTransport(grid, NODES, patience=5.0), ENVELOPES, 30.0, patient=True)
+    found = exchanged(transport.GridTransport(grid, NODES, reconnect_timeout=5.0), ENVELOPES, 30.0, patient=True)
     assert found == ENVELOPES
     assert grid.taken == 2
 

@@ -111,7 +111,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_the_batched_engine_repeats_to_the_bit_and_agrees_to_rounding(tiny_folder: Path, tmp_path: Path) -> None:
-    engine = {"name": "batched", "clients_at_once": 2, "workers": 1}
+    engine = {"name": "batched", "clients_per_pass": 2, "workers": 1}
     settings = tiny.settings(tiny_folder, engine=engine, federation={"clients_per_round": None})
     for name, more in (("here", {}), ("there", WORKERS), ("again", WORKERS)):
         fedspan.run({**settings, **more}, tmp_path / name, progress=False)

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 def config(folder: Path, **cluster: Any) -> Any:
     """All four clients, for long enough that a worker can die meanwhile."""
     changes: dict[str, Any] = {"federation": {"clients_per_round": None}, "training": {"local_steps": 40}}
-    return tiny.config(folder, **changes, cluster={"workers": 2, "start_seconds": 60.0, **cluster})
+    return tiny.config(folder, **changes, cluster={"workers": 2, "start_timeout": 60.0, **cluster})
 
 
 def undisturbed(prepared: Prepared) -> list[RoundResult]:

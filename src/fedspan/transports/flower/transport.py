@@ -77,7 +77,7 @@ class GridTransport(Transport):
     Args:
         grid: Flower's grid.
         nodes: Flower's node id of each client.
-        patience: Seconds that a patient exchange waits for nodes that are not online.
+        reconnect_timeout: Seconds that a patient exchange waits for nodes that are not online.
         signer: Signs orders and verifies replies; None: neither.
         revoked: Returns the nodes whose keys were revoked, which no exchange waits for.
     """
@@ -86,11 +86,11 @@ class GridTransport(Transport):
         self,
         grid: Grid,
         nodes: Mapping[str, int],
-        patience: float = 300.0,
+        reconnect_timeout: float = 300.0,
         signer: Signer | None = None,
         revoked: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        self.grid, self.nodes, self.patience = grid, nodes, patience
+        self.grid, self.nodes, self.reconnect_timeout = grid, nodes, reconnect_timeout
         self.signer, self.revoked = signer or UnsignedSigner(), revoked
 
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, patient: bool = False) -> None:
@@ -103,7 +103,10 @@ class GridTransport(Transport):
         unsent, pending = dict.fromkeys(orders), dict[str, _Sent[str]]()
         refused = set[str]()
         started, pause = time.monotonic(), _POLL[0]
-        deadline, offline_until = started + seconds, started + (min(seconds, self.patience) if patient else 0.0)
+        deadline, offline_until = (
+            started + seconds,
+            started + (min(seconds, self.reconnect_timeout) if patient else 0.0),
+        )
         while True:
             gone = self.revoked()
             for id in [id for id in unsent if self.nodes[id] in gone]:

@@ -43,14 +43,14 @@ class Resources:
         workers: Number of workers.
         threads: CPU threads of a worker.
         gpus: GPUs of a worker, or a share of one.
-        start_seconds: Time limit for the start of the workers, in seconds.
+        start_timeout: Time limit for the start of the workers, in seconds.
     """
 
     address: str
     workers: int
     threads: int = 1
     gpus: float = 0.0
-    start_seconds: float = 300.0
+    start_timeout: float = 300.0
 
 
 @contextmanager
@@ -185,7 +185,7 @@ class Team:
                 member.actor = self._start()
             member.lost, member.deaths = False, 0
         self._recovering = dict(map(self._rebuild, self.members))
-        wanted, until = self.resources, time.monotonic() + self.resources.start_seconds
+        wanted, until = self.resources, time.monotonic() + self.resources.start_timeout
         while self._recovering:
             left = max(0.0, until - time.monotonic())
             ready, _ = ray.wait(list(self._recovering), num_returns=1, timeout=left)
@@ -193,7 +193,7 @@ class Team:
                 there = ray.cluster_resources()
                 problem = (
                     f"{wanted.workers - len(self._recovering)} of {wanted.workers} workers started within "
-                    f"{wanted.start_seconds:g} s. Each takes {wanted.threads} CPUs and {wanted.gpus:g} GPUs; the "
+                    f"{wanted.start_timeout:g} s. Each takes {wanted.threads} CPUs and {wanted.gpus:g} GPUs; the "
                     f"cluster has {there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs"
                 )
                 raise FedspanError("cluster.workers", wanted.workers, problem=problem)
@@ -302,7 +302,7 @@ class Team:
         """Return the reference of the next result, or of a worker that was started again."""
         waiting, ready = [*running, *self._recovering], list[Any]()
         if waiting:
-            seconds = None if running else self.resources.start_seconds
+            seconds = None if running else self.resources.start_timeout
             ready, _ = ray.wait(waiting, num_returns=1, timeout=seconds)
         if not ready:
             problem = "all workers died. The state before the round is stored: fix the cause and resume"

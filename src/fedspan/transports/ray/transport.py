@@ -128,7 +128,7 @@ class ClusterTransport(InProcess):
             found.append(plan)
 
         def failed(stack: Sequence[str], reason: str) -> None:
-            raise FedspanError("engine.clients_at_once", None, "a number", problem=f"it cannot be measured: {reason}")
+            raise FedspanError("engine.clients_per_pass", None, "a number", problem=f"it cannot be measured: {reason}")
 
         measured = Piece(ids[:_TRIED], 1)
         queues = [[measured], *([] for _ in self.team.members[1:])]
