@@ -400,7 +400,7 @@ def left_out_table(args: argparse.Namespace) -> str:
 
 def clipping_table(args: argparse.Namespace) -> str:
     """The accuracy of federations without hostile clients, with and without the clipping of replies."""
-    lines = ["| data | `clip_ratio: 2` | not clipped | rounds in which a reply was clipped |", "|---|---|---|---|"]
+    lines = ["| data | clipped by default | not clipped | rounds in which a reply was clipped |", "|---|---|---|---|"]
     for name in args.only:
         default = Cell(name, "Dirichlet 0.3", args.seeds[0])
         found = [result_of(cell, args).federated for cell in (default, replace(default, setting=UNCLIPPED))]

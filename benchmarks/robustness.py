@@ -52,8 +52,8 @@ TRIGGER, TARGET = "zephyr", 0
 DEFENCES: Mapping[str, Mapping[str, Any]] = {
     "mean": {"clip_ratio": None},
     "clip 1": {"clip_ratio": 1.0},
-    "clip 1.5": {"clip_ratio": 1.5},
-    "clip 2 (default)": {"clip_ratio": 2.0},
+    "clip 1.5 (default)": {"clip_ratio": 1.5},
+    "clip 2": {"clip_ratio": 2.0},
     "clip 3": {"clip_ratio": 3.0},
     "median": {"reduction": "median"},
     "trimmed mean": {"reduction": "trimmed-mean", "trim": 0.2},

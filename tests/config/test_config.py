@@ -77,7 +77,7 @@ def test_settings_carry_every_field_of_the_config() -> None:
         "group_by_length": False,
     }
     privacy = {"mechanism": "dp-sgd", "clip": 0.5, "noise": 2.0, "epsilon": 3.0, "delta": 1e-6, "accountant": "prv"}
-    own = {"clip_ratio": 1.5, "max_norm": 3.0, "max_weight_ratio": 7.0}
+    own = {"clip_ratio": 1.25, "max_norm": 3.0, "max_weight_ratio": 7.0}
     federation = {**VALID["federation"], "trim": 0.2, **own}
     config = parse_config({**VALID, "training": training, "privacy": privacy, "federation": federation})
     alone = {"logit_adjustment"}  # dp-sgd refuses it
@@ -91,7 +91,7 @@ def test_settings_carry_every_field_of_the_config() -> None:
     assert {name for name in fields if getattr(expected, name) != getattr(default, name)} == fields - alone
     adjusted = parse_config({**VALID, "training": {"logit_adjustment": 0.5}}).build_training_settings()
     assert (adjusted.logit_adjustment, default.logit_adjustment) == (0.5, 0.0)
-    assert config.build_round_settings() == RoundSettings(6, 2, 3, "mean", 0.2, 1.5, 3.0, 7.0, private)
+    assert config.build_round_settings() == RoundSettings(6, 2, 3, "mean", 0.2, 1.25, 3.0, 7.0, private)
     secret = config.build_round_settings(bytes(32)).privacy
     assert secret == replace(private, key=bytes(32), secret=True) == config.build_training_settings(bytes(32)).privacy
     assert (config.evaluation.every, config.evaluation.batch_size) == (2, 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -97,6 +98,24 @@ def test_a_limit_that_nothing_exceeds_changes_no_bit(key: str, tiny_folder: Path
         for ratio in (None, 1e6)
     ]
     assert states[0] == states[1]
+
+
+def test_by_default_a_boosted_change_counts_as_one_and_a_half_times_the_median(
+    tiny_folder: Path, prepared: Prepared
+) -> None:
+    config = tiny.config(tiny_folder, federation={"clients_per_round": None})
+    federation = tiny.variant(prepared, config).federation
+    result, replies = attacked(federation, 8.0)
+    method, state = federation.method, federation.begin().state
+    norms = dict[str, float]()
+    for id, reply in replies.items():
+        client = federation.clients[id].client
+        expected = untrained_reply(method, method.sync(state, client), client, 0)
+        norms[id] = measure_change(reply, method.contribute(reply, client), expected, method, client).norm
+    norms[VICTIM] *= 8
+    limit = 1.5 * median(norms.values())
+    assert result.clipped == pytest.approx({id: limit / norm for id, norm in norms.items() if norm > limit}, rel=1e-3)
+    assert VICTIM in result.clipped
 
 
 def test_limits_are_multiples_of_the_median_by_number_of_entries() -> None:

@@ -41,6 +41,7 @@ def test_every_cell_is_a_valid_config_on_a_model_of_known_shape(id: str) -> None
             for label, values in cell.configs.items():
                 config = parse_config(values)
                 assert config.method.name == preset.methods[label].key
+                assert (config.federation.clip_ratio, config.federation.max_weight_ratio) == (None, None)
                 known = {*architectures(), *(f"builtin:{name}" for name in ARCHITECTURES)}
                 assert config.model.name in known
         rows = row_folders(preset.labels_at(scale))

@@ -11,7 +11,9 @@ def test_a_client_that_was_limited_in_most_of_its_rounds_is_named() -> None:
         for number in range(1, 7)
     ]
     (warning,) = find_limited([{"round": 0}, *rows])
-    assert warning.startswith("The changes of a were scaled down in 6 of its 6 rounds (federation.clip_ratio)")
+    assert warning.startswith(
+        "The changes of a were scaled down in 6 of its 6 rounds, to 50% on average (federation.clip_ratio)"
+    )
 
 
 def test_a_client_that_was_limited_twice_is_not_named() -> None:

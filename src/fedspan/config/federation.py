@@ -132,7 +132,7 @@ class FederationConfig(Section):
         "rule that a few hostile clients cannot move far. See docs/robustness.md.",
     )
     clip_ratio: float | None = Field(
-        default=2.0,
+        default=1.5,
         gt=0,
         allow_inf_nan=False,
         description="mean: a reply whose change has a norm of more than this many times the round's median is scaled "

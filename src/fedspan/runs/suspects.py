@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from statistics import mean
 from typing import Any
 
 __all__ = ["find_limited"]
@@ -23,16 +24,18 @@ def find_limited(rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     Returns:
         Sentences for the user, by client.
     """
-    selected, clipped, lowered = Counter[str](), Counter[str](), Counter[str]()
+    selected, lowered, factors = Counter[str](), Counter[str](), defaultdict[str, list[float]](list)
     for row in rows:
         selected.update(row.get("cohort", ()))
-        clipped.update(list(row.get("clipped", ())))
+        for id, factor in row.get("clipped", {}).items():
+            factors[id].append(factor)
         lowered.update(list(row.get("lowered_weights", ())))
     changes = tuple(
-        f"The changes of {id} were scaled down in {count} of its {selected[id]} rounds (federation.clip_ratio): its "
-        "data or training differs from that of the other clients, or it is hostile."
-        for id, count in sorted(clipped.items())
-        if count >= _ROUNDS and count > _OFTEN * selected[id]
+        f"The changes of {id} were scaled down in {len(own)} of its {selected[id]} rounds, to {mean(own):.0%} on "
+        "average (federation.clip_ratio): it has more examples, other data or another training than most clients, or "
+        "it is hostile."
+        for id, own in sorted(factors.items())
+        if len(own) >= _ROUNDS and len(own) > _OFTEN * selected[id]
     )
     weights = tuple(
         f"The weight of {id} was lowered in {count} of its {selected[id]} rounds: it declares more examples than it "
