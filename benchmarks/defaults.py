@@ -244,13 +244,15 @@ def write_data(cell: Cell, args: argparse.Namespace) -> tuple[Path, Path]:
 def config_of(cell: Cell, args: argparse.Namespace) -> Any:
     """Let init write the cell's config, and set what belongs to the experiment."""
     from fedspan.config import load_config
-    from fedspan.config.init import start
+    from fedspan.config.starter import write_starter_config
 
     kind = SETS[cell.name]
     train, test = write_data(cell, args)
     path = args.out / "configs" / f"{cell.stem}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    start(train, path, force=True, model=None if isinstance(kind, TextSet) else str(args.models / "mobilenet_v2"))
+    write_starter_config(
+        train, path, force=True, model=None if isinstance(kind, TextSet) else str(args.models / "mobilenet_v2")
+    )
     changes = [
         f"seed={cell.seed}",
         "threads=1",

@@ -38,9 +38,9 @@ def test_texts_with_labels_of_several_sites(call: Call, tmp_path: Path) -> None:
     assert (config.task, config.data.text, config.data.label) == ("sequence-classification", "note", "diagnosis")
     assert (config.partition.partitioner, config.partition.column) == ("natural", "hospital")
     assert "3 labels: a, b, c" in said
-    assert "60 examples, 12 of them set aside to test on" in said
+    assert "60 examples, 12 of them held out for testing" in said
     text = (tmp_path / "c.yaml").read_text()
-    assert "# where the adapters go" in text
+    assert "# layers that get adapters" in text
 
 
 def test_a_file_for_each_data_owner(call: Call, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_prompts_and_answers(row: dict[str, Any], wanted: dict[str, Any], call: 
         (["gone.csv"], "DATA"),
         (["{file}", "--text", "note"], "`--text`: no column named 'note'. The columns are x, y."),
         (["{file}", "--task", "chess"], "`--task`: 'chess' is not accepted. Expected one of sequence-classification"),
-        (["{file}", "--out", "{file}"], "a name that is not taken, or --force"),
+        (["{file}", "--out", "{file}"], "a file that does not exist yet, or --force"),
         (["{numbers}"], "`--label`: no value is given. Expected the column of labels: a"),
         (["{file}", "--task", "causal-lm"], "`--answer`: no value is given. Expected the column of answers: "),
         (["{file}", "--method", "fedot"], "method"),

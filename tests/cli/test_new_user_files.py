@@ -51,7 +51,7 @@ def test_from_a_file_to_a_prediction(name: str, call: Call, tiny_folder: Path, t
     first = call("init", data, "--out", config, "--clients", 2, "--model", tiny_folder / "bert")
     assert first.exit_code == 0, first.output
     held_out = ROWS // 5
-    assert f"{ROWS} examples, {held_out} of them set aside to test on" in " ".join(first.output.split())
+    assert f"{ROWS} examples, {held_out} of them held out for testing" in " ".join(first.output.split())
     trained = call("run", config, "--out", run, "--set", "federation.rounds=1")
     assert trained.exit_code == 0, trained.output
     divided = load_partition(RunFolder(run))

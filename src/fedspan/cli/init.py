@@ -1,4 +1,4 @@
-"""``fedspan init``: a first config for the user's own data."""
+"""``fedspan init``: a starter config for the user's own data."""
 
 from __future__ import annotations
 
@@ -26,28 +26,42 @@ def init(
             metavar="DATA", help="A file, a folder or archive of images or texts by class, or a hub data set."
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The config.")] = Path("fedspan.yaml"),
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File of the config.")] = Path("fedspan.yaml"),
     test: Annotated[
-        str | None, typer.Option("--test", metavar="FILE", help="To test on. Left out: a fifth of DATA.")
+        str | None, typer.Option("--test", metavar="FILE", help="Test set. Default: a fifth of DATA.")
     ] = None,
-    task: Annotated[str | None, typer.Option("--task", metavar="TASK", help="Left out: guessed.")] = None,
-    text: Annotated[str | None, typer.Option("--text", metavar="COLUMN", help="Of texts, prompts or images.")] = None,
-    label: Annotated[str | None, typer.Option("--label", metavar="COLUMN", help="Of labels or numbers.")] = None,
-    answer: Annotated[str | None, typer.Option("--answer", metavar="COLUMN", help="Of answers to prompts.")] = None,
-    by: Annotated[str | None, typer.Option("--by", metavar="COLUMN", help="Says whose each row is.")] = None,
-    clients: Annotated[int, typer.Option("--clients", metavar="N", help="Where rows are divided at random.")] = 10,
-    model: Annotated[str | None, typer.Option("--model", metavar="ID", help="Left out: a small one.")] = None,
-    method: Annotated[str, typer.Option("--method", metavar="KEY", help="fedspan methods lists them.")] = "fedit",
-    force: Annotated[bool, typer.Option("--force", help="Replace a file of that name.")] = False,
+    task: Annotated[
+        str | None, typer.Option("--task", metavar="TASK", help="Learning task. Default: inferred.")
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option("--text", metavar="COLUMN", help="Column of texts, prompts or images.")
+    ] = None,
+    label: Annotated[str | None, typer.Option("--label", metavar="COLUMN", help="Column of labels or numbers.")] = None,
+    answer: Annotated[
+        str | None, typer.Option("--answer", metavar="COLUMN", help="Column of answers to prompts.")
+    ] = None,
+    by: Annotated[
+        str | None, typer.Option("--by", metavar="COLUMN", help="Column that assigns each row to a client.")
+    ] = None,
+    clients: Annotated[
+        int, typer.Option("--clients", metavar="N", help="Number of clients of a random partition.")
+    ] = 10,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="ID", help="Base model. Default: a small one.")
+    ] = None,
+    method: Annotated[
+        str, typer.Option("--method", metavar="KEY", help="Method; fedspan methods lists them.")
+    ] = "fedit",
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Write a commented config for your own data, from the beginning of the file, and describe what it holds."""
+    """Infer a commented config from the beginning of your own data, and describe the data."""
     from fedspan.cli.formatting import console
 
     screen = console()
     with screen.status("inspecting the data"):
-        from fedspan.config.init import start
+        from fedspan.config.starter import write_starter_config
 
-        made = start(
+        starter = write_starter_config(
             data,
             out,
             test=test,
@@ -61,7 +75,7 @@ def init(
             method=method,
             force=force,
         )
-    for line in made.found:
+    for line in starter.findings:
         screen.print(line)
-    path = shlex.quote(str(made.path))
-    screen.print(f"wrote {made.path}. Next:\n  fedspan plan {path}\n  fedspan run {path} --out runs/first")
+    path = shlex.quote(str(starter.path))
+    screen.print(f"wrote {starter.path}. Next:\n  fedspan plan {path}\n  fedspan run {path} --out runs/first")

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from fedspan.config import RunConfig
-from fedspan.config.init import start
+from fedspan.config.starter import write_starter_config
 from fedspan.errors import FedspanError
 from fedspan.planning.estimate import plan
 from fedspan.runs.setup import prepare
@@ -40,8 +40,8 @@ def table(path: Path, columns: Mapping[str, Sequence[object]], **style: Any) -> 
 
 
 def config_of(path: Path, **options: Any) -> tuple[RunConfig, str]:
-    made = start(path, path.parent / "c.yaml", force=True, **options)
-    return made.config, "\n".join(made.found)
+    starter = write_starter_config(path, path.parent / "c.yaml", force=True, **options)
+    return starter.config, "\n".join(starter.findings)
 
 
 def pictures(folder: Path) -> Path:
@@ -83,7 +83,7 @@ def test_a_test_file(tmp_path: Path) -> None:
     test = table(tmp_path / "test.csv", {"text": TEXTS[:10], "label": ["a", "b"] * 5})
     config, found = config_of(train, test=test)
     assert config.data.test == str(test)
-    assert "60 examples, 10 to test on" in found
+    assert "60 examples, 10 test examples" in found
     assert "duplicates: 10 of 10 test examples also occur" in found
 
 
@@ -186,9 +186,9 @@ def test_large_files_of_other_kinds_are_read_at_their_beginning(
 
         records = rows.to_pylist()
         path.write_text(json.dumps(records) if suffix == "json" else "\n".join(map(json.dumps, records)))
-    monkeypatch.setattr("fedspan.config.init._BYTES", 20_000)
+    monkeypatch.setattr("fedspan.config.starter._SAMPLE_BYTES", 20_000)
     _, found = config_of(path)
-    assert "were read; a run reads and checks all" in found
+    assert "were read; a run reads and validates all" in found
 
 
 def test_names_with_more_in_them_and_columns_that_are_no_labels(tmp_path: Path) -> None:

@@ -1,0 +1,288 @@
+"""Inference of the task, the columns and the clients from a sample of the user's data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any, Literal
+
+import datasets
+import pyarrow as pa
+
+from fedspan.data.columns import TaskName
+from fedspan.data.dialects import headerless
+from fedspan.data.images import PICTURES
+from fedspan.data.names import arrow_column, names_of, no_column
+from fedspan.data.path_patterns import has_places, places_of
+from fedspan.data.source import Source
+from fedspan.errors import FedspanError
+
+__all__ = ["InferredData", "infer_data"]
+
+_LABEL_COLUMNS = (
+    *("label", "labels", "intent", "category", "class", "sentiment", "target", "topic", "diagnosis", "kind", "type"),
+    *("tag", "kategorie", "klasse", "bewertung", "catégorie", "classe", "categoría", "clase", "etiqueta"),
+)
+_SCORE_COLUMNS = ("score", "rating", "stars", "value", "target", "label", "similarity", "grade", "points", "price")
+_IMAGE_COLUMNS = ("image", "img", "picture", "photo", "path", "file", "filename", "file_name", "image_path", "filepath")
+_ANSWER_COLUMNS = ("output", "answer", "response", "completion", "target")
+_PROMPT_COLUMNS = ("instruction", "question", "prompt", "query", "input")
+_TEXT_PAIRS = (("sentence1", "sentence2"), ("premise", "hypothesis"), ("question", "sentence"), ("question", "context"))
+_CLIENT_COLUMNS = (
+    *("client", "site", "hospital", "clinic", "bank", "branch", "user", "user_id", "client_id", "speaker", "author"),
+    *("domain", "source", "center", "centre", "institution", "region", "department", "store", "shop", "filiale"),
+    *("standort", "klinik", "agence", "sucursal"),
+)
+_EXCLUDED_COLUMNS = (
+    "id",
+    "nr",
+    "no",
+    "index",
+    "patient",
+    "patient_id",
+    "customer",
+    "customer_id",
+    "thread",
+    "date",
+    "time",
+)
+"""Names of columns that are not labels, even with few values."""
+_MAX_LABELS = 500
+_SAMPLE_ROWS = 2000
+"""Number of rows that are inspected."""
+
+
+@dataclass(frozen=True)
+class InferredData:
+    """The task and the fields that were inferred from a file.
+
+    Args:
+        task: The learning task.
+        data: Fields of the section ``data``.
+        by: Column that assigns each row to a client; None: there is none.
+        findings: Descriptions of what was inferred.
+    """
+
+    task: TaskName
+    data: Mapping[str, Any]
+    by: str | None
+    findings: tuple[str, ...]
+
+
+def infer_data(rows: Source, location: str, task: TaskName | None, options: Mapping[str, str | None]) -> InferredData:
+    """Infer the task, the columns and the clients from the first rows of a file.
+
+    Args:
+        rows: The rows that were read.
+        location: The file, folder or data set, as in ``data.train``.
+        task: The learning task; None: inferred.
+        options: Columns requested by the user, by option (text, label, answer, by); None: inferred.
+
+    Raises:
+        FedspanError: If a requested column does not exist, or a required one cannot be inferred.
+    """
+    dataset = rows.dataset
+    for option, column in options.items():
+        if column is not None and column not in dataset.column_names:
+            raise FedspanError(f"--{option}", column, problem=no_column(column, dataset.column_names))
+    sample = dataset.select(range(min(len(dataset), _SAMPLE_ROWS)))
+    by = options["by"] or (places_of(location)[0] if has_places(location) else _find_client_column(sample, options))
+    client_notes = () if by is None else (f"clients: the column {by}",)
+    images = _find_image_column(sample, options["text"])
+    header = {"header": False} if headerless(dataset.column_names) in rows.notes else {}
+    if task == "image-classification" or (task is None and images is not None):
+        if images is None:
+            raise FedspanError("--text", options["text"], f"the column of images: {', '.join(dataset.column_names)}")
+        inferred = _infer_labelled_fields(sample, "image-classification", {**options, "text": images}, by, client_notes)
+    elif task in (None, "causal-lm") and (language := _infer_language_fields(sample, task, options)) is not None:
+        described = ", ".join(map(str, language.values()))
+        inferred = InferredData("causal-lm", language, by, (f"prompts and answers: {described}", *client_notes))
+    else:
+        inferred = _infer_labelled_fields(sample, task, options, by, client_notes)
+    return replace(inferred, data={**header, **inferred.data})
+
+
+def _find_client_column(sample: datasets.Dataset, options: Mapping[str, str | None]) -> str | None:
+    """Find the column that assigns rows to clients, by its name and its number of values."""
+    names = [name for name in _CLIENT_COLUMNS if name not in options.values()]
+    return _find_column(sample, names, lambda name: 2 <= len(set(names_of(sample, name))) < len(sample) / 2)
+
+
+def _find_image_column(sample: datasets.Dataset, requested: str | None) -> str | None:
+    """Find the column of images or of paths to image files."""
+    likely = [name for name in _IMAGE_COLUMNS if name in sample.column_names]
+    for name in [requested] if requested else likely + sample.column_names:
+        values = [value for value in arrow_column(sample, name).to_pylist() if value]
+        if isinstance(sample.features[name], datasets.Image):
+            return name
+        if values and all(isinstance(value, str) and PurePath(value).suffix.lower() in PICTURES for value in values):
+            return name
+    return None
+
+
+def _find_column(
+    sample: datasets.Dataset, names: Sequence[str], predicate: Callable[[str], bool] = lambda name: True
+) -> str | None:
+    """Find the column with the first matching name (``Label``, ``meta.label`` and ``Label (1-5)`` match ``label``)."""
+    column_by_name: dict[str, str] = {}
+    for column in sample.column_names:
+        for name in (column.lower(), column.lower().rpartition(".")[2], column.lower().partition(" ")[0]):
+            column_by_name.setdefault(name, column)
+    return next(
+        (column_by_name[name] for name in names if name in column_by_name and predicate(column_by_name[name])), None
+    )
+
+
+def _infer_language_fields(
+    sample: datasets.Dataset, task: TaskName | None, options: Mapping[str, str | None]
+) -> dict[str, Any] | None:
+    """Infer the fields of a language model's data; None if the columns do not fit."""
+    if "messages" in sample.column_names and options["answer"] is None:
+        return {"messages": "messages", "chat": True}
+    answer = options["answer"] or (
+        None
+        if options["label"]
+        else _find_column(sample, _ANSWER_COLUMNS, lambda name: _mean_text_length(sample, name) > 0)
+    )
+    if answer is None:
+        if task is None:
+            return None
+        raise FedspanError("--answer", None, f"the column of answers: {', '.join(sample.column_names)}")
+    prompt = options["text"] or _find_column(sample, [name for name in _PROMPT_COLUMNS if name != answer])
+    if prompt is None:
+        if task is None:
+            return None
+        raise FedspanError("--text", None, f"the column of prompts: {', '.join(sample.column_names)}")
+    if {"instruction", "input"} <= set(sample.column_names) and options["text"] is None:
+        return {"prompt": "alpaca", "answer": answer}
+    return {"prompt": f"{{{prompt}}}\n", "answer": answer}
+
+
+def _infer_labelled_fields(
+    sample: datasets.Dataset,
+    task: TaskName | None,
+    options: Mapping[str, str | None],
+    by: str | None,
+    client_notes: tuple[str, ...],
+) -> InferredData:
+    remaining = [name for name in sample.column_names if name not in (by, options["text"])]
+    label = options["label"] or (
+        _find_score_column(sample, remaining) if task == "regression" else _find_label_column(sample, remaining)
+    )
+    if label is None:
+        noun = "numbers" if task == "regression" else "labels"
+        raise FedspanError("--label", None, f"the column of {noun}: {', '.join(sample.column_names)}")
+    alternatives = (
+        [name for name in _list_label_candidates(sample, remaining) if name != label]
+        if options["label"] is None
+        else []
+    )
+    if task == "image-classification":
+        fields = {"image": options["text"], "label": label}
+        findings = [f"{task}: image {options['text']!r}, label {label!r}", *client_notes]
+        return InferredData(task, fields, by, (*findings, *_list_alternatives(alternatives)))
+    remaining = [name for name in remaining if name != label]
+    texts = {name: length for name in remaining if (length := _mean_text_length(sample, name))}
+    text_columns = [
+        name for name in texts if _get_numeric_kind(sample, name) is None and not name.startswith("column_")
+    ]
+    pair = _find_text_pair(remaining, text_columns) if options["text"] is None else None
+    text = options["text"] or (pair[0] if pair else max(texts, key=lambda name: texts[name], default=None))
+    if text is None:
+        raise FedspanError("--text", None, f"the column of texts: {', '.join(sample.column_names)}")
+    if task is None:
+        values = len(set(names_of(sample, label)))
+        task = (
+            "regression" if _get_numeric_kind(sample, label) == "float" and values > 20 else "sequence-classification"
+        )
+    fields = {"text": text, **({"text_pair": pair[1]} if pair else {}), "label": label}
+    described = " and ".join(map(repr, pair)) if pair else repr(text)
+    findings = [f"{task}: text {described}, label {label!r}", *client_notes]
+    findings += _list_alternatives([name for name in alternatives if name not in fields.values()])
+    return InferredData(task, fields, by, tuple(findings))
+
+
+def _list_alternatives(columns: Sequence[str]) -> list[str]:
+    return [f"other columns that may be labels: {', '.join(columns[:4])} (--label)"] if columns else []
+
+
+def _find_text_pair(columns: Sequence[str], texts: Sequence[str]) -> tuple[str, str] | None:
+    """Find two columns of texts to compare, by well-known names or by suffixes: ``question1`` and ``question2``."""
+    match = next((pair for pair in _TEXT_PAIRS if set(pair) <= set(columns)), None)
+    suffixes = (("1", "2"), ("_a", "_b"), ("_A", "_B"))
+    pairs = (
+        (name, name.removesuffix(first) + second)
+        for first, second in suffixes
+        for name in texts
+        if name.endswith(first) and name != first
+    )
+    return match or next(((left, right) for left, right in pairs if right in texts), None)
+
+
+def _find_label_column(sample: datasets.Dataset, columns: Sequence[str]) -> str | None:
+    """Find the column of labels: by its name, else a column of scores, else the column with the fewest values."""
+    if (match := _find_column(sample, _LABEL_COLUMNS, lambda name: name in columns)) is not None:
+        return match
+    scores = _find_column(
+        sample, _SCORE_COLUMNS, lambda name: name in columns and _get_numeric_kind(sample, name) is not None
+    )
+    if scores is not None:
+        return scores
+    candidates = _list_label_candidates(sample, columns)
+    return min(reversed(candidates), key=lambda name: candidates[name]) if candidates else None
+
+
+def _list_label_candidates(sample: datasets.Dataset, columns: Sequence[str]) -> dict[str, int]:
+    """Return the columns that may hold labels, with their numbers of distinct values."""
+    excluded = {_find_column(sample, [name]) for name in (*_EXCLUDED_COLUMNS, *_CLIENT_COLUMNS)}
+    counts = {
+        name: len(set(names_of(sample, name)) - {None})
+        for name in columns
+        if name not in excluded
+        and (
+            _mean_text_length(sample, name)
+            or _get_numeric_kind(sample, name)
+            or _has_single_element_lists(sample, name)
+        )
+    }
+    return {name: count for name, count in counts.items() if 2 <= count <= min(_MAX_LABELS, len(sample) / 3)}
+
+
+def _has_single_element_lists(sample: datasets.Dataset, column: str) -> bool:
+    values = arrow_column(sample, column)
+    if not pa.types.is_list(values.type) or pa.types.is_nested(values.type.value_type):
+        return False
+    return all(value is not None and len(value) == 1 for value in values.to_pylist())
+
+
+def _find_score_column(sample: datasets.Dataset, columns: Sequence[str]) -> str | None:
+    """Find the column of numbers to predict: by its name, else the last with fractions, else the last."""
+    numbers = {
+        name: kind for name in columns if (kind := _get_numeric_kind(sample, name)) is not None and name.lower() != "id"
+    }
+    if (match := _find_column(sample, _SCORE_COLUMNS, lambda name: name in numbers)) is not None:
+        return match
+    float_columns = [name for name, kind in numbers.items() if kind == "float"]
+    return next(reversed(float_columns or list(numbers)), None)
+
+
+def _mean_text_length(sample: datasets.Dataset, column: str) -> float:
+    """Compute the mean number of characters of a column; 0 if the column is not text."""
+    if str(getattr(sample.features[column], "dtype", "")) not in ("string", "large_string"):
+        return 0.0
+    values = [value for value in sample[column] if isinstance(value, str)]
+    return sum(map(len, values)) / max(1, len(values))
+
+
+def _get_numeric_kind(sample: datasets.Dataset, column: str) -> Literal["int", "float"] | None:
+    kind = str(getattr(sample.features[column], "dtype", ""))
+    if kind in ("string", "large_string"):  # a csv file stores numbers as text
+        try:
+            values = [float(value) for value in sample[column] if value]
+        except ValueError:
+            return None
+        if not values:
+            return None
+        return "int" if all(value.is_integer() for value in values) else "float"
+    return "float" if kind.startswith("float") else "int" if kind.startswith(("int", "uint", "bool")) else None

@@ -1,0 +1,151 @@
+"""The text of a starter config: YAML with a comment for every choice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedspan.config.column_inference import InferredData
+from fedspan.config.rates import get_training_defaults
+from fedspan.data.columns import TaskName
+from fedspan.errors import FedspanError
+from fedspan.models.empty import load_empty
+from fedspan.models.loading import Head
+from fedspan.models.targets import suggest_targets
+
+__all__ = ["DEFAULT_MODELS", "render_config", "suggest_target_modules"]
+
+DEFAULT_MODELS: Mapping[TaskName, tuple[str, str]] = {
+    "sequence-classification": ("builtin:all-minilm-l6-v2", "[query, value]"),
+    "regression": ("builtin:all-minilm-l6-v2", "[query, value]"),
+    "causal-lm": ("Qwen/Qwen2.5-0.5B", "all-linear"),
+    "image-classification": ("google/vit-base-patch16-224-in21k", "[q_proj, v_proj]"),
+}
+_TARGETS_BY_MODEL_TYPE: Mapping[str, str] = {
+    "mobilenet_v2": r"'.*layer\.1[3-5]\.(expand|reduce)_1x1\.convolution|.*\.conv_1x1\.convolution'",
+}
+"""Target modules by ``model_type``, for architectures for which PEFT has no default."""
+_HEADS: Mapping[TaskName, Head] = {
+    "sequence-classification": "classification",
+    "regression": "regression",
+    "causal-lm": "language-model",
+    "image-classification": "image-classification",
+}
+_MARKER_OUTPUTS = 7919
+"""Number of outputs by which a model's head is recognized: a prime that no layer has as its size."""
+
+
+def suggest_target_modules(task: TaskName, model: str | None) -> str | None:
+    """Suggest the target layers of a model, as YAML.
+
+    Args:
+        task: The learning task.
+        model: Hub id or folder of the model; None: the task's default model.
+
+    Returns:
+        The names of the layers, or None if PEFT has a default or the model can't be read.
+    """
+    if model is None:
+        return DEFAULT_MODELS[task][1]
+    if (known := _TARGETS_BY_MODEL_TYPE.get(_read_model_type(model))) is not None:
+        return known
+    try:
+        labels = [str(number) for number in range(_MARKER_OUTPUTS)]
+        names = suggest_targets(load_empty(model, _HEADS[task], labels), _MARKER_OUTPUTS)
+    except FedspanError:  # plan and run report it; they may have network access
+        return None
+    return None if names is None else _format_scalar(names)
+
+
+def render_config(
+    inferred: InferredData,
+    section: Mapping[str, Any],
+    clients: int,
+    model: str,
+    targets: str | None,
+    method: str,
+    *,
+    is_small: bool,
+) -> str:
+    """Render the text of a starter config.
+
+    Args:
+        inferred: Task and fields inferred from the data.
+        section: Fields of the section ``data``.
+        clients: Number of clients, if no column assigns the rows to clients.
+        model: Hub id or folder of the model.
+        targets: Target layers as YAML; None: PEFT's default.
+        method: Registry key of the method.
+        is_small: Whether the examples are so few that a larger share is needed for validation.
+    """
+    defaults = get_training_defaults(inferred.task, method)
+    data = yaml.safe_dump(dict(section), sort_keys=False, allow_unicode=True).rstrip().replace("\n", "\n  ")
+    partitioner = f"partitioner: iid # or dirichlet with alpha: 0.5, for heterogeneous clients\n  clients: {clients}"
+    if inferred.by is not None:
+        partitioner = (
+            f"partitioner: natural # one client per value of a column\n  column: {_format_scalar(inferred.by)}"
+        )
+    lines = (
+        "# Written by fedspan init; every field is explained in docs/config.md. Next:",
+        "#   fedspan partition FILE      show each client's data",
+        "#   fedspan plan FILE           estimate memory, traffic and time",
+        "#   fedspan run FILE --out runs/first",
+        f"task: {inferred.task}",
+        "seed: 0",
+        "",
+        "model:",
+        f"  name: {_format_scalar(model)} # a hub id or a folder",
+        *((f"  target_modules: {targets} # layers that get adapters",) if targets else ()),
+        *(
+            ("  layers_to_transform: [4, 5] # the last two of six: faster, because the output of the others is cached",)
+            if model == "builtin:all-minilm-l6-v2"
+            else ()
+        ),
+        "",
+        "data:",
+        f"  {data}",
+        "",
+        "partition:",
+        f"  {partitioner}",
+        f"  validation: {0.2 if is_small else 0.1} # share of each client's examples; selects the best round",
+        "  test: 0.1 # share of each client's examples; measures each client's own score",
+        "",
+        f"method: # fedspan methods lists them\n  name: {_format_scalar(method)}",
+        "  r: 8",
+        "  lora_alpha: 16",
+        "",
+        "federation:",
+        f"  rounds: {defaults.rounds} # maximum",
+        f"  early_stopping: {defaults.early_stopping} # stop after this many rounds without a better validation score",
+        "",
+        "evaluation:",
+        "  best_by: loss # selects the best round; accuracy is noisy on small validation parts",
+        "",
+        "training:",
+        f"  lr: {defaults.lr:.1e} # or auto: a range test before the first round",
+        f"  batch_size: {defaults.batch_size}",
+        f"  local_epochs: {defaults.local_epochs}",
+        *(
+            (f"  logit_adjustment: {defaults.logit_adjustment:g} # for clients with different label distributions",)
+            if defaults.logit_adjustment
+            else ()
+        ),
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _read_model_type(model: str) -> str:
+    """Return the ``model_type`` in the config.json of a model's folder; empty if there is none, or for a hub id."""
+    try:
+        content = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return str(content.get("model_type", "")) if isinstance(content, dict) else ""
+
+
+def _format_scalar(value: str | list[str]) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True).removesuffix("\n...\n").strip()
