@@ -95,11 +95,17 @@ def table_after(text: str, heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[start + 2 : stop]]
 
 
-def test_the_readme_has_a_row_each() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Methods\n")[2].partition("\n## ")[0]
+def test_the_table_of_keys_has_a_row_each() -> None:
+    text = (ROOT / "docs" / "method-tables.md").read_text(encoding="utf-8")
+    text = text.partition("\n## Keys\n")[2].partition("\n## ")[0]
     first = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `")]
     keys = [key for cell in first for key in re.findall(r"`([\w-]+)`", cell)]
     assert sorted(keys) == sorted(row.key for row in ROWS)
+
+
+def test_the_readme_names_every_method() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Methods\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`([\w-]+)`", text)) == {row.key for row in ROWS}
 
 
 def test_the_tables_of_all_methods_have_a_row_each() -> None:
