@@ -82,7 +82,7 @@ Nothing has been trained so far. The table says what each client sends and needs
 In a terminal, bars show the current round and stage with the time left; here, without one, long work prints a line now
 and then. Before the first round, every client sends statistics that the head starts from, and the layers below the
 adapters are computed once. The row `start` is the model after that and before any training. A better round is bold in
-a terminal; early stopping ends the run when five rounds in a row bring nothing.
+a terminal; early stopping ends the run after four rounds without a better score.
 
 Interrupted, the run goes on with `fedspan run --resume runs/first`.
 
