@@ -20,11 +20,29 @@ if TYPE_CHECKING:
     from fedspan.runs.setup import Prepared
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+LONGEST = [
+    f"tests/{path}.py"
+    for path in (
+        "transports/flower/test_engines_agree",
+        "methods/test_method_interruptions",
+        "methods/test_method_engines",
+        "transports/ray/test_cluster",
+        "methods/test_method_messages",
+        "wrappers/test_wrapper_conformance",
+        "methods/test_method_layers",
+        "wrappers/test_wrapper_effects",
+        "methods/test_method_export",
+        "reproduction/test_presets",
+        "training/test_devices",
+    )
+]
+"""Files that take more than 15 seconds, to be handed out first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Processes of deployments first: files are handed out in this order, and a long one must not be the last."""
-    items.sort(key=lambda item: "test_engines_agree.py" not in item.nodeid)
+    """A worker takes one file after another, and a long one must not be the last."""
+    places = {path: place for place, path in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -86,7 +86,7 @@ def test_mistakes(run: Path, refused: Callable[..., str]) -> None:
         "evaluate", run, "--tasks", "mmlu", "--data", "x.csv"
     )
     assert "`--limit`: it needs --tasks" in refused("evaluate", run, "--limit", "3")
-    with pytest.raises(FedspanError, match="`shots`: -1 is not accepted\. Expected a whole number from 0"):
+    with pytest.raises(FedspanError, match=r"`shots`: -1 is not accepted\. Expected a whole number from 0"):
         fedspan.harness(run, ["mmlu"], shots=-1)
     with pytest.raises(FedspanError, match=r"`tasks`: \[\] is not accepted\. Expected names"):
         fedspan.harness(run, [])

@@ -110,6 +110,7 @@ def refusal(said: subprocess.CompletedProcess[str]) -> str:
     return lines[0]
 
 
+@pytest.mark.slow  # three processes that import torch, and the waits of the hub's client
 def test_a_download_that_breaks_off(hub: Hub, tiny_folder: Path, tmp_path: Path) -> None:
     """Refused in one line, without a run folder; once the hub holds out, the same command works."""
     line = refusal(command(tmp_path, tiny_folder, hub.address))

@@ -224,7 +224,7 @@ def test_every_combination_is_drawn_once() -> None:
     assert sorted(map(str, drawn)) == sorted(
         str({"method.r": r, "training.lr": lr}) for r in (1, 2, 3) for lr in (0.1, 0.2)
     )
-    with pytest.raises(FedspanError, match="`--trials`: 7 is not accepted\. Expected at most 6"):
+    with pytest.raises(FedspanError, match=r"`--trials`: 7 is not accepted\. Expected at most 6"):
         combinations(space, 7, 0)
     with pytest.raises(FedspanError, match="or wider ranges"):
         combinations({"a": Range(1.0, 1.0001)}, 20, 0)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fedspan.core.values import Job, OptimizerState, Trained
 from fedspan.federation.progress import Progress
-from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.task import Examples
 from fedspan.training import worker
@@ -23,6 +22,7 @@ from fedspan.training.jobs import Assignment, PrefixSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.stacking import StackingRequest
 from helpers import tiny
+from helpers.families import methods_by_family
 from helpers.watched_rounds import method_config
 
 AT_ONCE = (1, 3, 8)
@@ -148,7 +148,7 @@ def collected(tiny_folder: Path, prepared: Prepared) -> Collect:
     return collect
 
 
-@pytest.mark.parametrize("key", sorted(METHODS))
+@pytest.mark.parametrize("key", methods_by_family())
 def test_one_job_of_every_method_gives_the_same_in_float64(
     key: str, collected: Collect, wide: Prepared, passes: list[int]
 ) -> None:
@@ -171,7 +171,7 @@ def loaded(request: pytest.FixtureRequest, tiny_folder: Path, prepared: Prepared
     return layers, prepare(config, prepared.partition)
 
 
-@pytest.mark.parametrize("key", sorted(METHODS))
+@pytest.mark.parametrize("key", methods_by_family())
 def test_a_federation_of_every_method_is_the_same_with_several_clients_at_once(
     key: str, loaded: tuple[list[int] | None, Prepared], tiny_folder: Path
 ) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fedspan.core.base import as_dense
-from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
+from helpers.families import methods_by_family
 from helpers.watched_rounds import method_config, play
 
 
@@ -18,7 +18,7 @@ def narrow(request: pytest.FixtureRequest, tiny_folder: Path, prepared: Prepared
     return prepare(method_config(tiny_folder, "fedit", model={"dtype": request.param}), prepared.partition)
 
 
-@pytest.mark.parametrize("key", METHODS)
+@pytest.mark.parametrize("key", methods_by_family())
 def test_a_narrow_base_is_never_written_to_nor_anything_narrow_sent(
     key: str, narrow: Prepared, tiny_folder: Path
 ) -> None:

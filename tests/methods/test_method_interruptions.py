@@ -22,6 +22,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import config_text
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
+from helpers.families import methods_by_family
 from helpers.watched_rounds import Play, differences, flat, method_config, snapshot
 
 
@@ -68,7 +69,7 @@ def one_round_in_a_new_process(folder: Path) -> None:
     checkpoint.save(run, Checkpoint(after.state, after.memories, after.last_rounds, after.optimizers))
 
 
-@pytest.mark.parametrize("key", METHODS)
+@pytest.mark.parametrize("key", methods_by_family())
 def test_a_resumed_run_ends_as_one_that_never_stopped(
     key: str,
     undisturbed: Undisturbed,
@@ -92,7 +93,7 @@ class _Unplugged(Exception):
     """The machine is gone."""
 
 
-@pytest.mark.parametrize("key", METHODS)
+@pytest.mark.parametrize("key", methods_by_family())
 def test_a_round_that_fails_midway_leaves_nothing_behind(
     key: str, undisturbed: Undisturbed, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:

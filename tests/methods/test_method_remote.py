@@ -18,10 +18,10 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.protocol import Envelope, decode_order
 from fedspan.federation.serialization import encode_state
 from fedspan.federation.validation import ReplyRules
-from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared
 from fedspan.training.loop import LoopEngine
 from helpers import tiny
+from helpers.families import methods_by_family
 from helpers.reply_transport import Replies, ReplyingTransport
 from helpers.watched_rounds import method_config
 
@@ -56,7 +56,7 @@ def remote(prepared: Prepared, folder: Path, **rules: Any) -> Federation:
     return Federation(here.method, engine, here.clients, here.examples, here.settings, transport, ReplyRules(**rules))
 
 
-@pytest.mark.parametrize("key", sorted(METHODS))
+@pytest.mark.parametrize("key", methods_by_family())
 def test_rounds_between_machines_have_the_bits_of_those_on_one(
     key: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:

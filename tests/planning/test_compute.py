@@ -187,7 +187,7 @@ def test_a_model_that_asks_for_values_or_another_dtype_is_refused(
     """T5 looks for the last end-of-text token of a batch; a mixture's fused experts are multiplied in bfloat16."""
     model = {"name": "org/model", "target_modules": [target], "max_length": 64, "dtype": "float32"}
     with pytest.raises(
-        FedspanError, match=f"^`model.name`: 'org/model' is not accepted\. Expected a model that can be planned.*{why}"
+        FedspanError, match=rf"^`model.name`: 'org/model' is not accepted\. Expected a model that can be planned.*{why}"
     ):
         fedspan.plan(llama(model=model, **config), architecture=architecture)
 

@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "whole-weights": {"method": {"name": "fedavg"}},
     "decoder": {"task": "causal-lm", "data": {"prompt": "{text}", "answer": "text"}, "model": {"name": "llama"}},
 }
+QUICK = ("upper-layers", "decoder")
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +68,9 @@ def settings(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def test_memory_of_a_client_is_what_its_process_takes(folder: Path) -> None:
-    configs = [settings(folder, changes) for changes in CASES.values()]
+@pytest.mark.parametrize("names", [QUICK, pytest.param(tuple(CASES), marks=pytest.mark.slow)], ids=["quick", "all"])
+def test_memory_of_a_client_is_what_its_process_takes(names: tuple[str, ...], folder: Path) -> None:
+    configs = [settings(folder, CASES[name]) for name in names]
     script = Path(__file__).parents[1] / "helpers" / "measured_client.py"
     run = subprocess.run(
         [sys.executable, str(script), json.dumps([settings(folder, {"model": {"name": "small"}}), *configs])],
@@ -79,9 +81,9 @@ def test_memory_of_a_client_is_what_its_process_takes(folder: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     ratios: dict[str, float] = {}
-    for (name, values), line in zip(zip(CASES, configs, strict=True), run.stdout.splitlines(), strict=True):
+    for (name, values), line in zip(zip(names, configs, strict=True), run.stdout.splitlines(), strict=True):
         real, examples = map(int, line.split())
         assert examples == EXAMPLES
         labels = None if values.get("task") else 2
         ratios[name] = fedspan.plan(values, labels=labels, examples=EXAMPLES).client.total / real
-    assert ratios == {name: pytest.approx(1, abs=TOLERANCE) for name in CASES}
+    assert ratios == {name: pytest.approx(1, abs=TOLERANCE) for name in names}

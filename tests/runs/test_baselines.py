@@ -18,6 +18,7 @@ from fedspan.runs.baselines import alone, pooled, train_baseline
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
+from helpers.families import methods_by_family
 
 
 class Told(Listener):
@@ -129,7 +130,7 @@ def test_a_baseline_that_was_stopped_goes_on_to_the_same_scores(name: str, prepa
     assert set(straight["by_client"]) == set(tiny.SITES)
 
 
-@pytest.mark.parametrize("key", METHODS)
+@pytest.mark.parametrize("key", methods_by_family())
 def test_peft_gives_the_accuracy_that_the_run_reports(key: str, tiny_folder: Path, tmp_path: Path) -> None:
     """For personal methods one adapter a client, whose mean the report gives."""
     values = tiny.settings(tiny_folder, method={"name": key}, federation={"clients_per_round": None})

@@ -36,11 +36,9 @@ ALL = [f"{name}/{engine}" for name in NAMES for engine in ENGINES]
 OTHER_KERNELS = {"task causal-lm", "task causal-lm packed", "conv1d", "fused attention"}
 """Runs in which PyTorch takes other CPU kernels where it does not see that a tensor is on the CPU."""
 QUICK = [
-    *(f"method {key}/batched" for key in ("fedit", "rolora", "flora", "florg", "fedgalore", "fedloru", "pfedlora")),
-    *(f"wrapper {key}/loop" for key in ("fedadam", "scaffold")),
-    *("privacy central/batched", "privacy dp-sgd/loop", "secure sums/batched", "task causal-lm/batched"),
-    *("task regression/loop", "task images, batch norm/batched", "prefix cache/batched", "head start/loop"),
-    *("dropout/batched", "bfloat16/batched", "embeddings/batched", "threads/batched"),
+    *(f"method {key}/batched" for key in ("fedit", "flora", "fedgalore", "pfedlora")),
+    *("wrapper scaffold/loop", "privacy dp-sgd/loop", "secure sums/batched", "task causal-lm/batched"),
+    *("task images, batch norm/batched", "prefix cache/batched", "head start/loop", "threads/batched"),
 ]
 """A method of each family and the ways of training that differ most; the others are slow."""
 SLOW = [name for name in ALL if name not in QUICK]

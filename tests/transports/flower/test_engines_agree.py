@@ -25,8 +25,8 @@ from helpers.sites import SITES, local_values, run_values, site_files
 
 FAMILIES = ("fedit", "flora", "fedsa-lora", "fedgalore")
 """One method of each family: averaged factors, stacked factors, personal factors, projected gradients."""
-QUICK = ("fedit", "fedsa-lora")
-"""One whose clients keep nothing and one whose clients keep their factors; Ray's processes for each take seconds."""
+QUICK = "fedsa-lora"
+"""Its clients receive averaged factors and store factors of their own; Ray's processes for each method take seconds."""
 OTHERS = tuple(key for key in sorted(METHODS) if key not in FAMILIES)
 SINGULAR = ("fedavg", "federa", "fedhm", "fedmomentum", "fedsvd", "flexlora", "fr-lora", "pfedlora")
 """Their factors are singular vectors, which amplify rounding by the inverse of the gaps between singular values."""
@@ -67,13 +67,13 @@ def references(tiny_folder: Path, tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize(
     "method",
-    [pytest.param(method, marks=() if method in QUICK else pytest.mark.slow) for method in (*FAMILIES, *OTHERS)],
+    [pytest.param(method, marks=() if method == QUICK else pytest.mark.slow) for method in (*FAMILIES, *OTHERS)],
 )
 def test_flower_s_simulation_gives_the_loop_s_adapter(method: str, references: Any) -> None:
     pytest.importorskip("ray", reason="the extra fedspan[flower-sim] is not installed")
     _, made = references
     _, loop = made(method, "loop")
-    # Each worker is a process that imports torch: two of them side by side for the first method.
+    # Each worker is a process that imports torch: only one method has two of them, side by side.
     workers = {"workers": 2 if method == FAMILIES[0] else 1}
     for engine, options in (("batched", {}), ("flower-sim", workers)):
         _, other = made(method, engine, **options)

@@ -72,7 +72,11 @@ SAME: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAME)
+OFTEN = ("base-moves", "two-phases-and-memory", "variates", "head-from-statistics", "dp-sgd", "dropout-and-faults")
+"""What differs most between a worker and this process; the others are slow."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in SAME])
 def test_the_loop_engine_has_the_same_bits_on_workers(name: str, tiny_folder: Path, tmp_path: Path) -> None:
     require_same(tiny.settings(tiny_folder, **SAME[name]), tmp_path)
 

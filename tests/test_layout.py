@@ -1,0 +1,134 @@
+"""The files of the tests: each belongs to a source, and a step of .ci/run runs the slow tests of each."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests"
+FILES = sorted(path.relative_to(ROOT).as_posix() for path in TESTS.rglob("test_*.py"))
+SEVERAL_MODULES = {
+    "cli/test_new_user_files.py",
+    "config/test_broken_config.py",
+    "crypto/test_ring.py",
+    "deployment/test_fuzzed_node_files.py",
+    "deployment/test_hostile_sums.py",
+    "deployment/test_secure_node.py",
+    "deployment/test_waiting.py",
+    "docs/test_blocks.py",
+    "docs/test_first_hour.py",
+    "docs/test_generated.py",
+    "docs/test_traps.py",
+    "methods/test_own_methods.py",
+    "models/test_adapters.py",
+    "models/test_decoders.py",
+    "models/test_inference_servers.py",
+    "models/test_training_options.py",
+    "planning/test_planned_memory.py",
+    "runs/test_early_stopping.py",
+    "runs/test_from_scratch.py",
+    "runs/test_image_runs.py",
+    "runs/test_interruption.py",
+    "runs/test_same_bits.py",
+    "runs/test_scale.py",
+    "tasks/test_image_classification.py",
+    "tasks/test_ragged.py",
+    "test_api.py",
+    "test_layout.py",
+    "toys/test_rounds.py",
+    "toys/test_secure_sum.py",
+    "training/test_devices.py",
+    "transports/flower/test_attacks.py",
+    "transports/flower/test_codec.py",
+    "transports/flower/test_deployment.py",
+    "transports/flower/test_engines_agree.py",
+    "transports/flower/test_hostile_server.py",
+    "transports/flower/test_message_store.py",
+    "transports/flower/test_roster.py",
+    "transports/flower/test_secure_deployment.py",
+    "transports/ray/test_cluster.py",
+    "transports/ray/test_losses.py",
+    "transports/ray/test_stacks.py",
+    "wrappers/test_server_optimizers.py",
+}
+"""Files whose claims are of several modules, by their paths in ``tests``; a new one should have a reason, too."""
+
+
+def slow_files() -> set[str]:
+    """Files in which a test, or a parameter of one, is marked slow."""
+    found: set[str] = set()
+    for file in FILES:
+        nodes = ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
+        names = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)}
+        if names & {"pytest.mark.slow", "methods_by_family"}:
+            found.add(file)
+    return found
+
+
+def steps() -> dict[str, list[str]]:
+    """The paths that the steps of .ci/run give to ``pytest -m slow``, by the steps' names."""
+    found: dict[str, list[str]] = {}
+    text = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for name, arguments in re.findall(r'^step (\S+) make test PYTEST_ARGS="([^"]*)"$', text, flags=re.MULTILINE):
+        words = shlex.split(arguments)
+        assert words[words.index("-m") + 1] == "slow"
+        assert "-k" not in words
+        found[name] = [word for word in words if word.startswith("tests/")]
+    return found
+
+
+def is_within(file: str, paths: list[str]) -> bool:
+    return any(file == path or file.startswith(path.rstrip("/") + "/") for path in paths)
+
+
+def test_every_slow_test_is_of_a_step_of_ci() -> None:
+    selected = [path for paths in steps().values() for path in paths]
+    assert [file for file in sorted(slow_files()) if not is_within(file, selected)] == []
+
+
+def test_every_path_of_a_step_holds_a_slow_test() -> None:
+    slow = slow_files()
+    assert steps()
+    for name, paths in steps().items():
+        for path in paths:
+            assert any(is_within(file, [path]) for file in slow), (name, path)
+
+
+def test_no_other_file_marks_tests_slow() -> None:
+    """A mark set by a conftest or another helper would not be found above."""
+    others = [path for path in sorted(TESTS.rglob("*.py")) if not path.name.startswith("test_")]
+    marking = [path for path in others if "mark.slow" in path.read_text(encoding="utf-8")]
+    assert marking == [TESTS / "helpers" / "families.py"]
+
+
+def has_source(file: str) -> bool:
+    """Whether a file of tests is named after a module, script or page of its folder, or after the folder itself.
+
+    A name may go on with the part of the module that it tests.
+    """
+    path = Path(file).relative_to("tests")
+    room, name = path.parent, path.stem.removeprefix("test_") + "_"
+    package = ROOT / "src" / "fedspan" / room
+    if package.with_suffix(".py").exists() or name.startswith(f"{room.name.removesuffix('s')}_"):
+        return True
+    if room.parts and name.startswith(f"{room.name}_"):
+        return True
+    folders = [package, *([ROOT / room] if room.parts else [])]
+    names = {source.stem for folder in folders if folder.is_dir() for source in folder.iterdir()}
+    return any(name.startswith(f"{source}_") for source in names)
+
+
+def test_files_of_tests_belong_to_a_source() -> None:
+    files = {Path(file).relative_to("tests").as_posix() for file in FILES if not has_source(file)}
+    assert sorted(files - SEVERAL_MODULES) == [], "name each after a module of its folder, or list it"
+    assert sorted(SEVERAL_MODULES - files) == [], "these have a source of their own, or are gone"
+
+
+def test_folders_of_tests_belong_to_a_folder_or_module() -> None:
+    for folder in sorted({path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}):
+        package = ROOT / "src" / "fedspan" / folder
+        places = (package, package.with_suffix(".py"), ROOT / folder)
+        assert folder.as_posix() == "toys" or any(place.exists() for place in places), folder
