@@ -13,24 +13,27 @@ from fedspan.config.node import NodeConfig
 
 PAGE = Path(__file__).parent / "config.md"
 NODE_PAGE = Path(__file__).parent / "node.md"
-NODE_INTRO = """# A node's file
+NODE_INTRO = """# Node file
 
-What a data owner writes for `fedspan join` ([deployment.md](deployment.md)): who it is, where its data are, and what
-it allows. Paths are as seen from the file's folder. A server never sees this file; what it asks for beyond the
-limits is refused. Written by `python docs/generate_config.py` from the descriptions in `fedspan.config.node`.
+This page lists the fields of the file that a data owner writes for `fedspan join` ([deployment](deployment.md)). It names
+the node, its data and its limits. Relative paths start at the file's folder. The server never sees this file; requests
+beyond the limits are refused. `python docs/generate_config.py` writes this page from the descriptions in
+`fedspan.config.node`.
 """
 INTRO = """# Configuration
 
-A run is described by one YAML file; `--set section.field=value` overrides any field, and a mistake is answered with the
-field, the value and what would be right. Only `data.train` or `data.dataset` is required. This page is written by
-`python docs/generate_config.py` from the descriptions in `fedspan.config`; options of a method stand beside
-`method.name`, those of a wrapper beside its `name` (`fedspan methods --json` lists them). Every method has `r` (the
-adapter's rank, 8), `lora_alpha` (B A counts lora_alpha / r times, 16) and `use_rslora` (lora_alpha / sqrt(r), false).
+This page lists all fields of a run's YAML file. Only `data.train` or `data.dataset` is required.
+`--set section.field=value` overrides a field on the command line.
+
+A method's options are in the section `method` next to `name`; a wrapper's are next to its `name` in `method.wrappers`
+(`fedspan methods --json` lists them). Every method has `r` (rank of the adapter, 8), `lora_alpha` (the update is
+lora_alpha / r times B A, 16) and `use_rslora` (lora_alpha / sqrt(r) instead, false).
+`python docs/generate_config.py` writes this page from the descriptions in `fedspan.config`.
 """
 
 
 def _type(annotation: Any) -> str:
-    """A type as people read it; what else an annotation holds is in the description."""
+    """The type as text, without an annotation's metadata, which the description covers."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type(args[0])
@@ -58,7 +61,7 @@ def section(title: str, model: type[BaseModel]) -> str:
 
 
 def nested(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """The sections that may be left out of a section, by field."""
+    """The optional sections of a section, by field."""
     found: dict[str, type[BaseModel]] = {}
     for name, field in model.model_fields.items():
         kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType]
@@ -69,7 +72,7 @@ def nested(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
 
 
 def page(intro: str = INTRO, top: type[BaseModel] = RunConfig) -> str:
-    """The whole page of a file: its top level, and a table for each section."""
+    """The page of a file: its top level, and a table for each section."""
     parts = [intro, section("Top level", top)]
     for name, field in top.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):

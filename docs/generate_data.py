@@ -10,10 +10,8 @@ from fedspan.data.catalogue import DatasetEntry, list_datasets, snippet
 PAGE = Path(__file__).parent / "data.md"
 INTRO = """# Data sets
 
-fedspan knows these data sets by name; their texts come from the Hugging Face hub or from your own copies of the files,
-not with fedspan. `data.dataset` takes the columns, the splits, the prompt and, unless the config says else, the task,
-`evaluation.metric`, `evaluation.answer_pattern` and `evaluation.max_new_tokens` from here. This page is written by
-`python docs/generate_data.py` from `src/fedspan/data/catalogue.yaml`; `fedspan data` shows the same.
+This page lists the data sets that `data.dataset` can name. fedspan downloads them from the Hugging Face hub or reads your
+copies of the files; it does not ship them.
 
 From the hub:
 
@@ -22,8 +20,8 @@ data:
   dataset: sst2
 ```
 
-From local files, the original ones or copies of the hub's (csv, tsv, json, jsonl or parquet); fedspan looks which
-columns they have:
+From local files (csv, tsv, json, jsonl or parquet), the publisher's or copies of the hub's; fedspan detects which columns
+they have:
 
 ```yaml
 data:
@@ -32,17 +30,19 @@ data:
   test: SST-2/dev.tsv
 ```
 
-What stands in the config wins over the catalogue: `data.text`, `data.label`, `data.test_split` and so on. A data set
+The name sets the columns, the splits, the prompt, the task, `evaluation.metric`, `evaluation.answer_pattern` and
+`evaluation.max_new_tokens`. Fields in the config (`data.text`, `data.label`, `data.test_split`, ...) override it. A data set
 for another task than the config's is refused.
 
-A licence is the one that the publisher states. other: the hub's card says just that, and the source tells more.
-unknown: no statement was found. Read the source before you use a data set.
+Licences are as stated by the publisher: *other* means that the hub's card names no standard licence, *unknown* that no
+statement was found. Read the source before you use a data set. `fedspan data` prints the same entries.
+`python docs/generate_data.py` writes this page from `src/fedspan/data/catalogue.yaml`.
 """
 
 
 def table(entries: tuple[DatasetEntry, ...]) -> str:
-    """All data sets, a line each."""
-    lines = ["| key | what | task | metric | rows | licence | hub |", "|---|---|---|---|---|---|---|"]
+    """All data sets, one row each."""
+    lines = ["| key | content | task | metric | rows | licence | hub |", "|---|---|---|---|---|---|---|"]
     for entry in entries:
         rows = f"{entry.rows.train}" + ("" if entry.rows.test is None else f" + {entry.rows.test}")
         hub = "local files only" if entry.hub is None else f"`{entry.hub.id}`"
@@ -52,7 +52,7 @@ def table(entries: tuple[DatasetEntry, ...]) -> str:
 
 
 def section(entry: DatasetEntry) -> str:
-    """All about one."""
+    """The section of one data set."""
     lines = [f"## {entry.key}", "", f"{entry.title}: {entry.summary}.", ""]
     if entry.note is not None:
         lines += [entry.note, ""]
@@ -63,12 +63,12 @@ def section(entry: DatasetEntry) -> str:
         config = snippet(entry, where)
         if config is not None:
             builtin = entry.hub is not None and entry.hub.id.startswith("builtin:")
-            lines += ["", f"{'As it comes' if builtin else title}:", "", "```yaml", config, "```"]
+            lines += ["", f"{'Built in' if builtin else title}:", "", "```yaml", config, "```"]
     return "\n".join(lines) + "\n"
 
 
 def page() -> str:
-    """The whole page."""
+    """The page."""
     entries = list_datasets()
     return "\n".join([INTRO, table(entries), *(section(entry) for entry in entries)])
 

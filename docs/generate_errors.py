@@ -1,4 +1,4 @@
-"""Write docs/errors.md from the tests' catalogue of mistakes, each made anew: ``python docs/generate_errors.py``."""
+"""Write docs/errors.md from the tests' catalogue of mistakes, each provoked again: ``python docs/generate_errors.py``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ This page lists the error messages of mistakes that a user can correct. A messag
 what is expected. The command line prints it on one line after `error:`, prints the page with more information below
 it, and exits with code 2. In Python it is a `FedspanError` with the attributes `field`, `value`, `expected` and
 `problem`. `python docs/generate_errors.py` provokes every one of these mistakes and writes this page; the tests
-provoke them, too. FOLDER stands for a folder of the user, and `...` at the end for a library's text, which differs
-between its versions.
+provoke them, too. FOLDER replaces a path of the user, and `...` at the end a library's text, which differs between its
+versions.
 """
 
 

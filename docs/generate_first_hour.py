@@ -1,7 +1,7 @@
 """Write docs/first-hour.md, a transcript from a csv file to a prediction: ``python docs/generate_first_hour.py``.
 
-Every command is run, in an empty folder and without a network, and what it prints stands in the page. With a file's
-name, only the csv file is written: ``python docs/generate_first_hour.py inbox.csv``.
+Every command is run in an empty folder without a network, and its output is on the page. With a file name, only the csv
+file is written: ``python docs/generate_first_hour.py inbox.csv``.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ PARTS: Sequence[tuple[str, str]] = (
         """\
 ## The file
 
-`inbox.csv` is an export as they come: semicolons, Windows-1252 characters, Windows line ends, a date that nobody needs,
-and eleven rows without a concern.
+`inbox.csv` is a typical export: semicolons, Windows-1252 characters, Windows line ends, an unneeded date column, and eleven
+rows without a concern.
 
 ```text
 {inbox}
@@ -58,20 +58,20 @@ The repository makes it from the built-in corpus: `python docs/generate_first_ho
     (
         "fedspan init inbox.csv",
         """\
-`init` has found encoding, delimiter and columns, the column that says whose each row is, and the rows to leave out. It
-writes a commented config. Read it and change what you know better:
+`init` has detected the encoding, the delimiter, the columns, the column that names each row's clinic, and the rows to
+exclude. It writes a commented config. Read it and correct it where needed:
 
 ```yaml
 {config}
 ```
 
-## What it will take
+## A plan
 """,
     ),
     (
         "fedspan plan fedspan.yaml",
         """\
-Nothing has been trained so far. The table says what each client sends and needs in a round.
+Nothing has been trained yet. The table shows each client's traffic and memory in a round.
 
 ## The run
 """,
@@ -79,12 +79,12 @@ Nothing has been trained so far. The table says what each client sends and needs
     (
         "fedspan run fedspan.yaml --out runs/first",
         """\
-In a terminal, bars show the current round and stage with the time left; here, without one, long work prints a line now
-and then. Before the first round, every client sends statistics that the head starts from, and the layers below the
-adapters are computed once. The row `start` is the model after that and before any training. A better round is bold in
-a terminal; early stopping ends the run after four rounds without a better score.
+In a terminal, progress bars show the round, the stage and the time left; elsewhere, as here, long stages print a line from
+time to time. Before the first round, every client sends statistics from which the head starts, and the outputs of the
+layers below the adapters are computed once. The row `start` is the model before any training. A terminal shows the best
+rounds in bold; early stopping ends the run after four rounds without a better score.
 
-Interrupted, the run goes on with `fedspan run --resume runs/first`.
+`fedspan run --resume runs/first` resumes an interrupted run.
 
 ## A report
 """,
@@ -92,7 +92,8 @@ Interrupted, the run goes on with `fedspan run --resume runs/first`.
     (
         "fedspan report runs/first --out first.html",
         """\
-`first.html` needs no network: scores by round, clients, traffic, and a verdict in words ([what it shows](report.md)).
+`first.html` shows scores by round, clients, traffic and a written verdict, and loads nothing from the network
+([contents](report.md)).
 
 ## The adapter
 """,
@@ -100,7 +101,7 @@ Interrupted, the run goes on with `fedspan run --resume runs/first`.
     (
         "fedspan export runs/first --out adapter",
         """\
-The folder holds the adapter in PEFT's format, the head, the tokenizer and a card that says where they come from:
+The folder has the adapter in PEFT's format, the head, the tokenizer and a model card:
 
 ```text
 {adapter}
@@ -108,7 +109,7 @@ The folder holds the adapter in PEFT's format, the head, the tokenizer and a car
 
 ## A prediction without fedspan
 
-The card has the lines that load this model without fedspan. For one text they come to this:
+The model card has the code that loads this model without fedspan. For one text:
 """,
     ),
 )
@@ -136,8 +137,8 @@ for score, at in zip(*logits.softmax(1)[0].topk(3), strict=True):
 END = """## Next
 
 - Other methods on the same data: [choosing a method](choosing.md), [comparing methods fairly](comparing.md).
-- The same between machines, with a node for each clinic: [deployment](deployment.md).
-- More rounds, other questions: [questions](faq.md).
+- The same across machines, with a node for each clinic: [deployment](deployment.md).
+- More rounds and other questions: [FAQ](faq.md).
 """
 
 
@@ -194,7 +195,7 @@ def outputs(folder: Path) -> Iterator[str]:
 
 
 def page(blocks: Iterator[str], stamp: str) -> str:
-    """The whole page, of its blocks in their order."""
+    """The page, from its blocks in order."""
     parts = [INTRO.format(stamp=stamp)]
     for command, text in PARTS:
         if command:
@@ -208,7 +209,7 @@ def page(blocks: Iterator[str], stamp: str) -> str:
 
 
 def stamp() -> str:
-    """When and where the page was written."""
+    """The date and machine of the outputs."""
     import torch
 
     today = datetime.datetime.now(tz=datetime.UTC).date()
@@ -216,7 +217,7 @@ def stamp() -> str:
 
 
 def main() -> None:
-    """Write the page, or the csv file alone."""
+    """Write the page, or only the csv file."""
     if len(sys.argv) > 1:
         save_inbox(Path(sys.argv[1]))
         return

@@ -1,4 +1,4 @@
-"""Take docs/images/report.png, the head of a report's page: ``python docs/generate_images.py`` (two minutes).
+"""Render docs/images/report.png, the top of a report: ``python docs/generate_images.py`` (two minutes).
 
 Needs the extra ``dev`` and a Chromium or Chrome on this machine.
 """
@@ -24,7 +24,7 @@ CONFIG = {
 
 
 def main() -> None:
-    """Two methods on two seeds, their page, its head."""
+    """Compare two methods on two seeds, render the report and take a screenshot of its top."""
     browser = next(path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name)))
     with tempfile.TemporaryDirectory() as name:
         series = Path(name) / "series"

@@ -1,4 +1,4 @@
-"""Write the list of presets into docs/reproducing.md: ``python docs/generate_presets.py``."""
+"""Write the table of presets into docs/reproducing.md: ``python docs/generate_presets.py``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ MARK = "<!-- presets -->\n"
 
 def rows() -> str:
     """A table with a row for each preset."""
-    lines = ["| preset | item | what | methods |", "|---|---|---|---|"]
+    lines = ["| preset | item | content | methods |", "|---|---|---|---|"]
     for preset in list_presets():
         lines.append(f"| `{preset.id}` | {preset.item} | {preset.title} | {', '.join(preset.methods)} |")
     return "\n".join(lines) + "\n"
 
 
 def page(text: str) -> str:
-    """The page with the list as it is now."""
+    """The page with a current table."""
     before, _, rest = text.partition(MARK)
     _, _, after = rest.partition(MARK)
     return f"{before}{MARK}{rows()}{MARK}{after}"
