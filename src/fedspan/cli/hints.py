@@ -20,7 +20,7 @@ PAGES = {
     "federation.secure": "deployment.md#secure-aggregation",
     "good replies": "deployment.md#which-replies-count",
     "limits": "node.md#limits",
-    "limits.approve": "deployment.md#the-data-owner-decides-about-a-job",
+    "limits.approve": "deployment.md#approving-jobs",
     "method": "config.md#method",
     "method.name": "choosing.md",
     "model": "config.md#model",
