@@ -44,7 +44,7 @@ def test_a_page_is_whole(row: MethodRow | WrapperRow) -> None:
     assert page.startswith("# ")
     assert plain(row.name) in plain(page.splitlines()[0])
     parts = sections(page)
-    for needed in ("When", "What travels", "Cost", "Options", "Deviations"):
+    for needed in ("When", "Traffic", "Cost", "Options", "Deviations"):
         assert any(heading.startswith(needed) and text.strip() for heading, text in parts.items()), needed
     equations = parts[""] + parts.get("Equations", "")
     assert re.search(r"^(    |```)", equations, re.MULTILINE), "no equation"
