@@ -43,8 +43,8 @@ PARTS: Sequence[tuple[str, str]] = (
         """\
 ## The file
 
-`inbox.csv` is a typical export: semicolons, Windows-1252 characters, Windows line ends, an unneeded date column, and eleven
-rows without a concern.
+`inbox.csv` is a typical export: semicolons, Windows-1252 characters, Windows line ends, an unneeded date column, and
+eleven rows without a concern.
 
 ```text
 {inbox}
@@ -79,9 +79,9 @@ Nothing has been trained yet. The table shows each client's traffic and memory i
     (
         "fedspan run fedspan.yaml --out runs/first",
         """\
-In a terminal, progress bars show the round, the stage and the time left; elsewhere, as here, long stages print a line from
-time to time. Before the first round, every client sends statistics from which the head starts, and the outputs of the
-layers below the adapters are computed once. The row `start` is the model before any training. A terminal shows the best
+In a terminal, progress bars show the round, the stage and the time left; elsewhere, as here, long stages print a line
+from time to time. Before the first round, every client sends statistics from which the head starts, and the outputs of the
+layers below the adapters are computed once. The row `start` is the model before training. A terminal shows the best
 rounds in bold; early stopping ends the run after four rounds without a better score.
 
 `fedspan run --resume runs/first` resumes an interrupted run.
