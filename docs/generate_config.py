@@ -16,8 +16,8 @@ NODE_PAGE = Path(__file__).parent / "node.md"
 NODE_INTRO = """# Node file
 
 This page lists the fields of the file that a data owner writes for `fedspan join` ([deployment](deployment.md)). It
-names the node, its data and its limits. Relative paths start at the file's folder. The server never sees this file; requests
-beyond the limits are refused. `python docs/generate_config.py` writes this page from the descriptions in
+names the node, its data and its limits. Relative paths start at the file's folder. The server never sees this file;
+requests beyond the limits are refused. `python docs/generate_config.py` writes this page from the descriptions in
 `fedspan.config.node`.
 """
 INTRO = """# Configuration

@@ -10,8 +10,8 @@ from fedspan.data.catalogue import DatasetEntry, list_datasets, snippet
 PAGE = Path(__file__).parent / "data.md"
 INTRO = """# Data sets
 
-This page lists the data sets that `data.dataset` can name. fedspan downloads them from the Hugging Face hub or reads your
-copies of the files; it does not ship them.
+This page lists the data sets that `data.dataset` can name. fedspan downloads them from the Hugging Face hub or reads
+your copies of the files; it does not ship them.
 
 From the hub:
 
@@ -20,8 +20,8 @@ data:
   dataset: sst2
 ```
 
-From local files (csv, tsv, json, jsonl or parquet), the publisher's or copies of the hub's; fedspan detects which columns
-they have:
+From local files (csv, tsv, json, jsonl or parquet), the publisher's or copies of the hub's; fedspan detects which
+columns they have:
 
 ```yaml
 data:
@@ -31,8 +31,8 @@ data:
 ```
 
 The name sets the columns, the splits, the prompt, the task, `evaluation.metric`, `evaluation.answer_pattern` and
-`evaluation.max_new_tokens`. Fields in the config (`data.text`, `data.label`, `data.test_split`, ...) override it. A data set
-for another task than the config's is refused.
+`evaluation.max_new_tokens`. Fields in the config (`data.text`, `data.label`, `data.test_split`, ...) override it. A
+data set for another task than the config's is refused.
 
 Licences are as stated by the publisher: *other* means that the hub's card names no standard licence, *unknown* that no
 statement was found. Read the source before you use a data set. `fedspan data` prints the same entries.

@@ -1,4 +1,4 @@
-"""Write docs/errors.md from the tests' catalogue of mistakes, each provoked again: ``python docs/generate_errors.py``."""
+"""Write docs/errors.md from the tests' catalogue of mistakes, each provoked: ``python docs/generate_errors.py``."""
 
 from __future__ import annotations
 
