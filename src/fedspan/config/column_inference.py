@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import datasets
 import pyarrow as pa
 
 from fedspan.data.columns import TaskName
@@ -17,6 +16,9 @@ from fedspan.data.names import arrow_column, names_of, no_column
 from fedspan.data.path_patterns import has_places, places_of
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
+
+if TYPE_CHECKING:
+    import datasets
 
 __all__ = ["InferredData", "infer_data"]
 
@@ -111,6 +113,8 @@ def _find_client_column(sample: datasets.Dataset, options: Mapping[str, str | No
 
 def _find_image_column(sample: datasets.Dataset, requested: str | None) -> str | None:
     """Find the column of images or of paths to image files."""
+    import datasets
+
     likely = [name for name in _IMAGE_COLUMNS if name in sample.column_names]
     for name in [requested] if requested else likely + sample.column_names:
         values = [value for value in arrow_column(sample, name).to_pylist() if value]

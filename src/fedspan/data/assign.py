@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import datasets
 import numpy as np
 
 from fedspan.data.config import PartitionConfig
@@ -24,6 +23,7 @@ from fedspan.data.names import arrow_column, names_of, no_column, sort_names
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
+    import datasets
     from flwr_datasets.partitioner import Partitioner
 
 __all__ = ["Shares", "assign", "numbered"]
@@ -196,6 +196,7 @@ def _weighed(weights: np.ndarray, taken: np.ndarray) -> np.ndarray:
 
 
 def _pathological(labels: np.ndarray, config: PartitionConfig, seed: int, field: str) -> Shares:
+    import datasets
     from flwr_datasets.partitioner import PathologicalPartitioner
 
     present = np.unique(labels)

@@ -6,9 +6,8 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -21,11 +20,13 @@ from fedspan.data.source import Source
 from fedspan.data.templates import template_of
 from fedspan.errors import FedspanError
 
+if TYPE_CHECKING:
+    pass
+
 __all__ = ["Checked", "TaskName", "check", "conversation_of"]
 
 TaskName = Literal["sequence-classification", "regression", "causal-lm", "image-classification"]
 _OURS = ("text", "text_pair", "label", "target", "answer", "history", "image")
-_FEATURES: Mapping[str, Any] = {"target": datasets.Value("float64"), "image": datasets.Image()}
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,12 @@ def check(source: Source, config: DataConfig, task: TaskName, field: str, part: 
     Raises:
         FedspanError: If a column is missing or of the wrong type, or a row has no value.
     """
+    import datasets
+
     reader = _Reader(source, field, part)
     columns, used, names = _READERS[task](reader, config)
-    features: dict[str, Any] = {name: _FEATURES.get(name, datasets.Value("string")) for name in columns}
+    types: Mapping[str, Any] = {"target": datasets.Value("float64"), "image": datasets.Image()}
+    features: dict[str, Any] = {name: types.get(name, datasets.Value("string")) for name in columns}
     # The requested column replaces another one that happens to be called "text" or "label".
     for column in source.dataset.column_names:
         if column not in used and column not in _OURS:

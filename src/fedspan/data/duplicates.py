@@ -6,9 +6,8 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,6 +16,9 @@ from fedspan.data.config import DataConfig
 from fedspan.data.names import arrow_table, names_of, no_column, trimmed
 from fedspan.data.partition import Partition
 from fedspan.errors import FedspanError
+
+if TYPE_CHECKING:
+    import datasets
 
 __all__ = ["content_codes", "describe_shared", "group_codes", "shared_between_clients", "shared_with_test"]
 
@@ -56,6 +58,8 @@ def _text_keys(part: datasets.Dataset) -> list[bytes]:
 
 def _image_keys(parts: Sequence[datasets.Dataset]) -> list[list[bytes]]:
     """Return digests of the images; a file whose size is unique is not read."""
+    import datasets
+
     rows = [
         part.cast_column("image", datasets.Image(decode=False)).select_columns(["image"])["image"][:] for part in parts
     ]

@@ -8,9 +8,8 @@ import re
 from collections.abc import Callable
 from importlib.resources import as_file
 from pathlib import Path, PurePath
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet
 
@@ -27,6 +26,9 @@ from fedspan.data.path_patterns import has_places, matching
 from fedspan.data.reading import Read, read_beginning
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError, nearest
+
+if TYPE_CHECKING:
+    import datasets
 
 __all__ = ["IN_MEMORY", "column_names", "dataset_of_table", "flatten", "has_own_splits", "read_source"]
 
@@ -310,6 +312,8 @@ def _without_dictionaries(table: pa.Table) -> pa.Table:
 
 
 def _read_hub(where: str, name: str | None, split: str, option: str) -> datasets.Dataset:
+    import datasets
+
     try:
         return cast(datasets.Dataset, datasets.load_dataset(where, name=name, split=split))
     # Whatever the hub's client, its HTTP library or the files there raise, the user sees one line.

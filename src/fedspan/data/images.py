@@ -13,14 +13,17 @@ import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import datasets
 import numpy as np
 import pyarrow as pa
 
 from fedspan.data.folders import classes_of
 from fedspan.data.names import as_dataset
 from fedspan.errors import FedspanError
+
+if TYPE_CHECKING:
+    import datasets
 
 __all__ = ["IMAGES", "PICTURES", "archived_images", "holds_images", "read_images"]
 
@@ -69,6 +72,8 @@ def read_images(path: Path, where: str, option: str) -> datasets.Dataset:
 
 
 def _dataset(columns: Mapping[str, pa.Array]) -> datasets.Dataset:
+    import datasets
+
     features = {name: datasets.Value("string") for name in columns} | {"image": datasets.Image()}
     return as_dataset(pa.table(columns), features)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import datasets
 import pyarrow as pa
 
 from fedspan.data.columns import TaskName, conversation_of
@@ -15,6 +14,9 @@ from fedspan.data.names import arrow_column, names_of
 from fedspan.data.source import Source
 from fedspan.data.templates import template_of
 from fedspan.errors import FedspanError
+
+if TYPE_CHECKING:
+    import datasets
 
 __all__ = ["without_invalid"]
 

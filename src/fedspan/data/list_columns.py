@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import pyarrow as pa
 
 from fedspan.data.columns import TaskName
@@ -13,6 +12,9 @@ from fedspan.data.config import DataConfig
 from fedspan.data.names import arrow_table, as_dataset
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
+
+if TYPE_CHECKING:
+    pass
 
 __all__ = ["without_lists"]
 
@@ -32,6 +34,8 @@ def without_lists(source: Source, config: DataConfig, task: TaskName, field: str
     Raises:
         FedspanError: If a row has several labels or none.
     """
+    import datasets
+
     label = config.label or (None if task == "causal-lm" else "label")
     texts = [config.text, config.text_pair, config.answer] if task != "image-classification" else []
     columns: dict[str, tuple[pa.Array, Any]] = {}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import datasets
 import numpy as np
 import pyarrow as pa
 
@@ -23,6 +22,9 @@ from fedspan.data.list_columns import without_lists
 from fedspan.data.names import arrow_column, as_dataset, sort_names, take_rows
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError, nearest
+
+if TYPE_CHECKING:
+    import datasets
 
 __all__ = ["LoadedData", "load"]
 
@@ -183,6 +185,8 @@ def _index(
     part: _Part, labels: Sequence[str], known: set[str], config: DataConfig, field: str, name: str
 ) -> datasets.Dataset:
     """Return the examples with label indices; drop rows with labels not to be used, refuse or skip unknown labels."""
+    import datasets
+
     checked = part.checked
     if checked.names is None:
         return as_dataset(pa.table(checked.columns), checked.features)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-import datasets
+from typing import TYPE_CHECKING
 
 from fedspan.data.path_patterns import matching
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
+
+if TYPE_CHECKING:
+    import datasets
 
 __all__ = ["read_several"]
 
@@ -67,6 +69,8 @@ def _positions(sources: Sequence[Source]) -> list[int] | None:
 
 def _joined(tables: Mapping[Path, datasets.Dataset], places: Mapping[Path, Mapping[str, str]]) -> datasets.Dataset:
     """Concatenate the tables; raise ValueError if columns differ (name, kind, classes) or a place is named like one."""
+    import datasets
+
     first = next(iter(tables))
     whole: list[datasets.Dataset] = []
     for path, table in tables.items():

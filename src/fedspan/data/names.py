@@ -6,14 +6,16 @@ import math
 import secrets
 from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import ClassLabel, Dataset, DatasetInfo, Features
 
 from fedspan.errors import similar
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 __all__ = [
     "arrow_column",
@@ -48,6 +50,8 @@ def as_dataset(table: pa.Table, features: Mapping[str, Any] | None = None) -> Da
         table: The table.
         features: Types of its columns for ``datasets``; None: those that follow from the table.
     """
+    from datasets import Dataset, DatasetInfo, Features
+
     info = None if features is None else DatasetInfo(features=Features(features))
     # Without a fingerprint, datasets pickles the whole table and hashes it, in several times its memory.
     return Dataset(table, info=info, fingerprint=secrets.token_hex(8))
@@ -86,6 +90,8 @@ def columns_by_likeness(name: str, columns: Iterable[str], count: int = 12) -> s
 
 def names_of(dataset: Dataset, column: str) -> list[str | None]:
     """Return each row's value as text; None if it is null, NaN, blank, or an unnamed class number (the hub's -1)."""
+    from datasets import ClassLabel
+
     feature, values = dataset.features[column], arrow_column(dataset, column)
     if isinstance(feature, ClassLabel):
         known = feature.names

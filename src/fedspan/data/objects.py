@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import datasets
 import numpy as np
 import PIL.Image
 import pyarrow as pa
@@ -16,6 +15,9 @@ from fedspan.data.files import dataset_of_table, flatten
 from fedspan.data.json_files import table_of
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
+
+if TYPE_CHECKING:
+    import datasets
 
 __all__ = ["CLIENT", "DataObjects", "read_objects"]
 
@@ -68,6 +70,8 @@ def read_objects(data: Any, clients: int) -> DataObjects:
 
 def _read(value: Any, clients: int, where: str) -> tuple[datasets.Dataset, bool]:
     """Return the examples of a split, and whether they were passed by client."""
+    import datasets
+
     if callable(value) and not isinstance(value, datasets.Dataset):
         call = cast(Callable[[int], Any], value)
         return _joined({id: call(number) for number, id in enumerate(numbered(clients))}, where), True
@@ -77,6 +81,8 @@ def _read(value: Any, clients: int, where: str) -> tuple[datasets.Dataset, bool]
 
 
 def _joined(by_client: Mapping[Any, Any], where: str) -> datasets.Dataset:
+    import datasets
+
     parts: list[datasets.Dataset] = []
     for client, value in by_client.items():
         dataset = _dataset(value, f"{where}[{client!r}]")
@@ -108,6 +114,8 @@ def _dataset(value: Any, where: str) -> datasets.Dataset:
 
 
 def _converted(value: Any, where: str) -> datasets.Dataset:
+    import datasets
+
     if isinstance(value, datasets.Dataset):
         return value.with_format(None)
     if hasattr(value, "__arrow_c_stream__"):  # pandas, Polars, Arrow, DuckDB: none of them is imported
@@ -136,6 +144,8 @@ def _with_strings(table: pa.Table) -> pa.Table:
 
 def _is_column(value: Any) -> bool:
     """Check whether a value of a dict is a column of a table, and not a table itself."""
+    import datasets
+
     if isinstance(value, np.ndarray | pa.Array | pa.ChunkedArray):
         return True
     if hasattr(value, "to_list") and not isinstance(value, datasets.Dataset):  # a Series of pandas or Polars

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
-import datasets
 import numpy as np
 
 from fedspan.data.assign import Shares, assign
@@ -19,6 +18,9 @@ from fedspan.data.groups import draw_groups
 from fedspan.data.keyed import generator
 from fedspan.data.names import arrow_column
 from fedspan.errors import FedspanError
+
+if TYPE_CHECKING:
+    import datasets
 
 __all__ = ["ClientPart", "ClientParts", "ClientRow", "Partition", "partition"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import datasets
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -15,6 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fedspan.data.partition import Partition
+
+if TYPE_CHECKING:
+    import datasets
 
 __all__ = ["plot_partition"]
 

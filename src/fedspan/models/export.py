@@ -12,12 +12,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
-from peft import LoraConfig, PeftConfig, TaskType
-from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -31,6 +29,9 @@ from fedspan.errors import FedspanError, nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.operators import Operator
 from fedspan.models.pooling import HEAD, PooledClassifier, read_output_layer, write_modules
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftConfig
 
 __all__ = [
     "NOTES",
@@ -168,6 +169,8 @@ def export_adapter(
 
 def _encoder_config(config: LoraConfig, layers: list[str]) -> LoraConfig:
     """Return PEFT's description of the target layers for the encoder alone, whose paths lack the model's prefix."""
+    from peft import TaskType
+
     config = copy.copy(config)
     config.task_type, config.target_modules = TaskType.FEATURE_EXTRACTION, sorted(layers)
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
@@ -181,6 +184,8 @@ def _write_notes(folder: Path, notes: Mapping[str, object]) -> None:
 
 def _write(folder: Path, tensors: Mapping[str, Tensor], config: PeftConfig, rank: int) -> None:
     """Write the two files of an adapter with one rank and scaling 1."""
+    from peft import LoraConfig
+
     assert isinstance(config, LoraConfig)
     config = copy.copy(config)
     config.r, config.lora_alpha, config.inference_mode = rank, rank, True
@@ -205,6 +210,8 @@ def truncate_adapter(folder: Path, rank: int) -> None:
     Raises:
         FedspanError: If the adapter's rank is smaller.
     """
+    from peft import LoraConfig, PeftConfig
+
     config = PeftConfig.from_pretrained(str(folder))
     assert isinstance(config, LoraConfig)
     if rank > config.r:
@@ -251,6 +258,8 @@ def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = No
         FedspanError: If there is no such folder, no LoRA or no readable weights, or if the adapter has a layer that the
             run does not target or shapes of another model.
     """
+    from peft import LoraConfig, PeftConfig
+
     path = Path(os.path.expanduser(folder))
     if not os.path.isdir(path):  # PEFT would look the name up on the hub
         raise FedspanError(
@@ -321,6 +330,8 @@ def _fit(B: Tensor, A: Tensor, shape: tuple[int, int]) -> bool:
 
 def _scaling(config: LoraConfig, layer: str) -> float:
     """Return alpha / r of a layer, with PEFT's per-layer patterns."""
+    from peft.utils.other import get_pattern_key
+
     ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
     rank = int(ranks.get(get_pattern_key(list(ranks), layer), config.r))
     alpha = float(alphas.get(get_pattern_key(list(alphas), layer), config.lora_alpha))

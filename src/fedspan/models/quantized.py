@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
@@ -83,4 +82,6 @@ def is_quantized(module: nn.Module) -> bool:
 
 def dequantize(module: nn.Module) -> Tensor:
     """Return the numbers that a quantised layer computes with: its weight, (O, I), float32, detached."""
+    from peft.utils.integrations import dequantize_module_weight
+
     return dequantize_module_weight(module).detach().float()

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from peft import LoraConfig
-from peft.tuners.tuners_utils import (
-    _maybe_include_all_linear_layers,  # pyright: ignore[reportPrivateUsage]
-    check_target_module_exists,
-)
-from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from torch import Tensor, nn
 
 from fedspan.core.values import LayerSpec, Spec
 from fedspan.errors import FedspanError, nearest
 from fedspan.models.operators import operator_of, unfit
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 __all__ = [
     "find_buffers",
@@ -50,6 +48,9 @@ def suggest_targets(model: nn.Module, outputs: int) -> list[str] | None:
         model: The model; its weights are not used.
         outputs: Number of outputs of its head, which no other layer has.
     """
+    from peft import LoraConfig
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
     defaults = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     if getattr(getattr(model, "config", None), "model_type", None) in defaults:
         return None
@@ -68,6 +69,12 @@ def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
         FedspanError: If nothing matches (with the nearest names), or if a match can't be a target: it is of another
             kind, or shares its weight with another module.
     """
+    from peft.tuners.tuners_utils import (
+        _maybe_include_all_linear_layers,  # pyright: ignore[reportPrivateUsage]
+        check_target_module_exists,
+    )
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
     if config.target_modules is None:
         architecture = getattr(getattr(model, "config", None), "model_type", None)
         defaults = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING

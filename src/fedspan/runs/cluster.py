@@ -31,6 +31,7 @@ class WorkerKit:
     Args:
         config: Config of the run.
         labels: Names of the labels by index.
+        targets: Paths of the target layers, which the driver found by PEFT's rules.
         partition: The clients' examples.
         examples: The encoded examples, whose arrays the workers of a machine share.
         key: Secret key of the noise, if it has one.
@@ -38,6 +39,7 @@ class WorkerKit:
 
     config: RunConfig
     labels: tuple[str, ...]
+    targets: tuple[str, ...]
     partition: Partition
     examples: Examples
     key: bytes | None
@@ -52,7 +54,8 @@ def build_host(kit: WorkerKit) -> Host:
     config = kit.config
     assert config.cluster is not None
     device = choose_device("cuda" if config.cluster.gpus_per_worker else "cpu")
-    trainer = build_trainer(config, kit.labels, len(kit.partition.clients), device, kit.key)
+    clients = len(kit.partition.clients)
+    trainer = build_trainer(config, kit.labels, clients, device, kit.key, targets=kit.targets)
     return host_of(simulated_federation(config, trainer, kit.partition, kit.examples, kit.key))
 
 
@@ -94,7 +97,8 @@ def connect_workers(
     assert partition is not None
     assert isinstance(local, InProcess)
     with prepared.engine.stages.stage("workers", len(team.members), "workers"):
-        team.build(build, WorkerKit(config, prepared.labels, partition, prepared.train, key))
+        targets = tuple(prepared.model.adapted.layers)
+        team.build(build, WorkerKit(config, prepared.labels, targets, partition, prepared.train, key))
     federation = here.with_transport(ClusterTransport(local.host, team, local.conditions))
     evaluator = Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
     return replace(prepared, federation=federation, evaluator=evaluator)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 from pydantic import ValidationError
 
 from fedspan.config.validation_errors import convert_validation_error
@@ -24,6 +23,9 @@ from fedspan.runs.model_setup import PROBLEMS, Facts, ModelObjects, facts_of, re
 from fedspan.runs.objects import require_named_data
 from fedspan.runs.session import is_run
 from fedspan.tasks.metrics import order_metrics
+
+if TYPE_CHECKING:
+    import datasets
 
 __all__ = ["evaluate"]
 

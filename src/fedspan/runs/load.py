@@ -7,13 +7,10 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
 import torch
-from peft import PeftConfig, PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -26,6 +23,10 @@ from fedspan.runs.session import is_run, read_report, require_client
 from fedspan.runs.setup import choose_device
 from fedspan.tasks.task import Examples, RunTask
 from fedspan.training.batching import evaluation_batches
+
+if TYPE_CHECKING:
+    import datasets
+    from peft import PeftModel
 
 __all__ = ["ADAPTER", "Served", "adapter_folder", "load_served", "predict"]
 
@@ -139,6 +140,8 @@ def load_served(
     Raises:
         FedspanError: If `adapter_folder` raises it, or the pretrained model or the adapter cannot be loaded.
     """
+    from peft import PeftConfig
+
     place = adapter_folder(folder, client)
     notes, target = read_notes(place), choose_device(device)
     facts = facts_of(place, notes)
@@ -198,6 +201,8 @@ def _load_base(
 
 def _with_adapter(model: Any, place: Path) -> Any:
     """Return a model with an adapter; an adapter of a pooled classifier is one of its encoder."""
+    from peft import PeftModel
+
     if not isinstance(model, PooledClassifier):
         return _with_attributes(PeftModel.from_pretrained(model, str(place)))
     model.replace_encoder(PeftModel.from_pretrained(model.encoder, str(place)))
@@ -207,6 +212,8 @@ def _with_adapter(model: Any, place: Path) -> Any:
 
 def _with_attributes(model: PeftModel) -> PeftModel:
     """Give PEFT's wrappers of convolutions the attributes of a convolution, which MobileNet's padding reads."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     for module in model.modules():
         if isinstance(module, BaseTunerLayer) and isinstance(base := module.get_base_layer(), nn.Conv1d | nn.Conv2d):
             for name in ("stride", "kernel_size", "dilation"):
@@ -270,6 +277,8 @@ def predict(
 
 def _rows(facts: Facts, inputs: Sequence[str | os.PathLike[str] | tuple[str, str]]) -> datasets.Dataset:
     """Arrange the inputs in the columns that the task encodes; unknown answers are blank."""
+    import datasets
+
     blank = {"label": [0] * len(inputs), "target": [0.0] * len(inputs), "answer": [""] * len(inputs)}
     if facts.task == "image-classification":
         paths = [None if isinstance(path, tuple) else os.path.expanduser(path) for path in inputs]

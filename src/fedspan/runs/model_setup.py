@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from peft import LoraConfig, TaskType
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
@@ -37,6 +36,9 @@ from fedspan.tasks.images import ImageClassification
 from fedspan.tasks.metrics import METRICS_OF
 from fedspan.tasks.regression import Regression
 from fedspan.tasks.task import Examples, RunTask
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 __all__ = [
     "NOTES",
@@ -119,7 +121,7 @@ class Problem:
     """
 
     head: Head
-    peft: TaskType | None
+    peft: Literal["SEQ_CLS", "CAUSAL_LM"] | None
     task: Callable[[Processor, Facts, RunConfig | None], RunTask]
     classifies: bool = False
 
@@ -181,9 +183,9 @@ def _causal(tokenizer: Processor, facts: Facts, config: RunConfig | None) -> Run
 
 
 PROBLEMS: Mapping[TaskName, Problem] = {
-    "sequence-classification": Problem("classification", TaskType.SEQ_CLS, _classification, classifies=True),
-    "regression": Problem("regression", TaskType.SEQ_CLS, _regression),
-    "causal-lm": Problem("language-model", TaskType.CAUSAL_LM, _causal),
+    "sequence-classification": Problem("classification", "SEQ_CLS", _classification, classifies=True),
+    "regression": Problem("regression", "SEQ_CLS", _regression),
+    "causal-lm": Problem("language-model", "CAUSAL_LM", _causal),
     "image-classification": Problem("image-classification", None, _images, classifies=True),
 }
 
@@ -261,14 +263,15 @@ class RunModel:
     Args:
         adapted: The adapted model with its target layers and extras, on its device.
         processor: Tokenizer or image processor.
-        lora_config: PEFT's description of the target layers, for the export.
+        lora_config: PEFT's description of the target layers, for the export; None: the layers were named instead of
+            found, by a process that exports the model itself.
         adopted: Update of the adapter that the run starts from, by target layer.
         new_modules: Paths of the modules with new weights, neither from the checkpoint nor from the adapter.
     """
 
     adapted: AdaptedModel
     processor: Processor
-    lora_config: LoraConfig
+    lora_config: LoraConfig | None
     adopted: Mapping[str, LowRank]
     new_modules: tuple[str, ...]
 
@@ -282,7 +285,11 @@ class ModelObjects:
 
 
 def build_model(
-    config: RunConfig, labels: tuple[str, ...], device: torch.device, objects: ModelObjects | None = None
+    config: RunConfig,
+    labels: tuple[str, ...],
+    device: torch.device,
+    objects: ModelObjects | None = None,
+    targets: Sequence[str] | None = None,
 ) -> RunModel:
     """Load the model of a run and find its trainable parts.
 
@@ -291,13 +298,14 @@ def build_model(
         labels: Labels of the data.
         device: Device of the model.
         objects: Model and tokenizer that were passed from Python; None: they are loaded by name.
+        targets: Paths of the target layers, as another process found them; None: they are found by PEFT's rules.
 
     Raises:
         FedspanError: If the model, its layers or the adapter do not exist or do not match.
     """
     loaded = _load(config, labels, device, objects or ModelObjects())
     require_packing(config, loaded.model, device)
-    adapted, peft_config = _with_targets(config, loaded.model, loaded.new_modules)
+    adapted, peft_config = _with_targets(config, loaded.model, loaded.new_modules, targets)
     start = _adopt(config, adapted, labels)
     restored = {path.rpartition(".")[0] for path in start.extras}
     new = tuple(path for path in loaded.new_modules if path not in restored)
@@ -347,18 +355,16 @@ def _planned_device(name: str) -> torch.device:
     return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _with_targets(config: RunConfig, model: Any, new: Sequence[str]) -> tuple[AdaptedModel, LoraConfig]:
-    """Find the trainable parts of a model, and build PEFT's description of them."""
+def _with_targets(
+    config: RunConfig, model: Any, new: Sequence[str], named: Sequence[str] | None = None
+) -> tuple[AdaptedModel, LoraConfig | None]:
+    """Find the trainable parts of a model, and build PEFT's description of them; target layers may be named already."""
     saved = [] if config.model.is_from_scratch else _modules_to_save(config, model, new)
-    try:
-        peft_config = _lora_config(config, saved)
-        targets = find_targets(model, peft_config)
-    # PEFT's own checks, and patterns that are not valid regexes; the last two: a{9999999999}, ((((...
-    except (ValueError, re.error, OverflowError, RecursionError) as error:
-        requested = config.model.target_modules
-        raise FedspanError(
-            "model.target_modules", requested, problem=f"PEFT does not accept these names of layers ({error})"
-        ) from None
+    peft_config = None
+    if named is not None:  # without PEFT, whose import takes 50 MB of each worker
+        targets = {path: model.get_submodule(path) for path in named}
+    else:
+        peft_config, targets = _find_targets(config, model, saved)
     if config.model.gradient_checkpointing:
         try:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -373,6 +379,19 @@ def _with_targets(config: RunConfig, model: Any, new: Sequence[str]) -> tuple[Ad
         expected = "modules outside of the blocks, or a larger model.max_memory"
         raise FedspanError("model.modules_to_save", config.model.modules_to_save, expected, problem=problem)
     return AdaptedModel(model, targets, extras, find_buffers(model, extras)), peft_config
+
+
+def _find_targets(config: RunConfig, model: Any, saved: list[str]) -> tuple[LoraConfig, dict[str, nn.Module]]:
+    """Find target layers by PEFT's rules, and build PEFT's description of them."""
+    try:
+        peft_config = _lora_config(config, saved)
+        return peft_config, find_targets(model, peft_config)
+    # PEFT's own checks, and patterns that are not valid regexes; the last two: a{9999999999}, ((((...
+    except (ValueError, re.error, OverflowError, RecursionError) as error:
+        requested = config.model.target_modules
+        raise FedspanError(
+            "model.target_modules", requested, problem=f"PEFT does not accept these names of layers ({error})"
+        ) from None
 
 
 def _load(config: RunConfig, labels: tuple[str, ...], device: torch.device, objects: ModelObjects) -> Loaded:
@@ -462,9 +481,11 @@ def _modules_to_save(config: RunConfig, model: nn.Module, new: Sequence[str]) ->
 
 def _lora_config(config: RunConfig, modules_to_save: list[str]) -> LoraConfig:
     """Build PEFT's config with the run's target modules."""
+    from peft import LoraConfig, TaskType
+
     model = config.model
     return LoraConfig(
-        task_type=PROBLEMS[config.task].peft,
+        task_type=None if (kind := PROBLEMS[config.task].peft) is None else TaskType(kind),
         base_model_name_or_path=published_name(model.name),
         revision=model.revision,
         target_modules=model.target_modules,

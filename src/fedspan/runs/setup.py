@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-import datasets
 import numpy as np
 import torch
 
@@ -44,6 +43,8 @@ from fedspan.training.stages import Stages
 from fedspan.transports.in_process import simulate
 
 if TYPE_CHECKING:
+    import datasets
+
     from fedspan.clients.secagg import SecureClient
 
 
@@ -363,6 +364,7 @@ def build_trainer(
     key: bytes | None,
     stages: Stages | None = None,
     objects: ModelObjects | None = None,
+    targets: Sequence[str] | None = None,
 ) -> RunTrainer:
     """Load a run's model and build what trains it.
 
@@ -374,13 +376,14 @@ def build_trainer(
         key: Secret key of the noise, if it has one.
         stages: Reports the progress of long work; None: nobody is told.
         objects: Model and tokenizer that were passed from Python, in place of those that the config names.
+        targets: Paths of the target layers, as another process found them; None: they are found by PEFT's rules.
 
     Raises:
         FedspanError: If anything in the config does not fit the model.
     """
     stages = stages or Stages()
     with stages.stage("model"):
-        built = build_model(config, labels, device, objects)
+        built = build_model(config, labels, device, objects, targets)
     adapted = built.adapted
     require_private_model(config, adapted)
     facts = Facts.of(config, labels, max_length(config, built.processor, adapted.model), adapted.model)
@@ -460,6 +463,8 @@ def require_private_model(config: RunConfig, adapted: AdaptedModel) -> None:
 
 def _names(examples: datasets.Dataset) -> tuple[str, ...]:
     """Return the display names of examples: their texts, or the files of images."""
+    import datasets
+
     if "text" in examples.column_names:
         return tuple(examples["text"])
     paths = [row["path"] for row in examples.cast_column("image", datasets.Image(decode=False))["image"]]

@@ -77,5 +77,6 @@ def write_model(
     else:
         updates, extras = layer_updates(job, base, adapted, built.adopted), job_extras(job, adapted)
         pooled = adapted.model if isinstance(adapted.model, PooledClassifier) else None
+        assert built.lora_config is not None, "only workers, which export nothing, build models without PEFT"
         export_adapter(folder, updates, extras, adapted.operators, built.lora_config, notes, pooled)
         built.processor.save_pretrained(str(folder))

@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
-import datasets
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from fedspan.tasks.answers import answers_agree
 from fedspan.tasks.encoding import Ragged
 from fedspan.tasks.losses import means, widen
 from fedspan.tasks.prompts import Prompt, cut, render, tokenise
+
+if TYPE_CHECKING:
+    import datasets
 
 __all__ = ["CausalLM", "EncodedPrompts", "Generation", "sees_across"]
 

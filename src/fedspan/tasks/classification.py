@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import datasets
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from fedspan.tasks.encoding import EncodedText, collate, encode_texts, full_length
 from fedspan.tasks.labelling import OFFSETS, Labelling
+
+if TYPE_CHECKING:
+    import datasets
 
 __all__ = ["SequenceClassification"]
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
-import datasets
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fedspan.core.tensors import to_device
+
+if TYPE_CHECKING:
+    import datasets
 
 __all__ = ["EncodedText", "Ragged", "collate", "encode_texts", "full_length"]
 

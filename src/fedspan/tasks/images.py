@@ -10,9 +10,8 @@ import io
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import datasets
 import numpy as np
 import PIL.Image
 import torch
@@ -21,6 +20,9 @@ from torch import Tensor, nn
 from fedspan.core.tensors import to_device
 from fedspan.errors import FedspanError
 from fedspan.tasks.labelling import Labelling
+
+if TYPE_CHECKING:
+    import datasets
 
 __all__ = ["EncodedImages", "ImageClassification"]
 
@@ -71,6 +73,8 @@ class ImageClassification(Labelling):
             FedspanError: If an image can't be decoded, the processor leaves images at different sizes, or it does more
                 than resize, rescale and normalise.
         """
+        import datasets
+
         stored = dataset.select_columns(["image"]).cast_column("image", datasets.Image(decode=False))
         chunks: list[np.ndarray] = []
         for start in range(0, len(stored), _CHUNK):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import datasets
 import numpy as np
 import torch
-from scipy.stats import pearsonr, spearmanr
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from fedspan.tasks.encoding import EncodedText, collate, encode_texts, full_length
 from fedspan.tasks.losses import means, widen
 from fedspan.tasks.metrics import drop_undefined
+
+if TYPE_CHECKING:
+    import datasets
 
 __all__ = ["Regression"]
 
@@ -65,6 +67,8 @@ class Regression:
 
         The correlations are left out where undefined: with one example, or if all numbers are equal.
         """
+        from scipy.stats import pearsonr, spearmanr  # it is slow to import, and only this task needs it
+
         truth = examples.labels[np.asarray(indices, dtype=np.int64)].astype(np.float64)
         guess = predictions[:, 0].double().numpy()
         pearson = spearman = math.nan

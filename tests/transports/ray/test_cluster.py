@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +16,11 @@ import pytest
 import torch
 
 import fedspan
+from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Orders
 from fedspan.runs import checkpoint
+from fedspan.runs.cluster import WorkerKit
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import prepare
 from fedspan.transports.ray.sharing import shared_teams
@@ -105,6 +111,28 @@ def test_secure_sums_have_the_same_model(tiny_folder: Path, tmp_path: Path) -> N
         fedspan.run({**settings, **more}, tmp_path / name, progress=False)
     adapters = [(tmp_path / name / "adapter/adapter_model.safetensors").read_bytes() for name in ("here", "there")]
     assert adapters[0] == adapters[1]
+
+
+@pytest.mark.slow
+def test_a_worker_needs_neither_datasets_nor_peft(tiny_folder: Path, tmp_path: Path) -> None:
+    """They would take 100 MB of each worker's own memory."""
+    prepared = prepare(parse_config({**tiny.settings(tiny_folder), **WORKERS}))
+    assert prepared.partition is not None
+    targets = tuple(prepared.engine.adapted.layers)
+    kit = WorkerKit(prepared.config, prepared.labels, targets, prepared.partition, prepared.train, None)
+    (tmp_path / "kit").write_bytes(pickle.dumps(kit))
+    script = """
+import pickle, sys
+import fedspan.transports.ray.worker
+from fedspan.runs.cluster import build_host
+host = build_host(pickle.load(open(sys.argv[1], "rb")))
+print(*host.engine.adapted.layers)
+print(*sorted({"datasets", "peft"} & set(sys.modules)))
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", script, str(tmp_path / "kit")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.splitlines() == [" ".join(targets), ""]
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -231,6 +231,12 @@ class Team:
         for member in self.members:
             ray.kill(member.actor)
 
+    def release_memory(self) -> None:
+        """Have idle workers return unused memory to the system; nobody waits for it."""
+        for member in self.members:
+            if not member.lost and member not in self._recovering.values():
+                member.actor.release_memory.remote()
+
     def set_base(self, base: BaseUpdate) -> None:
         """Set the base with which work is done; each worker receives its change with the next piece of work."""
         self._base, self._number, self._patches = base, self._number + 1, {}

@@ -115,6 +115,7 @@ class ClusterTransport(InProcess):
                 take(id, reason)
 
         self.team.share([[pieces[name] for name in queue] for queue in queues], send, done, failed)
+        self.team.release_memory()  # the activations' memory, while this process reduces and evaluates
 
     def _measure(self, orders: Orders, ids: Sequence[str]) -> StackingPlan:
         """Have a worker measure how many clients train at once; it does so alone, and nothing is trained."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -165,6 +166,12 @@ class Worker:
             replies = [host.answer(order) for order in orders]
         made = self._store.departing
         return [Outcome(one.id, one.envelope(), made.pop(one.id, None), _session(host, one.id)) for one in replies]
+
+    def release_memory(self) -> None:
+        """Return memory that training no longer uses to the system, where the C library can (glibc)."""
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
     def _built(self) -> Host:
         assert self._host is not None, "the driver sends work only to workers whose host is built"
