@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +23,7 @@ from fedspan.federation.protocol import Envelope, OrderEncoder, Orders, ScoredPa
 from fedspan.federation.weights import weight_limit
 from fedspan.tasks.metrics import METRICS, rank_of
 from fedspan.tasks.task import Examples
+from fedspan.training.stacked_prediction import ModelInputs
 
 __all__ = ["ClientScores", "Evaluator", "RemoteEvaluator", "coarsen", "summarize"]
 
@@ -151,21 +152,26 @@ class Evaluator:
         scored: tuple[dict[str, tuple[Tensor, np.ndarray]], ...] = ({}, {})
         total = sum(len(rows) for id in self.ids for rows in _evaluated_parts(clients[id]))
         with engine.stages.stage("evaluation", total):
-            for ids, job in self.models(progress, self.ids):
-                parts = [
-                    (id, part, rows)
-                    for id in ids
-                    for part, rows in enumerate(_evaluated_parts(clients[id]))
-                    if len(rows)
-                ]
-                if not parts:
-                    continue
-                # The same batches, independent of the models that are evaluated.
-                engine.prepare(examples, [rows for _, _, rows in parts])
-                indices = np.concatenate([rows for _, _, rows in parts])
-                predictions = engine.predict(job, examples, indices, self.batch_size)
+            requested: deque[list[tuple[str, int, np.ndarray]]] = deque()
+
+            def requests() -> Iterator[ModelInputs]:
+                for ids, job in self.models(progress, self.ids):
+                    parts = [
+                        (id, part, rows)
+                        for id in ids
+                        for part, rows in enumerate(_evaluated_parts(clients[id]))
+                        if len(rows)
+                    ]
+                    if not parts:
+                        continue
+                    # The same batches, independent of the models that are evaluated.
+                    engine.prepare(examples, [rows for _, _, rows in parts])
+                    requested.append(parts)
+                    yield job, np.concatenate([rows for _, _, rows in parts])
+
+            for predictions in engine.predict_each(requests(), examples, self.batch_size):
                 start = 0
-                for id, part, rows in parts:
+                for id, part, rows in requested.popleft():
                     scored[part][id] = (predictions[start : start + len(rows)], rows)
                     start += len(rows)
         return self._scores(scored[0]), self._scores(scored[1])

@@ -7,7 +7,7 @@ How many clients share a pass is measured (``stacking.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock
@@ -19,12 +19,14 @@ from torch import Tensor
 from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
+from fedspan.models.stacked import Unstackable
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import evaluation_batches
 from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix import PrefixCaches
-from fedspan.training.stacking import StackingPlan, StackingRequest, tune
+from fedspan.training.stacked_prediction import ModelInputs, stack_models, windows
+from fedspan.training.stacking import DEFAULT, StackingPlan, StackingRequest, tune
 from fedspan.training.stages import Stages
 from fedspan.training.worker import Worker
 
@@ -74,6 +76,7 @@ class BatchedEngine:
         self.compiled = compiled
         loop = LoopEngine(adapted, task, settings, seed, prefix, padding_free and not compiled, self.stages)
         self._workers = [Worker(loop, compiled)]
+        self._predicts_alone = False  # models could not share a pass
 
     def train_all(
         self,
@@ -156,6 +159,47 @@ class BatchedEngine:
 
         run_parallel([lambda number=number: predict_share(number) for number in range(len(workers))])
         return torch.stack([rows[index] for index in indices.tolist()])
+
+    def predict_each(self, models: Iterable[ModelInputs], examples: Examples, batch_size: int) -> Iterator[Tensor]:
+        """Predict with several models at once (``Engine.predict_each``), if their examples fit into one batch.
+
+        A model whose examples fill more than half a batch predicts alone. Which models share a pass depends on the
+        numbers of examples alone.
+        """
+        plan = self.stacking or StackingPlan(self.request.at_once or DEFAULT.at_once, self.request.workers or 1)
+        most = 1 if self._predicts_alone or self._workers[0].refusal is not None else plan.at_once
+        for window in windows(models, plan.workers * batch_size):
+            stacks = [stack for stack in stack_models(window, most, batch_size) if len(stack) > 1]
+            predictions = self._predict_stacks(window, stacks, plan.workers, examples)
+            for at, (job, indices) in enumerate(window):
+                yield predictions[at] if at in predictions else self.predict(job, examples, indices, batch_size)
+            if self._predicts_alone:
+                most = 1
+
+    def _predict_stacks(
+        self, window: Sequence[ModelInputs], stacks: Sequence[Sequence[int]], count: int, examples: Examples
+    ) -> dict[int, Tensor]:
+        """Predict with the stacks of a window in up to ``count`` threads; a stack that cannot share a pass is missing.
+
+        Returns:
+            Predictions by position in the window.
+        """
+        if not stacks:
+            return {}
+        workers = self._get_workers(min(count, len(stacks)))
+        predictions: dict[int, Tensor] = {}
+
+        def predict_share(number: int) -> None:
+            for stack in stacks[number :: len(workers)]:
+                try:
+                    outputs = workers[number].predict([window[at] for at in stack], examples)
+                except Unstackable:
+                    self._predicts_alone = True
+                    return
+                predictions.update(zip(stack, outputs, strict=True))
+
+        run_parallel([lambda number=number: predict_share(number) for number in range(len(workers))])
+        return predictions
 
     def features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
         """``Engine.features``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -227,11 +227,17 @@ def stack_frozen(group: Sequence[ClientSlot]) -> dict[str, Tensor]:
     return stacked
 
 
-def perturb(slot: ClientSlot) -> dict[str, Tensor]:
-    """Copy a client's tensors with the trainable ones slightly moved: where B is 0, all outputs would be equal."""
-    rng = generator(0, "verify", slot.work.client)
-    tensors = {name: value.clone() for name, value in slot.tensors().items()}
-    for name in slot.layout.names:
+def perturb(tensors: Mapping[str, Tensor], names: Iterable[str], key: str) -> dict[str, Tensor]:
+    """Copy a client's tensors with the trainable ones slightly moved: where B is 0, all outputs would be equal.
+
+    Args:
+        tensors: The tensors.
+        names: Names of the trainable ones.
+        key: Key of the random draw, which differs between clients.
+    """
+    rng = generator(0, "verify", key)
+    tensors = {name: value.clone() for name, value in tensors.items()}
+    for name in names:
         noise = torch.randn(tensors[name].shape, generator=rng) * 0.02
         tensors[name] = tensors[name] + noise.to(tensors[name])
     return tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from fedspan.training.batching import Padding, evaluation_batches
 from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
 from fedspan.training.optimizers import LocalOptimizer, clip, join_states, spec_of
 from fedspan.training.prefix import PrefixCaches
+from fedspan.training.stacked_prediction import ModelInputs
 from fedspan.training.stages import Stages
 
 __all__ = ["Engine", "Moments", "Trainer", "close_segment", "dropout_mask", "refresh_due", "refresh_projectors"]
@@ -96,6 +97,16 @@ class Engine(Protocol):
         self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
     ) -> Tensor:
         """Predict some examples: one row each, in the order of ``indices``, float32 on the CPU."""
+        ...
+
+    def predict_each(self, models: Iterable[ModelInputs], examples: Examples, batch_size: int) -> Iterator[Tensor]:
+        """Yield ``predict`` of each of several models on its own examples, in their order.
+
+        Args:
+            models: The models, each with the indices of its examples; they are requested as they are needed.
+            examples: The data set that the indices point into.
+            batch_size: Batch size of the forward passes, also of those that models share.
+        """
         ...
 
     def features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
@@ -227,6 +238,11 @@ class Trainer:
         """Predict some examples: one row each, in the order of ``indices``, float32 on the CPU."""
         rows = self.rows(job, examples, evaluation_batches(indices, examples.lengths, batch_size), generate=generate)
         return torch.stack([rows[index] for index in indices.tolist()])
+
+    def predict_each(self, models: Iterable[ModelInputs], examples: Examples, batch_size: int) -> Iterator[Tensor]:
+        """Predict with one model after another (``Engine.predict_each``)."""
+        for job, indices in models:
+            yield self.predict(job, examples, indices, batch_size)
 
     @torch.no_grad()
     def rows(

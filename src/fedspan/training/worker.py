@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedspan.core.tensors import to_device
-from fedspan.core.values import Trained
+from fedspan.core.values import Job, Trained
 from fedspan.models.compiled import CompiledBlocks
 from fedspan.models.precision import tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
@@ -23,6 +23,7 @@ from fedspan.training.engine import dropout_mask, refresh_due, refresh_projector
 from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from fedspan.training.optimizers import Layout, clip_rows, fused_step, spec_of, step_rows
+from fedspan.training.stacked_prediction import ModelInputs, prediction_key
 
 __all__ = ["Worker"]
 
@@ -196,7 +197,9 @@ class Worker:
             batch = {**batch, OFFSETS: torch.cat(offsets)}
         counted = members.sum(0).numpy() > 0
         lengths = examples.lengths[rows]
-        self._verify(group, batch, size, lengths, counted)
+        if len(group) > 1 and group[0].kind not in self._verified:
+            pair = [perturb(slot.tensors(), slot.layout.names, slot.work.client) for slot in group[:2]]
+            self._verify(group[0].kind, job, pair, batch, size, lengths, counted)
         self._set_dropout(group, batch, size)
         stacked = self.stacked.hold_tensors(job.parametrization, {**frozen, **leaves}, clients, clients * size)
         padding, compiled = self.loop.padding, self.compiled
@@ -251,6 +254,51 @@ class Worker:
             for kind, moment in moments.items():
                 slot.moments[kind].copy_(moment[number])
 
+    @torch.no_grad()
+    def predict(self, models: Sequence[ModelInputs], examples: Examples) -> list[Tensor]:
+        """Predict with several models in one forward pass.
+
+        Args:
+            models: Models with one ``prediction_key``, each with the indices of its examples.
+            examples: The data set that the indices point into.
+
+        Returns:
+            The predictions of each model, one row per example, float32 on the CPU.
+
+        Raises:
+            Unstackable: If the models cannot share a pass.
+        """
+        if getattr(self.task, "packing", False):
+            raise Unstackable("packed batches are one row")
+        loop, adapted, job = self.loop, self.adapted, models[0][0]
+        clients, size = len(models), max(len(indices) for _, indices in models)
+        loop.prepare(examples, [indices for _, indices in models])
+        adapted.model.eval()
+        adapted.install({}, {}, frozenset())  # without dropout or a decayed base, which a job may have left
+        rows: list[int] = []
+        counted = np.zeros(clients * size, dtype=bool)
+        for number, (_, indices) in enumerate(models):
+            own = indices.tolist()
+            counted[number * size : number * size + len(own)] = True
+            rows += own + own[:1] * (size - len(own))  # filler: all models need equally many rows
+        batch, lengths = self.task.batch(examples, rows, adapted.device), examples.lengths[rows]
+        kind = self._kinds.setdefault(("prediction", *prediction_key(job)), len(self._kinds))
+        if kind not in self._verified:
+            pair = [perturb(one.tensors, one.trainable_names, str(at)) for at, (one, _) in enumerate(models[:2])]
+            pair = [{name: to_device(value, adapted.device) for name, value in tensors.items()} for tensors in pair]
+            self._verify(kind, job, pair, batch, size, lengths, counted)
+            adapted.install({}, {}, frozenset())
+        tensors = {
+            name: to_device(torch.stack([one.tensors[name] for one, _ in models]), adapted.device)
+            for name in job.tensors
+        }
+        stacked = self.stacked.hold_tensors(job.parametrization, tensors, clients, clients * size)
+        padding = loop.padding.remove_padding(batch, lengths, clients, counted)
+        with stacked, padding, loop.prefixes.feed(examples, rows):
+            outputs = self.task.predict(adapted.model, batch).float().cpu()
+        loop.stages.advance("evaluation", int(counted.sum()))
+        return [outputs[at * size : at * size + len(indices)] for at, (_, indices) in enumerate(models)]
+
     def _penalty(self, slot: ClientSlot) -> Tensor:
         """Compute the gradient of a client's penalties, (P,)."""
         if not slot.work.job.penalties:
@@ -286,21 +334,28 @@ class Worker:
     @torch.no_grad()
     def _verify(
         self,
-        group: Sequence[ClientSlot],
+        kind: int,
+        job: Job,
+        tensors: Sequence[Mapping[str, Tensor]],
         batch: Mapping[str, Tensor],
         size: int,
         lengths: np.ndarray,
         counted: np.ndarray,
     ) -> None:
-        """Check, before clients first share a pass, that each gets the same result as alone, up to rounding.
+        """Check, before clients of a kind first share a pass, that each gets the same result as alone, up to rounding.
+
+        Args:
+            kind: The clients' kind.
+            job: The job of one of them.
+            tensors: Tensors of the first two clients, slightly perturbed.
+            batch: The batch, whose first rows are those of these two.
+            size: Number of rows of each client.
+            lengths: Number of tokens of each row.
+            counted: Whether a row is a client's example and no filler.
 
         Raises:
             Unstackable: If results differ: the model mixes the examples of a batch, or uses a target layer unusually.
         """
-        if len(group) == 1 or group[0].kind in self._verified:
-            return
-        job, first, second = group[0].work.job, group[0], group[1]
-        tensors = [perturb(slot) for slot in (first, second)]
         pair = {name: value[: 2 * size] for name, value in batch.items()}
         stacked_tensors = {name: torch.stack([single[name] for single in tensors]) for name in tensors[0]}
         stacked = self.stacked.hold_tensors(job.parametrization, stacked_tensors, 2, 2 * size)
@@ -314,4 +369,4 @@ class Worker:
             error = float((shared[rows] - alone)[is_real].norm() / alone[is_real].norm())
             if not error < tolerance(self.adapted.model):
                 raise Unstackable(f"predictions differ by {error:.1e} when two clients share a pass")
-        self._verified.add(group[0].kind)
+        self._verified.add(kind)

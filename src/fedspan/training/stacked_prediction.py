@@ -1,0 +1,57 @@
+"""Which models predict their examples in one pass: those with tensors of the same shapes and few examples each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from fedspan.core.values import Job
+
+__all__ = ["ModelInputs", "prediction_key", "stack_models", "windows"]
+
+ModelInputs = tuple[Job, np.ndarray]
+"""A model, and the indices of the examples that it predicts, (examples,)."""
+
+
+def prediction_key(job: Job) -> tuple[object, ...]:
+    """Return the key of a model: models with equal keys can share a pass."""
+    shapes = tuple((name, value.shape, value.dtype) for name, value in sorted(job.tensors.items()))
+    return tuple(job.parametrization.items()), shapes
+
+
+def windows(models: Iterable[ModelInputs], examples: int) -> Iterator[list[ModelInputs]]:
+    """Yield consecutive models with at most ``examples`` examples together, at least one: only these are in memory."""
+    window: list[ModelInputs] = []
+    count = 0
+    for model in models:
+        if window and count + len(model[1]) > examples:
+            yield window
+            window, count = [], 0
+        window.append(model)
+        count += len(model[1])
+    if window:
+        yield window
+
+
+def stack_models(window: Sequence[ModelInputs], most: int, batch_size: int) -> list[list[int]]:
+    """Decide which models share a pass, as positions in ``window``; those with the most examples come first.
+
+    Args:
+        window: The models.
+        most: Largest number of models in a pass.
+        batch_size: Largest number of rows in a pass of several models; each has as many as the one with the most.
+    """
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for at, (job, _) in enumerate(window):
+        kinds.setdefault(prediction_key(job), []).append(at)
+    stacks: list[list[int]] = []
+    for positions in kinds.values():
+        ordered = sorted(positions, key=lambda at: -len(window[at][1]))
+        start = 0
+        while start < len(ordered):
+            rows = max(1, len(window[ordered[start]][1]))
+            count = min(most, max(1, batch_size // rows))
+            stacks.append(ordered[start : start + count])
+            start += count
+    return stacks

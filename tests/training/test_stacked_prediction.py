@@ -1,0 +1,189 @@
+"""Several models that predict in one pass: the same predictions as alone, which models share one, and what cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedspan.config import parse_config
+from fedspan.core.values import Job
+from fedspan.models.stacked import Unstackable
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.tasks.task import Examples
+from fedspan.training import worker
+from fedspan.training.batched import BatchedEngine
+from fedspan.training.stacked_prediction import ModelInputs, prediction_key, stack_models, windows
+from helpers import tiny, tiny_decoders, tiny_images
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many models shared each pass."""
+    found: list[int] = []
+    predict = worker.Worker.predict
+
+    def counted(self: worker.Worker, models: Sequence[ModelInputs], examples: Examples) -> list[Tensor]:
+        predictions = predict(self, models, examples)
+        found.append(len(models))
+        return predictions
+
+    monkeypatch.setattr(worker.Worker, "predict", counted)
+    return found
+
+
+def prepared_run(kind: str, tiny_folder: Path, decoders: Path, images: Path, **changes: Any) -> Prepared:
+    """A run with personal models, stacked three at once in two threads."""
+    personal: dict[str, Any] = {
+        "federation": {"clients_per_round": None},
+        "method": {"name": "local-only", "r": 2},
+        "training": {"optimizer": "sgd", "lr": 0.05},
+        "engine": {"name": "batched", "clients_per_pass": 3, "workers": 2},
+    }
+    if kind.endswith("-lm"):
+        made = tiny_decoders.settings(decoders, kind.removesuffix("-lm"))
+    elif kind in ("vit", "resnet"):
+        made = tiny_images.settings(images, kind)
+    else:
+        made = tiny.settings(tiny_folder, kind)
+    for section, change in (*personal.items(), *changes.items()):
+        made[section] = {**made.get(section, {}), **change}
+    return prepare(parse_config(made))
+
+
+def personal_models(prepared: Prepared, sizes: Sequence[int]) -> list[ModelInputs]:
+    """The clients' models after a round, each with some of all examples, in turns."""
+    federation, evaluator = prepared.federation, prepared.evaluator
+    progress = federation.run_round(federation.begin()).progress
+    jobs = [evaluator.job(progress, id) for id in federation.clients]
+    rng = np.random.default_rng(0)
+    return [
+        (jobs[at % len(jobs)], rng.choice(len(prepared.train), size, replace=False)) for at, size in enumerate(sizes)
+    ]
+
+
+def largest_gap(prepared: Prepared, models: Sequence[ModelInputs], batch_size: int) -> float:
+    """The largest relative distance of predictions of stacked models from those of each alone."""
+    engine = prepared.engine
+    stacked = list(engine.predict_each(iter(models), prepared.train, batch_size))
+    alone = [engine.predict(job, prepared.train, indices, batch_size) for job, indices in models]
+    assert [one.shape for one in stacked] == [one.shape for one in alone]
+    first, second = (engine.predict(job, prepared.train, models[0][1], batch_size) for job, _ in models[:2])
+    assert float((first - second).norm() / first.norm()) > 1e-3, "the models are too similar to be told apart"
+    return max(float((one - other).norm() / other.norm()) for one, other in zip(stacked, alone, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama-lm", "vit", "resnet"])
+def test_models_predict_together_what_they_predict_alone(
+    kind: str, tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
+) -> None:
+    prepared = prepared_run(kind, tiny_folder, decoders, images)
+    models = personal_models(prepared, [5, 3, 8, 1, 2, 7])
+    assert largest_gap(prepared, models, 24) < 1e-5
+    assert max(passes) == 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"layers_to_transform": [1]}},
+        {"model": {"modules_to_save": ["LayerNorm", "pooler"]}},
+        {"training": {"lora_dropout": 0.4}},
+        {"method": {"name": "fedsa-lora", "r": 3}},
+        {"method": {"name": "pfedlora", "r": 2}},
+    ],
+    ids=lambda changes: json.dumps(changes)[:60],
+)
+def test_what_trains_and_how(
+    changes: dict[str, Any], tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
+) -> None:
+    prepared = prepared_run("bert", tiny_folder, decoders, images, **changes)
+    assert largest_gap(prepared, personal_models(prepared, [4, 6, 3]), 18) < 1e-5
+    assert passes == [3]
+
+
+def test_packed_examples_predict_alone(tiny_folder: Path, decoders: Path, images: Path, passes: list[int]) -> None:
+    prepared = prepared_run("llama-lm", tiny_folder, decoders, images, data={"packing": True})
+    assert largest_gap(prepared, personal_models(prepared, [4, 2, 3]), 24) == 0.0
+    assert passes == []
+
+
+def test_the_evaluation_of_personal_models_is_stacked(
+    tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
+) -> None:
+    """The scores of every client are those of the loop engine."""
+    parts = {"partition": {"validation": 0.2, "test": 0.2}}
+    prepared = prepared_run("bert", tiny_folder, decoders, images, **parts)
+    progress = prepared.federation.run_round(prepared.federation.begin()).progress
+    scores = prepared.evaluator.evaluate_clients(progress)
+    assert max(passes) > 1
+    loop = prepared_run("bert", tiny_folder, decoders, images, **parts, engine={"name": "loop"})
+    for found, expected in zip(scores, loop.evaluator.evaluate_clients(progress), strict=True):
+        assert found is not None
+        assert expected is not None
+        assert list(found.by_client) == list(expected.by_client)
+        for id, row in expected.by_client.items():
+            assert found.by_client[id] == pytest.approx(row, rel=1e-5)
+
+
+def test_models_that_cannot_share_a_pass_predict_alone(
+    tiny_folder: Path, decoders: Path, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepared_run("bert", tiny_folder, decoders, images)
+    models = personal_models(prepared, [4, 2, 3])
+    calls: list[int] = []
+
+    def refuse(self: worker.Worker, models: Sequence[ModelInputs], examples: Examples) -> list[Tensor]:
+        calls.append(len(models))
+        raise Unstackable("it mixes its examples")
+
+    monkeypatch.setattr(worker.Worker, "predict", refuse)
+    assert largest_gap(prepared, models, 12) == 0.0
+    assert calls == [3]
+    assert largest_gap(prepared, models, 12) == 0.0
+    assert calls == [3], "it is tried once"
+
+
+def test_a_model_that_looks_across_examples_is_found_out(
+    tiny_folder: Path, decoders: Path, images: Path, passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepared_run("bert", tiny_folder, decoders, images)
+    models = personal_models(prepared, [4, 2, 3])
+    assert isinstance(prepared.engine, BatchedEngine)
+    prepared.engine.adapted.model.get_submodule("bert.embeddings").register_forward_hook(
+        lambda _, __, output: output - output.mean(0, keepdim=True)
+    )
+    assert largest_gap(prepared, models, 12) == 0.0
+    assert passes == []
+
+
+def test_only_the_models_of_a_window_are_in_memory() -> None:
+    requested: list[int] = []
+
+    def models() -> Any:
+        for size in (3, 3, 2, 9, 1):
+            requested.append(size)
+            yield Job({}, {}, ()), np.arange(size)
+
+    made = windows(models(), 8)
+    assert [len(indices) for _, indices in next(made)] == [3, 3, 2]
+    assert requested == [3, 3, 2, 9], "one more shows that the window is full"
+    assert [[len(indices) for _, indices in window] for window in made] == [[9], [1]]
+
+
+def test_stacks_keep_the_batch_size_and_the_kinds_apart() -> None:
+    def job(rank: int) -> Job:
+        return Job({}, {"layer/A": torch.zeros(rank, 5)}, ())
+
+    models = [(job(2), np.arange(3)), (job(4), np.arange(2)), (job(2), np.arange(6)), (job(2), np.arange(2))]
+    assert prediction_key(models[0][0]) != prediction_key(models[1][0])
+    assert stack_models(models, 8, 12) == [[2, 0], [3], [1]]
+    assert stack_models(models, 1, 100) == [[2], [0], [3], [1]]
+    assert stack_models([(replace(one), rows[:0]) for one, rows in models[:1]], 4, 4) == [[0]]
