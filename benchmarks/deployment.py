@@ -4,7 +4,8 @@
 
 all-MiniLM-L6-v2 on the built-in corpus, FedIT of rank 8; every client takes one step of one example a round, so that a
 round is what the way to the clients and back costs. Measured by the rounds' own lines in metrics.jsonl, evaluation only
-in the last one.
+in the last one. ``--before CHECKOUT`` measures the code of another checkout, such as a worktree of an earlier commit,
+in turns with this one's: deployment after deployment, each with its own server and nodes.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,8 @@ from fedspan.data.builtin import corpus_file
 NODES = ("clinic-a", "clinic-b", "clinic-c")
 LIMIT = 5.0
 """Seconds of a round, as asked for."""
+SLOWER = 1.05
+"""Longest round over that of another checkout."""
 
 
 def divided(folder: Path) -> tuple[dict[str, Path], list[str]]:
@@ -80,21 +85,77 @@ def measure(
     return taken, (traffic["down"] + traffic["up"]) // rounds // len(NODES)
 
 
+def measure_checkout(rounds: int, checkout: Path) -> list[float]:
+    """Return the seconds of the rounds of this script's deployment, run by the code of a checkout."""
+    with tempfile.TemporaryDirectory() as place:
+        result = Path(place) / "seconds.json"
+        command = [sys.executable, __file__, "--rounds", str(rounds), "--json", str(result)]
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": str(checkout / "src")}, check=True)
+        return json.loads(result.read_text())
+
+
+def pairs(rounds: int, before: Path, repetitions: int) -> list[tuple[list[float], list[float]]]:
+    """Return the seconds of the rounds of another checkout and of this one, of as many deployments of each, in turns.
+
+    The order changes from pair to pair.
+    """
+    here, found = Path(__file__).resolve().parents[1], list[tuple[list[float], list[float]]]()
+    for number in range(repetitions):
+        checkouts = (before, here) if number % 2 == 0 else (here, before)
+        taken = {checkout: measure_checkout(rounds, checkout) for checkout in checkouts}
+        found.append((taken[before], taken[here]))
+        print(f"pair {number + 1}: {statistics.median(taken[before]):.3f} s, {statistics.median(taken[here]):.3f} s")
+    return found
+
+
+def pair_table(found: Sequence[tuple[list[float], list[float]]], commit: str) -> list[str]:
+    """Return the section about another checkout and this one."""
+    medians = [(statistics.median(old), statistics.median(new)) for old, new in found]
+    ratios = [new / old for old, new in medians]
+    ratio = statistics.median(ratios)
+    rows = [f"| {number} | {old:.3f} | {new:.3f} | {new / old:.2f} |" for number, (old, new) in enumerate(medians, 1)]
+    return [
+        "",
+        f"## Beside commit {commit}",
+        "",
+        f"Deployments of both, in turns: median seconds of a round. The median ratio is {ratio:.2f}, wanted at most "
+        f"{SLOWER:g}: {'pass' if ratio <= SLOWER else '**FAIL**'}.",
+        "",
+        "| pair | before, s | now, s | now / before |",
+        "|---|---|---|---|",
+        *rows,
+    ]
+
+
+def commit_of(checkout: Path) -> str:
+    """Return the short name of a checkout's commit."""
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=22)
     parser.add_argument("--page", type=Path, help="write the table to this file")
+    parser.add_argument("--before", type=Path, help="another checkout, to measure beside this one")
+    parser.add_argument("--repetitions", type=int, default=3, help="pairs of deployments, with --before")
+    parser.add_argument("--json", type=Path, help="write the seconds of the rounds to this file, and no table")
     args = parser.parse_args()
     taken, size = measure(args.rounds)
-    middle = statistics.median(taken)
+    if args.json:
+        args.json.write_text(json.dumps(taken))
+        return
+    middle, repeated = statistics.median(taken), ""
+    if args.before:
+        repeated = f" --before CHECKOUT --repetitions {args.repetitions}"
     lines = [
         "# What a round costs between machines",
         "",
         f"Three nodes on one machine, TLS and keys, all-MiniLM-L6-v2, one step of one example a client and round, "
         f"{size / 1e6:.1f} MB a client and round, {len(taken)} rounds.",
         "",
-        f"Command: `python benchmarks/deployment.py --rounds {args.rounds}`  ",
+        f"Command: `python benchmarks/deployment.py --rounds {args.rounds}{repeated}`  ",
         f"Date: {datetime.date.today()}. Machine: {platform.machine()}, {os.cpu_count()} cores, torch "
         f"{torch.__version__}, flwr 1.41.0.",
         "",
@@ -104,6 +165,9 @@ def main() -> None:
         f"| smallest | {min(taken):.2f} |  |  |",
         f"| largest | {max(taken):.2f} |  |  |",
     ]
+    if args.before:
+        found = pairs(args.rounds, args.before.resolve(), args.repetitions)
+        lines += pair_table(found, commit_of(args.before))
     text = "\n".join(lines) + "\n"
     print(text)
     if args.page:
