@@ -30,11 +30,11 @@ CLIENTS, EXAMPLES, BATCH = 50, 64, 16
 MIB = 2**20
 
 
-def workers(name: str, values: dict[str, Any], count: int, folder: Path) -> Contender:
+def workers(name: str, values: dict[str, Any], count: int, folder: Path, *options: str) -> Contender:
     """fedspan on a number of workers of one thread."""
     path = folder / f"{name.replace(' ', '-').replace(',', '')}.json"
     path.write_text(json.dumps({**values, "threads": 1, "cluster": {"workers": count}}))
-    command = [sys.executable, str(HERE / "fedspan_cluster.py"), str(path), str(folder / path.stem)]
+    command = [sys.executable, str(HERE / "fedspan_cluster.py"), str(path), str(folder / path.stem), *options]
     return Contender(name, command, fedspan_variables(1))
 
 
@@ -135,20 +135,28 @@ def memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     values = work.values("float32", {"name": "batched", "clients_per_pass": 2, "workers": 1})
     values["model"] = {**values["model"], "name": str(model), "pooling": "cls", "head_init": "random"}
     found: dict[int, list[int]] = {}
+    peaks: dict[int, list[int]] = {}
     for count in (1, 2):
-        result = in_turns([workers(f"memory {count}", values, count, folder)], 1, folder)[f"memory {count}"]
-        found[count] = result.rounds[-1]["memory"]  # pyright: ignore
+        name = f"memory {count}"
+        last: Any = in_turns([workers(name, values, count, folder, "--peak")], 1, folder)[name].rounds[-1]
+        found[count], peaks[count] = last["memory"], last["peak"]
     first, second = sum(found[1]), sum(found[2]) - sum(found[1])
+    at_peak = sum(peaks[2]) / sum(peaks[1]) - 1
     kept = second <= MEMORY * first if args.judged else None
     base = (model / "model.safetensors").stat().st_size
-    rows = [[str(count), ", ".join(f"{one / MIB:.0f}" for one in own)] for count, own in found.items()]
+    rows = [
+        [str(count), *(", ".join(f"{one / MIB:.0f}" for one in sizes[count]) for sizes in (found, peaks))]
+        for count in found
+    ]
     lines = [
         "## Memory",
         "",
-        f"Workers on a base of {base / 1e6:.0f} MB in float32, which is mapped from its file, after three rounds: "
-        "proportional set size in MiB, in which a page that two processes share counts half for each.",
+        f"Workers on a base of {base / 1e6:.0f} MB in float32, which is mapped from its file, in the third round and "
+        "after it, when they have returned the memory of their activations: proportional set size in MiB, in which a "
+        f"page that two processes share counts half for each. While they train, the second takes {at_peak:.2f} of the "
+        "first; that is not judged.",
         "",
-        *table(["workers", "each of them, MiB"], rows),
+        *table(["workers", "each of them after a round, MiB", "while they train, MiB"], rows),
     ]
     return lines, [Limit("a second worker's memory", f"{second / first:.2f}", f"at most {MEMORY:g} of the first", kept)]
 

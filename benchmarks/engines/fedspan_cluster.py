@@ -1,8 +1,9 @@
 """A fedspan federation on the workers of a local Ray, round by round as the driver asks; the config comes as JSON.
 
-python fedspan_cluster.py CONFIG.json FOLDER
+python fedspan_cluster.py CONFIG.json FOLDER [--peak]
 
-FOLDER takes a file of each worker: its process id, and the seconds within its engine after every stack.
+FOLDER takes a file of each worker: its process id, and the seconds within its engine after every stack. With --peak,
+the workers' memory is also read every 50 ms while they train, which takes time of its own.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import ray
 from peers_answers import Answers
 from watch import Watch
 from work import CHECKED
@@ -54,6 +58,26 @@ def proportional(pid: int) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
+@contextmanager
+def memory_peak(pids: Sequence[int], peak: list[int]) -> Generator[None]:
+    """Put the memory of processes at the moment when it was the most, all together, into ``peak``."""
+    ended = threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(0.05):
+            now = [proportional(pid) for pid in pids]
+            if sum(now) > sum(peak):
+                peak[:] = now
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def main() -> None:
     """Serve the driver."""
     answers, folder = Answers(), Path(sys.argv[2])
@@ -72,14 +96,20 @@ def main() -> None:
 
         def play(round: int) -> dict[str, Any]:
             nonlocal progress, known
-            result = federation.run_round(progress, told)
+            peak = list[int]()
+            known_pids = [int(path.stem) for path in folder.glob("*.txt")]
+            with memory_peak(known_pids, peak) if known_pids and "--peak" in sys.argv else nullcontext():
+                result = federation.run_round(progress, told)
             progress = result.progress
             files = list(folder.glob("*.txt"))
             total = sum(float(line) for path in files for line in path.read_text().splitlines())
             spent, known = total - known, total
-            memory = [proportional(int(path.stem)) for path in files]
             training = spent / len(team.members)
-            return {"loss": result.loss, "examples": examples, "training": training, "memory": memory}
+            found = {"loss": result.loss, "examples": examples, "training": training}
+            if "--peak" not in sys.argv:
+                return found
+            ray.get([member.actor.release_memory.remote() for member in team.members])  # as they do in a moment
+            return {**found, "memory": [proportional(int(path.stem)) for path in files], "peak": peak}
 
         def said() -> dict[str, object]:
             stacking = getattr(prepared.engine, "stacking", None)

@@ -62,6 +62,8 @@ class Work:
                 "name": MODEL,
                 "dtype": dtype,
                 "target_modules": ["query", "value"],
+                "pooling": "stock",  # the peers' classifier and start
+                "head_init": "random",
                 **({} if self.layers is None else {"layers_to_transform": list(self.layers)}),
             },
             "data": {
