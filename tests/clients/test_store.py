@@ -12,8 +12,9 @@ from fedspan.core.values import OptimizerState, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import Progress
 from fedspan.files import DamagedFileError
-from fedspan.runs.checkpoint import Best, Checkpoint, latest, load, prune, resume, save
+from fedspan.runs.checkpoint import Checkpoint, latest, load, prune, resume, save
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.selection import Best, Selection
 from helpers.plain_data import plain
 
 START = Progress(ServerState())
@@ -45,7 +46,7 @@ def played(progress: Progress, *cohort: str) -> Progress:
 
 def committed(run: RunFolder, progress: Progress, best: Best | None = None) -> Progress:
     after = store(run.clients, progress)
-    save(run, Checkpoint(after.state, after.memories, after.last_rounds, after.optimizers, best))
+    save(run, Checkpoint(after.state, after.memories, after.last_rounds, after.optimizers, Selection(best)))
     prune(run)
     return after
 

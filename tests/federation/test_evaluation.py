@@ -13,7 +13,7 @@ from fedspan.federation.evaluation import ClientScores, RemoteEvaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.plausibility import possible_metrics
 from fedspan.federation.protocol import Envelope, Reply, decode_order
-from fedspan.runs.callbacks import rate_round
+from fedspan.runs.selection import rate_round
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
 from helpers.reply_transport import Replies, ReplyingTransport

@@ -1,10 +1,11 @@
-"""The limit on the weights of clients that declare more examples than the others."""
+"""Limits on the weights of clients that declare more examples than the others."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,12 +60,20 @@ def test_a_client_that_declares_more_than_it_was_admitted_with_weighs_as_much_as
     assert (unchanged, silent) == ({}, None)
 
 
-def test_a_limit_of_its_own_comes_before_the_common_one(tiny_folder: Path) -> None:
+def test_the_common_limit_is_for_declared_numbers(tiny_folder: Path) -> None:
     federation = prepare(tiny.config(tiny_folder)).federation
     tiny.reweight(federation, {"east": 9.0, "north": 1.0, "south": 1.0, "west": 9.0})
-    clients = {**federation.clients, "east": replace(federation.clients["east"], max_weight=1.0)}
+    no_data = np.zeros(0, np.int64)
+    declared = {id: replace(data, train=no_data) for id, data in federation.clients.items()}
+    own = {**declared, "east": replace(declared["east"], max_weight=1.0)}
     # the median of 1, 1, 1 and 9 is 1; with what east declares it would be 5
-    assert limit_weights(clients, 2.0) == {"east": 1.0, "north": 1.0, "south": 1.0, "west": 2.0}
+    assert limit_weights(own, 2.0) == {"east": 1.0, "north": 1.0, "south": 1.0, "west": 2.0}
+    admitted = {**own, "west": replace(declared["west"], max_weight=7.0)}
+    assert limit_weights(admitted, 2.0) == {"east": 1.0, "north": 1.0, "south": 1.0, "west": 7.0}
+    assigned = {**own, "west": replace(declared["west"], train=np.arange(9))}
+    assert limit_weights(assigned, 2.0) == {"east": 1.0, "north": 1.0, "south": 1.0, "west": 9.0}
+    more = {**own, "west": replace(declared["west"], train=np.arange(8))}  # it declares more than it was assigned
+    assert limit_weights(more, 2.0) == {"east": 1.0, "north": 1.0, "south": 1.0, "west": 2.0}
 
 
 def test_a_client_that_dominates_a_secure_sum_by_what_it_declares_is_named(tiny_folder: Path) -> None:

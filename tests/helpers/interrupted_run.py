@@ -17,9 +17,10 @@ from fedspan.clients.store import overlay, store
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.federation.progress import Progress
 from fedspan.logs import JsonLines
-from fedspan.runs.checkpoint import Best, Checkpoint, prune, resume, save
+from fedspan.runs.checkpoint import Checkpoint, prune, resume, save
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import Ledger
+from fedspan.runs.selection import Best, Selection
 
 
 def state_of(round: int) -> ServerState:
@@ -40,7 +41,7 @@ def begin(path: Path) -> RunFolder:
 def go_on(run: RunFolder, stop: int) -> None:
     """From wherever the run stands up to a round."""
     checkpoint = resume(run)
-    start, best = (checkpoint.state.round, checkpoint.best) if checkpoint else (0, None)
+    start, best = (checkpoint.state.round, checkpoint.selection.best) if checkpoint else (0, None)
     progress = checkpoint.progress if checkpoint else Progress(state_of(0))
     with JsonLines(run.metrics) as metrics, Ledger(run.ledger) as ledger:
         for round in range(start + 1, stop + 1):
@@ -57,7 +58,8 @@ def go_on(run: RunFolder, stop: int) -> None:
             kept["b"] = (moments, 0)
             progress = store(run.clients, Progress(state_of(round), memories, {"a": round}, kept))
             held = {"a": round, "b": None}
-            save(run, Checkpoint(progress.state, progress.memories, held, progress.optimizers, best, positions))
+            state, selection = progress.state, Selection(best)
+            save(run, Checkpoint(state, progress.memories, held, progress.optimizers, selection, positions))
             prune(run)
 
 

@@ -17,8 +17,9 @@ from fedspan.core.lowrank import LowRank
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.errors import FedspanError
 from fedspan.logs import Position
-from fedspan.runs.checkpoint import Best, Checkpoint, latest, load, prune, resume, save
+from fedspan.runs.checkpoint import Checkpoint, latest, load, prune, resume, save
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.selection import Best, ClientLoss, Selection
 from helpers.plain_data import plain
 
 IDS = st.text(max_size=6) | st.sampled_from(["../../etc/passwd", "a/b", "", "станция 3", "\udc80", "__metadata__"])
@@ -26,6 +27,10 @@ SLOTS = st.dictionaries(
     st.sampled_from(["l/A", "l/B", "extras/head.weight", "x"]), st.integers(-9, 9).map(torch.tensor)
 )
 SCALARS = st.dictionaries(IDS, st.booleans() | st.integers() | st.floats() | st.text(max_size=3), max_size=3)
+BESTS = st.none() | st.builds(Best, st.floats(), st.floats(), st.integers(0, 9))
+SELECTIONS = st.builds(
+    Selection, BESTS, BESTS, st.dictionaries(IDS, st.builds(ClientLoss, st.floats(), st.floats()), max_size=3)
+)
 CHECKPOINTS = st.builds(
     Checkpoint,
     st.builds(ServerState, st.integers(0, 10**6), SLOTS, scalars=SCALARS),
@@ -43,7 +48,7 @@ CHECKPOINTS = st.builds(
         ),
         max_size=3,
     ),
-    st.none() | st.builds(Best, st.floats(), st.floats(), st.integers(0, 9)),
+    SELECTIONS,
     st.dictionaries(
         st.sampled_from(["metrics.jsonl", "ledger.jsonl"]),
         st.builds(Position, st.integers(0, 10**12), st.text("0123456789abcdef", min_size=64, max_size=64)),
@@ -60,7 +65,9 @@ def run(tmp_path: Path) -> RunFolder:
 
 def checkpoint_of(round: int, best: Best | None = None) -> Checkpoint:
     return Checkpoint(
-        ServerState(round, {"l/A": torch.full((3,), float(round))}), {"a": {"l/B": torch.ones(2)}}, best=best
+        ServerState(round, {"l/A": torch.full((3,), float(round))}),
+        {"a": {"l/B": torch.ones(2)}},
+        selection=Selection(best),
     )
 
 
@@ -175,17 +182,17 @@ def test_going_on_from_an_older_one(run: RunFolder) -> None:
     folder.rmdir()
     found = resume(run)
     assert found is not None
-    assert found.best == Best(0.1, 0.0, 1)
+    assert found.selection == Selection(Best(0.1, 0.0, 1))
     assert load(run.best).state.round == 1, "best/ goes back as well"
     save(run, checkpoint_of(2, best=Best(0.2, 0.0, 2)))
     assert load(run.best).state.round == 2
 
 
 def test_a_format_of_the_future_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedspan.runs.checkpoint.FORMAT", 4)
+    monkeypatch.setattr("fedspan.runs.checkpoint.FORMAT", 5)
     save(run, checkpoint_of(1))
     monkeypatch.undo()
-    with pytest.raises(FedspanError, match="reads format 3"):
+    with pytest.raises(FedspanError, match="reads format 4"):
         latest(run)
 
 
@@ -222,7 +229,7 @@ def test_best_is_linked_where_the_disk_has_links_and_copied_elsewhere(
     folder = save(run, checkpoint_of(2, best=Best(0.6, 0.0, 2)))
     assert not (run.best / "state.safetensors").samefile(folder / "state.safetensors")
     assert load(run.best).state.round == 2
-    save(run, replace(checkpoint_of(3), best=None))
+    save(run, replace(checkpoint_of(3), selection=Selection()))
     assert not run.best.exists()
 
 

@@ -11,9 +11,9 @@ import pytest
 import fedspan
 from fedspan.config import RunConfig, parse_config
 from fedspan.errors import FedspanError
-from fedspan.runs import session
-from fedspan.runs.callbacks import Listener, has_stalled
-from fedspan.runs.checkpoint import Best
+from fedspan.runs import selection
+from fedspan.runs.callbacks import Listener
+from fedspan.runs.selection import Best, has_stalled
 from helpers import tiny
 
 SCORES = {1: 0.2, 2: 0.5, 3: 0.4, 4: 0.1, 5: 0.3, 6: 0.9}
@@ -41,7 +41,7 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> None:
     def rate(metric: str, number: int, validation: Any) -> Best:
         return Best(SCORES[number], 0.0, number)
 
-    monkeypatch.setattr(session, "rate_round", rate)
+    monkeypatch.setattr(selection, "rate_round", rate)
 
 
 def values(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -54,11 +54,13 @@ def config(folder: Path, every: int) -> RunConfig:
 
 
 def test_a_run_has_stalled_after_as_many_evaluated_rounds_without_a_better_one(tiny_folder: Path) -> None:
-    each, third = config(tiny_folder, 1), config(tiny_folder, 2)
-    assert [has_stalled(each, number, 2) for number in (2, 3, 4, 5, 6)] == [False, False, False, True, True]
-    assert [has_stalled(third, number, 2) for number in (4, 5, 6)] == [False, False, True]  # round 5 is not evaluated
+    each, third, second = config(tiny_folder, 1), config(tiny_folder, 2), Best(0.5, 0.0, 2)
+    stalled = [has_stalled(each, number, second) for number in (2, 3, 4, 5, 6)]
+    assert stalled == [False, False, False, True, True]
+    stalled = [has_stalled(third, number, second) for number in (4, 5, 6)]
+    assert stalled == [False, False, True]  # round 5 is not evaluated
     assert not has_stalled(each, 9, None)
-    assert not has_stalled(parse_config(tiny.settings(tiny_folder)), 9, 1)
+    assert not has_stalled(parse_config(tiny.settings(tiny_folder)), 9, Best(0.5, 0.0, 1))
 
 
 @pytest.mark.usefixtures("scored")

@@ -12,9 +12,9 @@ import yaml
 
 import fedspan
 from fedspan.errors import FedspanError
-from fedspan.runs import extension, session
+from fedspan.runs import extension, selection
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.checkpoint import Best
+from fedspan.runs.selection import Best
 from helpers import tiny
 from helpers.run_content import content
 
@@ -166,7 +166,7 @@ def test_early_stopping_ends_an_extended_run_unless_it_gets_more_patience(
     def rate(metric: str, number: int, validation: Any) -> Best:
         return Best(scores[number], 0.0, number)
 
-    monkeypatch.setattr(session, "rate_round", rate)
+    monkeypatch.setattr(selection, "rate_round", rate)
     stopped = fedspan.run(values(tiny_folder, 5, federation={"early_stopping": 2}), tmp_path / "run")
     assert stopped.rounds == 4
     with pytest.raises(FedspanError, match="ended this run after round 4, because no round after 2 was better") as why:

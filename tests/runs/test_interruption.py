@@ -63,7 +63,7 @@ def assert_sound(path: Path) -> int:
     assert run.metrics.stat().st_size >= checkpoint.positions["metrics.jsonl"].length
     assert run.ledger.stat().st_size >= checkpoint.positions["ledger.jsonl"].length
     if run.best.exists():
-        assert load(run.best).best is not None
+        assert load(run.best).selection.best is not None
     return round
 
 

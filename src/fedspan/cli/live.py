@@ -13,8 +13,6 @@ from rich.text import Text
 from fedspan.cli.formatting import duration, number, one_line, score, titles
 from fedspan.experiments.tables import size
 from fedspan.logs import read_lines
-from fedspan.runs.callbacks import rate_round
-from fedspan.runs.checkpoint import Best
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.progress_bar import ProgressBar
 from fedspan.runs.remaining_time import STAGES, once_only
@@ -48,7 +46,6 @@ class RunView(ProgressBar):
         super().__init__(out, clock)
         self._live.transient = True
         self._folder = folder
-        self._best: Best | None = None
         self._lines = 0
         self._once: dict[StageName, float] = {}  # seconds of what later rounds do not repeat, until it is shown
         self._since = self._printed = self._began  # when the current stage began, and the last line was printed
@@ -143,10 +140,7 @@ class RunView(ProgressBar):
         metric = self._prepared.task.metric
         validation, test = row.get("validation") or {}, row.get("test") or {}
         worst = (row.get("clients") or {}).get("worst")
-        deciding = self._prepared.config.evaluation.get_selection_metric(metric)
-        rated = rate_round(deciding, row["round"], validation or None)
-        if validation and (self._best is None or rated > self._best):
-            self._best = rated
+        if validation and row.get("best_round") == row["round"]:
             style = f"bold {style}"
         moved, named = row["bytes"], self._widths()[_WORST] - 8
         cells = (

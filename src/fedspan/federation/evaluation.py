@@ -25,7 +25,7 @@ from fedspan.tasks.metrics import METRICS, rank_of
 from fedspan.tasks.task import Examples
 from fedspan.training.stacked_prediction import ModelInputs
 
-__all__ = ["ClientScores", "Evaluator", "RemoteEvaluator", "coarsen", "summarize"]
+__all__ = ["ClientScores", "Evaluator", "RemoteEvaluator", "coarsen", "summarize", "trimmed_clients"]
 
 Metrics = Mapping[str, float]
 
@@ -327,8 +327,13 @@ def _weighted_mean(rows: Mapping[str, Metrics], weights: Mapping[str, float], na
     return float(np.average([rows[id][name] for id in ids], weights=[weights[id] for id in ids]))
 
 
+def trimmed_clients(count: int) -> int:
+    """Return how many of ``count`` clients do not count at each end of a trimmed mean: a tenth, rounded up."""
+    return math.ceil(count / 10) if count >= _TRIMMED_FROM else 0
+
+
 def _trim(rows: Mapping[str, Metrics], name: str) -> dict[str, Metrics]:
-    """Return the clients that have a metric, without a tenth of them at each end, rounded up; all, if they are few."""
+    """Return the clients that have a metric, without ``trimmed_clients`` at each end."""
     order = sorted((id for id, row in rows.items() if name in row), key=lambda id: rows[id][name])
-    dropped = math.ceil(len(order) / 10) if len(order) >= _TRIMMED_FROM else 0
+    dropped = trimmed_clients(len(order))
     return {id: rows[id] for id in sorted(order[dropped : len(order) - dropped])}

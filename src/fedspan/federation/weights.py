@@ -1,4 +1,4 @@
-"""Limits on the weights of clients, which declare their numbers of examples themselves."""
+"""Limits on the weights of clients, which between machines declare their numbers of examples themselves."""
 
 from __future__ import annotations
 
@@ -22,15 +22,26 @@ def weight_limit(weights: Sequence[float], ratio: float | None) -> float | None:
 
 
 def limit_weights(clients: Mapping[str, ClientData], ratio: float | None) -> dict[str, float]:
-    """Return the clients' weights, none above the client's own limit or the common one.
+    """Return the clients' weights, none above the client's own limit or, for declared weights, the common one.
+
+    The common limit is for numbers of examples that nobody can check. A client whose examples this process assigned,
+    or whose operator admitted it with a number, is not below it: where data are skewed, an honest client may well hold
+    half of all examples, and the others know too few classes to train without it.
 
     Args:
         clients: All clients that are combined.
-        ratio: Maximum weight, as a multiple of the median; None: no common limit.
+        ratio: Maximum weight of a declared number, as a multiple of the median; None: no common limit.
     """
     weights = {
         id: data.client.weight if data.max_weight is None else min(data.client.weight, data.max_weight)
         for id, data in clients.items()
     }
     limit = weight_limit(list(weights.values()), ratio)
-    return weights if limit is None else {id: min(weight, limit) for id, weight in weights.items()}
+    return {
+        id: weight if limit is None or _is_known(clients[id]) else min(weight, limit) for id, weight in weights.items()
+    }
+
+
+def _is_known(data: ClientData) -> bool:
+    """Check whether a client's weight rests on more than what the client declares."""
+    return data.max_weight is not None or data.client.weight <= len(data.train)

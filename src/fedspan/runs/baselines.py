@@ -18,11 +18,12 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData, Progress
 from fedspan.files import disk_errors, remove
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.callbacks import Listener, final_scores, has_stalled, rate_round
-from fedspan.runs.checkpoint import Best, Checkpoint
+from fedspan.runs.callbacks import Listener, final_scores
+from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.head_setup import baseline_head, begin, begin_locally
 from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, with_rate
+from fedspan.runs.selection import Selection, has_stalled
 from fedspan.runs.setup import Prepared, make_engine
 from fedspan.transports.in_process import simulate
 
@@ -124,32 +125,34 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     federation, evaluator = variant.federation, variant.evaluator
     listener.baseline_started(name, federation.settings.rounds)
     stored = checkpoints.resume(place) if folder.is_dir() else None
-    progress, best = (
-        (_BEGINNINGS[name](federation, variant.head), None) if stored is None else (stored.progress, stored.best)
+    progress, selection = (
+        (_BEGINNINGS[name](federation, variant.head), Selection())
+        if stored is None
+        else (stored.progress, stored.selection)
     )
     metric = variant.config.evaluation.get_selection_metric(variant.task.metric)
 
-    def rate_and_save(progress: Progress, best: Best | None) -> Best:
+    def rate_and_save(progress: Progress, selection: Selection) -> Selection:
         """Rate the model after an epoch, or before the first one, and save it."""
         validation, _ = evaluator.evaluate_clients(progress)
-        scored = rate_round(metric, progress.state.round, None if validation is None else validation.pooled)
-        best = scored if best is None else max(best, scored)
+        selection = selection.add(metric, progress.state.round, validation)
         checkpoints.save(
-            place, Checkpoint(progress.state, progress.memories, progress.last_rounds, progress.optimizers, best)
+            place, Checkpoint(progress.state, progress.memories, progress.last_rounds, progress.optimizers, selection)
         )
         checkpoints.prune(place)
-        return best
+        return selection
 
     if stored is None and variant.head is not None:  # as in the federation, the start may be the best
         progress = store(place.clients, progress)
-        best = rate_and_save(progress, best)
+        selection = rate_and_save(progress, selection)
     while progress.state.round < federation.settings.rounds:
-        if has_stalled(variant.config, progress.state.round, best and best.round):
+        if has_stalled(variant.config, progress.state.round, selection.improved):
             break
         result = federation.run_round(progress)
         progress = store(place.clients, result.progress)
-        best = rate_and_save(progress, best)
+        selection = rate_and_save(progress, selection)
         listener.baseline_round(name, progress.state.round, result.loss)
+    best = selection.best
     if best is not None and best.round != progress.state.round:
         progress = checkpoints.load(place.best).progress
     scores, by_client = final_scores(variant, progress)

@@ -1,22 +1,18 @@
-"""What a run reports while it runs: events for listeners, and scores of rounds."""
+"""What a run reports while it runs: events for listeners, and final scores."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from fedspan.config import RunConfig
 from fedspan.federation.evaluation import summarize
 from fedspan.federation.progress import Progress
-from fedspan.runs.checkpoint import Best
 from fedspan.runs.setup import Prepared
-from fedspan.tasks.metrics import rank_of
 from fedspan.training.stages import Stage
 
-__all__ = ["Listener", "Listeners", "final_scores", "has_stalled", "rate_round", "sample_predictions"]
+__all__ = ["Listener", "Listeners", "final_scores", "sample_predictions"]
 
 
 class Listener:
@@ -87,47 +83,6 @@ class Listeners(Listener):
     def baseline_round(self, name: str, round: int, loss: float) -> None:
         for listener in self._listeners:
             listener.baseline_round(name, round, loss)
-
-
-_WORST = -1e308
-_MARGIN = 0.01
-"""Share of the start's validation loss that a round must gain to replace the start: less is within the noise of small
-validation parts, and a model that was not fine-tuned is the safer choice then."""
-
-
-def has_stalled(config: RunConfig, number: int, best_round: int | None) -> bool:
-    """Check whether early stopping ends a run after a round.
-
-    Args:
-        config: Config of the run.
-        number: Number of the last finished round, from 1.
-        best_round: The round with the best validation score so far; None: no round has been evaluated.
-    """
-    patience = config.federation.early_stopping
-    if patience is None or best_round is None or number % config.evaluation.every:
-        return False
-    return number - best_round >= patience
-
-
-def rate_round(metric: str, number: int, validation: Mapping[str, float] | None) -> Best:
-    """Rate a round by its validation scores: the best round is the largest one.
-
-    Where rounds are compared by the loss, the start counts as 1 % better than it is.
-
-    Args:
-        metric: The metric that compares rounds.
-        number: The round, from 1; 0: the start.
-        validation: Pooled metrics on the clients' validation parts; None without such parts.
-    """
-    if validation is None:
-        return Best(float(number), 0.0, number)
-    score, tie = _finite(rank_of(metric, validation)), _finite(rank_of("loss", validation))
-    return Best(score * (1 - _MARGIN) if metric == "loss" and number == 0 else score, tie, number)
-
-
-def _finite(rank: float) -> float:
-    """Return a rank as a finite number, as JSON requires; NaN is the worst."""
-    return _WORST if math.isnan(rank) else min(max(_WORST, rank), -_WORST)
 
 
 def final_scores(prepared: Prepared, progress: Progress) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:

@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import NoneType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from fedspan.clients.store import MEMORY, MOMENTS, Kind, Stored, Version, discard, store
 from fedspan.core.tensors import Tensors
@@ -34,9 +33,9 @@ from fedspan.files import (
 )
 from fedspan.logs import EMPTY, Position, require_position
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.selection import Selection
 
 __all__ = [
-    "Best",
     "Checkpoint",
     "DamagedFileError",
     "last_saved_round",
@@ -45,34 +44,19 @@ __all__ = [
     "newest_index",
     "pack",
     "prune",
-    "read_best",
     "read_index",
     "read_positions",
+    "read_selection",
     "resume",
     "save",
     "select_checkpoint",
     "truncate_logs",
 ]
 
-FORMAT = 3
+FORMAT = 4
 """Version of checkpoint.json."""
 
 _STATE, _CLIENTS, _INDEX = "state.safetensors", "clients.json", "checkpoint.json"
-
-
-class Best(NamedTuple):
-    """The best round so far; a better one is larger.
-
-    Args:
-        score: The rank of the validation metric (larger is better); without validation parts, the round's number.
-        tie: The rank of the validation loss, which decides between equal scores. Few validation examples give few
-            different accuracies, so ties are common. The later of two rounds with equal losses is better.
-        round: The round, from 1.
-    """
-
-    score: float
-    tie: float
-    round: int
 
 
 @dataclass(frozen=True)
@@ -84,8 +68,8 @@ class Checkpoint:
         memories: The clients' memories, by client id.
         last_rounds: Round of the last server state that reached a client and was accepted, by client id.
         optimizer_states: The clients' optimizer moments, with the state generation that they belong to, by client id.
-        best: The best round so far; that round has a checkpoint, this one or an earlier one (so a round
-            that becomes the best must be saved).
+        selection: The selection after this round; its best round has a checkpoint, this one or an earlier one (so a
+            round that becomes the best must be saved).
         positions: Ends of the logs at this round, by file name (``metrics.jsonl``, ``ledger.jsonl``), as returned by
             their ``commit``.
         inputs: SHA-256 of the run's files that no round changes, by name (``integrity.input_digests``).
@@ -96,7 +80,7 @@ class Checkpoint:
     memories: Mapping[str, Tensors] = field(default_factory=dict)
     last_rounds: Mapping[str, int | None] = field(default_factory=dict)
     optimizer_states: Mapping[str, tuple[OptimizerState, int]] = field(default_factory=dict)
-    best: Best | None = None
+    selection: Selection = field(default_factory=Selection)
     positions: Mapping[str, Position] = field(default_factory=dict)
     inputs: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Scalar] = field(default_factory=dict)
@@ -147,7 +131,7 @@ def pack(checkpoint: Checkpoint) -> dict[str, bytes]:
     index = {
         "format": FORMAT,
         "round": checkpoint.state.round,
-        "best": checkpoint.best,
+        "selection": checkpoint.selection.to_json(),
         "positions": {name: list(position) for name, position in checkpoint.positions.items()},
         "inputs": dict(checkpoint.inputs),
         "extra": dict(checkpoint.extra),
@@ -199,7 +183,7 @@ def load(folder: Path) -> Checkpoint:
         for name, key, round in memories.versions() | optimizer_states.versions():
             if round == state.round:
                 (MEMORY if name == MEMORY.name else MOMENTS).load(clients, key, round)
-        best = expect(index, "best", list, NoneType)
+        selection = Selection.from_json(expect(index, "selection", dict))
     except ValueError as error:  # the files are intact, so another version wrote them
         raise FedspanError(
             str(folder), str(error), problem=f"this version of fedspan cannot read the checkpoint ({error})"
@@ -209,7 +193,7 @@ def load(folder: Path) -> Checkpoint:
         memories=memories,
         last_rounds=last_rounds,
         optimizer_states=optimizer_states,
-        best=None if best is None else Best(*best),
+        selection=selection,
         positions=read_positions(index),
         inputs=index["inputs"],
         extra=index["extra"],
@@ -268,15 +252,14 @@ def last_saved_round(run: RunFolder) -> int:
     return max(_rounds(run), default=0)
 
 
-def read_best(run: RunFolder) -> Best | None:
-    """Return the best round so far, from the newest checkpoint; None if no round is finished.
+def read_selection(run: RunFolder) -> Selection:
+    """Return the selection after the last finished round, from the newest checkpoint.
 
     Raises:
         FedspanError: If that checkpoint is damaged, or was written by another version of fedspan.
     """
     rounds = _rounds(run)
-    best = read_index(rounds[max(rounds)])["best"] if rounds else None
-    return None if best is None else Best(*best)
+    return Selection.from_json(read_index(rounds[max(rounds)])["selection"]) if rounds else Selection()
 
 
 def select_checkpoint(run: RunFolder, round: int | str) -> Path:
@@ -366,10 +349,10 @@ def _same_file(left: Path, right: Path) -> bool:
 
 def _show_best(run: RunFolder, checkpoint: Checkpoint | None) -> None:
     """Make ``best/`` the best checkpoint, by hard links where the file system supports them, else by copies."""
-    if checkpoint is None or checkpoint.best is None:
+    if checkpoint is None or checkpoint.selection.best is None:
         remove(run.best)
         return
-    source = _folder_of(run, checkpoint.best.round)
+    source = _folder_of(run, checkpoint.selection.best.round)
     names = sorted(entry.name for entry in source.iterdir()) if source.is_dir() else []
     if all(_same_file(run.best / name, source / name) for name in names):
         return
@@ -468,7 +451,7 @@ def prune(run: RunFolder, keep: int = 2) -> None:
     """
     if keep < 1:
         raise ValueError(f"keep at least 1 checkpoint, not {keep}")
-    rounds, best = _rounds(run), read_best(run)
+    rounds, best = _rounds(run), read_selection(run).best
     retained = {*sorted(rounds)[-keep:], *(() if best is None else (best.round,))}
     removed = [folder for round, folder in rounds.items() if round not in retained]
     stale = _needed(removed)

@@ -10,11 +10,12 @@ from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 from fedspan.files import disk_errors, remove, write_atomic
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.callbacks import Listener, has_stalled
+from fedspan.runs.callbacks import Listener
 from fedspan.runs.environment import extend_command
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import config_text, differences, require_intact
 from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
+from fedspan.runs.selection import has_stalled
 
 __all__ = ["extend", "require_extensible"]
 
@@ -49,12 +50,12 @@ def require_extensible(place: RunFolder, stored: RunConfig, changed: RunConfig) 
         if not raised:
             problem = "a run that has begun can get more patience, not less, because it may have run too many rounds"
             raise FedspanError(_PATIENCE, after.early_stopping, problem=problem)
-    best = checkpoints.read_best(place)
-    if done < after.rounds and has_stalled(changed, done, None if best is None else best.round):
-        assert best is not None
+    improved = checkpoints.read_selection(place).improved
+    if done < after.rounds and has_stalled(changed, done, improved):
+        assert improved is not None
         problem = (
-            f"early stopping ended this run after round {done}, because no round after {best.round} was better, and "
-            f"{after.early_stopping} rounds without a better one end it again. Raise it, or set it to null"
+            f"early stopping ended this run after round {done}, because no round after {improved.round} was better, "
+            f"and {after.early_stopping} rounds without a better one end it again. Raise it, or set it to null"
         )
         raise FedspanError(_PATIENCE, after.early_stopping, problem=problem)
 

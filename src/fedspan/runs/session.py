@@ -24,8 +24,8 @@ from fedspan.files import disk_errors, read_bytes, remove, write_atomic
 from fedspan.logs import JsonLines, read_lines
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.baselines import train_baseline
-from fedspan.runs.callbacks import Listener, final_scores, has_stalled, rate_round, sample_predictions
-from fedspan.runs.checkpoint import Best, Checkpoint
+from fedspan.runs.callbacks import Listener, final_scores, sample_predictions
+from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.divergence import find_divergence
 from fedspan.runs.environment import record_environment
 from fedspan.runs.extension import extend
@@ -45,6 +45,7 @@ from fedspan.runs.ledger import Ledger
 from fedspan.runs.model_card import RunReport, write_cards
 from fedspan.runs.model_setup import resolve_pooling
 from fedspan.runs.privacy_budget import Budget, load_noise_key, new_key, store_noise_key
+from fedspan.runs.selection import Selection, has_stalled
 from fedspan.runs.setup import Prepared, engine_note, keep_stacking_plan, prepare
 from fedspan.runs.suspects import find_limited
 from fedspan.runs.trained_models import write_adapters
@@ -174,7 +175,7 @@ class _Session:
         self.place, self.prepared, self.listener = place, prepared, listener
         self.metrics, self.ledger = metrics, ledger
         self.seconds = 0.0
-        self.best: Best | None = None
+        self.selection = Selection()
         self.budget = Budget(prepared.config, path=place.privacy)
         self.inputs = input_digests(place)
         interval = prepared.config.evaluation.diagnostics
@@ -186,10 +187,10 @@ class _Session:
         progress = None
         if stored is not None:
             progress = stored.progress
-            self.best, self.seconds = stored.best, float(stored.extra.get("seconds", 0.0))
+            self.selection, self.seconds = stored.selection, float(stored.extra.get("seconds", 0.0))
             spent, finished = str(stored.extra.get("privacy", "{}")), progress.state.round
             self.budget = Budget(self.prepared.config, spent, self.place.privacy, finished)
-            if self.best is not None:
+            if self.selection.best is not None:
                 federation.retain(checkpoints.load(self.place.best).progress)
         engine = self.prepared.engine
         keep_stacking_plan(self.place, engine)
@@ -254,11 +255,11 @@ class _Session:
     def _stopping_reason(self, progress: Progress) -> str | None:
         """Return the reason why no further round follows before the last one, as a clause; None: there is none."""
         federation, number = self.prepared.federation, progress.state.round
-        if has_stalled(self.prepared.config, number, self.best and self.best.round):
-            assert self.best is not None
-            if not self.best.round:
+        improved = self.selection.improved
+        if improved is not None and has_stalled(self.prepared.config, number, improved):
+            if not improved.round:
                 return "no round is better than the start by validation (federation.early_stopping)"
-            return f"the validation score has not improved since round {self.best.round} (federation.early_stopping)"
+            return f"the validation score has not improved since round {improved.round} (federation.early_stopping)"
         if self.budget.limited and not self.budget.allows(federation.next_charges(progress)):
             return "the next one would exceed privacy.epsilon"
         return None
@@ -293,10 +294,11 @@ class _Session:
         if prepared.test is not None and not prepared.federation.method.declared().personal:
             scores["test"] = dict(prepared.evaluator.evaluate_heldout(progress, prepared.test)["global"])
         metric = prepared.config.evaluation.get_selection_metric(prepared.task.metric)
-        scored = rate_round(metric, number, None if validation is None else validation.deciding)
-        if self.best is None or scored > self.best:
-            self.best = scored
+        before, self.selection = self.selection.best, self.selection.add(metric, number, validation)
+        if self.selection.best is not before:
             prepared.federation.retain(progress)
+        if validation is not None and self.selection.best is not None:
+            scores["best_round"] = self.selection.best.round
         return scores
 
     def _commit(self, result: RoundResult, row: dict[str, Any]) -> Progress:
@@ -329,7 +331,7 @@ class _Session:
                 memories=progress.memories,
                 last_rounds=progress.last_rounds,
                 optimizer_states=progress.optimizers,
-                best=self.best,
+                selection=self.selection,
                 positions=positions,
                 inputs=self.inputs,
                 extra={
@@ -356,8 +358,9 @@ class _Session:
         stopped = self._stopping_reason(progress) if last_round < prepared.federation.settings.rounds else None
         if stopped is not None:
             self.listener.noted(f"stopped after round {last_round}: {stopped}")
-        if self.best is not None and self.best.round != progress.state.round:
-            best_round, progress = self.best.round, checkpoints.load(place.best).progress
+        best = self.selection.best
+        if best is not None and best.round != progress.state.round:
+            best_round, progress = best.round, checkpoints.load(place.best).progress
         scores, by_client = final_scores(prepared, progress)
         with disk_errors(place.path), prepared.engine.stages.stage("export"):
             remove(place.adapter)  # of a run before it was extended

@@ -1,0 +1,182 @@
+"""Selection of the round that a run exports, and early stopping.
+
+Rounds are compared by a validation metric, then by the validation loss, then the later one is better. Where the loss
+decides and the model before the first round was measured, rounds are compared by how much they surely gain on it: by
+the mean over examples of what the loss fell, less one standard error of that mean. Both are taken over clients, whose
+losses before and after are paired, so that only what training changed counts as noise. A round that gains less than
+its standard error does not replace the start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedspan.config import RunConfig
+from fedspan.federation.evaluation import ClientScores, trimmed_clients
+from fedspan.tasks.metrics import rank_of
+
+__all__ = ["Best", "ClientLoss", "Gain", "Selection", "gain_over", "has_stalled", "rate_round"]
+
+_WORST = -1e308
+_MARGIN = 0.01
+"""Share of the start's loss that counts as the standard error of a single client, which has none."""
+
+
+class Best(NamedTuple):
+    """A rated round; a better one is larger.
+
+    Args:
+        score: The rank of the validation metric (larger is better), or the sure gain on the start; without validation
+            parts, the round's number.
+        tie: The rank of the validation loss, which decides between equal scores. Few validation examples give few
+            different accuracies, so ties are common. The later of two rounds with equal losses is better.
+        round: The round, from 1; 0: the start.
+    """
+
+    score: float
+    tie: float
+    round: int
+
+
+class ClientLoss(NamedTuple):
+    """A client's validation loss.
+
+    Args:
+        loss: Mean loss of its validation examples.
+        examples: Number of these examples, as far as they count.
+    """
+
+    loss: float
+    examples: float
+
+
+class Gain(NamedTuple):
+    """What a round's validation loss gains on the start.
+
+    Args:
+        mean: Mean over examples of what the loss fell.
+        standard_error: Standard error of that mean.
+    """
+
+    mean: float
+    standard_error: float
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The round that a run exports as far as it has come, and the one that early stopping counts from.
+
+    Args:
+        best: The best round, which has a checkpoint; None: no round has been evaluated.
+        improved: The round with the best metric or the lowest loss, noise aside. Early stopping counts from it, so that
+            a run whose rounds improve slowly goes on until their gain is sure.
+        start: Validation losses of the start by client, where rounds are compared with them.
+    """
+
+    best: Best | None = None
+    improved: Best | None = None
+    start: Mapping[str, ClientLoss] = field(default_factory=dict)
+
+    def add(self, metric: str, number: int, scores: ClientScores | None) -> Selection:
+        """Return the selection after a further round.
+
+        Args:
+            metric: The metric that compares rounds.
+            number: The round, from 1; 0: the start.
+            scores: Scores on the clients' validation parts; None without such parts.
+        """
+        rated = plain = rate_round(metric, number, None if scores is None else scores.deciding)
+        start = self.start
+        if metric == "loss" and scores is not None:
+            start = _losses(scores) if number == 0 else start
+            if start:
+                gain = gain_over(start, scores)
+                sure = _WORST if gain is None else _finite(gain.mean - gain.standard_error)
+                rated = plain._replace(score=sure if number else 0.0)
+        best = rated if self.best is None else max(self.best, rated)
+        improved = plain if self.improved is None else max(self.improved, plain)
+        return replace(self, best=best, improved=improved, start=start)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the selection as JSON values."""
+        start = {id: list(loss) for id, loss in self.start.items()}
+        return {"best": self.best, "improved": self.improved, "start": start}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Selection:
+        """Build the selection from what ``to_json`` returned."""
+        best, improved = (None if values[name] is None else Best(*values[name]) for name in ("best", "improved"))
+        return cls(best, improved, {id: ClientLoss(*loss) for id, loss in values["start"].items()})
+
+
+def has_stalled(config: RunConfig, number: int, improved: Best | None) -> bool:
+    """Check whether early stopping ends a run after a round.
+
+    Args:
+        config: Config of the run.
+        number: Number of the last finished round, from 1.
+        improved: ``Selection.improved``.
+    """
+    patience = config.federation.early_stopping
+    if patience is None or improved is None or number % config.evaluation.every:
+        return False
+    return number - improved.round >= patience
+
+
+def rate_round(metric: str, number: int, validation: Mapping[str, float] | None) -> Best:
+    """Rate a round by its validation scores alone.
+
+    Args:
+        metric: The metric that compares rounds.
+        number: The round, from 1; 0: the start.
+        validation: Pooled metrics on the clients' validation parts; None without such parts.
+    """
+    if validation is None:
+        return Best(float(number), 0.0, number)
+    return Best(_finite(rank_of(metric, validation)), _finite(rank_of("loss", validation)), number)
+
+
+def gain_over(start: Mapping[str, ClientLoss], scores: ClientScores) -> Gain | None:
+    """Compute what a round's validation loss gains on the start; None if no client has both losses.
+
+    Clients are the samples: of d_i, what the loss of client i fell, with its share w_i of the examples, the mean is
+    sum_i w_i d_i and the squared standard error K / (K - 1) sum_i w_i^2 (d_i - mean)^2 for K clients. Where the
+    clients measure themselves, the d_i of the ``trimmed_clients`` at each end count as the next one does.
+
+    Args:
+        start: Validation losses of the start by client.
+        scores: The round's scores.
+    """
+    after = _losses(scores)
+    ids = sorted(start.keys() & after.keys())
+    if not ids:
+        return None
+    d = np.array([start[id].loss - after[id].loss for id in ids])
+    w = np.array([after[id].examples for id in ids])
+    w, count = w / w.sum(), len(ids)
+    if scores.trimmed is not None and (cut := trimmed_clients(count)):
+        order = np.sort(d)
+        d = d.clip(order[cut], order[-cut - 1])
+    mean = float(w @ d)
+    if count == 1:
+        return Gain(mean, _MARGIN * abs(start[ids[0]].loss))
+    return Gain(mean, math.sqrt(count / (count - 1) * float(w**2 @ (d - mean) ** 2)))
+
+
+def _losses(scores: ClientScores) -> dict[str, ClientLoss]:
+    """Return the losses that are finite, of clients with examples."""
+    return {
+        id: ClientLoss(row["loss"], row["examples"])
+        for id, row in scores.by_client.items()
+        if math.isfinite(row.get("loss", math.nan)) and row.get("examples", 0) > 0
+    }
+
+
+def _finite(rank: float) -> float:
+    """Return a rank as a finite number, as JSON requires; NaN is the worst."""
+    return _WORST if math.isnan(rank) else min(max(_WORST, rank), -_WORST)

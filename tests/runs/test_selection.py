@@ -1,0 +1,151 @@
+"""The selection of the best round: by the metric, then by the loss, then the later one; and what surely gains."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import fedspan
+from fedspan.federation.evaluation import ClientScores
+from fedspan.runs.selection import ClientLoss, Selection, gain_over, rate_round
+from fedspan.tasks.metrics import METRICS_OF
+from helpers import tiny
+
+
+def best_of(metric: str, *scores: dict[str, float] | None) -> int:
+    """The best of rounds with these validation scores."""
+    return max(rate_round(metric, number, one) for number, one in enumerate(scores, 1)).round
+
+
+def test_the_metric_decides() -> None:
+    assert best_of("accuracy", {"accuracy": 0.6, "loss": 9.0}, {"accuracy": 0.5, "loss": 0.1}) == 1
+    assert best_of("perplexity", {"perplexity": 3.0, "loss": 1.1}, {"perplexity": 2.0, "loss": 0.7}) == 2
+
+
+def test_the_loss_decides_between_equal_scores_and_then_the_later_round() -> None:
+    tied = [{"accuracy": 0.6, "loss": loss} for loss in (0.9, 0.3, 0.5)]
+    assert best_of("accuracy", *tied) == 2
+    assert best_of("accuracy", *tied, tied[1]) == 4
+    assert best_of("accuracy", *tied, {"accuracy": 0.6}) == 2  # without a loss
+
+
+def test_without_validation_parts_the_last_round_is_the_best() -> None:
+    assert best_of("accuracy", None, None, None) == 3
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308])
+def test_values_that_are_not_finite_can_be_stored_and_are_not_the_best(value: float) -> None:
+    rated = rate_round("loss", 1, {"loss": value})
+    assert all(math.isfinite(number) for number in rated)
+    assert rate_round("loss", 2, {"loss": 5.0}) > rated or value == -math.inf
+
+
+def scores_of(*losses: float, examples: float = 8.0, remote: bool = False) -> ClientScores:
+    """Scores of clients with these validation losses."""
+    by_client = {f"c{number}": {"loss": loss, "examples": examples} for number, loss in enumerate(losses)}
+    pooled = {"loss": sum(losses) / len(losses)}
+    return ClientScores(pooled, by_client, dict(pooled) if remote else None)
+
+
+def select(*rounds: ClientScores) -> Selection:
+    """Select among rounds, the first of which is the start."""
+    selection = Selection()
+    for number, scores in enumerate(rounds):
+        selection = selection.add("loss", number, scores)
+    return selection
+
+
+START = (0.9, 0.5, 0.2, 0.6)
+
+
+def test_a_gain_is_that_of_all_examples_and_its_error_that_of_the_clients() -> None:
+    start = {"a": ClientLoss(0.9, 10), "b": ClientLoss(0.5, 20), "c": ClientLoss(0.1, 70), "gone": ClientLoss(9.0, 50)}
+    after = {"a": {"loss": 0.4, "examples": 10.0}, "b": {"loss": 0.4, "examples": 20.0}}
+    after |= {"c": {"loss": 0.2, "examples": 70.0}, "new": {"loss": 0.0, "examples": 50.0}}
+    gain = gain_over(start, ClientScores({}, after))
+    assert gain is not None
+    mean = 0.1 * 0.5 + 0.2 * 0.1 - 0.7 * 0.1
+    variance = 3 / 2 * ((0.1 * (0.5 - mean)) ** 2 + (0.2 * (0.1 - mean)) ** 2 + (0.7 * (-0.1 - mean)) ** 2)
+    assert gain == pytest.approx((mean, variance**0.5))
+    assert gain_over({"gone": ClientLoss(9.0, 50)}, ClientScores({}, after)) is None
+
+
+def test_a_round_replaces_the_start_if_its_gain_exceeds_its_standard_error() -> None:
+    """The clients' losses differ by far more than they fall; only how unlike they fall counts."""
+    alike = scores_of(*(loss - fall for loss, fall in zip(START, (0.02, 0.03, 0.02, 0.03), strict=True)))
+    unlike = scores_of(*(loss - fall for loss, fall in zip(START, (0.3, -0.2, 0.1, -0.1), strict=True)))
+    kept = select(scores_of(*START), unlike)
+    assert kept.best is not None
+    assert kept.best.round == 0
+    assert kept.improved is not None
+    assert kept.improved.round == 1  # patience counts from the lower loss, sure or not
+    replaced = select(scores_of(*START), unlike, alike)
+    assert replaced.best is not None
+    assert replaced.best.round == 2
+    assert Selection.from_json(json.loads(json.dumps(replaced.to_json()))) == replaced
+
+
+def test_of_two_rounds_the_one_that_surely_gains_more_is_better() -> None:
+    def after(*falls: float) -> ClientScores:
+        return scores_of(*(loss - fall for loss, fall in zip(START, falls, strict=True)))
+
+    steady, larger, erratic = after(0.1, 0.1, 0.1, 0.1), after(0.15, 0.2, 0.15, 0.2), after(0.9, 0.1, -0.2, 0.0)
+    assert select(scores_of(*START), steady, larger, erratic).best == select(scores_of(*START), steady, larger).best
+    assert select(scores_of(*START), larger, steady).best == select(scores_of(*START), larger).best
+
+
+def test_a_single_client_must_gain_one_per_cent() -> None:
+    def best(*losses: float) -> int | None:
+        selected = select(*(scores_of(loss) for loss in losses)).best
+        return selected and selected.round
+
+    assert best(0.500, 0.497, 0.496) == 0
+    assert best(0.500, 0.497, 0.494, 0.493) == 3
+
+
+@pytest.mark.parametrize("loss", [0.0, 1000.0])
+def test_one_client_that_measures_itself_decides_nothing(loss: float) -> None:
+    start, fallen = [0.5] * 9, [0.4 + 0.001 * number for number in range(9)]
+    honest = select(scores_of(*start, 0.5, remote=True), scores_of(*fallen, 0.4, remote=True)).best
+    hostile = select(scores_of(*start, 0.5, remote=True), scores_of(*fallen, loss, remote=True)).best
+    assert honest is not None
+    assert hostile is not None
+    assert hostile.round == honest.round == 1
+    worse = [0.6 + 0.001 * number for number in range(9)]
+    kept = select(scores_of(*start, 0.5, remote=True), scores_of(*worse, loss, remote=True)).best
+    assert kept is not None
+    assert kept.round == 0
+
+
+def test_the_metric_decides_beside_a_start() -> None:
+    scores = [ClientScores({"accuracy": 0.5, "loss": 0.5 - 0.001 * number}, {}) for number in (0, 1)]
+    selection = Selection().add("accuracy", 0, scores[0]).add("accuracy", 1, scores[1])
+    assert selection.best is not None
+    assert selection.best.round == 1  # equal scores go to the lower loss
+
+
+def test_rounds_of_clients_that_hide_their_losses_are_not_selected() -> None:
+    hidden = ClientScores({"accuracy": 0.9}, {"c0": {"accuracy": 0.9, "examples": 8.0}})
+    selection = select(scores_of(*START), hidden)
+    assert selection.best is not None
+    assert selection.best.round == 0
+    json.dumps(selection.to_json(), allow_nan=False)
+
+
+def test_every_task_measures_the_loss() -> None:
+    assert all("loss" in metrics for metrics in METRICS_OF.values())
+
+
+def test_a_run_and_its_baselines_choose_by_these_rules(tiny_folder: Path, tmp_path: Path) -> None:
+    """Few examples give many ties; the first of tied rounds was exported once."""
+    values = tiny.settings(tiny_folder, federation={"rounds": 5}, training={"lr": 2e-3})
+    report = fedspan.run({**values, "baselines": ["local", "centralized"]}, tmp_path / "run")
+    rows = [json.loads(line)["validation"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    scores = [(row["accuracy"], -row["loss"]) for row in rows]
+    assert scores[report.best_round - 1] == max(scores)
+    assert report.scores["validation"] == pytest.approx(rows[report.best_round - 1])
+    first = next(at for at, score in enumerate(scores, 1) if score[0] == max(scores)[0])
+    assert report.best_round >= first
