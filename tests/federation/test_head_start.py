@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,23 @@ def test_a_secure_sum_gives_the_head_of_plaintext(prepared: Prepared, tiny_folde
     for name in HEAD:
         torch.testing.assert_close(secure[name], plain[name], rtol=2e-3, atol=2e-3)
     assert {one.purpose for one in run.federation.pop_events().transfers} == {"statistics"}
+
+
+def test_a_declared_number_moves_the_start_by_no_more_than_the_limit(prepared: Prepared) -> None:
+    clients = prepared.federation.clients
+    sizes = {id: float(len(data.train)) for id, data in clients.items()}
+
+    def start(**changes: float | None) -> Tensor:
+        run, west = tiny.variant(prepared, prepared.config), clients["west"]
+        declared = replace(west.client, examples=1000 * len(west.train))
+        tiny.use_clients(run.federation, {**clients, "west": replace(west, client=declared, **changes)})
+        return start_of(replace(run, head=prepared.head))[HEAD[0]]
+
+    ratio = prepared.federation.settings.max_weight_ratio
+    assert ratio is not None
+    limit = ratio * median(sizes[id] if id != "west" else 1e9 for id in sizes)
+    assert torch.equal(start(), start(max_weight=limit))
+    assert not torch.equal(start(), start(max_weight=1000.0 * sizes["west"]))  # as an operator may allow
 
 
 def test_a_client_that_refuses_is_left_out(prepared: Prepared, tiny_folder: Path) -> None:

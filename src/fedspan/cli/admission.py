@@ -38,8 +38,8 @@ def admit(
             metavar="N",
             min=0,
             max=2**53 - 1,
-            help="Training examples up to which the number that the node declares counts as its weight; 0: any. Left "
-            "out: as admitted before.",
+            help="Training examples up to which the number that the node declares counts as its weight, in place of "
+            "federation.max_weight_ratio; 0: any, up to that ratio. Left out: as admitted before.",
         ),
     ] = None,
     folder: ServerFolder = SERVER,

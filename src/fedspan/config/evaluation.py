@@ -32,8 +32,8 @@ class EvaluationConfig(Section):
     best_by: Literal["metric", "loss"] = Field(
         default="metric",
         description="Whether rounds are compared, for the best one and for early stopping, by that metric or by the "
-        "validation loss, which is steadier where the validation parts are small. By the loss, a round must be better "
-        "than the start by more than 1 %.",
+        "validation loss, which is steadier where the validation parts are small. By the loss, a round "
+        "replaces the start if it gains more on it than the standard error of that gain.",
     )
     diagnostics: int | None = Field(
         default=None,

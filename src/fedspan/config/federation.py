@@ -123,8 +123,10 @@ class FederationConfig(Section):
         default=4.0,
         ge=1,
         allow_inf_nan=False,
-        description="No client weighs more than this many times the cohort's median: nodes declare their numbers of "
-        "examples themselves. Clients that it limits are named. null: no limit. Not under secure.",
+        description="No client weighs more than this many times the cohort's median by a number of examples that only "
+        "the client knows. Simulated clients have the examples of the partition and are not limited, nor are nodes "
+        "with --max-examples, which have a limit of their own. Clients that it limits are named. null: no limit. Not "
+        "under secure.",
     )
     reduction: Reduction = Field(
         default="mean",

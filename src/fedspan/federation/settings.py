@@ -26,8 +26,8 @@ class RoundSettings:
         clip_ratio: Maximum norm of a reply's change under ``mean``, as a multiple of the round's median; larger changes
             are scaled down. None: no limit.
         max_norm: Maximum norm of a reply's change under ``mean``, in place of ``clip_ratio``; None: no such limit.
-        max_weight_ratio: Maximum weight of a client in means of replies, losses and metrics, as a multiple of the
-            cohort's median; None: no limit.
+        max_weight_ratio: Maximum weight in means of replies, losses and metrics of a client whose number of examples
+            only the client declares, as a multiple of the cohort's median (``weights``); None: no limit.
         privacy: Privacy settings; with ``central``, a cohort is a Poisson sample of ``cohort`` clients on average.
         agreed: Digest of the config that all nodes were sent, which secure sums are bound to; empty in a simulation.
     """
