@@ -321,7 +321,7 @@ class PlaintextAggregation:
         clients, ratio = self.context.clients, self.context.settings.max_weight_ratio
         own = {id: most for id in sorted(self.lowered) if (most := clients[id].max_weight) is not None}
         limits = [f"{most:g} for {id} (as it was admitted)" for id, most in own.items()]
-        if ratio is not None:
+        if ratio is not None and len(own) < len(self.lowered):
             limits.append(f"{ratio:g} times the cohort's median (federation.max_weight_ratio)")
         who = ", ".join(sorted(self.lowered))
         return f"{who} declared so many examples that the weight is lowered. Limits: {', '.join(limits)}"
