@@ -129,8 +129,8 @@ def deploy(rounds: int, repeats: int) -> list[str]:
 
 PAGE = """# What the defences cost an honest federation
 
-Command: `python benchmarks/defence_costs.py --rounds {rounds} --repeats {repeats}`  
-Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, 1 thread a process.
+Command: `python benchmarks/defence_costs.py --rounds {rounds} --repeats {repeats}{busy}`  
+Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, 1 thread a process{beside}.
 
 The accuracy of `fedspan init`'s config with and without clipping, on seven data sets, is in
 [defaults.md](defaults.md). What the defences achieve against an attack is in [robustness.md](robustness.md).
@@ -149,8 +149,9 @@ machines always, and in the simulator under `simulation`.
 ## Between machines
 
 {nodes} nodes, a server and `fedspan submit` on one machine, over loopback; one step of one example a client and round,
-so that a round is what the way to the clients and back costs. Median of {repeats} deployments of {rounds} rounds each,
-which take turns. Replies are validated in all of them. Signatures belong to the keys and cannot be switched off alone.
+so that a round is what the way to the clients and back costs. The median of {repeats} deployment{s} of each kind, with
+{rounds} rounds each; the kinds take turns. Replies are validated in all of them. Signatures belong to the keys and
+cannot be switched off alone.
 
 | deployment | seconds a round | ratio |
 |---|---|---|
@@ -164,13 +165,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3, help="deployments of each kind")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--busy", action="store_true", help="write on the page that the machine had other work to do")
     parser.add_argument("--page", type=Path, help="write the page to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     text = PAGE.format(
-        **{"rounds": args.rounds, "repeats": args.repeats, "nodes": len(NODES)},
+        **{"rounds": args.rounds, "repeats": args.repeats, "s": "s"[: args.repeats > 1], "nodes": len(NODES)},
         **{"date": datetime.date.today(), "machine": platform.machine(), "cores": os.cpu_count()},
         torch=torch.__version__,
+        busy=" --busy" if args.busy else "",
+        beside=", beside other work on the machine" if args.busy else "",
         simulated="\n".join(simulate(args.rounds, args.seed)),
         deployed="\n".join(deploy(args.rounds, args.repeats)),
     )
