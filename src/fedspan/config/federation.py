@@ -173,6 +173,14 @@ class FederationConfig(Section):
         allow_inf_nan=False,
         description="Seconds that clients have for a round; in the simulator, on the clock of simulation.speed.",
     )
+    max_missed_rounds: int | None = Field(
+        default=2,
+        ge=1,
+        description="A client whose reply did not count in this many of its rounds in a row is still sent orders, but "
+        "not waited for if the other clients' replies suffice, except after twice, four times, eight times as many "
+        "rounds. It is waited for again once a reply of it counts. null: every client is waited for until the "
+        "deadline. Without effect under over_select.",
+    )
     reconnect_timeout: float = Field(
         default=300.0,
         ge=0,
@@ -248,4 +256,11 @@ class FederationConfig(Section):
 
     def build_reply_rules(self) -> ReplyRules:
         """Return the rules by which a round between machines is accepted."""
-        return ReplyRules(self.min_replies, self.deadline, self.retries, self.max_norm_ratio, self.over_select)
+        return ReplyRules(
+            min_replies=self.min_replies,
+            deadline=self.deadline,
+            retries=self.retries,
+            norm_factor=self.max_norm_ratio,
+            over_select=self.over_select,
+            max_missed_rounds=self.max_missed_rounds,
+        )

@@ -14,6 +14,7 @@ from fedspan.core.method import Method
 from fedspan.core.tensors import generator
 from fedspan.core.values import Client, Message, Reduced
 from fedspan.federation import serialization
+from fedspan.federation.absences import Absences, Awaited
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext, Tally
 from fedspan.federation.plausibility import possible_losses
 from fedspan.federation.privacy import expected_charges, poisson_cohort, round_charges
@@ -153,7 +154,14 @@ class Round:
                 self._charges += costs.get(id, ())
             return replace(encoded, attempt=attempt, lr=self.lr, best=self._best.get(id), secure=masks[id]).envelope()
 
+        # Whoever takes part in a secure sum has replied in this attempt already.
+        awaited = Awaited(masks, [id for id in context.absent if id in masks and masks[id] is None])
+
         def on_reply(id: str, reply: Envelope | str) -> bool:
+            is_enough = accept(id, reply)
+            return awaited.is_over(id, self.aggregation.replies, self.aggregation.quorum) or is_enough
+
+        def accept(id: str, reply: Envelope | str) -> bool:
             try:
                 decoded = open_reply(reply)
                 is_enough = self.aggregation.add(clients[id], decoded, attempt)
@@ -326,6 +334,7 @@ class Federation:
         self._transfers: list[Transfer] = []
         self._failures: list[Failure] = []
         self._remark: str | None = None
+        self._absences = Absences(self.cohort)
 
     def with_training(self, training: TrainingSettings) -> Federation:
         """Return the federation with other settings of local training, over the same transport."""
@@ -422,17 +431,20 @@ class Federation:
 
     def _context(self, progress: Progress) -> RoundContext:
         """Return the definition of the next round."""
-        state = progress.state
+        state, rules = progress.state, self.rules
+        ids = self.cohort(state.round)
+        limit = None if rules.over_select else rules.max_missed_rounds
         return RoundContext(
             method=self.method,
             settings=self.settings,
             training=self.training,
             clients=self.clients,
             state=state,
-            ids=self.cohort(state.round),
+            ids=ids,
             draw_order=tuple(self.select_clients(state.round, self.rules.over_select)),
             target=len(self.select_clients(state.round)),
-            rules=self.rules,
+            rules=rules,
+            absent=self._absences.find(state.round, ids, progress.last_rounds, limit),
             transport=self.transport,
             run=self.run,
         )

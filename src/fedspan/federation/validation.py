@@ -49,6 +49,8 @@ class ReplyRules:
         norm_factor: Maximum distance of a reply from the untrained one, as a multiple of the cohort's median; None: no
             limit.
         over_select: Number of clients selected beyond those that a round needs; the first accepted replies are used.
+        max_missed_rounds: Number of rounds in a row without an accepted reply after which a client is not waited for;
+            None: every client is. It does not apply together with ``over_select``.
         validate: Whether to check replies; without it (trusted clients in this process) all of the cohort reply, none
             fails, and each reply is folded into the reduction on arrival.
     """
@@ -58,6 +60,7 @@ class ReplyRules:
     retries: int = 2
     norm_factor: float | None = 10.0
     over_select: int = 0
+    max_missed_rounds: int | None = None
     validate: bool = True
 
     def quorum(self, cohort: int) -> int:

@@ -149,8 +149,6 @@ class InProcess(Transport):
         if orders.task == "statistics":
             self.carry_out(orders, responding, on_reply)
             return
-        if dropped and self.simulated_seconds() is not None:
-            self._clock += seconds  # of a secure sum: the server waits for clients that stopped replying
         for id in responding:
             phase = decode_phase(orders[id])
             try:
@@ -159,6 +157,8 @@ class InProcess(Transport):
                 reply = refuse_any(phase, error)
             if on_reply(id, reply):
                 return
+        if dropped and self.simulated_seconds() is not None:
+            self._clock += seconds  # of a secure sum: the server waits for clients that stopped replying
 
     def _split_dropped(self, orders: Orders) -> tuple[list[str], list[str]]:
         """Return the clients that reply in an exchange and the clients that do not."""

@@ -51,6 +51,7 @@ class RoundContext:
         run: Name of the run.
         task: Kind of the orders whose replies are aggregated.
         check: Further check of a reply in plaintext, which raises ``ValueError``; None: no further check.
+        absent: Clients of the cohort that are not waited for if the others suffice.
     """
 
     method: Method
@@ -66,6 +67,7 @@ class RoundContext:
     run: str
     task: Literal["train", "statistics"] = "train"
     check: Callable[[Message, Client], None] | None = None
+    absent: frozenset[str] = frozenset()
 
     @property
     def new_client(self) -> Client:

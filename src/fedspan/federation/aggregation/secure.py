@@ -84,7 +84,7 @@ class SecureAggregation:
         )
         self.replies.clear()
         with self._record_exchanges(session):
-            session.begin(list(clients), lambda ids: self._agree([clients[id] for id in ids]))
+            session.begin(list(clients), lambda ids: self._agree([clients[id] for id in ids]), context.absent)
         self._clients = {id: clients[id] for id in session.present}
         self._total = np.zeros(sum(value.numel() for value in self._origin.values()), self._ring.dtype)
         return {id: Masking(session=session.number, peers=session.present[id]) for id in self._clients}

@@ -10,6 +10,7 @@ from fedspan.crypto.graph import neighbourhoods, threshold_of
 from fedspan.crypto.keys import mask_key_of, pair_seed
 from fedspan.crypto.masks import Integers, add_mask
 from fedspan.crypto.shares import combine
+from fedspan.federation.absences import Awaited
 from fedspan.federation.progress import Failure, TooFew, Transfer
 from fedspan.federation.protocol import Envelope, Orders, Transport, read_header, serial
 from fedspan.federation.secagg.messages import (
@@ -131,17 +132,21 @@ class SecureSession:
         if len(clients) < self.quorum:
             raise TooFew
 
-    def begin(self, ids: Sequence[str], agree: Callable[[Collection[str]], Agreement]) -> None:
+    def begin(
+        self, ids: Sequence[str], agree: Callable[[Collection[str]], Agreement], absent: Collection[str] = frozenset()
+    ) -> None:
         """Exchange keys and shares; afterwards ``present`` maps the clients that may train to their masking partners.
 
         Args:
             ids: Ids of the clients.
             agree: Returns what the clients that sent keys are to agree on.
+            absent: Clients whose keys are not waited for if the others suffice.
 
         Raises:
             TooFew: If too few clients replied.
         """
-        replies = self._exchange(KeysReply, {id: self._order(KeysOrder, id) for id in ids}, patient=self.attempt > 0)
+        first = {id: self._order(KeysOrder, id) for id in ids}
+        replies = self._exchange(KeysReply, first, absent, patient=self.attempt > 0)
         for id, reply in replies.items():
             if reply.keys is None:
                 self.fail(id, "keys: it sent none")
@@ -216,9 +221,16 @@ class SecureSession:
             **parts,
         )
 
-    def _exchange(self, kind: type[A], orders: Mapping[str, Phase], *, patient: bool = False) -> dict[str, A]:
+    def _exchange(
+        self,
+        kind: type[A],
+        orders: Mapping[str, Phase],
+        absent: Collection[str] = frozenset(),
+        *,
+        patient: bool = False,
+    ) -> dict[str, A]:
         """Send every client its order and return the valid replies; the reasons against other replies are recorded."""
-        replies: dict[str, A] = {}
+        replies, awaited = dict[str, A](), Awaited(orders, absent)
 
         def sent(id: str) -> Envelope:
             envelope = orders[id].envelope()
@@ -232,7 +244,7 @@ class SecureSession:
                 self.fail(id, f"{orders[id].task}: {error}")
             if isinstance(reply, Envelope):
                 self.transfers.append(Transfer(id, "up", size_of(reply), 0))
-            return False
+            return awaited.is_over(id, replies, self.quorum)
 
         task = next(iter(orders.values())).task if orders else ""
         self.transport.exchange(Orders(task, orders, sent), replied, self.seconds, patient=patient)

@@ -1,0 +1,82 @@
+"""Clients that a round does not wait for, because their last replies did not count."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+__all__ = ["Absences", "Awaited"]
+
+
+class Absences:
+    """In how many of its last rounds a client's reply did not count, from the rounds' draws alone.
+
+    Nothing of it is stored: a resumed run draws the rounds before it again.
+
+    Args:
+        cohort: Returns the clients that are selected in a round.
+    """
+
+    def __init__(self, cohort: Callable[[int], Iterable[str]]) -> None:
+        self._cohort = cohort
+        self._rounds: defaultdict[str, list[int]] = defaultdict(list)
+        self._drawn = 0
+
+    def find(self, round: int, ids: Iterable[str], last_rounds: Mapping[str, int], limit: int | None) -> frozenset[str]:
+        """Return the clients that a round does not wait for.
+
+        A client is waited for until its reply did not count in ``limit`` rounds in a row, and again after twice, four
+        times, eight times as many: one that is back, but slower than all others, is noticed then.
+
+        Args:
+            round: Number of the round, from 0.
+            ids: The clients that are selected in it.
+            last_rounds: Round of the last accepted reply of each client.
+            limit: Number of rounds; None: every client is waited for.
+        """
+        if limit is None:
+            return frozenset()
+        for number in range(self._drawn, round):
+            for id in self._cohort(number):
+                self._rounds[id].append(number)
+        self._drawn = max(self._drawn, round)
+        missed = {id: self._count(id, last_rounds.get(id, -1), round) for id in ids}
+        absent = frozenset(id for id, count in missed.items() if count >= limit and not _is_due(count, limit))
+        return absent if len(absent) < len(missed) else frozenset()
+
+    def _count(self, id: str, after: int, before: int) -> int:
+        """Return in how many rounds between two a client was selected."""
+        rounds = self._rounds[id]
+        return bisect_left(rounds, before) - bisect_right(rounds, after)
+
+
+def _is_due(count: int, limit: int) -> bool:
+    """Return whether a number of missed rounds is the limit times 2, 4, 8, ..."""
+    times, rest = divmod(count, limit)
+    return rest == 0 and times > 1 and times & (times - 1) == 0
+
+
+class Awaited:
+    """The clients that an exchange waits for.
+
+    Args:
+        ids: Clients that are sent an order.
+        absent: Clients among them that are not waited for if the others suffice.
+    """
+
+    def __init__(self, ids: Iterable[str], absent: Collection[str]) -> None:
+        everyone = set(ids)
+        self._pending = everyone - set(absent)
+        self._is_everyone = len(self._pending) == len(everyone)
+
+    def is_over(self, id: str, accepted: Collection[str], quorum: int) -> bool:
+        """Record that a client replied or failed, and return whether the absent ones need not be waited for.
+
+        Args:
+            id: Id of the client.
+            accepted: Clients whose replies were accepted so far.
+            quorum: Number of accepted replies that is needed.
+        """
+        self._pending.discard(id)
+        return not self._is_everyone and not self._pending and len(accepted) >= quorum

@@ -1,0 +1,102 @@
+"""Clients that a round does not wait for: counted from the rounds' draws, and waited for now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedspan.federation.absences import Absences, Awaited
+from fedspan.federation.conditions import Conditions
+from fedspan.federation.progress import RoundResult
+from fedspan.federation.serialization import encode_state
+from fedspan.runs.setup import Prepared, prepare
+from helpers import tiny
+
+IDS = tuple(sorted(tiny.SITES))
+GONE = IDS[0]
+
+
+def test_an_absent_client_is_waited_for_after_two_four_eight_times_the_limit() -> None:
+    absences = Absences(lambda number: ["a", "b"])
+    absent = [round for round in range(20) if absences.find(round, ["a", "b"], {"b": round - 1}, 2)]
+    assert absent == [2, 3, 5, 6, 7, *range(9, 16), 17, 18, 19]
+    assert absences.find(5, ["a", "b"], {"a": 3, "b": 4}, 2) == frozenset()
+    assert absences.find(5, ["a", "b"], {"a": 2, "b": 4}, 2) == {"a"}
+    assert absences.find(5, ["a", "b"], {"b": 4}, None) == frozenset()
+
+
+def test_only_rounds_in_which_a_client_was_selected_count() -> None:
+    absences = Absences(lambda number: ["a", "b"] if number % 3 == 0 else ["b"])
+    assert [round for round in range(10) if absences.find(round, ["a", "b"], {"b": round - 1}, 2)] == [4, 5, 6, 7, 8, 9]
+
+
+def test_a_cohort_of_absent_clients_is_waited_for() -> None:
+    absences = Absences(lambda number: ["a", "b"])
+    assert absences.find(3, ["a", "b"], {}, 2) == frozenset()
+
+
+def test_an_exchange_goes_on_when_the_others_have_replied_and_suffice() -> None:
+    awaited = Awaited(["a", "b", "c"], ["c"])
+    assert not awaited.is_over("a", ["a"], 2)
+    assert awaited.is_over("b", ["a", "b"], 2)
+    few = Awaited(["a", "b", "c"], ["c"])
+    assert not few.is_over("a", ["a"], 2)
+    assert not few.is_over("b", ["a"], 2)  # it failed: the absent one is needed
+    assert few.is_over("c", ["a", "c"], 2)
+    everyone = Awaited(["a", "b"], [])
+    assert not any(everyone.is_over(id, ["a", "b"], 1) for id in "ab")
+
+
+def built(folder: Path, **federation: Any) -> Prepared:
+    changes: Mapping[str, Any] = {"simulation": {"speed": {"distribution": "constant", "median": 1e6}}}
+    given = {"clients_per_round": None, "deadline": 50.0, "rounds": 6, **federation}
+    return prepare(tiny.config(folder, federation=given, **changes))
+
+
+def rounds(prepared: Prepared, count: int) -> list[RoundResult]:
+    progress, results = prepared.federation.begin(), list[RoundResult]()
+    for _ in range(count):
+        results.append(prepared.federation.run_round(progress))
+        progress = results[-1].progress
+    return results
+
+
+@pytest.mark.parametrize("secure", [None, {}], ids=["plaintext", "secure"])
+def test_a_silent_client_costs_two_deadlines_and_not_every_round_s(
+    secure: dict[str, Any] | None, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if secure is not None:
+        pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+        pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
+    phase = "train" if secure is None else "keys"
+    monkeypatch.setattr(Conditions, "silent_from", lambda self, client, *rest: phase if client == GONE else None)
+    results = rounds(built(tiny_folder, secure=secure), 5)
+    seconds = [result.simulated_seconds or 0.0 for result in results]
+    assert [number for number, spent in enumerate(seconds) if spent >= 50] == [0, 1, 4]
+    assert max(seconds[2:4]) < 1
+    assert all(GONE in result.cohort and GONE not in result.progress.last_rounds for result in results)
+    assert all({one.client for one in result.transfers if one.direction == "down"} == set(IDS) for result in results)
+    again = built(tiny_folder, secure=secure)  # as a run that was stopped and resumed
+    resumed = again.federation.run_round(results[1].progress)
+    assert resumed.simulated_seconds == seconds[2]
+    assert encode_state(resumed.progress.state) == encode_state(results[2].progress.state)
+    everybody = rounds(built(tiny_folder, secure=secure, max_missed_rounds=None), 3)
+    assert all((result.simulated_seconds or 0) >= 50 for result in everybody)
+
+
+def test_a_client_that_is_back_and_slower_than_all_others_counts_again(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Conditions,
+        "silent_from",
+        lambda self, client, round, *rest: "train" if client == GONE and round < 2 else None,
+    )
+    monkeypatch.setattr(Conditions, "seconds", lambda self, client, examples: 9.0 if client == GONE else 1.0)
+    results = rounds(built(tiny_folder), 6)
+    assert [result.progress.last_rounds.get(GONE) for result in results] == [None, None, None, None, 4, 5]
+    assert [result.simulated_seconds for result in results] == [50.0, 50.0, 1.0, 1.0, 9.0, 9.0]
+    assert [result.late for result in results] == [(), (), (GONE,), (GONE,), (), ()]
