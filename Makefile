@@ -1,7 +1,7 @@
 # make demo     install into .venv and train on the built-in corpus
 # make test     the tests, side by side (PYTEST_ARGS="-m slow -n 0" for the slow ones, PYTEST_ARGS=tests/data for some)
-# make lint     ruff: rules and format          make format   put right what ruff can
-# make types    pyright                         make imports  who may import whom
+# make lint     ruff and codespell: rules, format, spelling and words       make format   fix what ruff can
+# make types    pyright                         make imports  import rules between packages
 # make check    lint, types and imports         make clean    remove .venv and caches
 # make docs     the documentation as a site, in site/; every link within it is checked
 # make fuzz     100,000 mutated inputs for each function that reads what other machines send (FUZZ_ARGS="--inputs 5000")
@@ -44,9 +44,13 @@ demo: $(VENV)/.stamp-model
 test: dev
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
+# Pages on which docs/words.txt lists the words to avoid; it is codespell's dictionary and its pattern at once.
+WORDS_PAGES := README.md CONTRIBUTING.md SECURITY.md examples/README.md docs/*.md docs/architecture docs/methods docs/results
 lint: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	$(BIN)/codespell -D docs/words.txt --regex "(?i)\b($$(sed 's/->.*//' docs/words.txt | paste -sd'|' -))\b" $(WORDS_PAGES)
 
 format: dev
 	$(BIN)/ruff check --fix .

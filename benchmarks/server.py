@@ -40,7 +40,7 @@ from fedspan.planning.shape_inference import count_traffic
 FULL = {"layers": 128, "size": 4096, "rank": 8, "clients": 50}
 AVERAGING, DECOMPOSING, MEMORY, SPEEDUP, ERROR = 2.0, 60.0, 2.0, 100.0, 1e-5
 """Limits: seconds, seconds, GiB beside the replies, times faster than dense, relative error."""
-CLIENTS_DEAR = {"slora": "each of the simulated clients draws a mask over all entries of every layer anew"}
+CLIENTS_DEAR = {"slora": "each of the simulated clients draws its own mask over all entries of every layer"}
 """Methods whose clients' side would take hours here, and why."""
 OPTIONS: Mapping[str, Mapping[str, Any]] = {key: {"singular": "randomized"} for key in ("federa", "fr-lora")}
 """Of methods that begin with an SVD of W0."""

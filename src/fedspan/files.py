@@ -58,7 +58,7 @@ def disk_errors(folder: Path, cure: str = "", field: str = "run folder") -> Gene
         where = f" ({error.filename})" if error.filename not in (None, str(folder)) else ""
         why = "the disk is full" if full else f"{error.strerror or error}{where}"
         remedy = "free some space" if full else "put that right"
-        cure = cure or f"the last finished round is intact: {remedy}, then go on with --resume"
+        cure = cure or f"the last finished round is intact: {remedy}, then use --resume"
         problem = f"{str(folder)!r} cannot be used: {why}. {cure[0].upper()}{cure[1:]}"
         raise FedspanError(field, str(folder), problem=problem) from error
 

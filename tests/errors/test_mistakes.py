@@ -35,7 +35,7 @@ def test_a_mistake_is_answered_as_the_page_says(
     assert field == mistake.field
     assert message.splitlines() == [message]
     assert message.startswith(f"`{field}`: ")
-    assert row(mistake, message) in tables[title], "python docs/generate_errors.py writes the page anew"
+    assert row(mistake, message) in tables[title], "python docs/generate_errors.py writes the page"
 
 
 def test_the_page_has_these_rows_and_no_others(tables: dict[str, list[str]]) -> None:

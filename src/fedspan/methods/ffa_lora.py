@@ -2,7 +2,7 @@
 
 Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024, arXiv:2403.12313.
 
-    A = A0 for everybody, for ever (drawn from the shared seed: it never travels)
+    A = A0 for all clients and rounds (drawn from the shared seed, not transmitted)
     client i:  trains B_i from the global B
     server:    B <- sum_i p_i B_i
 

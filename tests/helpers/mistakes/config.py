@@ -94,7 +94,7 @@ FIELDS = [
     Mistake("empty-name", "The model's name is empty.", "model.name", _parse(model__name="")),
     Mistake("method", "An unknown method.", "method.name", _parse(method__name="fedot")),
     Mistake("method-shown", "`fedspan methods fedsa`", "METHOD", _unknown_method),
-    Mistake("method-wrapper", "A wrapper in place of a method.", "method.name", _parse(method__name="fedprox")),
+    Mistake("method-wrapper", "A wrapper instead of a method.", "method.name", _parse(method__name="fedprox")),
     Mistake("wrapper", "An unknown wrapper.", "method.wrappers.0", _parse(method__wrappers=["fedprocks"])),
     Mistake("wrapper-method", "A method as a wrapper.", "method.wrappers.0", _parse(method__wrappers=["rolora"])),
     Mistake("wrapper-number", "A number as a wrapper.", "method.wrappers.0", _parse(method__wrappers=[0.1])),
@@ -121,7 +121,7 @@ FIELDS = [
     ),
     Mistake(
         "wrapper-anew",
-        "A server optimizer around factors that start anew in every round.",
+        "A server optimizer for factors that are re-initialized every round.",
         "method.wrappers.0",
         _parse(method={"name": "fedloru", "tau": 1, "wrappers": ["fedyogi"]}),
     ),
@@ -264,7 +264,7 @@ FIELDS = [
     ),
     Mistake(
         "scratch-quantised",
-        "Weights drawn anew, to be quantised.",
+        "Quantization of newly drawn weights.",
         "model.quantization",
         _parse(model={"name": "builtin:resnet-8", "quantization": "nf4"}),
     ),
