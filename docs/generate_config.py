@@ -49,14 +49,14 @@ def _type(annotation: Any) -> str:
 
 
 def section(title: str, model: type[BaseModel]) -> str:
-    """One table: field, type, default, meaning."""
-    lines = [f"## {title}", "", "| field | type | default | meaning |", "|---|---|---|---|"]
+    """The fields of a section with their types, defaults and descriptions."""
+    lines = [f"## {title}", ""]
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             continue
-        default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)!r}`"
-        meaning = (field.description or "").replace("|", "\\|")
-        lines.append(f"| `{name}` | {_type(field.annotation)} | {default} | {meaning} |")
+        default = field.get_default(call_default_factory=True)
+        value = "required" if field.is_required() else f"default `{default!r}`"
+        lines.append(f"- **`{name}`** (`{_type(field.annotation)}`, {value}): {field.description}")
     return "\n".join(lines) + "\n"
 
 
@@ -72,7 +72,7 @@ def nested(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
 
 
 def page(intro: str = INTRO, top: type[BaseModel] = RunConfig) -> str:
-    """The page of a file: its top level, and a table for each section."""
+    """The page of a file: its top level and its sections."""
     parts = [intro, section("Top level", top)]
     for name, field in top.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):

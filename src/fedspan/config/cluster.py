@@ -18,31 +18,29 @@ class ClusterConfig(Section):
 
     address: str = Field(
         default="local",
-        description="local: a Ray of this machine for the time of the run, which no other machine can reach. auto: "
-        "the cluster that this machine belongs to (RAY_ADDRESS, or ray start). HOST:PORT or ray://HOST:PORT: a cluster "
-        "elsewhere. Whoever reaches a cluster runs code on it: see docs/security.md.",
+        description="local: a temporary Ray on this machine, which no other machine can reach. auto: the cluster "
+        "that this machine belongs to (RAY_ADDRESS, or ray start). HOST:PORT or ray://HOST:PORT: "
+        "another cluster. Anyone who can reach a cluster can run code on it: see docs/security.md.",
     )
     workers: int = Field(
         ge=1,
         le=4096,
-        description="Number of workers. Clients are divided among them by their tokens; with engine.name: loop the "
+        description="Number of workers. Clients are distributed among them by tokens; with engine.name: loop the "
         "results do not depend on the number, with batched they agree to rounding.",
     )
-    threads_per_worker: int = Field(
-        default=1, ge=1, le=1024, description="CPU threads of a worker, in place of threads."
-    )
+    threads_per_worker: int = Field(default=1, ge=1, le=1024, description="CPU threads per worker, instead of threads.")
     gpus_per_worker: float = Field(
         default=0.0,
         ge=0,
         le=64,
         allow_inf_nan=False,
-        description="GPUs of a worker; 0.5: two workers share one. 0: workers train on the CPU.",
+        description="GPUs per worker; 0.5: two workers share one. 0: workers train on the CPU.",
     )
     start_timeout: float = Field(
         default=300.0,
         gt=0,
         allow_inf_nan=False,
-        description="Seconds that workers may take to start, or to start again when all have died.",
+        description="Seconds that workers may take to start, or to restart after all have failed.",
     )
 
     @field_validator("address")

@@ -28,30 +28,31 @@ class EngineConfig(Section):
         default=None,
         ge=1,
         le=1024,
-        description="Clients in a pass of batched; left out: measured at the start, 1 where more would be slower.",
+        description="Clients per pass of batched; default: measured at the start, 1 if more would be slower.",
     )
     workers: int | None = Field(
         default=None,
         ge=1,
         le=1024,
-        description="Threads of batched that train clients side by side on one base; torch's own threads are divided "
-        "among them. Left out: measured. Of flower-sim: processes, each with a base of its own; left out: one for each "
-        "of torch's threads.",
+        description="batched: threads that train clients in parallel on one base and share torch's own threads; "
+        "default: measured. flower-sim: processes, each with its own base; default: one per torch "
+        "thread.",
     )
     padding_free: bool = Field(
         default=True,
-        description="Let the tokens of a batch stand in one row between the first block and the last, with attention "
-        "in bins of whole texts; batched only, where the model has Transformers' eager or sdpa attention.",
+        description="Concatenate the tokens of a batch between the first block and the last, with attention in "
+        "bins of whole texts; batched only, for models with Transformers' eager or sdpa attention.",
     )
     compile: bool = Field(
         default=False,
-        description="Compile the model's blocks with torch.compile for the passes that clients share; batched only, "
-        "without training.lora_dropout. Takes minutes at the start and needs a C++ compiler; batches are padded then.",
+        description="Compile the model's blocks with torch.compile for shared passes; batched only, without "
+        "training.lora_dropout. It takes minutes at the start and needs a C++ compiler; batches are "
+        "then padded.",
     )
     prefix_cache: bool = Field(
         default=True,
-        description="Compute the hidden states that enter the first layer with anything trainable once for each "
-        "example, where layers_to_transform leaves the first layers as they are.",
+        description="Compute the hidden states that enter the first trainable layer once per example, if "
+        "layers_to_transform excludes the first layers.",
     )
     prefix_memory: float = Field(
         default=2.0, ge=0, allow_inf_nan=False, description="GiB of memory for these hidden states."
@@ -59,8 +60,8 @@ class EngineConfig(Section):
     prefix_folder: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder on a local disk for hidden states that take more, in a memory-mapped file that goes with "
-        "the process; left out: they are computed every time then.",
+        description="Folder on a local disk for hidden states beyond prefix_memory, in a memory-mapped file that "
+        "is removed with the process; default: compute them every time.",
     )
 
     def build_prefix_settings(self, batch_size: int) -> PrefixSettings | None:

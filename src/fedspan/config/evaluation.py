@@ -16,38 +16,39 @@ class EvaluationConfig(Section):
     """Evaluation during the run."""
 
     every: int = Field(default=1, ge=1, description="Rounds between evaluations; the last round is always evaluated.")
-    batch_size: int = Field(default=64, ge=1, description="Texts of one forward pass.")
+    batch_size: int = Field(default=64, ge=1, description="Examples per forward pass.")
     clients: int | None = Field(
         default=None,
         ge=1,
-        description="How many clients are measured on their own validation and test parts (and, where every client has "
-        "a model of its own, on the held-out set): the same ones in every round, drawn by the seed; left out: all. "
-        "Where every client has a model of its own, those of these clients are written at the end.",
+        description="Number of clients that are evaluated on their own validation and test parts (personal models "
+        "also on the test set): the same ones in every round, drawn by the seed; default: all. Of "
+        "personal models, only those of these clients are exported.",
     )
     metric: str | None = Field(
         default=None,
-        description="By which the best round is chosen, on the clients' validation parts; left out: accuracy, pearson "
-        "or loss, by task. The validation loss decides between equal values, then the later round.",
+        description="Metric that selects the best round on the clients' validation parts; default: accuracy, "
+        "pearson or loss, by task. Ties are broken by the validation loss, then by the later round.",
     )
     best_by: Literal["metric", "loss"] = Field(
         default="metric",
-        description="Whether rounds are compared, for the best one and for early stopping, by that metric or by the "
-        "validation loss, which is steadier where the validation parts are small. By the loss, a round "
-        "replaces the start if it gains more on it than the standard error of that gain.",
+        description="Compare rounds, for the best one and for early stopping, by the metric or by the validation "
+        "loss, which is less noisy on small validation parts. By the loss, a round must be better "
+        "than the start by more than 1 %.",
     )
     diagnostics: int | None = Field(
         default=None,
         ge=1,
-        description="Rounds between two diagnoses of the clients' updates: what fedspan diagnose measures in every "
-        "target layer is written to metrics.jsonl and shown by fedspan report; left out: never, as it takes time. "
-        "Not between machines, where no process sees both ends of an update, and not under privacy.",
+        description="Rounds between diagnoses of the clients' updates: the measures of fedspan diagnose for every "
+        "target layer are written to metrics.jsonl and shown by fedspan report; default: never, "
+        "because it takes time. Not in deployments, where no process sees both ends of an update, and "
+        "not under privacy.",
     )
     generate: bool = Field(
         default=False,
-        description="causal-lm: at the end let the model answer the held-out prompts and count exact matches.",
+        description="causal-lm: at the end, generate answers to the held-out prompts and count exact matches.",
     )
     max_new_tokens: int = Field(
-        default=64, ge=1, le=2**17, description="Tokens at which a generated answer ends at the latest."
+        default=64, ge=1, le=2**17, description="Maximum number of tokens of a generated answer."
     )
     answer_pattern: str | None = Field(
         default=None,

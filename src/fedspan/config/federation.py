@@ -77,19 +77,22 @@ class SecureConfig(Section):
         default=100.0,
         gt=0,
         allow_inf_nan=False,
-        description="A client's change of all that it sends is scaled down to this norm, if it has a greater one. "
-        "The smaller, the finer the steps: an entry of the mean is off by about clip times clients over 2^bits.",
+        description="Norm to which a client's whole change is clipped. A smaller norm gives finer quantization: "
+        "the error of an entry of the mean is about clip times clients over 2^bits.",
     )
-    bits: Literal[32, 64] = Field(default=32, description="Of the integers that are sent up in place of floats.")
+    bits: Literal[32, 64] = Field(default=32, description="Bits of the integers that are sent instead of floats.")
     threshold: float = Field(
         default=2 / 3,
         gt=0.5,
         le=1,
-        description="Share of a client and its neighbours that can open its masks: so many must still be there in the "
-        "end, and no fewer can open them without the client's leave.",
+        description="Share of a client and its neighbours that can reconstruct its masks: at least this share "
+        "must remain until the end, and fewer cannot reconstruct them.",
     )
     neighbours: int | None = Field(
-        default=None, ge=2, le=1000, description="Clients that each masks with; left out: all, up to 100."
+        default=None,
+        ge=2,
+        le=1000,
+        description="Number of clients with which each client masks; default: all, up to 100.",
     )
 
 
@@ -100,115 +103,117 @@ class FederationConfig(Section):
     early_stopping: int | None = Field(
         default=None,
         ge=1,
-        description="Stop after this many rounds without a better score on the clients' validation parts; left out: "
-        "run all rounds. Baselines stop by the same rule.",
+        description="Stop after this many rounds without a better score on the clients' validation parts; "
+        "default: run all rounds. Baselines stop by the same rule.",
     )
-    clients_per_round: int | None = Field(default=None, ge=1, description="Clients asked each round; left out: all.")
+    clients_per_round: int | None = Field(
+        default=None, ge=1, description="Number of clients selected per round; default: all."
+    )
     weights: Literal["examples", "uniform"] = Field(
         default="examples", description="Weight of a client's reply in the average."
     )
     ranks: Ranks | None = Field(
         default=None,
-        description="Ranks of the clients, for methods that allow different ones. By client id: {client-00: 4}. In "
-        "turn: [4, 8, 16]. By shares of the clients, who are shuffled: {assign: fractions, of: {4: 0.5, 8: 0.3, 16: "
-        "0.2}}. Drawn for every client: {assign: draw, of: [4, 8, 16]}. The last two take a seed; left out: that of "
-        "the partition of the data. Whom nothing names has method.r.",
+        description="Ranks of the clients, for methods that support different ranks. By client id: {client-00: "
+        "4}. Cyclically: [4, 8, 16]. By shares of the shuffled clients: {assign: fractions, of: {4: "
+        "0.5, 8: 0.3, 16: 0.2}}. Drawn for every client: {assign: draw, of: [4, 8, 16]}. The last two "
+        "accept a seed; default: the partition's seed. All other clients have method.r.",
     )
     scaling: Literal["by-rank", "equal"] = Field(
         default="by-rank",
-        description="Factor on a client's B A under different ranks. by-rank: lora_alpha over its own rank. equal: "
-        "lora_alpha over method.r for all, as if each had its own alpha.",
+        description="Scaling of a client's B A with different ranks. by-rank: lora_alpha over its own rank. "
+        "equal: lora_alpha over method.r for all clients.",
     )
     max_weight_ratio: float | None = Field(
         default=4.0,
         ge=1,
         allow_inf_nan=False,
-        description="No client weighs more than this many times the cohort's median by a number of examples that only "
-        "the client knows. Simulated clients have the examples of the partition and are not limited, nor are nodes "
-        "with --max-examples, which have a limit of their own. Clients that it limits are named. null: no limit. Not "
+        description="Limit of a client's weight, as a multiple of the cohort's median weight, because nodes "
+        "declare their own numbers of examples. Limited clients are reported. null: no limit. Not "
         "under secure.",
     )
     reduction: Reduction = Field(
         default="mean",
-        description="How replies are combined: their weighted mean, after clip_ratio; or, for methods that sum, by a "
-        "rule that a few hostile clients cannot move far. See docs/robustness.md.",
+        description="How replies are combined: by their weighted mean, after clip_ratio; or, for methods that "
+        "sum, by a rule that bounds the influence of a few hostile clients. See docs/robustness.md.",
     )
     clip_ratio: float | None = Field(
         default=1.5,
         gt=0,
         allow_inf_nan=False,
-        description="mean: a reply whose change has a norm of more than this many times the round's median is scaled "
-        "down to that norm, from 3 replies on, also in methods that stack; null: none is. Not under secure, which has "
-        "a clip of its own, nor under central privacy.",
+        description="mean: scale a change down to this multiple of the round's median norm, from 3 replies on, "
+        "also in methods that stack; null: no clipping. Not under secure, which has its own clip, nor "
+        "under central privacy.",
     )
     max_norm: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="mean: L2 norm to which a larger change of a client is scaled down, in place of clip_ratio.",
+        description="mean: L2 norm to which a client's larger change is scaled down, instead of clip_ratio.",
     )
     trim: float = Field(
         default=0.1,
         gt=0,
         lt=0.5,
-        description="trimmed-mean: share of the replies dropped at each end, rounded up. multi-krum: share of hostile "
-        "clients that it withstands, rounded up.",
+        description="trimmed-mean: share of the replies dropped at each end, rounded up. multi-krum: share of "
+        "hostile clients that it tolerates, rounded up.",
     )
     over_select: int = Field(
         default=0,
         ge=0,
-        description="Number of clients that are asked in a round beyond clients_per_round. The round goes on as "
-        "soon as clients_per_round good replies are there; the other clients are late, and named. In "
-        "the simulator it needs simulation.speed to have an effect.",
+        description="Number of clients selected in addition to clients_per_round. The round ends after "
+        "clients_per_round valid replies; the other clients are reported as late. In the simulator it "
+        "needs simulation.speed to have an effect.",
     )
     min_replies: int | None = Field(
         default=None,
         ge=1,
-        description="Good replies without which a round does not stand; left out: more than half of the clients "
-        "wanted. Between machines, and in the simulator where replies can fail (simulation, secure).",
+        description="Number of valid replies that a round needs; default: more than half of the requested ones. "
+        "In deployments, and in the simulator where replies can fail (simulation, secure).",
     )
     deadline: float = Field(
         default=3600.0,
         gt=0,
         allow_inf_nan=False,
-        description="Seconds that clients have for a round; in the simulator, on the clock of simulation.speed.",
+        description="Seconds that clients have for a round; in the simulator, on the simulated clock of "
+        "simulation.speed.",
     )
     max_missed_rounds: int | None = Field(
         default=2,
         ge=1,
-        description="A client whose reply did not count in this many of its rounds in a row is still sent orders, but "
-        "not waited for if the other clients' replies suffice, except after twice, four times, eight times as many "
-        "rounds. It is waited for again once a reply of it counts. null: every client is waited for until the "
-        "deadline. Without effect under over_select.",
+        description="Number of consecutive missed rounds after which the server still sends orders to a client "
+        "but does not wait for it, if the other replies suffice. It waits again after two, four, "
+        "eight times as many rounds, and after a valid reply. null: always wait until the deadline. "
+        "No effect with over_select.",
     )
     reconnect_timeout: float = Field(
         default=300.0,
         ge=0,
         allow_inf_nan=False,
-        description="On Flower: seconds that a round which asks again waits for clients that are offline; a node that "
-        "was killed is let in again after a minute.",
+        description="Flower: seconds that a retry waits for offline clients; a killed node is readmitted after a "
+        "minute.",
     )
     retries: int = Field(
         default=2,
         ge=0,
-        description="How often the missing clients of a round are asked again where there are too few good "
-        "replies; after that the run stops, to be resumed.",
+        description="How often a round without enough valid replies sends the order again to the missing clients; "
+        "then the run stops and can be resumed.",
     )
     message_mib: int = Field(
-        default=1024, ge=1, le=2048, description="On Flower: MiB of a reply, at most; a larger one is not taken."
+        default=1024, ge=1, le=2048, description="Flower: maximum size of a reply in MiB; larger ones are refused."
     )
     max_norm_ratio: float | None = Field(
         default=10.0,
         gt=1,
         allow_inf_nan=False,
-        description="A reply whose change has a norm of more than this many times the round's median is dropped, "
-        "from 3 replies on; null: none is. Between machines, and in the simulator under simulation.",
+        description="Drop a reply whose change has a norm above this multiple of the round's median, from 3 "
+        "replies on; null: drop none. In deployments, and in the simulator under simulation.",
     )
     secure: SecureConfig | None = Field(
         default=None,
-        description="Secure aggregation, for methods whose replies sum; between machines and in the simulator; "
-        "needs fedspan[secagg]. {}: with the defaults below. max_norm_ratio does not apply then: "
-        "nobody sees single replies.",
+        description="Secure aggregation, for methods whose replies sum, in deployments and in the simulator; "
+        "needs fedspan[secagg]. {}: with the defaults below. max_norm_ratio does not apply, because "
+        "the server sees no single replies.",
     )
 
     @model_validator(mode="after")

@@ -46,8 +46,8 @@ class MethodConfig(BaseModel):
     name: str = Field(default="fedit", description="Key of the method; fedspan methods lists them.")
     wrappers: list[WrapperConfig] = Field(
         default_factory=list,
-        description="Wrappers around it, from the inside out: a key of fedspan methods, or with options {name: "
-        "fedprox, mu: 0.1}.",
+        description="Wrappers around the method, from the inside out: keys of fedspan methods, or with options "
+        "{name: fedprox, mu: 0.1}.",
     )
 
     @property

@@ -25,60 +25,62 @@ class ModelConfig(Section):
     revision: str | None = Field(default=None, description="Branch, tag or commit of a hub model.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
-        description="Number format of the frozen base; what trains (factors, head, modules_to_save) is float32.",
+        description="Number format of the frozen base; trained tensors (factors, head, modules_to_save) are float32.",
     )
     quantization: Literal["nf4", "int8"] | None = Field(
         default=None,
-        description="Keep the frozen base in 4 or 8 bits (bitsandbytes; the extra fedspan[quantization]). It computes "
-        "in dtype; the head and modules_to_save are not quantised.",
+        description="Load the frozen base in 4 or 8 bits (bitsandbytes; the extra fedspan[quantization]). It "
+        "computes in dtype; the head and modules_to_save are not quantized.",
     )
     device_map: Literal["auto"] | None = Field(
         default=None,
-        description="auto: of a base that is too large for the device, what does not fit waits in the CPU's memory or "
-        "on disk (accelerate), and is copied for every use; engine.name: loop only. Training keeps the copies until "
-        "the backward pass; with gradient_checkpointing, those of one block.",
+        description="auto: parts of a base that do not fit on the device stay in CPU memory or on disk "
+        "(accelerate) and are copied for every use; only with engine.name: loop. Training holds the "
+        "copies until the backward pass; with gradient_checkpointing, those of one block.",
     )
     max_memory: dict[Literal["device", "cpu"], Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         default_factory=dict,
-        description="GiB that device_map may fill, by device and cpu; left out: what is free.",
+        description="GiB that device_map may use, by device and cpu; default: all free memory.",
     )
     attention: Literal["auto", "eager", "sdpa"] = Field(
         default="auto",
-        description="Attention implementation; auto: eager on a CPU (faster to train there on short texts), else "
+        description="Attention implementation; auto: eager on a CPU (faster to train on short texts), otherwise "
         "Transformers' choice.",
     )
     target_modules: list[str] | str | None = Field(
         default=None,
-        description="Names or suffixes, a regex, or all-linear; left out: PEFT's default of the architecture.",
+        description="Names or suffixes, a regex, or all-linear; default: PEFT's default for the architecture.",
     )
     exclude_modules: list[str] | str | None = Field(
-        default=None, description="Names or suffixes, or a regex, to leave out."
+        default=None, description="Names or suffixes, or a regex, to exclude."
     )
     layers_to_transform: list[int] | int | None = Field(
         default=None, description="Indices of the transformer layers to adapt."
     )
     layers_pattern: list[str] | str | None = Field(
-        default=None, description="Name of the list of layers, if PEFT can't guess."
+        default=None, description="Name of the list of layers, if PEFT cannot infer it."
     )
     modules_to_save: list[Annotated[str, Field(min_length=1)]] = Field(
-        default_factory=list, description="Modules that train whole, beside the classification head."
+        default_factory=list, description="Modules that train as a whole, in addition to the classification head."
     )
     extras: Literal["average", "local", "frozen"] | None = Field(
-        default=None, description="What becomes of the head and modules_to_save; left out: the method's own way."
+        default=None,
+        description="How the head and modules_to_save are combined: averaged, local to each client, or frozen; "
+        "default: the method's policy.",
     )
     extras_lr_scale: float = Field(
         default=1.0, gt=0, allow_inf_nan=False, description="Learning rate of the extras, as a multiple of training.lr."
     )
     pooling: Literal["auto", "stock", "mean", "cls", "max", "last"] = Field(
         default="auto",
-        description="Of texts, before the head. stock: Transformers' own classifier. mean, max, cls, last: over an "
-        "encoder's last hidden states. auto: a sentence encoder's own, which it was trained with; stock for all "
-        "others.",
+        description="Pooling of texts before the head. stock: Transformers' own classifier. mean, max, cls, last: "
+        "over an encoder's last hidden states. auto: a sentence encoder's own pooling; stock for all "
+        "other models.",
     )
     pooling_normalize: bool | None = Field(
         default=None,
-        description="With pooling mean, max, cls or last: whether pooled states are divided by their norm; left out: "
-        "as the encoder's modules.json has it.",
+        description="With pooling mean, max, cls or last: normalize pooled states to length 1; default: as in the "
+        "encoder's modules.json.",
     )
     head_init: Literal["auto", "class-means", "lda", "least-squares", "random"] = Field(
         default="auto",
@@ -88,18 +90,21 @@ class ModelConfig(Section):
     )
     adapter: str | None = Field(default=None, min_length=1, description="Folder of a PEFT LoRA adapter to start from.")
     max_length: int = Field(
-        default=128, ge=2, description="Tokens of a text beyond this are cut; causal-lm: of prompt and answer together."
+        default=128,
+        ge=2,
+        description="Maximum number of tokens; longer texts are truncated. causal-lm: of prompt and answer together.",
     )
     pretrained: bool = Field(
         default=True,
-        description="false: only the architecture is taken; all weights are drawn from the seed, and all outside "
-        "target_modules train with the extras. builtin:resnet-8, -10 and -18, for small images, are always so.",
+        description="false: use only the architecture. All weights are drawn from the seed, and all outside "
+        "target_modules train as extras. Always false for builtin:resnet-8, -10 and -18, which are "
+        "for small images.",
     )
     image_size: int | None = Field(
         default=None,
         ge=8,
         le=4096,
-        description="image-classification: rows and columns that images are resized to; left out: as the model says.",
+        description="image-classification: height and width to which images are resized; default: the model's.",
     )
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations: less memory, more time.")
 

@@ -24,93 +24,100 @@ class NodeLimits(Section):
     """What a server may ask of this node."""
 
     methods: list[Annotated[str, Field(min_length=1)]] | None = Field(
-        default=None, description="Methods that it may name; left out: all."
+        default=None, description="Methods that a server may name; default: all."
     )
     models: list[Annotated[str, Field(min_length=1)]] | None = Field(
         default=None,
-        description="Base models that it may name (model.name), besides those under models, as patterns: roberta-base, "
-        "google/*, or name@revision where a run names a revision. Nothing else is loaded or looked up on the hub. Left "
-        "out: the builtin: models.",
+        description="Base models that a server may name (model.name), in addition to those under models, as "
+        "patterns: roberta-base, google/*, or name@revision if a run names a revision. Nothing else "
+        "is loaded or requested from the hub. Default: the builtin: models.",
     )
     from_scratch: bool = Field(
         default=False,
-        description="Allow model.pretrained: false, where all weights come from the server. builtin:resnet-8, -10 and "
-        "-18 are always so.",
+        description="Allow model.pretrained: false, where all weights come from the server; builtin:resnet-8, -10 "
+        "and -18 are always trained so.",
     )
     rounds: int | None = Field(
         default=None,
         ge=1,
-        description="Rounds of a run, at most, and of all runs of this server on this data together; "
-        "an order that is repeated unchanged counts once. Left out: no limit.",
+        description="Maximum number of rounds of a run, and of all runs of this server on this data together; a "
+        "repeated, unchanged order counts once. Default: no limit.",
     )
-    runs: int = Field(default=1000, ge=1, description="Runs of this server that this node joins with this data.")
+    runs: int = Field(default=1000, ge=1, description="Maximum number of runs of this server on this data.")
     evaluations: int = Field(
         default=2000,
         ge=0,
-        description="Evaluations, exports and head statistics that all runs of this server may ask for on this data.",
+        description="Maximum number of evaluations, exports and head statistics of all runs of this server on "
+        "this data.",
     )
     evaluation_examples: int = Field(
         default=10,
         ge=1,
-        description="Examples that a validation or test part needs for its metrics to be sent. Metrics of n examples "
-        "are rounded to multiples of half this number over n, so that no small group shows. 1: sent as measured.",
+        description="Minimum number of examples of a validation or test part for its metrics to be sent. Metrics "
+        "of n examples are rounded to multiples of half this number over n, so that small groups are "
+        "not visible. 1: sent as measured.",
     )
     train_examples: int = Field(
-        default=10, ge=1, description="Training examples that this node must have to take part in a run."
+        default=10,
+        ge=1,
+        description="Minimum number of training examples that this node needs to participate in a run.",
     )
     steps: int = Field(
         default=20_000,
         ge=1,
-        description="Forward and backward passes of an order: local_steps, or local_epochs over this node's batches, "
-        "times gradient_accumulation_steps.",
+        description="Maximum number of forward and backward passes of an order: local_steps, or local_epochs over "
+        "this node's batches, times gradient_accumulation_steps.",
     )
-    batch: int = Field(default=1024, ge=1, description="Examples of one pass in training (batch_size) and evaluation.")
-    tokens: int = Field(default=8192, ge=2, description="Tokens of an example (model.max_length).")
-    image_size: int = Field(default=1024, ge=8, description="Rows and columns of an image (model.image_size).")
-    rank: int = Field(default=512, ge=1, description="Rank of an adapter (method.r, federation.ranks).")
+    batch: int = Field(default=1024, ge=1, description="Maximum batch size in training (batch_size) and evaluation.")
+    tokens: int = Field(default=8192, ge=2, description="Maximum number of tokens of an example (model.max_length).")
+    image_size: int = Field(default=1024, ge=8, description="Maximum height and width of an image (model.image_size).")
+    rank: int = Field(default=512, ge=1, description="Maximum rank of an adapter (method.r, federation.ranks).")
     round_seconds: float = Field(
         default=3600.0,
         gt=0,
         allow_inf_nan=False,
-        description="Seconds that an order may take, beside the loading of the model after a restart; then the process "
-        "that trains is killed and restarted.",
+        description="Maximum duration of an order in seconds, without loading the model after a restart; then the "
+        "training process is killed and restarted.",
     )
     epsilon: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="Epsilon that all runs of this server together may spend of this data; runs without "
-        "privacy.mechanism local or dp-sgd are refused then. Left out: no limit.",
+        description="Epsilon that all runs of this server together may spend on this data; runs without "
+        "privacy.mechanism local or dp-sgd are then refused. Default: no limit.",
     )
-    delta: float = Field(default=1e-5, gt=0, lt=1, description="Of epsilon.")
+    delta: float = Field(default=1e-5, gt=0, lt=1, description="Delta for epsilon.")
     secure_only: bool = Field(
         default=False,
-        description="Take part in runs with federation.secure only: no reply leaves this node but under masks.",
+        description="Participate only in runs with federation.secure: replies leave this node only under masks.",
     )
     secure_clients: int = Field(
         default=3,
         ge=2,
-        description="Clients, this one and those that mask with it, without whom it gives nothing that removes masks; "
-        "2 where a sum of two is hidden well enough.",
+        description="Minimum number of clients in the sum, among this node and its neighbours, before it reveals "
+        "shares; 2 if a sum of two is private enough.",
     )
     head_statistics: bool = Field(
         default=True,
-        description="Send statistics that a run's head starts from (model.head_init): averages of the features of this "
-        "node's examples, and how many of them have each label. false: the head starts without this node.",
+        description="Send statistics for the initialization of a run's head (model.head_init): averages of the "
+        "features of this node's examples, and their number per label. false: the head starts without "
+        "this node.",
     )
     class_examples: int = Field(
         default=2,
         ge=1,
-        description="Examples that a label needs here to be counted in these statistics; examples of rarer labels are "
-        "left out. With 1, the mean of a label may be the features of a single example. A regression's numbers count "
-        "as one label.",
+        description="Minimum number of examples of a label in these statistics; rarer labels are omitted. With 1, "
+        "the mean of a label may be the features of a single example. Regression targets count as one "
+        "label.",
     )
     approve: Literal["auto", "ask"] = Field(
         default="auto",
-        description="ask: a new run, or one whose config the server changed, waits until this node's operator approves "
-        "it (fedspan approve). auto: what the other limits allow is carried out.",
+        description="ask: a new run, or one with a changed config, waits for the approval of this node's operator "
+        "(fedspan approve). auto: carry out what the other limits allow.",
     )
-    message_mib: int = Field(default=1024, ge=1, le=2048, description="MiB of a message, at most, in and out.")
+    message_mib: int = Field(
+        default=1024, ge=1, le=2048, description="Maximum size of a message in MiB, in both directions."
+    )
 
     @property
     def message_bytes(self) -> int:
@@ -121,34 +128,34 @@ class NodeLimits(Section):
 class NodeConfig(Section):
     """A data owner's node: its id, its data and its limits."""
 
-    id: str = Field(min_length=1, max_length=256, description="Its stable name in every federation.")
-    server: str = Field(min_length=1, description="The server, host:port.")
+    id: str = Field(min_length=1, max_length=256, description="Stable id of the node in every federation.")
+    server: str = Field(min_length=1, description="Address of the server, host:port.")
     authority: str | None = Field(
-        default=None, min_length=1, description="File with the certificate that the server's operator gave out: ca.crt."
+        default=None, min_length=1, description="File with the certificate from the server's operator: ca.crt."
     )
-    key: str | None = Field(default=None, min_length=1, description="File with its private key.")
-    folder: str = Field(default="fedspan-node", min_length=1, description="Where it keeps what it must remember.")
+    key: str | None = Field(default=None, min_length=1, description="File with the node's private key.")
+    folder: str = Field(default="fedspan-node", min_length=1, description="Folder of the node's persistent state.")
     data: dict[str, Any] = Field(
-        description="Its data, as in a run's config: train, test, text, label, group, ... Only what belongs to the "
-        "problem (labels, chat, system, packing, long_answers, and a prompt if the run has one) comes from the server."
+        description="The node's data, as in a run's config: train, test, text, label, group, ... Only fields that "
+        "define the problem (labels, chat, system, packing, long_answers, and a prompt if the run has "
+        "one) come from the server."
     )
-    validation: float = Field(default=0.1, ge=0, lt=1, description="Share of its examples for validation.")
-    test: float = Field(default=0.1, ge=0, lt=1, description="Share of its examples for its own test.")
-    split_seed: int = Field(
-        default=0, ge=0, lt=2**63, description="Seed of this split, which is the same in all runs whatever their seed."
-    )
+    validation: float = Field(default=0.1, ge=0, lt=1, description="Share of the node's examples for validation.")
+    test: float = Field(default=0.1, ge=0, lt=1, description="Share of the node's examples for its own test.")
+    split_seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of this split, independent of the run's seed.")
     peers: dict[str, Fingerprint] | None = Field(
         default=None,
-        description="Nodes with which it enters secure sums, by id, with the fingerprints of their keys as ssh-keygen "
-        "-l prints them: {clinic-b: SHA256:...}. Their session keys must be signed by these keys, so that the server "
-        "can neither invent nodes nor put itself between them. Left out: the server is trusted with that.",
+        description="Nodes with which this node joins secure aggregation, by id, with the fingerprints of their "
+        "keys as ssh-keygen -l prints them: {clinic-b: SHA256:...}. Their session keys must be signed "
+        "with these keys, so that the server can neither invent nodes nor intercept their messages. "
+        "Default: trust the server's list.",
     )
     models: dict[str, str] = Field(
         default_factory=dict,
-        description="Folders here of models and adapters that a server may name (model.name, model.adapter): {name: "
-        "folder}.",
+        description="Local folders of models and adapters that a server may name (model.name, model.adapter): "
+        "{name: folder}.",
     )
-    device: str | None = Field(default=None, description="auto, cpu, cuda, cuda:1, mps; left out: auto.")
+    device: str | None = Field(default=None, description="auto, cpu, cuda, cuda:1, mps; default: auto.")
     threads: int | None = Field(default=None, ge=1, le=1024, description="CPU threads of torch.")
     limits: NodeLimits = Field(default_factory=NodeLimits)
 

@@ -37,39 +37,52 @@ __all__ = ["EvaluationConfig", "RunConfig", "TrainingConfig"]
 class TrainingConfig(Section):
     """Local training of one client in one round."""
 
-    optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="SGD takes training.momentum.")
+    optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="SGD uses training.momentum.")
     lr: float | Literal["auto"] = Field(
         default=2e-3,
-        description="Peak learning rate. auto: chosen before the first round by a range test, which trains a few steps "
-        "with each of several rates and takes the one with the lowest loss on the clients' validation parts. Where "
-        "the clients are in this process or in Flower's simulation, without privacy.",
+        description="Peak learning rate. auto: selected before the first round by a range test, which trains a "
+        "few steps with each of several rates and selects the lowest loss on the clients' validation "
+        "parts. Only for clients in this process or in Flower's simulation, without privacy.",
     )
-    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Across rounds.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Schedule of the learning rate across rounds."
+    )
     warmup_rounds: int = Field(default=0, ge=0, description="Rounds of linear warm-up.")
-    min_lr: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="What a schedule falls to; at most lr.")
-    cycle_rounds: int | None = Field(default=None, ge=1, description="Rounds after which a schedule restarts.")
-    momentum: float = Field(default=0.0, ge=0, lt=1, description="Of SGD.")
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="Of AdamW.")
-    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="Of AdamW.")
-    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Decoupled for AdamW, L2 for SGD.")
-    batch_size: int = Field(default=16, ge=1, description="Examples of one pass.")
-    gradient_accumulation_steps: int = Field(default=1, ge=1, description="Passes of one optimizer step.")
-    local_epochs: int = Field(default=1, ge=1, description="Passes over a client's examples each round.")
-    local_steps: int | None = Field(default=None, ge=1, description="Optimizer steps a round, not local_epochs.")
-    max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False, description="Clips gradients; 0: never.")
-    optimizer_state: Literal["reset", "keep"] = Field(
-        default="reset", description="Whether a client's moments are reset each round or stay on the client."
+    min_lr: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="Final learning rate of a schedule; at most lr."
     )
-    lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="On the adapters' input.")
+    cycle_rounds: int | None = Field(default=None, ge=1, description="Rounds after which a schedule restarts.")
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum of SGD.")
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="Betas of AdamW.")
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="Epsilon of AdamW.")
+    weight_decay: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="Weight decay: decoupled for AdamW, L2 for SGD."
+    )
+    batch_size: int = Field(default=16, ge=1, description="Examples per forward and backward pass.")
+    gradient_accumulation_steps: int = Field(default=1, ge=1, description="Passes per optimizer step.")
+    local_epochs: int = Field(default=1, ge=1, description="Epochs over a client's examples per round.")
+    local_steps: int | None = Field(
+        default=None, ge=1, description="Optimizer steps per round, instead of local_epochs."
+    )
+    max_grad_norm: float = Field(
+        default=1.0, ge=0, allow_inf_nan=False, description="Norm to which gradients are clipped; 0: no clipping."
+    )
+    optimizer_state: Literal["reset", "keep"] = Field(
+        default="reset",
+        description="reset: re-initialize a client's moments every round. keep: store them on the client.",
+    )
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the adapters' input.")
     logit_adjustment: float = Field(
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        description="Classifiers whose clients differ in their classes: add so many times the logarithm of a class's "
-        "share of the client's examples to its logit in local training, so that a client does not unlearn the classes "
-        "that it lacks (logit calibration; 1 is the usual strength). 0: off.",
+        description="For clients with different classes: add this multiple of the logarithm of a class's share of "
+        "the client's examples to its logit in local training, so that a client does not unlearn "
+        "classes that it lacks (logit calibration; usually 1). 0: off.",
     )
-    group_by_length: bool = Field(default=True, description="Batches of texts of similar length: less padding.")
+    group_by_length: bool = Field(
+        default=True, description="Put texts of similar length into a batch, which reduces padding."
+    )
 
     @field_validator("betas")
     @classmethod
@@ -102,14 +115,14 @@ class RunConfig(Section):
 
     task: TaskName = Field(
         default="sequence-classification",
-        description="sequence-classification: one label for a text or a pair. image-classification: one for an image. "
-        "regression: one number. causal-lm: an answer to a prompt (instruction tuning). Left out: that of "
-        "data.dataset, if there is one.",
+        description="sequence-classification: a label for a text or a pair. image-classification: a label for an "
+        "image. regression: a number. causal-lm: an answer to a prompt (instruction tuning). Default: "
+        "the task of data.dataset, if set.",
     )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Every random draw follows from it.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of every random draw.")
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, mps.")
     threads: int | None = Field(
-        default=None, ge=1, le=1024, description="CPU threads of torch; left out: torch's choice."
+        default=None, ge=1, le=1024, description="CPU threads of torch; default: torch's choice."
     )
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig
@@ -118,7 +131,7 @@ class RunConfig(Section):
     federation: FederationConfig = Field(default_factory=FederationConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     privacy: PrivacyConfig | None = Field(
-        default=None, description="Differential privacy; left out: none. See docs/privacy.md."
+        default=None, description="Differential privacy; default: none. See docs/privacy.md."
     )
     simulation: SimulationConfig | None = Field(
         default=None,
@@ -129,18 +142,20 @@ class RunConfig(Section):
     engine: EngineConfig = Field(default_factory=EngineConfig)
     cluster: ClusterConfig | None = Field(
         default=None,
-        description="Train the clients in several processes, on one machine or many, with Ray; needs fedspan[cluster]. "
-        "Left out: in this process. See docs/cluster.md.",
+        description="Train the clients in several processes, on one machine or many, with Ray; needs "
+        "fedspan[cluster]. Default: in this process. See docs/cluster.md.",
     )
     baselines: list[Literal["local", "centralized"]] = Field(
-        default_factory=list, description="What to train beside the federation, for comparison, with equal passes."
+        default_factory=list,
+        description="Baselines to train in addition, for comparison, with the same number of passes.",
     )
     centralized_lr: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="Learning rate of the centralized baseline, which takes as many steps an epoch as all clients "
-        "together and so wants a smaller one; left out: training.lr, or with auto a range test of its own.",
+        description="Learning rate of the centralized baseline. It takes as many steps per epoch as all clients "
+        "together and usually needs a smaller rate. Default: training.lr, or with auto its own range "
+        "test.",
     )
 
     @model_validator(mode="before")

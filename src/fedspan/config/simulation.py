@@ -54,19 +54,20 @@ class SimulationConfig(Section):
 
     dropout: Probability | dict[str, Probability] = Field(
         default=0.0,
-        description="Probability that a client that is asked to train does not reply; or one by client id, and 0 for "
-        "the others. Under secure aggregation a client may fall silent before any of the protocol's messages.",
+        description="Probability that a client does not reply to an order to train; or probabilities by client "
+        "id, and 0 for the others. Under secure aggregation a client may drop out before any of the "
+        "protocol's messages.",
     )
     speed: SpeedConfig | None = Field(
         default=None,
-        description="Speeds of the clients, so that federation.deadline and federation.over_select have an effect; "
-        "left out: nobody is late.",
+        description="Speeds of the clients, for federation.deadline and federation.over_select; default: no "
+        "client is late.",
     )
-    faults: FaultsConfig | None = Field(default=None, description="Clients with bad replies; left out: none.")
+    faults: FaultsConfig | None = Field(default=None, description="Clients with bad replies; default: none.")
     validation: bool = Field(
         default=True,
         description="Validate replies as in a deployment: form, finite numbers, federation.max_norm_ratio. false: "
-        "every reply counts, to study aggregation rules by themselves.",
+        "every reply counts, to study aggregation rules alone.",
     )
 
     def build_conditions(self, seed: int) -> Conditions:

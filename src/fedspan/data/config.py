@@ -35,157 +35,154 @@ class DataConfig(BaseModel):
     dataset: str | None = Field(
         default=None,
         min_length=1,
-        description="A data set that fedspan knows (fedspan data lists them): sst2, gsm8k. It fills train, test, the "
-        "columns, the splits and the prompt as far as they are not given. If train is a local file, the columns are "
-        "those of the original files or those of the hub, whichever the file has.",
+        description="Name of a data set that fedspan knows (fedspan data lists them): sst2, gsm8k. It sets train, "
+        "test, the columns, the splits and the prompt unless the config sets them. For a local file, "
+        "the columns are those of the publisher's files or of the hub, whichever the file has.",
     )
     train: str | None = Field(
         default=None,
         validate_default=True,
         min_length=1,
-        description="Training examples: a .csv, .tsv, .txt, .jsonl, .json (a list of objects), .parquet or Excel file, "
-        "the text formats also as .gz; or a folder, .zip or .tar with one folder of .txt files for each class (or "
-        "domain/class); or the id of a data set on the Hugging Face hub, such as PolyAI/banking77; or "
-        "builtin:patient-messages, a small corpus that comes with fedspan. image-classification also takes a folder, "
-        ".zip or .tar with one folder of images for each class (or domain/class), MNIST's idx files "
-        "(train-images-idx3-ubyte.gz, the labels beside it) and CIFAR's binary batches. Fields inside fields of JSON "
-        "and parquet are columns with dots in their names: meta.label. Braces in a table's path stand for any name and "
-        "become a column: clinics/{hospital}/train.csv with partition.column: hospital gives each file to one client. "
-        "Required unless there is a `dataset`.",
+        description="Training examples. A file: .csv, .tsv, .txt, .jsonl, .json (a list of objects), .parquet or "
+        "Excel, the text formats also as .gz. A folder, .zip or .tar with one folder of .txt files "
+        "(image-classification: of images) per class, or domain/class. MNIST's idx files "
+        "(train-images-idx3-ubyte.gz, with the labels next to it) and CIFAR's binary batches. The id "
+        "of a data set on the Hugging Face hub, such as PolyAI/banking77. builtin:patient-messages, a "
+        "small corpus that is part of fedspan. Nested fields of JSON and parquet are columns with "
+        "dots: meta.label. Braces in a table's path match any name, which becomes a column: "
+        "clinics/{hospital}/train.csv with partition.column: hospital makes each file a client. "
+        "Required without `dataset`.",
     )
     test: str | None = Field(
         default=None,
         min_length=1,
-        description="Test examples, named as for `train`. Left out, a hub id or a built-in corpus gives its own "
-        "`test_split`; of a local file, `test_fraction` is set aside.",
+        description="Test examples, in the same forms as `train`. Default: `test_split` of a hub id or a built-in "
+        "corpus; `test_fraction` of a local file.",
     )
-    text: str = Field(
-        default="text", min_length=1, description="The column with the text to classify, or to give a number to."
-    )
+    text: str = Field(default="text", min_length=1, description="Column with the text to classify or to score.")
     text_pair: str | None = Field(
         default=None,
         min_length=1,
-        description="The column with a second text, where a label belongs to a pair: question and answer, premise "
-        "and hypothesis.",
+        description="Column with the second text of a pair: question and answer, premise and hypothesis.",
     )
     image: str = Field(
         default="image",
         min_length=1,
-        description="image-classification: the column with the images, or with paths to them as seen from the file.",
+        description="image-classification: column with the images, or with paths relative to the file.",
     )
     label: str | None = Field(
         default=None,
         min_length=1,
-        description="The column with the class, as a name or a number; regression: with the number. Left out: label. "
-        "causal-lm: a column with the kind of an example, for partitions by label; left out: none.",
+        description="Column with the class, as a name or a number; regression: with the number. Default: label. "
+        "causal-lm: column with a category, for partitions by label; default: none.",
     )
     prompt: str | None = Field(
         default=None,
         min_length=1,
-        description="causal-lm: what the model is given: a text with columns in braces, such as 'Q: {question} A: ', "
-        "or the name of a template: alpaca, instruction, metamath, question.",
+        description="causal-lm: the model's input: a text with columns in braces, such as 'Q: {question} A: ', or "
+        "the name of a template: alpaca, instruction, metamath, question.",
     )
-    answer: str = Field(default="answer", min_length=1, description="causal-lm: the column with what is to be learnt.")
+    answer: str = Field(default="answer", min_length=1, description="causal-lm: column with the target.")
     messages: str | None = Field(
         default=None,
         min_length=1,
-        description="causal-lm, in place of prompt and answer: the column with conversations, lists of messages with "
-        "role and content; the last message, the assistant's, is what is learnt. Needs `chat`.",
+        description="causal-lm, instead of prompt and answer: column with conversations, lists of messages with "
+        "role and content; the last message, the assistant's, is the target. Needs `chat`.",
     )
-    chat: bool = Field(default=False, description="causal-lm: write prompts with the model's chat template.")
+    chat: bool = Field(default=False, description="causal-lm: format prompts with the model's chat template.")
     system: str | None = Field(
         default=None, min_length=1, description="causal-lm: the system message of every conversation. Needs `chat`."
     )
     long_answers: Literal["cut", "refuse"] = Field(
         default="cut",
-        description="causal-lm: what becomes of an answer that does not fit into model.max_length, after its prompt "
-        "was cut to a quarter: its end is cut and the run says how many, or it is an error.",
+        description="causal-lm: handling of an answer that does not fit into model.max_length after its prompt "
+        "was truncated to a quarter. cut: truncate its end and report how many. refuse: an error.",
     )
     packing: bool = Field(
         default=False,
-        description="causal-lm: lay a batch's examples end to end in one row, each with its own positions and "
-        "attention, instead of padding them. The same loss; pays on a GPU.",
+        description="causal-lm: concatenate a batch's examples in one row, each with its own positions and "
+        "attention, instead of padding them. The loss is the same; faster on a GPU.",
     )
     delimiter: str | None = Field(
         default=None,
         min_length=1,
         max_length=1,
-        description="The character between the columns of a .csv, .tsv or .txt file, such as ';' or '|'. Left out: "
+        description="Character between the columns of a .csv, .tsv or .txt file, such as ';' or '|'. Default: "
         "detected among commas, semicolons, tabs and pipes.",
     )
     encoding: str | None = Field(
         default=None,
         min_length=1,
-        description="The encoding of text files, as Python names it: utf-8, utf-16, latin-1, cp1252, cp1251, "
-        "shift_jis. Left out: detected.",
+        description="Encoding of text files, by its Python name: utf-8, utf-16, latin-1, cp1252, cp1251, "
+        "shift_jis. Default: detected.",
     )
     quoting: Quoting | None = Field(
         default=None,
-        description="The quotes that enclose fields with delimiters or line ends in them. Left out: detected; a .csv "
-        "usually has double quotes, a .tsv none (GLUE's hold single quotes as they are).",
+        description="Quotes around fields that contain delimiters or line ends. Default: detected; a .csv usually "
+        "has double quotes, a .tsv none (GLUE's have literal single quotes).",
     )
     header: bool | None = Field(
         default=None,
-        description="Whether the first line of a .csv, .tsv, .txt or Excel file names the columns. false names them by "
-        "position: column_1, column_2. Left out: detected.",
+        description="Whether the first line of a .csv, .tsv, .txt or Excel file names the columns. false names "
+        "them by position: column_1, column_2. Default: detected.",
     )
     columns: list[str] | None = Field(
         default=None,
         min_length=1,
-        description="Names of all columns, in order, of a file whose first line is already an example (GLUE's CoLA: "
-        "[source, label, mark, text]). Leave out when the first line is a header.",
+        description="Names of all columns, in order, of a file without a header (GLUE's CoLA: [source, label, "
+        "mark, text]). Do not set it for a file with a header.",
     )
-    sheet: str | None = Field(
-        default=None, min_length=1, description="The sheet of an Excel file. Left out: the first one."
-    )
+    sheet: str | None = Field(default=None, min_length=1, description="Sheet of an Excel file. Default: the first one.")
     hub_config: str | None = Field(
-        default=None, min_length=1, description="Which configuration of a hub data set: sst2 of nyu-mll/glue."
+        default=None, min_length=1, description="Configuration of a hub data set: sst2 of nyu-mll/glue."
     )
-    train_split: str = Field(default="train", min_length=1, description="The split of a hub data set to train on.")
+    train_split: str = Field(default="train", min_length=1, description="Training split of a hub data set.")
     test_split: str | None = Field(
         default="test",
         min_length=1,
-        description="The split of a hub data set to test on (GLUE: validation, as its test labels are secret). null "
+        description="Test split of a hub data set (GLUE: validation, because its test labels are secret). null "
         "sets `test_fraction` of `train` aside instead.",
     )
     invalid: Literal["error", "skip"] = Field(
         default="error",
-        description="What becomes of a row without a text, a label or an answer, with a label that is not among the "
-        "labels, or with too many or too few fields: error refuses the file and names the row, skip leaves such rows "
-        "out and reports how many.",
+        description="Handling of a row without a text, a label or an answer, with an unknown label, or with too "
+        "many or too few fields. error: refuse the file and name the row. skip: exclude such rows and "
+        "report how many.",
     )
     group: str | None = Field(
         default=None,
         min_length=1,
-        description="A column whose equal values belong together: patient, author, thread. All rows of a group go to "
-        "one client and to one of training, validation and test. The column of texts or images keeps duplicates "
-        "together. A row without a value is a group of its own.",
+        description="Column whose equal values belong together: patient, author, thread. All rows of a group go "
+        "to one client and to one of training, validation and test. The column of texts or images "
+        "keeps duplicates together. A row without a value is its own group.",
     )
     test_fraction: float = Field(
         default=0.2,
         ge=0,
         lt=1,
-        description="The share of `train` that becomes the test set when there is no other, drawn by seed with each "
-        "label in proportion. 0 goes without a test set.",
+        description="Share of `train` for the test set if there is no other, drawn by seed with each label in "
+        "proportion. 0: no test set.",
     )
     labels: list[str] | None = Field(
         default=None,
         min_length=2,
-        description="All labels, in the order of the classifier's outputs. Left out, they are those of `train`, "
-        "sorted. Give them when each client reads a file of its own: all must agree on the list, also on labels that "
-        "a client lacks. A row with any other label is an error unless `keep_only` is set.",
+        description="All labels, in the order of the classifier's outputs. Default: those of `train`, sorted. Set "
+        "them if each client reads its own file: all clients need the same list, including labels "
+        "that a client lacks. A row with any other label is an error unless `keep_only` is set.",
     )
     keep_only: bool = Field(
-        default=False, description="Drop the rows whose label is not in `labels` instead of refusing them."
+        default=False, description="Drop rows whose label is not in `labels` instead of refusing them."
     )
     first_labels: int | None = Field(
-        default=None, ge=2, description="Keep only the first N labels in sorted order: a quick try of a task with many."
+        default=None,
+        ge=2,
+        description="Use only the first N labels in sorted order, for a quick test of a task with many labels.",
     )
     max_examples: int | None = Field(
         default=None,
         ge=2,
-        description="At most this many examples of the training set, and of the test set, drawn by seed with each "
-        "label in proportion: a quick try of a large data set.",
+        description="Maximum number of training examples, and of test examples, drawn by seed with each label in "
+        "proportion, for a quick test of a large data set.",
     )
 
     @field_validator("dataset")
@@ -260,65 +257,65 @@ class PartitionConfig(BaseModel):
 
     partitioner: Literal["iid", "dirichlet", "pathological", "natural", "quantity"] = Field(
         default="iid",
-        description="iid: at random in equal sizes. dirichlet: each label is divided by shares drawn from a "
-        "Dirichlet distribution, so clients differ in labels and size (`alpha`). pathological: a client has few "
-        "labels (`classes_per_client`). natural: one client for each value of a column (`column`). quantity: at "
-        "random in unequal sizes (`quantity`).",
+        description="iid: at random in equal sizes. dirichlet: each label is split by shares from a Dirichlet "
+        "distribution, so clients differ in labels and size (`alpha`). pathological: each client has "
+        "few labels (`classes_per_client`). natural: one client per value of a column (`column`). "
+        "quantity: at random in unequal sizes (`quantity`).",
     )
-    clients: int = Field(default=10, ge=1, description="How many clients. natural ignores it: the column decides.")
+    clients: int = Field(default=10, ge=1, description="Number of clients; natural ignores it.")
     alpha: float = Field(
         default=0.5,
         gt=0,
         allow_inf_nan=False,
-        description="dirichlet: how alike the clients are. 0.1 leaves most clients a few labels, 1 is moderately "
+        description="dirichlet: homogeneity of the clients. 0.1 leaves most clients a few labels, 1 is moderately "
         "skewed, 100 is nearly iid.",
     )
     classes_per_client: int = Field(
         default=2,
         ge=1,
-        description="pathological: at most this many labels for each client; all labels are handed out.",
+        description="pathological: maximum number of labels per client; every label is assigned.",
     )
     bins: int | None = Field(
         default=None,
         ge=2,
-        description="dirichlet and pathological of numbers (task: regression), which have no labels: into how many "
-        "ranges with about as many examples each they are cut; a range is then what a label is.",
+        description="dirichlet and pathological with task: regression: number of ranges, with about equally many "
+        "examples, that replace labels.",
     )
     column: str | None = Field(
         default=None,
         min_length=1,
-        description="natural: the column whose values are the clients: hospital, author, domain.",
+        description="natural: column whose values are the clients: hospital, author, domain.",
     )
     quantity: Literal["linear", "square", "exponential"] = Field(
         default="linear",
-        description="quantity: the n-th client's size is proportional to n, n^2 or e^n; the last one is the largest. "
-        "e^n is steep: ten clients already need some 26 000 examples.",
+        description="quantity: the n-th client's size is proportional to n, n^2 or e^n; the last one is the "
+        "largest. e^n is steep: ten clients need some 26 000 examples.",
     )
     min_examples: int = Field(
         default=2,
         ge=1,
-        description="The fewest examples that a client may end up with; fewer is an error. dirichlet redraws.",
+        description="Minimum number of examples of a client; fewer is an error. dirichlet draws again.",
     )
     validation: float = Field(
         default=0.1,
         ge=0,
         lt=1,
-        description="The share of a client's examples for choosing between settings; at least one example if the "
-        "client has three, none if this is 0.",
+        description="Share of a client's examples for validation, which selects rounds and settings; at least one "
+        "example if the client has three, none if this is 0.",
     )
     test: float = Field(
         default=0.1,
         ge=0,
         lt=1,
-        description="The share of a client's examples for measuring its own (personalised) accuracy; at least one "
-        "example if the client has two, none if this is 0.",
+        description="Share of a client's examples for its own (personal) test score; at least one example if the "
+        "client has two, none if this is 0.",
     )
     seed: int | None = Field(
         default=None,
         ge=0,
         lt=2**63,
-        description="Seed of the partition and of data.test_fraction and data.max_examples; left out: the run's. Set "
-        "it to keep the same partition under several seeds.",
+        description="Seed of the partition and of data.test_fraction and data.max_examples; default: the run's "
+        "seed. Set it to use the same partition with several seeds.",
     )
 
     @model_validator(mode="after")
