@@ -44,13 +44,17 @@ demo: $(VENV)/.stamp-model
 test: dev
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# Pages on which docs/words.txt lists the words to avoid; it is codespell's dictionary and its pattern at once.
-WORDS_PAGES := README.md CONTRIBUTING.md SECURITY.md examples/README.md docs/*.md docs/architecture docs/methods docs/results
+# docs/words.txt, the words to avoid on these pages, is codespell's dictionary and its pattern at once. The skipped page
+# quotes the output of earlier versions.
+WORDS_PAGES := README.md CONTRIBUTING.md SECURITY.md examples/README.md \
+               docs/*.md docs/architecture docs/methods docs/results
+
 lint: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
-	$(BIN)/codespell -D docs/words.txt --regex "(?i)\b($$(sed 's/->.*//' docs/words.txt | paste -sd'|' -))\b" $(WORDS_PAGES)
+	$(BIN)/codespell -D docs/words.txt --regex "(?i)\b($$(sed 's/->.*//' docs/words.txt | paste -sd'|' -))\b" \
+	  --skip docs/results/faults.md $(WORDS_PAGES)
 
 format: dev
 	$(BIN)/ruff check --fix .
