@@ -75,7 +75,7 @@ class Counter(logging.Handler):
         logger.addHandler(self)
 
 
-def answering(ready: str, authority: str, address: str, keys: list[str], most: int, count: Any) -> None:
+def answer(ready: str, authority: str, address: str, keys: list[str], most: int, count: Any) -> None:
     """A process: a link for each key, answering with what was sent."""
     from fedspan.transports.flower.keys import load_node_key
     from fedspan.transports.flower.supernode import Link, serve
@@ -232,7 +232,7 @@ def measure(count: int, rounds: int, processes: int, megabytes: int, folder: Pat
         for number, mark in enumerate(marks):
             own = [str(key) for key in keys[number::processes]]
             given = (str(mark), str(made.server / "ca.crt"), link.address, own, most, counts[1 + number])
-            child = context.Process(target=answering, args=given, daemon=True)
+            child = context.Process(target=answer, args=given, daemon=True)
             child.start()
             children.append(child)  # type: ignore[arg-type]
         try:

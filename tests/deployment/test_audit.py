@@ -29,7 +29,7 @@ def test_both_sides_log_the_same_orders_and_replies(tiny_folder: Path, tmp_path:
 
 def test_a_missing_reply_is_logged_with_its_reason(tmp_path: Path) -> None:
     class Broken(AuditedTransport):
-        def exchange(self, orders: Any, on_reply: Any, seconds: float, *, patient: bool = False) -> None:
+        def exchange(self, orders: Any, on_reply: Any, seconds: float, *, wait_for_offline: bool = False) -> None:
             on_reply("a", "no reply within 5 s")
 
     log = AuditLog(tmp_path / AUDIT)

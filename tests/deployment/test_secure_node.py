@@ -50,7 +50,7 @@ class Direct(ReplyingTransport):
         self.sent: list[Envelope] = []
         self.came: list[Envelope] = []
 
-    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, patient: bool = False) -> Replies:
+    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, wait_for_offline: bool = False) -> Replies:
         for id, envelope in envelopes.items():
             self.sent.append(envelope)
             if self.lost(decode_request(envelope)):

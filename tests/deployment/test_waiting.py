@@ -81,7 +81,7 @@ def test_a_node_that_declares_more_than_it_was_admitted_with_enters_no_secure_su
 ) -> None:
     """Under masks it weighs its reply itself; in plaintext the server lowers the weight."""
     admitted = admissions.Admission(CLIENT, "ecdsa-sha2-nistp384 key", max_examples=5)
-    monkeypatch.setattr(admissions, "admissions", lambda link: {7: admitted})
+    monkeypatch.setattr(admissions, "read_admissions", lambda link: {7: admitted})
     replies = [{"examples": 2**53 - 1, "base": "b"}]
     with pytest.raises(FedspanError, match=r"declares \d+ examples and was admitted with at most 5 \(--max-examples\)"):
         met(tiny_folder, tmp_path, monkeypatch, replies, secure={})

@@ -27,7 +27,7 @@ class Reporting(ReplyingTransport):
     def __init__(self, rows: Mapping[str, Mapping[str, float]]) -> None:
         self.rows = rows
 
-    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, patient: bool = False) -> Replies:
+    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, wait_for_offline: bool = False) -> Replies:
         for id, envelope in envelopes.items():
             order = decode_order(envelope)
             scores = {"validation": dict(self.rows[id])}

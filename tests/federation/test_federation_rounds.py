@@ -39,7 +39,7 @@ class LocalTraining(ReplyingTransport):
         self.hosts, self.spoil = hosts, spoil
         self.asked: list[tuple[int, int, str]] = []
 
-    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, patient: bool = False) -> Replies:
+    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, wait_for_offline: bool = False) -> Replies:
         for id, envelope in envelopes.items():
             order = decode_order(envelope)
             self.asked.append((order.round, order.attempt, id))
@@ -53,8 +53,8 @@ class LocalTraining(ReplyingTransport):
 class Turned(LocalTraining):
     """Everybody has answered before anybody is heard, and in every other round the last one is heard first."""
 
-    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, patient: bool = False) -> Replies:
-        back = list(super().replies(envelopes, seconds, patient=patient))
+    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, wait_for_offline: bool = False) -> Replies:
+        back = list(super().replies(envelopes, seconds, wait_for_offline=wait_for_offline))
         yield from back[:: -1 if self.asked[-1][0] % 2 else 1]
 
 

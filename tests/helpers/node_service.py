@@ -50,7 +50,7 @@ class Direct(ReplyingTransport):
         self.service = service
         self.sent: list[Envelope] = []
 
-    def replies(self, envelopes: Any, seconds: float, *, patient: bool = False) -> Any:
+    def replies(self, envelopes: Any, seconds: float, *, wait_for_offline: bool = False) -> Any:
         for id, envelope in envelopes.items():
             self.sent.append(envelope)
             yield id, self.service.answer(envelope)

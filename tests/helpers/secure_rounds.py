@@ -67,7 +67,7 @@ class Stage(ReplyingTransport):
         self.sent: list[tuple[Order | Phase, Envelope]] = []
         self.came: list[tuple[Order | Phase, Envelope]] = []
 
-    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, patient: bool = False) -> Replies:
+    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, wait_for_offline: bool = False) -> Replies:
         for id in sorted(envelopes, reverse=True):
             envelope = envelopes[id]
             asked = decode_request(envelope)
@@ -150,8 +150,8 @@ def among(federation: Federation, *ids: str) -> Federation:
 def bound(federation: Federation, asked: Collection[str], survivors: Collection[str]) -> float:
     """What an entry of a mean may be off by, of clients who were asked to train and of those who did."""
     weights = {id: federation.clients[id].client.weight for id in asked}
-    assert isinstance(federation.aggregating, partial)
-    secure = federation.aggregating.keywords["secure"]
+    assert isinstance(federation.new_aggregation, partial)
+    secure = federation.new_aggregation.keywords["secure"]
     ring = Ring(secure.bits, secure.clip, len(weights))
     return ring.error(len(survivors)) * max(weights.values()) / sum(weights[id] for id in survivors)
 

@@ -57,10 +57,10 @@ class Recorded(ReplyingTransport):
             self.before = progress
             self.known.clear()
 
-    def stored(self, accepted: Any) -> Any:
-        return self.inner.stored(accepted)
+    def accept_replies(self, accepted: Any) -> Any:
+        return self.inner.accept_replies(accepted)
 
-    def replies(self, envelopes: Any, seconds: float, *, patient: bool = False) -> Replies:
+    def replies(self, envelopes: Any, seconds: float, *, wait_for_offline: bool = False) -> Replies:
         for id in envelopes:
             if id not in self.known:
                 self.known[id] = self.host.reply(decode_order(envelopes[id]))

@@ -33,7 +33,7 @@ class LocalTraining(ReplyingTransport):
         self.hosts = hosts
         self.tasks: list[str] = []
 
-    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, patient: bool = False) -> Replies:
+    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, wait_for_offline: bool = False) -> Replies:
         for id in sorted(envelopes, reverse=True):
             order = decode_order(envelopes[id])
             self.tasks.append(order.task)

@@ -37,7 +37,7 @@ class Here(ReplyingTransport):
     def __init__(self, run: Path, ids: list[str], tasks: tuple[str, ...]) -> None:
         self.run, self.ids, self.tasks = str(run), ids, tasks
 
-    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, patient: bool = False) -> Replies:
+    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, wait_for_offline: bool = False) -> Replies:
         for id, envelope in envelopes.items():
             if id == BAD and decode_order(envelope).task in self.tasks:
                 yield id, "no reply within 5 s"

@@ -111,7 +111,7 @@ def renew(
 
 def warn_of_ends(link: ServerLink) -> None:
     """Print a warning for certificates and admissions that end soon."""
-    from fedspan.transports.flower.admissions import admissions
+    from fedspan.transports.flower.admissions import read_admissions
     from fedspan.transports.flower.keys import AUTHORITY, CERTIFICATE, SOON, days_left
 
     def warn(text: str) -> None:
@@ -119,7 +119,7 @@ def warn_of_ends(link: ServerLink) -> None:
 
     if link.authority is not None and (days := days_left(link.folder / AUTHORITY, link.folder / CERTIFICATE)) < SOON:
         warn(f"the server's certificates expire in {max(0, int(days))} days: fedspan renew")
-    for id, one in admissions(link).items():
+    for id, one in read_admissions(link).items():
         if one.days_left < SOON:
             who = one.name or f"node {id}"
             warn(f"the admission of {who} ends in {max(0, int(one.days_left))} days: fedspan admit KEY.pub --replace")

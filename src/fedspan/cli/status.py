@@ -44,14 +44,14 @@ def status(
     from fedspan.cli.formatting import console
     from fedspan.deployment.status import load_named_run, read_status
     from fedspan.errors import FedspanError
-    from fedspan.transports.flower.admissions import admissions, revocations
+    from fedspan.transports.flower.admissions import read_admissions, read_revocations
     from fedspan.transports.flower.server import link_of, nodes_of
 
     named, link = load_named_run(folder), link_of(folder)
     place = run or (None if named is None else named.folder)
-    admitted = admissions(link)
+    admitted = read_admissions(link)
     replaced = {one.name for one in admitted.values()}
-    names = {id: one.name for id, one in revocations(link).items() if one.name not in replaced}
+    names = {id: one.name for id, one in read_revocations(link).items() if one.name not in replaced}
     nodes = nodes_of(link, names | {id: one.name for id, one in admitted.items()})
     most = {str(id): one.max_examples for id, one in admitted.items() if one.max_examples is not None}
     known = {node: client for client, node in ({} if named is None else named.nodes).items()}

@@ -55,17 +55,17 @@ class AuditedTransport(Transport):
         """``Transport.begin``."""
         self.inner.begin(progress, on_trained)
 
-    def stored(
+    def accept_replies(
         self, accepted: Collection[str]
     ) -> tuple[Mapping[str, Memory], Mapping[str, tuple[OptimizerState, int]]]:
-        """``Transport.stored``."""
-        return self.inner.stored(accepted)
+        """``Transport.accept_replies``."""
+        return self.inner.accept_replies(accepted)
 
     def simulated_seconds(self) -> float | None:
         """``Transport.simulated_seconds``."""
         return self.inner.simulated_seconds()
 
-    def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, patient: bool = False) -> None:
+    def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
         """``Transport.exchange``."""
 
         def order(id: str) -> Envelope:
@@ -80,7 +80,7 @@ class AuditedTransport(Transport):
                 self._write("answered", id, **describe_envelope(reply))
             return on_reply(id, reply)
 
-        self.inner.exchange(Orders(orders.task, orders, order), received, seconds, patient=patient)
+        self.inner.exchange(Orders(orders.task, orders, order), received, seconds, wait_for_offline=wait_for_offline)
 
     def _write(self, event: str, id: str, **facts: object) -> None:
         self.log.write(event, run=self.run, client=id, node=str(self.nodes.get(id, "")), **facts)

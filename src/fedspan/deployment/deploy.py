@@ -100,7 +100,7 @@ def submit(
         FedspanError: If an error occurs that the user can correct.
     """
     require()
-    from fedspan.transports.flower.admissions import admissions, audit_log, revocations
+    from fedspan.transports.flower.admissions import audit_log, read_admissions, read_revocations
     from fedspan.transports.flower.signing import ServerSigner
     from fedspan.transports.flower.transport import attach
 
@@ -120,7 +120,8 @@ def submit(
             signer = None
             if link.authority is not None:
                 signer = ServerSigner(
-                    link.folder, lambda: {node: admission.key.encode() for node, admission in admissions(link).items()}
+                    link.folder,
+                    lambda: {node: admission.key.encode() for node, admission in read_admissions(link).items()},
                 )
             invitation, audit = _invitation(prepared.config, run), audit_log(link)
             audit.write(
@@ -133,7 +134,7 @@ def submit(
 
             with disk_errors(link.folder):
                 store_named_run(link.folder, run_folder.path, nodes)
-            admitted = admissions(link)
+            admitted = read_admissions(link)
             max_examples = {id: admitted[node].max_examples for id, node in nodes.items() if node in admitted}
             clients = server_clients(
                 *(prepared.config, prepared.engine.adapted.spec, examples),
@@ -142,7 +143,7 @@ def submit(
             rules = prepared.config.federation.build_reply_rules()
             grid_transport = GridTransport(
                 *(grid, nodes, prepared.config.federation.reconnect_timeout, signer),
-                (lambda: revocations(link)) if link.authority is not None else tuple,
+                (lambda: read_revocations(link)) if link.authority is not None else tuple,
             )
             transport = AuditedTransport(grid_transport, audit, run, nodes)
             return run_rounds(connect(prepared, transport, rules, clients=clients, run=run, agreed=invitation.digest))
@@ -190,7 +191,7 @@ def _gather_nodes(
     Raises:
         FedspanError: If too few nodes join in time; it names the nodes that refused.
     """
-    from fedspan.transports.flower.admissions import admissions
+    from fedspan.transports.flower.admissions import read_admissions
     from fedspan.transports.flower.transport import invite
 
     config, base = prepared.config, base_digest(prepared.model)
@@ -199,7 +200,7 @@ def _gather_nodes(
     refused: dict[str, str] = {}
     undecided: set[int] = set()
     for node, reply in invite(grid, invitation.envelope(), wait, signer, undecided):
-        admitted = admissions(link).get(node)  # a node may be admitted while others are waited for
+        admitted = read_admissions(link).get(node)  # a node may be admitted while others are waited for
         introduction, reason = _read_introduction(
             reply, base, nodes, admitted, masked=config.federation.secure is not None
         )

@@ -78,7 +78,7 @@ class Round:
 
     Args:
         context: Definition of the round.
-        aggregating: Creates the round's aggregation.
+        new_aggregation: Creates the round's aggregation.
         last_rounds: Round of the last accepted reply of each client.
         best: The same for the best progress so far: clients must not delete the state that belongs to it.
         on_client: Called with a client's id and training loss when its reply is accepted.
@@ -88,7 +88,7 @@ class Round:
     def __init__(
         self,
         context: RoundContext,
-        aggregating: AggregationFactory,
+        new_aggregation: AggregationFactory,
         last_rounds: Mapping[str, int],
         best: Mapping[str, int],
         on_client: OnClient | None = None,
@@ -99,7 +99,7 @@ class Round:
         self._last_rounds = dict(last_rounds)
         self._tally = Tally()
         self._charges = list[Charge]()
-        self.aggregation = aggregating(context, self._tally)
+        self.aggregation = new_aggregation(context, self._tally)
 
     def run(self) -> RoundResult:
         """Run the round; if too few replies are accepted, retry failed clients as often as the rules allow.
@@ -175,7 +175,7 @@ class Round:
             return is_enough
 
         orders = Orders(context.task, masks, order)
-        context.transport.exchange(orders, on_reply, context.rules.deadline, patient=attempt > 0)
+        context.transport.exchange(orders, on_reply, context.rules.deadline, wait_for_offline=attempt > 0)
 
     def _announce(
         self, ids: Iterable[str], clients: Mapping[str, Client], attempt: int
@@ -200,7 +200,7 @@ class Round:
         if context.rules.validate:
             reported, impossible = possible_losses(replies)
             tally.failures += [Failure(id, attempt, reason, context.task) for id, reason in impossible]
-        memories, optimizers = context.transport.stored(replies)
+        memories, optimizers = context.transport.accept_replies(replies)
         return RoundResult(
             progress=Progress(
                 state=context.method.update(state, reduced),
@@ -302,7 +302,7 @@ class Federation:
         settings: Rounds, cohort, reduction, privacy, seed.
         transport: Transport to the clients.
         rules: Rules for accepting replies and the round; None: every selected client has to reply.
-        aggregating: Creates the aggregation of a round.
+        new_aggregation: Creates the aggregation of a round.
         run: Name of the run, for nodes that take part in several.
         exporting: Whether clients export their own models because the server does not see them.
         training: Settings of local training, from which orders take the learning rate; None: the engine's.
@@ -317,7 +317,7 @@ class Federation:
         settings: RoundSettings,
         transport: Transport,
         rules: ReplyRules | None = None,
-        aggregating: AggregationFactory = PlaintextAggregation,
+        new_aggregation: AggregationFactory = PlaintextAggregation,
         run: str = "",
         exporting: bool = False,
         training: TrainingSettings | None = None,
@@ -327,7 +327,7 @@ class Federation:
         self.clients = clients_by_id(clients)
         self.examples = examples
         self.settings = settings
-        self.transport, self.rules, self.aggregating = transport, rules or STRICT, aggregating
+        self.transport, self.rules, self.new_aggregation = transport, rules or STRICT, new_aggregation
         self.run, self.exporting = run, exporting
         self.training = training or engine.settings
         self._best: Mapping[str, int] = {}
@@ -353,7 +353,7 @@ class Federation:
             self.settings,
             transport,
             self.rules,
-            self.aggregating,
+            self.new_aggregation,
             self.run,
             self.exporting,
             training,
@@ -423,7 +423,7 @@ class Federation:
                 if on_client is not None:
                     on_client(id, loss)
 
-            round = Round(context, self.aggregating, progress.last_rounds, self._best, replied, on_charge)
+            round = Round(context, self.new_aggregation, progress.last_rounds, self._best, replied, on_charge)
             self.transport.begin(progress, on_trained)
             result = round.run()
         self._remark = round.aggregation.remark()

@@ -57,13 +57,13 @@ class HeadStart:
         kind: Kind of start.
         layer: The model's output layer.
         bound: Norm to which features are clipped before they are divided by it; 0: they are sent as they are.
-        aggregating: Creates the aggregation of the exchange.
+        new_aggregation: Creates the aggregation of the exchange.
     """
 
     kind: HeadKind
     layer: OutputLayer
     bound: float = 0.0
-    aggregating: AggregationFactory = PlaintextAggregation
+    new_aggregation: AggregationFactory = PlaintextAggregation
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -176,7 +176,7 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
     counts = {id: clients[id].client.examples for id in ids}
     federation.transport.begin(progress)
     with clients_stage(federation.engine.stages, "statistics", counts) as finished:
-        round = Round(context, head.aggregating, {}, {}, lambda id, _: finished(id))
+        round = Round(context, head.new_aggregation, {}, {}, lambda id, _: finished(id))
         try:
             reduced, _ = round.reduce()
         finally:

@@ -338,7 +338,7 @@ class Transport(ABC):
         if on_trained is not None:
             raise ValueError("clients in other processes cannot be watched")
 
-    def stored(
+    def accept_replies(
         self, accepted: Collection[str]
     ) -> tuple[Mapping[str, Memory], Mapping[str, tuple[OptimizerState, int]]]:
         """Return the clients' memories and moments after the round, where they are in this process.
@@ -353,14 +353,14 @@ class Transport(ABC):
         return None
 
     @abstractmethod
-    def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, patient: bool = False) -> None:
+    def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
         """Send every client its order and pass on the replies, in any order, until all have arrived or time is up.
 
         Args:
             orders: The orders.
             on_reply: Called with each reply on arrival; after it returns True, later replies are discarded.
             seconds: Time limit for the clients, in seconds.
-            patient: Whether to wait for unreachable clients instead of giving them up at once.
+            wait_for_offline: Whether to wait for unreachable clients instead of giving them up at once.
         """
 
 

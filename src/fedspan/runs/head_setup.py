@@ -100,7 +100,7 @@ def _bound(config: RunConfig, adapted: AdaptedModel, layer: OutputLayer) -> floa
 
 def baseline_head(head: HeadStart | None) -> HeadStart | None:
     """Return the head's start of a baseline, whose data are in this process: in plaintext and not clipped."""
-    return None if head is None else replace(head, bound=0.0, aggregating=PlaintextAggregation)
+    return None if head is None else replace(head, bound=0.0, new_aggregation=PlaintextAggregation)
 
 
 def begin(federation: Federation, head: HeadStart | None) -> Progress:

@@ -254,12 +254,12 @@ def flower_simulation(place: RunFolder, prepared: Prepared, run_rounds: Callable
     threads = torch.get_num_threads()
     actors = min(prepared.config.engine.workers or threads, len(prepared.federation.clients))
     cuda = prepared.engine.adapted.device.type == "cuda"
-    answering = partial(reply_as, str(place.path.resolve()), max(1, threads // actors))
+    answer = partial(reply_as, str(place.path.resolve()), max(1, threads // actors))
 
-    def serving(transport: Transport) -> RunReport:
+    def run_server(transport: Transport) -> RunReport:
         rules = prepared.config.federation.build_reply_rules()
         return run_rounds(connect(prepared, transport, rules, nodes=nodes_folder(place.path)))
 
     return simulate(
-        list(prepared.federation.clients), answering, serving, actors=actors, gpus=1 / actors if cuda else 0.0
+        list(prepared.federation.clients), answer, run_server, actors=actors, gpus=1 / actors if cuda else 0.0
     )

@@ -26,13 +26,11 @@ from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix import PrefixCaches
 from fedspan.training.stacked_prediction import ModelInputs, stack_models, windows
-from fedspan.training.stacking import DEFAULT, StackingPlan, StackingRequest, tune
+from fedspan.training.stacking import DEFAULT, PROBE_CLIENTS, StackingPlan, StackingRequest, tune
 from fedspan.training.stages import Stages
 from fedspan.training.worker import Worker
 
 __all__ = ["BatchedEngine"]
-
-_TRIED = 16  # clients whose jobs are measured
 
 
 class BatchedEngine:
@@ -98,7 +96,7 @@ class BatchedEngine:
                 return finish_job(work, trained)
 
         if self.stacking is None:
-            opened = {client: open_job(client) for client in list(sizes)[:_TRIED]}
+            opened = {client: open_job(client) for client in list(sizes)[:PROBE_CLIENTS]}
         stacking = self.choose_plan(list(opened.values()), len(sizes), examples)
         shares = balance(sizes, min(stacking.workers, len(sizes)))
         workers = self._get_workers(len(shares))

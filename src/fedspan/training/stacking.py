@@ -31,6 +31,7 @@ from fedspan.training.worker import Worker
 
 __all__ = [
     "DEFAULT",
+    "PROBE_CLIENTS",
     "Budget",
     "StackingPlan",
     "StackingRequest",
@@ -47,6 +48,8 @@ _REPEATS, _LONG = 3, 2.0  # runs of each measured pass; one if it takes longer t
 _GAIN = 0.97  # a larger group must take at most this share of the time
 _PATIENCE = 2  # sizes in a row that may be no faster: other load can spoil a measurement
 _MAX_CLIENTS = 64  # clients in a pass
+PROBE_CLIENTS = 16
+"""Number of clients on whose first jobs a plan is measured."""
 _SIZES = 6  # from 4 to the power of this many passes of a client on, a budget excludes no plan
 
 

@@ -125,10 +125,10 @@ class InProcess(Transport):
         self.host.share_base(progress.state.base)
         self._round, self._attempt, self._clock = progress.state.round, -1, 0.0
 
-    def stored(
+    def accept_replies(
         self, accepted: Collection[str]
     ) -> tuple[Mapping[str, Memory], Mapping[str, tuple[OptimizerState, int]]]:
-        """``Transport.stored``."""
+        """``Transport.accept_replies``."""
         assert isinstance(self.host.store, ProgressStore)
         return self.host.store.accept(accepted)
 
@@ -136,7 +136,7 @@ class InProcess(Transport):
         """``Transport.simulated_seconds``."""
         return None if self.conditions is None or self.conditions.speed is None else self._clock
 
-    def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, patient: bool = False) -> None:
+    def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
         """``Transport.exchange``."""
         responding, dropped = self._split_dropped(orders)
         for id in dropped:
@@ -169,11 +169,11 @@ class InProcess(Transport):
         self._attempt += phase == phases[0]
         dropped: list[str] = []
         for id in orders:
-            since = self.conditions.silent_from(id, self._round, self._attempt, phases)
-            if since is not None and phases.index(since) <= phases.index(phase):
+            phase_of_dropout = self.conditions.silent_from(id, self._round, self._attempt, phases)
+            if phase_of_dropout is not None and phases.index(phase_of_dropout) <= phases.index(phase):
                 dropped.append(id)
-        gone = set(dropped)
-        return [id for id in orders if id not in gone], dropped
+        dropped_ids = set(dropped)
+        return [id for id in orders if id not in dropped_ids], dropped
 
     def _train(
         self, orders: Orders, responding: Sequence[str], on_reply: OnReply, seconds: float, waits_for_dropped: bool
@@ -190,7 +190,7 @@ class InProcess(Transport):
         replies: dict[str, Envelope | str] = {}
         conditions = self.conditions
         if conditions is None or conditions.speed is None:
-            # All come at once: the order in which the engine ends decides nothing.
+            # All replies arrive at once: the order in which the engine finishes clients has no effect.
             self.carry_out(orders, responding, on_reply)
             return
         times = {id: conditions.seconds(id, self.host.workload(id)) for id in responding}
@@ -199,11 +199,11 @@ class InProcess(Transport):
             if times[id] > seconds:
                 envelope = orders[id]
                 del envelope
-        waiting = ReplyBuffer()  # replies wait for their turn on the simulated clock
+        buffer = ReplyBuffer()  # holds replies until their time on the simulated clock
 
         def hold(id: str, reply: Envelope | str) -> None:
             if isinstance(reply, Envelope):
-                waiting.store(id, reply.body)
+                buffer.store(id, reply.body)
                 reply = replace(reply, body=b"")
             replies[id] = reply
 
@@ -212,39 +212,39 @@ class InProcess(Transport):
             for id in sorted(in_time, key=lambda id: (times[id], id)):
                 reply = replies.pop(id)
                 if isinstance(reply, Envelope):
-                    reply = replace(reply, body=waiting.load(id))
+                    reply = replace(reply, body=buffer.load(id))
                 if on_reply(id, reply):
                     self._clock += times[id]
                     return
         finally:
-            waiting.close()
+            buffer.close()
         for id in responding:
             if times[id] > seconds:
                 on_reply(id, f"no reply within {seconds:g} s (simulated: {times[id]:.3g} s)")
         all_replied = not waits_for_dropped and len(in_time) == len(responding)
         self._clock += max(times.values(), default=0.0) if all_replied else seconds
 
-    def carry_out(self, orders: Orders, ids: Sequence[str], take: Callable[[str, Envelope | str], object]) -> None:
-        """Have clients train, or compute statistics.
+    def carry_out(self, orders: Orders, ids: Sequence[str], on_reply: Callable[[str, Envelope | str], object]) -> None:
+        """Carry out orders to train or to compute statistics.
 
         Args:
             orders: Orders of the exchange.
             ids: Ids of the clients that carry them out.
-            take: Called with each client's reply, in any order.
+            on_reply: Called with each client's reply, in any order.
         """
         if orders.task == "train":
 
             def pass_on(reply: Reply) -> None:
-                take(reply.id, reply.envelope())
+                on_reply(reply.id, reply.envelope())
 
             self.host.train(_LazyOrders(orders, ids), pass_on)
             return
         self.host.prepare(ids)
         for id in ids:
-            take(id, self.host.answer(decode_order(orders[id])).envelope())
+            on_reply(id, self.host.answer(decode_order(orders[id])).envelope())
 
     def _tamper(self, order: Order, order_message: Message, reply: Message) -> Message:
-        """Return a client's reply, corrupted if the client is faulty."""
+        """Return a client's reply; that of a faulty client is corrupted."""
         if order.to not in self._faulty:
             return reply
         assert order.client is not None
@@ -263,7 +263,7 @@ def simulate(
     examples: Examples,
     settings: RoundSettings,
     rules: ReplyRules | None = None,
-    aggregating: AggregationFactory = PlaintextAggregation,
+    new_aggregation: AggregationFactory = PlaintextAggregation,
     secure: Mapping[str, SecureClient] | None = None,
     conditions: Conditions | None = None,
 ) -> Federation:
@@ -276,11 +276,11 @@ def simulate(
         examples: The data set that the clients' indices refer to.
         settings: Rounds, cohort, reduction, privacy, seed.
         rules: Rules for accepting replies and the round; None: every selected client has to reply.
-        aggregating: Creates the aggregation of a round.
+        new_aggregation: Creates the aggregation of a round.
         secure: Each client's half of secure aggregation; None: the run has none.
         conditions: Simulated conditions; None: every client replies at once.
     """
     by_id = clients_by_id(clients)
     store = ProgressStore(Progress(ServerState()))
     host = Host(method, engine, by_id, examples, store, batch_size=1, secure=secure, reveals_losses=True)
-    return Federation(method, engine, by_id, examples, settings, InProcess(host, conditions), rules, aggregating)
+    return Federation(method, engine, by_id, examples, settings, InProcess(host, conditions), rules, new_aggregation)

@@ -73,7 +73,7 @@ def key(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def names(link: Any) -> list[str]:
-    return sorted(one.name for one in admissions.admissions(link).values())
+    return sorted(one.name for one in admissions.read_admissions(link).values())
 
 
 def test_a_revoked_node_is_out_for_good_and_logged(link: Any, flower: Flower, key: Callable[[str], Path]) -> None:
@@ -102,7 +102,7 @@ def test_a_key_is_replaced_under_its_name(link: Any, flower: Flower, key: Callab
     with pytest.raises(FedspanError, match=r"'clinic-a' has another key\. Use --replace"):
         admissions.admit_node(link, key("new"), "clinic-a")
     admissions.admit_node(link, key("new"), "clinic-a", replace=True)
-    assert {id: one.key for id, one in admissions.admissions(link).items()} == {2: "ecdsa-sha2-nistp384 new"}
+    assert {id: one.key for id, one in admissions.read_admissions(link).items()} == {2: "ecdsa-sha2-nistp384 new"}
     assert flower.nodes["ecdsa-sha2-nistp384 old"] == (1, False)
 
 
@@ -110,20 +110,20 @@ def test_a_lost_list_is_rebuilt_and_a_damaged_one_stops_the_server(link: Any, ke
     for name in ("a", "b", "c"):
         admissions.admit_node(link, key(name), name)
     admissions.revoke_node(link, "b")
-    before = admissions.admissions(link)
+    before = admissions.read_admissions(link)
     (link.folder / "nodes.json").unlink()
-    assert admissions.admissions(link) == before
+    assert admissions.read_admissions(link) == before
     admissions.admit_node(link, key("d"), "d")
     assert names(link) == ["a", "c", "d"]
     for content in ("{", "[]", '{"a": {}}', '{"11": "clinic-a"}'):
         (link.folder / "nodes.json").write_text(content)
         with pytest.raises(FedspanError, match=r"nodes\.json is damaged .* Remove it: it is rebuilt"):
-            admissions.admissions(link)
+            admissions.read_admissions(link)
     (link.folder / "nodes.json").unlink()
     log = link.folder / "audit.jsonl"
     log.write_bytes(log.read_bytes().replace(b'"name": "c"', b'"name": "x"', 1))
     with pytest.raises(FedspanError, match=r"audit\.jsonl, line 3"):
-        admissions.admissions(link)
+        admissions.read_admissions(link)
 
 
 def test_parallel_admissions_lose_none(link: Any, key: Callable[[str], Path]) -> None:
@@ -133,7 +133,7 @@ def test_parallel_admissions_lose_none(link: Any, key: Callable[[str], Path]) ->
         one.start()
     for one in threads:
         one.join()
-    assert len(admissions.admissions(link)) == 12
+    assert len(admissions.read_admissions(link)) == 12
 
 
 def test_an_admission_that_was_killed_halfway_is_finished_by_the_same_command(
@@ -151,7 +151,7 @@ def test_admissions_end(link: Any, flower: Flower, key: Callable[[str], Path]) -
     admissions.admit_node(link, key("a"), "clinic-a", days=10)
     admissions.admit_node(link, key("b"), "clinic-b", days=0)
     assert admissions.end_admissions(link) == []
-    assert 9 <= admissions.admissions(link)[1].days_left <= 10
+    assert 9 <= admissions.read_admissions(link)[1].days_left <= 10
     path = link.folder / "nodes.json"
     content = json.loads(path.read_text())
     content["1"]["until"] = (datetime.now(UTC) - timedelta(days=1)).date().isoformat()
@@ -165,7 +165,7 @@ def test_a_limit_on_examples_stays_with_the_name_until_it_is_changed(
     link: Any, flower: Flower, key: Callable[[str], Path]
 ) -> None:
     def most() -> int | None:
-        (one,) = (one for one in admissions.admissions(link).values() if one.name == "clinic-a")
+        (one,) = (one for one in admissions.read_admissions(link).values() if one.name == "clinic-a")
         return one.max_examples
 
     admissions.admit_node(link, key("a"), "clinic-a", max_examples=500)
@@ -174,7 +174,7 @@ def test_a_limit_on_examples_stays_with_the_name_until_it_is_changed(
     assert most() == 500
     (link.folder / "nodes.json").unlink()
     assert most() == 500
-    assert {id: one.name for id, one in admissions.revocations(link).items()} == {1: "clinic-a"}
+    assert {id: one.name for id, one in admissions.read_revocations(link).items()} == {1: "clinic-a"}
     runner, server = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"}), ["--server", str(link.folder)]
     assert "max examples" in runner.invoke(app, ["status", *server]).output
     assert json.loads(runner.invoke(app, ["status", "--json", *server]).stdout)["nodes"][0]["max_examples"] == 500
@@ -187,14 +187,14 @@ def test_a_limit_on_examples_stays_with_the_name_until_it_is_changed(
     content["2"]["max_examples"] = -1
     (link.folder / "nodes.json").write_text(json.dumps(content))
     with pytest.raises(FedspanError, match=r"nodes\.json is damaged"):
-        admissions.admissions(link)
+        admissions.read_admissions(link)
 
 
 def test_a_limit_on_examples_outlives_a_revoked_and_an_ended_key(
     link: Any, flower: Flower, key: Callable[[str], Path]
 ) -> None:
     def most() -> int | None:
-        (one,) = admissions.admissions(link).values()
+        (one,) = admissions.read_admissions(link).values()
         return one.max_examples
 
     admissions.admit_node(link, key("a"), "clinic", max_examples=500)
@@ -204,7 +204,7 @@ def test_a_limit_on_examples_outlives_a_revoked_and_an_ended_key(
     (link.folder / "nodes.json").unlink()  # the order of admissions is rebuilt, too
     admissions.admit_node(link, key("b"), "clinic", max_examples=70)
     path = link.folder / "nodes.json"
-    path.write_text(path.read_text().replace(admissions.admissions(link)[2].until, "2020-01-01"))
+    path.write_text(path.read_text().replace(admissions.read_admissions(link)[2].until, "2020-01-01"))
     assert admissions.end_admissions(link) == [2]
     admissions.admit_node(link, key("c"), "clinic")
     assert most() == 70
@@ -212,9 +212,9 @@ def test_a_limit_on_examples_outlives_a_revoked_and_an_ended_key(
 
 def test_a_lost_list_is_read_from_the_audit_log_once(link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run asks for it at every poll, and the log has an entry for every order."""
-    assert admissions.admissions(link) == {}
+    assert admissions.read_admissions(link) == {}
     monkeypatch.setattr(admissions, "audit_log", None)
-    assert admissions.revocations(link) == {}
+    assert admissions.read_revocations(link) == {}
 
 
 def test_the_commands_warn_of_ends_and_say_what_they_did(link: Any, key: Callable[[str], Path]) -> None:

@@ -65,7 +65,7 @@ class Scene(NamedTuple):
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    from fedspan.transports.flower.admissions import admissions, admit_node
+    from fedspan.transports.flower.admissions import admit_node, read_admissions
     from fedspan.transports.flower.keys import load_node_key, make_node_key
     from fedspan.transports.flower.server import prepare_folder
     from fedspan.transports.flower.signing import ServerSigner
@@ -85,13 +85,13 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         assert ready.wait(120), (folder / "server" / "superlink.log").read_text()
         for name in ("honest", "hostile"):
             admit_node(link, make_node_key(folder / f"{name}.key"), name)
-        nodes = {one.name: id for id, one in admissions(link).items()}
+        nodes = {one.name: id for id, one in read_admissions(link).items()}
         arguments = [link.address, str(link.authority), str(folder / "honest.key")]
         node = subprocess.Popen([sys.executable, "-c", ECHO, *arguments])
         hostile = HostileNode(link.address, link.authority, load_node_key(folder / "hostile.key")[0])
         hostile.activate()
         assert hostile.node == nodes["hostile"]
-        signer = ServerSigner(link.folder, lambda: {id: one.key.encode() for id, one in admissions(link).items()})
+        signer = ServerSigner(link.folder, lambda: {id: one.key.encode() for id, one in read_admissions(link).items()})
         with attach(link, 2**24) as grid:
             transport = GridTransport(grid, nodes, signer=signer)
             until = time.monotonic() + 120
@@ -312,7 +312,7 @@ def test_a_message_that_the_server_did_not_sign_is_not_carried_out(scene: Scene)
 
 def test_a_revoked_node_is_out_while_the_server_runs(scene: Scene, tmp_path: Path) -> None:
     """No restart: its key is refused at the door within seconds, stays refused, and the others go on."""
-    from fedspan.transports.flower.admissions import admissions, admit_node, audit_log, revoke_node
+    from fedspan.transports.flower.admissions import admit_node, audit_log, read_admissions, revoke_node
     from fedspan.transports.flower.keys import load_node_key, make_node_key
     from fedspan.transports.flower.server import link_of
 
@@ -334,7 +334,7 @@ def test_a_revoked_node_is_out_while_the_server_runs(scene: Scene, tmp_path: Pat
     finally:
         stolen.close()
     (link.folder / "nodes.json").unlink()
-    assert {one.name for one in admissions(link).values()} == {"honest", "hostile"}
+    assert {one.name for one in read_admissions(link).values()} == {"honest", "hostile"}
     assert [row["event"] for row in audit_log(link).read()][-2:] == ["admitted", "revoked"]
     scene.require_work()
 

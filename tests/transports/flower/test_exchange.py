@@ -34,7 +34,7 @@ class Store:
         if not self.orders[node]:
             return None
         id = self.orders[node].pop(0)
-        return adapter.GivenOrder(id, b"", adapter.ObjectTree(), 0.0, 5), id.encode()
+        return adapter.SentOrder(id, b"", adapter.ObjectTree(), 0.0, 5), id.encode()
 
     def repeat_order(self, order: Any) -> bytes | None:
         return None if order.id in self.ended else f"again {order.id}".encode()
@@ -249,7 +249,7 @@ def test_replies_are_answered_together_and_those_of_others_are_not_asked_for() -
         began = time.monotonic()
         assert await exchange.take_replies(RUN, ["c"], 0.3) == b""
         assert 0.3 <= time.monotonic() - began < 5
-        assert exchange._runs[5].ready == set()
+        assert exchange._runs[5].ready_ids == set()
 
     run(scenario, check=60.0, gather=0.3)
 

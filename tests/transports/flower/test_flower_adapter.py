@@ -465,7 +465,7 @@ def test_a_message_goes_to_a_node_and_back_through_a_superlink(tmp_path: Path) -
                 order = Envelope("{}", bytes(size))
                 assert exchanged(transport, {"a": order}, 60.0)["a"] == order
             reply = exchanged(transport, {"a": Envelope("{}", bytes(2**22))}, 60.0)["a"]
-            assert "larger than this node takes" in str(reply)
+            assert "exceeds the size limit of this node" in str(reply)
             grid.limit = 2**10
             reply = exchanged(transport, {"a": Envelope("{}", bytes(2**12))}, 60.0)["a"]
             assert "the reply has more than 0.000976562 MiB, the maximum" in str(reply)

@@ -98,7 +98,7 @@ class Lying(Transport):
         self.sent: list[Any] = []
         self.came: list[tuple[str, Envelope | str]] = []
 
-    def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, patient: bool = False) -> None:
+    def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
         def changed(id: str) -> Envelope:
             asked = self.lie(id, decode_request(orders[id]))
             self.sent.append(asked)
@@ -108,12 +108,12 @@ class Lying(Transport):
             self.came.append((id, back))
             return on_reply(id, back)
 
-        self.inner.exchange(Orders(orders.task, orders, changed), replied, seconds, patient=patient)
+        self.inner.exchange(Orders(orders.task, orders, changed), replied, seconds, wait_for_offline=wait_for_offline)
 
 
 @pytest.fixture(scope="module")
 def scene(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    from fedspan.transports.flower.admissions import admissions
+    from fedspan.transports.flower.admissions import read_admissions
     from fedspan.transports.flower.server import link_of
     from fedspan.transports.flower.signing import ServerSigner
     from fedspan.transports.flower.transport import attach
@@ -130,7 +130,7 @@ def scene(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             paths[site].write_text(yaml.safe_dump({**yaml.safe_load(paths[site].read_text()), "peers": peers}))
             made.join(site, paths[site])
         link = link_of(made.server)
-        signer = ServerSigner(link.folder, lambda: {id: one.key.encode() for id, one in admissions(link).items()})
+        signer = ServerSigner(link.folder, lambda: {id: one.key.encode() for id, one in read_admissions(link).items()})
         with attach(link, 2**24) as grid:
             until = time.monotonic() + 120
             while len(set(grid.get_node_ids())) < len(SITES):

@@ -92,14 +92,14 @@ def answer(connection: Connection, received: Any = None) -> list[str]:
     """Run the loop until the second order; the headers of the orders that were carried out."""
     stop, answered = Event(), list[str]()
 
-    def answering(envelope: Envelope) -> Envelope:
+    def answer(envelope: Envelope) -> Envelope:
         answered.append(envelope.header)
         if envelope.header == "second":
             stop.set()
         return envelope
 
     link, known = supernode.Link("", None, None, 2**20), received or supernode._Received()
-    supernode._answer(connection, link, UnsignedSigner(), answering, stop, known)  # type: ignore[arg-type]
+    supernode._serve_connection(connection, link, UnsignedSigner(), answer, stop, known)  # type: ignore[arg-type]
     return answered
 
 
@@ -158,5 +158,5 @@ def test_a_server_that_does_not_wait_is_not_asked_without_a_pause(monkeypatch: p
     connection.messages.clear()
     Timer(0.5, stop.set).start()
     link = supernode.Link("", None, None, 2**20)
-    supernode._answer(connection, link, UnsignedSigner(), lambda e: e, stop, supernode._Received())  # type: ignore
+    supernode._serve_connection(connection, link, UnsignedSigner(), lambda e: e, stop, supernode._Received())  # type: ignore
     assert len(connection.received) == 1

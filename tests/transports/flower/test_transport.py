@@ -85,7 +85,7 @@ def test_who_is_offline_is_given_up_at_once_or_after_so_much_patience() -> None:
     found = transport.GridTransport(Grid([1, 2], {}), NODES, reconnect_timeout=0.5)
     assert exchanged(found, ENVELOPES, 60.0)["c"] == "its node is not online"
     began = time.monotonic()
-    back = exchanged(found, ENVELOPES, 60.0, patient=True)
+    back = exchanged(found, ENVELOPES, 60.0, wait_for_offline=True)
     assert back["c"] == "its node was not online for 0.5 s"
     assert 0.5 <= time.monotonic() - began < 10
     assert isinstance(back["a"], Envelope)
@@ -101,7 +101,7 @@ def test_who_comes_back_in_time_is_asked() -> None:
         grid.online = [1, 2, 3]
         return False
 
-    found.exchange(Orders("train", ENVELOPES, ENVELOPES.__getitem__), replied, 60.0, patient=True)
+    found.exchange(Orders("train", ENVELOPES, ENVELOPES.__getitem__), replied, 60.0, wait_for_offline=True)
     assert set(back) == set(NODES)
     assert all(isinstance(one, Envelope) for one in back.values())
 
@@ -118,7 +118,7 @@ def test_nobody_waits_for_a_node_whose_key_was_revoked() -> None:
         return False
 
     began = time.monotonic()
-    found.exchange(Orders("train", ENVELOPES, ENVELOPES.__getitem__), replied, 60.0, patient=True)
+    found.exchange(Orders("train", ENVELOPES, ENVELOPES.__getitem__), replied, 60.0, wait_for_offline=True)
     assert back == {"a": ENVELOPES["a"], "b": "its node's key was revoked", "c": "its node's key was revoked"}
     assert time.monotonic() - began < 10
 
@@ -207,7 +207,9 @@ def test_an_order_that_the_superlink_does_not_take_is_sent_again() -> None:
             return ["", *ids[1:]] if self.taken == 1 else ids
 
     grid = Refusing([1, 2, 3], {})
-    found = exchanged(transport.GridTransport(grid, NODES, reconnect_timeout=5.0), ENVELOPES, 30.0, patient=True)
+    found = exchanged(
+        transport.GridTransport(grid, NODES, reconnect_timeout=5.0), ENVELOPES, 30.0, wait_for_offline=True
+    )
     assert found == ENVELOPES
     assert grid.taken == 2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedspan.transports.flower.wire import fitting, pack, unpack
+from fedspan.transports.flower.wire import pack, select_fitting, unpack
 
 
 @pytest.mark.parametrize("parts", [[], [b""], [b"", b"a", bytes(1000)], [b"abc"] * 64])
@@ -31,5 +31,5 @@ def test_contents_come_along_up_to_a_size() -> None:
             computed.append(size)
             yield bytes(size)
 
-    assert fitting(contents(), 8) == [bytes(3), bytes(4)]  # type: ignore[arg-type]
+    assert select_fitting(contents(), 8) == [bytes(3), bytes(4)]  # type: ignore[arg-type]
     assert computed == [3, 4, 9]

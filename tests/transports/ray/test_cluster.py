@@ -183,7 +183,7 @@ def test_hidden_states_are_stored_before_a_plan_is_measured(tiny_folder: Path, m
     monkeypatch.setattr(host, "first_assignments", lambda orders: [])
     worker = Worker(torch.get_num_threads())
     worker.build(lambda kit: host, None)
-    worker.settle(BaseVersion(1, None), None, [], [], clients=1)
+    worker.choose_plan(BaseVersion(1, None), None, [], [], clients=1)
     assert calls == ["prepare []", "choose_plan"]
 
 

@@ -146,7 +146,7 @@ class SecureSession:
             TooFew: If too few clients replied.
         """
         first = {id: self._order(KeysOrder, id) for id in ids}
-        replies = self._exchange(KeysReply, first, absent, patient=self.attempt > 0)
+        replies = self._exchange(KeysReply, first, absent, wait_for_offline=self.attempt > 0)
         for id, reply in replies.items():
             if reply.keys is None:
                 self.fail(id, "keys: it sent none")
@@ -227,7 +227,7 @@ class SecureSession:
         orders: Mapping[str, Phase],
         absent: Collection[str] = frozenset(),
         *,
-        patient: bool = False,
+        wait_for_offline: bool = False,
     ) -> dict[str, A]:
         """Send every client its order and return the valid replies; the reasons against other replies are recorded."""
         replies, awaited = dict[str, A](), Awaited(orders, absent)
@@ -247,7 +247,7 @@ class SecureSession:
             return awaited.is_over(id, replies, self.quorum)
 
         task = next(iter(orders.values())).task if orders else ""
-        self.transport.exchange(Orders(task, orders, sent), replied, self.seconds, patient=patient)
+        self.transport.exchange(Orders(task, orders, sent), replied, self.seconds, wait_for_offline=wait_for_offline)
         return replies
 
     def _read(self, kind: type[A], id: str, envelope: Envelope | str) -> A:

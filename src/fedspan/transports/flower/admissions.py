@@ -26,7 +26,16 @@ from fedspan.logs import AuditLog
 from fedspan.transports.flower.adapter import read_node_id
 from fedspan.transports.flower.server import DATABASE, ServerLink, call_flower
 
-__all__ = ["DAYS", "Admission", "admissions", "admit_node", "audit_log", "end_admissions", "revocations", "revoke_node"]
+__all__ = [
+    "DAYS",
+    "Admission",
+    "admit_node",
+    "audit_log",
+    "end_admissions",
+    "read_admissions",
+    "read_revocations",
+    "revoke_node",
+]
 
 DAYS = 730
 """Days for which a key is admitted, unless the operator says otherwise."""
@@ -37,7 +46,7 @@ _ADMITTED, _REVOKED = "admitted", "revoked"
 
 @dataclass(frozen=True)
 class Admission:
-    """What the operator decided about a node.
+    """The admission of a node by the operator.
 
     Args:
         name: Id that the node must use; empty: any.
@@ -74,13 +83,13 @@ def audit_log(link: ServerLink) -> AuditLog:
     return AuditLog(link.folder / "audit.jsonl")
 
 
-def fingerprint(key: str) -> str:
+def hash_key(key: str) -> str:
     """Return the SHA-256 of a public key in OpenSSH's format, without its comment."""
     return hashlib.sha256(" ".join(key.split()[:2]).encode()).hexdigest()
 
 
 @contextmanager
-def _locked(link: ServerLink) -> Generator[None]:
+def _hold_lock(link: ServerLink) -> Generator[None]:
     with FileLock(link.folder / _LOCK, mode=0o600):
         yield
 
@@ -116,11 +125,11 @@ def admit_node(
         raise FedspanError("key", str(key), "a file with a node's public key (KEY.pub)")
     text = key.read_text(encoding="utf-8").strip()
     until = (datetime.now(UTC) + timedelta(days=days)).date().isoformat() if days else ""
-    with _locked(link):
-        nodes = _nodes(link)
-        admitted, key_fingerprint = _admitted(nodes), fingerprint(text)
+    with _hold_lock(link):
+        nodes = _read_nodes(link)
+        admitted, key_fingerprint = _select_admitted(nodes), hash_key(text)
         same = {
-            id: (name != "" and known.name == name, fingerprint(known.key) == key_fingerprint)
+            id: (name != "" and known.name == name, hash_key(known.key) == key_fingerprint)
             for id, known in nodes.items()
         }
         if max_examples is None:  # revoked keys included: a limit outlives the key
@@ -173,9 +182,9 @@ def revoke_node(link: ServerLink, node: str, reason: str = "") -> list[int]:
     Raises:
         FedspanError: If there is no such node, or the SuperLink is unreachable.
     """
-    with _locked(link):
-        nodes = _nodes(link)
-        admitted = _admitted(nodes)
+    with _hold_lock(link):
+        nodes = _read_nodes(link)
+        admitted = _select_admitted(nodes)
         matches = [id for id, admission in admitted.items() if node in (admission.name, str(id))]
         if not node or not matches:
             names = [admission.name or str(id) for id, admission in admitted.items()]
@@ -187,9 +196,9 @@ def revoke_node(link: ServerLink, node: str, reason: str = "") -> list[int]:
 
 def end_admissions(link: ServerLink) -> list[int]:
     """Revoke the nodes whose admission has ended, and return Flower's ids of them."""
-    with _locked(link):
-        nodes = _nodes(link)
-        expired = [id for id, admission in _admitted(nodes).items() if admission.days_left <= 0]
+    with _hold_lock(link):
+        nodes = _read_nodes(link)
+        expired = [id for id, admission in _select_admitted(nodes).items() if admission.days_left <= 0]
         for id in expired:
             _revoke(link, nodes, id, f"the admission ended on {nodes[id].until}")
     return expired
@@ -204,7 +213,7 @@ def _revoke(link: ServerLink, nodes: dict[int, Admission], id: int, reason: str)
             raise
     admission = nodes[id]
     time = audit_log(link).write(
-        _REVOKED, node=str(id), name=admission.name, key_sha256=fingerprint(admission.key), why=reason
+        _REVOKED, node=str(id), name=admission.name, key_sha256=hash_key(admission.key), why=reason
     )
     nodes[id] = dataclasses.replace(admission, revoked=time)
     _store(link, nodes)
@@ -216,39 +225,39 @@ def _store(link: ServerLink, nodes: Mapping[int, Admission]) -> None:
         write_atomic(link.folder / _NAMES, json.dumps(content, indent=1).encode(), 0o600)
 
 
-def admissions(link: ServerLink) -> dict[int, Admission]:
+def read_admissions(link: ServerLink) -> dict[int, Admission]:
     """Return the admitted nodes, by Flower's node id; a lost file is rebuilt from the audit log.
 
     Raises:
         FedspanError: If the file is damaged: without it, one node could take another's place.
     """
-    return _admitted(_stored_nodes(link))
+    return _select_admitted(_read_stored_nodes(link))
 
 
-def revocations(link: ServerLink) -> dict[int, Admission]:
+def read_revocations(link: ServerLink) -> dict[int, Admission]:
     """Return the nodes whose keys were revoked, by Flower's node id.
 
     Raises:
         FedspanError: If the file is damaged.
     """
-    return {id: one for id, one in _stored_nodes(link).items() if one.revoked}
+    return {id: admission for id, admission in _read_stored_nodes(link).items() if admission.revoked}
 
 
-def _stored_nodes(link: ServerLink) -> dict[int, Admission]:
+def _read_stored_nodes(link: ServerLink) -> dict[int, Admission]:
     """Return all nodes that were ever admitted; a lost file is rebuilt once, since runs read it again and again."""
     path = link.folder / _NAMES
     if not path.exists():
-        with _locked(link):
+        with _hold_lock(link):
             if not path.exists():
                 _store(link, _rebuild(link))
-    return _nodes(link)
+    return _read_nodes(link)
 
 
-def _admitted(nodes: Mapping[int, Admission]) -> dict[int, Admission]:
-    return {id: one for id, one in nodes.items() if not one.revoked}
+def _select_admitted(nodes: Mapping[int, Admission]) -> dict[int, Admission]:
+    return {id: admission for id, admission in nodes.items() if not admission.revoked}
 
 
-def _nodes(link: ServerLink) -> dict[int, Admission]:
+def _read_nodes(link: ServerLink) -> dict[int, Admission]:
     """Return all nodes that were ever admitted, in the order of their admissions."""
     path = link.folder / _NAMES
     try:
@@ -265,10 +274,10 @@ def _nodes(link: ServerLink) -> dict[int, Admission]:
 def _parse_nodes(path: Path, version: tuple[int, int, int]) -> Mapping[int, Admission]:
     """Parse the file once for each of its versions: a run reads it for every reply."""
     records = json.loads(path.read_text(encoding="utf-8"))
-    return {int(id): _admission(record) for id, record in records.items()}
+    return {int(id): _parse_admission(record) for id, record in records.items()}
 
 
-def _admission(row: Mapping[str, object]) -> Admission:
+def _parse_admission(row: Mapping[str, object]) -> Admission:
     """Return an admission from its plain values.
 
     Raises:
@@ -287,7 +296,7 @@ def _rebuild(link: ServerLink) -> dict[int, Admission]:
         if row.get("event") == _ADMITTED:
             id = int(str(row["node"]))
             nodes.pop(id, None)
-            nodes[id] = _admission(row)
+            nodes[id] = _parse_admission(row)
         elif row.get("event") == _REVOKED and (id := int(str(row["node"]))) in nodes:
             nodes[id] = dataclasses.replace(nodes[id], revoked=str(row["time"]))
     return nodes

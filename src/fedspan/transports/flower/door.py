@@ -88,7 +88,7 @@ _KEYLESS = {"register-node": SMALL_BYTES, "unregister-node": SMALL_BYTES}
 """Further paths of a server without keys, at which nodes register themselves."""
 
 _PROMPT = "activate-node", _HEARTBEAT
-"""Paths whose requests wait for no other ones: a node that is cut off in an upload comes back at once."""
+"""Paths whose requests do not wait for others, so that a node whose upload was interrupted reconnects at once."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -114,8 +114,8 @@ class Door:
 
     Args:
         app: The app that receives the accepted requests.
-        limits: What one node may ask.
-        connections: The server's connections, which are told which of them sent an accepted request.
+        limits: Limits on the requests of one node.
+        connections: The server's connections; those that send an accepted request are marked as such.
         exchange: The door's own requests; None: those of the app's database.
     """
 
@@ -166,19 +166,21 @@ class Door:
         if owner not in (0, os.getuid()):
             raise Refused(403, "only from a process of the user that runs the server")
 
-    def _exchanged(self, scope: Scope) -> Exchange:
+    def _get_exchange(self, scope: Scope) -> Exchange:
         if self._exchange is None:
             self._exchange = Exchange(MessageStore(scope["app"]))
         return self._exchange
 
     async def _serve_run(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request of a run's server, whose token Flower has issued."""
-        headers, exchange = dict[bytes, bytes](scope["headers"]), self._exchanged(scope)
+        headers, exchange = dict[bytes, bytes](scope["headers"]), self._get_exchange(scope)
         token = headers.get(TASK_TOKEN_HEADER.encode(), b"").decode("latin-1")
         task = await exchange.find_task(token) if token else None
         if task is None:
-            raise Refused(403, "no server of a run")
-        parts = _parts(await _read(receive, _declared_length(headers, _RUN_BYTES), self.limits), 1 << 20)
+            raise Refused(403, "not the server of a run")
+        parts = _unpack_parts(
+            await _read_body(receive, _read_declared_length(headers, _RUN_BYTES), self.limits), 1 << 20
+        )
         try:
             if path == SEND_ORDERS and parts:
                 answer = await exchange.send_orders(task, parts[0], parts[1:])
@@ -188,28 +190,28 @@ class Door:
                 ids = [part.decode("latin-1") for part in parts[1:]]
                 answer = await exchange.take_replies(task, ids, float(parts[0]))
             else:
-                raise Refused(404, "no path of a run's server")
+                raise Refused(404, "not a path for the server of a run")
         except ValueError as error:
             raise Refused(409, f"not stored ({type(error).__name__})") from error
         await _answer(answer, scope, receive, send)
 
     async def _serve_node(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path, own = str(scope["path"]), str(scope["path"]).startswith(NODE_PATH)
-        name, headers = path[len(NODE_PATH if own else NODE_API) :], dict[bytes, bytes](scope["headers"])
-        keyed = requires_node_keys(scope["app"])
-        sizes = self._own_body_bytes if own else self._body_bytes if keyed else self._body_bytes | _KEYLESS
+        path, is_own = str(scope["path"]), str(scope["path"]).startswith(NODE_PATH)
+        name, headers = path[len(NODE_PATH if is_own else NODE_API) :], dict[bytes, bytes](scope["headers"])
+        has_keys = requires_node_keys(scope["app"])
+        sizes = self._own_body_bytes if is_own else self._body_bytes if has_keys else self._body_bytes | _KEYLESS
         most = sizes.get(name)
         if most is None or scope["method"] != "POST":
             raise Refused(403, "not a path for nodes")
-        length = _declared_length(headers, most)
+        length = _read_declared_length(headers, most)
         sender: Sender | None = None
         slot: Slot | None = None
         with ExitStack() as stack:
-            if keyed:
+            if has_keys:
                 key = verify_node_headers(headers)
                 if key is None:
                     raise Refused(401, "no valid signature of a node")
-                sender = self._sender(key)
+                sender = self._get_sender(key)
                 await self._require_admitted(scope, sender, key)
                 self.connections.accept(scope.get("client"), key, length + 2 * OBJECT_BYTES)
                 if name not in _PROMPT:
@@ -219,9 +221,9 @@ class Door:
                 elif sender.heartbeats.take() > 0:
                     sender.heartbeats.give_back()
                     raise Refused(429, "too many heartbeats")
-            else:  # a trial on one machine: nobody can tell its nodes apart
+            else:  # a trial on one machine, whose nodes cannot be told apart
                 self.connections.accept(scope.get("client"), b"keyless", None)
-            body = await _read(receive, length, self.limits)
+            body = await _read_body(receive, length, self.limits)
             if name == TAKE_ORDER:
                 answer = await self._take_order(body, sender, slot, scope, receive)
             elif name == SEND_REPLY:
@@ -242,35 +244,35 @@ class Door:
     async def _take_order(
         self, body: bytes, sender: Sender | None, slot: Slot | None, scope: Scope, receive: Receive
     ) -> bytes:
-        parts = _parts(body, 2)
+        parts = _unpack_parts(body, 2)
         if len(parts) != 2 or not parts[0].isdigit() or len(parts[0]) > 20 or len(parts[1]) > 64:
             raise Refused(400, "not a request for an order")
         node = int(parts[0])
         if sender is not None and node != sender.node:
-            raise Refused(403, "a request in the name of another")
+            raise Refused(403, "a request in the name of another node")
         received = parts[1].decode("latin-1")
-        return await self._exchanged(scope).take_order(node, received, _disconnected(receive), slot)
+        return await self._get_exchange(scope).take_order(node, received, _wait_for_disconnect(receive), slot)
 
     async def _send_reply(self, body: bytes, sender: Sender | None, scope: Scope) -> bytes:
-        head, *contents = _parts(body, 1 + self.limits.objects) or [b""]
+        head, *contents = _unpack_parts(body, 1 + self.limits.objects) or [b""]
         reply = await self._require_reply(head, sender)
         for content in contents:
             self._require_room(content, sender)
         try:
-            return await self._exchanged(scope).send_reply(reply.node, reply.request, contents)
+            return await self._get_exchange(scope).send_reply(reply.node, reply.request, contents)
         except RunNotRunningException as error:
             raise Refused(403, "the run has ended") from error
         except ValueError as error:
             raise Refused(409, "not a reply that can be stored") from error
 
     async def _acknowledge_heartbeat(self, body: bytes, sender: Sender | None, scope: Scope) -> bytes:
-        exchange = self._exchanged(scope)
+        exchange = self._get_exchange(scope)
         try:
             return await exchange.acknowledge_heartbeat(body, None if sender is None else sender.node)
         except ValueError as error:
             raise Refused(400, "not a heartbeat of this node") from error
 
-    def _sender(self, key: bytes) -> Sender:
+    def _get_sender(self, key: bytes) -> Sender:
         sender, limits = self._senders.pop(key, None), self.limits
         if sender is None:
             requests = Bucket(limits.rate, limits.burst)
@@ -283,9 +285,9 @@ class Door:
 
     async def _require_admitted(self, scope: Scope, sender: Sender, key: bytes) -> None:
         now = time.monotonic()
-        if now - sender.looked_up >= KNOWN_SECONDS:
+        if now - sender.looked_up_at >= KNOWN_SECONDS:
             sender.node = await run_sync(find_node_id, scope["app"], key)
-            sender.looked_up = now
+            sender.looked_up_at = now
         if sender.node is None:
             self._senders.pop(key, None)
             raise Refused(401, "this key was not admitted")
@@ -317,9 +319,9 @@ class Door:
             raise Refused(413, f"the announcement of a reply has at most {self.limits.head_bytes} bytes")
         reply = await run_sync(read_pushed_reply, head, self.limits.objects)
         if reply is None:
-            raise Refused(400, "not one message with its objects")
+            raise Refused(400, "not a single message with its objects")
         if reply.sender != reply.node or (sender is not None and reply.sender != sender.node):
-            raise Refused(403, "a message in the name of another")
+            raise Refused(403, "a message in the name of another node")
         if not reply.is_to_server or not reply.reply_to:
             raise Refused(403, "nodes only reply to the server")
         if reply.objects > self.limits.objects or reply.depth > 8:
@@ -329,11 +331,11 @@ class Door:
         return reply
 
 
-def _declared_length(headers: dict[bytes, bytes], limit: int) -> int:
+def _read_declared_length(headers: dict[bytes, bytes], limit: int) -> int:
     """Return the size of the body that the headers declare.
 
     Raises:
-        Refused: If they declare none, or one above the maximum.
+        Refused: If they declare no length, or one above the maximum.
     """
     text = headers.get(b"content-length", b"")
     if not text.isdigit() or len(text) > 12 or b"transfer-encoding" in headers:
@@ -343,7 +345,7 @@ def _declared_length(headers: dict[bytes, bytes], limit: int) -> int:
     return int(text)
 
 
-async def _read(receive: Receive, length: int, limits: DoorLimits) -> bytes:
+async def _read_body(receive: Receive, length: int, limits: DoorLimits) -> bytes:
     """Read a body of a known length in time."""
     parts, size = list[bytes](), 0
     try:
@@ -363,11 +365,11 @@ async def _read(receive: Receive, length: int, limits: DoorLimits) -> bytes:
         raise Refused(408, "the body took too long") from None
 
 
-def _parts(body: bytes, most: int) -> list[bytes]:
+def _unpack_parts(body: bytes, most: int) -> list[bytes]:
     """Split a body of the door's own requests.
 
     Raises:
-        Refused: If it is none.
+        Refused: If the body is not such a request.
     """
     try:
         return unpack(body, most)
@@ -379,7 +381,7 @@ async def _answer(content: bytes, scope: Scope, receive: Receive, send: Send) ->
     await Response(content, media_type="application/octet-stream")(scope, receive, send)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     """Return when the connection is closed."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -389,14 +391,14 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     """Return a function that receives a body that was read before, and then whatever follows."""
     is_sent = False
 
-    async def replayed() -> MutableMapping[str, Any]:
+    async def receive_again() -> MutableMapping[str, Any]:
         nonlocal is_sent
         if is_sent:
             return await receive()
         is_sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return replayed
+    return receive_again
 
 
 def _is_loopback(client: tuple[str, int] | None) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
-from fedspan.transports.flower.adapter import GivenOrder, MessageStore, SentReplies
+from fedspan.transports.flower.adapter import MessageStore, SentOrder, SentReplies
 from fedspan.transports.flower.limits import Slot
 
 __all__ = ["Exchange", "ExchangeLimits"]
@@ -63,14 +63,14 @@ class _Turns:
     """A lock that goes to the most urgent of those that wait, and among these to the first."""
 
     def __init__(self) -> None:
-        self._taken = False
+        self._is_held = False
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._count = count()
 
     @asynccontextmanager
     async def take(self, urgency: int) -> AsyncGenerator[None]:
         """Hold the lock for the duration of the context."""
-        if self._taken:
+        if self._is_held:
             turn = asyncio.get_running_loop().create_future()
             heappush(self._waiting, (urgency, next(self._count), turn))
             try:
@@ -79,7 +79,7 @@ class _Turns:
                 if turn.done() and not turn.cancelled():
                     self._pass_on()
                 raise
-        self._taken = True
+        self._is_held = True
         try:
             yield
         finally:
@@ -89,46 +89,46 @@ class _Turns:
         while self._waiting:
             *_, turn = heappop(self._waiting)
             if not turn.done():
-                turn.set_result(None)  # the lock stays taken
+                turn.set_result(None)  # the lock stays held
                 return
-        self._taken = False
+        self._is_held = False
 
 
 @dataclass
 class _Node:
-    """What is known of a node.
+    """The state of a node.
 
     Args:
-        news: Set unless it is known that no order waits for the node.
-        given: The order that it was sent last; None: it has received it, or was sent none.
-        ended: Set to end the request that waits; only a node's last one waits.
+        order_signal: Set unless the node is known to have no order waiting.
+        last_order: The last order sent to the node; None: it has received that order, or none was sent.
+        cancellation: Set to end the waiting request; only a node's latest request waits.
         lock: Held while an order is fetched.
     """
 
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    given: GivenOrder | None = None
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    order_signal: asyncio.Event = field(default_factory=asyncio.Event)
+    last_order: SentOrder | None = None
+    cancellation: asyncio.Event = field(default_factory=asyncio.Event)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        self.news.set()
+        self.order_signal.set()
 
 
 @dataclass
 class _Run:
-    """What is known of a run.
+    """The state of a run.
 
     Args:
-        news: Set by a reply.
-        ready: Ids of the orders to which there are replies.
-        checked: Time at which all of its orders were last checked.
-        sent: The replies that its server was sent last, and may not have received.
+        reply_signal: Set when a reply is stored.
+        ready_ids: Ids of the orders to which there are replies.
+        checked_at: Time at which all orders of the run were last checked.
+        last_replies: The replies sent last to the run's server, which may not have received them.
     """
 
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    ready: set[str] = field(default_factory=set)
-    checked: float = float("-inf")
-    sent: SentReplies | None = None
+    reply_signal: asyncio.Event = field(default_factory=asyncio.Event)
+    ready_ids: set[str] = field(default_factory=set)
+    checked_at: float = float("-inf")
+    last_replies: SentReplies | None = None
 
 
 class Exchange:
@@ -147,12 +147,12 @@ class Exchange:
         self._heartbeats: OrderedDict[int, tuple[float, bytes]] = OrderedDict()
 
     async def call(self, function: Callable[..., R], *args: Any, urgency: int = _NODE) -> R:
-        """Call a method of the store when it is its turn: SQLite has one writer, so further threads would only wait.
+        """Call a method of the store when its turn comes: SQLite has one writer, so further threads would only wait.
 
         Args:
             function: The method.
             args: Its arguments.
-            urgency: Its place in the queue; a smaller one comes first.
+            urgency: Its priority in the queue; smaller values come first.
         """
         async with self._turns.take(urgency):
             return await run_sync(function, *args, limiter=self._thread)
@@ -185,68 +185,70 @@ class Exchange:
         """Return the task of a run's server by its token; None: the token is not valid."""
         return await self.call(self.store.find_task, token, urgency=_OPERATOR)
 
-    async def take_order(self, node: int, received: str, gone: Awaitable[object], slot: Slot | None = None) -> bytes:
+    async def take_order(
+        self, node: int, received: str, disconnect: Awaitable[object], slot: Slot | None = None
+    ) -> bytes:
         """Wait for an order for a node.
 
         Args:
             node: Flower's id of the node.
             received: Id of the last order that the node received as a whole; empty: none.
-            gone: Ends when the node's connection is closed; it is cancelled.
-            slot: The request's place among those of its node that are processed at once, which it leaves while it
-                waits, and has again when the answer contains an order. None: there is no such limit.
+            disconnect: Completes when the node's connection is closed; cancelled when the answer is ready.
+            slot: The request's slot among the node's concurrent requests. It is released during the wait and held again
+                when the answer contains an order. None: no limit.
 
         Returns:
-            The order with its objects; empty: there was none in time, or the node has sent another request.
+            The order with its objects; empty: no order arrived in time, or the node has sent another request.
         """
-        own = _recent(self._nodes, node, _Node, self.limits.nodes)
-        own.ended.set()
-        own.ended = ended = asyncio.Event()
+        state = _recent(self._nodes, node, _Node, self.limits.nodes)
+        state.cancellation.set()
+        state.cancellation = cancellation = asyncio.Event()
         deadline = time.monotonic() + self.limits.seconds
-        ends = [asyncio.ensure_future(gone), asyncio.ensure_future(ended.wait())]
+        interrupts = [asyncio.ensure_future(disconnect), asyncio.ensure_future(cancellation.wait())]
         try:
-            while not any(one.done() for one in ends):
-                answer = await self._fetch(node, own, received, ended)
+            while not any(interrupt.done() for interrupt in interrupts):
+                answer = await self._fetch(node, state, received, cancellation)
                 if answer is not None:
                     return answer
                 if slot is not None:
                     slot.leave()
-                news = asyncio.ensure_future(own.news.wait())
+                order_wait = asyncio.ensure_future(state.order_signal.wait())
                 left = deadline - time.monotonic()
-                await asyncio.wait([news, *ends], timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED)
-                news.cancel()
-                if time.monotonic() >= deadline or any(one.done() for one in ends):
+                await asyncio.wait([order_wait, *interrupts], timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED)
+                order_wait.cancel()
+                if time.monotonic() >= deadline or any(interrupt.done() for interrupt in interrupts):
                     break
                 if slot is not None:
                     await slot.enter()
         finally:
-            for one in ends:
-                one.cancel()
+            for interrupt in interrupts:
+                interrupt.cancel()
         return b""
 
-    async def _fetch(self, node: int, own: _Node, received: str, ended: asyncio.Event) -> bytes | None:
-        """Return the order that the node has not received, or the next one; None: there is none, or `ended` is set."""
-        async with own.lock:
-            if ended.is_set():
+    async def _fetch(self, node: int, state: _Node, received: str, cancellation: asyncio.Event) -> bytes | None:
+        """Return the order that the node has not received, or the next one; None: no order, or it was cancelled."""
+        async with state.lock:
+            if cancellation.is_set():
                 return None
-            if own.given is not None and own.given.id == received:
+            if state.last_order is not None and state.last_order.id == received:
                 await self.call(self.store.delete, received)
-            elif own.given is not None:
-                answer = await self.call(self.store.repeat_order, own.given)
+            elif state.last_order is not None:
+                answer = await self.call(self.store.repeat_order, state.last_order)
                 if answer is not None:
                     return answer
-            own.given = None
-            if not own.news.is_set():
+            state.last_order = None
+            if not state.order_signal.is_set():
                 return None
-            own.news.clear()  # an order that is stored from here on sets it again
+            state.order_signal.clear()  # an order that is stored from here on sets it again
             try:
-                taken = await self.call(self.store.take_order, node)
+                result = await self.call(self.store.take_order, node)
             except BaseException:
-                own.news.set()  # an order may wait all the same: the next request looks for it
+                state.order_signal.set()  # an order may be waiting all the same: the next request checks
                 raise
-            if taken is None:
+            if result is None:
                 return None
-            own.news.set()  # there may be another one
-            own.given, answer = taken
+            state.order_signal.set()  # there may be another one
+            state.last_order, answer = result
             return answer
 
     async def send_reply(self, node: int, request: Any, contents: Sequence[bytes]) -> bytes:
@@ -266,12 +268,12 @@ class Exchange:
         """
         stored = await self.call(self.store.store_reply, request, contents)
         if stored.reply_to:
-            own, run = self._nodes.get(node), self._runs.get(stored.run)
-            if own is not None and own.given is not None and own.given.id == stored.reply_to:
-                own.given = None
+            state, run = self._nodes.get(node), self._runs.get(stored.run)
+            if state is not None and state.last_order is not None and state.last_order.id == stored.reply_to:
+                state.last_order = None
             if run is not None:
-                run.ready.add(stored.reply_to)
-                run.news.set()
+                run.ready_ids.add(stored.reply_to)
+                run.reply_signal.set()
         return stored.answer
 
     async def send_orders(self, task: Any, head: bytes, contents: Sequence[bytes]) -> bytes:
@@ -290,7 +292,7 @@ class Exchange:
         """
         nodes, answer = await self.call(self.store.store_orders, task, head, contents, urgency=_OPERATOR)
         for node in nodes & self._nodes.keys():
-            self._nodes[node].news.set()
+            self._nodes[node].order_signal.set()
         return answer
 
     async def take_replies(self, task: Any, ids: Sequence[str], seconds: float) -> bytes:
@@ -307,32 +309,32 @@ class Exchange:
         """
         run = _recent(self._runs, task.run_id, _Run, self.limits.runs)
         expected, limits = set(ids), self.limits
-        if run.sent is not None:
-            if run.sent.orders & expected:
-                return await self.call(self.store.repeat_replies, run.sent, urgency=_OPERATOR)
-            sent, run.sent = run.sent, None
+        if run.last_replies is not None:
+            if run.last_replies.orders & expected:
+                return await self.call(self.store.repeat_replies, run.last_replies, urgency=_OPERATOR)
+            sent, run.last_replies = run.last_replies, None
             await self.call(self.store.delete_replies, sent, urgency=_OPERATOR)
-        deadline, gathered = time.monotonic() + min(seconds, limits.seconds), float("inf")
+        deadline, gather_deadline = time.monotonic() + min(seconds, limits.seconds), float("inf")
         while True:
             now = time.monotonic()
-            run.ready &= expected  # nobody waits for the others any more
-            if run.ready:
-                gathered = min(gathered, now + limits.gather)
-            until = min(deadline, gathered, run.checked + limits.check)
-            if now >= until or len(run.ready) >= min(limits.replies, len(expected)):
+            run.ready_ids &= expected  # nobody waits for the others any more
+            if run.ready_ids:
+                gather_deadline = min(gather_deadline, now + limits.gather)
+            until = min(deadline, gather_deadline, run.checked_at + limits.check)
+            if now >= until or len(run.ready_ids) >= min(limits.replies, len(expected)):
                 break
-            run.news.clear()
+            run.reply_signal.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(run.news.wait(), until - now)
-        taken = set(sorted(run.ready)[: limits.replies])
-        if now >= run.checked + limits.check:
-            run.checked = now
-            taken |= expected - run.ready
-        run.ready -= taken
-        if not taken:
+                await asyncio.wait_for(run.reply_signal.wait(), until - now)
+        ids_to_take = set(sorted(run.ready_ids)[: limits.replies])
+        if now >= run.checked_at + limits.check:
+            run.checked_at = now
+            ids_to_take |= expected - run.ready_ids
+        run.ready_ids -= ids_to_take
+        if not ids_to_take:
             return b""
-        sent, answer = await self.call(self.store.take_replies, task, taken, urgency=_OPERATOR)
-        run.sent = sent if sent.orders else None
+        sent, answer = await self.call(self.store.take_replies, task, ids_to_take, urgency=_OPERATOR)
+        run.last_replies = sent if sent.orders else None
         return answer
 
     async def cancel_orders(self, task: Any, ids: Sequence[str]) -> bytes:
@@ -350,14 +352,14 @@ class Exchange:
 
     def wake_nodes(self) -> None:
         """Let all nodes fetch orders: one may have been stored by Flower's own requests."""
-        for own in self._nodes.values():
-            own.news.set()
+        for state in self._nodes.values():
+            state.order_signal.set()
 
     def wake_runs(self) -> None:
         """Let all runs fetch replies: one may have been stored by Flower's own requests."""
         for run in self._runs.values():
-            run.checked = float("-inf")
-            run.news.set()
+            run.checked_at = float("-inf")
+            run.reply_signal.set()
 
 
 def _recent(known: OrderedDict[int, R], key: int, make: Callable[[], R], most: int) -> R:

@@ -1,4 +1,4 @@
-"""What one node may ask of the server: how much at once, how fast, and how large a reply."""
+"""Limits on the requests of one node: concurrency, rate and size of a reply."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KNOWN_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class DoorLimits:
-    """What one node may ask of the server.
+    """Limits on the requests of one node.
 
     Args:
         reply_bytes: Maximum size of a reply's objects together, in bytes.
@@ -70,35 +70,35 @@ class Bucket:
         self._tokens, self._refilled = burst, time.monotonic()
 
     def take(self) -> float:
-        """Take a token, and return the seconds until it is there."""
+        """Take a token, and return the number of seconds until it is available."""
         now = time.monotonic()
         self._tokens = min(self.burst, self._tokens + (now - self._refilled) * self.rate) - 1
         self._refilled = now
         return max(0.0, -self._tokens / self.rate)
 
     def give_back(self) -> None:
-        """Give back a token that is not used."""
+        """Return an unused token."""
         self._tokens += 1
 
 
 class Slot:
-    """A request's place among those of its node that are processed at once.
+    """A request's slot among the concurrent requests of its node.
 
     Args:
-        slots: The places of the node.
+        slots: The slots of the node.
     """
 
     def __init__(self, slots: asyncio.Semaphore) -> None:
         self._slots, self._is_held = slots, False
 
     async def enter(self) -> None:
-        """Wait for the place, unless the request has it."""
+        """Wait for a slot, unless the request holds one."""
         if not self._is_held:
             await self._slots.acquire()
             self._is_held = True
 
     def leave(self) -> None:
-        """Leave the place to the next request, if the request has it."""
+        """Release the slot, if the request holds one."""
         if self._is_held:
             self._is_held = False
             self._slots.release()
@@ -106,7 +106,7 @@ class Slot:
 
 @dataclass
 class Sender:
-    """What the door remembers of one node."""
+    """The door's state of one node."""
 
     slots: asyncio.Semaphore
     requests: Bucket
@@ -114,4 +114,4 @@ class Sender:
     waiting: int = 0
     reply_left: int = 0
     node: int | None = None
-    looked_up: float = field(default=-KNOWN_SECONDS)
+    looked_up_at: float = field(default=-KNOWN_SECONDS)

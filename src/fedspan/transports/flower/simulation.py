@@ -24,12 +24,12 @@ R = TypeVar("R")
 _START = 300.0
 """Time limit for the start of Ray and the first actors, in seconds."""
 
-Answering = Callable[[int, Envelope], Envelope]
+Answer = Callable[[int, Envelope], Envelope]
 """Processes an envelope as the client with a number; sent to other processes, so it must be a module-level function."""
 
 
-def client_app(answering: Answering) -> ClientApp:
-    """Create a client app that forwards envelopes to ``answering``."""
+def client_app(answer: Answer) -> ClientApp:
+    """Create a client app that forwards envelopes to ``answer``."""
     app = ClientApp()
 
     @app.query()
@@ -39,7 +39,7 @@ def client_app(answering: Answering) -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:  # pyright: ignore[reportUnusedFunction]
-        reply = answering(int(context.node_config["partition-id"]), from_records(message.content).envelope)
+        reply = answer(int(context.node_config["partition-id"]), from_records(message.content).envelope)
         return Message(to_records(UnsignedSigner().seal(reply, 0), new_salt()), reply_to=message)
 
     return app
@@ -47,8 +47,8 @@ def client_app(answering: Answering) -> ClientApp:
 
 def simulate(
     ids: Sequence[str],
-    answering: Answering,
-    serving: Callable[[Transport], R],
+    answer: Answer,
+    run_server: Callable[[Transport], R],
     *,
     actors: int,
     gpus: float = 0.0,
@@ -57,16 +57,16 @@ def simulate(
 
     Args:
         ids: Ids of the clients; the node with number ``i`` is the client at position ``i``.
-        answering: The client half of the run.
-        serving: The server half of the run, called with the transport to the clients.
+        answer: The client half of the run.
+        run_server: The server half of the run, called with the transport to the clients.
         actors: Number of processes that train clients in parallel.
         gpus: Fraction of a GPU for each actor.
 
     Returns:
-        The result of ``serving``.
+        The result of ``run_server``.
 
     Raises:
-        Exception: If ``serving`` raises it.
+        Exception: If ``run_server`` raises it.
     """
     results: list[R] = []
     errors: list[BaseException] = []
@@ -76,7 +76,7 @@ def simulate(
     def main(grid: Grid, context: Context) -> None:  # pyright: ignore[reportUnusedFunction]
         try:
             nodes = roll_call(grid, len(ids), _START)
-            results.append(serving(GridTransport(grid, {id: nodes[number] for number, id in enumerate(ids)})))
+            results.append(run_server(GridTransport(grid, {id: nodes[number] for number, id in enumerate(ids)})))
         except BaseException as error:  # Flower would log it and raise a different error
             errors.append(error)
 
@@ -87,7 +87,7 @@ def simulate(
     logging.getLogger("flwr").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Flower recommends ``flwr run``
-        run_simulation(server, client_app(answering), len(ids), backend_config=backend)  # pyright: ignore
+        run_simulation(server, client_app(answer), len(ids), backend_config=backend)  # pyright: ignore
     if errors:
         raise errors[0]
     return results[0]

@@ -46,10 +46,10 @@ from fedspan.transports.flower.signing import NodeSigner, Signer, UnsignedSigner
 __all__ = ["Link", "serve"]
 
 _STOP = 0.5
-"""Seconds after which a node that waits for an order notices that it is to stop."""
+"""Interval in which a node that waits for an order checks whether to stop, in seconds."""
 _PROMPT = 1.0
-"""Seconds within which an empty answer means that the server does not wait for orders, as another process asks for
-them with the same key; then the node waits itself."""
+"""An empty answer within this number of seconds means that the server does not wait for orders, because another process
+requests them with the same key; then the node itself waits."""
 _RECONNECT = 2.0, 30.0
 """Seconds before reconnecting after a lost connection: initial and maximum."""
 _RETRIES = 2
@@ -66,7 +66,7 @@ because the submitting process was killed."""
 
 log = logging.getLogger("fedspan.node")
 
-Answering = Callable[[Envelope], Envelope]
+Answer = Callable[[Envelope], Envelope]
 
 
 class Link:
@@ -93,12 +93,12 @@ class Link:
         return NodeSigner(self.keys[0], self.authority)
 
 
-def serve(link: Link, answering: Answering, stop: Event) -> None:
+def serve(link: Link, answer: Answer, stop: Event) -> None:
     """Reply to messages until ``stop`` is set; reconnect after a lost connection.
 
     Args:
         link: Connection data of the SuperLink.
-        answering: Computes the reply to an envelope; the type of an exception that it raises is reported to the server.
+        answer: Computes the reply to an envelope; the type of an exception that it raises is reported to the server.
         stop: Event that ends the function when set.
 
     Raises:
@@ -113,7 +113,7 @@ def serve(link: Link, answering: Answering, stop: Event) -> None:
                 log.info("connected to %s as node %d", link.address, connection.node_id)
                 pause = _RECONNECT[0]
                 try:
-                    _answer(connection, link, signer, answering, stop, received)
+                    _serve_connection(connection, link, signer, answer, stop, received)
                 finally:
                     give_up_at = time.monotonic() + _REFUSED
         except httpx.HTTPStatusError as error:
@@ -122,38 +122,38 @@ def serve(link: Link, answering: Answering, stop: Event) -> None:
                 raise FedspanError("server", link.address, expected) from error
             reason = "unknown node key, or the previous connection has not timed out yet"
             log.warning("%s refused the connection: %s; next attempt in %g s", link.address, reason, pause)
-            stop.wait(_jittered(pause))
+            stop.wait(_jitter(pause))
         except (httpx.HTTPError, OSError) as error:
-            log.warning("no connection to %s (%s); next attempt in %g s", link.address, _describe(error), pause)
-            stop.wait(_jittered(pause))
+            log.warning("no connection to %s (%s); next attempt in %g s", link.address, _describe_error(error), pause)
+            stop.wait(_jitter(pause))
             pause = min(2 * pause, _RECONNECT[1])
 
 
-def _jittered(seconds: float) -> float:
-    """Vary a pause at random: the nodes of a server that was restarted shall not all come back at once."""
+def _jitter(seconds: float) -> float:
+    """Vary a pause at random, so that the nodes of a restarted server do not all reconnect at once."""
     return seconds * random.uniform(0.5, 1.5)
 
 
-def _describe(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 @dataclass
 class _Received:
-    """What a node remembers over connections: the id of the last order that it received as a whole."""
+    """State that outlives a connection: the id of the last order that the node received completely."""
 
     id: str = ""
 
 
-def _answer(
-    connection: NodeConnection, link: Link, signer: Signer, answering: Answering, stop: Event, received: _Received
+def _serve_connection(
+    connection: NodeConnection, link: Link, signer: Signer, answer: Answer, stop: Event, received: _Received
 ) -> None:
     while not stop.is_set():
         started = time.monotonic()
         try:
             order = _next_order(connection, received.id, stop)
             if order is not None:
-                _answer_one(connection, order, link.limit, signer, answering, received)
+                _process_order(connection, order, link.limit, signer, answer, received)
             elif time.monotonic() - started < _PROMPT:
                 stop.wait(_PROMPT)
         except _OVER as error:
@@ -183,12 +183,12 @@ def _next_order(connection: NodeConnection, received: str, stop: Event) -> Recei
     return None
 
 
-def _answer_one(
+def _process_order(
     connection: NodeConnection,
     order: ReceivedOrder,
     limit: int,
     signer: Signer,
-    answering: Answering,
+    answer: Answer,
     received: _Received,
 ) -> None:
     message, run, id = order.message, order.message.metadata.run_id, order.message.metadata.message_id
@@ -204,24 +204,24 @@ def _answer_one(
         raise
     received.id = id
     if contents is None or len(contents) > known:  # a large order is deleted at once, a small one with its reply
-        with suppress(httpx.HTTPError):  # it was received all the same; the next request says so, too
+        with suppress(httpx.HTTPError):  # the next request confirms it again
             connection.confirm(run, id)
-    reply = _reply(message, contents, limit, connection.node_id, signer, answering)
+    reply = _make_reply(message, contents, limit, connection.node_id, signer, answer)
     try:
         connection.send_reply(run, reply, time.monotonic() - started)
     except httpx.HTTPStatusError as error:  # `take_order` fails next if this node is no longer accepted
         log.warning("the SuperLink does not take the reply (%d)", error.response.status_code)
 
 
-def _reply(
-    message: Message, contents: dict[str, bytes] | None, limit: int, node: int, signer: Signer, answering: Answering
+def _make_reply(
+    message: Message, contents: dict[str, bytes] | None, limit: int, node: int, signer: Signer, answer: Answer
 ) -> Message:
     if contents is None:
-        return Message(Error(_FAILED, "the message is larger than this node takes"), reply_to=message)
+        return Message(Error(_FAILED, "the message exceeds the size limit of this node"), reply_to=message)
     try:
         complete = assemble_message(message.metadata.message_id, contents, limit)
         sealed = from_records(complete.content)
-        reply = signer.seal(answering(signer.open(sealed, node)), node, sealed.nonce)
+        reply = signer.seal(answer(signer.open(sealed, node)), node, sealed.nonce)
         return Message(to_records(reply, new_salt()), reply_to=complete)
     except Exception as error:  # on any error the node continues, and the server learns that there is no reply
         log.exception("a message could not be answered")

@@ -77,7 +77,7 @@ class GridTransport(Transport):
     Args:
         grid: Flower's grid.
         nodes: Flower's node id of each client.
-        reconnect_timeout: Seconds that a patient exchange waits for nodes that are not online.
+        reconnect_timeout: Time limit for offline nodes in an exchange that waits for them, in seconds.
         signer: Signs orders and verifies replies; None: neither.
         revoked: Returns the nodes whose keys were revoked, which no exchange waits for.
     """
@@ -93,39 +93,39 @@ class GridTransport(Transport):
         self.grid, self.nodes, self.reconnect_timeout = grid, nodes, reconnect_timeout
         self.signer, self.revoked = signer or UnsignedSigner(), revoked
 
-    def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, patient: bool = False) -> None:
+    def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
         """``Transport.exchange``."""
-        for id, reply in self._replies(orders, seconds, patient):
+        for id, reply in self._replies(orders, seconds, wait_for_offline):
             if on_reply(id, reply):
                 return
 
-    def _replies(self, orders: Orders, seconds: float, patient: bool) -> Iterator[tuple[str, Envelope | str]]:
+    def _replies(self, orders: Orders, seconds: float, wait_for_offline: bool) -> Iterator[tuple[str, Envelope | str]]:
         unsent, pending = dict.fromkeys(orders), dict[str, _Sent[str]]()
         refused = set[str]()
         started, pause = time.monotonic(), _POLL[0]
         deadline, offline_until = (
             started + seconds,
-            started + (min(seconds, self.reconnect_timeout) if patient else 0.0),
+            started + (min(seconds, self.reconnect_timeout) if wait_for_offline else 0.0),
         )
         while True:
-            gone = self.revoked()
-            for id in [id for id in unsent if self.nodes[id] in gone]:
+            revoked = self.revoked()
+            for id in [id for id in unsent if self.nodes[id] in revoked]:
                 del unsent[id]
                 yield id, _REVOKED
             for message, sent in list(pending.items()):
-                if sent.node in gone:
+                if sent.node in revoked:
                     del pending[message]
                     yield sent.to, _REVOKED
             online = set(self.grid.get_node_ids()) if unsent else set[int]()
             salt = new_salt()
-            for batch in _batches(orders, [id for id in unsent if self.nodes[id] in online]):
+            for batch in _split_batches(orders, [id for id in unsent if self.nodes[id] in online]):
                 lifetime = max(deadline - time.monotonic(), 0) + 60
                 addressed = [(id, self.nodes[id], envelope) for id, envelope in batch]
                 try:
                     try:
                         sent = _send(self.grid, self.signer, addressed, "train", lifetime, salt)
                     except httpx.HTTPStatusError as error:
-                        if not _may_be_sent_again(error):
+                        if not _can_be_resent(error):
                             raise
                         salt = new_salt()  # a node may have announced the body's name with other children
                         sent = _send(self.grid, self.signer, addressed, "train", lifetime, salt)
@@ -136,16 +136,16 @@ class GridTransport(Transport):
                         yield id, "its node confirmed an order that it had not received"
                     continue
                 except httpx.HTTPStatusError as error:
-                    if not _may_be_sent_again(error):
+                    if not _can_be_resent(error):
                         raise
                     salt = new_salt()
-                    refused.update(id for id, _ in batch)  # sent again for as long as the exchange is patient
+                    refused.update(id for id, _ in batch)  # sent again while the exchange waits for offline nodes
                     continue
                 pending.update(sent)
-                for one in sent.values():
-                    del unsent[one.to]
+                for message in sent.values():
+                    del unsent[message.to]
             if time.monotonic() >= offline_until:
-                reason = f"was not online for {offline_until - started:g} s" if patient else "is not online"
+                reason = f"was not online for {offline_until - started:g} s" if wait_for_offline else "is not online"
                 for id in sorted(unsent):
                     yield id, "the SuperLink did not take its order" if id in refused else f"its node {reason}"
                 unsent.clear()
@@ -167,29 +167,29 @@ class GridTransport(Transport):
 
 @dataclass(frozen=True)
 class _Sent(Generic[A]):
-    """A message without a reply: who it was sent to, that node's id, and its nonce."""
+    """A message without a reply: its recipient, the node's id, and the nonce."""
 
     to: A
     node: int
     nonce: bytes
 
 
-def _may_be_sent_again(error: httpx.HTTPStatusError) -> bool:
+def _can_be_resent(error: httpx.HTTPStatusError) -> bool:
     """Return whether a refusal concerns the names of a request's objects, or the moment, rather than the request."""
     return error.response.status_code >= 500 or error.response.status_code == httpx.codes.CONFLICT
 
 
-def _batches(orders: Orders, ids: Iterable[str]) -> Iterator[list[tuple[str, Envelope]]]:
+def _split_batches(orders: Orders, ids: Iterable[str]) -> Iterator[list[tuple[str, Envelope]]]:
     """Yield orders with their clients in batches that are sent in one request; a large order is one of its own."""
     batch, size = list[tuple[str, Envelope]](), 0
     for id in ids:
         envelope = orders[id]
-        own = len(envelope.body) + len(envelope.header) + _OVERHEAD
-        if batch and (size + own > BATCH_BYTES or len(batch) == _BATCH):
+        envelope_size = len(envelope.body) + len(envelope.header) + _OVERHEAD
+        if batch and (size + envelope_size > BATCH_BYTES or len(batch) == _BATCH):
             yield batch
             batch, size = [], 0
         batch.append((id, envelope))
-        size += own
+        size += envelope_size
     if batch:
         yield batch
 
@@ -202,13 +202,13 @@ def _send(
     Args:
         grid: Flower's grid.
         signer: Signs the envelopes.
-        addressed: Whom each envelope is sent to, Flower's id of the node, and the envelope.
+        addressed: Tuples of recipient, Flower's id of the node, and envelope.
         kind: Type of the messages.
         seconds: Lifetime of the messages.
         salt: Salt of their bodies.
 
     Returns:
-        By message id, what was sent; without those that Flower did not take.
+        The messages that Flower accepted, by message id.
     """
     sent = list[_Sent[A]]()
     messages = list[Message]()
@@ -216,7 +216,7 @@ def _send(
         sealed = signer.seal(envelope, node)
         messages.append(Message(to_records(sealed, salt), dst_node_id=node, message_type=kind, ttl=seconds))
         sent.append(_Sent(to, node, sealed.nonce))
-    return {id: one for id, one in zip(grid.push_messages(messages), sent, strict=False) if id}
+    return {id: message for id, message in zip(grid.push_messages(messages), sent, strict=False) if id}
 
 
 def _receive(grid: Grid, signer: Signer, pending: dict[str, _Sent[A]]) -> Iterator[tuple[A, Envelope | str]]:

@@ -27,8 +27,8 @@ __all__ = [
     "SEND_REPLY",
     "TAKE_ORDER",
     "TAKE_REPLIES",
-    "fitting",
     "pack",
+    "select_fitting",
     "unpack",
 ]
 
@@ -75,17 +75,17 @@ def unpack(data: bytes, most: int) -> list[bytes]:
     return parts
 
 
-def fitting(contents: Iterable[bytes], most: int) -> list[bytes]:
+def select_fitting(contents: Iterable[bytes], most: int) -> list[bytes]:
     """Return the first contents that fit into a size together.
 
     Args:
         contents: Contents of objects; those after the first one that does not fit are not computed.
         most: Maximum size of all of them together, in bytes.
     """
-    taken, size = list[bytes](), 0
+    selected, size = list[bytes](), 0
     for content in contents:
         size += len(content)
         if size > most:
             break
-        taken.append(content)
-    return taken
+        selected.append(content)
+    return selected

@@ -1,4 +1,4 @@
-"""The workers of a run: their start, the work that they share, and the loss of one of them."""
+"""The workers of a run: how they start, share work and are replaced after a failure."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fedspan.transports.ray.adapter import own_token
 from fedspan.transports.ray.sharing import shared_or_new
 from fedspan.transports.ray.worker import BaseVersion, Worker
 
-__all__ = ["LOSSES", "Member", "Piece", "Queues", "Resources", "Team", "open_team"]
+__all__ = ["MAX_LOSSES", "Member", "Piece", "Queues", "Resources", "Team", "open_team"]
 
 T = TypeVar("T")
 
-LOSSES = 2
-"""Number of workers that may die while they do one piece of work; after one more it counts as failed."""
-_RESTARTS = 3
-"""Number of times in a run that a worker which died is started again."""
+MAX_LOSSES = 2
+"""Number of workers that may die during one piece of work; after one more, the piece counts as failed."""
+_MAX_RESTARTS = 3
+"""Number of times that a worker that died is restarted in a run."""
 _LOST = (NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError)
 
 
@@ -63,7 +63,7 @@ def _connection(resources: Resources) -> Generator[None]:
     if ray.is_initialized():
         yield
         return
-    # Ray listens on all of a machine's addresses and runs what it is sent: only who has the token may send.
+    # Ray listens on all addresses of the machine and runs any code that it receives, so clients need a token.
     with own_token() if resources.address == "local" else nullcontext():
         _init(resources)
         try:
@@ -115,13 +115,13 @@ class Member:
     def __init__(self, actor: Any) -> None:
         self.actor = actor
         self.version: int | None = None
-        """Version of the base that it has; None: the pretrained base."""
+        """Version of the base on the worker; None: the pretrained base."""
         self.deaths = 0
-        """Number of times that it died in this run."""
+        """Number of times that the worker died in this run."""
         self.lost = False
-        """Whether it died too often to be started again in this run."""
+        """Whether the worker died too often to be restarted in this run."""
         self.cause = ""
-        """Ray's report of its last death."""
+        """Ray's report of the last death."""
 
 
 class Piece(Generic[T]):
@@ -135,7 +135,7 @@ class Piece(Generic[T]):
     def __init__(self, content: T, load: int) -> None:
         self.content, self.load = content, load
         self.losses = 0
-        """Number of workers that died while they did it."""
+        """Number of workers that died during this piece."""
 
 
 class Team:
@@ -153,7 +153,7 @@ class Team:
         self.members = [Member(self._start()) for _ in range(resources.workers)]
         self._recovering: dict[Any, Member] = {}
         self._running: dict[Any, tuple[Member, Piece[Any]]] = {}
-        self._plan: tuple[Any, ...] = ()
+        self._build_arguments: tuple[Any, ...] = ()
         self._base, self._number = BaseUpdate(), 0
         self._rounds: dict[int, int] = {}
         self._patches: dict[int | None, Any] = {}
@@ -176,55 +176,55 @@ class Team:
         Raises:
             FedspanError: If a host cannot be built, or the workers do not start in time.
         """
-        self._plan = build, ray.put(kit)  # kept: a worker that is started again needs it, too
+        self._build_arguments = build, ray.put(kit)  # stored for workers that are restarted later
         self._base, self._patches, self._rounds = BaseUpdate(), {}, {}
-        busy = self._busy()
+        busy = self._pop_busy()
         for member in self.members:
             if member.lost or member in busy:
                 ray.kill(member.actor)
                 member.actor = self._start()
             member.lost, member.deaths = False, 0
         self._recovering = dict(map(self._rebuild, self.members))
-        wanted, until = self.resources, time.monotonic() + self.resources.start_timeout
+        resources, deadline = self.resources, time.monotonic() + self.resources.start_timeout
         while self._recovering:
-            left = max(0.0, until - time.monotonic())
+            left = max(0.0, deadline - time.monotonic())
             ready, _ = ray.wait(list(self._recovering), num_returns=1, timeout=left)
             if not ready:
-                there = ray.cluster_resources()
+                available = ray.cluster_resources()
                 problem = (
-                    f"{wanted.workers - len(self._recovering)} of {wanted.workers} workers started within "
-                    f"{wanted.start_timeout:g} s. Each takes {wanted.threads} CPUs and {wanted.gpus:g} GPUs; the "
-                    f"cluster has {there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs"
+                    f"{resources.workers - len(self._recovering)} of {resources.workers} workers started within "
+                    f"{resources.start_timeout:g} s. Each takes {resources.threads} CPUs and {resources.gpus:g} GPUs; "
+                    f"the cluster has {available.get('CPU', 0):g} CPUs and {available.get('GPU', 0):g} GPUs"
                 )
-                raise FedspanError("cluster.workers", wanted.workers, problem=problem)
-            self._recovered(ready[0])
+                raise FedspanError("cluster.workers", resources.workers, problem=problem)
+            self._finish_restart(ready[0])
         for member in self.members:
             if member.lost:
                 problem = f"a worker died {member.deaths} times while it started ({member.cause})"
-                raise FedspanError("cluster.workers", wanted.workers, problem=problem)
+                raise FedspanError("cluster.workers", resources.workers, problem=problem)
 
-    def _busy(self) -> set[Member]:
-        """Return the workers that an aborted run left with something to do, which nobody waits for."""
+    def _pop_busy(self) -> set[Member]:
+        """Return and clear the workers that an aborted run left busy."""
         refs = [*self._running, *self._recovering]
         ready = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set[Any]()
-        found = {member for ref, (member, _) in self._running.items() if ref not in ready}
-        found |= set(self._recovering.values())
+        busy = {member for ref, (member, _) in self._running.items() if ref not in ready}
+        busy |= set(self._recovering.values())
         self._running, self._recovering = {}, {}
-        return found
+        return busy
 
     def _restart(self, member: Member, error: RayError) -> None:
         """Start a worker that died again, unless it died too often."""
         ray.kill(member.actor)  # it may be unreachable and alive
         member.deaths, member.cause = member.deaths + 1, " ".join(str(error).split())[:300]
-        member.lost = member.deaths > _RESTARTS
+        member.lost = member.deaths > _MAX_RESTARTS
         if not member.lost:
             member.actor = self._start()
             self._recovering.update([self._rebuild(member)])
 
     def _rebuild(self, member: Member) -> tuple[Any, Member]:
-        """Begin to build the host of a worker, and return the reference of the end of it."""
+        """Begin to build the host of a worker, and return a reference that is ready when it is built."""
         member.version = None
-        return member.actor.build.remote(*self._plan), member
+        return member.actor.build.remote(*self._build_arguments), member
 
     def close(self) -> None:
         """End the workers."""
@@ -238,12 +238,12 @@ class Team:
                 member.actor.release_memory.remote()
 
     def set_base(self, base: BaseUpdate) -> None:
-        """Set the base with which work is done; each worker receives its change with the next piece of work."""
+        """Set the base for all work from now on; each worker receives the change with its next piece of work."""
         self._base, self._number, self._patches = base, self._number + 1, {}
         self._rounds[self._number] = base.round
 
     def base_for(self, member: Member) -> tuple[BaseVersion, Any]:
-        """Return the version of the base, and a reference to the change since the one that a worker has, or None."""
+        """Return the version of the base, and a reference to the change since the worker's version, or None."""
         known, member.version = member.version, self._number
         if known not in self._patches:
             patch = self._base.since(None if known is None else self._rounds[known])
@@ -254,36 +254,36 @@ class Team:
         self,
         queues: Sequence[Sequence[Piece[T]]],
         send: Callable[[Member, T], Any],
-        done: Callable[[T, Any], None],
-        failed: Callable[[T, str], None],
+        on_result: Callable[[T, Any], None],
+        on_failure: Callable[[T, str], None],
     ) -> None:
-        """Have work done: each worker its own pieces first, and then those that others have not begun.
+        """Distribute work: each worker does its own pieces first, and then those that other workers have not begun.
 
         Args:
             queues: Pieces of each worker, in the order in which it does them.
             send: Begins a piece on a worker and returns the reference of its result.
-            done: Takes a piece and its result.
-            failed: Takes a piece that lost too many workers, and the reason.
+            on_result: Called with a piece and its result.
+            on_failure: Called with a piece during which too many workers died, and the reason.
 
         Raises:
             FedspanError: If a worker raises it, or all workers are lost.
         """
-        left = Queues(queues)
-        idle = deque(one for one in self.members if not one.lost and one not in self._recovering.values())
+        remaining = Queues(queues)
+        idle = deque(member for member in self.members if not member.lost and member not in self._recovering.values())
         running: dict[Any, tuple[Member, Piece[T]]] = {}
         self._running = running
 
         def dispatch() -> None:
-            while idle and left:
+            while idle and remaining:
                 member = idle.popleft()
-                piece = left.take(self.members.index(member))
+                piece = remaining.take(self.members.index(member))
                 running[send(member, piece.content)] = member, piece
 
         dispatch()
-        while running or left:
+        while running or remaining:
             ref = self._next(running)
             if ref in self._recovering:
-                idle += self._recovered(ref)
+                idle += self._finish_restart(ref)
                 dispatch()
                 continue
             member, piece = running.pop(ref)
@@ -292,20 +292,20 @@ class Team:
             except _LOST as error:
                 piece.losses += 1
                 self._restart(member, error)
-                if piece.losses <= LOSSES:
-                    left.put_back(piece)
+                if piece.losses <= MAX_LOSSES:
+                    remaining.put_back(piece)
                     dispatch()
                 else:
-                    failed(piece.content, f"{piece.losses} workers died while they carried out its order")
+                    on_failure(piece.content, f"{piece.losses} workers died while they carried out its order")
                 continue
             except RayTaskError as error:
-                raise _cause_of(error) from error
+                raise _find_cause(error) from error
             idle.append(member)
             dispatch()  # before the result is processed, for which workers need not wait
-            done(piece.content, result)
+            on_result(piece.content, result)
 
     def _next(self, running: Mapping[Any, object]) -> Any:
-        """Return the reference of the next result, or of a worker that was started again."""
+        """Return the reference of the next result, or of a worker that was restarted."""
         waiting, ready = [*running, *self._recovering], list[Any]()
         if waiting:
             seconds = None if running else self.resources.start_timeout
@@ -315,8 +315,8 @@ class Team:
             raise FedspanError("cluster.workers", len(self.members), problem=problem)
         return ready[0]
 
-    def _recovered(self, ref: Any) -> list[Member]:
-        """Return the worker that was started again; empty if it died meanwhile."""
+    def _finish_restart(self, ref: Any) -> list[Member]:
+        """Return the worker that was restarted; empty if it died meanwhile."""
         member = self._recovering.pop(ref)
         try:
             ray.get(ref)
@@ -324,7 +324,7 @@ class Team:
             self._restart(member, error)
             return []
         except RayTaskError as error:
-            raise _cause_of(error) from error
+            raise _find_cause(error) from error
         return [member]
 
 
@@ -332,26 +332,26 @@ class Queues(Generic[T]):
     """The pieces that no worker has begun."""
 
     def __init__(self, queues: Sequence[Sequence[Piece[T]]]) -> None:
-        self._own = [deque(queue) for queue in queues]
-        self._first: deque[Piece[T]] = deque()
+        self._queues = [deque(queue) for queue in queues]
+        self._returned: deque[Piece[T]] = deque()
 
     def __bool__(self) -> bool:
-        return bool(self._first) or any(self._own)
+        return bool(self._returned) or any(self._queues)
 
     def put_back(self, piece: Piece[T]) -> None:
-        """Return a piece, which the next worker takes."""
-        self._first.append(piece)
+        """Return a piece; the next idle worker takes it."""
+        self._returned.append(piece)
 
     def take(self, worker: int) -> Piece[T]:
         """Take the next piece of a worker: its own, or the last of the worker with the most work left."""
-        if self._first:
-            return self._first.popleft()
-        if self._own[worker]:
-            return self._own[worker].popleft()
-        return max(self._own, key=lambda queue: sum(piece.load for piece in queue)).pop()
+        if self._returned:
+            return self._returned.popleft()
+        if self._queues[worker]:
+            return self._queues[worker].popleft()
+        return max(self._queues, key=lambda queue: sum(piece.load for piece in queue)).pop()
 
 
-def _cause_of(error: RayTaskError) -> BaseException:
+def _find_cause(error: RayTaskError) -> BaseException:
     """Return the error to raise for one of a worker: its cause if a user can correct it."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, FedspanError) else error

@@ -1,4 +1,4 @@
-"""The transport of a cluster: orders travel to the workers in stacks of clients that share their passes."""
+"""The transport of a cluster: orders are sent to the workers in stacks of clients that share their passes."""
 
 from __future__ import annotations
 
@@ -15,38 +15,35 @@ from fedspan.federation.conditions import Conditions
 from fedspan.federation.progress import Progress
 from fedspan.federation.protocol import Envelope, OnTrained, Orders, decode_order
 from fedspan.training.batched import BatchedEngine, balance
-from fedspan.training.stacking import StackingPlan
+from fedspan.training.stacking import PROBE_CLIENTS, StackingPlan
 from fedspan.transports.in_process import InProcess
 from fedspan.transports.ray.team import Member, Piece, Team
 from fedspan.transports.ray.worker import Outcome, StackedOrder
 
 __all__ = ["ClusterTransport", "cut_stacks"]
 
-_TRIED = 16
-"""Clients on whose first jobs the stacking plan is measured."""
 
-
-def cut_stacks(work: Mapping[str, int], most: int, workers: int) -> list[list[str]]:
+def cut_stacks(work: Mapping[str, int], stack_size: int, workers: int) -> list[list[str]]:
     """Cut a cohort into stacks of about equal work, the clients with the most work first.
 
-    Clients of a stack follow each other in the order of their work, so that their training ends together.
+    The clients of a stack have about equal work, so that their training ends together.
 
     Args:
-        work: Each client's work.
-        most: Largest number of clients in a stack.
-        workers: Number of workers. Of clients with equal work, the number of stacks is a multiple of it, unless each
-            stack is one client.
+        work: Number of tokens that each client trains on.
+        stack_size: Maximum number of clients in a stack.
+        workers: Number of workers. If all clients have equal work, the number of stacks is a multiple of it, unless
+            every stack has one client.
     """
     if not work:
         return []
-    most = min(most, math.ceil(len(work) / workers))
-    count = min(len(work), workers * math.ceil(len(work) / (most * workers)))
+    stack_size = min(stack_size, math.ceil(len(work) / workers))
+    count = min(len(work), workers * math.ceil(len(work) / (stack_size * workers)))
     share = max(1, sum(work.values())) / count
     stacks: list[list[str]] = []
     done, last = 0.0, -1
     for id in sorted(work, key=lambda id: (-work[id], id)):
         at = int((done + work[id] / 2) / share)
-        if at != last or len(stacks[-1]) == most:
+        if at != last or len(stacks[-1]) == stack_size:
             stacks.append([])
         stacks[-1].append(id)
         done, last = done + work[id], at
@@ -57,9 +54,9 @@ class ClusterTransport(InProcess):
     """Passes orders to workers; all else of a round is in this process: client stores, conditions, key exchanges.
 
     Args:
-        host: The host of all clients, which answers what is no work for a worker.
+        host: The host of all clients, which answers every order that is not training or statistics.
         team: The workers.
-        conditions: Simulated conditions, under which the workers' hosts are built, too; None: none.
+        conditions: Simulated conditions, which also apply to the workers' hosts; None: none.
     """
 
     def __init__(self, host: Host, team: Team, conditions: Conditions | None = None) -> None:
@@ -78,11 +75,11 @@ class ClusterTransport(InProcess):
         super().begin(progress)
         self.team.set_base(progress.state.base)
 
-    def carry_out(self, orders: Orders, ids: Sequence[str], take: Callable[[str, Envelope | str], object]) -> None:
+    def carry_out(self, orders: Orders, ids: Sequence[str], on_reply: Callable[[str, Envelope | str], object]) -> None:
         """``InProcess.carry_out``, by the workers."""
         if not ids:  # a Poisson sample may be empty
             return
-        workers, most, plan = len(self.team.members), 1, None
+        workers, stack_size, plan = len(self.team.members), 1, None
         # Statistics are computed client by client, and their orders hold no jobs to measure.
         if orders.task == "train" and isinstance(engine := self.host.engine, BatchedEngine):
             if engine.stacking is None:
@@ -90,51 +87,51 @@ class ClusterTransport(InProcess):
                 if engine.on_plan is not None:
                     engine.on_plan(engine.stacking)
             plan = engine.stacking
-            most = plan.at_once * plan.workers
-        work = {id: self.host.tokens(id) for id in ids}
+            stack_size = plan.at_once * plan.workers
+        tokens = {id: self.host.tokens(id) for id in ids}
         pieces = {
-            stack[0]: Piece(stack, sum(map(work.__getitem__, stack))) for stack in cut_stacks(work, most, workers)
+            stack[0]: Piece(stack, sum(map(tokens.__getitem__, stack)))
+            for stack in cut_stacks(tokens, stack_size, workers)
         }
         queues = balance({name: piece.load for name, piece in pieces.items()}, workers)
 
         def send(member: Member, stack: list[str]) -> Any:
             bodies, stacked = self._pack(orders, stack)
-            return member.actor.answer.remote(*self.team.base_for(member), bodies, stacked, plan)
+            return member.actor.carry_out.remote(*self.team.base_for(member), bodies, stacked, plan)
 
-        def done(stack: list[str], outcomes: Sequence[Outcome]) -> None:
-            for one in outcomes:
-                if one.state is not None:
-                    state = STATE.decode(one.state, one.id, self._round)
-                    self.host.store.store(one.id, self._round, state, frozenset())
-                if one.session is not None and self.host.secure is not None:
-                    self.host.secure[one.id].vault.store(one.id, one.session)
-                take(one.id, one.envelope)
+        def on_result(stack: list[str], outcomes: Sequence[Outcome]) -> None:
+            for outcome in outcomes:
+                if outcome.state is not None:
+                    state = STATE.decode(outcome.state, outcome.id, self._round)
+                    self.host.store.store(outcome.id, self._round, state, frozenset())
+                if outcome.session is not None and self.host.secure is not None:
+                    self.host.secure[outcome.id].vault.store(outcome.id, outcome.session)
+                on_reply(outcome.id, outcome.envelope)
 
-        def failed(stack: list[str], reason: str) -> None:
+        def on_failure(stack: list[str], reason: str) -> None:
             for id in stack:
-                take(id, reason)
+                on_reply(id, reason)
 
-        self.team.share([[pieces[name] for name in queue] for queue in queues], send, done, failed)
+        self.team.share([[pieces[name] for name in queue] for queue in queues], send, on_result, on_failure)
         self.team.release_memory()  # the activations' memory, while this process reduces and evaluates
 
     def _measure(self, orders: Orders, ids: Sequence[str]) -> StackingPlan:
-        """Have a worker measure how many clients train at once; it does so alone, and nothing is trained."""
-        share, found = math.ceil(len(ids) / len(self.team.members)), list[StackingPlan]()
+        """Have one worker measure how many clients to train at once; the measurement changes no client's state."""
+        share, plans = math.ceil(len(ids) / len(self.team.members)), list[StackingPlan]()
 
         def send(member: Member, stack: Sequence[str]) -> Any:
             bodies, stacked = self._pack(orders, stack)
-            return member.actor.settle.remote(*self.team.base_for(member), bodies, stacked, share)
+            return member.actor.choose_plan.remote(*self.team.base_for(member), bodies, stacked, share)
 
-        def done(stack: Sequence[str], plan: StackingPlan) -> None:
-            found.append(plan)
+        def on_result(stack: Sequence[str], plan: StackingPlan) -> None:
+            plans.append(plan)
 
-        def failed(stack: Sequence[str], reason: str) -> None:
+        def on_failure(stack: Sequence[str], reason: str) -> None:
             raise FedspanError("engine.clients_per_pass", None, "a number", problem=f"it cannot be measured: {reason}")
 
-        measured = Piece(ids[:_TRIED], 1)
-        queues = [[measured], *([] for _ in self.team.members[1:])]
-        self.team.share(queues, send, done, failed)
-        return found[0]
+        queues = [[Piece(ids[:PROBE_CLIENTS], 1)], *([] for _ in self.team.members[1:])]
+        self.team.share(queues, send, on_result, on_failure)
+        return plans[0]
 
     def _pack(self, orders: Orders, ids: Sequence[str]) -> tuple[list[Any], list[StackedOrder]]:
         """Return references of the orders' messages, each once, and what else belongs to the orders."""
@@ -147,14 +144,14 @@ class ClusterTransport(InProcess):
             if not bodies or bodies[-1] is not self._last[1]:
                 bodies.append(self._last[1])
             session = None if self.host.secure is None else self.host.secure[id].vault.load(id)
-            stacked.append(StackedOrder(envelope.header, len(bodies) - 1, self._state(id, envelope), session))
+            stacked.append(StackedOrder(envelope.header, len(bodies) - 1, self._encode_state(id, envelope), session))
         return bodies, stacked
 
-    def _state(self, id: str, envelope: Envelope) -> bytes | None:
+    def _encode_state(self, id: str, envelope: Envelope) -> bytes | None:
         client = decode_order(envelope).client
         if client is None or client.last_round is None:
             return None
-        kept = self.host.store.load(id, client.last_round)
-        if not kept.memory and not kept.moments:
+        state = self.host.store.load(id, client.last_round)
+        if not state.memory and not state.moments:
             return None
-        return STATE.encode(id, client.last_round, ClientState(kept.memory, dict(kept.moments)))
+        return STATE.encode(id, client.last_round, ClientState(state.memory, dict(state.moments)))

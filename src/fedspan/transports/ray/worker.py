@@ -109,12 +109,12 @@ class Worker:
             build: Builds the host from ``kit``.
             kit: Everything that the host is built from.
         """
-        self._host = None  # before the next one needs its memory
+        self._host = None  # frees the memory that the next one needs
         self._base, self._version, self._bodies = BaseUpdate(), -1, {}
         self._host = build(kit)
         self._host.store = self._store = _StateInTransit()
 
-    def settle(
+    def choose_plan(
         self,
         version: BaseVersion,
         patch: bytes | None,
@@ -123,14 +123,14 @@ class Worker:
         clients: int,
     ) -> StackingPlan:
         """Measure how many clients train at once in a round of ``clients`` clients for each worker."""
-        host = self._built()
+        host = self._get_host()
         self._set_base(host, version, patch)
         assert isinstance(host.engine, BatchedEngine)
-        orders = self._open(host, bodies, stack)
+        orders = self._open_orders(host, bodies, stack)
         host.prepare([order.to for order in orders])  # or the first passes that are measured fill the caches
         return host.engine.choose_plan(host.first_assignments(orders), clients, host.examples)
 
-    def answer(
+    def carry_out(
         self,
         version: BaseVersion,
         patch: bytes | None,
@@ -153,19 +153,22 @@ class Worker:
         Raises:
             FedspanError: If ``Host.train`` or ``Host.answer`` raises it.
         """
-        host = self._built()
+        host = self._get_host()
         self._set_base(host, version, patch)
         if isinstance(host.engine, BatchedEngine):
             host.engine.stacking = plan
-        orders = self._open(host, bodies, stack)
+        orders = self._open_orders(host, bodies, stack)
         if orders[0].task == "train":
             replies: list[Reply] = []
             host.train({order.to: order for order in orders}, replies.append)
         else:
             host.prepare([order.to for order in orders])
             replies = [host.answer(order) for order in orders]
-        made = self._store.departing
-        return [Outcome(one.id, one.envelope(), made.pop(one.id, None), _session(host, one.id)) for one in replies]
+        states = self._store.departing
+        return [
+            Outcome(reply.id, reply.envelope(), states.pop(reply.id, None), _load_session(host, reply.id))
+            for reply in replies
+        ]
 
     def release_memory(self) -> None:
         """Return memory that training no longer uses to the system, where the C library can (glibc)."""
@@ -173,7 +176,7 @@ class Worker:
         if trim is not None:
             trim(0)
 
-    def _built(self) -> Host:
+    def _get_host(self) -> Host:
         assert self._host is not None, "the driver sends work only to workers whose host is built"
         return self._host
 
@@ -188,24 +191,26 @@ class Worker:
         self._version = version.number
         host.share_base(self._base)
 
-    def _open(self, host: Host, bodies: Sequence[ray.ObjectRef[bytes]], stack: Sequence[StackedOrder]) -> list[Order]:
-        """Decode orders, and take in what their clients stored."""
+    def _open_orders(
+        self, host: Host, bodies: Sequence[ray.ObjectRef[bytes]], stack: Sequence[StackedOrder]
+    ) -> list[Order]:
+        """Decode orders, and load the states of their clients."""
         # A message that several stacks share stays one object, which the host decodes once.
         self._bodies = {ref: self._bodies[ref] if ref in self._bodies else ray.get(ref) for ref in bodies}
-        orders = [decode_order(Envelope(one.header, self._bodies[bodies[one.body]])) for one in stack]
+        orders = [decode_order(Envelope(stacked.header, self._bodies[bodies[stacked.body]])) for stacked in stack]
         self._store.arrived.clear()
         self._store.departing.clear()
-        for order, one in zip(orders, stack, strict=True):
+        for order, stacked in zip(orders, stack, strict=True):
             state = ClientState()
-            if one.state is not None:
+            if stacked.state is not None:
                 assert order.client is not None
                 assert order.client.last_round is not None
-                state = STATE.decode(one.state, order.to, order.client.last_round)
+                state = STATE.decode(stacked.state, order.to, order.client.last_round)
             self._store.arrived[order.to] = ClientState(state.memory, OverlayMapping(state.moments, {}))
-            if one.session is not None and host.secure is not None:
-                host.secure[order.to].vault.store(order.to, one.session)
+            if stacked.session is not None and host.secure is not None:
+                host.secure[order.to].vault.store(order.to, stacked.session)
         return orders
 
 
-def _session(host: Host, id: str) -> Session | None:
+def _load_session(host: Host, id: str) -> Session | None:
     return None if host.secure is None else host.secure[id].vault.load(id)

@@ -102,7 +102,7 @@ from fedspan.transports.flower.adapter.objects import (
     tree_ids,
 )
 from fedspan.transports.flower.adapter.run import ReplyHead, TaskGrid, acquire_task
-from fedspan.transports.flower.adapter.store import GivenOrder, MessageStore, SentReplies, StoredReply
+from fedspan.transports.flower.adapter.store import MessageStore, SentOrder, SentReplies, StoredReply
 from fedspan.transports.flower.adapter.superlink import (
     FLEET_HTTP_PUBLIC_KEY_HEADER,
     FLEET_HTTP_SIGNATURE_HEADER,
@@ -127,7 +127,6 @@ __all__ = [
     "PIECE_BYTES",
     "TASK_TOKEN_HEADER",
     "TIMESTAMP_HEADER",
-    "GivenOrder",
     "Keys",
     "MessageStore",
     "NodeConnection",
@@ -139,6 +138,7 @@ __all__ = [
     "ReceivedOrder",
     "ReplyHead",
     "RunNotRunningException",
+    "SentOrder",
     "SentReplies",
     "StoredReply",
     "TaskGrid",

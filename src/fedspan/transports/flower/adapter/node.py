@@ -45,7 +45,7 @@ from fedspan.transports.flower.adapter.objects import (
     object_id,
 )
 from fedspan.transports.flower.adapter.superlink import NODE_API
-from fedspan.transports.flower.wire import INLINE_BYTES, NODE_PATH, SEND_REPLY, TAKE_ORDER, fitting, pack, unpack
+from fedspan.transports.flower.wire import INLINE_BYTES, NODE_PATH, SEND_REPLY, TAKE_ORDER, pack, select_fitting, unpack
 
 __all__ = ["Keys", "NodeConnection", "ReceivedOrder", "connect_node"]
 
@@ -65,12 +65,12 @@ _PARTS = 64
 
 
 class ReceivedOrder(NamedTuple):
-    """An order as it arrives.
+    """An order as received.
 
     Args:
         message: The message without its content.
         tree: The tree of its objects.
-        contents: Those objects that came along, by id.
+        contents: The objects that came with the message, by id.
     """
 
     message: Message
@@ -105,7 +105,7 @@ class NodeConnection:
         self._heartbeat = HeartbeatSender(self._send_heartbeat)
 
     def open(self) -> None:
-        """Be online.
+        """Go online.
 
         Raises:
             httpx.HTTPStatusError: If the SuperLink refuses this node.
@@ -118,7 +118,7 @@ class NodeConnection:
         self._heartbeat.start()
 
     def close(self) -> None:
-        """Be offline, and close the connections."""
+        """Go offline, and close the connections."""
         if self.node_id:
             if self._heartbeat.is_running:
                 self._heartbeat.stop()
@@ -150,9 +150,9 @@ class NodeConnection:
                 return None
             pulled = PullMessagesResponse.FromString(parts[0])
             head, tree = pulled.messages_list[0], pulled.message_object_trees[0]
-            return ReceivedOrder(message_from_proto(head), tree, {object_id(one): one for one in parts[1:]})
+            return ReceivedOrder(message_from_proto(head), tree, {object_id(part): part for part in parts[1:]})
         except Exception as error:  # protobuf's own error class depends on its implementation
-            raise httpx.RemoteProtocolError(f"an answer that is no order ({type(error).__name__})") from error
+            raise httpx.RemoteProtocolError(f"an answer that is not an order ({type(error).__name__})") from error
 
     def send_reply(self, run: int, reply: Message, seconds: float) -> None:
         """Send a reply with its content.
@@ -174,13 +174,13 @@ class NodeConnection:
             message_object_trees=[tree],
             clientapp_runtime_list=[seconds],
         )
-        body = pack([request.SerializeToString(), *fitting(contents.values(), INLINE_BYTES)])
-        with _run_errors():
+        body = pack([request.SerializeToString(), *select_fitting(contents.values(), INLINE_BYTES)])
+        with _translate_errors():
             answer = PushMessagesResponse.FromString(self._post(f"{NODE_PATH}{SEND_REPLY}", body, _SMALL))
         missing = set(answer.objects_to_push)
         if missing:
             push = make_push_object_fn_protobuf(
-                self._caller("push-object", PushObjectResponse), Node(node_id=self.node_id), run, answer.session_id
+                self._bind_call("push-object", PushObjectResponse), Node(node_id=self.node_id), run, answer.session_id
             )
             push_object_contents_from_iterable(
                 ((id, content) for id, content in contents.items() if id in missing), push_object_fn=push
@@ -194,13 +194,13 @@ class NodeConnection:
             ObjectUnavailableError: If it was announced and has not arrived.
             RunNotRunningException: If the run has ended.
         """
-        pull = self._caller("pull-object", PullObjectResponse)
+        pull = self._bind_call("pull-object", PullObjectResponse)
         return make_pull_object_fn_protobuf(pull, Node(node_id=self.node_id), run)(id)
 
     def confirm(self, run: int, id: str) -> None:
         """Confirm a run's message by id. The SuperLink deletes it."""
         request = ConfirmMessageReceivedRequest(node=Node(node_id=self.node_id), run_id=run, message_object_id=id)
-        with _run_errors():
+        with _translate_errors():
             self._call("confirm-message-received", request)
 
     def _send_heartbeat(self) -> bool:
@@ -213,9 +213,9 @@ class NodeConnection:
         except Exception:  # sent again soon; a node that is no longer accepted learns it from its next request
             return False
 
-    def _caller(self, path: str, response: Any) -> Callable[[Any], Any]:
+    def _bind_call(self, path: str, response: Any) -> Callable[[Any], Any]:
         def call(request: Any) -> Any:
-            with _run_errors():
+            with _translate_errors():
                 return response.FromString(self._call(path, request))
 
         return call
@@ -224,13 +224,15 @@ class NodeConnection:
         body = request.SerializeToString()
         return self._post(f"{NODE_API}{path}", body, OBJECT_BYTES + _SMALL, seconds, retries)
 
-    def _post(self, path: str, body: bytes, most: int, seconds: float = _SECONDS, retries: int | None = None) -> bytes:
+    def _post(
+        self, path: str, body: bytes, max_bytes: int, seconds: float = _SECONDS, retries: int | None = None
+    ) -> bytes:
         """Send a request, again if the connection breaks, and return the answer up to a maximum size."""
         left = self._retries if retries is None else retries
         pause = _PAUSE
         while True:
             try:
-                return self._post_once(path, body, most, seconds)
+                return self._post_once(path, body, max_bytes, seconds)
             except httpx.TransportError:
                 if not left:
                     raise
@@ -238,7 +240,7 @@ class NodeConnection:
             time.sleep(pause)
             pause *= 2
 
-    def _post_once(self, path: str, body: bytes, most: int, seconds: float) -> bytes:
+    def _post_once(self, path: str, body: bytes, max_bytes: int, seconds: float) -> bytes:
         stamp = now().isoformat()
         headers = {
             FLEET_HTTP_PUBLIC_KEY_HEADER: b64encode(self._public).decode("ascii"),
@@ -253,15 +255,15 @@ class NodeConnection:
             parts, size = list[bytes](), 0
             for part in response.iter_raw():
                 size += len(part)
-                if size > most:
-                    raise httpx.RemoteProtocolError(f"an answer of more than {most} bytes")
+                if size > max_bytes:
+                    raise httpx.RemoteProtocolError(f"an answer of more than {max_bytes} bytes")
                 parts.append(part)
             return b"".join(parts)
 
 
 @contextmanager
-def _run_errors() -> Generator[None]:
-    """Raise the error for a run that has ended in place of the status that stands for it."""
+def _translate_errors() -> Generator[None]:
+    """Translate the status for a run that has ended into an error."""
     try:
         yield
     except httpx.HTTPStatusError as error:

@@ -53,8 +53,8 @@ from fedspan.transports.flower.wire import (
     RUN_PATH,
     SEND_ORDERS,
     TAKE_REPLIES,
-    fitting,
     pack,
+    select_fitting,
     unpack,
 )
 
@@ -197,7 +197,7 @@ class TaskGrid:
                 trees.append(get_object_tree(message))
                 objects |= get_all_nested_objects(message)
             request = PushAppMessagesRequest(messages_list=heads, message_object_trees=trees)
-            inline = fitting((one.deflate() for one in objects.values()), BATCH_BYTES)
+            inline = select_fitting((one.deflate() for one in objects.values()), BATCH_BYTES)
             answer = PushAppMessagesResponse.FromString(
                 self._post(SEND_ORDERS, pack([request.SerializeToString(), *inline]))
             )

@@ -21,24 +21,24 @@ from fedspan.transports.flower.wire import BATCH_BYTES, INLINE_BYTES, pack
 if TYPE_CHECKING:
     from flwr.proto.task_pb2 import Task
 
-__all__ = ["GivenOrder", "MessageStore", "SentReplies", "StoredReply"]
+__all__ = ["MessageStore", "SentOrder", "SentReplies", "StoredReply"]
 
 
-class GivenOrder(NamedTuple):
+class SentOrder(NamedTuple):
     """An order that a node was sent.
 
     Args:
         id: Id of the order.
         head: Flower's answer to a request for orders: the message without its content, and the tree of its objects.
         tree: The tree of its objects.
-        until: Time at which it ends, in seconds since 1970.
+        expires_at: Time at which it ends, in seconds since 1970.
         run: Flower's id of its run.
     """
 
     id: str
     head: bytes
     tree: ObjectTree
-    until: float
+    expires_at: float
     run: int
 
 
@@ -106,7 +106,7 @@ class MessageStore:
         except Exception as error:
             raise ValueError(f"no heartbeat ({type(error).__name__})") from error
 
-    def take_order(self, node: int) -> tuple[GivenOrder, bytes] | None:
+    def take_order(self, node: int) -> tuple[SentOrder, bytes] | None:
         """Take the next order for a node; those of runs that have ended are deleted.
 
         Returns:
@@ -125,14 +125,14 @@ class MessageStore:
                 head = PullMessagesResponse(
                     messages_list=[message_to_proto(messages[0])], message_object_trees=[tree]
                 ).SerializeToString()
-                until = messages[0].metadata.created_at + messages[0].metadata.ttl
-                return GivenOrder(id, head, tree, until, run), pack([head, *self._contents(tree, INLINE_BYTES)])
+                expires_at = messages[0].metadata.created_at + messages[0].metadata.ttl
+                return SentOrder(id, head, tree, expires_at, run), pack([head, *self._contents(tree, INLINE_BYTES)])
         return None
 
-    def repeat_order(self, order: GivenOrder) -> bytes | None:
+    def repeat_order(self, order: SentOrder) -> bytes | None:
         """Return the answer with an order that was sent before; None: it or its run has ended, or it was confirmed."""
         with self._transaction():
-            if now().timestamp() > order.until or self._has_ended(order.run) or order.id not in self._objects:
+            if now().timestamp() > order.expires_at or self._has_ended(order.run) or order.id not in self._objects:
                 return None
             return pack([order.head, *self._contents(order.tree, INLINE_BYTES)])
 
