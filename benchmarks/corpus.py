@@ -15,13 +15,13 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from transformers import AutoModel, AutoTokenizer
 
-from fedspan.data.builtin import corpus_file
+from fedspan.data.builtin import find_corpus_file
 from fedspan.models.names import resolve_model
 
 
 def read(split: str) -> tuple[list[str], list[str]]:
     """Texts and labels of a split."""
-    path = corpus_file("builtin:patient-messages", split, "data.train")
+    path = find_corpus_file("builtin:patient-messages", split, "data.train")
     rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
     return [row["text"] for row in rows], [row["label"] for row in rows]
 

@@ -29,7 +29,7 @@ import torch
 import yaml
 from stage import Deployment
 
-from fedspan.data.builtin import corpus_file
+from fedspan.data.builtin import find_corpus_file
 
 NODES = ("clinic-a", "clinic-b", "clinic-c")
 LIMIT = 5.0
@@ -40,7 +40,7 @@ SLOWER = 1.05
 
 def divided(folder: Path) -> tuple[dict[str, Path], list[str]]:
     """The corpus in as many files as nodes, and its labels."""
-    source = corpus_file("builtin:patient-messages", "train", "data.train")
+    source = find_corpus_file("builtin:patient-messages", "train", "data.train")
     rows = list(csv.DictReader(source.read_text(encoding="utf-8").splitlines()))
     found: dict[str, Path] = {}
     for number, id in enumerate(NODES):

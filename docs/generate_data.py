@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedspan.cli.data import facts
-from fedspan.data.catalogue import DatasetEntry, list_datasets, snippet
+from fedspan.data.catalogue import DatasetEntry, list_datasets, render_snippet
 
 PAGE = Path(__file__).parent / "data.md"
 INTRO = """# Data sets
@@ -60,7 +60,7 @@ def section(entry: DatasetEntry) -> str:
         shown = value if name in ("source", "rows", "licence", "splits", "incomplete rows") else f"`{value}`"
         lines.append(f"- {name}: {shown}")
     for where, title in (("hub", "From the hub"), ("files", "From local files")):
-        config = snippet(entry, where)
+        config = render_snippet(entry, where)
         if config is not None:
             builtin = entry.hub is not None and entry.hub.id.startswith("builtin:")
             lines += ["", f"{'Built in' if builtin else title}:", "", "```yaml", config, "```"]

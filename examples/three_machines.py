@@ -27,7 +27,7 @@ from typing import Any
 import yaml
 
 import fedspan
-from fedspan.data.builtin import corpus_file
+from fedspan.data.builtin import find_corpus_file
 
 FEDSPAN = (sys.executable, "-m", "fedspan.cli")  # what `fedspan` runs, by this very Python
 HOLDERS = ("clinic-a", "clinic-b", "clinic-c")
@@ -71,7 +71,7 @@ def wait_for(words: str, log: Path, process: subprocess.Popen[bytes], seconds: f
 
 def divided(folder: Path, most: int | None) -> list[str]:
     """A csv file for each holder, of the built-in corpus; returns its labels, which all must know."""
-    text = corpus_file("builtin:patient-messages", "train", "data.train").read_text(encoding="utf-8")
+    text = find_corpus_file("builtin:patient-messages", "train", "data.train").read_text(encoding="utf-8")
     rows = list(csv.DictReader(text.splitlines()))[:most]
     for number, holder in enumerate(HOLDERS):
         with (folder / f"{holder}.csv").open("w", encoding="utf-8", newline="") as file:

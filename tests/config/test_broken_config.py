@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fedspan.config import RunConfig, load_config, override, parse_config
 from fedspan.data.loading import load
 from fedspan.data.partition import partition
-from fedspan.data.templates import template_of
+from fedspan.data.templates import parse_template
 from helpers.fuzzing import CHANGES, CUTS, HUGE, answered, changed, fuzz, mangled
 from helpers.mistakes.world import GOOD, QUESTIONS
 
@@ -113,6 +113,6 @@ def test_overrides(texts: list[str]) -> None:
 @example("{a!r:{b}}")
 def test_prompts(prompt: str) -> None:
     def render() -> str:
-        return template_of(prompt, "data.prompt").render({"a": "x{", "b": None})
+        return parse_template(prompt, "data.prompt").render({"a": "x{", "b": None})
 
     answered(render)

@@ -21,13 +21,13 @@ from pydantic import ValidationError
 import fedspan
 from fedspan.config import parse_config
 from fedspan.data import DataConfig
-from fedspan.data.catalogue import DatasetEntry, list_datasets, snippet
+from fedspan.data.catalogue import DatasetEntry, list_datasets, render_snippet
 from fedspan.data.columns import TaskName
-from fedspan.data.dataset_defaults import filled
+from fedspan.data.dataset_defaults import fill_data_defaults
 from fedspan.data.files import read_source
-from fedspan.data.invalid_rows import without_invalid
+from fedspan.data.invalid_rows import drop_invalid_rows
 from fedspan.data.loading import LoadedData, load
-from fedspan.data.templates import template_of
+from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
 from fedspan.tasks.metrics import METRICS, METRICS_OF
 
@@ -49,7 +49,7 @@ def loaded(entry: DatasetEntry, config: DataConfig) -> LoadedData:
 
 def needed(entry: DatasetEntry, columns: dict[str, str]) -> dict[str, str]:
     """The columns of a file by what they hold, those of the prompt among them."""
-    named = {} if entry.prompt is None else {name: name for name in template_of(entry.prompt, "prompt").columns}
+    named = {} if entry.prompt is None else {name: name for name in parse_template(entry.prompt, "prompt").columns}
     return {**named, **columns}
 
 
@@ -126,8 +126,8 @@ def test_every_metric_belongs_to_its_task(entry: DatasetEntry) -> None:
 def test_prompts_and_patterns_parse(entry: DatasetEntry) -> None:
     assert (entry.prompt is not None) == (entry.task == "causal-lm")
     if entry.prompt is not None:
-        assert template_of(entry.prompt, "prompt").required
-        assert entry.columns.answer not in template_of(entry.prompt, "prompt").columns
+        assert parse_template(entry.prompt, "prompt").required
+        assert entry.columns.answer not in parse_template(entry.prompt, "prompt").columns
     if entry.answer_pattern is not None:
         assert re.compile(entry.answer_pattern).groups <= 1
         assert entry.max_new_tokens is not None
@@ -210,16 +210,16 @@ def test_what_the_user_says_wins(tmp_path: Path) -> None:
     assert set(data.train["text"]) < {"r 0", "r 1", "r 2", "r 3"}
     assert data.labels == ("a", "b")
     config = DataConfig.model_validate({"dataset": "mnli", "test_split": "validation_mismatched", "text_pair": None})
-    assert filled(config).test_split == "validation_mismatched"
-    assert filled(config).text_pair is None
-    assert filled(filled(config)) == filled(config)
-    mirror = filled(config_for("mrpc", train="someone/mrpc"))
+    assert fill_data_defaults(config).test_split == "validation_mismatched"
+    assert fill_data_defaults(config).text_pair is None
+    assert fill_data_defaults(fill_data_defaults(config)) == fill_data_defaults(config)
+    mirror = fill_data_defaults(config_for("mrpc", train="someone/mrpc"))
     assert (mirror.train, mirror.hub_config, mirror.text_pair) == ("someone/mrpc", None, "sentence2")
 
 
 def test_a_config_without_a_data_set_is_left_alone() -> None:
     config = DataConfig(train="x.csv", text="body")
-    assert filled(config) is config
+    assert fill_data_defaults(config) is config
 
 
 def test_f1_is_of_the_class_that_the_benchmark_means(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ def test_incomplete_rows_are_dropped_where_it_is_known_that_there_are_some(tmp_p
 def test_rows_are_still_counted_as_in_the_file_when_some_are_dropped(tmp_path: Path) -> None:
     rows = [{"text": text, "label": label} for text, label in [("a", "x"), ("", "x"), ("b", "y"), ("c", "z")]]
     source = read_source(DataConfig(train=str(write(tmp_path / "x.csv", rows))), "train", "data")
-    left = without_invalid(source, DataConfig(train="x.csv"), "sequence-classification", "data", "train")
+    left = drop_invalid_rows(source, DataConfig(train="x.csv"), "sequence-classification", "data", "train")
     assert [left.row(index).split()[1] for index in range(3)] == ["2", "4", "5"]
 
 
@@ -312,7 +312,7 @@ def test_mistakes_of_a_run_are_named(values: dict[str, Any], field: str, words: 
 @EVERY
 def test_snippets_are_configs(entry: DatasetEntry) -> None:
     for where in ("hub", "files"):
-        text = snippet(entry, where)
+        text = render_snippet(entry, where)
         there = {"hub": entry.hub, "files": entry.files}[where] is not None
         assert (text is not None) == there
         if text is not None:

@@ -19,9 +19,9 @@ from PIL import Image
 from fedspan.data import DataConfig, PartitionConfig
 from fedspan.data.builtin import CORPORA
 from fedspan.data.loading import load
-from fedspan.data.names import names_of, sort_names
+from fedspan.data.names import read_names, sort_names
 from fedspan.data.partition import partition
-from fedspan.data.path_patterns import matching
+from fedspan.data.path_patterns import match_paths
 from fedspan.errors import FedspanError
 
 Refused = Callable[..., FedspanError]
@@ -257,12 +257,12 @@ def test_a_place_that_occurs_twice_is_the_same_twice(tmp_path: Path) -> None:
         (tmp_path / site).mkdir(exist_ok=True)
         written(tmp_path / site, f"{name}-{name}.csv", CSV)
         written(tmp_path / site, f"{name}-x.csv", CSV)
-    found = matching(str(tmp_path / "{site}" / "{site}-{site}.csv"), "data.train")
+    found = match_paths(str(tmp_path / "{site}" / "{site}-{site}.csv"), "data.train")
     assert [(path.relative_to(tmp_path).as_posix(), values) for path, values in found.items()] == [
         ("a/a-a.csv", {"site": "a"}),
         ("b/b-b.csv", {"site": "b"}),
     ]
-    both = matching(str(tmp_path / "{site}" / "{name}-x.csv"), "data.train")
+    both = match_paths(str(tmp_path / "{site}" / "{name}-x.csv"), "data.train")
     assert [tuple(values.values()) for values in both.values()] == [("a", "a"), ("a", "b"), ("b", "b")]
 
 
@@ -333,7 +333,7 @@ def test_equal_names_are_one_object() -> None:
     dataset = datasets.Dataset.from_dict(
         {"label": [" a", "b ", None, " a", ""], "number": [1.0, 2.5, float("nan"), 1.0, 3]}
     )
-    names = names_of(dataset, "label")
+    names = read_names(dataset, "label")
     assert names == ["a", "b", None, "a", None]
     assert names[0] is names[3]
-    assert names_of(dataset, "number") == ["1", "2.5", None, "1", "3"]
+    assert read_names(dataset, "number") == ["1", "2.5", None, "1", "3"]

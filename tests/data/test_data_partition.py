@@ -23,7 +23,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from fedspan.data import PartitionConfig
-from fedspan.data.keyed import generator
+from fedspan.data.keyed import make_generator
 from fedspan.data.partition import Partition, partition
 from fedspan.errors import FedspanError
 
@@ -83,13 +83,13 @@ def test_the_indices_of_a_seed_stay_those_of_today(messages: datasets.Dataset) -
 
 def by_flower(dataset: datasets.Dataset, config: PartitionConfig, seed: int) -> list[list[int]]:
     """The clients' rows by Flower's own code, from the same draws."""
-    order = generator(seed, "partition", "order").permutation(len(dataset))
+    order = make_generator(seed, "partition", "order").permutation(len(dataset))
     kinds = {"linear": LinearPartitioner, "square": SquarePartitioner, "exponential": ExponentialPartitioner}
     match config.partitioner:
         case "natural":
             made, order = NaturalIdPartitioner(partition_by="ward"), np.arange(len(dataset))
         case "dirichlet":
-            drawn = int(generator(seed, "partition", "shares").integers(2**32))
+            drawn = int(make_generator(seed, "partition", "shares").integers(2**32))
             made = DirichletPartitioner(config.clients, "label", config.alpha, config.min_examples, seed=drawn)
         case "quantity":
             made = kinds[config.quantity](config.clients)

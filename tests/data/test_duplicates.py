@@ -15,7 +15,7 @@ from PIL import Image
 
 from fedspan.data import PartitionConfig
 from fedspan.data.config import DataConfig
-from fedspan.data.duplicates import content_codes, describe_shared, group_codes, shared_between_clients
+from fedspan.data.duplicates import content_codes, describe_shared, encode_groups, find_shared_between_clients
 from fedspan.data.groups import draw_groups
 from fedspan.data.loading import load
 from fedspan.data.partition import Partition, partition
@@ -67,7 +67,7 @@ def test_duplicates_of_a_file_are_counted_and_can_be_kept_together(tmp_path: Pat
     assert 15 <= len(data.test) <= 33  # a fifth of 120, in whole groups of 3
     assert data.remarks == ()
     parts = partition(data.train, how, 0, groups=data.groups)
-    assert shared_between_clients(data.train, parts) == (0, 0)
+    assert find_shared_between_clients(data.train, parts) == (0, 0)
     assert describe_shared(data.train, parts, config, False) == ()
     assert sum(len(client.indices) for client in parts.clients) == len(data.train)
     assert all(len(client.train) and len(client.validation) and len(client.test) for client in parts.clients)
@@ -79,10 +79,10 @@ def test_counts_are_those_of_the_rows() -> None:
     from fedspan.data.partition import ClientPart
 
     clients = [ClientPart(str(number), *map(np.array, part)) for number, part in enumerate(rows)]
-    assert shared_between_clients(data, Partition(clients, 6)) == (2, 0)
+    assert find_shared_between_clients(data, Partition(clients, 6)) == (2, 0)
     rows = [([0, 4], [], []), ([1, 2, 3], [5], [])]
     clients = [ClientPart(str(number), *map(np.array, part)) for number, part in enumerate(rows)]
-    assert shared_between_clients(data, Partition(clients, 6)) == (0, 2)
+    assert find_shared_between_clients(data, Partition(clients, 6)) == (0, 2)
 
 
 def test_pairs_are_equal_if_both_texts_are() -> None:
@@ -149,7 +149,7 @@ def test_a_label_can_be_a_group(tmp_path: Path) -> None:
     config = DataConfig(train=table(tmp_path / "t.csv", REPEATED, "text", "kind"), label="kind", group="kind")
     data = load(config.model_copy(update={"test_fraction": 0.0}))
     assert data.groups is not None
-    assert group_codes(data.train, config, "data").tolist() == data.groups.tolist()  # pyright: ignore
+    assert encode_groups(data.train, config, "data").tolist() == data.groups.tolist()  # pyright: ignore
     assert len(set(data.groups.tolist())) == 2
 
 

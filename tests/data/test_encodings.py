@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fedspan.data import encodings
 from fedspan.data.config import DataConfig
-from fedspan.data.encodings import decode, to_utf8
+from fedspan.data.encodings import convert_to_utf8, decode
 from fedspan.data.loading import load
 
 TEXTS = {
@@ -40,7 +40,7 @@ def test_older_encodings_are_detected(encoding: str) -> None:
 @pytest.mark.parametrize("text", ["text,label\nplain,a\n", TEXTS["cp1252"]])
 def test_unicode_is_detected_with_a_mark_and_without(encoding: str, text: str) -> None:
     assert decode(text.encode(encoding))[0] == text
-    assert to_utf8(text.encode(encoding))[0] == text.encode()
+    assert convert_to_utf8(text.encode(encoding))[0] == text.encode()
 
 
 @given(st.text())
@@ -103,7 +103,7 @@ def test_a_file_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch, name: str)
     """Characters of several bytes that lie across the end of a piece are whole."""
     text = 20 * TEXTS.get(name, TEXTS["cp1251"])
     content = text.encode(name)
-    whole = to_utf8(content, name)
+    whole = convert_to_utf8(content, name)
     monkeypatch.setattr(encodings, "_PIECE", 7)
-    assert to_utf8(content, name) == whole
+    assert convert_to_utf8(content, name) == whole
     assert whole[0].decode() == text

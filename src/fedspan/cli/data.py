@@ -26,9 +26,9 @@ def data(
 ) -> None:
     """List the data sets that data.dataset can name: what they are for, their licence, where they are."""
     from fedspan.cli.formatting import console
-    from fedspan.data.catalogue import dataset_of, list_datasets
+    from fedspan.data.catalogue import get_dataset_entry, list_datasets
 
-    entries = list_datasets() if key is None else (dataset_of(key, "KEY"),)
+    entries = list_datasets() if key is None else (get_dataset_entry(key, "KEY"),)
     if as_json:
         typer.echo(json.dumps([entry.model_dump(mode="json") for entry in entries], indent=2, ensure_ascii=False))
     elif key is None:
@@ -63,7 +63,7 @@ def _all(out: Console, entries: tuple[DatasetEntry, ...]) -> None:
 
 def _one(out: Console, entry: DatasetEntry) -> None:
     from fedspan.cli.formatting import plain_table
-    from fedspan.data.catalogue import snippet
+    from fedspan.data.catalogue import render_snippet
 
     out.print(f"{entry.title}: {entry.summary}", style="bold")
     if entry.note is not None:
@@ -78,8 +78,8 @@ def _one(out: Console, entry: DatasetEntry) -> None:
     out.print()
     out.print(table)
     builtin = entry.hub is not None and entry.hub.id.startswith("builtin:")
-    configs = {"as it comes" if builtin else "from the hub": snippet(entry, "hub")}
-    configs["from local files"] = snippet(entry, "files")
+    configs = {"as it comes" if builtin else "from the hub": render_snippet(entry, "hub")}
+    configs["from local files"] = render_snippet(entry, "files")
     for title, config in configs.items():
         if config is not None:
             out.print(f"\n{title}", style="dim")

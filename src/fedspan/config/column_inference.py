@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 
 from fedspan.data.columns import TaskName
-from fedspan.data.dialects import headerless
+from fedspan.data.dialects import describe_missing_header
 from fedspan.data.images import PICTURES
-from fedspan.data.names import arrow_column, names_of, no_column
-from fedspan.data.path_patterns import has_places, places_of
+from fedspan.data.names import arrow_column, describe_missing_column, read_names
+from fedspan.data.path_patterns import has_placeholders, list_placeholders
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 
@@ -87,12 +87,14 @@ def infer_data(rows: Source, location: str, task: TaskName | None, options: Mapp
     dataset = rows.dataset
     for option, column in options.items():
         if column is not None and column not in dataset.column_names:
-            raise FedspanError(f"--{option}", column, problem=no_column(column, dataset.column_names))
+            raise FedspanError(f"--{option}", column, problem=describe_missing_column(column, dataset.column_names))
     sample = dataset.select(range(min(len(dataset), _SAMPLE_ROWS)))
-    by = options["by"] or (places_of(location)[0] if has_places(location) else _find_client_column(sample, options))
+    by = options["by"] or (
+        list_placeholders(location)[0] if has_placeholders(location) else _find_client_column(sample, options)
+    )
     client_notes = () if by is None else (f"clients: the column {by}",)
     images = _find_image_column(sample, options["text"])
-    header = {"header": False} if headerless(dataset.column_names) in rows.notes else {}
+    header = {"header": False} if describe_missing_header(dataset.column_names) in rows.notes else {}
     if task == "image-classification" or (task is None and images is not None):
         if images is None:
             raise FedspanError("--text", options["text"], f"the column of images: {', '.join(dataset.column_names)}")
@@ -108,7 +110,7 @@ def infer_data(rows: Source, location: str, task: TaskName | None, options: Mapp
 def _find_client_column(sample: datasets.Dataset, options: Mapping[str, str | None]) -> str | None:
     """Find the column that assigns rows to clients, by its name and its number of values."""
     names = [name for name in _CLIENT_COLUMNS if name not in options.values()]
-    return _find_column(sample, names, lambda name: 2 <= len(set(names_of(sample, name))) < len(sample) / 2)
+    return _find_column(sample, names, lambda name: 2 <= len(set(read_names(sample, name))) < len(sample) / 2)
 
 
 def _find_image_column(sample: datasets.Dataset, requested: str | None) -> str | None:
@@ -196,7 +198,7 @@ def _infer_labelled_fields(
     if text is None:
         raise FedspanError("--text", None, f"the column of texts: {', '.join(sample.column_names)}")
     if task is None:
-        values = len(set(names_of(sample, label)))
+        values = len(set(read_names(sample, label)))
         task = (
             "regression" if _get_numeric_kind(sample, label) == "float" and values > 20 else "sequence-classification"
         )
@@ -241,7 +243,7 @@ def _list_label_candidates(sample: datasets.Dataset, columns: Sequence[str]) -> 
     """Return the columns that may hold labels, with their numbers of distinct values."""
     excluded = {_find_column(sample, [name]) for name in (*_EXCLUDED_COLUMNS, *_CLIENT_COLUMNS)}
     counts = {
-        name: len(set(names_of(sample, name)) - {None})
+        name: len(set(read_names(sample, name)) - {None})
         for name in columns
         if name not in excluded
         and (

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from fedspan.config.reading import read_values
 from fedspan.config.section import Section
 from fedspan.config.validation_errors import convert_validation_error
-from fedspan.data.path_patterns import places_of
+from fedspan.data.path_patterns import list_placeholders
 
 __all__ = ["NodeConfig", "NodeLimits", "load_node"]
 
@@ -191,7 +191,7 @@ def load_node(path: str | Path) -> NodeConfig:
     data = dict(node.data)
     for name in ("train", "test"):
         given = data.get(name)
-        if isinstance(given, str) and (os.path.exists(os.path.join(path.parent, given)) or places_of(given)):
+        if isinstance(given, str) and (os.path.exists(os.path.join(path.parent, given)) or list_placeholders(given)):
             data[name] = resolve(given)
     changes = {
         "authority": resolve(node.authority),

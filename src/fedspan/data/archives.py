@@ -48,15 +48,15 @@ def read_archive(path: Path, suffixes: Collection[str]) -> tuple[dict[tuple[str,
     others: list[str] = []
     total = 0
     try:
-        with _entries(path) as entries:
+        with _open_entries(path) as entries:
             for number, (name, stream) in enumerate(entries):
                 if number >= _FILES:
                     raise ValueError(f"more than {_FILES:,} files")
-                parts = _parts(name)
+                parts = _split_name(name)
                 if PurePosixPath(name).suffix.lower() not in suffixes or not is_example(parts):
                     others.append(name)
                     continue
-                files[parts] = _read(name, stream, min(_FILE_BYTES, _TOTAL_BYTES - total))
+                files[parts] = _read_bounded(name, stream, min(_FILE_BYTES, _TOTAL_BYTES - total))
                 total += len(files[parts])
     except (
         *(zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError),
@@ -64,20 +64,20 @@ def read_archive(path: Path, suffixes: Collection[str]) -> tuple[dict[tuple[str,
     ) as error:
         # RuntimeError: a password is needed; NotImplementedError: a method of compression that Python lacks.
         raise ValueError(str(error) or type(error).__name__) from error
-    return _without_shared_folders(dict(sorted(files.items()))), others
+    return _strip_shared_folders(dict(sorted(files.items()))), others
 
 
 @contextmanager
-def _entries(path: Path) -> Generator[Generator[_Entry]]:
+def _open_entries(path: Path) -> Generator[Generator[_Entry]]:
     if path.name.lower().endswith(".zip"):
         with zipfile.ZipFile(path) as archive:
-            yield _zipped(archive)
+            yield _iterate_zip(archive)
     else:
         with tarfile.open(path, "r:*") as archive:
-            yield _tarred(archive)
+            yield _iterate_tar(archive)
 
 
-def _zipped(archive: zipfile.ZipFile) -> Generator[_Entry]:
+def _iterate_zip(archive: zipfile.ZipFile) -> Generator[_Entry]:
     for info in archive.infolist():
         kind = stat.S_IFMT(info.external_attr >> 16)
         if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
@@ -87,7 +87,7 @@ def _zipped(archive: zipfile.ZipFile) -> Generator[_Entry]:
                 yield info.filename, stream
 
 
-def _tarred(archive: tarfile.TarFile) -> Generator[_Entry]:
+def _iterate_tar(archive: tarfile.TarFile) -> Generator[_Entry]:
     for info in archive:
         if info.isdir():
             continue
@@ -101,7 +101,7 @@ def _tarred(archive: tarfile.TarFile) -> Generator[_Entry]:
         raise ValueError("the archive is cut off")
 
 
-def _parts(name: str) -> tuple[str, ...]:
+def _split_name(name: str) -> tuple[str, ...]:
     """Split an entry's name.
 
     Raises:
@@ -114,7 +114,7 @@ def _parts(name: str) -> tuple[str, ...]:
     return parts
 
 
-def _read(name: str, stream: IO[bytes], limit: int) -> bytes:
+def _read_bounded(name: str, stream: IO[bytes], limit: int) -> bytes:
     """Read a file of at most `limit` bytes, whatever size the archive promises."""
     content = bytearray()
     while chunk := stream.read(_CHUNK):
@@ -126,7 +126,7 @@ def _read(name: str, stream: IO[bytes], limit: int) -> bytes:
     return bytes(content)
 
 
-def _without_shared_folders(files: dict[tuple[str, ...], bytes]) -> dict[tuple[str, ...], bytes]:
+def _strip_shared_folders(files: dict[tuple[str, ...], bytes]) -> dict[tuple[str, ...], bytes]:
     while files and min(map(len, files)) > 2 and len({parts[0] for parts in files}) == 1:
         files = {parts[1:]: content for parts, content in files.items()}
     return files

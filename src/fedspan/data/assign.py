@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedspan.data.config import PartitionConfig
-from fedspan.data.keyed import generator
-from fedspan.data.names import arrow_column, names_of, no_column, sort_names
+from fedspan.data.keyed import make_generator
+from fedspan.data.names import arrow_column, describe_missing_column, read_names, sort_names
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
     import datasets
     from flwr_datasets.partitioner import Partitioner
 
-__all__ = ["Shares", "assign", "numbered"]
+__all__ = ["Shares", "assign", "make_client_ids"]
 
 _ROW, _BY = "row", "by"
 _DRAWS = 11
@@ -52,10 +52,10 @@ class Shares:
         """Build the shares in which row k belongs to client number ``holders[k]``."""
         # Stable, so that a client's rows stay in ascending order.
         rows = np.argsort(holders, kind="stable").astype(np.int64)
-        return cls(tuple(ids), rows, _bounds(np.bincount(holders, minlength=len(ids))))
+        return cls(tuple(ids), rows, _compute_bounds(np.bincount(holders, minlength=len(ids))))
 
 
-def _bounds(sizes: np.ndarray) -> np.ndarray:
+def _compute_bounds(sizes: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
@@ -78,24 +78,24 @@ def assign(
             or a column assigns the rows of a group to several clients.
     """
     if groups is None:
-        shares = _assign(dataset, config, seed, field, None)
+        shares = _assign_rows(dataset, config, seed, field, None)
     elif config.partitioner == "natural":
-        shares = _assign(dataset, config, seed, field, None)
-        _require_whole(shares, groups, config, field)
+        shares = _assign_rows(dataset, config, seed, field, None)
+        _require_unsplit_groups(shares, groups, config, field)
     else:
         _, firsts, numbers, sizes = np.unique(groups, return_index=True, return_inverse=True, return_counts=True)
-        of_groups = _assign(dataset.select(firsts), config, seed, field, sizes)
+        of_groups = _assign_rows(dataset.select(firsts), config, seed, field, sizes)
         holders = np.empty(len(firsts), np.int64)
         holders[of_groups.rows] = np.repeat(np.arange(len(of_groups.ids)), np.diff(of_groups.bounds))
         shares = Shares.of(of_groups.ids, holders[numbers])
     sizes = np.diff(shares.bounds)
     few = np.flatnonzero(sizes < config.min_examples)
     if len(few):
-        raise _too_few(shares.ids[few[0]], int(sizes[few[0]]), config, field)
+        raise _make_too_few_error(shares.ids[few[0]], int(sizes[few[0]]), config, field)
     return shares
 
 
-def _assign(
+def _assign_rows(
     dataset: datasets.Dataset, config: PartitionConfig, seed: int, field: str, weights: np.ndarray | None
 ) -> Shares:
     """Assign rows, each of which stands for ``weights`` examples (None: one), to clients."""
@@ -104,16 +104,16 @@ def _assign(
         raise FedspanError(f"{field}.clients", config.clients, f"at most {len(dataset)}, the number of {what}")
     match config.partitioner:
         case "natural":
-            return _natural(dataset, config, field)
+            return _assign_natural(dataset, config, field)
         case "dirichlet":
-            return _dirichlet(_classes(dataset, config, field), config, seed, field, weights)
+            return _assign_dirichlet(_get_classes(dataset, config, field), config, seed, field, weights)
         case "pathological":
-            return _pathological(_classes(dataset, config, field), config, seed, field)
+            return _assign_pathological(_get_classes(dataset, config, field), config, seed, field)
         case _:
-            return _at_random(dataset, config, seed, field)
+            return _assign_at_random(dataset, config, seed, field)
 
 
-def _require_whole(shares: Shares, groups: np.ndarray, config: PartitionConfig, field: str) -> None:
+def _require_unsplit_groups(shares: Shares, groups: np.ndarray, config: PartitionConfig, field: str) -> None:
     holders = np.empty(len(groups), np.int64)
     holders[shares.rows] = np.repeat(np.arange(len(shares.ids)), np.diff(shares.bounds))
     pairs = np.unique(np.stack([groups, holders]), axis=1)
@@ -124,21 +124,21 @@ def _require_whole(shares: Shares, groups: np.ndarray, config: PartitionConfig, 
         raise FedspanError(f"{field}.column", config.column, problem=f"{problem}{second!r}")
 
 
-def _at_random(dataset: datasets.Dataset, config: PartitionConfig, seed: int, field: str) -> Shares:
-    ids = numbered(config.clients)
+def _assign_at_random(dataset: datasets.Dataset, config: PartitionConfig, seed: int, field: str) -> Shares:
+    ids = make_client_ids(config.clients)
     if config.partitioner == "iid":
         sizes = np.full(config.clients, len(dataset) // config.clients)
         sizes[: len(dataset) % config.clients] += 1
     else:
-        sizes = _unequal_sizes(len(dataset), config)
+        sizes = _compute_unequal_sizes(len(dataset), config)
     if not sizes.all():  # sizes that round to zero; the first client's is the smallest
-        raise _too_few(ids[0], 0, config, field)
+        raise _make_too_few_error(ids[0], 0, config, field)
     holders = np.empty(len(dataset), np.int64)
-    holders[_order(len(dataset), seed)] = np.repeat(np.arange(config.clients), sizes)
+    holders[_shuffle_rows(len(dataset), seed)] = np.repeat(np.arange(config.clients), sizes)
     return Shares.of(ids, holders)
 
 
-def _unequal_sizes(count: int, config: PartitionConfig) -> np.ndarray:
+def _compute_unequal_sizes(count: int, config: PartitionConfig) -> np.ndarray:
     """Compute sizes as Flower's Linear-, Square- and ExponentialPartitioner do; the last client gets the rest."""
     number = np.linspace(1, config.clients, config.clients)
     units = {"linear": lambda n: n, "square": np.square, "exponential": np.exp}[config.quantity](number)
@@ -147,7 +147,7 @@ def _unequal_sizes(count: int, config: PartitionConfig) -> np.ndarray:
     return sizes
 
 
-def _classes(dataset: datasets.Dataset, config: PartitionConfig, field: str) -> np.ndarray:
+def _get_classes(dataset: datasets.Dataset, config: PartitionConfig, field: str) -> np.ndarray:
     """Return the class of each example for partitions by label: its label, or the range that contains its number."""
     if "label" in dataset.column_names:
         if config.bins is not None:
@@ -164,14 +164,14 @@ def _classes(dataset: datasets.Dataset, config: PartitionConfig, field: str) -> 
     return np.searchsorted(borders, numbers, side="right")
 
 
-def _dirichlet(
+def _assign_dirichlet(
     classes: np.ndarray, config: PartitionConfig, seed: int, field: str, weights: np.ndarray | None
 ) -> Shares:
     """Partition as Flower's DirichletPartitioner: new shares for each label; redraw all while a client has too few."""
-    order = _order(len(classes), seed)
+    order = _shuffle_rows(len(classes), seed)
     labels = classes[order]
     of_label = [np.flatnonzero(labels == label) for label in np.unique(labels)]
-    rng = np.random.default_rng(_partitioner_seed(seed))
+    rng = np.random.default_rng(_derive_seed(seed))
     alpha = np.full(config.clients, float(config.alpha))
     for _ in range(_DRAWS):
         sizes = np.zeros(config.clients, np.int64)
@@ -180,9 +180,9 @@ def _dirichlet(
             ends = (np.cumsum(rng.dirichlet(alpha)) * len(rows)).astype(np.int64)[:-1]
             taken = np.diff(np.minimum(ends, len(rows)), prepend=0, append=len(rows))  # shares may sum to 1 + 2e-16
             holders[order[rows]] = np.repeat(np.arange(config.clients), taken)
-            sizes += taken if weights is None else _weighed(weights[order[rows]], taken)
+            sizes += taken if weights is None else _sum_weights(weights[order[rows]], taken)
         if sizes.min() >= config.min_examples:
-            return Shares.of(numbered(config.clients), holders)
+            return Shares.of(make_client_ids(config.clients), holders)
     expected = (
         f"a larger alpha, fewer clients or a smaller {field}.min_examples: no draw gave each of "
         f"{config.clients} clients {config.min_examples} of the {len(classes)} examples"
@@ -190,12 +190,12 @@ def _dirichlet(
     raise FedspanError(f"{field}.alpha", config.alpha, expected)
 
 
-def _weighed(weights: np.ndarray, taken: np.ndarray) -> np.ndarray:
+def _sum_weights(weights: np.ndarray, taken: np.ndarray) -> np.ndarray:
     """Return the sum of the weights that each client takes in order, int64, (clients,)."""
-    return np.diff(np.concatenate([[0], np.cumsum(weights)])[_bounds(taken)])
+    return np.diff(np.concatenate([[0], np.cumsum(weights)])[_compute_bounds(taken)])
 
 
-def _pathological(labels: np.ndarray, config: PartitionConfig, seed: int, field: str) -> Shares:
+def _assign_pathological(labels: np.ndarray, config: PartitionConfig, seed: int, field: str) -> Shares:
     import datasets
     from flwr_datasets.partitioner import PathologicalPartitioner
 
@@ -211,29 +211,29 @@ def _pathological(labels: np.ndarray, config: PartitionConfig, seed: int, field:
         raise FedspanError(
             option, asked, f"{expected}{len(present)} labels must be held by one of {config.clients} clients"
         )
-    order = generator(seed, "partition", "labels").permutation(len(present))
+    order = make_generator(seed, "partition", "labels").permutation(len(present))
     partitioner = PathologicalPartitioner(
         num_partitions=config.clients,
         partition_by=_BY,
         num_classes_per_partition=asked // bundle,
         class_assignment_mode="first-deterministic",
-        seed=_partitioner_seed(seed),
+        seed=_derive_seed(seed),
     )
     bundles = order[np.searchsorted(present, labels)] // bundle
     try:
-        order = _order(len(labels), seed)
+        order = _shuffle_rows(len(labels), seed)
         rows = datasets.Dataset.from_dict({_ROW: order, _BY: bundles[order]})
-        return _divide(partitioner, numbered(config.clients), rows)
+        return _run_partitioner(partitioner, make_client_ids(config.clients), rows)
     except ValueError as error:  # more clients share a label than it has examples
         expected = f"fewer clients or fewer {option}: more clients would share a label than it has examples"
         raise FedspanError(f"{field}.clients", config.clients, expected) from error
 
 
-def _natural(dataset: datasets.Dataset, config: PartitionConfig, field: str) -> Shares:
+def _assign_natural(dataset: datasets.Dataset, config: PartitionConfig, field: str) -> Shares:
     column, option = config.column or "", f"{field}.column"
     if column not in dataset.column_names:
-        raise FedspanError(option, column, problem=no_column(column, dataset.column_names))
-    names = names_of(dataset, column)
+        raise FedspanError(option, column, problem=describe_missing_column(column, dataset.column_names))
+    names = read_names(dataset, column)
     if None in names:
         problem = f"example {names.index(None) + 1} has no value in column {column!r}"
         raise FedspanError(option, column, problem=problem)
@@ -243,7 +243,7 @@ def _natural(dataset: datasets.Dataset, config: PartitionConfig, field: str) -> 
     return Shares.of(ids, np.fromiter((number[value] for value in values), np.int64, len(values)))
 
 
-def _divide(partitioner: Partitioner, ids: Sequence[str], rows: datasets.Dataset) -> Shares:
+def _run_partitioner(partitioner: Partitioner, ids: Sequence[str], rows: datasets.Dataset) -> Shares:
     partitioner.dataset = rows
     with warnings.catch_warnings():  # their warnings are about intended redraws or become errors below
         warnings.simplefilter("ignore")
@@ -254,22 +254,22 @@ def _divide(partitioner: Partitioner, ids: Sequence[str], rows: datasets.Dataset
     return Shares.of(ids, holders)
 
 
-def _order(count: int, seed: int) -> np.ndarray:
+def _shuffle_rows(count: int, seed: int) -> np.ndarray:
     """Return rows in random order for the assignment, since files are often sorted by label."""
-    return generator(seed, "partition", "order").permutation(count)
+    return make_generator(seed, "partition", "order").permutation(count)
 
 
-def _partitioner_seed(seed: int) -> int:
-    return int(generator(seed, "partition", "shares").integers(2**32))
+def _derive_seed(seed: int) -> int:
+    return int(make_generator(seed, "partition", "shares").integers(2**32))
 
 
-def numbered(clients: int) -> list[str]:
+def make_client_ids(clients: int) -> list[str]:
     """Return the ids of clients without names, in order: ``client-00`` and so on."""
     width = max(2, len(str(clients - 1)))
     return [f"client-{number:0{width}d}" for number in range(clients)]
 
 
-def _too_few(client: str, count: int, config: PartitionConfig, field: str) -> FedspanError:
+def _make_too_few_error(client: str, count: int, config: PartitionConfig, field: str) -> FedspanError:
     remedy = {
         "iid": f"lower it or {field}.clients",
         "quantity": f"lower it or {field}.clients, or choose a milder {field}.quantity (linear, square, exponential)",

@@ -8,7 +8,7 @@ from importlib.resources.abc import Traversable
 
 from fedspan.errors import FedspanError, nearest
 
-__all__ = ["CORPORA", "PREFIX", "Corpus", "corpus_file"]
+__all__ = ["CORPORA", "PREFIX", "Corpus", "find_corpus_file"]
 
 PREFIX = "builtin:"
 
@@ -29,7 +29,7 @@ CORPORA = {
 }
 
 
-def corpus_file(where: str, split: str, field: str) -> Traversable:
+def find_corpus_file(where: str, split: str, field: str) -> Traversable:
     """Return the csv file (columns text, label) of one split of a built-in corpus.
 
     Args:

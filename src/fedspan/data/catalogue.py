@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fedspan.data.dialects import Quoting
 from fedspan.errors import FedspanError, nearest
 
-__all__ = ["Columns", "DatasetEntry", "Files", "Hub", "Rows", "dataset_of", "list_datasets", "snippet"]
+__all__ = ["Columns", "DatasetEntry", "Files", "Hub", "Rows", "get_dataset_entry", "list_datasets", "render_snippet"]
 
 
 class _Record(BaseModel):
@@ -128,17 +128,17 @@ class DatasetEntry(_Record):
 
 
 @cache
-def _catalogue() -> Mapping[str, DatasetEntry]:
+def _load_catalogue() -> Mapping[str, DatasetEntry]:
     text = files("fedspan.data").joinpath("catalogue.yaml").read_text(encoding="utf-8")
     return {key: DatasetEntry(key=key, **entry) for key, entry in yaml.safe_load(text).items()}
 
 
 def list_datasets() -> tuple[DatasetEntry, ...]:
     """Return all data sets that ``data.dataset`` can name, in the order of the catalogue."""
-    return tuple(_catalogue().values())
+    return tuple(_load_catalogue().values())
 
 
-def dataset_of(key: str, field: str) -> DatasetEntry:
+def get_dataset_entry(key: str, field: str) -> DatasetEntry:
     """Return the entry of a data set.
 
     Args:
@@ -148,13 +148,13 @@ def dataset_of(key: str, field: str) -> DatasetEntry:
     Raises:
         FedspanError: If there is no such data set.
     """
-    known = _catalogue()
+    known = _load_catalogue()
     if key not in known:
         raise FedspanError(field, key, problem=f"no data set is named {key!r}. {nearest(key, known)}")
     return known[key]
 
 
-def snippet(entry: DatasetEntry, where: Literal["hub", "files"]) -> str | None:
+def render_snippet(entry: DatasetEntry, where: Literal["hub", "files"]) -> str | None:
     """Return a part of a config to paste, as YAML; None if the data set can't be used that way."""
     data: dict[str, Any] = {"dataset": entry.key}
     if where == "files":

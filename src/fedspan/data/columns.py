@@ -13,24 +13,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedspan.data.config import DataConfig
-from fedspan.data.dialects import headerless
+from fedspan.data.dialects import describe_missing_header
 from fedspan.data.images import IMAGES
-from fedspan.data.names import arrow_column, names_of, no_column, trimmed
+from fedspan.data.names import arrow_column, describe_missing_column, read_names, trim
 from fedspan.data.source import Source
-from fedspan.data.templates import template_of
+from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
     pass
 
-__all__ = ["Checked", "TaskName", "check", "conversation_of"]
+__all__ = ["TaskName", "ValidatedColumns", "parse_conversation", "validate_columns"]
 
 TaskName = Literal["sequence-classification", "regression", "causal-lm", "image-classification"]
-_OURS = ("text", "text_pair", "label", "target", "answer", "history", "image")
+_TASK_COLUMNS = ("text", "text_pair", "label", "target", "answer", "history", "image")
 
 
 @dataclass(frozen=True)
-class Checked:
+class ValidatedColumns:
     """A source with everything that its task needs in every row.
 
     Attributes:
@@ -46,7 +46,7 @@ class Checked:
     names: list[str] | None
 
 
-def check(source: Source, config: DataConfig, task: TaskName, field: str, part: str) -> Checked:
+def validate_columns(source: Source, config: DataConfig, task: TaskName, field: str, part: str) -> ValidatedColumns:
     """Check the columns that `task` needs, and return them with the others unchanged.
 
     Args:
@@ -67,10 +67,10 @@ def check(source: Source, config: DataConfig, task: TaskName, field: str, part: 
     features: dict[str, Any] = {name: types.get(name, datasets.Value("string")) for name in columns}
     # The requested column replaces another one that happens to be called "text" or "label".
     for column in source.dataset.column_names:
-        if column not in used and column not in _OURS:
+        if column not in used and column not in _TASK_COLUMNS:
             columns[column] = arrow_column(source.dataset, column)
             features[column] = source.dataset.features[column]
-    return Checked(source, columns, features, names)
+    return ValidatedColumns(source, columns, features, names)
 
 
 class _Reader:
@@ -84,9 +84,9 @@ class _Reader:
         """Require a column and return the option's field."""
         dataset, where = self.source.dataset, f"{self.field}.{option}"
         if column not in dataset.column_names:
-            problem = no_column(column, dataset.column_names, self.source.name)
-            if headerless(dataset.column_names) in self.source.notes:
-                problem += f" In this file, {headerless(dataset.column_names)}."
+            problem = describe_missing_column(column, dataset.column_names, self.source.name)
+            if describe_missing_header(dataset.column_names) in self.source.notes:
+                problem += f" In this file, {describe_missing_header(dataset.column_names)}."
             elif self.source.header:
                 problem += f" If the first line is an example, set {self.field}.header: false."
             raise FedspanError(where, value or column, problem=problem)
@@ -99,7 +99,7 @@ class _Reader:
             problem = f"column {column!r} of {self.source.name} holds {texts.type}, not text"
             raise FedspanError(where, column, problem=problem)
         texts = texts.cast(pa.string())
-        filled = pc.call_function("greater", [pc.call_function("binary_length", [trimmed(texts)]), pa.scalar(0)])
+        filled = pc.call_function("greater", [pc.call_function("binary_length", [trim(texts)]), pa.scalar(0)])
         self._full(column, filled.fill_null(False).to_numpy(), "text")
         return texts
 
@@ -116,7 +116,7 @@ class _Reader:
         if pa.types.is_nested(values.type):
             problem = f"column {column!r} of {self.source.name} holds {values.type}, not one label a row"
             raise FedspanError(where, column, problem=problem)
-        names = names_of(self.source.dataset, column)
+        names = read_names(self.source.dataset, column)
         if pa.types.is_floating(values.type):
             fraction = next((name for name in names if name is not None and not name.lstrip("-").isdigit()), None)
             if fraction is not None:
@@ -128,7 +128,7 @@ class _Reader:
 
     def numbers(self, column: str) -> pa.ChunkedArray:
         where = self.require(column, "label")
-        values = names_of(self.source.dataset, column)
+        values = read_names(self.source.dataset, column)
         numbers: list[float] = []
         for row, value in enumerate(values):
             try:
@@ -157,7 +157,7 @@ class _Reader:
         return images.cast(IMAGES)
 
     def prompts(self, prompt: str) -> pa.ChunkedArray:
-        template = template_of(prompt, f"{self.field}.prompt")
+        template = parse_template(prompt, f"{self.field}.prompt")
         for column in template.required:
             self.require(column, "prompt", prompt)
         dataset = self.source.dataset
@@ -178,7 +178,7 @@ class _Reader:
         return {key: pa.chunked_array([pa.array([part[key] for part in parts], pa.string())]) for key in keys}
 
     def _conversation(self, where: str, column: str, value: object, row: int) -> dict[str, str]:
-        messages = conversation_of(value)
+        messages = parse_conversation(value)
         if messages is None:
             problem = f"{self.source.row(row)} is no list of messages that ends with a user's and an assistant's. "
             raise FedspanError(where, column, problem=problem + self._skip)
@@ -186,7 +186,7 @@ class _Reader:
         return {"text": messages[-2]["content"], "answer": messages[-1]["content"], "history": history}
 
 
-def conversation_of(value: object) -> list[dict[str, str]] | None:
+def parse_conversation(value: object) -> list[dict[str, str]] | None:
     """Return the messages of a conversation; None if it does not end with a user's and an assistant's."""
     try:
         messages = [
@@ -207,24 +207,24 @@ def _is_text(type: pa.DataType) -> bool:
 _Read = tuple[dict[str, pa.ChunkedArray], set[str], list[str] | None]
 
 
-def _texts(reader: _Reader, config: DataConfig) -> tuple[dict[str, pa.ChunkedArray], set[str]]:
+def _read_texts(reader: _Reader, config: DataConfig) -> tuple[dict[str, pa.ChunkedArray], set[str]]:
     columns = {"text": reader.texts(config.text, "text")}
     if config.text_pair is not None:
         columns["text_pair"] = reader.texts(config.text_pair, "text_pair")
     return columns, {config.text, config.text_pair or config.text, config.label or "label"}
 
 
-def _classification(reader: _Reader, config: DataConfig) -> _Read:
-    columns, used = _texts(reader, config)
+def _read_classification(reader: _Reader, config: DataConfig) -> _Read:
+    columns, used = _read_texts(reader, config)
     return columns, used, reader.classes(config.label or "label")
 
 
-def _regression(reader: _Reader, config: DataConfig) -> _Read:
-    columns, used = _texts(reader, config)
+def _read_regression(reader: _Reader, config: DataConfig) -> _Read:
+    columns, used = _read_texts(reader, config)
     return {**columns, "target": reader.numbers(config.label or "label")}, used, None
 
 
-def _causal(reader: _Reader, config: DataConfig) -> _Read:
+def _read_language(reader: _Reader, config: DataConfig) -> _Read:
     if config.messages is not None:
         columns = reader.conversations(config.messages)
     elif config.prompt is not None:
@@ -235,14 +235,14 @@ def _causal(reader: _Reader, config: DataConfig) -> _Read:
     return columns, set(), None if config.label is None else reader.classes(config.label)
 
 
-def _images(reader: _Reader, config: DataConfig) -> _Read:
+def _read_images(reader: _Reader, config: DataConfig) -> _Read:
     columns = {"image": reader.images(config.image)}
     return columns, {config.image, config.label or "label"}, reader.classes(config.label or "label")
 
 
 _READERS: Mapping[TaskName, Callable[[_Reader, DataConfig], _Read]] = {
-    "sequence-classification": _classification,
-    "regression": _regression,
-    "causal-lm": _causal,
-    "image-classification": _images,
+    "sequence-classification": _read_classification,
+    "regression": _read_regression,
+    "causal-lm": _read_language,
+    "image-classification": _read_images,
 }

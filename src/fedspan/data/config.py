@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from fedspan.data.catalogue import dataset_of
+from fedspan.data.catalogue import get_dataset_entry
 from fedspan.data.dialects import Quoting
 from fedspan.errors import FedspanError
 
@@ -189,7 +189,7 @@ class DataConfig(BaseModel):
     @classmethod
     def _known(cls, value: str | None) -> str | None:
         try:
-            return value and dataset_of(value, "data.dataset").key
+            return value and get_dataset_entry(value, "data.dataset").key
         except FedspanError as error:
             raise PydanticCustomError("unknown", "{problem}", {"problem": error.problem, "error": error}) from None
 

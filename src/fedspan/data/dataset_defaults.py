@@ -7,17 +7,17 @@ from typing import Any
 
 import pydantic
 
-from fedspan.data.catalogue import Columns, DatasetEntry, dataset_of
+from fedspan.data.catalogue import Columns, DatasetEntry, get_dataset_entry
 from fedspan.data.config import DataConfig
-from fedspan.data.files import column_names, has_own_splits
+from fedspan.data.files import has_own_splits, read_column_names
 from fedspan.errors import FedspanError
 
-__all__ = ["filled"]
+__all__ = ["fill_data_defaults"]
 
 _DELIMITED = re.compile(r"\.[ct]sv(\.gz)?$")
 
 
-def filled(config: DataConfig, field: str = "data") -> DataConfig:
+def fill_data_defaults(config: DataConfig, field: str = "data") -> DataConfig:
     """Complete the settings with the catalogue's values for ``config.dataset``; the user's settings take precedence.
 
     The column names of a local file are read, to distinguish the original files from copies of the hub's.
@@ -32,8 +32,8 @@ def filled(config: DataConfig, field: str = "data") -> DataConfig:
     """
     if config.dataset is None:
         return config
-    entry = dataset_of(config.dataset, f"{field}.dataset")
-    known = _of_train(entry, config, field)
+    entry = get_dataset_entry(config.dataset, f"{field}.dataset")
+    known = _get_train_defaults(entry, config, field)
     if config.messages is None:
         known["prompt"] = entry.prompt
     known["invalid"] = entry.invalid
@@ -47,7 +47,7 @@ def filled(config: DataConfig, field: str = "data") -> DataConfig:
         raise FedspanError(f"{field}.dataset", config.dataset, f"settings that fit it: {message}") from None
 
 
-def _of_train(entry: DatasetEntry, config: DataConfig, field: str) -> dict[str, Any]:
+def _get_train_defaults(entry: DatasetEntry, config: DataConfig, field: str) -> dict[str, Any]:
     """Return the settings that depend on the location of the training examples."""
     hub = entry.hub
     if config.train is None:
@@ -56,29 +56,29 @@ def _of_train(entry: DatasetEntry, config: DataConfig, field: str) -> dict[str, 
             expected = f"the path of a local file{named}: {entry.key} is not on the hub ({entry.source} tells more)"
             raise FedspanError(f"{field}.train", None, expected)
     elif not has_own_splits(config.train):
-        return _of_file(entry, config.train)
-    settings = _options(entry.columns)
+        return _get_file_defaults(entry, config.train)
+    settings = _list_options(entry.columns)
     if hub is not None and config.train in (None, hub.id):
         settings |= {"train": hub.id, "hub_config": hub.config}
         settings |= {"train_split": hub.train_split, "test_split": hub.test_split}
     return settings
 
 
-def _of_file(entry: DatasetEntry, path: str) -> dict[str, Any]:
-    there = column_names(path)
+def _get_file_defaults(entry: DatasetEntry, path: str) -> dict[str, Any]:
+    there = read_column_names(path)
     original, hub = entry.file_columns, entry.columns
     header = None if entry.files is None else entry.files.header
     quoting = None if entry.files is None else entry.files.quoting
-    if there is not None and (header is not None or not _has(there, original)) and _has(there, hub):
-        return _options(hub)
+    if there is not None and (header is not None or not _has_columns(there, original)) and _has_columns(there, hub):
+        return _list_options(hub)
     # In an original file without a header, the first line is an example.
-    headless = there is not None and not _has(there, original) and bool(_DELIMITED.search(path.lower()))
-    return {**_options(original), "columns": header if headless else None, "quoting": quoting}
+    headless = there is not None and not _has_columns(there, original) and bool(_DELIMITED.search(path.lower()))
+    return {**_list_options(original), "columns": header if headless else None, "quoting": quoting}
 
 
-def _has(there: list[str], columns: Columns) -> bool:
+def _has_columns(there: list[str], columns: Columns) -> bool:
     return set(columns.model_dump(exclude_none=True).values()) <= set(there)
 
 
-def _options(columns: Columns) -> dict[str, Any]:
+def _list_options(columns: Columns) -> dict[str, Any]:
     return columns.model_dump(exclude_none=True)

@@ -9,17 +9,17 @@ import pyarrow as pa
 import pyarrow.csv
 
 from fedspan.data.config import DataConfig
-from fedspan.data.dialects import DELIMITERS, Dialect, detect_dialect, headerless
-from fedspan.data.encodings import to_utf8
-from fedspan.data.reading import Read, read_beginning
+from fedspan.data.dialects import DELIMITERS, Dialect, describe_missing_header, detect_dialect
+from fedspan.data.encodings import convert_to_utf8
+from fedspan.data.reading import ReadTable, read_beginning
 
-__all__ = ["column_names", "read_delimited"]
+__all__ = ["read_column_names", "read_delimited"]
 
 _SAMPLE = 1 << 18
 """Number of bytes that the detection of a dialect examines."""
 
 
-def read_delimited(path: Path, kind: str, config: DataConfig, limit: int | None = None) -> Read:
+def read_delimited(path: Path, kind: str, config: DataConfig, limit: int | None = None) -> ReadTable:
     """Read a delimited file; every value is text.
 
     Args:
@@ -32,19 +32,19 @@ def read_delimited(path: Path, kind: str, config: DataConfig, limit: int | None 
         ValueError: If the file is not in the dialect or encoding that was named or detected.
     """
     content, whole = read_beginning(path, limit)
-    content, encoding = to_utf8(content, config.encoding, whole=whole)
+    content, encoding = convert_to_utf8(content, config.encoding, whole=whole)
     if not whole:
         content = content[: content.rfind(b"\n") + 1]
-    dialect = _dialect(content, kind, config)
+    dialect = _detect_file_dialect(content, kind, config)
     table, bad = _parse(content, dialect, skip_invalid=config.invalid == "skip" or not whole)
-    table = table.rename_columns(_filled(table.column_names))
-    notes = _notes(encoding, kind, dialect, config)
+    table = table.rename_columns(_fill_names(table.column_names))
+    notes = _describe_format(encoding, kind, dialect, config)
     # A beginning that ends inside a quoted text ends in one broken row; it is no mistake of the file.
-    kept = None if not bad or not whole else _kept(len(table), bad)
-    return Read(table, dialect.header, tuple(notes), kept, len(bad) if whole else 0, whole)
+    kept = None if not bad or not whole else _list_kept_rows(len(table), bad)
+    return ReadTable(table, dialect.header, tuple(notes), kept, len(bad) if whole else 0, whole)
 
 
-def column_names(path: Path, kind: str) -> list[str]:
+def read_column_names(path: Path, kind: str) -> list[str]:
     """Return the names in a delimited file's first row, or its first example if it has no header.
 
     Raises:
@@ -52,16 +52,16 @@ def column_names(path: Path, kind: str) -> list[str]:
         OSError: If the file cannot be read.
     """
     content, whole = read_beginning(path, _SAMPLE)
-    content, _ = to_utf8(content, whole=whole)
-    found = detect_dialect(_sample(content), tabs=kind == "tsv", header=True)
+    content, _ = convert_to_utf8(content, whole=whole)
+    found = detect_dialect(_take_sample(content), tabs=kind == "tsv", header=True)
     return [name.strip() for name in found.names]
 
 
-def _dialect(content: bytes, kind: str, config: DataConfig) -> Dialect:
+def _detect_file_dialect(content: bytes, kind: str, config: DataConfig) -> Dialect:
     roles = ("text", "text_pair", "label", "answer", "image", "messages", "group")
     wanted = {getattr(config, role) for role in roles if role in config.model_fields_set} - {None}
     return detect_dialect(
-        _sample(content),
+        _take_sample(content),
         tabs=kind == "tsv",
         delimiter=config.delimiter,
         quoting=config.quoting,
@@ -71,7 +71,7 @@ def _dialect(content: bytes, kind: str, config: DataConfig) -> Dialect:
     )
 
 
-def _sample(content: bytes) -> str:
+def _take_sample(content: bytes) -> str:
     head = content[:_SAMPLE]
     if len(head) < len(content):
         head = head[: head.rfind(b"\n") + 1] or head
@@ -110,18 +110,18 @@ def _parse(content: bytes, dialect: Dialect, *, skip_invalid: bool) -> tuple[pa.
     return pyarrow.csv.read_csv(pa.BufferReader(buffer), read, parse, convert), bad
 
 
-def _filled(names: Sequence[str]) -> list[str]:
+def _fill_names(names: Sequence[str]) -> list[str]:
     """Return the names without spaces around them; columns without a name are named by position."""
     return [name.strip() or f"column_{number}" for number, name in enumerate(names, start=1)]
 
 
-def _kept(rows: int, bad: Sequence[int]) -> list[int]:
+def _list_kept_rows(rows: int, bad: Sequence[int]) -> list[int]:
     """Return the positions in the file of the rows that are left."""
     left_out = set(bad)
     return [position for position in range(rows + len(bad)) if position not in left_out]
 
 
-def _notes(encoding: str, kind: str, dialect: Dialect, config: DataConfig) -> list[str]:
+def _describe_format(encoding: str, kind: str, dialect: Dialect, config: DataConfig) -> list[str]:
     """Describe what was detected and differs from what the file's suffix promises."""
     notes: list[str] = []
     detected = []
@@ -134,5 +134,5 @@ def _notes(encoding: str, kind: str, dialect: Dialect, config: DataConfig) -> li
     if detected:
         notes.append(f"detected {', '.join(detected)}")
     if config.header is None and config.columns is None and not dialect.header:
-        notes.append(headerless(dialect.names))
+        notes.append(describe_missing_header(dialect.names))
     return notes

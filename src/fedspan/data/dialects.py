@@ -14,7 +14,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["DELIMITERS", "Dialect", "Quoting", "detect_dialect", "has_header", "headerless", "positional_names"]
+__all__ = [
+    "DELIMITERS",
+    "Dialect",
+    "Quoting",
+    "describe_missing_header",
+    "detect_dialect",
+    "has_header",
+    "make_positional_names",
+]
 
 Quoting = Literal["double", "single", "none"]
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "pipes"}
@@ -79,10 +87,10 @@ def detect_dialect(
     usual = "\t" if tabs else ","
     candidates: list[tuple[str, Quoting]] = []
     for each in [delimiter] if delimiter else sorted(DELIMITERS, key=lambda one: one != usual):
-        for kind in _quotings(quoting, tabs and each == "\t"):
+        for kind in _list_quotings(quoting, tabs and each == "\t"):
             candidates.append((each, kind))
-    parsed = {candidate: _rows(sample, *candidate) for candidate in candidates}
-    best = max(candidates, key=lambda candidate: _fit(parsed[candidate]))  # the first of equals
+    parsed = {candidate: _split_rows(sample, *candidate) for candidate in candidates}
+    best = max(candidates, key=lambda candidate: _measure_fit(parsed[candidate]))  # the first of equals
     if quoting is None and best[1] == "none" and _is_enclosed(parsed[best]):
         best = (best[0], "double")
     rows = parsed[best]
@@ -90,17 +98,17 @@ def detect_dialect(
         return Dialect(*best, False, tuple(names), skip)
     first = tuple(rows[0]) if rows else ()
     header = has_header(rows, wanted) if header is None else header
-    return Dialect(*best, header, first if header else positional_names(len(first)), skip)
+    return Dialect(*best, header, first if header else make_positional_names(len(first)), skip)
 
 
-def _quotings(named: Quoting | None, plain: bool) -> list[Quoting]:
+def _list_quotings(named: Quoting | None, plain: bool) -> list[Quoting]:
     """Order the quotings: GLUE's tsv files hold single quotes as they are, a csv encloses fields in them."""
     if named is not None:
         return [named]
     return ["none", "double"] if plain else ["double", "none"]
 
 
-def _rows(sample: str, delimiter: str, quoting: Quoting) -> list[list[str]]:
+def _split_rows(sample: str, delimiter: str, quoting: Quoting) -> list[list[str]]:
     quote = _CHARACTERS.get(quoting)
     style: dict[str, Any] = {"quotechar": quote} if quote else {"quoting": csv.QUOTE_NONE}
     # Not splitlines: texts may contain other line separators than the file's.
@@ -117,7 +125,7 @@ def _rows(sample: str, delimiter: str, quoting: Quoting) -> list[list[str]]:
     return rows
 
 
-def _fit(rows: Sequence[Sequence[str]]) -> tuple[float, int]:
+def _measure_fit(rows: Sequence[Sequence[str]]) -> tuple[float, int]:
     """Return the share of rows with the most frequent number of fields, at least two, and the number of rows."""
     counts = Counter(len(row) for row in rows)
     fields, frequency = max(counts.items(), key=lambda one: (one[1], one[0]), default=(0, 0))
@@ -138,13 +146,13 @@ def _is_quoted(field: str) -> bool:
     return len(field) > 1 and field[0] == field[-1] == '"' and '"' not in field[1:-1].replace('""', "")
 
 
-def headerless(names: Sequence[str]) -> str:
+def describe_missing_header(names: Sequence[str]) -> str:
     """Return the note on a file whose first line is read as an example."""
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return f"the first line looks like an example: the columns are named {shown} (data.header: true if it names them)"
 
 
-def positional_names(count: int) -> tuple[str, ...]:
+def make_positional_names(count: int) -> tuple[str, ...]:
     """Return the names of columns without a header: ``column_1`` and so on."""
     return tuple(f"column_{number}" for number in range(1, count + 1))
 

@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedspan.data.config import DataConfig
-from fedspan.data.names import arrow_table, names_of, no_column, trimmed
+from fedspan.data.names import arrow_table, describe_missing_column, read_names, trim
 from fedspan.data.partition import Partition
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["content_codes", "describe_shared", "group_codes", "shared_between_clients", "shared_with_test"]
+__all__ = ["content_codes", "describe_shared", "encode_groups", "find_shared_between_clients", "find_shared_with_test"]
 
 _INPUTS = ("text", "text_pair", "history")
 _CHUNK = 1 << 16
@@ -38,42 +38,42 @@ def content_codes(*parts: datasets.Dataset) -> list[np.ndarray]:
     Returns:
         For each data set, int64, (examples,).
     """
-    keys = _image_keys(parts) if "image" in parts[0].column_names else map(_text_keys, parts)
+    keys = _make_image_keys(parts) if "image" in parts[0].column_names else map(_make_text_keys, parts)
     coded = pa.concat_arrays([pa.array(key, pa.binary()) for key in keys])
     codes = coded.dictionary_encode().indices.to_numpy(zero_copy_only=False).astype(np.int64)
     return np.split(codes, np.cumsum([len(part) for part in parts])[:-1])
 
 
-def _text_keys(part: datasets.Dataset) -> list[bytes]:
+def _make_text_keys(part: datasets.Dataset) -> list[bytes]:
     """Return digests of the texts, which are far smaller than the texts."""
     inputs = part.select_columns([name for name in _INPUTS if name in part.column_names])
     keys: list[bytes] = []
     for start in range(0, len(inputs), _CHUNK):
         table = arrow_table(inputs, slice(start, start + _CHUNK))
-        columns = [trimmed(column) for column in table.columns]
+        columns = [trim(column) for column in table.columns]
         texts = pc.call_function("binary_join_element_wise", [*columns, pa.scalar("\x1f", pa.large_string())])
         keys += [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts.to_pylist()]
     return keys
 
 
-def _image_keys(parts: Sequence[datasets.Dataset]) -> list[list[bytes]]:
+def _make_image_keys(parts: Sequence[datasets.Dataset]) -> list[list[bytes]]:
     """Return digests of the images; a file whose size is unique is not read."""
     import datasets
 
     rows = [
         part.cast_column("image", datasets.Image(decode=False)).select_columns(["image"])["image"][:] for part in parts
     ]
-    sizes = Counter(_size(row) for part in rows for row in part)
+    sizes = Counter(_read_size(row) for part in rows for row in part)
     return [
         [
-            (_digest(row) if sizes[_size(row)] > 1 else f"{number}/{position}").encode()
+            (_compute_digest(row) if sizes[_read_size(row)] > 1 else f"{number}/{position}").encode()
             for position, row in enumerate(part)
         ]
         for number, part in enumerate(rows)
     ]
 
 
-def _size(row: dict[str, Any]) -> int:
+def _read_size(row: dict[str, Any]) -> int:
     if row["bytes"] is not None:
         return len(row["bytes"])
     try:
@@ -82,7 +82,7 @@ def _size(row: dict[str, Any]) -> int:
         return -1
 
 
-def _digest(row: dict[str, Any]) -> str:
+def _compute_digest(row: dict[str, Any]) -> str:
     if row["bytes"] is not None:
         return hashlib.blake2b(row["bytes"], digest_size=16).hexdigest()
     try:
@@ -92,7 +92,7 @@ def _digest(row: dict[str, Any]) -> str:
         return str(row["path"])
 
 
-def group_codes(dataset: datasets.Dataset, config: DataConfig, field: str) -> np.ndarray | None:
+def encode_groups(dataset: datasets.Dataset, config: DataConfig, field: str) -> np.ndarray | None:
     """Return the number of each example's group, int64, (examples,); None if the user named no groups.
 
     Args:
@@ -110,8 +110,10 @@ def group_codes(dataset: datasets.Dataset, config: DataConfig, field: str) -> np
     ours = {config.text_pair: "text_pair", config.label or "label": "label"}
     column = ours.get(config.group, config.group)
     if column not in dataset.column_names:
-        raise FedspanError(f"{field}.group", config.group, problem=no_column(config.group, dataset.column_names))
-    names = names_of(dataset, column)
+        raise FedspanError(
+            f"{field}.group", config.group, problem=describe_missing_column(config.group, dataset.column_names)
+        )
+    names = read_names(dataset, column)
     numbers: dict[str, int] = {}
     codes = [
         len(dataset) + row if name is None else numbers.setdefault(name, len(numbers)) for row, name in enumerate(names)
@@ -119,13 +121,13 @@ def group_codes(dataset: datasets.Dataset, config: DataConfig, field: str) -> np
     return np.unique(np.array(codes, np.int64), return_inverse=True)[1].astype(np.int64)
 
 
-def shared_with_test(train: datasets.Dataset, test: datasets.Dataset) -> int:
+def find_shared_with_test(train: datasets.Dataset, test: datasets.Dataset) -> int:
     """Return the number of test examples that also occur in the training data."""
     ours, theirs = content_codes(train, test)
     return int(np.isin(theirs, ours).sum())
 
 
-def shared_between_clients(dataset: datasets.Dataset, parts: Partition) -> tuple[int, int]:
+def find_shared_between_clients(dataset: datasets.Dataset, parts: Partition) -> tuple[int, int]:
     """Count equal examples across a partition.
 
     Returns:
@@ -154,7 +156,7 @@ def describe_shared(dataset: datasets.Dataset, parts: Partition, config: DataCon
         config: Options that name the columns.
         natural: Whether a column decides which client holds an example.
     """
-    held_out, several = shared_between_clients(dataset, parts)
+    held_out, several = find_shared_between_clients(dataset, parts)
     found: list[str] = []
     if held_out:
         found.append(f"{held_out:,} validation and test examples of clients also occur in training parts")

@@ -13,7 +13,7 @@ from collections.abc import Generator, Mapping
 
 from charset_normalizer import from_bytes
 
-__all__ = ["decode", "decode_all", "to_utf8"]
+__all__ = ["convert_to_utf8", "decode", "decode_all"]
 
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
@@ -47,14 +47,14 @@ def decode(content: bytes, encoding: str | None = None, *, whole: bool = True) -
     Raises:
         ValueError: If the encoding is unknown, the content is not in it, or no encoding fits.
     """
-    name = encoding or _detect(content, whole=whole)
+    name = encoding or _detect_encoding(content, whole=whole)
     try:
         decoder = codecs.getincrementaldecoder(name)()
         text = decoder.decode(content, final=whole)
     except LookupError:
         raise ValueError(f"the encoding {name!r} is unknown") from None
     except UnicodeError as error:
-        raise ValueError(_misplaced(error, name, content)) from None
+        raise ValueError(_describe_position(error, name, content)) from None
     return text.removeprefix("\ufeff"), name
 
 
@@ -70,7 +70,7 @@ def decode_all(contents: Mapping[str, bytes], encoding: str | None = None) -> li
     """
     shared = encoding
     if encoding is None and (older := [content for content in contents.values() if not _is_unicode(content)]):
-        shared = _older(b"\n".join(older))
+        shared = _detect_legacy_encoding(b"\n".join(older))
     decoded: list[tuple[str, str]] = []
     for name, content in contents.items():
         named = shared if encoding is not None or not _is_unicode(content) else None
@@ -82,7 +82,7 @@ def decode_all(contents: Mapping[str, bytes], encoding: str | None = None) -> li
 
 
 def _is_unicode(content: bytes) -> bool:
-    if any(content.startswith(mark) for mark, _ in _MARKS) or _unmarked_utf16(content[:4096]) is not None:
+    if any(content.startswith(mark) for mark, _ in _MARKS) or _detect_utf16(content[:4096]) is not None:
         return True
     try:
         content.decode()
@@ -91,14 +91,14 @@ def _is_unicode(content: bytes) -> bool:
     return True
 
 
-def to_utf8(content: bytes, encoding: str | None = None, *, whole: bool = True) -> tuple[bytes, str]:
+def convert_to_utf8(content: bytes, encoding: str | None = None, *, whole: bool = True) -> tuple[bytes, str]:
     """Return a file's content in UTF-8 without a byte order mark, and the name of its encoding; raises as `decode`."""
     if encoding is None and content.isascii() and b"\0" not in content[:_SAMPLE]:
         return content, "utf-8"
-    name = encoding or _detect(content, whole=whole)
+    name = encoding or _detect_encoding(content, whole=whole)
     try:
         decoder = codecs.getincrementaldecoder(name)()
-        pieces = _decoded(decoder, content, whole)
+        pieces = _decode_with(decoder, content, whole)
         if name == "utf-8" and whole:  # the same bytes: no second copy of a large file
             deque(pieces, maxlen=0)
             return content.removeprefix(codecs.BOM_UTF8), name
@@ -107,29 +107,29 @@ def to_utf8(content: bytes, encoding: str | None = None, *, whole: bool = True) 
         return decode(content, encoding, whole=whole)[0].encode(), name  # which says what is wrong
 
 
-def _decoded(decoder: codecs.IncrementalDecoder, content: bytes, whole: bool) -> Generator[str]:
+def _decode_with(decoder: codecs.IncrementalDecoder, content: bytes, whole: bool) -> Generator[str]:
     """Decode a file in pieces: a large file as one text takes up to four times its size."""
     for start in range(0, max(1, len(content)), _PIECE):
         end = start + _PIECE
         yield decoder.decode(content[start:end], final=whole and end >= len(content))
 
 
-def _detect(content: bytes, *, whole: bool) -> str:
+def _detect_encoding(content: bytes, *, whole: bool) -> str:
     for mark, name in _MARKS:
         if content.startswith(mark):
             return name
-    if (name := _unmarked_utf16(content[:4096])) is not None:
+    if (name := _detect_utf16(content[:4096])) is not None:
         return name
     try:
-        deque(_decoded(codecs.getincrementaldecoder("utf-8")(), content, whole), maxlen=0)
+        deque(_decode_with(codecs.getincrementaldecoder("utf-8")(), content, whole), maxlen=0)
         return "utf-8"
     except UnicodeDecodeError:
         if _is_damaged_utf8(content):
             return "utf-8"  # decoding it reports where
-    return _older(content)
+    return _detect_legacy_encoding(content)
 
 
-def _unmarked_utf16(head: bytes) -> str | None:
+def _detect_utf16(head: bytes) -> str | None:
     """Recognise UTF-16 without a mark by the zero byte of each ASCII character."""
     high, low = head[0::2].count(0), head[1::2].count(0)
     if max(high, low) * 4 <= len(head) or min(high, low) * 20 > len(head):
@@ -145,7 +145,7 @@ def _is_damaged_utf8(content: bytes) -> bool:
     return right >= 8 * wrong
 
 
-def _older(content: bytes) -> str:
+def _detect_legacy_encoding(content: bytes) -> str:
     # Only lines with other characters than ASCII distinguish the candidates.
     lines = (line for line in content.splitlines(keepends=True) if not line.isascii())
     sample = bytearray()
@@ -167,7 +167,7 @@ def _older(content: bytes) -> str:
     raise ValueError("no encoding fits: the file may not be text")
 
 
-def _misplaced(error: UnicodeError, name: str, content: bytes) -> str:
+def _describe_position(error: UnicodeError, name: str, content: bytes) -> str:
     if not isinstance(error, UnicodeDecodeError):
         return f"the content is not in {name}: {error}"
     line = 1 + content.count(b"\n", 0, error.start)

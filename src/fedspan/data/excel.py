@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow as pa
 
 from fedspan.data.config import DataConfig
-from fedspan.data.dialects import has_header, headerless, positional_names
-from fedspan.data.json_files import table_of
-from fedspan.data.reading import Read
+from fedspan.data.dialects import describe_missing_header, has_header, make_positional_names
+from fedspan.data.json_files import make_table
+from fedspan.data.reading import ReadTable
 from fedspan.errors import FedspanError, nearest
 
 __all__ = ["SUFFIXES", "read_excel"]
@@ -20,7 +20,7 @@ __all__ = ["SUFFIXES", "read_excel"]
 SUFFIXES = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods")
 
 
-def read_excel(path: Path, where: str, config: DataConfig, field: str, option: str) -> Read:
+def read_excel(path: Path, where: str, config: DataConfig, field: str, option: str) -> ReadTable:
     """Read a sheet of a workbook.
 
     Args:
@@ -50,26 +50,26 @@ def read_excel(path: Path, where: str, config: DataConfig, field: str, option: s
                 problem = f"{where} has no sheet {config.sheet!r}. {nearest(config.sheet, names)}"
                 raise FedspanError(f"{field}.sheet", config.sheet, problem=problem)
             sheet = config.sheet or names[0]
-            rows = [[_plain(value) for value in row] for row in book.get_sheet_by_name(sheet).to_python()]
+            rows = [[_convert_cell(value) for value in row] for row in book.get_sheet_by_name(sheet).to_python()]
     except python_calamine.CalamineError as error:
         raise ValueError(str(error)) from None
     notes: tuple[str, ...] = ()
     if config.sheet is None and len(names) > 1:
         notes = (f"sheet {sheet!r} of {', '.join(names)} (data.sheet)",)
     rows = [row for row in rows if any(value is not None for value in row)]
-    return _table(rows, config, notes)
+    return _build_table(rows, config, notes)
 
 
-def _table(rows: list[list[Any]], config: DataConfig, notes: tuple[str, ...]) -> Read:
+def _build_table(rows: list[list[Any]], config: DataConfig, notes: tuple[str, ...]) -> ReadTable:
     if not rows:
-        return Read(pa.table({}), notes=notes)
+        return ReadTable(pa.table({}), notes=notes)
     texts = [["" if value is None else str(value) for value in row] for row in rows[:1000]]
     header = config.header
     if header is None:
         header = config.columns is None and has_header(texts, {config.text, config.label or "label"})
         if config.columns is None and not header:
-            notes = (*notes, headerless(positional_names(len(rows[0]))))
-    by_position = positional_names(len(rows[0]))
+            notes = (*notes, describe_missing_header(make_positional_names(len(rows[0]))))
+    by_position = make_positional_names(len(rows[0]))
     if config.columns is not None:
         if len(config.columns) != len(rows[0]):
             raise ValueError(f"expected {len(config.columns)} columns, got {len(rows[0])}")
@@ -82,10 +82,10 @@ def _table(rows: list[list[Any]], config: DataConfig, notes: tuple[str, ...]) ->
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the column {twice!r} is there twice")
     body = rows[1:] if header else rows
-    return Read(table_of(dict(zip(names, row, strict=True)) for row in body), header, notes)
+    return ReadTable(make_table(dict(zip(names, row, strict=True)) for row in body), header, notes)
 
 
-def _plain(value: Any) -> Any:
+def _convert_cell(value: Any) -> Any:
     """Convert a cell: whole numbers to int, dates to text, an empty cell to None."""
     if isinstance(value, float) and value.is_integer():
         return int(value)

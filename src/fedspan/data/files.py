@@ -14,23 +14,23 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from fedspan.data import archives, delimited, excel
-from fedspan.data.builtin import PREFIX, corpus_file
+from fedspan.data.builtin import PREFIX, find_corpus_file
 from fedspan.data.config import DataConfig
 from fedspan.data.encodings import decode
-from fedspan.data.folders import TEXTS, describe_left_out, holds_texts, read_texts, texts_table
-from fedspan.data.images import PICTURES, archived_images, holds_images, read_images
+from fedspan.data.folders import TEXTS, describe_left_out, has_texts, make_text_table, read_texts
+from fedspan.data.images import PICTURES, has_images, make_archived_images, read_images
 from fedspan.data.json_files import read_json
-from fedspan.data.multiple_files import read_several
-from fedspan.data.names import arrow_table, as_dataset
-from fedspan.data.path_patterns import has_places, matching
-from fedspan.data.reading import Read, read_beginning
+from fedspan.data.multiple_files import read_multiple
+from fedspan.data.names import arrow_table, make_dataset
+from fedspan.data.path_patterns import has_placeholders, match_paths
+from fedspan.data.reading import ReadTable, read_beginning
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError, nearest
 
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["IN_MEMORY", "column_names", "dataset_of_table", "flatten", "has_own_splits", "read_source"]
+__all__ = ["IN_MEMORY", "flatten", "has_own_splits", "make_plain_dataset", "read_column_names", "read_source"]
 
 IN_MEMORY = "python:data"
 """The value of ``data.train`` and ``data.test`` where the data were passed from Python."""
@@ -74,40 +74,49 @@ def read_source(config: DataConfig, part: Literal["train", "test"], field: str, 
         return _read_file(path, where, config, field, option, limit)
 
     if where.startswith(PREFIX):
-        with as_file(corpus_file(where, split, option)) as path:
+        with as_file(find_corpus_file(where, split, option)) as path:
             source = read(path, where)
     elif _is_hub_id(where):
         source = Source(flatten(_read_hub(where, config.hub_config, split, option)), f"{where} ({split})")
-    elif has_places(where):
-        source = read_several(where, option, lambda path: read(path, str(path)))
-    elif holds_images(_path(where)):
-        source = Source(read_images(_path(where), where, option), where)
-    elif holds_texts(_path(where)):
+    elif has_placeholders(where):
+        source = read_multiple(where, option, lambda path: read(path, str(path)))
+    elif has_images(_expand_path(where)):
+        source = Source(read_images(_expand_path(where), where, option), where)
+    elif has_texts(_expand_path(where)):
         texts = "text files by class"
-        source = _guarded(
-            lambda: _source(read_texts(_path(where), config.encoding), texts, where, option), texts, where, option
+        source = _convert_errors(
+            lambda: _make_source(read_texts(_expand_path(where), config.encoding), texts, where, option),
+            texts,
+            where,
+            option,
         )
-    elif os.path.isfile(_path(where)) and where.lower().endswith(archives.SUFFIXES):
-        source = _guarded(lambda: _archived(_path(where), where, config, option), "an archive", where, option)
+    elif os.path.isfile(_expand_path(where)) and where.lower().endswith(archives.SUFFIXES):
+        source = _convert_errors(
+            lambda: _read_archived(_expand_path(where), where, config, option), "an archive", where, option
+        )
     else:
-        source = read(_path(where), where)
+        source = read(_expand_path(where), where)
     if len(source.dataset) == 0:
         raise FedspanError(option, where, problem=f"{where} holds no examples")
     return source
 
 
-def column_names(where: str) -> list[str] | None:
+def read_column_names(where: str) -> list[str] | None:
     """Return the column names in a local file's first line, first object or parquet schema; None if there are none.
 
     Of several files the first is read. If nothing can be read, `read_source` reports why.
     """
-    path = next(iter(matching(where, "data.train")), _path(where)) if has_places(where) else _path(where)
-    kind = _suffix(path).removesuffix(".gz").removeprefix(".")
+    path = (
+        next(iter(match_paths(where, "data.train")), _expand_path(where))
+        if has_placeholders(where)
+        else _expand_path(where)
+    )
+    kind = _get_suffix(path).removesuffix(".gz").removeprefix(".")
     try:
         if kind == "parquet":
             return list(pyarrow.parquet.read_schema(path).names)
         if kind in _DELIMITED:
-            return delimited.column_names(path, kind)
+            return delimited.read_column_names(path, kind)
         if kind in ("json", "jsonl"):
             content, whole = read_beginning(path, _HEAD)
             text = decode(content, whole=whole)[0]
@@ -117,11 +126,11 @@ def column_names(where: str) -> list[str] | None:
     return None
 
 
-def _path(where: str) -> Path:
+def _expand_path(where: str) -> Path:
     return Path(os.path.expanduser(where))  # Path raises for the home of an unknown user
 
 
-def _suffix(path: Path) -> str:
+def _get_suffix(path: Path) -> str:
     name = path.name.lower()
     return next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(suffix)), "")
 
@@ -129,16 +138,16 @@ def _suffix(path: Path) -> str:
 def _is_hub_id(where: str) -> bool:
     path = Path(where)
     # A hub id may have dots (v1.5) but rarely ends like a file; "notes.txt" is a file that cannot be read.
-    looks_like_file = _suffix(path) or _FILE_SUFFIX.fullmatch(path.suffix)
+    looks_like_file = _get_suffix(path) or _FILE_SUFFIX.fullmatch(path.suffix)
     # os.path, since Path raises for a name that is too long for the disk.
     is_local = os.path.exists(path) or ("/" in where and os.path.isdir(path.parent))
     return bool(_HUB_ID.fullmatch(where)) and not looks_like_file and not is_local
 
 
 def _read_file(path: Path, where: str, config: DataConfig, field: str, option: str, limit: int | None) -> Source:
-    suffix = _suffix(path)
+    suffix = _get_suffix(path)
     if not os.path.isfile(path):
-        raise FedspanError(option, where, problem=f"there is no file {where!r}. {_what_is_there(path)}")
+        raise FedspanError(option, where, problem=f"there is no file {where!r}. {_describe_folder(path)}")
     if not suffix:
         known = ", ".join((*SUFFIXES, *archives.SUFFIXES))
         problem = f"{where!r} is of no kind that is read. Files end in {known}; images can be idx files or folders."
@@ -157,9 +166,9 @@ def _read_file(path: Path, where: str, config: DataConfig, field: str, option: s
             found = delimited.read_delimited(path, kind, config, limit)
         else:
             found = read_json(path, kind, config.encoding, limit)
-        return _source(found, kind, where, option)
+        return _make_source(found, kind, where, option)
 
-    source = _guarded(read, kind, where, option, lambda reason: _hint(kind, reason, config, field))
+    source = _convert_errors(read, kind, where, option, lambda reason: _suggest_remedy(kind, reason, config, field))
     rows = source.dataset
     if config.columns is not None and len(rows) and [str(value) for value in rows[0].values()] == rows.column_names:
         problem = f"the first line of {where} names the columns already; leave this field out"
@@ -167,7 +176,7 @@ def _read_file(path: Path, where: str, config: DataConfig, field: str, option: s
     return source
 
 
-def _guarded(
+def _convert_errors(
     read: Callable[[], Source], what: str, where: str, option: str, hint: Callable[[str], str] = lambda reason: ""
 ) -> Source:
     """Read something, and turn what a reader raises into an error that names the option.
@@ -183,15 +192,15 @@ def _guarded(
         return read()
     # ArrowInvalid is a ValueError, a broken gzip an OSError; RecursionError: JSON nested too deeply.
     except (OSError, ValueError, RecursionError, pa.ArrowException) as error:
-        path = _path(where)
+        path = _expand_path(where)
         if os.path.isfile(path) and path.stat().st_size == 0:
             raise FedspanError(option, where, problem=f"the file {where} is empty") from error
-        reason = _first_line(error)
+        reason = _get_first_line(error)
         problem = f"{where} cannot be read as {what}: {reason}"
         raise FedspanError(option, where, problem=f"{problem.rstrip('.')}.{hint(reason)}") from error
 
 
-def _hint(kind: str, reason: str, config: DataConfig, field: str) -> str:
+def _suggest_remedy(kind: str, reason: str, config: DataConfig, field: str) -> str:
     """Return the options that help against a reader's reason."""
     if "encoding" in reason or "is not in" in reason or "UTF" in reason:
         return f" The encoding can be named: {field}.encoding."
@@ -204,32 +213,32 @@ def _hint(kind: str, reason: str, config: DataConfig, field: str) -> str:
     return f" The file's form can be named: {field}.delimiter, {field}.quoting and {field}.encoding."
 
 
-def _source(found: Read, kind: str, where: str, option: str) -> Source:
+def _make_source(found: ReadTable, kind: str, where: str, option: str) -> Source:
     names = found.table.column_names
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise FedspanError(option, where, problem=f"{where} has two columns named {twice!r}")
-    dataset = flatten(_dataset(found.table, kind, where, option))
+    dataset = flatten(_make_dataset(found.table, kind, where, option))
     return Source(
         dataset, where, found.header, kept=found.kept, notes=found.notes, skipped=found.skipped, whole=found.whole
     )
 
 
-def _archived(path: Path, where: str, config: DataConfig, option: str) -> Source:
+def _read_archived(path: Path, where: str, config: DataConfig, option: str) -> Source:
     files, left_out = archives.read_archive(path, {*PICTURES, *TEXTS})
     images = {parts: content for parts, content in files.items() if PurePath(parts[-1]).suffix.lower() in PICTURES}
     chosen = images or {parts: content for parts, content in files.items() if len(parts) > 1}
     left_out += ["/".join(parts) for parts in files if parts not in chosen]
     if images:
-        return Source(archived_images(images, path.name), where, notes=describe_left_out(left_out))
-    return _source(texts_table(chosen, path.name, config.encoding, left_out), "archive", where, option)
+        return Source(make_archived_images(images, path.name), where, notes=describe_left_out(left_out))
+    return _make_source(make_text_table(chosen, path.name, config.encoding, left_out), "archive", where, option)
 
 
-def _read_parquet(path: Path, limit: int | None) -> Read:
+def _read_parquet(path: Path, limit: int | None) -> ReadTable:
     # Not read_table, which takes a folder called "seed=3" for a column.
     with pyarrow.parquet.ParquetFile(path) as file:
         if limit is None or file.num_row_groups == 0:
-            return Read(file.read())
+            return ReadTable(file.read())
         groups: list[int] = []
         size = 0
         for group in range(file.num_row_groups):
@@ -237,7 +246,7 @@ def _read_parquet(path: Path, limit: int | None) -> Read:
             size += file.metadata.row_group(group).total_byte_size
             if size > limit:
                 break
-        return Read(file.read_row_groups(groups), whole=len(groups) == file.num_row_groups)
+        return ReadTable(file.read_row_groups(groups), whole=len(groups) == file.num_row_groups)
 
 
 def flatten(dataset: datasets.Dataset) -> datasets.Dataset:
@@ -267,28 +276,28 @@ def flatten(dataset: datasets.Dataset) -> datasets.Dataset:
             parts = table.select([name]).flatten()
             for inner, kind in feature.items():
                 columns[f"{name}.{inner}"], features[f"{name}.{inner}"] = parts.column(f"{name}.{inner}"), kind
-        dataset = as_dataset(pa.table(columns), features)
+        dataset = make_dataset(pa.table(columns), features)
 
 
-def _dataset(table: pa.Table, kind: str, where: str, option: str) -> datasets.Dataset:
+def _make_dataset(table: pa.Table, kind: str, where: str, option: str) -> datasets.Dataset:
     # Only parquet has types that datasets lacks, or contains datasets' own type notes, which may be damaged.
     try:
-        return dataset_of_table(table)
+        return make_plain_dataset(table)
     except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError, pa.ArrowException) as error:
-        problem = f"{where} has columns that datasets cannot hold: {_first_line(error)}"
+        problem = f"{where} has columns that datasets cannot hold: {_get_first_line(error)}"
         raise FedspanError(option, where, problem=problem) from error
 
 
-def _first_line(error: Exception) -> str:
+def _get_first_line(error: Exception) -> str:
     return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
 
 
-def _what_is_there(path: Path) -> str:
+def _describe_folder(path: Path) -> str:
     folder = path if os.path.isdir(path) else path.parent
     if not os.path.isdir(folder):
         return f"The folder {folder} does not exist."
     try:
-        files = [file.name for file in folder.iterdir() if file.is_file() and _suffix(file)]
+        files = [file.name for file in folder.iterdir() if file.is_file() and _get_suffix(file)]
     except OSError as error:
         return f"The folder {folder} cannot be read ({error.strerror})."
     if not files:
@@ -297,12 +306,12 @@ def _what_is_there(path: Path) -> str:
     return nearest(path.name, files)
 
 
-def dataset_of_table(table: pa.Table) -> datasets.Dataset:
+def make_plain_dataset(table: pa.Table) -> datasets.Dataset:
     """Return a table as a data set; dictionaries become plain columns."""
-    return as_dataset(_without_dictionaries(table))
+    return make_dataset(_decode_dictionaries(table))
 
 
-def _without_dictionaries(table: pa.Table) -> pa.Table:
+def _decode_dictionaries(table: pa.Table) -> pa.Table:
     # pandas writes categorical columns to parquet as dictionaries, which datasets has no feature for.
     for index, column in enumerate(table.schema):
         if pa.types.is_dictionary(column.type):
@@ -318,7 +327,7 @@ def _read_hub(where: str, name: str | None, split: str, option: str) -> datasets
         return cast(datasets.Dataset, datasets.load_dataset(where, name=name, split=split))
     # Whatever the hub's client, its HTTP library or the files there raise, the user sees one line.
     except Exception as error:
-        reason = _first_line(error)
+        reason = _get_first_line(error)
         if "Unknown split" in reason:
             problem = f"{where} has no split {split!r} ({reason})"
             raise FedspanError(f"{option}_split", split, problem=problem) from error

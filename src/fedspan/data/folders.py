@@ -10,10 +10,10 @@ from pathlib import Path
 import pyarrow as pa
 
 from fedspan.data.encodings import decode_all
-from fedspan.data.reading import Read
+from fedspan.data.reading import ReadTable
 from fedspan.errors import escape_controls
 
-__all__ = ["TEXTS", "classes_of", "describe_left_out", "holds_texts", "is_example", "read_texts", "texts_table"]
+__all__ = ["TEXTS", "describe_left_out", "has_texts", "infer_classes", "is_example", "make_text_table", "read_texts"]
 
 TEXTS = (".txt",)
 _PARTS = {"train", "test", "val", "valid", "validation"}
@@ -21,7 +21,7 @@ _ABOUT = frozenset({"changelog", "citation", "copying", "licence", "license", "r
 """Names, without suffixes, of files about a collection."""
 
 
-def classes_of(paths: Sequence[Sequence[str]], name: str, suffixes: Collection[str]) -> dict[str, list[str]]:
+def infer_classes(paths: Sequence[Sequence[str]], name: str, suffixes: Collection[str]) -> dict[str, list[str]]:
     """Return the classes of files, and their domains if there are any, from the folders that they are in.
 
     Args:
@@ -62,12 +62,12 @@ def describe_left_out(names: Sequence[str]) -> tuple[str, ...]:
     return (f"left out {files} no example by class ({shown}{more})",)
 
 
-def holds_texts(path: Path) -> bool:
+def has_texts(path: Path) -> bool:
     """Check whether a folder contains folders with text files."""
     return os.path.isdir(path) and any(file.parent != path for file in path.rglob("*.txt"))
 
 
-def read_texts(root: Path, encoding: str | None) -> Read:
+def read_texts(root: Path, encoding: str | None) -> ReadTable:
     """Read a folder with one folder of text files for each class, or with one for each domain that contains those.
 
     Files beside the folders, and those that are no examples (a README), are left out and counted.
@@ -84,12 +84,12 @@ def read_texts(root: Path, encoding: str | None) -> Read:
     }
     left_out = ["/".join(parts) for parts in files if parts not in chosen]
     contents = {parts: path.read_bytes() for parts, path in chosen.items()}
-    return texts_table(contents, root.name, encoding, left_out)
+    return make_text_table(contents, root.name, encoding, left_out)
 
 
-def texts_table(
+def make_text_table(
     files: Mapping[tuple[str, ...], bytes], name: str, encoding: str | None, left_out: Sequence[str] = ()
-) -> Read:
+) -> ReadTable:
     """Return text files as a table with the columns ``text``, ``label``, ``file`` and, if there are any, ``domain``.
 
     Args:
@@ -101,7 +101,7 @@ def texts_table(
     Raises:
         ValueError: If the files are laid out differently, or one cannot be decoded.
     """
-    classes = classes_of(list(files), name, TEXTS)
+    classes = infer_classes(list(files), name, TEXTS)
     decoded = decode_all({"/".join(parts): content for parts, content in files.items()}, encoding)
     texts = [text for text, _ in decoded]
     other = Counter(found for _, found in decoded if encoding is None and found != "utf-8")
@@ -109,4 +109,4 @@ def texts_table(
         f"detected encoding {found} in {count} of {len(texts)} files (data.encoding)" for found, count in other.items()
     ]
     columns = {"text": texts, **classes, "file": ["/".join(parts) for parts in files]}
-    return Read(pa.table(columns), notes=(*notes, *describe_left_out(left_out)))
+    return ReadTable(pa.table(columns), notes=(*notes, *describe_left_out(left_out)))

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from fedspan.data.folders import classes_of
-from fedspan.data.names import as_dataset
+from fedspan.data.folders import infer_classes
+from fedspan.data.names import make_dataset
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["IMAGES", "PICTURES", "archived_images", "holds_images", "read_images"]
+__all__ = ["IMAGES", "PICTURES", "has_images", "make_archived_images", "read_images"]
 
 IMAGES = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 """Arrow type of an image, as in ``datasets.Image``."""
@@ -37,7 +37,7 @@ _SIDE = 32  # rows and columns of CIFAR's images
 _PIXELS = 3 * _SIDE * _SIDE
 
 
-def holds_images(path: Path) -> bool:
+def has_images(path: Path) -> bool:
     """Check whether `read_images` reads a path: an idx file, CIFAR's batches, or a folder that contains images."""
     if os.path.isdir(path):
         return any(_is_image(inside) or inside.suffix == ".bin" for inside in path.rglob("*"))
@@ -59,37 +59,37 @@ def read_images(path: Path, where: str, option: str) -> datasets.Dataset:
     """
     try:
         if _IDX.fullmatch(path.name):
-            columns = _idx(path)
+            columns = _read_idx(path)
         elif path.suffix == ".bin":
-            columns = _cifar([path])
+            columns = _read_cifar([path])
         else:
             batches = sorted(path.glob("data_batch_*.bin"))
-            columns = _cifar(batches) if batches else _folders(path)
+            columns = _read_cifar(batches) if batches else _read_folders(path)
     except (OSError, EOFError, ValueError, zlib.error) as error:
         problem = f"{where} cannot be read as images: {str(error) or type(error).__name__}"
         raise FedspanError(option, where, problem=problem) from None
-    return _dataset(columns)
+    return _make_dataset(columns)
 
 
-def _dataset(columns: Mapping[str, pa.Array]) -> datasets.Dataset:
+def _make_dataset(columns: Mapping[str, pa.Array]) -> datasets.Dataset:
     import datasets
 
     features = {name: datasets.Value("string") for name in columns} | {"image": datasets.Image()}
-    return as_dataset(pa.table(columns), features)
+    return make_dataset(pa.table(columns), features)
 
 
-def _idx(path: Path) -> dict[str, pa.Array]:
+def _read_idx(path: Path) -> dict[str, pa.Array]:
     beside = path.with_name(_IDX.sub(lambda found: found[1] + "labels" + found[2].replace("3", "1"), path.name))
     if not beside.is_file():
         raise ValueError(f"its labels are not beside it: {beside.name}")
-    images, labels = _idx_array(path, 3), _idx_array(beside, 1)
+    images, labels = _read_idx_array(path, 3), _read_idx_array(beside, 1)
     if len(images) != len(labels):
         raise ValueError(f"it holds {len(images)} images, {beside.name} {len(labels)} labels")
     header = b"P5 %d %d 255\n" % (images.shape[2], images.shape[1])  # a PGM is this header and the pixels
-    return {"image": _encoded([header + image.tobytes() for image in images]), "label": _texts(labels)}
+    return {"image": _encode_images([header + image.tobytes() for image in images]), "label": _format_labels(labels)}
 
 
-def _idx_array(path: Path, dimensions: int) -> np.ndarray:
+def _read_idx_array(path: Path, dimensions: int) -> np.ndarray:
     """Read unsigned bytes in MNIST's format: two zeros, the type, the number of dimensions, their sizes."""
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     start = 4 + 4 * dimensions
@@ -101,7 +101,7 @@ def _idx_array(path: Path, dimensions: int) -> np.ndarray:
     return np.frombuffer(content, np.uint8, offset=start).reshape(sizes)
 
 
-def _cifar(paths: list[Path]) -> dict[str, pa.Array]:
+def _read_cifar(paths: list[Path]) -> dict[str, pa.Array]:
     """Read records of one label (CIFAR-10) or two (CIFAR-100: coarse and fine) and 3 x 32 x 32 pixels by plane."""
     batches = [np.frombuffer(path.read_bytes(), np.uint8) for path in paths]
     size = next((size for size in (_PIXELS + 1, _PIXELS + 2) if all(len(b) % size == 0 for b in batches)), None)
@@ -110,33 +110,33 @@ def _cifar(paths: list[Path]) -> dict[str, pa.Array]:
     records = np.concatenate(batches).reshape(-1, size)
     pixels = records[:, -_PIXELS:].reshape(-1, 3, _SIDE, _SIDE).transpose(0, 2, 3, 1)
     header = b"P6 %d %d 255\n" % (_SIDE, _SIDE)
-    columns = {"image": _encoded([header + image.tobytes() for image in pixels])}
+    columns = {"image": _encode_images([header + image.tobytes() for image in pixels])}
     names = {"label": "batches.meta.txt"}
     if size > _PIXELS + 1:
         names = {"coarse_label": "coarse_label_names.txt", "label": "fine_label_names.txt"}
     for column, (label, file) in enumerate(names.items()):
-        columns[label] = _texts(records[:, column], _lines(paths[0].with_name(file)))
+        columns[label] = _format_labels(records[:, column], _read_lines(paths[0].with_name(file)))
     return columns
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").split() if path.is_file() else []
 
 
-def _texts(labels: np.ndarray, names: list[str] | None = None) -> pa.Array:
+def _format_labels(labels: np.ndarray, names: list[str] | None = None) -> pa.Array:
     if names and labels.size and int(labels.max()) >= len(names):
         raise ValueError(f"label {labels.max()} has no name among the {len(names)} beside it")
     return pa.array([names[label] if names else str(label) for label in labels.tolist()], pa.string())
 
 
-def _folders(root: Path) -> dict[str, pa.Array]:
+def _read_folders(root: Path) -> dict[str, pa.Array]:
     found = sorted(path for path in root.rglob("*") if _is_image(path) and path.is_file())
-    classes = classes_of([path.relative_to(root).parts for path in found], root.name, PICTURES)
+    classes = infer_classes([path.relative_to(root).parts for path in found], root.name, PICTURES)
     images = pa.array([{"bytes": None, "path": str(path)} for path in found], IMAGES)
     return {"image": images, **{column: pa.array(values) for column, values in classes.items()}}
 
 
-def archived_images(files: Mapping[tuple[str, ...], bytes], name: str) -> datasets.Dataset:
+def make_archived_images(files: Mapping[tuple[str, ...], bytes], name: str) -> datasets.Dataset:
     """Return the images of an archive as a data set, like those of a folder.
 
     Args:
@@ -146,15 +146,15 @@ def archived_images(files: Mapping[tuple[str, ...], bytes], name: str) -> datase
     Raises:
         ValueError: If they are laid out differently.
     """
-    classes = classes_of(list(files), name, PICTURES)
+    classes = infer_classes(list(files), name, PICTURES)
     images = [{"bytes": content, "path": "/".join(parts)} for parts, content in files.items()]
     columns = {column: pa.array(values) for column, values in classes.items()}
-    return _dataset({"image": pa.array(images, IMAGES), **columns})
+    return _make_dataset({"image": pa.array(images, IMAGES), **columns})
 
 
 def _is_image(path: Path) -> bool:
     return path.suffix.lower() in PICTURES
 
 
-def _encoded(images: list[bytes]) -> pa.Array:
+def _encode_images(images: list[bytes]) -> pa.Array:
     return pa.array([{"bytes": image, "path": None} for image in images], IMAGES)

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Literal
 
 import pyarrow as pa
 
-from fedspan.data.columns import TaskName, conversation_of
+from fedspan.data.columns import TaskName, parse_conversation
 from fedspan.data.config import DataConfig
-from fedspan.data.names import arrow_column, names_of
+from fedspan.data.names import arrow_column, read_names
 from fedspan.data.source import Source
-from fedspan.data.templates import template_of
+from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["without_invalid"]
+__all__ = ["drop_invalid_rows"]
 
 
-def without_invalid(
+def drop_invalid_rows(
     source: Source, config: DataConfig, task: TaskName, field: str, part: Literal["train", "test"]
 ) -> Source:
     """Return the rows that have everything that `task` needs.
@@ -31,9 +31,9 @@ def without_invalid(
     """
     dataset = source.dataset
     invalid = [False] * len(dataset)
-    for columns in _needed(config, task, field):
+    for columns in _list_required_columns(config, task, field):
         # A missing column is an error, which the check of the columns reports better.
-        values = [_values(dataset, column, task, config) for column in columns if column in dataset.column_names]
+        values = [_get_values(dataset, column, task, config) for column in columns if column in dataset.column_names]
         if values:
             invalid = [was or not any(row) for was, row in zip(invalid, zip(*values, strict=True), strict=True)]
     kept = [row for row, lacks in enumerate(invalid) if not lacks]
@@ -42,14 +42,14 @@ def without_invalid(
     return source if len(kept) == len(dataset) else source.select(kept)
 
 
-def _values(dataset: datasets.Dataset, column: str, task: TaskName, config: DataConfig) -> Sequence[object]:
+def _get_values(dataset: datasets.Dataset, column: str, task: TaskName, config: DataConfig) -> Sequence[object]:
     """Return a column's values, falsy where they cannot be used; images (bytes or path) are not converted to text."""
     values = arrow_column(dataset, column)
     if column == config.messages:
-        return [conversation_of(value) is not None for value in values.to_pylist()]
+        return [parse_conversation(value) is not None for value in values.to_pylist()]
     if pa.types.is_struct(values.type):
         return [value is not None and any(value.values()) for value in values.to_pylist()]
-    names = names_of(dataset, column)
+    names = read_names(dataset, column)
     if task == "regression" and column == (config.label or "label"):
         return [name is not None and _is_finite(name) for name in names]
     return names
@@ -62,13 +62,13 @@ def _is_finite(text: str) -> bool:
         return False
 
 
-def _needed(config: DataConfig, task: TaskName, field: str) -> list[tuple[str, ...]]:
+def _list_required_columns(config: DataConfig, task: TaskName, field: str) -> list[tuple[str, ...]]:
     """Return groups of columns; a row needs a value in at least one column of each group."""
     if task == "causal-lm":
         if config.messages is not None:
             groups = [(config.messages,)]
         elif config.prompt is not None:
-            groups = [template_of(config.prompt, f"{field}.prompt").columns, (config.answer,)]
+            groups = [parse_template(config.prompt, f"{field}.prompt").columns, (config.answer,)]
         else:
             return []
         return groups if config.label is None else [*groups, (config.label,)]

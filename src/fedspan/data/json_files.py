@@ -10,12 +10,12 @@ from typing import Any
 import pyarrow as pa
 
 from fedspan.data.encodings import decode
-from fedspan.data.reading import Read, read_beginning
+from fedspan.data.reading import ReadTable, read_beginning
 
-__all__ = ["read_json", "table_of"]
+__all__ = ["make_table", "read_json"]
 
 
-def read_json(path: Path, kind: str, encoding: str | None, limit: int | None = None) -> Read:
+def read_json(path: Path, kind: str, encoding: str | None, limit: int | None = None) -> ReadTable:
     """Read a ``.json`` file (a list of objects, or one that is the only list in an object) or a ``.jsonl`` file.
 
     A ``.json`` file with one object a line is read as such.
@@ -37,13 +37,13 @@ def read_json(path: Path, kind: str, encoding: str | None, limit: int | None = N
         kind = "jsonl"
     if kind == "jsonl":
         lines = text.split("\n")  # not splitlines: JSON strings may contain other literal line separators
-        records: list[Any] = _lines(lines if whole else lines[:-1])
+        records: list[Any] = _parse_lines(lines if whole else lines[:-1])
     else:
-        records = _listed(text) if whole else _beginning(text)
+        records = _parse_list(text) if whole else _parse_beginning(text)
     odd = next((row for row, record in enumerate(records, start=1) if not isinstance(record, dict)), None)
     if odd is not None:
         raise ValueError(f"row {odd}: not an object with the columns as its keys")
-    return Read(table_of(records), notes=notes, whole=whole)
+    return ReadTable(make_table(records), notes=notes, whole=whole)
 
 
 def _is_lines(text: str) -> bool:
@@ -56,7 +56,7 @@ def _is_lines(text: str) -> bool:
     return rest.lstrip()[:1] == "{"
 
 
-def _lines(lines: Iterable[str]) -> list[Any]:
+def _parse_lines(lines: Iterable[str]) -> list[Any]:
     records: list[Any] = []
     for line in filter(str.strip, lines):
         try:
@@ -66,7 +66,7 @@ def _lines(lines: Iterable[str]) -> list[Any]:
     return records
 
 
-def _listed(text: str) -> list[Any]:
+def _parse_list(text: str) -> list[Any]:
     # The standard json module reports the place of a mistake; pandas and Arrow convert date-like texts to dates.
     content = json.loads(text)
     if isinstance(content, dict):
@@ -79,7 +79,7 @@ def _listed(text: str) -> list[Any]:
     return content
 
 
-def _beginning(text: str) -> list[Any]:
+def _parse_beginning(text: str) -> list[Any]:
     """Return the complete objects at the beginning of a list that is cut off."""
     decoder, records = json.JSONDecoder(), list[Any]()
     at = text.find("[") + 1
@@ -92,7 +92,7 @@ def _beginning(text: str) -> list[Any]:
     return records
 
 
-def table_of(records: Iterable[Mapping[str, Any]]) -> pa.Table:
+def make_table(records: Iterable[Mapping[str, Any]]) -> pa.Table:
     """Return records as a table; a column of mixed types becomes text, and a key that a record lacks null."""
     records = list(records)
     columns: dict[str, pa.Array] = {}

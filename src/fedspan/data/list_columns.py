@@ -9,17 +9,17 @@ import pyarrow as pa
 
 from fedspan.data.columns import TaskName
 from fedspan.data.config import DataConfig
-from fedspan.data.names import arrow_table, as_dataset
+from fedspan.data.names import arrow_table, make_dataset
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
     pass
 
-__all__ = ["without_lists"]
+__all__ = ["unwrap_lists"]
 
 
-def without_lists(source: Source, config: DataConfig, task: TaskName, field: str) -> Source:
+def unwrap_lists(source: Source, config: DataConfig, task: TaskName, field: str) -> Source:
     """Return a source whose columns of texts and labels hold no lists.
 
     A list of texts (tokens, sentences) is joined with spaces. A list of one label is that label; another number of
@@ -46,7 +46,7 @@ def without_lists(source: Source, config: DataConfig, task: TaskName, field: str
             continue
         if name == label:
             inner: Any = source.dataset.features[name].feature
-            columns[name] = pa.array(_labels(source, name, config, field), inner.pa_type), inner
+            columns[name] = pa.array(_unwrap_labels(source, name, config, field), inner.pa_type), inner
         elif name in texts and (pa.types.is_string(kind.value_type) or pa.types.is_large_string(kind.value_type)):
             values = source.dataset[name][:]
             joined = [None if value is None else " ".join(filter(None, value)) for value in values]
@@ -58,10 +58,10 @@ def without_lists(source: Source, config: DataConfig, task: TaskName, field: str
     for name, (values, feature) in columns.items():
         table = table.set_column(table.column_names.index(name), name, values)
         features[name] = feature
-    return replace(source, dataset=as_dataset(table, features), notes=(*source.notes, *notes))
+    return replace(source, dataset=make_dataset(table, features), notes=(*source.notes, *notes))
 
 
-def _labels(source: Source, column: str, config: DataConfig, field: str) -> list[object]:
+def _unwrap_labels(source: Source, column: str, config: DataConfig, field: str) -> list[object]:
     values: list[list[object] | None] = arrow_table(source.dataset.select_columns([column])).column(0).to_pylist()
     odd = next((row for row, value in enumerate(values) if value is not None and len(value) != 1), None)
     if odd is not None and config.invalid == "error":

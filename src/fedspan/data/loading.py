@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import pyarrow as pa
 
-from fedspan.data.catalogue import dataset_of
-from fedspan.data.columns import Checked, TaskName, check
+from fedspan.data.catalogue import get_dataset_entry
+from fedspan.data.columns import TaskName, ValidatedColumns, validate_columns
 from fedspan.data.config import DataConfig
-from fedspan.data.dataset_defaults import filled
-from fedspan.data.duplicates import group_codes, shared_with_test
+from fedspan.data.dataset_defaults import fill_data_defaults
+from fedspan.data.duplicates import encode_groups, find_shared_with_test
 from fedspan.data.files import has_own_splits, read_source
 from fedspan.data.groups import draw_groups
-from fedspan.data.invalid_rows import without_invalid
-from fedspan.data.keyed import generator
-from fedspan.data.list_columns import without_lists
-from fedspan.data.names import arrow_column, as_dataset, sort_names, take_rows
+from fedspan.data.invalid_rows import drop_invalid_rows
+from fedspan.data.keyed import make_generator
+from fedspan.data.list_columns import unwrap_lists
+from fedspan.data.names import arrow_column, make_dataset, sort_names, take_rows
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError, nearest
 
@@ -81,22 +81,22 @@ def load(
         FedspanError: If a source is missing, unreadable or empty; a column is missing; a row has no text or label; a
             label is unknown; or there are too few labels or examples for the request.
     """
-    config = filled(config, field)
+    config = fill_data_defaults(config, field)
     sources = sources or {}
-    train = _read(config, task, field, "train", limit, sources.get("train"))
-    labels = _labels(train.checked, config, field)
+    train = _read_part(config, task, field, "train", limit, sources.get("train"))
+    labels = _collect_labels(train.checked, config, field)
     known = set(train.checked.names or ())
-    data = _index(train, labels, known, config, field, "train")
+    data = _encode_labels(train, labels, known, config, field, "train")
     parts = [train]
     remarks: list[str] = []
     if config.test is not None or (config.test_split is not None and has_own_splits(config.train or "")):
-        parts.append(_read(config, task, field, "test", limit, sources.get("test")))
-        test = _index(parts[1], labels, known, config, field, "test")
-        if count := shared_with_test(data, test):
+        parts.append(_read_part(config, task, field, "test", limit, sources.get("test")))
+        test = _encode_labels(parts[1], labels, known, config, field, "test")
+        if count := find_shared_with_test(data, test):
             remarks.append(f"duplicates: {count:,} of {len(test):,} test examples also occur in {field}.train")
     elif config.test_fraction > 0:
-        data, test = _set_aside(data, config, field, seed)
-        if config.group is None and (count := shared_with_test(data, test)):
+        data, test = _hold_out(data, config, field, seed)
+        if config.group is None and (count := find_shared_with_test(data, test)):
             column = config.image if task == "image-classification" else config.text
             remarks.append(
                 f"duplicates: {count:,} of {len(test):,} examples set aside to test on also occur in training "
@@ -104,14 +104,14 @@ def load(
             )
     else:
         test = None
-    data, test = _cap(data, config, seed, "train"), test and _cap(test, config, seed, "test")
+    data, test = _limit_examples(data, config, seed, "train"), test and _limit_examples(test, config, seed, "test")
     return LoadedData(
         data,
         test,
         labels,
         sum(sum(part.skipped.values()) for part in parts),
-        group_codes(data, config, field),
-        (*(remark for part in parts for remark in _remarks(part, field)), *remarks),
+        encode_groups(data, config, field),
+        (*(remark for part in parts for remark in _describe_part(part, field)), *remarks),
         all(part.checked.source.whole for part in parts),
     )
 
@@ -120,11 +120,11 @@ def load(
 class _Part:
     """A checked split, and the number of its rows that were left out, by reason."""
 
-    checked: Checked
+    checked: ValidatedColumns
     skipped: dict[str, int]
 
 
-def _read(
+def _read_part(
     config: DataConfig,
     task: TaskName,
     field: str,
@@ -133,16 +133,16 @@ def _read(
     given: Source | None,
 ) -> _Part:
     given = read_source(config, part, field, limit) if given is None else given
-    source = without_lists(given, config, task, field)
+    source = unwrap_lists(given, config, task, field)
     skipped = {"with too many or too few fields": source.skipped}
     if config.invalid == "skip":
-        full = without_invalid(source, config, task, field, part)
+        full = drop_invalid_rows(source, config, task, field, part)
         skipped["without a text, a label or an answer"] = len(source.dataset) - len(full.dataset)
         source = full
-    return _Part(check(source, config, task, field, part), skipped)
+    return _Part(validate_columns(source, config, task, field, part), skipped)
 
 
-def _remarks(part: _Part, field: str) -> list[str]:
+def _describe_part(part: _Part, field: str) -> list[str]:
     source = part.checked.source
     remarks = [f"{source.name}: {note}" for note in source.notes]
     if reasons := [f"{count:,} {reason}" for reason, count in part.skipped.items() if count]:
@@ -150,14 +150,14 @@ def _remarks(part: _Part, field: str) -> list[str]:
     return remarks
 
 
-def _labels(train: Checked, config: DataConfig, field: str) -> tuple[str, ...]:
+def _collect_labels(train: ValidatedColumns, config: DataConfig, field: str) -> tuple[str, ...]:
     if train.names is None:
         for option in ("labels", "first_labels"):
             if getattr(config, option) is not None:
                 problem = "these examples have no classes; leave it out"
                 raise FedspanError(f"{field}.{option}", getattr(config, option), problem=problem)
         return ()
-    there = _ordered(train.names, config, field)
+    there = _order_labels(train.names, config, field)
     if config.labels is not None:
         absent = [label for label in config.labels if label not in there]
         # Without keep_only a label may be absent: one client's file need not contain every class.
@@ -174,14 +174,14 @@ def _labels(train: Checked, config: DataConfig, field: str) -> tuple[str, ...]:
     return tuple(there[: config.first_labels])
 
 
-def _ordered(names: Sequence[str], config: DataConfig, field: str) -> list[str]:
+def _order_labels(names: Sequence[str], config: DataConfig, field: str) -> list[str]:
     """Return the available labels, sorted or in the catalogue's order."""
     there = sort_names(names)
-    known = None if config.dataset is None else dataset_of(config.dataset, f"{field}.dataset").labels
+    known = None if config.dataset is None else get_dataset_entry(config.dataset, f"{field}.dataset").labels
     return [label for label in known if label in there] if known and set(there) <= set(known) else there
 
 
-def _index(
+def _encode_labels(
     part: _Part, labels: Sequence[str], known: set[str], config: DataConfig, field: str, name: str
 ) -> datasets.Dataset:
     """Return the examples with label indices; drop rows with labels not to be used, refuse or skip unknown labels."""
@@ -189,7 +189,7 @@ def _index(
 
     checked = part.checked
     if checked.names is None:
-        return as_dataset(pa.table(checked.columns), checked.features)
+        return make_dataset(pa.table(checked.columns), checked.features)
     index = {label: position for position, label in enumerate(labels)}
     keep, ids, unknown = [], [], 0
     for row, label in enumerate(checked.names):
@@ -198,7 +198,7 @@ def _index(
             ids.append(index[label])
         elif not (config.keep_only or (config.first_labels is not None and label in known)):
             if config.invalid == "error":
-                raise _unknown_label(label, labels, checked.source.row(row), config, field, name)
+                raise _make_unknown_label_error(label, labels, checked.source.row(row), config, field, name)
             unknown += 1
     part.skipped["with an unknown label"] = unknown
     if not keep:
@@ -209,10 +209,10 @@ def _index(
         table = table.take(keep)
     position = 2 if "text_pair" in checked.columns else 1  # after the columns to be labelled
     table = table.add_column(position, "label", pa.array(ids, pa.int64()))
-    return as_dataset(table, {**checked.features, "label": datasets.Value("int64")})
+    return make_dataset(table, {**checked.features, "label": datasets.Value("int64")})
 
 
-def _unknown_label(
+def _make_unknown_label_error(
     label: str, labels: Sequence[str], row: str, config: DataConfig, field: str, part: str
 ) -> FedspanError:
     known = f"{field}.labels" if config.labels is not None else "the training data"
@@ -222,15 +222,15 @@ def _unknown_label(
     )
 
 
-def _set_aside(
+def _hold_out(
     data: datasets.Dataset, config: DataConfig, field: str, seed: int
 ) -> tuple[datasets.Dataset, datasets.Dataset]:
     count = max(1, round(len(data) * config.test_fraction))
-    rng, groups = generator(seed, "data", "test"), group_codes(data, config, field)
+    rng, groups = make_generator(seed, "data", "test"), encode_groups(data, config, field)
     chosen = (
-        _draw(data, count, rng, keep_one=True)
+        _draw_rows(data, count, rng, keep_one=True)
         if groups is None
-        else draw_groups(groups, count, rng, _label_numbers(data))
+        else draw_groups(groups, count, rng, _get_label_ids(data))
     )
     if len(chosen) == 0 and groups is not None:
         problem = f"all rows are one group, of which no part can be set aside; set {field}.test_fraction: 0"
@@ -243,19 +243,21 @@ def _set_aside(
     return take_rows(data, rest), take_rows(data, chosen)
 
 
-def _label_numbers(data: datasets.Dataset) -> np.ndarray | None:
+def _get_label_ids(data: datasets.Dataset) -> np.ndarray | None:
     return arrow_column(data, "label").to_numpy() if "label" in data.column_names else None
 
 
-def _cap(data: datasets.Dataset, config: DataConfig, seed: int, part: str) -> datasets.Dataset:
+def _limit_examples(data: datasets.Dataset, config: DataConfig, seed: int, part: str) -> datasets.Dataset:
     if config.max_examples is None or len(data) <= config.max_examples:
         return data
-    return take_rows(data, _draw(data, config.max_examples, generator(seed, "data", "cap", part), keep_one=False))
+    return take_rows(
+        data, _draw_rows(data, config.max_examples, make_generator(seed, "data", "cap", part), keep_one=False)
+    )
 
 
-def _draw(data: datasets.Dataset, count: int, rng: np.random.Generator, *, keep_one: bool) -> np.ndarray:
+def _draw_rows(data: datasets.Dataset, count: int, rng: np.random.Generator, *, keep_one: bool) -> np.ndarray:
     """Draw `count` sorted row indices, labels in proportion (largest remainder); `keep_one` leaves one of each."""
-    labels = _label_numbers(data)
+    labels = _get_label_ids(data)
     if labels is None:
         return np.sort(rng.permutation(len(data))[: min(count, len(data) - keep_one)])
     held = np.bincount(labels)

@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedspan.data.path_patterns import matching
+from fedspan.data.path_patterns import match_paths
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["read_several"]
+__all__ = ["read_multiple"]
 
 
-def read_several(where: str, option: str, read: Callable[[Path], Source]) -> Source:
+def read_multiple(where: str, option: str, read: Callable[[Path], Source]) -> Source:
     """Read all files that match a path with places, concatenated, with a column for each place.
 
     Args:
@@ -27,7 +27,7 @@ def read_several(where: str, option: str, read: Callable[[Path], Source]) -> Sou
     Raises:
         FedspanError: If there are no files, one cannot be read, or they do not go together.
     """
-    found = matching(where, option)
+    found = match_paths(where, option)
     if not found:
         problem = f"no file matches {where!r}, where each pair of braces stands for a part of a name"
         raise FedspanError(option, where, problem=problem)
@@ -37,7 +37,7 @@ def read_several(where: str, option: str, read: Callable[[Path], Source]) -> Sou
         kinds = sorted({"".join(path.suffixes) for path in found})
         raise FedspanError(option, where, problem=f"the files have several formats: {', '.join(kinds)}")
     try:
-        whole = _joined({path: source.dataset for path, source in sources.items()}, found)
+        whole = _concatenate({path: source.dataset for path, source in sources.items()}, found)
     except ValueError as error:
         problem = f"the files do not go together: {str(error).splitlines()[0][:300]}"
         raise FedspanError(option, where, problem=problem) from error
@@ -46,7 +46,7 @@ def read_several(where: str, option: str, read: Callable[[Path], Source]) -> Sou
         whole,
         where,
         headers.pop(),
-        kept=_positions(list(sources.values())),
+        kept=_align_positions(list(sources.values())),
         files=files,
         notes=tuple(dict.fromkeys(note for source in sources.values() for note in source.notes)),
         skipped=sum(source.skipped for source in sources.values()),
@@ -54,7 +54,7 @@ def read_several(where: str, option: str, read: Callable[[Path], Source]) -> Sou
     )
 
 
-def _positions(sources: Sequence[Source]) -> list[int] | None:
+def _align_positions(sources: Sequence[Source]) -> list[int] | None:
     """Return the positions of the rows among those of all files; None if no row was left out."""
     if not any(source.skipped for source in sources):
         return None
@@ -67,7 +67,7 @@ def _positions(sources: Sequence[Source]) -> list[int] | None:
     return positions
 
 
-def _joined(tables: Mapping[Path, datasets.Dataset], places: Mapping[Path, Mapping[str, str]]) -> datasets.Dataset:
+def _concatenate(tables: Mapping[Path, datasets.Dataset], places: Mapping[Path, Mapping[str, str]]) -> datasets.Dataset:
     """Concatenate the tables; raise ValueError if columns differ (name, kind, classes) or a place is named like one."""
     import datasets
 

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 __all__ = [
     "arrow_column",
     "arrow_table",
-    "as_dataset",
-    "columns_by_likeness",
-    "names_of",
-    "no_column",
+    "describe_missing_column",
+    "make_dataset",
+    "rank_columns",
+    "read_names",
     "sort_names",
     "take_rows",
-    "trimmed",
+    "trim",
 ]
 
 
@@ -43,7 +43,7 @@ def arrow_table(dataset: Dataset, rows: slice = slice(None)) -> pa.Table:
     return cast(pa.Table, dataset.with_format("arrow")[rows])
 
 
-def as_dataset(table: pa.Table, features: Mapping[str, Any] | None = None) -> Dataset:
+def make_dataset(table: pa.Table, features: Mapping[str, Any] | None = None) -> Dataset:
     """Return a table as a data set, without a copy of it.
 
     Args:
@@ -59,15 +59,15 @@ def as_dataset(table: pa.Table, features: Mapping[str, Any] | None = None) -> Da
 
 def take_rows(dataset: Dataset, rows: np.ndarray) -> Dataset:
     """Return some rows as a data set of their own; ``Dataset.select`` looks up every row at each later access."""
-    return as_dataset(arrow_table(dataset).take(rows), dataset.features)
+    return make_dataset(arrow_table(dataset).take(rows), dataset.features)
 
 
-def trimmed(texts: pa.ChunkedArray) -> pa.ChunkedArray:
+def trim(texts: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return texts without spaces around them, as large strings."""
     return pc.call_function("utf8_trim_whitespace", [texts.cast(pa.large_string())])
 
 
-def no_column(name: str, columns: Iterable[str], where: str = "") -> str:
+def describe_missing_column(name: str, columns: Iterable[str], where: str = "") -> str:
     """Return the sentences that report a missing column, for the ``problem`` of an error.
 
     Args:
@@ -76,19 +76,19 @@ def no_column(name: str, columns: Iterable[str], where: str = "") -> str:
         where: The file, if there are several.
     """
     columns = list(columns)
-    there = columns_by_likeness(name, columns)
+    there = rank_columns(name, columns)
     close = similar(name, columns, 1)
     guess = f" Did you mean {close[0]!r}?" if close else ""
     return f"no column named {name!r}{f' in {where}' if where else ''}. The columns are {there}.{guess}"
 
 
-def columns_by_likeness(name: str, columns: Iterable[str], count: int = 12) -> str:
+def rank_columns(name: str, columns: Iterable[str], count: int = 12) -> str:
     """List the available columns, most similar to the missing one first."""
     ordered = sorted(columns, key=lambda column: -SequenceMatcher(None, name.lower(), column.lower()).ratio())
     return ", ".join(ordered[:count]) + (", ..." if len(ordered) > count else "")
 
 
-def names_of(dataset: Dataset, column: str) -> list[str | None]:
+def read_names(dataset: Dataset, column: str) -> list[str | None]:
     """Return each row's value as text; None if it is null, NaN, blank, or an unnamed class number (the hub's -1)."""
     from datasets import ClassLabel
 
@@ -97,11 +97,11 @@ def names_of(dataset: Dataset, column: str) -> list[str | None]:
         known = feature.names
         return [known[at] if at is not None and 0 <= at < len(known) else None for at in values.to_pylist()]
     if not any(test(values.type) for test in _ENCODED):
-        return [_name(value) for value in values.to_pylist()]
+        return [_format_name(value) for value in values.to_pylist()]
     found: list[str | None] = []
     for chunk in values.chunks:  # one object for each distinct value, and not for each row
         coded = chunk.dictionary_encode()
-        names = [_name(value) for value in coded.dictionary.to_pylist()]
+        names = [_format_name(value) for value in coded.dictionary.to_pylist()]
         found += [None if at is None else names[at] for at in coded.indices.to_pylist()]
     return found
 
@@ -117,7 +117,7 @@ def sort_names(names: Iterable[str]) -> list[str]:
     return sorted(distinct, key=values.__getitem__) if all(map(math.isfinite, values.values())) else distinct
 
 
-def _name(value: object) -> str | None:
+def _format_name(value: object) -> str | None:
     if value is None:
         return None
     if isinstance(value, float):

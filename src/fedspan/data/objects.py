@@ -10,9 +10,9 @@ import numpy as np
 import PIL.Image
 import pyarrow as pa
 
-from fedspan.data.assign import numbered
-from fedspan.data.files import dataset_of_table, flatten
-from fedspan.data.json_files import table_of
+from fedspan.data.assign import make_client_ids
+from fedspan.data.files import flatten, make_plain_dataset
+from fedspan.data.json_files import make_table
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 
@@ -74,18 +74,18 @@ def _read(value: Any, clients: int, where: str) -> tuple[datasets.Dataset, bool]
 
     if callable(value) and not isinstance(value, datasets.Dataset):
         call = cast(Callable[[int], Any], value)
-        return _joined({id: call(number) for number, id in enumerate(numbered(clients))}, where), True
+        return _merge_clients({id: call(number) for number, id in enumerate(make_client_ids(clients))}, where), True
     if isinstance(value, Mapping) and value and not any(map(_is_column, value.values())):
-        return _joined(cast(Mapping[Any, Any], value), where), True
-    return _dataset(value, where), False
+        return _merge_clients(cast(Mapping[Any, Any], value), where), True
+    return _make_dataset(value, where), False
 
 
-def _joined(by_client: Mapping[Any, Any], where: str) -> datasets.Dataset:
+def _merge_clients(by_client: Mapping[Any, Any], where: str) -> datasets.Dataset:
     import datasets
 
     parts: list[datasets.Dataset] = []
     for client, value in by_client.items():
-        dataset = _dataset(value, f"{where}[{client!r}]")
+        dataset = _make_dataset(value, f"{where}[{client!r}]")
         if CLIENT in dataset.column_names:
             problem = f"{where}[{client!r}] has a column named {CLIENT!r}, which is needed for the clients' ids"
             raise FedspanError(where, CLIENT, problem=problem)
@@ -102,9 +102,9 @@ def _joined(by_client: Mapping[Any, Any], where: str) -> datasets.Dataset:
         raise FedspanError(where, None, problem=problem) from error
 
 
-def _dataset(value: Any, where: str) -> datasets.Dataset:
+def _make_dataset(value: Any, where: str) -> datasets.Dataset:
     try:
-        dataset = _converted(value, where)
+        dataset = _convert(value, where)
     except (TypeError, ValueError, LookupError, OverflowError, AttributeError, pa.ArrowException) as error:
         problem = f"{where} cannot be read as a table: {str(error).splitlines()[0][:300] if str(error) else error!r}"
         raise FedspanError("data", None, problem=problem) from error
@@ -113,7 +113,7 @@ def _dataset(value: Any, where: str) -> datasets.Dataset:
     return dataset
 
 
-def _converted(value: Any, where: str) -> datasets.Dataset:
+def _convert(value: Any, where: str) -> datasets.Dataset:
     import datasets
 
     if isinstance(value, datasets.Dataset):
@@ -121,19 +121,19 @@ def _converted(value: Any, where: str) -> datasets.Dataset:
     if hasattr(value, "__arrow_c_stream__"):  # pandas, Polars, Arrow, DuckDB: none of them is imported
         table = pa.table(value)
         index = [name for name in table.column_names if name.startswith("__index_level_")]
-        return dataset_of_table(_with_strings(table.drop_columns(index)))
+        return make_plain_dataset(_convert_to_strings(table.drop_columns(index)))
     if isinstance(value, Mapping):
         return datasets.Dataset.from_dict(dict(value))
     if isinstance(value, Sequence) and all(isinstance(record, Mapping) for record in value):
         records = cast(Sequence[Mapping[str, Any]], value)
         if any(isinstance(cell, PIL.Image.Image | np.ndarray) for record in records[:1] for cell in record.values()):
             return datasets.Dataset.from_list([dict(record) for record in records])
-        return dataset_of_table(table_of(records))
+        return make_plain_dataset(make_table(records))
     expected = "a datasets.Dataset, a pandas DataFrame, a list of dicts, one of these by client, or a function"
     raise FedspanError("data", type(value).__name__, expected, problem=f"{where} is a {type(value).__name__}")
 
 
-def _with_strings(table: pa.Table) -> pa.Table:
+def _convert_to_strings(table: pa.Table) -> pa.Table:
     """Return a table whose texts have the type that files give them; pandas and Polars have others."""
     plain = [field.type.value_type if pa.types.is_dictionary(field.type) else field.type for field in table.schema]
     texts = [pa.string() if pa.types.is_large_string(kind) else kind for kind in plain]

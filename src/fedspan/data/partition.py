@@ -15,7 +15,7 @@ import numpy as np
 from fedspan.data.assign import Shares, assign
 from fedspan.data.config import PartitionConfig
 from fedspan.data.groups import draw_groups
-from fedspan.data.keyed import generator
+from fedspan.data.keyed import make_generator
 from fedspan.data.names import arrow_column
 from fedspan.errors import FedspanError
 
@@ -195,7 +195,9 @@ class Partition:
         try:
             content = json.loads(text)
             written = (content["format"], content["fingerprint"])
-            read = cls(_flat(content) if written[0] == _FLAT else _by_client(content), int(content["examples"]))
+            read = cls(
+                _flatten(content) if written[0] == _FLAT else _group_by_client(content), int(content["examples"])
+            )
             fitting = read.fingerprint
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise FedspanError(field, text[:60], f"a partition as fedspan writes it ({_FLAT})") from error
@@ -205,12 +207,12 @@ class Partition:
         return read
 
 
-def _flat(content: dict[str, Any]) -> ClientParts:
+def _flatten(content: dict[str, Any]) -> ClientParts:
     sizes = np.array([content[split] for split in _SPLITS], np.int64).reshape(len(_SPLITS), -1)
     return ClientParts(content["clients"], sizes.T, content["rows"])
 
 
-def _by_client(content: dict[str, Any]) -> ClientParts:
+def _group_by_client(content: dict[str, Any]) -> ClientParts:
     clients = content["clients"]
     parts = [np.array(client[split], np.int64) for client in clients for split in _SPLITS]
     rows = np.concatenate(parts) if parts else np.empty(0, np.int64)
@@ -260,11 +262,11 @@ def _split(
     bounds = shares.bounds.tolist()
     for number, client in enumerate(shares.ids):
         start, stop = bounds[number], bounds[number + 1]
-        validation, test = _part_sizes(stop - start, config.validation, config.test)
-        rng = generator(seed, "split", client)
+        validation, test = _compute_part_sizes(stop - start, config.validation, config.test)
+        rng = make_generator(seed, "split", client)
         mixed = shares.rows[start:stop]
         if groups is not None:
-            mixed, validation, test = _whole_groups(mixed, groups, labels, validation, test, rng)
+            mixed, validation, test = _split_groups(mixed, groups, labels, validation, test, rng)
         sizes[number] = stop - start - validation - test, validation, test
         if validation + test == 0:
             rows[start:stop] = shares.rows[start:stop]
@@ -276,7 +278,7 @@ def _split(
     return ClientParts(shares.ids, sizes, rows)
 
 
-def _whole_groups(
+def _split_groups(
     rows: np.ndarray,
     groups: np.ndarray,
     labels: np.ndarray | None,
@@ -303,7 +305,7 @@ def _whole_groups(
     return np.concatenate([*parts, rows]), len(parts[1]), len(parts[0])
 
 
-def _part_sizes(count: int, validation: float, test: float) -> tuple[int, int]:
+def _compute_part_sizes(count: int, validation: float, test: float) -> tuple[int, int]:
     """Return the sizes of validation and test: at least one each of three, test of two; one is left for training."""
     sizes = [int(count * validation + 0.5), int(count * test + 0.5)]
     if validation > 0 and count >= 3:

@@ -8,22 +8,22 @@ from pathlib import Path
 
 from fedspan.errors import FedspanError
 
-__all__ = ["has_places", "matching", "places_of"]
+__all__ = ["has_placeholders", "list_placeholders", "match_paths"]
 
 _PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
-def places_of(where: str) -> list[str]:
+def list_placeholders(where: str) -> list[str]:
     """Return the names in a path's braces, in order."""
     return list(dict.fromkeys(_PLACE.findall(where)))
 
 
-def has_places(where: str) -> bool:
+def has_placeholders(where: str) -> bool:
     """Check whether a path has braces that stand for names, and is not itself an existing path."""
-    return bool(places_of(where)) and not os.path.exists(os.path.expanduser(where))
+    return bool(list_placeholders(where)) and not os.path.exists(os.path.expanduser(where))
 
 
-def matching(where: str, option: str) -> dict[Path, dict[str, str]]:
+def match_paths(where: str, option: str) -> dict[Path, dict[str, str]]:
     """Return the files that match a path with places, sorted, each with the texts of its places.
 
     A place is any text without a separator; one that occurs twice is the same text twice. Hidden files are left out.
@@ -40,11 +40,11 @@ def matching(where: str, option: str) -> dict[Path, dict[str, str]]:
         if _PLACE.search(part) is None:
             found = [(path / part, values) for path, values in found]
             continue
-        pattern = _pattern(part)
+        pattern = _compile_pattern(part)
         found = [
             (path / name, values | match.groupdict())
             for path, values in found
-            for name in _names(path, where, option)
+            for name in _list_names(path, where, option)
             if (match := pattern.fullmatch(name)) is not None
             and all(values.get(place, text) == text for place, text in match.groupdict().items())
         ]
@@ -53,7 +53,7 @@ def matching(where: str, option: str) -> dict[Path, dict[str, str]]:
     return {path: values for path, values in found if os.path.isfile(path)}
 
 
-def _pattern(part: str) -> re.Pattern[str]:
+def _compile_pattern(part: str) -> re.Pattern[str]:
     """Return the pattern of a name; its places are groups."""
     pieces = _PLACE.split(part)  # text, place, text, place, text
     body, seen = re.escape(pieces[0]), set[str]()
@@ -63,7 +63,7 @@ def _pattern(part: str) -> re.Pattern[str]:
     return re.compile(body)
 
 
-def _names(folder: Path, where: str, option: str) -> list[str]:
+def _list_names(folder: Path, where: str, option: str) -> list[str]:
     if not os.path.isdir(folder):
         return []
     _require_readable(folder, where, option)

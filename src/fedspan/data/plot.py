@@ -51,19 +51,19 @@ def plot_partition(partition: Partition, labels: Sequence[str], dataset: dataset
     rows = partition.label_table(labels, dataset)
     counts_CL = np.array([row.counts or (row.train + row.validation + row.test,) for row in rows])  # (clients, labels)
     labels = labels or ("examples",)
-    clients = [_short(row.id) for row in rows]
-    names = [_short(label) for label in labels]
+    clients = [_shorten(row.id) for row in rows]
+    names = [_shorten(label) for label in labels]
     figure = Figure(layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    draw = _bars if len(labels) <= MOST_BARS else _heat_map
+    draw = _draw_bars if len(labels) <= MOST_BARS else _draw_heat_map
     draw(figure, axes, counts_CL, clients, names)
     title = f"{len(rows)} clients, {partition.examples:,} examples, {len(labels)} labels"
     axes.set_title(title, loc="left", fontsize=11, color=_INK)
     figure.savefig(path, format="png")
 
 
-def _bars(figure: Figure, axes: Axes, counts_CL: np.ndarray, clients: list[str], labels: list[str]) -> None:
+def _draw_bars(figure: Figure, axes: Axes, counts_CL: np.ndarray, clients: list[str], labels: list[str]) -> None:
     legend_rows = _ROW_HEIGHT * (len(labels) + 3)
     figure.set_size_inches(9.0, min(_LARGEST, max(1.2 + _ROW_HEIGHT * len(clients), legend_rows, 2.4)))
     position = np.arange(len(clients))
@@ -84,7 +84,7 @@ def _bars(figure: Figure, axes: Axes, counts_CL: np.ndarray, clients: list[str],
     axes.tick_params(axis="x", labelsize=8)
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
-    _client_axis(axes, clients)
+    _format_client_axis(axes, clients)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.legend(
         title="label", loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=8, title_fontsize=9,
@@ -92,7 +92,7 @@ def _bars(figure: Figure, axes: Axes, counts_CL: np.ndarray, clients: list[str],
     )  # fmt: skip
 
 
-def _heat_map(figure: Figure, axes: Axes, counts_CL: np.ndarray, clients: list[str], labels: list[str]) -> None:
+def _draw_heat_map(figure: Figure, axes: Axes, counts_CL: np.ndarray, clients: list[str], labels: list[str]) -> None:
     clients_count, labels_count = counts_CL.shape
     largest = int(counts_CL.max())
     width = min(_LARGEST, 3.5 + (0.12 + _DIGIT_WIDTH * len(str(largest))) * labels_count)
@@ -112,7 +112,7 @@ def _heat_map(figure: Figure, axes: Axes, counts_CL: np.ndarray, clients: list[s
     axes.set_xticks(range(0, labels_count, step), labels[::step], rotation=90, fontsize=7, color=_INK)
     axes.set_xlabel("label", fontsize=9, color=_INK)
     totals = counts_CL.sum(axis=1)
-    _client_axis(axes, [f"{client} ({total:,})" for client, total in zip(clients, totals, strict=True)])
+    _format_client_axis(axes, [f"{client} ({total:,})" for client, total in zip(clients, totals, strict=True)])
     # White lines between the cells.
     axes.set_xticks(np.arange(labels_count - 1) + 0.5, minor=True)
     axes.set_yticks(np.arange(clients_count - 1) + 0.5, minor=True)
@@ -124,14 +124,14 @@ def _heat_map(figure: Figure, axes: Axes, counts_CL: np.ndarray, clients: list[s
     bar.ax.tick_params(labelsize=7)
 
 
-def _client_axis(axes: Axes, clients: list[str]) -> None:
+def _format_client_axis(axes: Axes, clients: list[str]) -> None:
     step = max(1, len(clients) // 150)  # beyond that, even the largest plot has no room for every name
     axes.set_yticks(range(0, len(clients), step), clients[::step], fontsize=8, color=_INK)
     axes.set_ylim(len(clients) - 0.5, -0.5)  # the first client on top
     axes.tick_params(axis="y", length=0)
 
 
-def _short(name: str) -> str:
+def _shorten(name: str) -> str:
     line = " ".join(name.split())
     if len(line) > _LONGEST_NAME:
         line = line[: _LONGEST_NAME - 1] + "…"

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
-__all__ = ["Read", "read_beginning"]
+__all__ = ["ReadTable", "read_beginning"]
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadTable:
     """A file as it was read.
 
     Attributes:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from fedspan.errors import FedspanError, nearest
 
-__all__ = ["TEMPLATES", "Template", "template_of"]
+__all__ = ["TEMPLATES", "Template", "parse_template"]
 
 TEMPLATES: Mapping[str, tuple[str, ...]] = {
     # Stanford Alpaca's two prompts: with an input, and without.
@@ -50,18 +50,18 @@ class Template:
         """Render the prompt of a row; a missing value is an empty text."""
         for form in self._forms:
             names = [name for _, name, _, _ in form if name is not None]
-            if all(_text(row.get(name)).strip() for name in names):
+            if all(_format_value(row.get(name)).strip() for name in names):
                 break
         else:
             form = self._forms[-1]
-        return "".join(text + ("" if name is None else _text(row.get(name))) for text, name, _, _ in form)
+        return "".join(text + ("" if name is None else _format_value(row.get(name))) for text, name, _, _ in form)
 
 
-def _text(value: object) -> str:
+def _format_value(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def template_of(prompt: str, field: str) -> Template:
+def parse_template(prompt: str, field: str) -> Template:
     """Return the template that a user names or writes.
 
     Args:

@@ -18,8 +18,8 @@ from typing import Any, cast
 import yaml
 
 from fedspan.config import RunConfig, override, parse_config, parse_yaml, read_values
-from fedspan.data.images import holds_images
-from fedspan.data.path_patterns import has_places, matching
+from fedspan.data.images import has_images
+from fedspan.data.path_patterns import has_placeholders, match_paths
 from fedspan.errors import FedspanError
 from fedspan.experiments.series import Step, Watcher
 from fedspan.files import disk_errors, is_temporary, read_bytes, sweep, temporary, write_atomic
@@ -112,11 +112,11 @@ def _read_since(config: RunConfig) -> float:
     names = [name for name in (config.data.train, config.data.test, config.model.name, config.model.adapter) if name]
     paths = [Path(os.path.expanduser(name)) for name in names]
     for name, option in ((config.data.train, "data.train"), (config.data.test, "data.test")):
-        if name and has_places(name):
-            paths += matching(name, option)
+        if name and has_placeholders(name):
+            paths += match_paths(name, option)
     inside = [entry for path in paths if os.path.isdir(path) for entry in path.rglob("*")]
     # Image files are read together with the files next to them: labels and class names.
-    pictures = [path for path in paths if os.path.isfile(path) and holds_images(path)]
+    pictures = [path for path in paths if os.path.isfile(path) and has_images(path)]
     inside += [entry for path in pictures for entry in path.parent.iterdir()]
     return max((path.stat().st_mtime for path in [*paths, *inside] if os.path.isfile(path)), default=0.0)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from fedspan.data.keyed import generator
+from fedspan.data.keyed import make_generator
 from fedspan.errors import FedspanError
 
 __all__ = ["Range", "Space", "combinations", "space_of"]
@@ -40,7 +40,7 @@ class Range:
 
     def draw(self, seed: int, attempt: int, path: str) -> float:
         """Draw the number of one attempt, with four significant digits so that it can be read and typed."""
-        rng = generator(seed, "sweep", attempt, path)
+        rng = make_generator(seed, "sweep", attempt, path)
         if self.whole:
             return int(rng.integers(int(self.low), int(self.high), endpoint=True))
         number = math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
@@ -146,4 +146,4 @@ def _size(candidates: Range | tuple[Any, ...]) -> float:
 def _draw(candidates: Range | tuple[Any, ...], seed: int, attempt: int, path: str) -> Any:
     if isinstance(candidates, Range):
         return candidates.draw(seed, attempt, path)
-    return candidates[int(generator(seed, "sweep", attempt, path).integers(len(candidates)))]
+    return candidates[int(make_generator(seed, "sweep", attempt, path).integers(len(candidates)))]

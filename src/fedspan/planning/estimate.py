@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from fedspan.config import RunConfig, parse_config
-from fedspan.data.catalogue import DatasetEntry, dataset_of
+from fedspan.data.catalogue import DatasetEntry, get_dataset_entry
 from fedspan.data.loading import load
 from fedspan.data.partition import partition
-from fedspan.data.path_patterns import has_places
+from fedspan.data.path_patterns import has_placeholders
 from fedspan.errors import FedspanError
 from fedspan.experiments.comparison import plan_comparison
 from fedspan.experiments.execution import ConfigLike, plain_values
@@ -152,7 +152,7 @@ def _facts(
 def _count_local(config: RunConfig) -> tuple[int, int, int] | None:
     """Return the clients, training examples and labels of data on this machine; None for other data."""
     train = config.data.train
-    if train is None or not (train.startswith("builtin:") or Path(train).exists() or has_places(train)):
+    if train is None or not (train.startswith("builtin:") or Path(train).exists() or has_placeholders(train)):
         return None
     data = load(config.data, seed=config.data_seed, task=config.task)
     clients = config.partition.clients
@@ -222,4 +222,4 @@ def known_examples(config: RunConfig) -> int | None:
 
 
 def _entry(config: RunConfig) -> DatasetEntry | None:
-    return None if config.data.dataset is None else dataset_of(config.data.dataset, "data.dataset")
+    return None if config.data.dataset is None else get_dataset_entry(config.data.dataset, "data.dataset")

@@ -13,7 +13,7 @@ import torch
 from fedspan.config import RunConfig
 from fedspan.core.heads import statistics_shapes
 from fedspan.core.values import Job
-from fedspan.data.assign import numbered
+from fedspan.data.assign import make_client_ids
 from fedspan.errors import FedspanError
 from fedspan.federation.federation import cohort_of
 from fedspan.models.adapted import AdaptedModel
@@ -220,7 +220,7 @@ def plan_run(
     count = clients or config.partition.clients
     spec = replace(planned.adapted.spec, clients=count)
     method = config.build_method(spec)
-    ids = numbered(count)
+    ids = make_client_ids(count)
     by_client = client_ranks(config, method, ids)
     ranks = [by_client[id] for id in ids]
     counts = {rank: RankCounts.of(method, rank) for rank in sorted(set(ranks))}

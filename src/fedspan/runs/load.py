@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from fedspan.data.templates import template_of
+from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError, nearest
 from fedspan.models.loading import Loaded, Processor, adopt_loaded, load_pretrained
 from fedspan.models.pooling import DENSE, PooledClassifier, read_output_layer
@@ -291,7 +291,7 @@ def _rows(facts: Facts, inputs: Sequence[str | os.PathLike[str] | tuple[str, str
     if any(isinstance(text, tuple) for text in inputs):
         columns["text_pair"] = [pair for _, pair in texts]
     if facts.prompt is not None:
-        template = template_of(facts.prompt, "data.prompt")
+        template = parse_template(facts.prompt, "data.prompt")
         if len(template.required) == 1:
             columns["text"] = [template.render({template.required[0]: text}) for text in columns["text"]]
     return datasets.Dataset.from_dict({**columns, **blank})

@@ -16,7 +16,7 @@ from typing import Any, cast
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from fedspan.config import RunConfig
-from fedspan.data.catalogue import dataset_of
+from fedspan.data.catalogue import get_dataset_entry
 from fedspan.models.names import published_name
 from fedspan.models.pooling import DENSE, Pooling
 from fedspan.runs.environment import is_command
@@ -193,7 +193,7 @@ def _training(prepared: Prepared, report: RunReport) -> dict[str, str]:
         "Seed": str(config.seed),
     }
     if config.data.dataset is not None:
-        facts["Data set"] = dataset_of(config.data.dataset, "data.dataset").title
+        facts["Data set"] = get_dataset_entry(config.data.dataset, "data.dataset").title
     return facts
 
 
@@ -216,7 +216,7 @@ def _results(prepared: Prepared, report: RunReport) -> list[EvalResult]:
     scores, name = report.scores.get("test"), prepared.config.data.dataset
     if not isinstance(scores, Mapping):
         return []
-    title = "held-out examples" if name is None else dataset_of(name, "data.dataset").title
+    title = "held-out examples" if name is None else get_dataset_entry(name, "data.dataset").title
     return [
         EvalResult(
             task_type=_PIPELINES[prepared.config.task],
