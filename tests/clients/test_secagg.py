@@ -20,8 +20,8 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 
 from fedspan.clients.secagg import DiskSessionStore, MemorySessionStore, SecureClient, SessionStore
 from fedspan.core.values import Client, Contribution
-from fedspan.crypto.graph import neighbourhoods, threshold_of
-from fedspan.crypto.identity import Identity, fingerprint_of, load_identity
+from fedspan.crypto.graph import compute_threshold, select_neighbourhoods
+from fedspan.crypto.identity import Identity, compute_fingerprint, load_identity
 from fedspan.crypto.keys import Keys
 from fedspan.crypto.masks import Ring, add_mask
 from fedspan.crypto.shares import combine
@@ -68,7 +68,7 @@ class Sums:
         session: int = 1,
         **options: Any,
     ) -> None:
-        self.vault, self.weights, self.start, self.session = vault, weights, start, session
+        self.sessions, self.weights, self.start, self.session = vault, weights, start, session
         self.clip, self.bits = options.get("clip", 10.0), options.get("bits", 32)
         self.neighbours = options.get("neighbours")
         self.keys: dict[str, PublicKeys] = {}
@@ -77,7 +77,7 @@ class Sums:
         self.around: dict[str, tuple[str, ...]] = {}
 
     def client(self, id: str, least: int = 2, **owner: Any) -> SecureClient:
-        return SecureClient(id, self.vault, least, **owner)
+        return SecureClient(id, self.sessions, least, **owner)
 
     def agreement(self, **changes: Any) -> Agreement:
         given: dict[str, Any] = {
@@ -103,7 +103,7 @@ class Sums:
             assert isinstance(answer, KeysReply)
             assert answer.keys is not None
             self.keys[id] = answer.keys
-        self.around = neighbourhoods(sorted(self.keys), self.neighbours)
+        self.around = select_neighbourhoods(sorted(self.keys), self.neighbours)
 
     def shares_order(self, id: str, **changes: Any) -> SharesOrder:
         peers = {peer: self.keys[peer] for peer in self.around[id]}
@@ -115,7 +115,7 @@ class Sums:
         return self.told.get(id, self.agreement())
 
     def threshold(self, id: str) -> int:
-        return threshold_of(len(self.around[id]), 2 / 3)
+        return compute_threshold(len(self.around[id]), 2 / 3)
 
     def give_shares(self, *ids: str) -> None:
         for id in ids:
@@ -134,7 +134,7 @@ class Sums:
 
     def vector(self, id: str, values: Mapping[str, Tensor], **changes: Any) -> np.ndarray[Any, Any]:
         order, masking = self.order(id, **changes)
-        message = self.client(id).masked(order, masking, Contribution(sum=values), self.start)
+        message = self.client(id).mask(order, masking, Contribution(sum=values), self.start)
         return message.tensors[MASKED].numpy()
 
     def unmask_order(self, id: str, stayed: Any, **changes: Any) -> UnmaskOrder:
@@ -164,7 +164,7 @@ class Sums:
         unmask(total, Masked(transcript, present, needed, self.keys, set(vectors)), given)
         top = self.agreement().top
         share = sum(self.weights[id] / top for id in vectors)
-        return unflatten(ring.decode(total) / share, self.start), ring.error(len(vectors)) / share
+        return unflatten(ring.decode(total) / share, self.start), ring.bound_error(len(vectors)) / share
 
 
 def sums(vault: SessionStore | None = None, **options: Any) -> Sums:
@@ -409,9 +409,9 @@ def test_a_victim_among_clients_that_were_told_otherwise_stays_hidden(lie: dict[
     total = np.zeros(10, ring.dtype)
     for vector in vectors.values():
         total += vector.view(ring.dtype)
-    session = made.vault.load("a")
+    session = made.sessions.load("a")
     assert session is not None
-    add_mask(total, Keys.of(session.secret, context_of("run", 1)).own, -1)
+    add_mask(total, Keys.derive(session.secret, context_of("run", 1)).own, -1)
     for id in IDS[1:]:
         add_mask(total, combine([shares[id] for shares in given.values()], made.threshold(id)), -1)
     assert float(np.abs(ring.decode(total) - 1.0).max()) > 1.0
@@ -420,7 +420,7 @@ def test_a_victim_among_clients_that_were_told_otherwise_stays_hidden(lie: dict[
 def test_only_clients_that_the_owner_knows_share_a_sum(tmp_path: Path) -> None:
     """The server invents clients, puts its own keys in a client's place, and uses signatures of another session."""
     owners = {id: identity(tmp_path / id) for id in (*IDS, "server")}
-    known = {id: fingerprint_of(owners[id].public) for id in IDS}
+    known = {id: compute_fingerprint(owners[id].public) for id in IDS}
     made = sums()
     for id in IDS:
         answer = made.client(id, identity=owners[id]).answer(KeysOrder(**made.common(id)))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedspan.clients.store import MEMORY, MOMENTS, overlay, store
+from fedspan.clients.store import MEMORY, MOMENTS, copy_on_write, store
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import Progress
@@ -36,7 +36,7 @@ def moments(value: float) -> tuple[OptimizerState, int]:
 def played(progress: Progress, *cohort: str) -> Progress:
     """The progress after a round in which these clients kept the round's number."""
     round = progress.state.round + 1
-    memories, optimizers = overlay(progress.memories), overlay(progress.optimizers)
+    memories, optimizers = copy_on_write(progress.memories), copy_on_write(progress.optimizers)
     for id in cohort:
         memories[id] = memory(round)
         optimizers[f"{id}/train"] = moments(round)
@@ -84,7 +84,7 @@ def test_nothing_is_changed_in_place(run: RunFolder) -> None:
     """A round that comes to no end leaves what is on the disk, and what was read of it, as it was."""
     first = committed(run, played(START, "a", "b"))
     begun = played(first, "a", "z")
-    again = overlay(begun.memories)
+    again = copy_on_write(begun.memories)
     again["b"] = memory(9)
     assert list(begun.memories) == ["a", "b", "z"]
     assert len(begun.memories) == 3

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedspan.crypto.graph import neighbourhoods, threshold_of
+from fedspan.crypto.graph import compute_threshold, select_neighbourhoods
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 90), st.one_of(st.none(), st.integers(2, 20)))
 def test_neighbours_are_mutual_alike_in_number_and_all_are_connected(clients: int, neighbours: int | None) -> None:
     ids = [f"client-{number:03d}" for number in range(clients)]
-    around = neighbourhoods(ids, neighbours)
+    around = select_neighbourhoods(ids, neighbours)
     assert set(around) == set(ids)
     for id, members in around.items():
         assert id in members
@@ -31,13 +31,13 @@ def test_neighbours_are_mutual_alike_in_number_and_all_are_connected(clients: in
 
 def test_nobody_can_foresee_who_is_whose_neighbour() -> None:
     ids = [f"client-{number:03d}" for number in range(200)]
-    assert neighbourhoods(ids, 6) != neighbourhoods(ids, 6)
-    assert {len(members) for members in neighbourhoods(ids).values()} == {101}
+    assert select_neighbourhoods(ids, 6) != select_neighbourhoods(ids, 6)
+    assert {len(members) for members in select_neighbourhoods(ids).values()} == {101}
 
 
 @given(st.integers(2, 400), st.floats(0.5, 1.0, exclude_min=True))
 def test_no_two_groups_without_a_common_client_can_open_a_secret(size: int, share: float) -> None:
-    threshold = threshold_of(size, share)
+    threshold = compute_threshold(size, share)
     assert size < 2 * threshold
     assert share * size - 1e-6 <= threshold <= size
-    assert [threshold_of(size, 2 / 3) for size in (2, 3, 4, 6, 9, 21)] == [2, 2, 3, 4, 6, 14]
+    assert [compute_threshold(size, 2 / 3) for size in (2, 3, 4, 6, 9, 21)] == [2, 2, 3, 4, 6, 14]

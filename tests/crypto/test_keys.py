@@ -8,32 +8,34 @@ import pytest
 
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 
-from fedspan.crypto.keys import Keys, mask_key_of, new_secret, open_sealed, pair_seed, seal
+from fedspan.crypto.keys import Keys, compute_masking_public, derive_pair_seed, new_secret, open_sealed, seal
 
 
 def test_two_clients_agree_on_a_seed_that_is_theirs_and_the_session_s() -> None:
-    one, other, third = (Keys.of(new_secret(), "run/1") for _ in range(3))
-    seed = pair_seed(one.masking, other.masking_public, "run/1")
-    assert seed == pair_seed(other.masking, one.masking_public, "run/1")
-    assert len({seed, pair_seed(one.masking, third.masking_public, "run/1"), one.own, other.own, one.masking}) == 5
-    assert seed != pair_seed(one.masking, other.masking_public, "run/2")
-    assert mask_key_of(one.masking) == one.masking_public
+    one, other, third = (Keys.derive(new_secret(), "run/1") for _ in range(3))
+    seed = derive_pair_seed(one.masking, other.masking_public, "run/1")
+    assert seed == derive_pair_seed(other.masking, one.masking_public, "run/1")
+    assert (
+        len({seed, derive_pair_seed(one.masking, third.masking_public, "run/1"), one.own, other.own, one.masking}) == 5
+    )
+    assert seed != derive_pair_seed(one.masking, other.masking_public, "run/2")
+    assert compute_masking_public(one.masking) == one.masking_public
     with pytest.raises(
         ValueError, match="shared key"
     ):  # a point of low order: everybody would agree with it on the same
-        pair_seed(one.masking, bytes(32), "run/1")
+        derive_pair_seed(one.masking, bytes(32), "run/1")
 
 
 def test_all_keys_of_a_session_follow_from_its_secret_and_differ() -> None:
     secret = new_secret()
-    keys, again, later = Keys.of(secret, "run/1"), Keys.of(secret, "run/1"), Keys.of(secret, "run/2")
+    keys, again, later = Keys.derive(secret, "run/1"), Keys.derive(secret, "run/1"), Keys.derive(secret, "run/2")
     assert keys == again
     every = [key for one in (keys, later) for key in (one.sealing, one.masking, one.own)]
     assert len({secret, *every}) == 7
 
 
 def test_only_the_receiver_opens_what_was_sealed_and_only_as_it_was_sealed() -> None:
-    one, other, third = (Keys.of(new_secret(), "run/1") for _ in range(3))
+    one, other, third = (Keys.derive(new_secret(), "run/1") for _ in range(3))
     sealed = seal(one.sealing, other.sealing_public, "one", "other", "run/1", b"shares")
     assert b"shares" not in sealed
     assert open_sealed(other.sealing, one.sealing_public, "one", "other", "run/1", sealed) == b"shares"

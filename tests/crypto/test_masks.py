@@ -15,8 +15,8 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 
 from Crypto.Cipher import AES
 
-from fedspan.crypto.keys import Keys, new_secret, pair_seed
-from fedspan.crypto.masks import add_mask, mask
+from fedspan.crypto.keys import Keys, derive_pair_seed, new_secret
+from fedspan.crypto.masks import add_mask, generate_mask
 from helpers.randomness import chi_square
 
 U32, U64 = np.dtype("<u4"), np.dtype("<u8")
@@ -27,19 +27,19 @@ both = pytest.mark.parametrize("dtype", [U32, U64], ids=["32", "64"])
 @both
 def test_every_bit_of_the_seed_counts_and_every_value_is_drawn(dtype: np.dtype[Any]) -> None:
     """The keystream of AES-256 as another library makes it; no folding of the seed, no value left out."""
-    drawn = mask(SEED, 3 << 18, dtype)
+    drawn = generate_mask(SEED, 3 << 18, dtype)
     counters = b"".join(number.to_bytes(16, "big") for number in range(drawn.nbytes // 16))
     assert drawn.tobytes() == AES.new(SEED, AES.MODE_ECB).encrypt(counters)
     seen = {drawn[:8].tobytes()}
     for place in range(256):
         flipped = bytearray(SEED)
         flipped[place // 8] ^= 1 << place % 8
-        seen.add(mask(bytes(flipped), 8, dtype).tobytes())
+        seen.add(generate_mask(bytes(flipped), 8, dtype).tobytes())
     for one, other in itertools.combinations(range(8), 2):  # pairs of words whose changes cancel under xor
         words = bytearray(SEED)
         words[4 * one] ^= 0x5A
         words[4 * other] ^= 0x5A
-        seen.add(mask(bytes(words), 8, dtype).tobytes())
+        seen.add(generate_mask(bytes(words), 8, dtype).tobytes())
     assert len(seen) == 1 + 256 + 28
     halves = np.bincount(drawn.view(np.uint16), minlength=1 << 16)
     assert halves.min() > 0
@@ -63,14 +63,14 @@ def test_flower_s_generator_folds_its_seed_and_leaves_a_value_out() -> None:
 def test_masks_cancel(clients: int, length: int, dtype: np.dtype[Any], seed: int) -> None:
     rng = np.random.default_rng(seed)
     values = [rng.integers(0, 2 ** (8 * dtype.itemsize), length, np.uint64).astype(dtype) for _ in range(clients)]
-    keys = [Keys.of(new_secret(), "run/1") for _ in range(clients)]
+    keys = [Keys.derive(new_secret(), "run/1") for _ in range(clients)]
     total = np.zeros(length, dtype)
     for i, value in enumerate(values):
         masked = value.copy()
         add_mask(masked, keys[i].own)
         for j, key in enumerate(keys):
             if i != j:
-                add_mask(masked, pair_seed(keys[i].masking, key.masking_public, "run/1"), 1 if i < j else -1)
+                add_mask(masked, derive_pair_seed(keys[i].masking, key.masking_public, "run/1"), 1 if i < j else -1)
         assert length < 8 or not np.array_equal(masked, value)
         total += masked
     for key in keys:
@@ -81,7 +81,7 @@ def test_masks_cancel(clients: int, length: int, dtype: np.dtype[Any], seed: int
 @both
 def test_a_vector_longer_than_a_chunk_is_masked_as_a_whole(dtype: np.dtype[Any]) -> None:
     """The mask of a longer vector begins with that of a shorter one, and does not repeat."""
-    longer = mask(SEED, (3 << 20) // dtype.itemsize + 5, dtype)
-    assert np.array_equal(longer[:1000], mask(SEED, 1000, dtype))
+    longer = generate_mask(SEED, (3 << 20) // dtype.itemsize + 5, dtype)
+    assert np.array_equal(longer[:1000], generate_mask(SEED, 1000, dtype))
     step = (1 << 20) // dtype.itemsize
     assert not np.array_equal(longer[:step], longer[step : 2 * step])

@@ -32,7 +32,7 @@ def test_a_sum_of_encodings_is_off_by_no_more_than_the_bound(
     for value in values:
         total += ring.encode(value)
     exact = np.array([float(sum(map(np.longdouble, column))) for column in values.T])
-    assert np.abs(ring.decode(total) - exact).max() <= ring.error(addends)
+    assert np.abs(ring.decode(total) - exact).max() <= ring.bound_error(addends)
 
 
 def test_the_bound_is_no_larger_than_it_must_be() -> None:
@@ -41,8 +41,8 @@ def test_the_bound_is_no_larger_than_it_must_be() -> None:
     off = np.abs(
         ring.decode(sum((ring.encode(value) for value in values), np.zeros(20000, ring.dtype))) - values.sum(0)
     )
-    assert ring.error(20) / 6 < off.max() <= ring.error(20)
-    assert ring.error(1) == pytest.approx(100 * 20 / 2**32, rel=1e-4)
+    assert ring.bound_error(20) / 6 < off.max() <= ring.bound_error(20)
+    assert ring.bound_error(1) == pytest.approx(100 * 20 / 2**32, rel=1e-4)
 
 
 def test_a_ring_without_room_is_refused() -> None:

@@ -106,10 +106,10 @@ def test_the_others_are_told_to_contribute_nothing(change: Any, why: str, tiny_f
 def test_nodes_that_know_each_other_let_no_others_in(tiny_folder: Path, tmp_path: Path) -> None:
     """Two nodes with pinned keys; the third is the server's invention, with a key of its own."""
     keys = pytest.importorskip("fedspan.transports.flower.keys", reason="the extra fedspan[flower] is not installed")
-    from fedspan.crypto.identity import fingerprint_of
+    from fedspan.crypto.identity import compute_fingerprint
 
     public = {id: keys.make_node_key(tmp_path / f"{id}.key") for id in CLINICS}
-    prints = {id: fingerprint_of(path.read_text()) for id, path in public.items()}
+    prints = {id: compute_fingerprint(path.read_text()) for id, path in public.items()}
 
     def service(id: str, peers: Mapping[str, str] | None) -> NodeService:
         own = node(id, tiny_folder, tmp_path / "nodes")

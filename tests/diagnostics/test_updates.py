@@ -16,11 +16,11 @@ from fedspan.core.lowrank import LowRank
 from fedspan.diagnostics.updates import (
     combine,
     compare_updates,
+    compute_principal_angles,
+    compute_singular_values,
     inner_product,
-    moment_mismatch,
-    principal_angles,
-    shape_of,
-    singular_values,
+    measure_moment_mismatch,
+    measure_shape,
 )
 
 O, I = 7, 5  # noqa: E741
@@ -85,8 +85,8 @@ def test_nearly_nothing_is_not_lost_in_rounding() -> None:
 
 def test_angles_between_known_subspaces() -> None:
     eye, turned = torch.eye(4).double(), torch.tensor([[1.0, 0], [0, 0.5], [0, math.sqrt(0.75)], [0, 0]]).double()
-    assert torch.allclose(principal_angles(eye[:, :2], turned), torch.tensor([0.0, 60.0]).double(), atol=1e-5)
-    assert torch.allclose(principal_angles(eye[:, :1], eye[:, 2:]), torch.tensor([90.0]).double())
+    assert torch.allclose(compute_principal_angles(eye[:, :2], turned), torch.tensor([0.0, 60.0]).double(), atol=1e-5)
+    assert torch.allclose(compute_principal_angles(eye[:, :1], eye[:, 2:]), torch.tensor([90.0]).double())
     frozen = torch.randn(2, I, generator=torch.Generator().manual_seed(1))
     rng = torch.Generator().manual_seed(2)
     updates = {id: LowRank(torch.randn(O, 2, generator=rng), frozen) for id in "abc"}
@@ -98,13 +98,13 @@ def test_angles_between_known_subspaces() -> None:
 def test_ranks_of_known_spectra() -> None:
     diagonal = torch.zeros(O, I)
     diagonal[:3, :3] = torch.diag(torch.tensor([2.0, 2.0, 2.0]))
-    assert shape_of(diagonal).stable_rank == pytest.approx(3)
-    assert shape_of(diagonal).effective_rank == pytest.approx(3)
-    assert shape_of(diagonal).norm == pytest.approx(math.sqrt(12))
+    assert measure_shape(diagonal).stable_rank == pytest.approx(3)
+    assert measure_shape(diagonal).effective_rank == pytest.approx(3)
+    assert measure_shape(diagonal).norm == pytest.approx(math.sqrt(12))
     pair = LowRank(torch.randn(O, 2), torch.randn(2, I), 3.0)
     wanted = torch.linalg.svdvals(matrix(pair))[:2]
-    assert torch.allclose(singular_values(pair), wanted, rtol=1e-5)
-    zero = shape_of(torch.zeros(O, I))
+    assert torch.allclose(compute_singular_values(pair), wanted, rtol=1e-5)
+    zero = measure_shape(torch.zeros(O, I))
     assert zero.norm == 0
     assert math.isnan(zero.stable_rank)
 
@@ -120,9 +120,9 @@ def test_products_of_every_kind_of_two() -> None:
 
 def test_moments_apart() -> None:
     one = torch.tensor([1.0, 1.0])
-    assert moment_mismatch({"a": one, "b": one}, {"a": 1, "b": 5}) == 0
-    assert moment_mismatch({"a": one, "b": 3 * one}, {"a": 1, "b": 1}) == pytest.approx(0.5)
-    assert moment_mismatch({"a": one, "b": 3 * one}, {"a": 3, "b": 1}) == pytest.approx(math.sqrt(0.75) / 1.5)
+    assert measure_moment_mismatch({"a": one, "b": one}, {"a": 1, "b": 5}) == 0
+    assert measure_moment_mismatch({"a": one, "b": 3 * one}, {"a": 1, "b": 1}) == pytest.approx(0.5)
+    assert measure_moment_mismatch({"a": one, "b": 3 * one}, {"a": 3, "b": 1}) == pytest.approx(math.sqrt(0.75) / 1.5)
 
 
 def test_of_nobody() -> None:

@@ -128,7 +128,7 @@ def test_a_deadline_leaves_slow_clients_out_on_the_simulated_clock(tiny_folder: 
     prepared = built(tiny_folder, simulation={"speed": speed})
     (everybody,) = rounds(prepared, 1)
     conditions, host = Conditions(prepared.config.seed, speed=Speed(**speed)), tiny.host_of(prepared.federation)
-    times = {id: conditions.seconds(id, host.workload(id)) for id in IDS}
+    times = {id: conditions.seconds(id, host.count_examples(id)) for id in IDS}
     assert everybody.simulated_seconds == max(times.values())
     assert not everybody.failures
     slowest, before = sorted(times.values(), reverse=True)[:2]
@@ -148,7 +148,7 @@ def test_over_selection_goes_on_with_the_first_that_reply(tiny_folder: Path) -> 
     assert len(result.progress.last_rounds) == 2
     assert set(result.late) == set(result.cohort) - set(result.progress.last_rounds)
     conditions, host = Conditions(prepared.config.seed, speed=Speed(**speed)), tiny.host_of(prepared.federation)
-    times = {id: conditions.seconds(id, host.workload(id)) for id in result.cohort}
+    times = {id: conditions.seconds(id, host.count_examples(id)) for id in result.cohort}
     assert set(result.progress.last_rounds) == set(sorted(times, key=times.__getitem__)[:2])
     assert result.simulated_seconds == sorted(times.values())[1]
     assert set(result.progress.memories) <= set(result.progress.last_rounds)

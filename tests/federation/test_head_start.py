@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedspan.clients.statistics import StatisticsLimits, client_statistics
+from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics
 from fedspan.core.heads import HeadKind, statistics_shapes, summarize
 from fedspan.core.tensors import extra_name
 from fedspan.core.values import Client, Message
@@ -182,8 +182,8 @@ def test_every_kind_leaves_out_what_has_too_few_examples(prepared: Prepared, kin
     engine, labels = prepared.engine, prepared.train.labels  # type: ignore[attr-defined]
     rare = np.flatnonzero(labels == 0)[:2]
     indices = np.sort(np.concatenate([rare, np.flatnonzero(labels == 1)[:3]])) if kind != "least-squares" else rare
-    found = client_statistics(engine, None, prepared.train, indices, kind, 0.0, 3)
-    whole = client_statistics(engine, None, prepared.train, indices, kind, 0.0, 1)
+    found = compute_client_statistics(engine, None, prepared.train, indices, kind, 0.0, 3)
+    whole = compute_client_statistics(engine, None, prepared.train, indices, kind, 0.0, 1)
     if kind == "least-squares":
         assert all(not value.any() for value in found.values())
         assert float(whole["shares"].sum()) == 1.0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from fedspan.clients.store import overlay, store
+from fedspan.clients.store import copy_on_write, store
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.federation.progress import Progress
 from fedspan.logs import JsonLines
@@ -53,7 +53,7 @@ def go_on(run: RunFolder, stop: int) -> None:
             best = max(filter(None, (best, Best(score, 0.0, round))))
             moments = OptimizerState({"exp_avg": {"l/A": torch.ones(3) * round}}, {"l/A": round})
             positions = {run.metrics.name: metrics.commit(), run.ledger.name: ledger.commit()}
-            memories, kept = overlay(progress.memories), overlay(progress.optimizers)
+            memories, kept = copy_on_write(progress.memories), copy_on_write(progress.optimizers)
             memories["a"], memories[f"c{round % 5}"] = memory_of(round), memory_of(round)
             kept["b"] = (moments, 0)
             progress = store(run.clients, Progress(state_of(round), memories, {"a": round}, kept))

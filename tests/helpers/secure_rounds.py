@@ -153,7 +153,7 @@ def bound(federation: Federation, asked: Collection[str], survivors: Collection[
     assert isinstance(federation.new_aggregation, partial)
     secure = federation.new_aggregation.keywords["secure"]
     ring = Ring(secure.bits, secure.clip, len(weights))
-    return ring.error(len(survivors)) * max(weights.values()) / sum(weights[id] for id in survivors)
+    return ring.bound_error(len(survivors)) * max(weights.values()) / sum(weights[id] for id in survivors)
 
 
 def require_close(one: Mapping[str, Tensor], other: Mapping[str, Tensor], limit: float) -> float:

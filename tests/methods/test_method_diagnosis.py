@@ -19,7 +19,7 @@ import fedspan
 from fedspan import FedspanError
 from fedspan.cli.app import app
 from fedspan.config import parse_config
-from fedspan.diagnostics.measures import MEASURES, readings, values_of
+from fedspan.diagnostics.measures import MEASURES, get_values, summarize_measures
 from fedspan.diagnostics.round_diagnosis import STEPS, Barrier, Diagnosis, diagnose_round
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
@@ -133,14 +133,14 @@ def test_of_a_run_that_is_over_one_more_round_is_looked_at_and_its_folder_stays(
     found = fedspan.diagnose(run, pairs=1, examples=5)
     assert files() == before
     assert found.round == 3  # at no learning rate of 0: there would be nothing to see
-    rows = {row.measure.key: row for row in readings(found)}
+    rows = {row.measure.key: row for row in summarize_measures(found)}
     assert set(rows) == {measure.key for measure in MEASURES}
-    assert rows["aggregation_error"].most > 1e-3
+    assert rows["aggregation_error"].maximum > 1e-3
     for row in rows.values():
-        assert row.least <= row.mean <= row.most
+        assert row.minimum <= row.mean <= row.maximum
         if row.worst is not None:
             value = row.measure.value(found.layers[row.worst])
-            assert value == (row.most if row.measure.worst == "high" else row.least)
+            assert value == (row.maximum if row.measure.worst == "high" else row.minimum)
     assert fedspan.diagnose(run, 1, pairs=0).round == 2
 
 
@@ -155,7 +155,7 @@ def test_rounds_that_are_looked_at_on_the_way(key: str, tiny_folder: Path, tmp_p
     rows = [json.loads(line) for line in (tmp_path / "looked" / "metrics.jsonl").read_text().splitlines()]
     assert ["diagnostics" in row for row in rows] == [False, True, False, True]
     found = fedspan.diagnose(tmp_path / "looked", 3, pairs=0)  # its checkpoint is kept, whichever round was the best
-    assert rows[3]["diagnostics"]["layers"] == {name: values_of(layer) for name, layer in found.layers.items()}
+    assert rows[3]["diagnostics"]["layers"] == {name: get_values(layer) for name, layer in found.layers.items()}
     assert rows[3]["diagnostics"]["layers"] != rows[1]["diagnostics"]["layers"]
     assert rows[3]["diagnostics"]["seconds"] > 0
     assert rows[3]["diagnostics"]["alignment"] == pytest.approx(found.alignment, nan_ok=True)

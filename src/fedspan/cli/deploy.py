@@ -76,12 +76,12 @@ def join(
 
     require()
     if new_key is not None:
-        from fedspan.crypto.identity import fingerprint_of
+        from fedspan.crypto.identity import compute_fingerprint
         from fedspan.transports.flower.keys import make_node_key
 
         public = make_node_key(new_key)
         typer.echo(f"send this file, and only this, to the server's operator: {public}")
-        typer.echo(f"its fingerprint, for `peers` in other nodes' files: {fingerprint_of(public.read_text())}")
+        typer.echo(f"its fingerprint, for `peers` in other nodes' files: {compute_fingerprint(public.read_text())}")
         return
     if node is None:
         raise FedspanError("NODE", None, "a node's YAML file, or --new-key FILE")

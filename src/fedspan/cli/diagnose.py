@@ -87,9 +87,9 @@ def _plain(found: Diagnosis) -> dict[str, Any]:
 
 def _show(out: Console, found: Diagnosis) -> None:
     from fedspan.cli.formatting import number, plain_table
-    from fedspan.diagnostics.measures import readings
+    from fedspan.diagnostics.measures import summarize_measures
 
-    rows = readings(found)
+    rows = summarize_measures(found)
     out.print(f"{found.method}, round {found.round}: {len(found.clients)} clients, {len(found.layers)} target layers")
     table = plain_table()
     table.add_column("", style="cyan", no_wrap=True)
@@ -97,7 +97,7 @@ def _show(out: Console, found: Diagnosis) -> None:
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("worst layer", overflow="fold")
     for row in rows:
-        cells = (f"{value:.3g}" for value in (row.mean, row.least, row.most))
+        cells = (f"{value:.3g}" for value in (row.mean, row.minimum, row.maximum))
         table.add_row(row.measure.title, *cells, row.worst or "")
     out.print(table)
     if found.barriers:

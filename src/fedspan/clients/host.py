@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedspan.clients.statistics import StatisticsLimits, client_statistics, open_order
-from fedspan.clients.store import ClientState, ClientStore, LostStateError, OverlayMapping, overlay
+from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics, parse_statistics_order
+from fedspan.clients.store import ClientState, ClientStore, LostStateError, OverlayMapping, copy_on_write
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Memory, Method
 from fedspan.core.values import Client, Contribution, Job, Message, OptimizerState, Trained
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["Host", "describe_error", "refuse", "refuse_any"]
 
 
-_SERVER_S = frozenset(
+_SERVER_FIELDS = frozenset(
     {"client memory", "export", "federation", "limits", "message", "method", "node", "reply", "run", "serial"}
     | {"training", "version"}
 )
@@ -52,7 +52,7 @@ _FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)*")
 
 @dataclass
 class _Training:
-    """A client's work on an order to train.
+    """A client's training for one order.
 
     Args:
         order: The order.
@@ -76,7 +76,7 @@ class _Training:
     moments: dict[str, tuple[OptimizerState, int]] | OverlayMapping[tuple[OptimizerState, int]]
     parts: list[Part] = field(default_factory=list)
 
-    def assignment(self, job: Job, use_moments: bool) -> Assignment:
+    def make_assignment(self, job: Job, use_moments: bool) -> Assignment:
         """Return a job as an engine's assignment."""
         moments, generation = self.moments.get(job.phase, (None, None))
         if not use_moments or generation != job.generation:  # moments of an older generation have other coordinates
@@ -132,16 +132,16 @@ class Host:
         self._shared = base
         self.engine.adapted.set_base(base)
 
-    def workload(self, id: str) -> int:
+    def count_examples(self, id: str) -> int:
         """Return the number of examples on which a client trains in a round, each as often as it is used."""
         return self.engine.settings.workload(len(self.clients[id].train))
 
-    def tokens(self, id: str) -> int:
+    def count_tokens(self, id: str) -> int:
         """Return the approximate number of tokens on which a client trains in a round, counting repeated uses."""
         indices = self.clients[id].train
-        return round(self.workload(id) * float(self.examples.lengths[indices].mean())) if len(indices) else 0
+        return round(self.count_examples(id) * float(self.examples.lengths[indices].mean())) if len(indices) else 0
 
-    def first_assignments(self, orders: Iterable[Order]) -> list[Assignment]:
+    def make_first_assignments(self, orders: Iterable[Order]) -> list[Assignment]:
         """Return the first jobs of orders to train, which are not carried out.
 
         Raises:
@@ -149,7 +149,7 @@ class Host:
             ValueError: If ``answer`` would raise it.
         """
         keep = self.engine.settings.keep_optimizer
-        return [training.assignment(training.job, keep) for training in map(self._open, orders)]
+        return [training.make_assignment(training.job, keep) for training in map(self._open_training, orders)]
 
     def prepare(self, ids: Iterable[str]) -> None:
         """Precompute what passes over clients' training examples can then skip; each client's part separately."""
@@ -164,7 +164,7 @@ class Host:
         """
         if isinstance(order, Order):
             return self.answer(order).envelope()
-        return self._secure_client(order.to, order.task).answer(order).envelope()
+        return self._get_secure_client(order.to, order.task).answer(order).envelope()
 
     def answer(self, order: Order) -> Reply:
         """Carry out an order.
@@ -173,11 +173,11 @@ class Host:
             FedspanError: If the loss stops being finite, or (``LostStateError``) if the client's state is missing.
             ValueError: If the order is not addressed to a client of this host.
         """
-        self._data_of(order)
+        self._get_data(order)
         if order.task == "evaluate":
             return self._evaluate(order)
         if order.task == "statistics":
-            return self._statistics(order)
+            return self._compute_statistics(order)
         if order.task == "export":
             return self._export(order)
         replies: list[Reply] = []
@@ -198,23 +198,23 @@ class Host:
         keeps_moments, running = self.engine.settings.keep_optimizer, dict[str, _Training]()
 
         def open_job(id: str) -> Assignment:
-            training = running[id] = self._open(orders[id])
-            return training.assignment(training.job, keeps_moments)
+            training = running[id] = self._open_training(orders[id])
+            return training.make_assignment(training.job, keeps_moments)
 
-        def finish_job(work: Assignment, trained: Trained) -> Assignment | None:
-            training = running[work.client]
+        def finish_job(assignment: Assignment, trained: Trained) -> Assignment | None:
+            training = running[assignment.client]
             if self.on_trained is not None:
-                self.on_trained(work, trained)
+                self.on_trained(assignment, trained)
             if keeps_moments:
-                training.moments[work.job.phase] = (trained.optimizer_state, work.job.generation)
+                training.moments[assignment.job.phase] = (trained.optimizer_state, assignment.job.generation)
             result, training.memory = self.method.finish(
-                work.job, trained, training.client, training.memory, work.round
+                assignment.job, trained, training.client, training.memory, assignment.round
             )
             training.parts.append(Part(loss=trained.metrics["loss"], examples=trained.metrics["examples"]))
             if isinstance(result, Job):
-                return training.assignment(result, keeps_moments)
-            del running[work.client]
-            on_reply(self._close(training, result))
+                return training.make_assignment(result, keeps_moments)
+            del running[assignment.client]
+            on_reply(self._finish_training(training, result))
             return None
 
         sizes = {id: int(self.examples.lengths[self.clients[id].train].sum()) for id in orders}
@@ -222,7 +222,7 @@ class Host:
             self.prepare(sizes)  # before any client trains: in one thread, and as a stage of its own
             self.engine.train_all(self.examples, sizes, open_job, finish_job)
 
-    def _data_of(self, order: Order) -> ClientData:
+    def _get_data(self, order: Order) -> ClientData:
         if order.to not in self.clients:
             here = ", ".join(map(repr, list(self.clients)[:3]))
             raise ValueError(f"an order to {order.to!r}; this is {here}")
@@ -231,14 +231,14 @@ class Host:
     def _load_state(self, id: str, last_round: int | None) -> ClientState:
         return ClientState() if last_round is None else self.store.load(id, last_round)
 
-    def _message(self, order: Order) -> Message:
+    def _decode_message(self, order: Order) -> Message:
         """Return the message of an order; a message to several clients is decoded once."""
         if self._decoded is None or self._decoded[0] is not order.body:
             self._decoded = (order.body, serialization.decode(order.body))
         message = self._decoded[1]
         return replace(message, tensors=dict(message.tensors))
 
-    def _start(self, order: Order, message: Message) -> tuple[Job, ClientState]:
+    def _start_job(self, order: Order, message: Message) -> tuple[Job, ClientState]:
         """Return the job of an order, and the client's state with the model's current base."""
         stored = self._load_state(order.to, None if order.client is None else order.client.last_round)
         if self._shared is None:
@@ -250,42 +250,42 @@ class Host:
         memory = stored.memory if order.client is not None else {}
         return self.method.start(message, order.client, memory, order.round), replace(stored, base=base)
 
-    def _open(self, order: Order) -> _Training:
-        data, client, settings = self._data_of(order), order.client, self.engine.settings
+    def _open_training(self, order: Order) -> _Training:
+        data, client, settings = self._get_data(order), order.client, self.engine.settings
         if client is None or client.id != order.to:
             raise ValueError("an order to train names another client, or none")
         self._require_secure(order)
-        message = self._message(order)
-        job, stored = self._start(order, message)
+        message = self._decode_message(order)
+        job, stored = self._start_job(order, message)
         noise = 0.0
         if settings.privacy is not None and settings.privacy.mechanism == "dp-sgd":
-            trusted = _with_true_examples(client, data)
+            trusted = _set_true_examples(client, data)
             noise = training_noise(
                 settings, settings.privacy, self.method, message, trusted, order.round, stored.memory
             )
-        return _Training(order, client, data, stored, job, noise, stored.memory, overlay(stored.moments))
+        return _Training(order, client, data, stored, job, noise, stored.memory, copy_on_write(stored.moments))
 
-    def _close(self, training: _Training, reply: Message) -> Reply:
+    def _finish_training(self, training: _Training, reply: Message) -> Reply:
         order, privacy = training.order, self.engine.settings.privacy
         if privacy is not None and privacy.mechanism == "local":
             reply = privatize(privacy, training.job.tensors, training.client, reply, order.round)
         if privacy is not None and privacy.mechanism != "central" and not self.reveals_losses:
             training.parts.clear()  # a loss is computed from the raw data
         if self.tamper is not None:
-            reply = self.tamper(order, self._message(order), reply)
+            reply = self.tamper(order, self._decode_message(order), reply)
         needed = frozenset(round for round in (training.client.last_round, order.best) if round is not None)
         self.store.store(
             order.to, order.round, ClientState(training.memory, training.moments, training.stored.base), needed
         )
         try:
-            body = self._body(order, reply, training.job)
+            body = self._encode_body(order, reply, training.job)
         except FedspanError as error:
             if self.tamper is None:
                 raise
             return refuse(order, error)  # a simulated fault that cannot be masked fails its client, as on a node
         return Reply("train", order.round, order.attempt, order.to, tuple(training.parts), body=body)
 
-    def _secure_client(self, id: str, value: object) -> SecureClient:
+    def _get_secure_client(self, id: str, value: object) -> SecureClient:
         if self.secure is None:
             raise FedspanError("federation.secure", value, problem="the run's config has no secure aggregation")
         if id not in self.secure:
@@ -299,44 +299,46 @@ class Host:
             FedspanError: If the order and the run disagree.
         """
         if order.secure is not None:
-            self._secure_client(order.to, order.secure.session).require(order, order.secure)
+            self._get_secure_client(order.to, order.secure.session).require_maskable(order, order.secure)
         elif self.secure is not None:
             raise FedspanError("federation.secure", None, problem="in this run replies are only sent under masks")
 
-    def _body(self, order: Order, reply: Message, job: Job) -> bytes:
+    def _encode_body(self, order: Order, reply: Message, job: Job) -> bytes:
         """Encode a reply: the reply itself, or its masked contribution to a secure sum."""
         encoded = serialization.encode(reply)
         if order.secure is None:
             return encoded
         assert order.client is not None
         contribution = self.method.contribute(serialization.decode(encoded), order.client)
-        secure = self._secure_client(order.to, order.secure.session)
-        return serialization.encode(secure.masked(order, order.secure, contribution, job.tensors))
+        secure = self._get_secure_client(order.to, order.secure.session)
+        return serialization.encode(secure.mask(order, order.secure, contribution, job.tensors))
 
-    def charges(self, order: Order | Phase) -> tuple[Charge, ...]:
+    def compute_charges(self, order: Order | Phase) -> tuple[Charge, ...]:
         """Compute the privacy cost of an order for its client."""
         if not isinstance(order, Order) or order.task != "train" or order.client is None:
             return ()
         settings = self.engine.settings
         if settings.privacy is None:
             return ()
-        client = _with_true_examples(order.client, self._data_of(order))
+        client = _set_true_examples(order.client, self._get_data(order))
         memory = self._load_state(client.id, client.last_round).memory
-        return order_charges(settings.privacy, settings, self.method, self._message(order), client, order.round, memory)
+        return order_charges(
+            settings.privacy, settings, self.method, self._decode_message(order), client, order.round, memory
+        )
 
     def _export(self, order: Order) -> Reply:
         if self.export is None:
             raise FedspanError("export", order.to, "a client that keeps its own adapter")
-        job, stored = self._start(order, self._message(order))
+        job, stored = self._start_job(order, self._decode_message(order))
         self.export(job, stored.base, order.round)
         return Reply("export", order.round, order.attempt, order.to)
 
-    def _statistics(self, order: Order) -> Reply:
-        data, client = self._data_of(order), order.client
+    def _compute_statistics(self, order: Order) -> Reply:
+        data, client = self._get_data(order), order.client
         if client is None or client.id != order.to:
             raise ValueError("an order for statistics names another client, or none")
         self._require_secure(order)
-        kind, bound, message = open_order(self._message(order))
+        kind, bound, message = parse_statistics_order(self._decode_message(order))
         if not self.limits.allowed:
             raise FedspanError("limits.head_statistics", kind, problem="no statistics of examples leave this node")
         announced = self.limits.announced
@@ -347,26 +349,28 @@ class Host:
             problem = "statistics of features are not privatized"
             raise FedspanError("training.privacy", kind, "model.head_init: random", problem=problem)
         if message.tensors or message.base is not None:
-            job, _ = self._start(order, message)
+            job, _ = self._start_job(order, message)
         else:  # the pretrained model, whatever base the server's state has
             job = None
             self.engine.adapted.set_base(BaseUpdate())
         min_examples = self.limits.class_examples
         try:
-            statistics = client_statistics(self.engine, job, self.examples, data.train, kind, bound, min_examples)
+            statistics = compute_client_statistics(
+                self.engine, job, self.examples, data.train, kind, bound, min_examples
+            )
         finally:
             if self._shared is not None:
                 self.engine.adapted.set_base(self._shared)
         body = serialization.encode(Message(statistics))
         if order.secure is not None:
-            secure = self._secure_client(order.to, order.secure.session)
+            secure = self._get_secure_client(order.to, order.secure.session)
             zeros = {name: torch.zeros_like(value) for name, value in statistics.items()}
-            body = serialization.encode(secure.masked(order, order.secure, Contribution(sum=statistics), zeros))
+            body = serialization.encode(secure.mask(order, order.secure, Contribution(sum=statistics), zeros))
         return Reply("statistics", order.round, order.attempt, order.to, body=body)
 
     def _evaluate(self, order: Order) -> Reply:
-        data = self._data_of(order)
-        job, _ = self._start(order, self._message(order))
+        data = self._get_data(order)
+        job, _ = self._start_job(order, self._decode_message(order))
         scores: dict[ScoredPart, Scores] = {}
         parts: tuple[tuple[ScoredPart, np.ndarray], ...]
         parts = (("validation", data.validation), ("test", data.test))
@@ -381,7 +385,7 @@ class Host:
         return Reply("evaluate", order.round, order.attempt, order.to, scores=scores)
 
 
-def _with_true_examples(client: Client, data: ClientData) -> Client:
+def _set_true_examples(client: Client, data: ClientData) -> Client:
     """Set a client's true number of examples; a wrong number from a server could lead to less noise."""
     return replace(client, examples=len(data.train))
 
@@ -412,9 +416,9 @@ def describe_error(error: Exception) -> str:
     only the field, the kind, or the system's name (no space left on device).
     """
     is_own = isinstance(error, FedspanError)
-    if is_own and error.field.partition(".")[0] in _SERVER_S:
+    if is_own and error.field.partition(".")[0] in _SERVER_FIELDS:
         return str(error)
-    system_error = _system_error(error.__cause__ if is_own else error)
+    system_error = _get_system_error(error.__cause__ if is_own else error)
     if is_own and _FIELD.fullmatch(error.field):
         description = error.field
     elif system_error is not None:
@@ -424,7 +428,7 @@ def describe_error(error: Exception) -> str:
     return f"{description}; see the client's own log"
 
 
-def _system_error(error: BaseException | None) -> str | None:
+def _get_system_error(error: BaseException | None) -> str | None:
     """Return the operating system's name of an error; None for others, such as errors of TLS and of name lookup."""
     if not isinstance(error, OSError) or isinstance(error, socket.gaierror | socket.herror | ssl.SSLError):
         return None

@@ -30,8 +30,8 @@ from pydantic import Field, ValidationError
 
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message
-from fedspan.crypto.identity import Identity, fingerprint_of, verify
-from fedspan.crypto.keys import Keys, new_secret, open_sealed, pair_seed, seal
+from fedspan.crypto.identity import Identity, compute_fingerprint, verify_signature
+from fedspan.crypto.keys import Keys, derive_pair_seed, new_secret, open_sealed, seal
 from fedspan.crypto.masks import Integers, Ring, add_mask
 from fedspan.crypto.shares import SHARE, split
 from fedspan.errors import FedspanError
@@ -120,8 +120,8 @@ class SecureClient:
 
     Args:
         id: Id of the client.
-        vault: The store of its session.
-        least: Smallest number of clients of its neighbourhood, itself included, that must be present in a sum.
+        sessions: The store of its session.
+        min_clients: Smallest number of clients of its neighbourhood, itself included, that must be present in a sum.
         identity: Lasting key that signs the keys of its sessions; None: they are not signed.
         known: Fingerprints of the lasting keys of the clients with which it shares a sum; None: it trusts the server
             with their keys.
@@ -131,13 +131,13 @@ class SecureClient:
     def __init__(
         self,
         id: str,
-        vault: SessionStore,
-        least: int = 2,
+        sessions: SessionStore,
+        min_clients: int = 2,
         identity: Identity | None = None,
         known: Mapping[str, str] | None = None,
         check: Callable[[Agreement], None] | None = None,
     ) -> None:
-        self.id, self.vault, self.least = id, vault, least
+        self.id, self.sessions, self.min_clients = id, sessions, min_clients
         self.identity, self.known, self.check = identity, known, check
 
     def answer(self, order: Phase) -> PhaseReply:
@@ -151,15 +151,15 @@ class SecureClient:
             raise ValueError(f"an order to {order.to!r}; this is {self.id!r}")
         match order:
             case KeysOrder():
-                return self._keys(order)
+                return self._answer_keys(order)
             case SharesOrder():
-                return self._shares(order)
+                return self._answer_shares(order)
             case UnmaskOrder():
-                return self._unmask(order)
+                return self._answer_unmask(order)
 
-    def _session(self, run: str, number: int, after: str) -> Session:
+    def _load_session(self, run: str, number: int, after: str) -> Session:
         """Return the session if ``after`` is the last phase that was answered in it."""
-        session = self.vault.load(self.id)
+        session = self.sessions.load(self.id)
         if session is None or (session.run, session.number) != (run, number):
             raise FedspanError("message.session", number, "the session that this client began last")
         if session.phase != after:
@@ -170,25 +170,25 @@ class SecureClient:
             )
         return session
 
-    def _keys(self, order: KeysOrder) -> KeysReply:
-        last = self.vault.load(self.id)
+    def _answer_keys(self, order: KeysOrder) -> KeysReply:
+        last = self.sessions.load(self.id)
         if last is not None and order.session <= last.number:
             raise FedspanError(
                 "message.session", order.session, f"a number above {last.number}, because every session is new"
             )
         session = Session(run=order.run, number=order.session, phase="keys", secret=new_secret())
-        self.vault.store(self.id, session)
-        return KeysReply(id=self.id, session=order.session, keys=self._signed_keys(session))
+        self.sessions.store(self.id, session)
+        return KeysReply(id=self.id, session=order.session, keys=self._sign_keys(session))
 
-    def _signed_keys(self, session: Session) -> PublicKeys:
-        keys = _public(_keys_of(session))
+    def _sign_keys(self, session: Session) -> PublicKeys:
+        keys = _get_public_keys(_derive_keys(session))
         if self.identity is None:
             return keys
         keys = keys.model_copy(update={"identity": self.identity.public})
         statement = keys.statement(context_of(session.run, session.number), self.id)
         return keys.model_copy(update={"signature": self.identity.sign(statement)})
 
-    def _require_known(self, peers: Mapping[str, PublicKeys], context: str) -> None:
+    def _require_known_keys(self, peers: Mapping[str, PublicKeys], context: str) -> None:
         """Check that the keys of the neighbourhood are signed by the clients that this client's owner knows.
 
         Raises:
@@ -201,16 +201,16 @@ class SecureClient:
             try:
                 if id not in self.known:
                     raise ValueError("it is not in this node's file")
-                if fingerprint_of(keys.identity) != self.known[id]:
+                if compute_fingerprint(keys.identity) != self.known[id]:
                     raise ValueError("its key has another fingerprint than in this node's file")
-                verify(keys.identity, keys.signature, keys.statement(context, id))
+                verify_signature(keys.identity, keys.signature, keys.statement(context, id))
             except ValueError as error:
                 problem = f"{id!r} cannot share a sum with this node: {error}"
                 raise FedspanError("federation.secure", id, problem=problem) from error
 
-    def _shares(self, order: SharesOrder) -> SharesReply:
-        session = self._session(order.run, order.session, "keys")
-        keys, peers = _keys_of(session), order.peers
+    def _answer_shares(self, order: SharesOrder) -> SharesReply:
+        session = self._load_session(order.run, order.session, "keys")
+        keys, peers = _derive_keys(session), order.peers
         own = peers.get(self.id)
         if own is None or (own.sealing, own.masking) != (keys.sealing_public, keys.masking_public):
             raise FedspanError("message.peers", sorted(peers), "this client's own keys among them")
@@ -219,15 +219,15 @@ class SecureClient:
         if not len(peers) < 2 * order.threshold <= 2 * len(peers):
             expected = f"more than half of the {len(peers)} clients of the neighbourhood, and no more than all"
             raise FedspanError("message.threshold", order.threshold, expected)
-        self._require_company(len(peers), order.threshold)
+        self._require_min_clients(len(peers), order.threshold)
         ids, context = sorted(peers), context_of(order.run, order.session)
-        self._require_known(peers, context)
+        self._require_known_keys(peers, context)
         if order.agreement.round != order.round:
             raise FedspanError("message.agreement.round", order.agreement.round, f"the order's, {order.round}")
         if self.check is not None:
             self.check(order.agreement)
         update = {"phase": "shares", "peers": peers, "threshold": order.threshold, "agreement": order.agreement}
-        self.vault.store(self.id, session.model_copy(update=update))
+        self.sessions.store(self.id, session.model_copy(update=update))
         transcript = order.agreement.transcript(context)
         shared = zip(
             split(keys.own, order.threshold, len(ids)), split(keys.masking, order.threshold, len(ids)), strict=True
@@ -238,32 +238,32 @@ class SecureClient:
         }
         return SharesReply(id=self.id, session=order.session, sealed=sealed)
 
-    def require(self, order: Order, masking: Masking) -> None:
+    def require_maskable(self, order: Order, masking: Masking) -> None:
         """Check, before any training, that the reply to an order can be masked as the order asks.
 
         Raises:
             FedspanError: If it can't be masked.
         """
-        self._ready(order, masking)
+        self._load_maskable_session(order, masking)
 
-    def _ready(self, order: Order, masking: Masking) -> Session:
-        session = self._session(order.run, masking.session, "shares")
+    def _load_maskable_session(self, order: Order, masking: Masking) -> Session:
+        session = self._load_session(order.run, masking.session, "shares")
         present = set(masking.peers)
         if self.id not in present or len(present) < len(masking.peers) or not present <= session.peers.keys():
             raise FedspanError("message.peers", masking.peers, "this client, and others whom it sent shares")
-        self._require_company(len(present), session.threshold)
+        self._require_min_clients(len(present), session.threshold)
         assert order.client is not None
-        agreement = _agreement_of(session)
+        agreement = _get_agreement(session)
         if not order.client.weight <= agreement.top:
             raise FedspanError("message.top", agreement.top, f"at least this client's weight, {order.client.weight}")
-        ordered = {"task": order.task, "round": order.round, "lr": order.lr, "model": _digest_of(order.body)}
+        ordered = {"task": order.task, "round": order.round, "lr": order.lr, "model": _compute_digest(order.body)}
         for name, value in ordered.items():
             if value != getattr(agreement, name):
                 problem = f"the order has another {name} than all clients of this sum agreed on"
                 raise FedspanError("message.agreement", name, problem=problem)
         return session
 
-    def masked(self, order: Order, masking: Masking, contribution: Contribution, started: Tensors) -> Message:
+    def mask(self, order: Order, masking: Masking, contribution: Contribution, started: Tensors) -> Message:
         """Mask a contribution for the sum.
 
         Args:
@@ -275,21 +275,21 @@ class SecureClient:
         Raises:
             FedspanError: If the phase is out of order, or the contribution does not fit into the sum.
         """
-        session = self._ready(order, masking)
-        agreement = _agreement_of(session)
+        session = self._load_maskable_session(order, masking)
+        agreement = _get_agreement(session)
         ring = Ring(agreement.bits, agreement.clip, agreement.clients)
         assert order.client is not None
-        total = ring.encode(self._addend(order.client, agreement, contribution, started))
-        keys, transcript = _keys_of(session), _transcript_of(session)
-        self.vault.store(self.id, session.model_copy(update={"phase": "masked", "present": masking.peers}))
+        total = ring.encode(self._compute_addend(order.client, agreement, contribution, started))
+        keys, transcript = _derive_keys(session), _get_transcript(session)
+        self.sessions.store(self.id, session.model_copy(update={"phase": "masked", "present": masking.peers}))
         add_mask(total, keys.own)
         for peer in masking.peers:
             if peer != self.id:
-                seed = pair_seed(keys.masking, session.peers[peer].masking, transcript)
+                seed = derive_pair_seed(keys.masking, session.peers[peer].masking, transcript)
                 add_mask(total, seed, 1 if self.id < peer else -1)
-        return Message({MASKED: torch.from_numpy(_signed(total))})
+        return Message({MASKED: torch.from_numpy(_reinterpret_as_signed(total))})
 
-    def _addend(
+    def _compute_addend(
         self, client: Client, agreement: Agreement, contribution: Contribution, started: Tensors
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
         if contribution.weight is not None or contribution.stack:
@@ -303,29 +303,29 @@ class SecureClient:
             raise FedspanError("reply", self.id, problem=f"the numbers cannot be summed: {error}") from error
         return flatten(clip_change(change, agreement.clip)) * (client.weight / agreement.top)
 
-    def _unmask(self, order: UnmaskOrder) -> UnmaskReply:
-        session = self._session(order.run, order.session, "masked")
+    def _answer_unmask(self, order: UnmaskOrder) -> UnmaskReply:
+        session = self._load_session(order.run, order.session, "masked")
         stayed, gone = set(order.survivors), set(order.dropped)
         if stayed & gone or (stayed | gone) != set(session.present):
             expected = "each of those that this client masked with, either as a survivor or as dropped"
             raise FedspanError("message.survivors", sorted(stayed & gone) or sorted(stayed | gone), expected)
         if self.id not in stayed:
             raise FedspanError("message.survivors", sorted(stayed), "this client among them: it sent its vector")
-        self._require_company(len(stayed), session.threshold)
-        shares = self._opened(session, order.sealed)
+        self._require_min_clients(len(stayed), session.threshold)
+        shares = self._open_shares(session, order.sealed)
         if len(shares) < session.threshold:
             problem = (
                 f"the shares of only {len(shares)} of {len(session.present)} clients open here, so the others agreed "
                 "to something else than this client"
             )
             raise FedspanError("message.agreement", len(shares), f"at least {session.threshold}", problem=problem)
-        self.vault.store(self.id, session.model_copy(update={"phase": "unmasked", "secret": b"", "peers": {}}))
+        self.sessions.store(self.id, session.model_copy(update={"phase": "unmasked", "secret": b"", "peers": {}}))
         given = {id: pair[:SHARE] if id in stayed else pair[SHARE:] for id, pair in shares.items()}
         return UnmaskReply(id=self.id, session=order.session, shares=given)
 
-    def _opened(self, session: Session, sealed: Mapping[str, bytes]) -> dict[str, bytes]:
+    def _open_shares(self, session: Session, sealed: Mapping[str, bytes]) -> dict[str, bytes]:
         """Decrypt both shares of every peer; others are skipped, and those of enough peers suffice."""
-        keys, context = _keys_of(session), _transcript_of(session)
+        keys, context = _derive_keys(session), _get_transcript(session)
         found: dict[str, bytes] = {}
         for id in session.present:
             try:
@@ -336,38 +336,38 @@ class SecureClient:
                 found[id] = pair
         return found
 
-    def _require_company(self, present: int, threshold: int) -> None:
-        if present < max(threshold, self.least):
-            expected = f"at least {self.least} of them, and at least {threshold} to unmask the sum"
+    def _require_min_clients(self, present: int, threshold: int) -> None:
+        if present < max(threshold, self.min_clients):
+            expected = f"at least {self.min_clients} of them, and at least {threshold} to unmask the sum"
             problem = f"a sum of {present} clients is too small"
             raise FedspanError("limits.secure_clients", present, expected, problem=problem)
 
 
-def _keys_of(session: Session) -> Keys:
-    return Keys.of(session.secret, context_of(session.run, session.number))
+def _derive_keys(session: Session) -> Keys:
+    return Keys.derive(session.secret, context_of(session.run, session.number))
 
 
-def _agreement_of(session: Session) -> Agreement:
+def _get_agreement(session: Session) -> Agreement:
     """Return what a client agreed to, which it has stored since the phase of shares."""
     assert session.agreement is not None
     return session.agreement
 
 
-def _transcript_of(session: Session) -> str:
-    return _agreement_of(session).transcript(context_of(session.run, session.number))
+def _get_transcript(session: Session) -> str:
+    return _get_agreement(session).transcript(context_of(session.run, session.number))
 
 
 @lru_cache(maxsize=1)
-def _digest_of(body: bytes) -> str:
+def _compute_digest(body: bytes) -> str:
     """Return the digest of a message, which the clients of a simulation share."""
     return hashlib.sha256(body).hexdigest()
 
 
-def _public(keys: Keys) -> PublicKeys:
+def _get_public_keys(keys: Keys) -> PublicKeys:
     return PublicKeys(sealing=keys.sealing_public, masking=keys.masking_public)
 
 
-def _signed(total: Integers) -> Integers:
+def _reinterpret_as_signed(total: Integers) -> Integers:
     """Reinterpret the bits in an integer format that every version of torch supports."""
     return total.view(np.int32 if total.itemsize == 4 else np.int64)
 

@@ -16,7 +16,7 @@ from fedspan.models.head import find_output_layer
 from fedspan.tasks.task import Examples
 from fedspan.training.engine import Engine
 
-__all__ = ["StatisticsLimits", "client_statistics", "open_order"]
+__all__ = ["StatisticsLimits", "compute_client_statistics", "parse_statistics_order"]
 
 _BATCH = 64
 _CHUNK = 4096
@@ -39,7 +39,7 @@ class StatisticsLimits:
     announced: tuple[HeadKind, ...] | None = None
 
 
-def open_order(message: Message) -> tuple[HeadKind, float, Message]:
+def parse_statistics_order(message: Message) -> tuple[HeadKind, float, Message]:
     """Take the kind of start and the bound on features out of an order's message.
 
     Raises:
@@ -52,7 +52,7 @@ def open_order(message: Message) -> tuple[HeadKind, float, Message]:
     return cast(HeadKind, kind), bound, replace(message, scalars=scalars)
 
 
-def client_statistics(
+def compute_client_statistics(
     engine: Engine,
     job: Job | None,
     examples: Examples,

@@ -42,10 +42,10 @@ __all__ = [
     "LazyMapping",
     "LostStateError",
     "OverlayMapping",
-    "Stored",
+    "StoredMapping",
     "Version",
+    "copy_on_write",
     "discard",
-    "overlay",
     "store",
 ]
 
@@ -114,7 +114,7 @@ class OverlayMapping(Mapping[str, V], Generic[V]):
         return len(self.below) + sum(key not in self.below for key in self.changes)
 
 
-def overlay(values: Mapping[str, V]) -> dict[str, V] | OverlayMapping[V]:
+def copy_on_write(values: Mapping[str, V]) -> dict[str, V] | OverlayMapping[V]:
     """Return a mutable copy that leaves the given values unchanged; nothing is read from disk."""
     if isinstance(values, OverlayMapping):
         return OverlayMapping(values.below, dict(values.changes))
@@ -131,7 +131,7 @@ _BLANK = b"0" * 64
 """The placeholder of the digest in a file's text."""
 
 
-def moments_structure(writer: Writer, kept: tuple[OptimizerState, int]) -> dict[str, object]:
+def write_moments(writer: Writer, kept: tuple[OptimizerState, int]) -> dict[str, object]:
     """Encode an optimizer state and its generation; a writer takes its tensors."""
     state, generation = kept
     return {
@@ -142,7 +142,7 @@ def moments_structure(writer: Writer, kept: tuple[OptimizerState, int]) -> dict[
 
 
 def read_moments(reader: Reader, structure: object) -> tuple[OptimizerState, int]:
-    """Decode the result of ``moments_structure``.
+    """Decode the result of ``write_moments``.
 
     Raises:
         ValueError: If the structure is malformed.
@@ -258,15 +258,15 @@ class Kind(Generic[V]):
         return self.read(reader, expect(reader.structure, "value", dict))
 
 
-def _memory(reader: Reader, structure: object) -> Tensors:
+def _read_memory(reader: Reader, structure: object) -> Tensors:
     return reader.tensors(cast(Mapping[str, object], structure))  # which checks every entry
 
 
-MEMORY: Kind[Tensors] = Kind("memory", lambda writer, memory: writer.tensors(memory), _memory)
-MOMENTS: Kind[tuple[OptimizerState, int]] = Kind("moments", moments_structure, read_moments)
+MEMORY: Kind[Tensors] = Kind("memory", lambda writer, memory: writer.tensors(memory), _read_memory)
+MOMENTS: Kind[tuple[OptimizerState, int]] = Kind("moments", write_moments, read_moments)
 
 
-class Stored(Mapping[str, V], Generic[V]):
+class StoredMapping(Mapping[str, V], Generic[V]):
     """Stored values of clients, read from the disk on access.
 
     Args:
@@ -319,24 +319,24 @@ def store(folder: Path, progress: Progress) -> Progress:
         (MOMENTS, progress.optimizers),
     )
     files: dict[Path, tuple[Kind[Any], str, Any]] = {}
-    stored: list[Stored[Any]] = []
+    stored: list[StoredMapping[Any]] = []
     for kind, values in kept:
-        rounds, changes = _changes(values, folder)
+        rounds, changes = _split_changes(values, folder)
         written = {key: round if value or kind is MOMENTS else NOTHING for key, value in changes.items()}
         for key, value in changes.items():
             if written[key] != NOTHING:
                 files[kind.path(folder, key, round)] = (kind, key, value)
-        stored.append(Stored(kind, folder, {**rounds, **written}))
+        stored.append(StoredMapping(kind, folder, {**rounds, **written}))
     if files:
         with disk_errors(folder.parent):
             _write(folder / f"round-{round:05d}", files, round)
     return replace(progress, memories=stored[0], optimizers=stored[1])
 
 
-def _changes(values: Mapping[str, V], clients: Path) -> tuple[Mapping[str, int], Mapping[str, V]]:
+def _split_changes(values: Mapping[str, V], clients: Path) -> tuple[Mapping[str, int], Mapping[str, V]]:
     """Split values into those that the folder already holds, by round, and the others."""
     below, changes = (values.below, values.changes) if isinstance(values, OverlayMapping) else (values, {})
-    if isinstance(below, Stored) and below.clients == clients:
+    if isinstance(below, StoredMapping) and below.clients == clients:
         return below.rounds, changes
     return {}, values
 
@@ -384,12 +384,12 @@ def discard(folder: Path, needed: Iterable[Version], among: Iterable[Version] | 
             round_folder.rmdir()
 
 
-def _structure(writer: Writer, kept: ClientState) -> Mapping[str, object]:
-    moments = {phase: moments_structure(writer, state) for phase, state in kept.moments.items()}
+def _write_state(writer: Writer, kept: ClientState) -> Mapping[str, object]:
+    moments = {phase: write_moments(writer, state) for phase, state in kept.moments.items()}
     return {"memory": writer.tensors(kept.memory), "moments": moments, "base": writer.base(kept.base)}
 
 
-def _read(reader: Reader, structure: object) -> ClientState:
+def _read_state(reader: Reader, structure: object) -> ClientState:
     moments = expect(structure, "moments", dict)
     return ClientState(
         memory=reader.tensors(expect(structure, "memory", dict)),
@@ -398,7 +398,7 @@ def _read(reader: Reader, structure: object) -> ClientState:
     )
 
 
-STATE: Kind[ClientState] = Kind("kept", _structure, _read)
+STATE: Kind[ClientState] = Kind("kept", _write_state, _read_state)
 
 
 class DiskClientStore:

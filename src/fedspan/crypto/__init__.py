@@ -10,10 +10,10 @@ import importlib.util
 
 from fedspan.errors import FedspanError
 
-__all__ = ["require"]
+__all__ = ["require_packages"]
 
 
-def require() -> None:
+def require_packages() -> None:
     """Check that the libraries are installed.
 
     Raises:

@@ -11,13 +11,13 @@ import math
 import secrets
 from collections.abc import Sequence
 
-__all__ = ["COMPLETE", "neighbourhoods", "threshold_of"]
+__all__ = ["COMPLETE", "compute_threshold", "select_neighbourhoods"]
 
 COMPLETE = 100
 """Neighbours beyond which more are not worth their cost; with fewer clients, all pairs are neighbours."""
 
 
-def neighbourhoods(ids: Sequence[str], neighbours: int | None = None) -> dict[str, tuple[str, ...]]:
+def select_neighbourhoods(ids: Sequence[str], neighbours: int | None = None) -> dict[str, tuple[str, ...]]:
     """Choose every client's neighbours, sorted and with the client itself; the relation is symmetric.
 
     Args:
@@ -36,7 +36,7 @@ def neighbourhoods(ids: Sequence[str], neighbours: int | None = None) -> dict[st
     }
 
 
-def threshold_of(size: int, share: float) -> int:
+def compute_threshold(size: int, share: float) -> int:
     """Compute the number of clients in a neighbourhood that can open its shares.
 
     Args:

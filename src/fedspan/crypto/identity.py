@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-__all__ = ["Identity", "fingerprint_of", "load_identity", "verify"]
+__all__ = ["Identity", "compute_fingerprint", "load_identity", "verify_signature"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def load_identity(path: Path) -> Identity:
     return Identity(public, lambda data: key.sign(data, ec.ECDSA(hashes.SHA384())))
 
 
-def fingerprint_of(public: str) -> str:
+def compute_fingerprint(public: str) -> str:
     """Return a public key's fingerprint as ``ssh-keygen -l`` prints it: ``SHA256:`` and 43 characters.
 
     Raises:
@@ -68,7 +68,7 @@ def fingerprint_of(public: str) -> str:
     return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
 
 
-def verify(public: str, signature: bytes, data: bytes) -> None:
+def verify_signature(public: str, signature: bytes, data: bytes) -> None:
     """Check a signature.
 
     Args:

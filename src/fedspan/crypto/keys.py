@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-__all__ = ["SECRET", "Keys", "mask_key_of", "new_secret", "open_sealed", "pair_seed", "seal"]
+__all__ = ["SECRET", "Keys", "compute_masking_public", "derive_pair_seed", "new_secret", "open_sealed", "seal"]
 
 SECRET = 32
 """Bytes of every secret and key."""
@@ -31,17 +31,17 @@ def new_secret() -> bytes:
     return secrets.token_bytes(SECRET)
 
 
-def _derived(secret: bytes, purpose: str, *context: str) -> bytes:
+def _derive(secret: bytes, purpose: str, *context: str) -> bytes:
     parts = [part.encode() for part in ("fedspan secure aggregation 1", purpose, *context)]
     info = b"".join(len(part).to_bytes(4, "big") + part for part in parts)  # distinct parts have distinct infos
     return HKDF(SHA256(), SECRET, None, info).derive(secret)
 
 
-def _public(private: bytes) -> bytes:
+def _compute_public_key(private: bytes) -> bytes:
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
-def _agreed(private: bytes, public: bytes) -> bytes:
+def _agree(private: bytes, public: bytes) -> bytes:
     """Compute the common secret of two clients.
 
     Raises:
@@ -65,32 +65,32 @@ class Keys:
     own: bytes
 
     @classmethod
-    def of(cls, secret: bytes, context: str) -> Keys:
+    def derive(cls, secret: bytes, context: str) -> Keys:
         """Derive the keys of a secret.
 
         Args:
             secret: Secret from ``new_secret``.
             context: Identifier of the run and the session.
         """
-        return cls(*(_derived(secret, purpose, context) for purpose in ("sealing", "masking", "own mask")))
+        return cls(*(_derive(secret, purpose, context) for purpose in ("sealing", "masking", "own mask")))
 
     @property
     def sealing_public(self) -> bytes:
         """Public key with which other clients seal shares for this one."""
-        return _public(self.sealing)
+        return _compute_public_key(self.sealing)
 
     @property
     def masking_public(self) -> bytes:
         """Public key for pairwise masks with other clients."""
-        return _public(self.masking)
+        return _compute_public_key(self.masking)
 
 
-def mask_key_of(private: bytes) -> bytes:
+def compute_masking_public(private: bytes) -> bytes:
     """Compute the public key of a private masking key that was reconstructed from shares."""
-    return _public(private)
+    return _compute_public_key(private)
 
 
-def pair_seed(masking: bytes, public: bytes, context: str) -> bytes:
+def derive_pair_seed(masking: bytes, public: bytes, context: str) -> bytes:
     """Derive the seed of two clients' mask, the same on either side.
 
     Args:
@@ -101,11 +101,11 @@ def pair_seed(masking: bytes, public: bytes, context: str) -> bytes:
     Raises:
         ValueError: If the public key gives the same secret with every private key.
     """
-    return _derived(_agreed(masking, public), "pair", context)
+    return _derive(_agree(masking, public), "pair", context)
 
 
-def _lock(sealing: bytes, public: bytes, sender: str, receiver: str, context: str) -> AESGCM:
-    return AESGCM(_derived(_agreed(sealing, public), "seal", context, sender, receiver))
+def _make_cipher(sealing: bytes, public: bytes, sender: str, receiver: str, context: str) -> AESGCM:
+    return AESGCM(_derive(_agree(sealing, public), "seal", context, sender, receiver))
 
 
 def seal(sealing: bytes, public: bytes, sender: str, receiver: str, context: str, content: bytes) -> bytes:
@@ -123,7 +123,7 @@ def seal(sealing: bytes, public: bytes, sender: str, receiver: str, context: str
         ValueError: If the public key gives the same secret with every private key.
     """
     nonce = secrets.token_bytes(_NONCE)
-    return nonce + _lock(sealing, public, sender, receiver, context).encrypt(nonce, content, None)
+    return nonce + _make_cipher(sealing, public, sender, receiver, context).encrypt(nonce, content, None)
 
 
 def open_sealed(sealing: bytes, public: bytes, sender: str, receiver: str, context: str, sealed: bytes) -> bytes:
@@ -132,7 +132,7 @@ def open_sealed(sealing: bytes, public: bytes, sender: str, receiver: str, conte
     Raises:
         ValueError: If it was sealed by or for another client, in another session, or was changed.
     """
-    lock = _lock(sealing, public, sender, receiver, context)
+    lock = _make_cipher(sealing, public, sender, receiver, context)
     try:
         if len(sealed) < _NONCE:
             raise InvalidTag

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES256
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 from numpy.typing import NDArray
 
-__all__ = ["Integers", "Ring", "add_mask", "mask"]
+__all__ = ["Integers", "Ring", "add_mask", "generate_mask"]
 
 Integers = NDArray[Any]
 """Array of uint32 or uint64."""
@@ -73,7 +73,7 @@ class Ring:
         """Decode a sum of encodings to real numbers."""
         return total.view(f"<i{self.bits // 8}").astype(np.float64) * (self.clip / self.levels)
 
-    def error(self, count: int) -> float:
+    def bound_error(self, count: int) -> float:
         """Bound the error of a decoded sum of encodings, in any entry.
 
         Every addend has an error of at most half a step, plus float64 rounding errors, which matter where steps are as
@@ -108,7 +108,7 @@ def add_mask(total: Integers, seed: bytes, sign: int = 1) -> None:
             part -= drawn
 
 
-def mask(seed: bytes, length: int, dtype: np.dtype[np.uint32] | np.dtype[np.uint64]) -> Integers:
+def generate_mask(seed: bytes, length: int, dtype: np.dtype[np.uint32] | np.dtype[np.uint64]) -> Integers:
     """Generate a seed's mask."""
     total: Integers = np.zeros(length, dtype)
     add_mask(total, seed)

@@ -58,44 +58,44 @@ def combine(shares: Sequence[bytes], threshold: int) -> bytes:
         raise ValueError(f"{len(numbered)} shares; it takes {threshold}")
     used = tuple(sorted(numbered)[:threshold])
     halves = [0, 0]
-    for number, coefficient in zip(used, _coefficients(used), strict=True):
+    for number, coefficient in zip(used, _compute_coefficients(used), strict=True):
         for at in range(2):
             share = int.from_bytes(numbered[number][_HALF * at : _HALF * (at + 1)], "big")
-            halves[at] ^= _times(coefficient, share)
+            halves[at] ^= _multiply(coefficient, share)
     return b"".join(half.to_bytes(_HALF, "big") for half in halves)
 
 
 @lru_cache(maxsize=256)
-def _coefficients(numbers: tuple[int, ...]) -> tuple[int, ...]:
+def _compute_coefficients(numbers: tuple[int, ...]) -> tuple[int, ...]:
     """Compute Lagrange's coefficients at 0: prod_{m != j} x_m / (x_j + x_m) for every share's number x_j."""
     whole, below = 1, list[int]()
     for number in numbers:
-        whole = _times(whole, number)
+        whole = _multiply(whole, number)
         product = number
         for other in numbers:
             if other != number:
-                product = _times(product, number ^ other)
+                product = _multiply(product, number ^ other)
         below.append(product)
-    return tuple(_times(whole, inverse) for inverse in _inverses(below))
+    return tuple(_multiply(whole, inverse) for inverse in _invert(below))
 
 
-def _inverses(values: Sequence[int]) -> list[int]:
+def _invert(values: Sequence[int]) -> list[int]:
     """Compute the inverses of nonzero elements, by one inversion."""
     products = [1]
     for value in values:
-        products.append(_times(products[-1], value))
+        products.append(_multiply(products[-1], value))
     inverse, base = 1, products[-1]
     for _ in range(127):  # to the power of 2^128 - 2
-        base = _times(base, base)
-        inverse = _times(inverse, base)
+        base = _multiply(base, base)
+        inverse = _multiply(inverse, base)
     found: list[int] = []
     for value, product in zip(reversed(values), reversed(products[:-1]), strict=True):
-        found.append(_times(inverse, product))
-        inverse = _times(inverse, value)
+        found.append(_multiply(inverse, product))
+        inverse = _multiply(inverse, value)
     return found[::-1]
 
 
-def _times(one: int, other: int) -> int:
+def _multiply(one: int, other: int) -> int:
     """Multiply two elements of the field."""
     if other > one:
         one, other = other, one

@@ -18,7 +18,7 @@ from fedspan.config import RunConfig, parse_config
 from fedspan.config.node import NodeConfig
 from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Job
-from fedspan.crypto import require
+from fedspan.crypto import require_packages
 from fedspan.deployment.approval import Approvals, NotApprovedError, job_of
 from fedspan.deployment.audit import describe_envelope
 from fedspan.deployment.handshake import Introduction, Invitation, base_digest, node_values
@@ -104,7 +104,7 @@ class NodeService:
             run = self._run(request.run)
             if isinstance(request, Order):
                 run.terms.require(request)
-                self._usage.record_order(request, run.host.charges(request))
+                self._usage.record_order(request, run.host.compute_charges(request))
             reply = self._coarsen(run.host.reply(request), request)
             self._require_small("reply", reply.body)
             self._audit.write("answered", run=name, **describe_envelope(reply))
@@ -227,7 +227,7 @@ class NodeService:
         """
         if self.node.key is None:
             return None
-        require()
+        require_packages()
         from fedspan.crypto.identity import load_identity  # needs fedspan[secagg]
 
         try:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fedspan.diagnostics.round_diagnosis import Diagnosis, LayerDiagnosis, TrainingRecord, layers_of
-from fedspan.diagnostics.updates import alignment
+from fedspan.diagnostics.round_diagnosis import Diagnosis, LayerDiagnosis, TrainingRecord, diagnose_layers
+from fedspan.diagnostics.updates import compute_alignment
 from fedspan.federation.federation import Federation, OnCharge, OnClient
 from fedspan.federation.progress import Progress, RoundResult
 
-__all__ = ["MEASURES", "DiagnosticsRecorder", "Measure", "Reading", "readings", "values_of"]
+__all__ = ["MEASURES", "DiagnosticsRecorder", "Measure", "MeasureSummary", "get_values", "summarize_measures"]
 
 
 @dataclass(frozen=True)
@@ -117,44 +117,44 @@ MEASURES = (
 
 
 @dataclass(frozen=True)
-class Reading:
+class MeasureSummary:
     """A measure summarized over all target layers.
 
     Args:
         measure: The measure.
         mean: Mean over the layers.
-        least: Minimum over the layers.
-        most: Maximum over the layers.
+        minimum: Minimum over the layers.
+        maximum: Maximum over the layers.
         worst: Name of the layer at the problematic end; None for a measure without such an end.
     """
 
     measure: Measure
     mean: float
-    least: float
-    most: float
+    minimum: float
+    maximum: float
     worst: str | None
 
 
-def readings(diagnosis: Diagnosis) -> tuple[Reading, ...]:
+def summarize_measures(diagnosis: Diagnosis) -> tuple[MeasureSummary, ...]:
     """Return every measure that has a value in at least one layer."""
-    result: list[Reading] = []
+    result: list[MeasureSummary] = []
     for measure in MEASURES:
-        values = _values(measure, diagnosis.layers)
+        values = _get_values_by_layer(measure, diagnosis.layers)
         if values:
             extremes = {"high": max, "low": min}
             worst = None if measure.worst is None else extremes[measure.worst](values, key=lambda name: values[name])
             numbers = list(values.values())
-            result.append(Reading(measure, sum(numbers) / len(numbers), min(numbers), max(numbers), worst))
+            result.append(MeasureSummary(measure, sum(numbers) / len(numbers), min(numbers), max(numbers), worst))
     return tuple(result)
 
 
-def values_of(layer: LayerDiagnosis) -> dict[str, float]:
+def get_values(layer: LayerDiagnosis) -> dict[str, float]:
     """Return the available measures of a layer, by key."""
     values = {measure.key: measure.value(layer) for measure in MEASURES}
     return {key: value for key, value in values.items() if value is not None and not math.isnan(value)}
 
 
-def _values(measure: Measure, layers: Mapping[str, LayerDiagnosis]) -> dict[str, float]:
+def _get_values_by_layer(measure: Measure, layers: Mapping[str, LayerDiagnosis]) -> dict[str, float]:
     values = {name: measure.value(layer) for name, layer in layers.items()}
     return {name: value for name, value in values.items() if value is not None and not math.isnan(value)}
 
@@ -188,9 +188,9 @@ class DiagnosticsRecorder:
         result = federation.run_round(progress, on_client, record, on_charge)
         began = time.monotonic()
         with federation.engine.stages.stage("diagnostics"):
-            layers = layers_of(federation, record, progress, result)
-        measures = {name: values_of(layer) for name, layer in layers.items()}
-        cosine = alignment([layer.updates.products for layer in layers.values()])
+            layers = diagnose_layers(federation, record, progress, result)
+        measures = {name: get_values(layer) for name, layer in layers.items()}
+        cosine = compute_alignment([layer.updates.products for layer in layers.values()])
         seconds = time.monotonic() - began
         self.seconds += seconds
         return result, {"layers": measures, "alignment": cosine, "seconds": seconds}

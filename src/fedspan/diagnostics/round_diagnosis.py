@@ -20,12 +20,12 @@ from fedspan.core.values import Job, Trained
 from fedspan.diagnostics.updates import (
     Shape,
     UpdateComparison,
-    alignment,
-    as_shape,
     combine,
     compare_updates,
-    moment_mismatch,
-    shape_of,
+    compute_alignment,
+    get_shape,
+    measure_moment_mismatch,
+    measure_shape,
 )
 from fedspan.errors import FedspanError
 from fedspan.federation.federation import Federation
@@ -34,7 +34,7 @@ from fedspan.tasks.task import Examples
 from fedspan.training.engine import Engine
 from fedspan.training.jobs import Assignment
 
-__all__ = ["STEPS", "Barrier", "Diagnosis", "LayerDiagnosis", "TrainingRecord", "diagnose_round", "layers_of"]
+__all__ = ["STEPS", "Barrier", "Diagnosis", "LayerDiagnosis", "TrainingRecord", "diagnose_layers", "diagnose_round"]
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,11 @@ class TrainingRecord:
     def __init__(self) -> None:
         self.by_client: dict[str, ClientTraining] = {}
 
-    def __call__(self, work: Assignment, trained: Trained) -> None:
-        before = self.by_client.get(work.client)
-        self.by_client[work.client] = ClientTraining(before.first if before else work.job, work.job, trained)
+    def __call__(self, assignment: Assignment, trained: Trained) -> None:
+        before = self.by_client.get(assignment.client)
+        self.by_client[assignment.client] = ClientTraining(
+            before.first if before else assignment.job, assignment.job, trained
+        )
 
 
 STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -163,7 +165,7 @@ def diagnose_round(
         raise FedspanError("round", round, "another checkpoint", problem=problem)
     result = federation.run_round(progress, on_trained=record)
     began = time.monotonic()
-    models = _models_of(federation, record, progress, result)
+    models = _make_round_models(federation, record, progress, result)
     layers = models.layers()
     engine.adapted.set_base(progress.state.base)
     rng = generator(seed, "diagnosis")
@@ -178,14 +180,14 @@ def diagnose_round(
         round=round + 1,
         clients=result.cohort,
         layers=layers,
-        alignment=alignment([layer.updates.products for layer in layers.values()]),
+        alignment=compute_alignment([layer.updates.products for layer in layers.values()]),
         barriers=barriers,
         examples=len(indices) if barriers else 0,
         seconds=time.monotonic() - began,
     )
 
 
-def layers_of(
+def diagnose_layers(
     federation: Federation, record: TrainingRecord, before: Progress, result: RoundResult
 ) -> dict[str, LayerDiagnosis]:
     """Diagnose a completed round, by layer.
@@ -196,10 +198,12 @@ def layers_of(
         before: The progress before the round.
         result: Result of the round.
     """
-    return _models_of(federation, record, before, result).layers()
+    return _make_round_models(federation, record, before, result).layers()
 
 
-def _models_of(federation: Federation, record: TrainingRecord, before: Progress, result: RoundResult) -> _RoundModels:
+def _make_round_models(
+    federation: Federation, record: TrainingRecord, before: Progress, result: RoundResult
+) -> _RoundModels:
     weights = {id: federation.clients[id].client.weight for id in result.cohort}
     engine = federation.engine
     engine.adapted.set_base(result.progress.state.base)
@@ -256,7 +260,7 @@ class _RoundModels:
                 parts.append((1.0, self.after.total[name]))
             if self.after.rho != 1.0:
                 parts.append((self.after.rho - 1.0, self.engine.adapted.weight(name)))
-            accumulated = shape_of(combine(parts, shape))
+            accumulated = measure_shape(combine(parts, shape))
         return LayerDiagnosis(compare_updates(updates, self.weights, whole), self._moments(name), accumulated)
 
     def losses(
@@ -296,7 +300,7 @@ class _RoundModels:
         decay = local.trained.decay
         if decay == 1.0:
             return change
-        return combine([(1.0, change), (decay - 1.0, self._base(name, self.before))], as_shape(change))
+        return combine([(1.0, change), (decay - 1.0, self._base(name, self.before))], get_shape(change))
 
     def _change(
         self, parametrization: Parametrization, tensors: Mapping[str, Tensor], name: str, base: BaseUpdate
@@ -324,7 +328,7 @@ class _RoundModels:
         slots = [slots_of(own, name) for own in seconds.values()]
         shared = set.intersection(*(set(own) for own in slots)) if slots else set[str]()
         gaps = [
-            moment_mismatch({id: slots_of(own, name)[slot] for id, own in seconds.items()}, self.weights)
+            measure_moment_mismatch({id: slots_of(own, name)[slot] for id, own in seconds.items()}, self.weights)
             for slot in sorted(shared)
             if len({own[slot].shape for own in slots}) == 1
         ]

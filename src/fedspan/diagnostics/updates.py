@@ -21,15 +21,15 @@ from fedspan.core.lowrank import LowRank, concatenate, inner, svd
 __all__ = [
     "Shape",
     "UpdateComparison",
-    "alignment",
-    "as_shape",
     "combine",
     "compare_updates",
+    "compute_alignment",
+    "compute_principal_angles",
+    "compute_singular_values",
+    "get_shape",
     "inner_product",
-    "moment_mismatch",
-    "principal_angles",
-    "shape_of",
-    "singular_values",
+    "measure_moment_mismatch",
+    "measure_shape",
 ]
 
 
@@ -125,50 +125,52 @@ def compare_updates(
     spread2 = float((w * (gram.diagonal() - 2 * with_mean + mean2)).sum())
     error, target, target2 = math.nan, with_mean, mean2
     if whole is not None:
-        shape = as_shape(whole)
+        shape = get_shape(whole)
         gap = combine([(1.0, whole), *((-float(one), updates[id]) for one, id in zip(w, ids, strict=True))], shape)
         # not ||G||^2 - 2 <G, D> + ||D||^2, which cancels numerically where the two are nearly equal
-        error = _ratio(float(singular_values(gap).norm()), math.sqrt(max(mean2, 0)))
+        error = _divide(float(compute_singular_values(gap).norm()), math.sqrt(max(mean2, 0)))
         target = torch.tensor([inner_product(updates[id], whole) for id in ids], dtype=torch.float64)
         target2 = inner_product(whole, whole)
     pairs = list(combinations(range(len(ids)), 2))
-    cosines = [_ratio(float(gram[i, j]), float(norms[i] * norms[j])) for i, j in pairs]
-    frames = [_frames(updates[id]) for id in ids] if pairs else []
+    cosines = [_divide(float(gram[i, j]), float(norms[i] * norms[j])) for i, j in pairs]
+    frames = [_compute_bases(updates[id]) for id in ids] if pairs else []
     return UpdateComparison(
         aggregation_error=error,
-        drift=_ratio(math.sqrt(max(spread2, 0)), math.sqrt(max(mean2, 0))),
-        alignment=_mean([_ratio(float(target[i]), float(norms[i]) * math.sqrt(target2)) for i in range(len(ids))]),
-        agreement=_mean(cosines),
-        angle_out=_mean([float(principal_angles(frames[i][0], frames[j][0]).mean()) for i, j in pairs]),
-        angle_in=_mean([float(principal_angles(frames[i][1], frames[j][1]).mean()) for i, j in pairs]),
+        drift=_divide(math.sqrt(max(spread2, 0)), math.sqrt(max(mean2, 0))),
+        alignment=_compute_mean(
+            [_divide(float(target[i]), float(norms[i]) * math.sqrt(target2)) for i in range(len(ids))]
+        ),
+        agreement=_compute_mean(cosines),
+        angle_out=_compute_mean([float(compute_principal_angles(frames[i][0], frames[j][0]).mean()) for i, j in pairs]),
+        angle_in=_compute_mean([float(compute_principal_angles(frames[i][1], frames[j][1]).mean()) for i, j in pairs]),
         products={id: (float(target[i]), float(gram[i, i]), target2) for i, id in enumerate(ids)},
     )
 
 
-def alignment(layers: Sequence[Mapping[str, tuple[float, float, float]]]) -> float:
+def compute_alignment(layers: Sequence[Mapping[str, tuple[float, float, float]]]) -> float:
     """Return the alignment of all layers as one vector, from their updates' ``products``; NaN without a layer."""
     cosines: list[float] = []
     for id in layers[0] if layers else ():
         dot, own, whole = (sum(layer[id][part] for layer in layers) for part in range(3))
-        cosines.append(_ratio(dot, math.sqrt(own * whole)))
-    return _mean(cosines)
+        cosines.append(_divide(dot, math.sqrt(own * whole)))
+    return _compute_mean(cosines)
 
 
-def as_shape(delta: Delta) -> tuple[int, int]:
+def get_shape(delta: Delta) -> tuple[int, int]:
     """Return the shape (O, I) of an update in either form."""
     return delta.shape if isinstance(delta, LowRank) else (delta.shape[0], delta.shape[1])
 
 
-def singular_values(delta: Delta) -> Tensor:
+def compute_singular_values(delta: Delta) -> Tensor:
     """Return the singular values in descending order, in float64."""
     if isinstance(delta, LowRank):
         return svd(delta)[1]
     return torch.linalg.svdvals(delta.double())
 
 
-def shape_of(delta: Delta) -> Shape:
+def measure_shape(delta: Delta) -> Shape:
     """Return the norm, stable rank and effective rank of an update; the ranks of a zero update are NaN."""
-    values = singular_values(delta)
+    values = compute_singular_values(delta)
     norm = float(values.norm())
     if norm == 0:
         return Shape(0.0, math.nan, math.nan)
@@ -177,7 +179,7 @@ def shape_of(delta: Delta) -> Shape:
     return Shape(norm, (norm / float(values[0])) ** 2, math.exp(entropy))
 
 
-def principal_angles(left: Tensor, right: Tensor) -> Tensor:
+def compute_principal_angles(left: Tensor, right: Tensor) -> Tensor:
     """Return the angles between two subspaces, ascending, in degrees (Bjorck and Golub, 1973).
 
     Args:
@@ -190,7 +192,7 @@ def principal_angles(left: Tensor, right: Tensor) -> Tensor:
     return torch.rad2deg(torch.linalg.svdvals(left.T @ right).clamp(max=1.0).arccos())
 
 
-def moment_mismatch(moments: Mapping[str, Tensor], weights: Mapping[str, float]) -> float:
+def measure_moment_mismatch(moments: Mapping[str, Tensor], weights: Mapping[str, float]) -> float:
     """Return sqrt(sum_i w_i ||v_i - v||^2) / ||v|| of the clients' second moments v_i, v their mean; NaN for zero.
 
     It measures the error of one shared optimizer state for all clients (FedGaLore, arXiv:2602.01746).
@@ -198,10 +200,10 @@ def moment_mismatch(moments: Mapping[str, Tensor], weights: Mapping[str, float])
     total = sum(weights[id] for id in moments)
     mean = sum((weights[id] / total * value.double() for id, value in moments.items()), torch.zeros(()).double())
     spread2 = sum(weights[id] / total * float((value.double() - mean).norm()) ** 2 for id, value in moments.items())
-    return _ratio(math.sqrt(spread2), float(mean.norm()))
+    return _divide(math.sqrt(spread2), float(mean.norm()))
 
 
-def _frames(delta: Delta) -> tuple[Tensor, Tensor]:
+def _compute_bases(delta: Delta) -> tuple[Tensor, Tensor]:
     """Return orthonormal bases of an update's column space (O, k) and row space (I, k), without rounding noise."""
     if isinstance(delta, LowRank):
         U, S, Vt = svd(delta)
@@ -211,9 +213,9 @@ def _frames(delta: Delta) -> tuple[Tensor, Tensor]:
     return U[:, retained], Vt[retained].T
 
 
-def _ratio(part: float, whole: float) -> float:
+def _divide(part: float, whole: float) -> float:
     return part / whole if whole > 0 else math.nan
 
 
-def _mean(values: Sequence[float]) -> float:
+def _compute_mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan

@@ -13,7 +13,7 @@ from fedspan.core.lowrank import LowRank
 from fedspan.data.loading import load
 from fedspan.data.partition import ClientRow, Partition
 from fedspan.diagnostics.round_diagnosis import Diagnosis
-from fedspan.diagnostics.updates import singular_values
+from fedspan.diagnostics.updates import compute_singular_values
 from fedspan.errors import FedspanError
 from fedspan.files import disk_errors, read_bytes, write_atomic
 from fedspan.reports.groups import Group, group_runs
@@ -106,7 +106,7 @@ def _layers(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
         B = tensors.get(f"{layer}.lora_B{rest}")
         if separator and B is not None:
             pair = LowRank(B.flatten(1).float(), A.flatten(1).float())
-            values[layer.removeprefix("base_model.model.")] = singular_values(pair).tolist()
+            values[layer.removeprefix("base_model.model.")] = compute_singular_values(pair).tolist()
     return values
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from fedspan.clients.store import MEMORY, MOMENTS, Kind, Stored, Version, discard, store
+from fedspan.clients.store import MEMORY, MOMENTS, Kind, StoredMapping, Version, discard, store
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import OptimizerState, Scalar, ServerState
 from fedspan.errors import FedspanError
@@ -95,15 +95,16 @@ class Checkpoint:
 def _encode_clients(checkpoint: Checkpoint) -> bytes:
     table: dict[str, Mapping[str, int | None]] = {"last_rounds": checkpoint.last_rounds}
     for kind, values in ((MEMORY, checkpoint.memories), (MOMENTS, checkpoint.optimizer_states)):
-        assert isinstance(values, Stored)
+        assert isinstance(values, StoredMapping)
         table[kind.name] = values.rounds
     return json.dumps({name: dict(rounds) for name, rounds in table.items()}, separators=(",", ":")).encode()
 
 
-def _decode_clients(data: bytes, clients: Path) -> tuple[dict[str, int | None], Stored[Any], Stored[Any]]:
+def _decode_clients(data: bytes, clients: Path) -> tuple[dict[str, int | None], StoredMapping[Any], StoredMapping[Any]]:
     table = from_json(data)
     memories, moments = (
-        Stored(kind, clients, expect(table, kind.name, dict)) for kind in cast(tuple[Kind[Any], ...], (MEMORY, MOMENTS))
+        StoredMapping(kind, clients, expect(table, kind.name, dict))
+        for kind in cast(tuple[Kind[Any], ...], (MEMORY, MOMENTS))
     )
     return expect(table, "last_rounds", dict), memories, moments
 

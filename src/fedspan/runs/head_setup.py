@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from fedspan.clients.statistics import client_statistics
+from fedspan.clients.statistics import compute_client_statistics
 from fedspan.config import RunConfig
 from fedspan.core.heads import HeadStatistics
 from fedspan.core.method import Memory
 from fedspan.core.tensors import split_extras
-from fedspan.crypto import require
+from fedspan.crypto import require_packages
 from fedspan.errors import FedspanError
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation
 from fedspan.federation.federation import Federation
@@ -45,7 +45,7 @@ def aggregation_of(config: RunConfig, clip: float | None = None) -> AggregationF
     secure = config.federation.build_secure_settings()
     if secure is None:
         return PlaintextAggregation
-    require()
+    require_packages()
     from fedspan.federation.aggregation.secure import SecureAggregation  # needs fedspan[secagg]
 
     return partial(SecureAggregation, secure=secure if clip is None else replace(secure, clip=clip))
@@ -133,6 +133,6 @@ def begin_locally(federation: Federation, head: HeadStart | None) -> Progress:
         for id, data in federation.clients.items():
             if not len(data.train):
                 continue
-            statistics = client_statistics(engine, None, federation.examples, data.train, head.kind, 0.0, 1)
+            statistics = compute_client_statistics(engine, None, federation.examples, data.train, head.kind, 0.0, 1)
             memories[id] = {**loaded, **head_tensors(head, HeadStatistics.of(statistics), len(data.train))}
     return replace(progress, memories=memories, last_rounds=dict.fromkeys(memories, 0))

@@ -16,7 +16,7 @@ from fedspan.clients.store import DiskClientStore
 from fedspan.config import RunConfig
 from fedspan.core.method import Memory, RegisteredMethod
 from fedspan.core.values import Client, Spec
-from fedspan.crypto import require
+from fedspan.crypto import require_packages
 from fedspan.federation.evaluation import Evaluator, RemoteEvaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData
@@ -195,7 +195,7 @@ def secure_client(config: RunConfig, id: str, folder: Path, least: int = 2, **ow
     """
     if config.federation.secure is None:
         return None
-    require()
+    require_packages()
     from fedspan.clients.secagg import (
         DiskSessionStore,
         SecureClient,  # needs fedspan[secagg]

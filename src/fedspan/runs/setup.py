@@ -16,7 +16,7 @@ from fedspan.config.federation import FractionRanks, RandomRanks
 from fedspan.core.method import RegisteredMethod, scaling_of
 from fedspan.core.tensors import generator
 from fedspan.core.values import Client
-from fedspan.crypto import require
+from fedspan.crypto import require_packages
 from fedspan.data.duplicates import describe_shared
 from fedspan.data.loading import load
 from fedspan.data.objects import DataObjects
@@ -428,7 +428,7 @@ def _secure_clients(config: RunConfig, clients: Mapping[str, ClientData]) -> Map
     """Each simulated client's half of secure aggregation, with its state in memory; None: the run has none."""
     if config.federation.secure is None:
         return None
-    require()
+    require_packages()
     from fedspan.clients.secagg import MemorySessionStore, SecureClient  # needs fedspan[secagg]
 
     ids, sessions = tuple(clients), MemorySessionStore()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fedspan.clients.host import Host, refuse_any
-from fedspan.clients.store import ClientState, OverlayMapping, overlay
+from fedspan.clients.store import ClientState, OverlayMapping, copy_on_write
 from fedspan.core.method import Memory, Method
 from fedspan.core.values import Message, OptimizerState, ServerState
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation
@@ -53,7 +53,7 @@ class ProgressStore:
         Args:
             ids: Ids of the clients whose replies were accepted.
         """
-        memories, optimizers = overlay(self.progress.memories), overlay(self.progress.optimizers)
+        memories, optimizers = copy_on_write(self.progress.memories), copy_on_write(self.progress.optimizers)
         for id in ids:
             state = self._pending[id]
             memories[id] = state.memory
@@ -193,7 +193,7 @@ class InProcess(Transport):
             # All replies arrive at once: the order in which the engine finishes clients has no effect.
             self.carry_out(orders, responding, on_reply)
             return
-        times = {id: conditions.seconds(id, self.host.workload(id)) for id in responding}
+        times = {id: conditions.seconds(id, self.host.count_examples(id)) for id in responding}
         in_time = [id for id in responding if times[id] <= seconds]
         for id in responding:
             if times[id] > seconds:

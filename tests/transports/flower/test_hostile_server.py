@@ -18,7 +18,7 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 from stage import Deployment
 
 from fedspan import __version__
-from fedspan.crypto.identity import fingerprint_of
+from fedspan.crypto.identity import compute_fingerprint
 from fedspan.deployment.handshake import Introduction, Invitation, server_config
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import (
@@ -124,7 +124,7 @@ def scene(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with Deployment(folder / "deployment") as made:
         limits = {"rounds": ROUNDS, "models": [values["model"]["name"]], "evaluations": 1}
         paths = {site: made.node_file(site, files[site], limits=limits) for site in SITES}
-        prints = {site: fingerprint_of((made.folder / f"{site}.key.pub").read_text()) for site in SITES}
+        prints = {site: compute_fingerprint((made.folder / f"{site}.key.pub").read_text()) for site in SITES}
         for site in SITES:
             peers = {id: mark for id, mark in prints.items() if id != site}
             paths[site].write_text(yaml.safe_dump({**yaml.safe_load(paths[site].read_text()), "peers": peers}))

@@ -180,7 +180,7 @@ def test_hidden_states_are_stored_before_a_plan_is_measured(tiny_folder: Path, m
     host = prepare(tiny.config(tiny_folder, engine={"name": "batched"})).federation.transport.host  # pyright: ignore
     monkeypatch.setattr(host, "prepare", lambda ids: calls.append(f"prepare {[*ids]}"))
     monkeypatch.setattr(host.engine, "choose_plan", lambda *arguments: calls.append("choose_plan"))
-    monkeypatch.setattr(host, "first_assignments", lambda orders: [])
+    monkeypatch.setattr(host, "make_first_assignments", lambda orders: [])
     worker = Worker(torch.get_num_threads())
     worker.build(lambda kit: host, None)
     worker.choose_plan(BaseVersion(1, None), None, [], [], clients=1)

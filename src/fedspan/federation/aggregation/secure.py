@@ -149,7 +149,7 @@ class SecureAggregation:
             share = sum(self._clients[id].weight / self._top for id in replies)
             if not share > 0:
                 raise FedspanError("federation.secure", share, "replies of positive weight")
-            mean, error = ring.decode(self._total) / share, ring.error(len(replies)) / share
+            mean, error = ring.decode(self._total) / share, ring.bound_error(len(replies)) / share
             self._remark = (
                 f"secure aggregation: every client sends {len(self._total)} masked integers of {ring.bits} bits a "
                 f"round, and an entry of their mean is off by at most {error:.2g}"

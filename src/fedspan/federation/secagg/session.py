@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fedspan.crypto.graph import neighbourhoods, threshold_of
-from fedspan.crypto.keys import mask_key_of, pair_seed
+from fedspan.crypto.graph import compute_threshold, select_neighbourhoods
+from fedspan.crypto.keys import compute_masking_public, derive_pair_seed
 from fedspan.crypto.masks import Integers, add_mask
 from fedspan.crypto.shares import combine
 from fedspan.federation.absences import Awaited
@@ -75,10 +75,10 @@ def unmask(total: Integers, masked: Masked, revealed: Mapping[str, Mapping[str, 
         if id in masked.survivors:
             add_mask(total, secret, -1)
             continue
-        if mask_key_of(secret) != masked.keys[id].masking:
+        if compute_masking_public(secret) != masked.keys[id].masking:
             raise ValueError(f"of {id!r}: shares that are not of its key")
         for peer in partners:
-            seed = pair_seed(secret, masked.keys[peer].masking, masked.transcript)
+            seed = derive_pair_seed(secret, masked.keys[peer].masking, masked.transcript)
             add_mask(total, seed, -1 if peer < id else 1)
 
 
@@ -153,8 +153,8 @@ class SecureSession:
             else:
                 self._keys[id] = reply.keys
         self.require(self._keys)
-        neighbours = neighbourhoods(sorted(self._keys), self.settings.neighbours)
-        self._needed = {id: threshold_of(len(neighbours[id]), self.settings.threshold) for id in neighbours}
+        neighbours = select_neighbourhoods(sorted(self._keys), self.settings.neighbours)
+        self._needed = {id: compute_threshold(len(neighbours[id]), self.settings.threshold) for id in neighbours}
         agreement = agree(self._keys)
         self._transcript = agreement.transcript(context_of(self.run, self.number))
         orders = {

@@ -88,7 +88,7 @@ class ClusterTransport(InProcess):
                     engine.on_plan(engine.stacking)
             plan = engine.stacking
             stack_size = plan.at_once * plan.workers
-        tokens = {id: self.host.tokens(id) for id in ids}
+        tokens = {id: self.host.count_tokens(id) for id in ids}
         pieces = {
             stack[0]: Piece(stack, sum(map(tokens.__getitem__, stack)))
             for stack in cut_stacks(tokens, stack_size, workers)
@@ -105,7 +105,7 @@ class ClusterTransport(InProcess):
                     state = STATE.decode(outcome.state, outcome.id, self._round)
                     self.host.store.store(outcome.id, self._round, state, frozenset())
                 if outcome.session is not None and self.host.secure is not None:
-                    self.host.secure[outcome.id].vault.store(outcome.id, outcome.session)
+                    self.host.secure[outcome.id].sessions.store(outcome.id, outcome.session)
                 on_reply(outcome.id, outcome.envelope)
 
         def on_failure(stack: list[str], reason: str) -> None:
@@ -143,7 +143,7 @@ class ClusterTransport(InProcess):
                 self._last = envelope.body, ray.put(envelope.body)
             if not bodies or bodies[-1] is not self._last[1]:
                 bodies.append(self._last[1])
-            session = None if self.host.secure is None else self.host.secure[id].vault.load(id)
+            session = None if self.host.secure is None else self.host.secure[id].sessions.load(id)
             stacked.append(StackedOrder(envelope.header, len(bodies) - 1, self._encode_state(id, envelope), session))
         return bodies, stacked
 

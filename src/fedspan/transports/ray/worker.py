@@ -128,7 +128,7 @@ class Worker:
         assert isinstance(host.engine, BatchedEngine)
         orders = self._open_orders(host, bodies, stack)
         host.prepare([order.to for order in orders])  # or the first passes that are measured fill the caches
-        return host.engine.choose_plan(host.first_assignments(orders), clients, host.examples)
+        return host.engine.choose_plan(host.make_first_assignments(orders), clients, host.examples)
 
     def carry_out(
         self,
@@ -208,9 +208,9 @@ class Worker:
                 state = STATE.decode(stacked.state, order.to, order.client.last_round)
             self._store.arrived[order.to] = ClientState(state.memory, OverlayMapping(state.moments, {}))
             if stacked.session is not None and host.secure is not None:
-                host.secure[order.to].vault.store(order.to, stacked.session)
+                host.secure[order.to].sessions.store(order.to, stacked.session)
         return orders
 
 
 def _load_session(host: Host, id: str) -> Session | None:
-    return None if host.secure is None else host.secure[id].vault.load(id)
+    return None if host.secure is None else host.secure[id].sessions.load(id)
