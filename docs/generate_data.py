@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedspan.cli.data import facts
+from fedspan.cli.data import list_properties
 from fedspan.data.catalogue import DatasetEntry, list_datasets, render_snippet
 
 PAGE = Path(__file__).parent / "data.md"
@@ -56,7 +56,7 @@ def section(entry: DatasetEntry) -> str:
     lines = [f"## {entry.key}", "", f"{entry.title}: {entry.summary}.", ""]
     if entry.note is not None:
         lines += [entry.note, ""]
-    for name, value in facts(entry):
+    for name, value in list_properties(entry):
         shown = value if name in ("source", "rows", "licence", "splits", "incomplete rows") else f"`{value}`"
         lines.append(f"- {name}: {shown}")
     for where, title in (("hub", "From the hub"), ("files", "From local files")):

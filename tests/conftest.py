@@ -138,14 +138,14 @@ def call() -> Callable[..., Result]:
 @pytest.fixture
 def refused(call: Callable[..., Result]) -> Callable[..., str]:
     """``fedspan`` with arguments that are wrong: the one line that it prints."""
-    from fedspan.cli.hints import hint
+    from fedspan.cli.hints import find_page
 
     def called(*arguments: object) -> str:
         result = call(*arguments)
         assert result.exit_code == 2, result.output
         assert result.stderr.startswith("error: ")
         line, *rest = result.stderr.splitlines()
-        assert rest in ([], [f"see docs/{hint(line.removeprefix('error: `').partition('`')[0])}"])
+        assert rest in ([], [f"see docs/{find_page(line.removeprefix('error: `').partition('`')[0])}"])
         assert "Traceback" not in result.output
         assert isinstance(result.exception, SystemExit)
         return line.removeprefix("error: ")

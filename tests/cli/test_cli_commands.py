@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import fedspan
 from fedspan.cli import app
-from fedspan.cli.live_run import fresh_folder
+from fedspan.cli.live_run import find_unused_folder
 from fedspan.methods.describe import describe
 from fedspan.methods.registry import METHODS
 from fedspan.wrappers.describe import describe as describe_wrappers
@@ -68,11 +68,11 @@ def test_the_snippet_that_it_closes_with_loads_the_adapter(finished: Path, perso
 
 
 def test_run_chooses_a_new_folder(tmp_path: Path) -> None:
-    assert fresh_folder(tmp_path / "demo") == tmp_path / "demo"
+    assert find_unused_folder(tmp_path / "demo") == tmp_path / "demo"
     (tmp_path / "demo").mkdir()
-    assert fresh_folder(tmp_path / "demo") == tmp_path / "demo-2"
+    assert find_unused_folder(tmp_path / "demo") == tmp_path / "demo-2"
     (tmp_path / "demo-2").mkdir()
-    assert fresh_folder(tmp_path / "demo") == tmp_path / "demo-3"
+    assert find_unused_folder(tmp_path / "demo") == tmp_path / "demo-3"
 
 
 def test_resume_goes_on_to_the_same_adapter(call: Call, stopped: Path, finished: Path) -> None:

@@ -78,7 +78,7 @@ def test_what_is_finished_is_read(compared: tuple[Path, str], call: Call) -> Non
 
 def test_sweep_says_how_to_run_the_best(swept: tuple[Path, str], call: Call) -> None:
     folder, screen = swept
-    assert screen.splitlines()[-1] == f"the best, to be run: fedspan run {folder / 'best.yaml'}"
+    assert screen.splitlines()[-1] == f"run the best settings: fedspan run {folder / 'best.yaml'}"
     report = json.loads(done(call("sweep", "--resume", folder, "--json")))
     assert "test" not in json.dumps({**report, "folder": "", "best": ""})
     rates = [trial["values"]["training.lr"] for trial in report["trials"]]
@@ -129,7 +129,7 @@ def test_ctrl_c_says_how_to_go_on(
         patch.setattr(execution.train, "run", interrupted)
         result = call(command, config, *asked, "--out", folder)
     assert result.exit_code == 130
-    assert result.stderr.startswith("stopped; 1 of 2 runs are finished. Go on with:\n")
+    assert result.stderr.startswith("stopped; 1 of 2 runs are finished. Resume with:\n")
     assert result.stderr.endswith(f"  fedspan {command} --resume '{folder}'\n")
     before = (played[0] / "report.json").stat().st_mtime_ns
     assert "2/2" in done(call(command, "--resume", folder))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedspan.cli.hints import PAGES, hint
+from fedspan.cli.hints import PAGES, find_page
 from fedspan.config import RunConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -27,6 +27,6 @@ def test_every_section_of_a_config_has_a_page() -> None:
 
 
 def test_the_longest_entry_counts() -> None:
-    assert hint("federation.secure.bits") == "deployment.md#secure-aggregation"
-    assert hint("federation.rounds") == "config.md#federation"
-    assert hint("texts") is None
+    assert find_page("federation.secure.bits") == "deployment.md#secure-aggregation"
+    assert find_page("federation.rounds") == "config.md#federation"
+    assert find_page("texts") is None

@@ -1,4 +1,4 @@
-"""``fedspan admit``, ``revoke`` and ``renew``: who may take part, and the server's certificates."""
+"""``fedspan admit``, ``revoke`` and ``renew``: admission of nodes, and the server's certificates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedspan.cli.commands import MACHINES, SERVER, ServerFolder, command
 if TYPE_CHECKING:
     from fedspan.transports.flower.server import ServerLink
 
-__all__ = ["admit", "renew", "revoke", "warn_of_ends"]
+__all__ = ["admit", "renew", "revoke", "warn_of_expiry"]
 
 
 @command(
@@ -24,12 +24,12 @@ __all__ = ["admit", "renew", "revoke", "warn_of_ends"]
 )
 def admit(
     key: Annotated[Path, typer.Argument(metavar="KEY.pub", help="The node's public key.")],
-    name: Annotated[str, typer.Option("--as", metavar="NAME", help="The id that the node must have.")] = "",
+    name: Annotated[str, typer.Option("--as", metavar="NAME", help="Id that the node must use.")] = "",
     days: Annotated[
         int, typer.Option("--days", min=0, max=36500, help="Days after which the admission ends; 0: never.")
     ] = 730,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Revoke the keys that have this name: the node changes its key.")
+        bool, typer.Option("--replace", help="Revoke the node's earlier keys: the node has a new key.")
     ] = False,
     max_examples: Annotated[
         int | None,
@@ -38,22 +38,22 @@ def admit(
             metavar="N",
             min=0,
             max=2**53 - 1,
-            help="Training examples up to which the number that the node declares counts as its weight, in place of "
-            "federation.max_weight_ratio; 0: any, up to that ratio. Left out: as admitted before.",
+            help="Largest number of training examples that counts as the node's weight, in place of "
+            "federation.max_weight_ratio; 0: limited only by that ratio. Default: as admitted before.",
         ),
     ] = None,
     folder: ServerFolder = SERVER,
 ) -> None:
-    """Let a data owner's node take part (Flower's own command: flwr supernode register)."""
+    """Admit a data owner's node to the federation (Flower's own command: flwr supernode register)."""
     from fedspan.transports.flower import require
 
     require()
     from fedspan.transports.flower.admissions import admit_node
     from fedspan.transports.flower.server import link_of
 
-    made = admit_node(link_of(folder), key, name, days=days, replace=replace, max_examples=max_examples)
-    most = "" if made.max_examples is None else f", with the weight of at most {made.max_examples} examples"
-    typer.echo(f"admitted {key}" + (f", which must call itself {name}" if name else "") + most)
+    admission = admit_node(link_of(folder), key, name, days=days, replace=replace, max_examples=max_examples)
+    limit = "" if admission.max_examples is None else f", with the weight of at most {admission.max_examples} examples"
+    typer.echo(f"admitted {key}" + (f", which must use the id {name}" if name else "") + limit)
 
 
 @command("revoke", 'fedspan revoke clinic-a --why "the machine was stolen"', panel=MACHINES)
@@ -62,9 +62,9 @@ def revoke(
     why: Annotated[str, typer.Option("--why", metavar="TEXT", help="The reason, for the audit log.")] = "",
     folder: ServerFolder = SERVER,
 ) -> None:
-    """Shut a node out for good: within seconds, its requests are refused and its replies count no longer.
+    """Revoke a node's key permanently: within seconds, its requests are refused and its replies are rejected.
 
-    A running server and running federations need no restart. To let the node in again, admit a new key.
+    A running server and running federations need no restart. To admit the node again, use a new key.
     """
     from fedspan.transports.flower import require
 
@@ -79,17 +79,17 @@ def revoke(
 @command("renew", "fedspan renew", "fedspan renew --activate", panel=MACHINES)
 def renew(
     names: Annotated[
-        list[str] | None, typer.Option("--name", help="A further name or address of this machine; may be repeated.")
+        list[str] | None, typer.Option("--name", help="Additional name or address of this machine; may be repeated.")
     ] = None,
     activate: Annotated[
-        bool, typer.Option("--activate", help="Use the renewed certificates: when every data owner has the new ca.crt.")
+        bool, typer.Option("--activate", help="Use the renewed certificates, once every data owner has the new ca.crt.")
     ] = False,
     folder: ServerFolder = SERVER,
 ) -> None:
-    """Renew the server's certificates and its order key, in two steps, so that no node is cut off in between.
+    """Renew the server's certificates and its order key, in two steps, so that no node loses its connection.
 
-    The first step makes a new ca.crt, which trusts the old and the new. Give it to every data owner. The second step,
-    --activate, puts the new certificates in use; a running server restarts by itself.
+    The first step creates a new ca.crt, which trusts both certificates. Send it to every data owner. The second step,
+    --activate, switches to the new certificates; a running server restarts by itself.
     """
     from fedspan.transports.flower import require
 
@@ -102,15 +102,17 @@ def renew(
     if activate:
         activate_authority(folder)
         audit_log(link).write("certificates activated")
-        typer.echo("the renewed certificates are in use; submit a run that was at work again, with --resume")
+        typer.echo("the renewed certificates are in use; resume an interrupted run with fedspan submit --resume")
         return
     path = renew_authority(folder, names or [])
     audit_log(link).write("certificates renewed")
-    typer.echo(f"give to every data owner, in place of {AUTHORITY}: {path}\nthen here: fedspan renew --activate")
+    typer.echo(
+        f"send to every data owner, as a replacement of {AUTHORITY}: {path}\nthen run here: fedspan renew --activate"
+    )
 
 
-def warn_of_ends(link: ServerLink) -> None:
-    """Print a warning for certificates and admissions that end soon."""
+def warn_of_expiry(link: ServerLink) -> None:
+    """Print a warning for certificates and admissions that expire soon."""
     from fedspan.transports.flower.admissions import read_admissions
     from fedspan.transports.flower.keys import AUTHORITY, CERTIFICATE, SOON, days_left
 
@@ -119,7 +121,8 @@ def warn_of_ends(link: ServerLink) -> None:
 
     if link.authority is not None and (days := days_left(link.folder / AUTHORITY, link.folder / CERTIFICATE)) < SOON:
         warn(f"the server's certificates expire in {max(0, int(days))} days: fedspan renew")
-    for id, one in read_admissions(link).items():
-        if one.days_left < SOON:
-            who = one.name or f"node {id}"
-            warn(f"the admission of {who} ends in {max(0, int(one.days_left))} days: fedspan admit KEY.pub --replace")
+    for id, admission in read_admissions(link).items():
+        if admission.days_left < SOON:
+            node = admission.name or f"node {id}"
+            days = max(0, int(admission.days_left))
+            warn(f"the admission of {node} expires in {days} days: fedspan admit KEY.pub --replace")

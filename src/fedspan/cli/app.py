@@ -1,4 +1,4 @@
-"""The app with all commands. Each registers itself where it is defined; help lists them in the order of the imports."""
+"""The app with all commands. Each registers itself on import; help lists them in the order of the imports."""
 # ruff: noqa: F401, I001
 # pyright: reportUnusedImport=false
 

@@ -1,4 +1,4 @@
-"""``fedspan approve`` and ``audit``: a node's operator decides about jobs; what a server or a node did."""
+"""``fedspan approve`` and ``audit``: approval of jobs by a node's operator, and audit logs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["approve", "audit"]
 )
 def approve(
     node: Annotated[Path, typer.Argument(metavar="NODE", help="The node's YAML file.")],
-    job: Annotated[str | None, typer.Argument(metavar="JOB", help="The beginning of a job's name.")] = None,
-    refuse: Annotated[bool, typer.Option("--refuse", help="Refuse the job, also one that is at work.")] = False,
-    why: Annotated[str, typer.Option("--why", metavar="TEXT", help="The reason; the server reads it.")] = "",
+    job: Annotated[str | None, typer.Argument(metavar="JOB", help="First characters of a job's name.")] = None,
+    refuse: Annotated[bool, typer.Option("--refuse", help="Refuse the job, even if it is running.")] = False,
+    why: Annotated[str, typer.Option("--why", metavar="TEXT", help="Reason, sent to the server.")] = "",
     settings: Annotated[bool, typer.Option("--settings", help="Show all settings of the jobs.")] = False,
 ) -> None:
-    """Show what servers ask of this node, and approve or refuse a job. For nodes with `limits.approve: ask`."""
+    """Show the jobs that servers request from this node; approve or refuse one. Needs `limits.approve: ask`."""
     from fedspan.config.node import load_node
     from fedspan.deployment.approval import Approvals
     from fedspan.deployment.node import AUDIT
@@ -37,14 +37,14 @@ def approve(
     folder = Path(load_node(node).folder)
     approvals = Approvals(folder, AuditLog(folder / AUDIT))
     if job is not None:
-        decided = approvals.decide(job, "refused" if refuse else "approved", why)
-        typer.echo(f"{decided.decision} job {decided.job[:16]}")
+        decision = approvals.decide(job, "refused" if refuse else "approved", why)
+        typer.echo(f"{decision.decision} job {decision.job[:16]}")
         return
     if refuse:
-        raise FedspanError("JOB", None, "the beginning of a job's name")
+        raise FedspanError("JOB", None, "the first characters of a job's name")
     requests = approvals.requests()
     if not requests:
-        typer.echo("no server has asked for anything yet")
+        typer.echo("no server has requested a job yet")
     for one in requests:
         typer.echo(f"job {one.job[:16]}")
         for name, value in one.summary().items():
@@ -58,10 +58,10 @@ def audit(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a server or a node.")],
     as_json: Json = False,
 ) -> None:
-    """Show the audit log of a server or a node, after checking its chain.
+    """Verify the hash chain of a server's or a node's audit log, and print its entries.
 
-    The last line has the number of entries and the log's head. Note both elsewhere: a log that was cut, or rewritten as
-    a whole, has others.
+    The last line has the number of entries and the log's head. Note both elsewhere: they differ after the log was
+    truncated or rewritten.
     """
     from fedspan.deployment.node import AUDIT
     from fedspan.logs import AuditLog, position_of

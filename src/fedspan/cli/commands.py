@@ -1,4 +1,4 @@
-"""What every command is registered with: the app, its decorator, and options that several commands share."""
+"""The app, the decorator that registers commands, and options that several commands share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from typer.models import ParameterInfo
 
 import fedspan
-from fedspan.cli.hints import hint
+from fedspan.cli.hints import find_page
 from fedspan.errors import FedspanError
 
 __all__ = ["MACHINES", "SERVER", "Json", "Overrides", "ServerFolder", "app", "command"]
@@ -22,26 +22,26 @@ MACHINES = "Between machines"
 """Panel of the commands of a deployment."""
 
 SERVER = Path("fedspan-server")
-"""A server's folder, unless another is named."""
+"""Default folder of a server."""
 
 ServerFolder = Annotated[Path, typer.Option("--server", metavar="FOLDER", help="The server's folder.")]
-Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="A.B=C", help="Change a field of the config; may be given many times."),
+    typer.Option("--set", metavar="A.B=C", help="Override a config field; may be repeated."),
 ]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Group(TyperGroup):
-    """Prints a user's mistake on one line, and the page that explains it on another."""
+    """Group of commands that prints a user error on one line, followed by the page that explains it."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except FedspanError as error:
             typer.echo(f"error: {error}", err=True)
-            if (page := hint(error.field)) is not None:
+            if (page := find_page(error.field)) is not None:
                 typer.echo(f"see docs/{page}", err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
@@ -49,7 +49,7 @@ class _Group(TyperGroup):
             raise typer.Exit(130) from None
 
 
-def _examples(*lines: str) -> str:
+def _format_examples(*lines: str) -> str:
     """Build an epilog of examples, separated by blank lines."""
     return "\n\n".join(["[bold]Examples[/bold]", *(f"[cyan]{escape(line)}[/cyan]" for line in lines)])
 
@@ -61,7 +61,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=_examples("fedspan demo", "fedspan run my.yaml --out runs/first", "fedspan run --help"),
+    epilog=_format_examples("fedspan demo", "fedspan run my.yaml --out runs/first", "fedspan run --help"),
 )
 
 
@@ -81,14 +81,14 @@ def command(name: str, *examples: str, panel: str | None = None) -> Callable[[_F
         for annotation in get_type_hints(function, include_extras=True).values():
             for info in getattr(annotation, "__metadata__", ()):
                 if isinstance(info, ParameterInfo) and info.help is not None:
-                    info.help = escape(info.help.replace("\\[", "["))  # options that several commands share come again
+                    info.help = escape(info.help.replace("\\[", "["))  # shared options are processed more than once
         text = escape(inspect.cleandoc(function.__doc__ or ""))
-        return app.command(name, help=text, epilog=_examples(*examples), rich_help_panel=panel)(function)
+        return app.command(name, help=text, epilog=_format_examples(*examples), rich_help_panel=panel)(function)
 
     return register
 
 
-def _version(requested: bool) -> None:
+def _print_version(requested: bool) -> None:
     if requested:
         typer.echo(f"fedspan {fedspan.__version__}")
         raise typer.Exit
@@ -97,7 +97,7 @@ def _version(requested: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Fine-tune a pretrained model across private data owners with low-rank updates; get one PEFT adapter back."""

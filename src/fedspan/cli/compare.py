@@ -26,12 +26,13 @@ __all__ = ["compare", "print_table", "sweep"]
 
 Config = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file that all runs share.")]
 Out = Annotated[
-    Path | None, typer.Option("--out", metavar="FOLDER", help="For the runs and the table; of these runs, go on there.")
+    Path | None,
+    typer.Option("--out", metavar="FOLDER", help="Folder of the runs and the table; an existing series is resumed."),
 ]
 Resume = Annotated[
-    Path | None, typer.Option("--resume", metavar="FOLDER", help="Go on, under the settings that it was begun with.")
+    Path | None, typer.Option("--resume", metavar="FOLDER", help="Resume a series with its original settings.")
 ]
-Seeds = Annotated[str | None, typer.Option("--seeds", metavar="N,N", help="Seeds, with commas in between.")]
+Seeds = Annotated[str | None, typer.Option("--seeds", metavar="N,N", help="Seeds, separated by commas.")]
 Report = TypeVar("Report")
 
 
@@ -51,21 +52,23 @@ def compare(
     overrides: Overrides = None,
     overrides_for: Annotated[
         list[str] | None,
-        typer.Option("--set-for", metavar="METHOD:A.B=C", help="Change a field for one method; as often as you like."),
+        typer.Option(
+            "--set-for", metavar="METHOD:A.B=C", help="Override a config field for one method; may be repeated."
+        ),
     ] = None,
     against: Annotated[
-        str | None, typer.Option("--against", metavar="METHOD", help="Compare with this row; left out: the first.")
+        str | None, typer.Option("--against", metavar="METHOD", help="Row to compare with. Default: the first.")
     ] = None,
     resume: Resume = None,
     as_json: Json = False,
 ) -> None:
-    """Play several methods and seeds (0,1,2 unless you say) on the same division of the data, and show one table.
+    """Run several methods and seeds (default: 0,1,2) on the same partition of the data, and print one table.
 
-    Every run is an ordinary run folder inside FOLDER. Stopped, the same command or --resume goes on.
+    Every run is an ordinary run folder inside FOLDER. After an interruption, the same command or --resume continues.
     """
-    given = {"--methods": methods, "--seeds": seeds, "--set-for": overrides_for}
-    folder = _folder(config, out, resume, {**given, "--set": overrides})
-    report = _watched(
+    options = {"--methods": methods, "--seeds": seeds, "--set-for": overrides_for}
+    folder = _select_folder(config, out, resume, {**options, "--set": overrides})
+    report = _run_with_view(
         "compare",
         folder,
         as_json,
@@ -94,9 +97,9 @@ def _compare(
         config,
         folder,
         [key.strip() for key in (methods or "").split(",") if key.strip()],
-        _seeds(seeds or "0,1,2"),
+        _parse_seeds(seeds or "0,1,2"),
         overrides=overrides or (),
-        overrides_for=_for(overrides_for or []),
+        overrides_for=_parse_overrides_for(overrides_for or []),
         against=against,
         listener=watcher,
         progress=False,
@@ -113,13 +116,14 @@ def sweep(
     config: Config = None,
     over: Annotated[
         list[str] | None,
-        typer.Option("--over", metavar="A.B=V,V", help="Values to try for a field, or with --trials a range V..V."),
+        typer.Option("--over", metavar="A.B=V,V", help="Values to try for a field; with --trials also a range V..V."),
     ] = None,
     trials: Annotated[
-        int | None, typer.Option("--trials", metavar="N", help="Draw so many combinations; left out: try all.")
+        int | None,
+        typer.Option("--trials", metavar="N", help="Number of random combinations. Default: all combinations."),
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option("--rounds", metavar="R", help="Rounds of a trial; left out: the config's.")
+        int | None, typer.Option("--rounds", metavar="R", help="Rounds of a trial. Default: as in the config.")
     ] = None,
     seeds: Seeds = None,
     out: Out = None,
@@ -127,13 +131,14 @@ def sweep(
     resume: Resume = None,
     as_json: Json = False,
 ) -> None:
-    """Try settings, choose the best on the clients' validation parts (never on a test set), write best.yaml.
+    """Search settings, select the best on the clients' validation parts (never on a test set), and write best.yaml.
 
-    All combinations of the values, or with --trials some at random. Stopped, the same command or --resume goes on.
+    Tries all combinations, or a random sample with --trials. After an interruption, the same command or --resume
+    continues.
     """
-    given = {"--over": over, "--trials": trials, "--rounds": rounds, "--seeds": seeds, "--set": overrides}
-    folder = _folder(config, out, resume, given)
-    report = _watched(
+    options = {"--over": over, "--trials": trials, "--rounds": rounds, "--seeds": seeds, "--set": overrides}
+    folder = _select_folder(config, out, resume, options)
+    report = _run_with_view(
         "sweep",
         folder,
         as_json,
@@ -141,12 +146,12 @@ def sweep(
     )
     _show(report, report.table(), as_json)
     if report.best is None:
-        tried = [trial.values.get("training.lr") for trial in report.trials]
-        shown = [value for value in tried if value is not None]
+        rates = [trial.values.get("training.lr") for trial in report.trials]
+        shown = [value for value in rates if value is not None]
         raise FedspanError("training.lr", shown or None, problem="every trial diverged. Try lower learning rates")
     if not as_json:
         typer.echo(f"table {folder / 'table.md'}, {folder / 'table.csv'}")
-        typer.echo(f"the best, to be run: fedspan run {shlex.quote(report.best)}")
+        typer.echo(f"run the best settings: fedspan run {shlex.quote(report.best)}")
 
 
 def _sweep(
@@ -166,25 +171,25 @@ def _sweep(
     return fedspan.sweep(
         config,
         folder,
-        _over(over or []),
+        _parse_search_space(over or []),
         trials=trials,
         rounds=rounds,
-        seeds=_seeds(seeds or "0"),
+        seeds=_parse_seeds(seeds or "0"),
         overrides=overrides or (),
         listener=watcher,
         progress=False,
     )
 
 
-def _folder(config: Path | None, out: Path | None, resume: Path | None, given: Mapping[str, object]) -> Path:
-    """Return the folder of the series; refuse options that exclude each other."""
+def _select_folder(config: Path | None, out: Path | None, resume: Path | None, options: Mapping[str, object]) -> Path:
+    """Select the folder of the series; refuse options that exclude each other."""
     if resume is not None:
-        for name, value in {"CONFIG": config, "--out": out, **given}.items():
+        for name, value in {"CONFIG": config, "--out": out, **options}.items():
             if value:
                 raise FedspanError(
                     name,
                     str(value),
-                    problem="it cannot be combined with --resume, which goes on under its own settings",
+                    problem="it cannot be combined with --resume, which keeps the original settings",
                 )
         return resume
     if config is None:
@@ -194,30 +199,30 @@ def _folder(config: Path | None, out: Path | None, resume: Path | None, given: M
     return out
 
 
-def _seeds(text: str) -> list[int]:
+def _parse_seeds(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise FedspanError("--seeds", text, "whole numbers separated by commas, such as 0,1,2") from None
 
 
-def _for(texts: list[str]) -> dict[str, list[str]]:
+def _parse_overrides_for(texts: list[str]) -> dict[str, list[str]]:
     """Parse ``METHOD:a.b=c`` into overrides by method."""
     by_method: dict[str, list[str]] = {}
     for text in texts:
-        method, colon, setting = text.partition(":")
-        if not colon or "=" in method or "=" not in setting:
+        method, separator, setting = text.partition(":")
+        if not separator or "=" in method or "=" not in setting:
             raise FedspanError("--set-for", text, "METHOD:section.field=value")
         by_method.setdefault(method.strip(), []).append(setting)
     return by_method
 
 
-def _over(texts: list[str]) -> dict[str, str]:
+def _parse_search_space(texts: list[str]) -> dict[str, str]:
     """Parse ``a.b=values`` into values by path."""
     by_path: dict[str, str] = {}
     for text in texts:
-        path, equals, values = text.partition("=")
-        if not equals:
+        path, separator, values = text.partition("=")
+        if not separator:
             raise FedspanError("--over", text, "section.field=value,value,...")
         if path.strip() in by_path:
             raise FedspanError(
@@ -227,8 +232,8 @@ def _over(texts: list[str]) -> dict[str, str]:
     return by_path
 
 
-def _watched(command: str, folder: Path, quiet: bool, play: Callable[[Watcher], Report]) -> Report:
-    """Run a series with its live view; Ctrl-C prints how to resume."""
+def _run_with_view(command: str, folder: Path, quiet: bool, run: Callable[[Watcher], Report]) -> Report:
+    """Run a series with its live view; on Ctrl-C, print how to resume."""
     from fedspan.cli.formatting import console
 
     out = console()
@@ -239,17 +244,17 @@ def _watched(command: str, folder: Path, quiet: bool, play: Callable[[Watcher], 
     view = SeriesView(out, folder)
     try:
         with view:
-            return play(view)
+            return run(view)
     except KeyboardInterrupt:
-        typer.echo(_stopped(command, folder, view.done, view.runs), err=True)
+        typer.echo(_describe_interruption(command, folder, view.done, view.runs), err=True)
         raise typer.Exit(130) from None
 
 
-def _stopped(command: str, folder: Path, done: int, runs: int) -> str:
+def _describe_interruption(command: str, folder: Path, done: int, runs: int) -> str:
     if not (folder / f"{command}.yaml").is_file():
         return "stopped before the first run began; nothing was written"
-    finished = f"{done} of {runs} runs are finished" if runs else "finished runs are kept"
-    return f"stopped; {finished}. Go on with:\n  fedspan {command} --resume {shlex.quote(str(folder))}"
+    finished = f"{done} of {runs} runs are finished" if runs else "finished runs are saved"
+    return f"stopped; {finished}. Resume with:\n  fedspan {command} --resume {shlex.quote(str(folder))}"
 
 
 def _show(report: CompareReport | SweepReport, table: Table, as_json: bool) -> None:

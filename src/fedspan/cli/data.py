@@ -20,11 +20,11 @@ __all__ = ["data"]
 @command("data", "fedspan data", "fedspan data sst2", "fedspan data --json")
 def data(
     key: Annotated[
-        str | None, typer.Argument(metavar="KEY", help="Show all about one, with a config to paste.")
+        str | None, typer.Argument(metavar="KEY", help="Data set to describe, with a config to paste.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the data sets that data.dataset can name: what they are for, their licence, where they are."""
+    """List the data sets of data.dataset: their tasks, licences and locations."""
     from fedspan.cli.formatting import console
     from fedspan.data.catalogue import get_dataset_entry, list_datasets
 
@@ -32,15 +32,15 @@ def data(
     if as_json:
         typer.echo(json.dumps([entry.model_dump(mode="json") for entry in entries], indent=2, ensure_ascii=False))
     elif key is None:
-        _all(console(), entries)
+        _show_all(console(), entries)
     else:
-        _one(console(), entries[0])
+        _show_entry(console(), entries[0])
 
 
-def _all(out: Console, entries: tuple[DatasetEntry, ...]) -> None:
+def _show_all(out: Console, entries: tuple[DatasetEntry, ...]) -> None:
     from fedspan.cli.formatting import plain_table
 
-    # One table a task: a column of tasks would leave too little of 80 columns for the hub's ids.
+    # One table per task: a column of tasks would leave too little room for hub ids in 80 columns.
     for task in dict.fromkeys(entry.task for entry in entries):
         table = plain_table()
         table.title, table.title_justify, table.title_style = f"task: {task}", "left", "bold"
@@ -50,18 +50,18 @@ def _all(out: Console, entries: tuple[DatasetEntry, ...]) -> None:
         table.add_column("hub id", min_width=30)
         for entry in entries:
             if entry.task == task:
-                where = "local files only" if entry.hub is None else entry.hub.id
-                where = where if len(where) <= 31 else where.replace("/", "/\n")
-                table.add_row(entry.key, entry.metric, entry.licence, where)
+                location = "local files only" if entry.hub is None else entry.hub.id
+                location = location if len(location) <= 31 else location.replace("/", "/\n")
+                table.add_row(entry.key, entry.metric, entry.licence, location)
         out.print(table)
     notes = (
-        "exact_match needs evaluation.generate. licence: as the publisher states it; other: the source tells more; "
-        "unknown: no statement was found.\nAll about one, with a config to paste: fedspan data sst2"
+        "exact_match needs evaluation.generate. licence: as the publisher states it; other: see the source; "
+        "unknown: no statement was found.\nDetails and a config to paste: fedspan data sst2"
     )
     out.print(notes, style="dim")
 
 
-def _one(out: Console, entry: DatasetEntry) -> None:
+def _show_entry(out: Console, entry: DatasetEntry) -> None:
     from fedspan.cli.formatting import plain_table
     from fedspan.data.catalogue import render_snippet
 
@@ -73,12 +73,12 @@ def _one(out: Console, entry: DatasetEntry) -> None:
     table.box = None
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in facts(entry):
+    for name, value in list_properties(entry):
         table.add_row(name, value)
     out.print()
     out.print(table)
     builtin = entry.hub is not None and entry.hub.id.startswith("builtin:")
-    configs = {"as it comes" if builtin else "from the hub": render_snippet(entry, "hub")}
+    configs = {"built in" if builtin else "from the hub": render_snippet(entry, "hub")}
     configs["from local files"] = render_snippet(entry, "files")
     for title, config in configs.items():
         if config is not None:
@@ -86,39 +86,41 @@ def _one(out: Console, entry: DatasetEntry) -> None:
             out.print("\n".join(f"  {line}" for line in config.splitlines()), soft_wrap=True)
 
 
-def facts(entry: DatasetEntry) -> list[tuple[str, str]]:
-    """Return the facts about a data set as names and values, in reading order."""
+def list_properties(entry: DatasetEntry) -> list[tuple[str, str]]:
+    """List the properties of a data set as names and values, in reading order."""
     rows = f"{entry.rows.train} train" + ("" if entry.rows.test is None else f", {entry.rows.test} test")
-    found = [("task", entry.task), ("metric", entry.metric), ("rows", rows), ("licence", entry.licence)]
-    found.append(("source", entry.source))
+    properties = [("task", entry.task), ("metric", entry.metric), ("rows", rows), ("licence", entry.licence)]
+    properties.append(("source", entry.source))
     if entry.hub is None:
-        found.append(("hub", "not there in this form: local files only"))
+        properties.append(("hub", "not on the hub in this form: local files only"))
     else:
         config = "" if entry.hub.config is None else f", config {entry.hub.config}"
         splits = f"train on {entry.hub.train_split}, " + (
-            "set a part of it aside to test" if entry.hub.test_split is None else f"test on {entry.hub.test_split}"
+            "hold out a part of it for testing" if entry.hub.test_split is None else f"test on {entry.hub.test_split}"
         )
-        found += [("hub", f"{entry.hub.id}{config}"), ("splits", splits)]
-    found.append(("columns", _columns(entry.columns.model_dump(exclude_none=True))))
+        properties += [("hub", f"{entry.hub.id}{config}"), ("splits", splits)]
+    properties.append(("columns", _format_columns(entry.columns.model_dump(exclude_none=True))))
     if entry.files is not None:
         names = entry.files.train if entry.files.test is None else f"{entry.files.train}, {entry.files.test}"
-        found.append(("files", names))
+        properties.append(("files", names))
         if entry.files.columns.model_dump(exclude_none=True):
-            found.append(("their columns", _columns(entry.file_columns.model_dump(exclude_none=True))))
+            properties.append(
+                ("columns of the files", _format_columns(entry.file_columns.model_dump(exclude_none=True)))
+            )
         if entry.files.header is not None:
-            found.append(("no header, but", ", ".join(entry.files.header)))
+            properties.append(("no header; columns", ", ".join(entry.files.header)))
         if entry.files.quoting is not None:
-            found.append(("quoting", entry.files.quoting))
-    further = {
+            properties.append(("quoting", entry.files.quoting))
+    optional = {
         "labels": None if entry.labels is None else ", ".join(entry.labels),
         "prompt": None if entry.prompt is None else entry.prompt.replace("\n", "\\n"),
         "answer pattern": entry.answer_pattern,
         "new tokens": None if entry.max_new_tokens is None else str(entry.max_new_tokens),
         "incomplete rows": "left out" if entry.invalid == "skip" else None,
     }
-    found += [(name, value) for name, value in further.items() if value is not None]
-    return found
+    properties += [(name, value) for name, value in optional.items() if value is not None]
+    return properties
 
 
-def _columns(columns: dict[str, str]) -> str:
+def _format_columns(columns: dict[str, str]) -> str:
     return ", ".join(f"{name} {column!r}" if " " in column else f"{name} {column}" for name, column in columns.items())

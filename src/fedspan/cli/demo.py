@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fedspan.cli.commands import Overrides, command
-from fedspan.cli.live_run import fresh_folder, show_run
+from fedspan.cli.live_run import find_unused_folder, show_run
 
 __all__ = ["demo"]
 
@@ -23,17 +23,17 @@ __all__ = ["demo"]
 def demo(
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FOLDER", help="Folder of the run; left out: runs/demo, runs/demo-2, ..."),
+        typer.Option("--out", metavar="FOLDER", help="Folder of the run. Default: runs/demo, runs/demo-2, ..."),
     ] = None,
     overrides: Overrides = None,
     show_config: Annotated[
-        bool, typer.Option("--show-config", help="Print the demo's config, to start your own from.")
+        bool, typer.Option("--show-config", help="Print the demo's config, as a template of your own.")
     ] = False,
 ) -> None:
-    """See it work: ten clinics learn to sort patients' messages together, and no message leaves its clinic."""
+    """Run a demo: ten clinics train a classifier of patients' messages, and no message leaves its clinic."""
     packaged = files("fedspan").joinpath("demo.yaml")
     if show_config:
         typer.echo(packaged.read_text(encoding="utf-8"), nl=False)
         return
     with as_file(packaged) as path:
-        show_run(out or fresh_folder(Path("runs") / "demo"), path, overrides or ())
+        show_run(out or find_unused_folder(Path("runs") / "demo"), path, overrides or ())

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.admission import warn_of_ends
+from fedspan.cli.admission import warn_of_expiry
 from fedspan.cli.commands import MACHINES, SERVER, Overrides, ServerFolder, command
-from fedspan.cli.live_run import fresh_folder, stopped
+from fedspan.cli.live_run import describe_interruption, find_unused_folder
 from fedspan.errors import FedspanError
 
 __all__ = ["join", "server", "submit"]
@@ -21,18 +21,22 @@ __all__ = ["join", "server", "submit"]
 
 @command("server", "fedspan server --name fl.example.org", "fedspan server -h", panel=MACHINES)
 def server(
-    folder: Annotated[Path, typer.Option("--folder", help="Certificates, secret, database, log.")] = SERVER,
+    folder: Annotated[
+        Path, typer.Option("--folder", help="Folder of the certificates, the secret, the database and the log.")
+    ] = SERVER,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")] = 9092,
     names: Annotated[
         list[str] | None,
         typer.Option("--name", help="A name or address under which nodes reach this machine; may be repeated."),
     ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="No TLS, no keys: for a try on one machine.")] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Disable TLS and keys, for tests on one machine.")
+    ] = False,
 ) -> None:
     """Run a federation's server: Flower's SuperLink, with TLS and node keys.
 
-    The first start makes an authority and a certificate. Give ca.crt to every data owner.
+    The first start creates a certificate authority and a certificate. Send ca.crt to every data owner.
     """
     from fedspan.transports.flower import require
 
@@ -45,33 +49,35 @@ def server(
         typer.secho("INSECURE: nothing is encrypted, and any node may join. Never with real data.", fg="red", err=True)
     link = prepare_folder(folder, port, names or [], insecure=insecure)
     if not insecure:
-        warn_of_ends(link)
-    stop = _stop()
+        warn_of_expiry(link)
+    stop = _make_stop_event()
 
-    def ready() -> None:
-        known = (names or ["THIS-MACHINE"])[0]
+    def print_instructions() -> None:
+        address = (names or ["THIS-MACHINE"])[0]
         typer.echo(f"listening on {host}:{port}; log: {folder / 'superlink.log'}")
         if not insecure:
-            typer.echo(f"give to every data owner: {folder / 'ca.crt'}")
-        typer.echo("each data owner, on its own machine:")
-        typer.echo("  fedspan join --new-key node.key     # sends you node.key.pub")
+            typer.echo(f"send to every data owner: {folder / 'ca.crt'}")
+        typer.echo("each data owner runs, on its own machine:")
+        typer.echo("  fedspan join --new-key node.key     # and sends you node.key.pub")
         if not insecure:
-            typer.echo("here:\n  fedspan admit node.key.pub --as NAME" + _server(folder))
-        typer.echo(f"then there, with `server: {known}:{port}` in its file:\n  fedspan join node.yaml")
-        typer.echo(f"and here:\n  fedspan submit config.yaml{_server(folder)}")
+            typer.echo("then run here:\n  fedspan admit node.key.pub --as NAME" + _format_server_option(folder))
+        typer.echo(
+            f"then the data owner runs, with `server: {address}:{port}` in the node's file:\n  fedspan join node.yaml"
+        )
+        typer.echo(f"and run here:\n  fedspan submit config.yaml{_format_server_option(folder)}")
 
-    supervise(folder, link, host, stop, ready)
+    supervise(folder, link, host, stop, print_instructions)
 
 
 @command("join", "fedspan join --new-key node.key", "fedspan join node.yaml", panel=MACHINES)
 def join(
     node: Annotated[Path | None, typer.Argument(metavar="NODE", help="The node's YAML file.")] = None,
     new_key: Annotated[
-        Path | None, typer.Option("--new-key", metavar="FILE", help="Make a key pair, and do nothing else.")
+        Path | None, typer.Option("--new-key", metavar="FILE", help="Create a key pair and exit.")
     ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and a key.")] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Disable TLS and keys.")] = False,
 ) -> None:
-    """Take part in federations as a data owner. Data and paths never leave this machine."""
+    """Join federations as a data owner. Data and paths never leave this machine."""
     from fedspan.transports.flower import require
 
     require()
@@ -85,12 +91,12 @@ def join(
         return
     if node is None:
         raise FedspanError("NODE", None, "a node's YAML file, or --new-key FILE")
-    from fedspan.deployment.deploy import join as taking_part
+    from fedspan.deployment.deploy import join as run_node
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    for quiet in ("httpx", "flwr"):
-        logging.getLogger(quiet).setLevel(logging.WARNING)
-    taking_part(node, insecure=insecure, stop=_stop())
+    for name in ("httpx", "flwr"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    run_node(node, insecure=insecure, stop=_make_stop_event())
 
 
 @command("submit", "fedspan submit config.yaml --out runs/first", "fedspan submit --resume runs/first", panel=MACHINES)
@@ -99,12 +105,14 @@ def submit(
     out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Folder of the run.")] = None,
     overrides: Overrides = None,
     resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="FOLDER", help="Go on with an interrupted run.")
+        Path | None, typer.Option("--resume", metavar="FOLDER", help="Resume an interrupted run.")
     ] = None,
-    wait: Annotated[float, typer.Option("--wait", min=1, help="Seconds to wait for all nodes.")] = 600.0,
+    wait: Annotated[
+        float, typer.Option("--wait", min=1, help="Maximum number of seconds to wait for all nodes.")
+    ] = 600.0,
     folder: ServerFolder = SERVER,
 ) -> None:
-    """Play a federation with the nodes that have joined, and export the best round's adapter."""
+    """Train across the nodes that have joined, and export the best round's adapter."""
     from fedspan.transports.flower import require
 
     require()
@@ -116,18 +124,18 @@ def submit(
     from fedspan.cli.formatting import console
     from fedspan.cli.live import RunView
     from fedspan.cli.run_summary import show_report
-    from fedspan.deployment.deploy import submit as submitted
+    from fedspan.deployment.deploy import submit as submit_run
     from fedspan.transports.flower.server import link_of
 
-    place = resume or out or fresh_folder(Path("runs") / (config or Path("run")).stem)
-    shown = console()
-    view = RunView(shown, place)
+    run_folder = resume or out or find_unused_folder(Path("runs") / (config or Path("run")).stem)
+    screen = console()
+    view = RunView(screen, run_folder)
     logging.getLogger("flwr").setLevel(logging.ERROR)
     try:
         with view:
-            report = submitted(
+            report = submit_run(
                 config,
-                place,
+                run_folder,
                 link_of(folder),
                 overrides=overrides or (),
                 resume=resume is not None,
@@ -135,18 +143,18 @@ def submit(
                 listener=view,
             )
     except KeyboardInterrupt:
-        typer.echo(stopped(place, view.rounds, "submit"), err=True)
+        typer.echo(describe_interruption(run_folder, view.rounds, "submit"), err=True)
         raise typer.Exit(130) from None
-    show_report(shown, report, place)
+    show_report(screen, report, run_folder)
 
 
-def _stop() -> Event:
-    """Return an event that is set by Ctrl-C, or when the process is asked to end."""
+def _make_stop_event() -> Event:
+    """Create an event that is set by Ctrl-C or SIGTERM."""
     stop = Event()
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, lambda *_: stop.set())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
     return stop
 
 
-def _server(folder: Path) -> str:
+def _format_server_option(folder: Path) -> str:
     return "" if folder == SERVER else f" --server {shlex.quote(str(folder))}"

@@ -1,4 +1,4 @@
-"""``fedspan diagnose``: how the clients' updates compare with each other."""
+"""``fedspan diagnose``: comparison of the clients' updates."""
 
 from __future__ import annotations
 
@@ -24,18 +24,21 @@ __all__ = ["diagnose"]
 def diagnose(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     round: Annotated[
-        str, typer.Option("--round", metavar="ROUND", help="The checkpoint to go on from: last, best, or a number.")
+        str,
+        typer.Option("--round", metavar="ROUND", help="Checkpoint to continue from: last, best, or a round's number."),
     ] = "last",
     pairs: Annotated[
-        int, typer.Option("--pairs", metavar="N", help="Pairs of clients between whose models the loss is measured.")
+        int, typer.Option("--pairs", metavar="N", help="Number of client pairs whose loss barrier is measured.")
     ] = 3,
-    examples: Annotated[int, typer.Option("--examples", metavar="N", help="Held-out examples for that.")] = 500,
+    examples: Annotated[
+        int, typer.Option("--examples", metavar="N", help="Held-out examples for the loss barrier.")
+    ] = 500,
     as_json: Json = False,
 ) -> None:
-    """Play one more round from a checkpoint, keep nothing of it, and show how the clients' updates fit together.
+    """Run one more round from a checkpoint without saving it, and compare the clients' updates.
 
-    Interference of averaging, client drift, angles between subspaces, ranks, mismatch of the optimizers' moments, and
-    the loss on the line between two clients' models. It costs a round, and what is printed beside it.
+    Reports interference of averaging, client drift, angles between subspaces, ranks, mismatch of the optimizers'
+    moments, and the loss between two clients' models. It costs one round and the printed additional time.
     """
     from fedspan.cli.formatting import console
 
@@ -44,14 +47,14 @@ def diagnose(
     with screen.status("running a round"):
         import fedspan
 
-        found = fedspan.diagnose(run, _round(round), pairs=pairs, examples=examples)
+        diagnosis = fedspan.diagnose(run, _parse_round(round), pairs=pairs, examples=examples)
     if as_json:
-        typer.echo(json.dumps(_plain(found), indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(_to_dict(diagnosis), indent=2, ensure_ascii=False))
     else:
-        _show(screen, found)
+        _show(screen, diagnosis)
 
 
-def _round(text: str) -> int | Literal["best", "last"]:
+def _parse_round(text: str) -> int | Literal["best", "last"]:
     if text in ("best", "last"):
         return cast(Literal["best", "last"], text)
     try:
@@ -60,61 +63,67 @@ def _round(text: str) -> int | Literal["best", "last"]:
         raise FedspanError("--round", text, "best, last, or a number") from None
 
 
-def _plain(found: Diagnosis) -> dict[str, Any]:
+def _to_dict(diagnosis: Diagnosis) -> dict[str, Any]:
     """Return a diagnosis as plain JSON values; missing values are null."""
     from fedspan.diagnostics.measures import MEASURES
     from fedspan.diagnostics.round_diagnosis import STEPS
 
-    def number(value: float | None) -> float | None:
+    def to_number(value: float | None) -> float | None:
         return None if value is None or math.isnan(value) else value
 
     return {
-        "method": found.method,
-        "round": found.round,
-        "clients": list(found.clients),
+        "method": diagnosis.method,
+        "round": diagnosis.round,
+        "clients": list(diagnosis.clients),
         "layers": {
-            name: {measure.key: number(measure.value(layer)) for measure in MEASURES}
-            for name, layer in found.layers.items()
+            name: {measure.key: to_number(measure.value(layer)) for measure in MEASURES}
+            for name, layer in diagnosis.layers.items()
         },
         "barriers": [
-            {"clients": list(one.clients), "at": list(STEPS), "losses": list(one.losses), "height": one.height}
-            for one in found.barriers
+            {
+                "clients": list(barrier.clients),
+                "at": list(STEPS),
+                "losses": list(barrier.losses),
+                "height": barrier.height,
+            }
+            for barrier in diagnosis.barriers
         ],
-        "examples": found.examples,
-        "seconds": found.seconds,
+        "examples": diagnosis.examples,
+        "seconds": diagnosis.seconds,
     }
 
 
-def _show(out: Console, found: Diagnosis) -> None:
+def _show(out: Console, diagnosis: Diagnosis) -> None:
     from fedspan.cli.formatting import number, plain_table
     from fedspan.diagnostics.measures import summarize_measures
 
-    rows = summarize_measures(found)
-    out.print(f"{found.method}, round {found.round}: {len(found.clients)} clients, {len(found.layers)} target layers")
+    rows = summarize_measures(diagnosis)
+    clients, layers = len(diagnosis.clients), len(diagnosis.layers)
+    out.print(f"{diagnosis.method}, round {diagnosis.round}: {clients} clients, {layers} target layers")
     table = plain_table()
     table.add_column("", style="cyan", no_wrap=True)
-    for title in ("mean", "least", "most"):
+    for title in ("mean", "min", "max"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("worst layer", overflow="fold")
     for row in rows:
         cells = (f"{value:.3g}" for value in (row.mean, row.minimum, row.maximum))
         table.add_row(row.measure.title, *cells, row.worst or "")
     out.print(table)
-    if found.barriers:
+    if diagnosis.barriers:
         table = plain_table()
         table.add_column("loss between two clients' models", style="cyan", overflow="fold")
         for title in ("one", "highest", "other", "barrier"):
             table.add_column(title, justify="right", no_wrap=True)
-        for one in found.barriers:
-            losses = (one.losses[0], max(one.losses), one.losses[-1], one.height)
-            table.add_row(" - ".join(one.clients), *map(number, losses))
+        for barrier in diagnosis.barriers:
+            losses = (barrier.losses[0], max(barrier.losses), barrier.losses[-1], barrier.height)
+            table.add_row(" - ".join(barrier.clients), *map(number, losses))
         out.print(table)
     for row in rows:
         out.print(f"{row.measure.title}: {row.measure.reads} ({row.measure.source})", style="dim")
-    if found.barriers:
+    if diagnosis.barriers:
         out.print(
-            "barrier: By how much the loss between the two exceeds the line between its ends: near 0 their average is "
-            "as good as they are. (Frankle et al., 2020; FedGaLore, figure 3c)",
+            "barrier: excess of the loss between two clients' models over the line between their own losses; near 0, "
+            "the average of the models is as good as they are. (Frankle et al., 2020; FedGaLore, figure 3c)",
             style="dim",
         )
-    out.print(f"This took {found.seconds:.1f} s beside the round.", style="dim")
+    out.print(f"The diagnostics took {diagnosis.seconds:.1f} s, in addition to the round.", style="dim")

@@ -1,4 +1,4 @@
-"""``fedspan doctor``: a check of what works on this machine, and of what is missing."""
+"""``fedspan doctor``: a check of the installation on this machine."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ def doctor(
 ) -> None:
     """Check the installation: packages and extras, accelerator, memory, disk, port, models. Nothing is changed.
 
-    Ends with 1 if something is missing without which nothing works.
+    Exits with 1 if a required component is missing.
     """
     from fedspan.cli.formatting import console, plain_table
 
     screen = console()
     screen.quiet = as_json
-    with screen.status("looking"):
+    with screen.status("checking the installation"):
         from fedspan.runs.doctor import checks
 
-        found = checks(folder)
+        results = checks(folder)
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(one) for one in found], indent=2, ensure_ascii=False))
+        typer.echo(json.dumps([dataclasses.asdict(check) for check in results], indent=2, ensure_ascii=False))
     else:
         from rich.text import Text
 
         table = plain_table()
         table.add_column("", no_wrap=True)
-        table.add_column("what", style="cyan", no_wrap=True)
+        table.add_column("component", style="cyan", no_wrap=True)
         table.add_column("found", overflow="fold")
-        for one in found:
-            text, style = _MARKS[one.state]
-            table.add_row(Text(text, style), one.what, one.found + (f"\n{one.cure}" if one.cure else ""))
+        for check in results:
+            text, style = _MARKS[check.state]
+            table.add_row(Text(text, style), check.what, check.found + (f"\n{check.cure}" if check.cure else ""))
         screen.print(table)
-    if any(one.state == "missing" for one in found):
+    if any(check.state == "missing" for check in results):
         raise typer.Exit(1)

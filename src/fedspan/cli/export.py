@@ -1,4 +1,4 @@
-"""``fedspan export``: a trained model, copied out of a run."""
+"""``fedspan export``: export of a run's trained model."""
 
 from __future__ import annotations
 
@@ -29,24 +29,27 @@ class Form(StrEnum):
 )
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new folder.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the export; it must not exist.")],
     form: Annotated[
-        Form, typer.Option("--form", help="A PEFT adapter, or a plain Transformers model with its tokenizer.")
+        Form, typer.Option("--form", help="PEFT adapter, or merged Transformers model with its tokenizer.")
     ] = Form.adapter,
     client: Client = None,
     round: Annotated[
-        str, typer.Option("--round", metavar="N", help="best (by validation), last, or a round with a checkpoint.")
+        str,
+        typer.Option(
+            "--round", metavar="N", help="best (by validation), last, or the number of a round with a checkpoint."
+        ),
     ] = "best",
     rank: Annotated[
         int | None,
-        typer.Option("--rank", metavar="R", help="Cut the adapter to this rank, as well as that can be done."),
+        typer.Option("--rank", metavar="R", help="Truncate the adapter to this rank (best approximation)."),
     ] = None,
 ) -> None:
-    """Copy a trained model out of a run, as a PEFT adapter or merged into its base."""
+    """Export a run's trained model, as a PEFT adapter or merged into its base."""
     import fedspan
 
-    wanted = int(round) if round.isdecimal() else round
-    path = fedspan.export(run, out, form.value, client, wanted, rank)  # pyright: ignore[reportArgumentType]
+    selected = int(round) if round.isdecimal() else round
+    path = fedspan.export(run, out, form.value, client, selected, rank)  # pyright: ignore[reportArgumentType]
     if rank is not None:
         errors = fedspan.read_notes(path)["relative_error"]
         width = max(map(len, errors))

@@ -24,12 +24,12 @@ __all__ = [
 
 
 def console() -> Console:
-    """Return a console on standard output; colours only in a terminal."""
+    """Create a console on standard output; it has colours only in a terminal."""
     return Console(highlight=False, markup=False, emoji=False)
 
 
 def plain_table() -> Table:
-    """Make a table of minimal width with one line under its head."""
+    """Create a table of minimal width with a rule below its header."""
     return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
 
 
@@ -56,12 +56,12 @@ def flops(count: float) -> str:
 
 def span(seconds: float) -> str:
     """Format an approximate time: 0.193 as 0.19 s, 4260 as 71 min, 90 000 as 25 h, 600 000 as 6.9 days."""
-    for unit, length, most in (("s", 1.0, 100.0), ("min", 60.0, 100.0), ("h", 3600.0, 72.0)):
-        if seconds < most * length:
-            return f"{_rough(seconds / length)} {unit}"
-    return f"{_rough(seconds / 86400)} days"
+    for unit, length, limit in (("s", 1.0, 100.0), ("min", 60.0, 100.0), ("h", 3600.0, 72.0)):
+        if seconds < limit * length:
+            return f"{_round_to_two_digits(seconds / length)} {unit}"
+    return f"{_round_to_two_digits(seconds / 86400)} days"
 
 
-def _rough(value: float) -> str:
+def _round_to_two_digits(value: float) -> str:
     """Format a value with two digits, or all digits before the point."""
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["PAGES", "hint"]
+__all__ = ["PAGES", "find_page"]
 
 PAGES = {
     "audit log": "deployment.md#audit-logs",
@@ -38,7 +38,7 @@ PAGES = {
 """Pages of docs/, with the heading, by an error's field or its prefix."""
 
 
-def hint(field: str) -> str | None:
+def find_page(field: str) -> str | None:
     """Return the page about an error's field; None if no page explains it.
 
     Args:

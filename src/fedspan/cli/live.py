@@ -20,16 +20,16 @@ from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import METRICS
 from fedspan.training.stages import Stage, StageName
 
-__all__ = ["RunView", "silence"]
+__all__ = ["RunView", "compute_report_interval"]
 
 _WORST = 4  # the cell with the worst client
 _QUIET = 10.0
-_RARER = 20  # lines of progress become rarer as the run goes on: one in this share of its time
-_SHORT = 1.0  # seconds; a shorter stage before the first round is not worth a line
+_RARER = 20  # progress lines become less frequent: one per this fraction of the elapsed time
+_SHORT = 1.0  # seconds; shorter stages before the first round are not printed
 
 
-def silence(elapsed: float) -> float:
-    """Return the seconds without a line after which one reports progress where there is no terminal."""
+def compute_report_interval(elapsed: float) -> float:
+    """Compute the seconds without output after which a progress line is printed, outside of a terminal."""
     return max(_QUIET, elapsed / _RARER)
 
 
@@ -47,7 +47,7 @@ class RunView(ProgressBar):
         self._live.transient = True
         self._folder = folder
         self._lines = 0
-        self._once: dict[StageName, float] = {}  # seconds of what later rounds do not repeat, until it is shown
+        self._one_time: dict[StageName, float] = {}  # seconds of one-time stages that are not printed yet
         self._since = self._printed = self._began  # when the current stage began, and the last line was printed
 
     def __enter__(self) -> Self:
@@ -85,39 +85,39 @@ class RunView(ProgressBar):
         if resumed:
             for row in read_lines(RunFolder(self._folder).metrics):
                 self._print(self._row(row, "dim"))
-            self._print(Text(f"going on after round {done} of {self.rounds}", "dim"))
+            self._print(Text(f"resumed after round {done} of {self.rounds}", "dim"))
 
     def stage_changed(self, stage: Stage | None) -> None:
         before, now = self._stage, self._clock()
         super().stage_changed(stage)
         if (once := once_only(before)) != once_only(stage):
             if once is not None:
-                self._once[once] = self._once.get(once, 0.0) + now - self._since
+                self._one_time[once] = self._one_time.get(once, 0.0) + now - self._since
             self._since = now
         if stage is None or self._out.is_terminal:
             return
         if self._prepared is None and not self._lines:
             self._print(Text(self._now, "dim"))
-        elif now - self._printed >= silence(now - self._began):
+        elif now - self._printed >= compute_report_interval(now - self._began):
             self._print(Text(f"  {self.state()}", "dim"))
 
     def round_finished(self, row: Mapping[str, Any]) -> None:
         super().round_finished(row)
-        once = [f"{STAGES[name]} {duration(seconds)}" for name, seconds in self._once.items() if seconds >= _SHORT]
-        self._once.clear()
+        once = [f"{STAGES[name]} {duration(seconds)}" for name, seconds in self._one_time.items() if seconds >= _SHORT]
+        self._one_time.clear()
         if once and self.done < 2:
-            self._print(Text(f"once, before the first round: {', '.join(once)}", "dim"))
+            self._print(Text(f"before the first round: {', '.join(once)}", "dim"))
         self._print(self._row(row))
         for failure in row.get("failures") or ():
             self._print(Text(f"  {failure['client']}: {failure['reason']}", "yellow"))
         if late := row.get("late"):
-            self._print(Text(f"  late, and not waited for: {', '.join(late)}", "dim"))
+            self._print(Text(f"  late, not waited for: {', '.join(late)}", "dim"))
 
     def baseline_round(self, name: str, round: int, loss: float) -> None:
         super().baseline_round(name, round, loss)
         assert self._baseline is not None
         if round == self._baseline[2]:
-            self._print(Text(f"for comparison, {titles(name)}: {round} epochs, loss {number(loss)}", "dim"))
+            self._print(Text(f"baseline {titles(name)}: {round} epochs, loss {number(loss)}", "dim"))
 
     def _print(self, text: Text) -> None:
         self._printed, self._lines = self._clock(), self._lines + 1
@@ -142,15 +142,15 @@ class RunView(ProgressBar):
         worst = (row.get("clients") or {}).get("worst")
         if validation and row.get("best_round") == row["round"]:
             style = f"bold {style}"
-        moved, named = row["bytes"], self._widths()[_WORST] - 8
+        traffic, name_width = row["bytes"], self._widths()[_WORST] - 8
         cells = (
             f"{row['round']}/{self.rounds}" if row["round"] else "start",
             number(row["loss"]) if "loss" in row else "-",
             score(metric, validation.get(metric)),
             score(metric, test.get(metric)),
-            "-" if worst is None else f"{one_line(worst['client'], named)} {score(metric, worst[metric])}",
-            size(moved["down"]),
-            size(moved["up"]),
+            "-" if worst is None else f"{one_line(worst['client'], name_width)} {score(metric, worst[metric])}",
+            size(traffic["down"]),
+            size(traffic["up"]),
             duration(row["seconds"]),
         )
         return self._line(cells, style)

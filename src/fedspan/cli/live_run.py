@@ -11,11 +11,11 @@ import typer
 
 from fedspan.runs.trackers import require_trackers
 
-__all__ = ["fresh_folder", "show_run", "stopped"]
+__all__ = ["describe_interruption", "find_unused_folder", "show_run"]
 
 
-def fresh_folder(folder: Path) -> Path:
-    """Return the folder, or the folder with the first unused number appended."""
+def find_unused_folder(folder: Path) -> Path:
+    """Select a folder that does not exist: the given one, or the one with the first unused number appended."""
     candidate, number = folder, 1
     while candidate.exists():
         number += 1
@@ -23,7 +23,7 @@ def fresh_folder(folder: Path) -> Path:
     return candidate
 
 
-def _trackers(track: str | None) -> list[str]:
+def _select_trackers(track: str | None) -> list[str]:
     """Return the requested trackers; by default TensorBoard if it is installed."""
     if track is None:
         return ["tensorboard"] if importlib.util.find_spec("tensorboard") is not None else []
@@ -36,7 +36,7 @@ def show_run(folder: Path, config: Path | None, overrides: Sequence[str] = (), t
     """Start a new run, or resume or extend one if there is no config; then print its summary."""
     from fedspan.cli.formatting import console
 
-    out, trackers = console(), _trackers(track)
+    out, trackers = console(), _select_trackers(track)
     with out.status("loading torch and Transformers"):
         import fedspan
         from fedspan.cli.live import RunView
@@ -49,13 +49,13 @@ def show_run(folder: Path, config: Path | None, overrides: Sequence[str] = (), t
             else:
                 report = fedspan.run(config, folder, overrides=overrides, listener=view, track=trackers, progress=False)
     except KeyboardInterrupt:
-        typer.echo(stopped(folder, view.rounds), err=True)
+        typer.echo(describe_interruption(folder, view.rounds), err=True)
         raise typer.Exit(130) from None
     show_report(out, report, folder)
 
 
-def stopped(folder: Path, rounds: int, command: str = "run") -> str:
-    """Describe a run that Ctrl-C ended: what is saved, and how to resume."""
+def describe_interruption(folder: Path, rounds: int, command: str = "run") -> str:
+    """Describe what an interrupted run has saved, and how to resume it."""
     from fedspan.runs.checkpoint import last_saved_round
     from fedspan.runs.folder import RunFolder
     from fedspan.runs.session import is_run
@@ -63,5 +63,5 @@ def stopped(folder: Path, rounds: int, command: str = "run") -> str:
     if not is_run(folder):
         return "stopped before the run began; nothing was written"
     done = last_saved_round(RunFolder(folder))  # the view may not have received the last round
-    kept = f"{done} of {rounds} rounds are saved" if rounds else "the rounds that it had finished are saved"
-    return f"stopped; {kept}. Go on with:\n  fedspan {command} --resume {shlex.quote(str(folder))}"
+    saved = f"{done} of {rounds} rounds are saved" if rounds else "all finished rounds are saved"
+    return f"stopped; {saved}. Resume with:\n  fedspan {command} --resume {shlex.quote(str(folder))}"

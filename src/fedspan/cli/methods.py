@@ -22,12 +22,14 @@ __all__ = ["methods"]
 
 @command("methods", "fedspan methods", "fedspan methods fedloru", "fedspan methods --json")
 def methods(
-    key: Annotated[str | None, typer.Argument(metavar="METHOD", help="Show one of them with its options.")] = None,
+    key: Annotated[
+        str | None, typer.Argument(metavar="METHOD", help="Method or wrapper to describe, with its options.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the methods, what each does and claims (every claim is measured by the tests), and the wrappers.
+    """List the methods with their properties (all measured by the tests), and the wrappers.
 
-    What each would send for a model: fedspan plan.
+    fedspan plan computes the traffic of a method for a model.
     """
     from fedspan.cli.formatting import console
     from fedspan.methods.describe import list_methods
@@ -42,18 +44,18 @@ def methods(
         wrappers = tuple(row for row in wrappers if row.key == key)
     if as_json:
         kinds = {"method": rows, "wrapper": wrappers}
-        plain = [{"role": role, **dataclasses.asdict(row)} for role, chosen in kinds.items() for row in chosen]
+        plain = [{"role": role, **dataclasses.asdict(row)} for role, described in kinds.items() for row in described]
         typer.echo(json.dumps(plain, indent=2, ensure_ascii=False))
     elif key is None:
-        _all_methods(console(), rows)
-        _all_wrappers(console(), wrappers)
+        _show_methods(console(), rows)
+        _show_wrappers(console(), wrappers)
     elif rows:
-        _one_method(console(), rows[0])
+        _show_method(console(), rows[0])
     else:
-        _one_wrapper(console(), wrappers[0])
+        _show_wrapper(console(), wrappers[0])
 
 
-def _all_methods(out: Console, rows: tuple[MethodRow, ...]) -> None:
+def _show_methods(out: Console, rows: tuple[MethodRow, ...]) -> None:
     from rich.text import Text
 
     from fedspan.cli.formatting import plain_table
@@ -66,12 +68,12 @@ def _all_methods(out: Console, rows: tuple[MethodRow, ...]) -> None:
     table.expand = True
     for row in rows:
         title, _, published = row.paper.rpartition(" (")
-        what = Text.assemble((row.name, "bold"), f": {row.idea}")
+        description = Text.assemble((row.name, "bold"), f": {row.idea}")
         if title:
-            what.append(f"\n{published.rstrip(')')}", "dim")
+            description.append(f"\n{published.rstrip(')')}", "dim")
         table.add_row(
             row.key,
-            what,
+            description,
             "yes" if row.exact else "-",
             "yes" if row.personal else "-",
             "differ" if row.heterogeneous_ranks else "one",
@@ -82,12 +84,12 @@ def _all_methods(out: Console, rows: tuple[MethodRow, ...]) -> None:
         "exact: does the aggregate equal the mean of the clients' weights? personal: does every client keep a model "
         "of its own? ranks: may they differ between clients? reply: a sum over clients is enough, so secure "
         "aggregation and differential privacy apply, or the server needs a stack of all replies.\n"
-        "One method's paper and options: fedspan methods fedit"
+        "A method's paper and options: fedspan methods fedit"
     )
     out.print(notes, style="dim")
 
 
-def _one_method(out: Console, row: MethodRow) -> None:
+def _show_method(out: Console, row: MethodRow) -> None:
     out.print(f"{row.name}: {row.idea}", style="bold")
     out.print(f"{row.paper}\n")
     facts = [
@@ -96,29 +98,27 @@ def _one_method(out: Console, row: MethodRow) -> None:
         else "not exact: the aggregate differs from the mean of the clients' weights",
         "personal: every client keeps a model of its own" if row.personal else "one global model",
         "clients may have different ranks" if row.heterogeneous_ranks else "one rank for all clients",
-        "a sum of the replies is enough"
-        if row.reduction == "sum"
-        else "the server needs every reply by itself: a stack",
+        "a sum of the replies is enough" if row.reduction == "sum" else "the server needs a stack of all replies",
         f"the head's default: {row.extras}",
     ]
     for fact in facts:
         out.print(f"  {fact}")
-    _options(out, "method.", row.options)
+    _show_options(out, "method.", row.options)
 
 
-def _options(out: Console, prefix: str, options: tuple[Option, ...]) -> None:
+def _show_options(out: Console, prefix: str, options: tuple[Option, ...]) -> None:
     from fedspan.cli.formatting import plain_table
 
     table = plain_table()
     table.add_column("option", style="bold", no_wrap=True)
     table.add_column("default", no_wrap=True)
-    table.add_column("what it is")
+    table.add_column("description")
     for option in options:
         table.add_row(f"{prefix}{option.name}", json.dumps(option.default), option.help)
     out.print(table)
 
 
-def _all_wrappers(out: Console, rows: tuple[WrapperRow, ...]) -> None:
+def _show_wrappers(out: Console, rows: tuple[WrapperRow, ...]) -> None:
     from rich.text import Text
 
     from fedspan.cli.formatting import plain_table
@@ -136,11 +136,11 @@ def _all_wrappers(out: Console, rows: tuple[WrapperRow, ...]) -> None:
     out.print(notes, style="dim")
 
 
-def _one_wrapper(out: Console, row: WrapperRow) -> None:
+def _show_wrapper(out: Console, row: WrapperRow) -> None:
     out.print(f"{row.name}: {row.idea}", style="bold")
     out.print(f"{row.paper}\n")
-    out.print(f"  a wrapper, to be put around a method: {row.kind}")
+    out.print(f"  a wrapper around a method: {row.kind}")
     out.print("  method:")
     values = "".join(f", {option.name}: {json.dumps(option.default)}" for option in row.options)
     out.print(f"    wrappers: [{{name: {row.key}{values}}}]")
-    _options(out, "", row.options)
+    _show_options(out, "", row.options)

@@ -1,4 +1,4 @@
-"""``fedspan partition``: which client would hold which examples."""
+"""``fedspan partition``: the assignment of examples to clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["partition"]
 
-_LONGEST = 24
+_MAX_NAME = 24
 
 
 @command(
@@ -29,20 +29,20 @@ _LONGEST = 24
 )
 def partition(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")],
-    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw it, too.")] = None,
+    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Image file of a plot.")] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Show who would hold which examples, before anything is trained."""
+    """Show the assignment of examples to clients, without training."""
     from fedspan.cli.formatting import console
     from fedspan.config import load_config
     from fedspan.data.duplicates import describe_shared
     from fedspan.data.loading import load
-    from fedspan.data.partition import partition as divide
+    from fedspan.data.partition import partition as partition_examples
 
     settings = load_config(config, overrides or ())
     data = load(settings.data, seed=settings.data_seed, task=settings.task)
-    parts = divide(data.train, settings.partition, settings.data_seed, groups=data.groups)
+    parts = partition_examples(data.train, settings.partition, settings.data_seed, groups=data.groups)
     rows = parts.label_table(data.labels, data.train)
     if png is not None:
         from fedspan.data.plot import plot_partition
@@ -68,21 +68,21 @@ def partition(
 def _show_partition(
     out: Console, parts: Partition, rows: tuple[ClientRow, ...], labels: tuple[str, ...], test: int
 ) -> None:
-    heldout = f"{test} held out" if test else "no held-out test set"
-    many = f", {len(labels)} labels" if labels else ""
-    out.print(f"{len(rows)} clients, {parts.examples} examples{many}; {heldout}\n", style="bold")
+    held_out = f"{test} held out" if test else "no held-out test set"
+    label_count = f", {len(labels)} labels" if labels else ""
+    out.print(f"{len(rows)} clients, {parts.examples} examples{label_count}; {held_out}\n", style="bold")
     counts = [(f"{row.train}+{row.validation}+{row.test}", row) for row in rows]
-    names = max(6, *(min(_LONGEST, len(row.id)) for row in rows))
+    names = max(6, *(min(_MAX_NAME, len(row.id)) for row in rows))
     sizes = max(8, *(len(size) for size, _ in counts)) + 1
     digits = max(len(str(count)) for row in rows for count in (*row.counts, len(labels))) + 1
     if names + sizes + digits * len(labels) <= out.width:
-        _count_table(out, counts, labels, (names, sizes, digits))
+        _print_counts(out, counts, labels, (names, sizes, digits))
     else:
-        _largest_table(out, counts, labels)
+        _print_largest(out, counts, labels)
     out.print("examples: train+validation+test", style="dim")
 
 
-def _count_table(
+def _print_counts(
     out: Console, counts: list[tuple[str, ClientRow]], labels: tuple[str, ...], widths: tuple[int, int, int]
 ) -> None:
     """Print a column for each label; rich's own tables are too wide for twenty labels in 80 columns."""
@@ -106,7 +106,7 @@ def _count_table(
     out.print(line, style="dim")
 
 
-def _largest_table(out: Console, counts: list[tuple[str, ClientRow]], labels: tuple[str, ...]) -> None:
+def _print_largest(out: Console, counts: list[tuple[str, ClientRow]], labels: tuple[str, ...]) -> None:
     """Print each client's number of labels and its largest ones, if there are too many labels for columns."""
     from fedspan.cli.formatting import one_line, plain_table
 
@@ -118,5 +118,5 @@ def _largest_table(out: Console, counts: list[tuple[str, ClientRow]], labels: tu
     for size, row in counts:
         held = sorted((-count, index) for index, count in enumerate(row.counts) if count)
         largest = ", ".join(f"{labels[index]} {-count}" for count, index in held[:3])
-        table.add_row(one_line(row.id, _LONGEST), size, str(len(held)), largest)
+        table.add_row(one_line(row.id, _MAX_NAME), size, str(len(held)), largest)
     out.print(table)

@@ -1,4 +1,4 @@
-"""``fedspan plan``: the cost of a run, computed before anything but a model's config is downloaded."""
+"""``fedspan plan``: the cost of a run, computed from the config and the model's architecture."""
 
 from __future__ import annotations
 
@@ -33,52 +33,59 @@ _BINARY = 2
 )
 def plan(
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="A run's config; left out: all follows from the options.")
+        Path | None, typer.Argument(metavar="[CONFIG]", help="Config of the run. Default: options only.")
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", metavar="ID", help="A hub id, or a local folder.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="ID", help="Hub id or local folder of the model.")
+    ] = None,
     methods: Annotated[
         str | None,
-        typer.Option("--methods", metavar="A,B", help="Or all; left out: the config's, or all without a config."),
+        typer.Option(
+            "--methods", metavar="A,B", help="Methods, or all. Default: the config's method; all without a config."
+        ),
     ] = None,
-    clients: Annotated[int | None, typer.Option("--clients", metavar="N", help="Of the federation.")] = None,
-    cohort: Annotated[int | None, typer.Option("--per-round", metavar="N", help="Clients of a round.")] = None,
-    rank: Annotated[int | None, typer.Option("--rank", metavar="R", help="Of all clients.")] = None,
-    rounds: Annotated[int | None, typer.Option("--rounds", metavar="T", help="Of the run.")] = None,
+    clients: Annotated[int | None, typer.Option("--clients", metavar="N", help="Number of clients.")] = None,
+    cohort: Annotated[int | None, typer.Option("--per-round", metavar="N", help="Number of clients per round.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", metavar="R", help="Rank of all clients' adapters.")] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", metavar="T", help="Number of rounds.")] = None,
     targets: Annotated[
-        str | None, typer.Option("--targets", metavar="A,B", help="Target modules; left out: PEFT's default.")
+        str | None, typer.Option("--targets", metavar="A,B", help="Target modules. Default: PEFT's.")
     ] = None,
     examples: Annotated[
-        int | None, typer.Option("--examples", metavar="N", help="Of the training set, which steps follow from.")
+        int | None,
+        typer.Option("--examples", metavar="N", help="Size of the training set, which determines the number of steps."),
     ] = None,
-    labels: Annotated[int | None, typer.Option("--labels", metavar="N", help="Classes; without a config, 2.")] = None,
+    labels: Annotated[
+        int | None, typer.Option("--labels", metavar="N", help="Number of classes. Default: 2 without a config.")
+    ] = None,
     length: Annotated[
         int | None,
-        typer.Option("--length", metavar="N", help="Tokens of an example on average; left out: the greatest length."),
+        typer.Option("--length", metavar="N", help="Mean number of tokens per example. Default: model.max_length."),
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(
-            "--device", metavar="NAME", help="Time on a GPU (A100), or here, on this machine, which is timed."
+            "--device", metavar="NAME", help="Estimate the time on a GPU (A100), or measure it on this machine (here)."
         ),
     ] = None,
     utilization: Annotated[
         float | None,
-        typer.Option("--utilization", metavar="U", help="Of a GPU's peak; left out: 0.35."),
+        typer.Option("--utilization", metavar="U", help="Share of a GPU's peak FLOPs. Default: 0.35."),
     ] = None,
     mbit: Annotated[
         float | None,
-        typer.Option("--mbit", metavar="N", help="Megabits a second of a client's link: time of transfers."),
+        typer.Option("--mbit", metavar="N", help="Bandwidth of a client's link in Mbit/s, for transfer times."),
     ] = None,
     task: Annotated[
-        str | None, typer.Option("--task", metavar="TASK", help=f"Without a config; left out: {_TASK}.")
+        str | None, typer.Option("--task", metavar="TASK", help=f"Task without a config. Default: {_TASK}.")
     ] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a run takes: trainable numbers, bytes that travel, FLOPs, time, memory of a client and of the server.
+    """Estimate the cost of a run: trainable parameters, traffic, FLOPs, time, and memory of a client and the server.
 
-    No weights are read, and of data only a local file of the config's own, to count: a federation of a thousand
-    hospitals is planned on a laptop. Bytes are those that a run's ledger will count.
+    No weights are loaded, and only a local data file of the config is read, to count its examples: a laptop can plan a
+    federation of a thousand hospitals. The bytes equal those in a run's ledger.
     """
     if config is None and model is None:
         raise FedspanError("--model", None, "the name of a model, or a config")
@@ -99,19 +106,19 @@ def plan(
     from fedspan.cli.formatting import console
     from fedspan.config import read_values
 
-    values = _bare(task or _TASK) if config is None else read_values(config)
+    values = _make_config_values(task or _TASK) if config is None else read_values(config)
     if config is None and labels is None and task in (None, _TASK, "image-classification"):
         labels = _BINARY
     screen = console()
     screen.quiet = as_json
-    doing = "timing some steps on this machine" if device == "here" else "loading torch and Transformers"
-    with screen.status(doing):
+    activity = "timing some steps on this machine" if device == "here" else "loading torch and Transformers"
+    with screen.status(activity):
         from fedspan.methods.registry import METHODS
         from fedspan.planning.estimate import plan_methods
 
-        wanted = "all" if methods is None and config is None else methods or _own(values)
-        keys = list(METHODS) if wanted == "all" else [part.strip() for part in wanted.split(",") if part.strip()]
-        found = plan_methods(
+        requested = "all" if methods is None and config is None else methods or _get_method_name(values)
+        keys = list(METHODS) if requested == "all" else [part.strip() for part in requested.split(",") if part.strip()]
+        results = plan_methods(
             values,
             keys,
             overrides=[*texts, *(overrides or ())],
@@ -123,18 +130,18 @@ def plan(
             utilization=utilization,
             mbit=mbit,
         )
-    plans = {key: each for key, each in found.items() if not isinstance(each, FedspanError)}
+    plans = {key: result for key, result in results.items() if not isinstance(result, FedspanError)}
     if not plans:
-        raise next(each for each in found.values() if isinstance(each, FedspanError))
-    refused = {key: str(each) for key, each in found.items() if isinstance(each, FedspanError)}
+        raise next(result for result in results.values() if isinstance(result, FedspanError))
+    refused = {key: str(result) for key, result in results.items() if isinstance(result, FedspanError)}
     if as_json:
-        plain = {"plans": {key: _plain(each) for key, each in plans.items()}, "refused": refused}
+        plain = {"plans": {key: _to_dict(plan) for key, plan in plans.items()}, "refused": refused}
         typer.echo(json.dumps(plain, indent=2, ensure_ascii=False))
     else:
         _show(screen, plans, refused, length is None)
 
 
-def _bare(task: str) -> dict[str, Any]:
+def _make_config_values(task: str) -> dict[str, Any]:
     """Return the values of a config whose data are never read."""
     values: dict[str, Any] = {"task": task, "data": {"train": "unread.csv"}}
     if task == "causal-lm":
@@ -142,27 +149,27 @@ def _bare(task: str) -> dict[str, Any]:
     return values
 
 
-def _own(values: Mapping[str, Any]) -> str:
+def _get_method_name(values: Mapping[str, Any]) -> str:
     """Return the method's name in a config, whose section also holds the wrappers."""
     section = values.get("method")
     return str(section.get("name", "fedit")) if isinstance(section, Mapping) else "fedit"
 
 
-def _count(number: int) -> str:
+def _format_count(number: int) -> str:
     """Format 33 554 432 as 33.6 M."""
     if number < 10_000:
         return str(number)
     return f"{number / 1e6:.3g} M" if number < 999.5e6 else f"{number / 1e9:.3g} G"
 
 
-def _plain(found: Plan) -> dict[str, Any]:
+def _to_dict(plan: Plan) -> dict[str, Any]:
     """Return a plan as plain JSON values, with the memory's totals."""
-    plain = dataclasses.asdict(found)
-    plain["client"]["total"], plain["server"]["total"] = found.client.total, found.server.total
+    plain = dataclasses.asdict(plan)
+    plain["client"]["total"], plain["server"]["total"] = plan.client.total, plan.server.total
     return plain
 
 
-def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], longest: bool) -> None:
+def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], is_max_length: bool) -> None:
     from fedspan.cli.formatting import plain_table
     from fedspan.experiments.tables import size
 
@@ -176,89 +183,99 @@ def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], l
     )
     table = plain_table()
     table.add_column("method", style="cyan", no_wrap=True)
-    for title in ("train-\nable", "first\ndown", "first\nup", "later\ndown", "later\nup", "in all", "client", "server"):
+    for title in ("train-\nable", "first\ndown", "first\nup", "later\ndown", "later\nup", "total", "client", "server"):
         table.add_column(title, justify="right", no_wrap=True)
-    for key, each in plans.items():
+    for key, plan in plans.items():
         table.add_row(
             key,
-            _count(each.trainable),
-            *map(size, (each.first_down, each.first_up, each.later_down, each.later_up)),
-            ("" if each.exact else "~") + size(each.bytes_down + each.bytes_up),
-            *map(size, (each.client.total, each.server.total)),
+            _format_count(plan.trainable),
+            *map(size, (plan.first_down, plan.first_up, plan.later_down, plan.later_up)),
+            ("" if plan.exact else "~") + size(plan.bytes_down + plan.bytes_up),
+            *map(size, (plan.client.total, plan.server.total)),
         )
     out.print(table)
-    _show_compute(out, plans, longest)
-    for key, why in refused.items():
-        out.print(f"{key}: {why}", style="yellow")
-    base, kept = size(first.client.base), size(first.client.activations)
+    _show_compute(out, plans, is_max_length)
+    for key, reason in refused.items():
+        out.print(f"{key}: {reason}", style="yellow")
+    base, activations = size(first.client.base), size(first.client.activations)
     out.print(
-        "trainable: numbers that a client moves (M: millions). first, later: bytes of tensor data to and from a client "
-        "in the first round and in the mean of the later ones. in all: both ways, all rounds (~: clients that come "
-        f"back may be sent more). client, server: memory at the most, the model's {base} and a client's activations "
-        f"({kept}) among it.",
+        "trainable: parameters per client (M: millions). first, later: bytes of tensor data to and from a client "
+        "in the first round and, on average, in a later one. total: both directions, all rounds (~: returning clients "
+        f"may receive more). client, server: peak memory, including {base} for the model and {activations} for a "
+        "client's activations.",
         style="dim",
     )
     if first.head_up:
         out.print(
-            f"Before the first round every client sends {size(first.head_up)} of statistics, from which the head "
-            "starts (model.head_init).",
+            f"Before the first round every client sends {size(first.head_up)} of statistics, which initialize the head "
+            "(model.head_init).",
             style="dim",
         )
 
 
-def _show_compute(out: Console, plans: Mapping[str, Plan], longest: bool) -> None:
-    """Print FLOPs, and the requested times of training and transfers; ``longest``: no length was given."""
+def _show_compute(out: Console, plans: Mapping[str, Plan], is_max_length: bool) -> None:
+    """Print FLOPs, and the requested times of training and transfers.
+
+    Args:
+        out: The console.
+        plans: Plans by method.
+        is_max_length: Whether the examples' length is the maximum, because no mean was given.
+    """
     from fedspan.cli.formatting import flops, plain_table, span
     from fedspan.experiments.tables import size
 
-    def counted(count: int | None) -> str:
+    def format_flops(count: int | None) -> str:
         return "-" if count is None else flops(count)
 
-    def spent_in(seconds: float | None) -> str:
+    def format_time(seconds: float | None) -> str:
         return "-" if seconds is None else span(seconds)
 
     first = next(iter(plans.values()))
     time, run = first.time, first.compute.run is not None
-    here = "one device" if time is None or time.workers == 1 else f"{time.workers} workers"
-    titles = ["FLOPs\na step", *(["FLOPs\na round", "FLOPs\nin all"] if run else [])]
+    workers = "one device" if time is None or time.workers == 1 else f"{time.workers} workers"
+    titles = ["FLOPs\n/ step", *(["FLOPs\n/ round", "FLOPs\ntotal"] if run else [])]
     if time is not None:
-        titles += ["time\na step", *(["time\na round", f"time, on\n{here}", "time, on\none each"] if run else [])]
+        titles += ["time\n/ step", *(["time\n/ round", f"time, on\n{workers}", "time, on\none each"] if run else [])]
     if first.transfer is not None:
-        titles.append("transfer\na round")
+        titles.append("transfer\n/ round")
     table = plain_table()
     table.add_column("method", style="cyan", no_wrap=True)
     for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
-    for key, each in plans.items():
-        compute, spent = each.compute, each.time
-        cells = [flops(compute.step), *(map(counted, (compute.client, compute.run)) if run else ())]
-        if spent is not None:
-            cells.append(span(spent.step))
-            cells += map(spent_in, (spent.client, spent.simulated, spent.deployed)) if run else ()
-        if each.transfer is not None:
-            cells.append(span(each.transfer))
+    for key, plan in plans.items():
+        compute, estimate = plan.compute, plan.time
+        cells = [flops(compute.step), *(map(format_flops, (compute.client, compute.run)) if run else ())]
+        if estimate is not None:
+            cells.append(span(estimate.step))
+            cells += map(format_time, (estimate.client, estimate.simulated, estimate.deployed)) if run else ()
+        if plan.transfer is not None:
+            cells.append(span(plan.transfer))
         table.add_row(key, *cells)
     out.print(table)
-    tokens, said = first.compute.length, []
+    tokens, notes = first.compute.length, []
     if tokens is not None:
-        most = ", the most (--length: their mean)" if longest else ""
-        said.append(f"FLOPs: of training, on examples of {tokens:,} tokens{most}. A step, a round: of a client.")
-    else:
-        said.append("FLOPs: of training. A step, a round: of a client.")
-    if first.compute.once:
-        said.append(f"Beside that {flops(first.compute.once)} once for an example, below the first layer that trains.")
-    if time is not None:
-        moved = "" if first.transfer is None else ", with transfers"
-        said.append(
-            f"Time: of training {_where(time.device)}; on {here} all clients, on one each those of a round at the "
-            f"same time{moved}. Evaluations and the server's part come on top."
+        maximum = " (the maximum; set the mean with --length)" if is_max_length else ""
+        notes.append(
+            f"FLOPs: for training on examples of {tokens:,} tokens{maximum}. Steps and rounds are one client's."
         )
-    out.print(" ".join(said), style="dim")
-    for key, each in plans.items():
-        if each.time is not None and each.time.memory is not None and each.client.total > each.time.memory:
-            have, needs = size(each.time.memory), size(each.client.total)
-            out.print(f"{key}: a client takes {needs}, and {each.time.device} has {have}", style="yellow")
+    else:
+        notes.append("FLOPs: for training. Steps and rounds are one client's.")
+    if first.compute.once:
+        notes.append(
+            f"In addition {flops(first.compute.once)} once per example, for the layers below the first trainable one."
+        )
+    if time is not None:
+        transfers = "" if first.transfer is None else ", including transfers"
+        notes.append(
+            f"Time: for training {_describe_device(time.device)}; on {workers}, all clients; on one each, the "
+            f"clients of a round in parallel{transfers}. Evaluation and the server's own work are not included."
+        )
+    out.print(" ".join(notes), style="dim")
+    for key, plan in plans.items():
+        if plan.time is not None and plan.time.memory is not None and plan.client.total > plan.time.memory:
+            available, required = size(plan.time.memory), size(plan.client.total)
+            out.print(f"{key}: a client needs {required}, and {plan.time.device} has {available}", style="yellow")
 
 
-def _where(device: str) -> str:
-    return "on this machine, as some steps took" if device == "here" else f"on {device}, at a share of its peak"
+def _describe_device(device: str) -> str:
+    return "on this machine, as measured" if device == "here" else f"on {device}, at the assumed utilization"

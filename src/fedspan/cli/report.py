@@ -20,15 +20,15 @@ __all__ = ["report"]
 )
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or of series of runs.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File of the report.")] = Path("report.html"),
     diagnose: Annotated[
-        bool, typer.Option("--diagnose", help="Run one more round of a run of each kind, and show its diagnostics.")
+        bool, typer.Option("--diagnose", help="Run one more round of each kind of run, and show its diagnostics.")
     ] = False,
-    data: Annotated[bool, typer.Option(help="Read the data again, to show who holds which labels.")] = True,
+    data: Annotated[bool, typer.Option(help="Read the data again, to show each client's label distribution.")] = True,
 ) -> None:
-    """Write one HTML page about runs: scores by round, bytes and time, clients, traffic, configuration, a verdict.
+    """Render one or more runs as a single HTML report: scores by round, traffic, time, clients, config and a verdict.
 
-    The page needs no network, and runs that differ in their seed alone stand together. Needs fedspan[report].
+    The report needs no network; runs that differ only in their seed are grouped. Needs fedspan[report].
     """
     from fedspan.cli.formatting import console
 

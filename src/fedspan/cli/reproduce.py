@@ -28,46 +28,57 @@ __all__ = ["reproduce"]
     "fedspan reproduce rolora-table1 --data ~/data --out runs/table1",
 )
 def reproduce(
-    id: Annotated[str | None, typer.Argument(metavar="ID", help="A preset; left out: all are listed.")] = None,
+    id: Annotated[
+        str | None, typer.Argument(metavar="ID", help="Preset to reproduce. Default: list all presets.")
+    ] = None,
     scale: Annotated[
         str, typer.Option("--scale", metavar="SCALE", help="small: for two CPU cores; full: as in the paper.")
     ] = "small",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show steps, bytes and memory; nothing is read.")] = False,
     data: Annotated[
         Path | None,
-        typer.Option("--data", metavar="FOLDER", help="With local data sets, where the preset reads files."),
+        typer.Option("--data", metavar="FOLDER", help="Folder of local data sets, if the preset reads files."),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option("--model", metavar="FOLDER", help="With a model, where the preset asks for one.")
+        Path | None, typer.Option("--model", metavar="FOLDER", help="Folder of a model, if the preset requires one.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FOLDER", help="For the runs and the tables; of this preset, go on.")
+        Path | None,
+        typer.Option(
+            "--out", metavar="FOLDER", help="Folder of the runs and the tables; an existing series is resumed."
+        ),
     ] = None,
     overrides: Overrides = None,
     reuse: Annotated[
         list[Path] | None,
-        typer.Option("--reuse", metavar="FOLDER", help="With finished runs: equal ones are copied; may be repeated."),
+        typer.Option(
+            "--reuse",
+            metavar="FOLDER",
+            help="Folder of finished runs, of which equal ones are copied; may be repeated.",
+        ),
     ] = None,
-    resume: Annotated[Path | None, typer.Option("--resume", metavar="FOLDER", help="Go on, as it was begun.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="FOLDER", help="Resume a series with its original settings.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Play a table or figure of a paper again, judge its statements, or show what that will take.
+    """Reproduce a table or figure of a paper and judge its statements, or estimate the cost.
 
-    In every cell each method's learning rate is chosen by validation on one seed; then all seeds are played, and what
-    the paper says is judged by differences paired by seed. Stopped, the same command goes on.
+    In every cell, each method's learning rate is selected by validation on one seed; then all seeds are run, and the
+    paper's statements are judged by differences paired by seed. After an interruption, the same command continues.
     """
     if resume is None and id is None:
-        given = {"--out": out, "--data": data, "--model": model, "--set": overrides, "--reuse": reuse}
-        for name, value in given.items():
+        options = {"--out": out, "--data": data, "--model": model, "--set": overrides, "--reuse": reuse}
+        for name, value in options.items():
             if value:
                 raise FedspanError("ID", None, f"a preset together with {name} (fedspan reproduce lists the presets)")
         _list(as_json)
     elif dry_run:
         if id is None:
             raise FedspanError("ID", None, "a preset together with --dry-run, and no --resume")
-        _plan(id, cast("Scale", scale), overrides or [], as_json)
+        _dry_run(id, cast("Scale", scale), overrides or [], as_json)
     else:
-        _play(id, scale, data, model, out, overrides or [], reuse or [], resume, as_json)
+        _reproduce(id, scale, data, model, out, overrides or [], reuse or [], resume, as_json)
 
 
 def _list(as_json: bool) -> None:
@@ -86,35 +97,35 @@ def _list(as_json: bool) -> None:
         table.add_row(preset.id, preset.item, preset.title)
     out = console()
     out.print(table)
-    out.print("fedspan reproduce ID --dry-run shows what one takes, --scale full at the paper's size.", style="dim")
+    out.print("fedspan reproduce ID --dry-run shows the cost; --scale full: at the paper's size.", style="dim")
 
 
-def _plan(id: str, scale: Scale, overrides: list[str], as_json: bool) -> None:
+def _dry_run(id: str, scale: Scale, overrides: list[str], as_json: bool) -> None:
     from fedspan.reproduction.rehearsal import dry_run
 
-    found = dry_run(id, scale=scale, overrides=overrides)
+    cells = dry_run(id, scale=scale, overrides=overrides)
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(each) for each in found], indent=2, ensure_ascii=False))
+        typer.echo(json.dumps([dataclasses.asdict(cell) for cell in cells], indent=2, ensure_ascii=False))
         return
-    _show_plan(found)
+    _show_plan(cells)
 
 
-def _show_plan(found: tuple[PlannedCell, ...]) -> None:
+def _show_plan(cells: tuple[PlannedCell, ...]) -> None:
     from fedspan.cli.formatting import console, plain_table
     from fedspan.experiments.tables import size
 
     out = console()
-    for cell in dict.fromkeys(each.cell for each in found):
+    for cell in dict.fromkeys(planned.cell for planned in cells):
         table = plain_table()
         table.add_column("method", overflow="fold")
         for title in ("runs", "rounds", "steps", "trains", "down", "up", "client", "server"):
             table.add_column(title, justify="right", no_wrap=True)
-        for each in found:
-            plan = each.plan
-            if each.cell == cell:
+        for planned in cells:
+            plan = planned.plan
+            if planned.cell == cell:
                 table.add_row(
-                    each.method,
-                    str(each.runs),
+                    planned.method,
+                    str(planned.runs),
                     str(plan.rounds),
                     "-" if plan.all_steps is None else f"{plan.all_steps:,}",
                     f"{plan.trainable:,}",
@@ -126,14 +137,14 @@ def _show_plan(found: tuple[PlannedCell, ...]) -> None:
         out.print(cell, style="bold")
         out.print(table)
     notes = (
-        "Of one run: rounds; optimizer steps of all clients; numbers that a client trains; bytes of tensor data down "
-        "and up in all (~: clients that come back may be sent more); memory of a client and of the server at the most. "
-        "Runs: the sweep's and the seeds'."
+        "Per run: rounds; optimizer steps of all clients; trainable parameters of a client; total bytes of tensor data "
+        "down and up (~: returning clients may receive more); peak memory of a client and of the server. "
+        "Runs: those of the sweep and of all seeds."
     )
     out.print(notes, style="dim")
 
 
-def _play(
+def _reproduce(
     id: str | None,
     scale: str,
     data: Path | None,
@@ -144,14 +155,14 @@ def _play(
     resume: Path | None,
     as_json: bool,
 ) -> None:
-    given = {"ID": id, "--data": data, "--model": model, "--out": out, "--set": overrides, "--reuse": reuse}
+    options = {"ID": id, "--data": data, "--model": model, "--out": out, "--set": overrides, "--reuse": reuse}
     if resume is not None:
-        for name, value in given.items():
+        for name, value in options.items():
             if value:
                 raise FedspanError(
                     name,
                     str(value),
-                    problem="it cannot be combined with --resume, which goes on under its own settings",
+                    problem="it cannot be combined with --resume, which keeps the original settings",
                 )
     elif out is None:
         raise FedspanError("--out", None, "a folder for the runs and the tables, or --dry-run")
@@ -164,7 +175,7 @@ def _play(
         from fedspan.reproduction import reproduce
     folder = cast(Path, resume or out)
 
-    def play(watcher: Watcher) -> Any:
+    def run_series(watcher: Watcher) -> Any:
         if resume is not None:
             return reproduce.resume_reproduction(resume, listener=watcher, progress=False)
         return reproduce.reproduce(
@@ -181,9 +192,9 @@ def _play(
 
     try:
         with SeriesView(screen, folder) as view:
-            report = play(view)
+            report = run_series(view)
     except KeyboardInterrupt:
-        typer.echo(f"stopped. Go on with:\n  fedspan reproduce --resume {shlex.quote(str(folder))}", err=True)
+        typer.echo(f"stopped. Resume with:\n  fedspan reproduce --resume {shlex.quote(str(folder))}", err=True)
         raise typer.Exit(130) from None
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""The last screen of a run: its scores next to the baselines, its cost, and how to use the adapter."""
+"""The summary of a run: scores next to the baselines, cost, and use of the adapter."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fedspan.models.names import architecture_of, resolve_model
 from fedspan.runs.session import RunReport
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["peft_snippet", "show_report"]
+__all__ = ["render_peft_snippet", "show_report"]
 
-_BESIDE = {
+_OTHER_METRICS = {
     "sequence-classification": ("macro_f1",),
     "image-classification": ("macro_f1",),
     "regression": ("pearson", "spearman"),
@@ -32,19 +32,19 @@ _CLASSES = {  # class, and whether its head has as many labels as the data
     "regression": ("AutoModelForSequenceClassification", True),
     "causal-lm": ("AutoModelForCausalLM", False),
 }
-_MOST = 5
+_MAX_FAILURES = 5
 """Number of clients whose failures are shown."""
-_TRUTH = {"sequence-classification": "label", "image-classification": "label", "regression": "number"}
+_TARGET_COLUMN = {"sequence-classification": "label", "image-classification": "label", "regression": "number"}
 
 
 def show_report(out: Console, report: RunReport, folder: Path) -> None:
     """Print the report of the run in ``folder``."""
-    out.print(_scores(report))
-    for said in (_gain(report), _start(report)):
-        if said:
-            out.print(Text(said))
+    out.print(_make_score_table(report))
+    for sentence in (_describe_gain(report), _describe_start(report)):
+        if sentence:
+            out.print(Text(sentence))
             out.print()
-    for line in _failures(report):
+    for line in _list_failures(report):
         out.print(Text.assemble((f"{'failures':<10}", "dim"), one_line(line, max(40, out.width - 10))))
     for warning in report.warnings:
         out.print(Text.assemble(("warning: ", "bold red"), (warning, "red")), soft_wrap=True)
@@ -55,59 +55,61 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
     adapter, own = folder / where, id != "global"
     sample = "image.png" if report.task == "image-classification" else '"your text"'
     kind = "adapter" if (adapter / "adapter_config.json").is_file() else "model"
-    chosen = "the best by validation" if "validation" in report.scores else "the last one"
+    chosen = "best by validation" if "validation" in report.scores else "last round"
     whose = f" --client {shlex.quote(id)}" if own else ""
     facts = {
-        "traffic": "; ".join(_traffic(report)),
+        "traffic": "; ".join(_describe_traffic(report)),
         "time": f"{duration(report.seconds)} for {report.rounds} rounds",
         "round": f"{report.best_round}, {chosen}",
         f"{kind}s" if own else kind: f"{adapter.parent} (one for each client)" if own else str(adapter),
-        **({"privacy": _privacy(report.privacy)} if report.privacy else {}),
+        **({"privacy": _describe_privacy(report.privacy)} if report.privacy else {}),
         "report": str(folder / "report.json"),
         "try": f"fedspan predict {shlex.quote(str(folder))} {sample}{whose}",
     }
     for name, fact in facts.items():
         out.print(Text.assemble((f"{name:<10}", "dim"), fact), soft_wrap=True)
     out.print()
-    for line in peft_snippet(adapter):
+    for line in render_peft_snippet(adapter):
         out.print(Text(f"  {line}", "cyan"), soft_wrap=True)
     if report.examples:
-        out.print(_examples(report, out.width))
+        out.print(_render_examples(report, out.width))
 
 
-def _privacy(spent: Mapping[str, Any]) -> str:
-    """Describe the privacy spent by the run, and whom it protects."""
+def _describe_privacy(spent: Mapping[str, Any]) -> str:
+    """Describe the run's privacy budget and the unit that it protects."""
     unit = "an example" if spent["mechanism"] == "dp-sgd" else "a client"
     epsilon = "without bound" if spent["epsilon"] is None else f"{spent['epsilon']:.3g}"
     source = ", noise from the seed: for experiments only" if spent["randomness"] != "secret" else ""
     return f"epsilon {epsilon} at delta {spent['delta']:g} for {unit} ({spent['mechanism']}{source})"
 
 
-def _traffic(report: RunReport) -> list[str]:
+def _describe_traffic(report: RunReport) -> list[str]:
     """Describe the training's bytes, and the other bytes."""
-    moved = [f"{size(report.bytes['down'])} down, {size(report.bytes['up'])} up"]
+    parts = [f"{size(report.bytes['down'])} down, {size(report.bytes['up'])} up"]
     for purpose, count in report.other_bytes.items():
-        moved.append(f"to {purpose}: {size(count['down'])} down, {size(count['up'])} up")
-    return moved
+        parts.append(f"to {purpose}: {size(count['down'])} down, {size(count['up'])} up")
+    return parts
 
 
-def _failures(report: RunReport) -> list[str]:
+def _list_failures(report: RunReport) -> list[str]:
     """List how often each client failed, with its last error; the most frequent first."""
     often = sorted(report.failures.items(), key=lambda item: (-item[1]["count"], item[0]))
     lines = [
         f"{client} {'once' if one['count'] == 1 else str(one['count']) + ' times'}, last in round {one['round']}: "
         f"{one['reason']}"
-        for client, one in often[:_MOST]
+        for client, one in often[:_MAX_FAILURES]
     ]
-    left = f"and {len(often) - _MOST} more clients, in report.json"
-    return [*lines, left] if len(often) > _MOST else lines
+    left = f"and {len(often) - _MAX_FAILURES} more clients, in report.json"
+    return [*lines, left] if len(often) > _MAX_FAILURES else lines
 
 
-def _scores(report: RunReport) -> Table:
+def _make_score_table(report: RunReport) -> Table:
     heldout, own, metric = "test" in report.scores, "clients" in report.scores, report.metric
-    # The deciding metric, and the next one that the task measures.
+    # The selection metric, and the next one that the task measures.
     metrics = list(
-        dict.fromkeys([metric, *(name for name in _BESIDE[report.task] if name in report.scores.get("test", ()))])
+        dict.fromkeys(
+            [metric, *(name for name in _OTHER_METRICS[report.task] if name in report.scores.get("test", ()))]
+        )
     )
     table = plain_table()
     table.add_column("", no_wrap=True)
@@ -116,72 +118,72 @@ def _scores(report: RunReport) -> Table:
             table.add_column(f"held-out\n{METRICS[name].title}", justify="right")
         table.add_column("held-out\nworst client", justify="right", no_wrap=True)
     if own:
-        table.add_column("own tests\nmean", justify="right")
-        table.add_column("own tests\nworst client", justify="right", no_wrap=True)
+        table.add_column("client tests\nmean", justify="right")
+        table.add_column("client tests\nworst client", justify="right", no_wrap=True)
     rows = {
         report.method: report.scores,
         **({"start": report.start} if report.start.get("head_init", "random") != "random" else {}),
-        **{name: made["scores"] for name, made in report.baselines.items()},
+        **{name: baseline["scores"] for name, baseline in report.baselines.items()},
     }
     for name, scores in rows.items():
         cells: list[str] = []
         if heldout:
             test = scores.get("test") or {}
-            cells += [*(score(one, test.get(one)) for one in metrics[:3]), _worst(test, metric)]
+            cells += [*(score(one, test.get(one)) for one in metrics[:3]), _format_worst(test, metric)]
         if own:
             clients = scores.get("clients") or {}
-            cells += [score(metric, clients.get(metric)), _worst(clients, metric)]
+            cells += [score(metric, clients.get(metric)), _format_worst(clients, metric)]
         table.add_row(titles(name), *cells, style="bold" if name == report.method else "")
     return table
 
 
-def _worst(scores: Mapping[str, Any], metric: str) -> str:
+def _format_worst(scores: Mapping[str, Any], metric: str) -> str:
     worst = scores.get("worst")
     return "" if worst is None else f"{one_line(worst['client'], 12)} {score(metric, worst[metric])}"
 
 
-def _gain(report: RunReport) -> str:
+def _describe_gain(report: RunReport) -> str:
     """Summarize the benefit of the federation in one sentence."""
     metric = report.metric
     reached = (report.scores.get("test") or {}).get(metric)
-    others = {name: (made["scores"].get("test") or {}).get(metric) for name, made in report.baselines.items()}
+    others = {name: (baseline["scores"].get("test") or {}).get(metric) for name, baseline in report.baselines.items()}
     if reached is None:
         return ""
     parts = [
-        f"{_apart(reached - value, METRICS[metric].percent)} {against}"
-        for name, against in (("local", "the mean client alone"), ("centralized", "all examples in one place"))
+        f"{_format_difference(reached - value, METRICS[metric].percent)} {against}"
+        for name, against in (("local", "local-only training (mean client)"), ("centralized", "centralized training"))
         if (value := others.get(name)) is not None
     ]
     return f"Held-out {METRICS[metric].title} is {' and '.join(parts)}." if parts else ""
 
 
-def _start(report: RunReport) -> str:
-    """Describe how the heads in the table started."""
+def _describe_start(report: RunReport) -> str:
+    """Describe the initialization of the heads in the table."""
     if not report.start:
         return ""
     kind = report.start["head_init"]
     if kind == "random":
-        return f"The head started at random, because too few clients sent statistics: {report.start['reason']}."
+        return f"The head was initialized at random, because too few clients sent statistics: {report.start['reason']}."
     whose = {
-        "local": "of a client alone from those of its own",
-        "centralized": "of the central model from those of all",
+        "local": "in local-only training from the client's own",
+        "centralized": "in centralized training from those of all clients",
     }
     others = [text for name, text in whose.items() if name in report.baselines]
     return (
-        f"The head starts from statistics of all clients' examples ({kind})"
+        f"The head is initialized from statistics of all clients' examples ({kind})"
         + "".join(f", {one}" for one in others)
         + "."
     )
 
 
-def _apart(difference: float, percent: bool) -> str:
+def _format_difference(difference: float, percent: bool) -> str:
     apart = f"{abs(100 * difference):.1f} points" if percent else f"{abs(difference):.4f}"
     if not float(apart.split()[0]):
         return "equal to"
     return f"{apart} {'above' if difference > 0 else 'below'}"
 
 
-def peft_snippet(adapter: Path) -> list[str]:
+def render_peft_snippet(adapter: Path) -> list[str]:
     """Return a few lines of Python that load an adapter, or a model that was exported whole."""
     notes = json.loads((adapter / "fedspan.json").read_text(encoding="utf-8"))
     if notes["pooling"] is not None:
@@ -196,7 +198,7 @@ def peft_snippet(adapter: Path) -> list[str]:
     revision = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("revision")
     auto, labels = _CLASSES[notes["task"]]
     options = [f"num_labels={len(notes['labels']) or 1}"] if labels else []
-    if notes["task"] == "image-classification":  # published models were trained for other classes
+    if notes["task"] == "image-classification":  # published models have other classes
         options.append("ignore_mismatched_sizes=True")
     options += [f"revision={revision!r}"] if revision else []
     more = "".join(f", {option}" for option in options)
@@ -210,32 +212,32 @@ def peft_snippet(adapter: Path) -> list[str]:
     ]
 
 
-def _examples(report: RunReport, width: int) -> RenderableType:
+def _render_examples(report: RunReport, width: int) -> RenderableType:
     if report.task == "causal-lm":
-        return _dialogues(report, width)
+        return _render_dialogues(report, width)
     table = plain_table()
     labels = max(len("prediction"), *(len(row[key]) for row in report.examples for key in ("label", "prediction")))
     labels = min(labels, (width - 30) // 2)
     what = "a held-out image" if report.task == "image-classification" else "a held-out text"
     table.add_column(what, width=min(90, width - 2 * labels - 6))
-    table.add_column(_TRUTH[report.task], no_wrap=True, max_width=labels)
+    table.add_column(_TARGET_COLUMN[report.task], no_wrap=True, max_width=labels)
     table.add_column("prediction", no_wrap=True, max_width=labels)
     for row in report.examples:
-        colour = ""  # a predicted number is not simply right or wrong
-        if _TRUTH[report.task] == "label":
+        colour = ""  # a predicted number is neither right nor wrong
+        if _TARGET_COLUMN[report.task] == "label":
             colour = "green" if row["label"] == row["prediction"] else "red"
         cells = [one_line(row[key], 400) for key in ("text", "label", "prediction")]
         table.add_row(*map(Text, cells[:2]), Text(cells[2], colour))
     return table
 
 
-def _dialogues(report: RunReport, width: int) -> Text:
+def _render_dialogues(report: RunReport, width: int) -> Text:
     """Render held-out prompts with the true and the predicted answer, one line each; a prompt's end is shown."""
     shown, room = Text("\n"), max(20, width - 10)
     for row in report.examples:
-        asked = " ".join(row["text"].split())
-        asked = asked if len(asked) <= room else "…" + asked[1 - room :]
-        for name, text in (("prompt", asked), ("answer", row["label"]), ("model", row["prediction"])):
+        prompt = " ".join(row["text"].split())
+        prompt = prompt if len(prompt) <= room else "…" + prompt[1 - room :]
+        for name, text in (("prompt", prompt), ("answer", row["label"]), ("model", row["prediction"])):
             shown.append(f"{name:<8}", "dim")
             shown.append(f"{one_line(text, room)}\n", "bold" if name == "model" else "")
         shown.append("\n")

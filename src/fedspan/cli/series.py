@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fedspan.cli.formatting import duration, one_line, score
-from fedspan.cli.live import silence
+from fedspan.cli.live import compute_report_interval
 from fedspan.experiments.series import Step
 from fedspan.experiments.series_bar import SeriesBar
 from fedspan.runs.setup import Prepared
@@ -68,7 +68,7 @@ class SeriesView(SeriesBar):
         now = self._clock()
         if stage is None or self._step is None or self._out.is_terminal:
             return
-        if now - self._printed >= silence(now - self._began):
+        if now - self._printed >= compute_report_interval(now - self._began):
             self._print(Text(one_line(f"  {self._step.label}: {self._run.state()}", self._out.width), "dim"))
 
     def _line(self, step: Step, result: str, style: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedspan.cli.admission import warn_of_ends
+from fedspan.cli.admission import warn_of_expiry
 from fedspan.cli.commands import MACHINES, SERVER, Json, ServerFolder, command
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ def status(
     folder: ServerFolder = SERVER,
     run: Annotated[
         Path | None,
-        typer.Option("--run", metavar="FOLDER", help="The run to show; left out: the newest of this server."),
+        typer.Option("--run", metavar="FOLDER", help="Run to show. Default: the newest run of this server."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the nodes of a server, and how far its run is.
+    """Show the nodes of a server, and the progress of its run.
 
-    Whether a node is online, Flower knows by its heartbeats: of one that was killed, after a minute.
+    Flower detects offline nodes by missing heartbeats: a killed node is offline after one minute.
     """
     from fedspan.transports.flower import require
 
@@ -47,37 +47,39 @@ def status(
     from fedspan.transports.flower.admissions import read_admissions, read_revocations
     from fedspan.transports.flower.server import link_of, nodes_of
 
-    named, link = load_named_run(folder), link_of(folder)
-    place = run or (None if named is None else named.folder)
+    named_run, link = load_named_run(folder), link_of(folder)
+    run_folder = run or (None if named_run is None else named_run.folder)
     admitted = read_admissions(link)
-    replaced = {one.name for one in admitted.values()}
-    names = {id: one.name for id, one in read_revocations(link).items() if one.name not in replaced}
-    nodes = nodes_of(link, names | {id: one.name for id, one in admitted.items()})
-    most = {str(id): one.max_examples for id, one in admitted.items() if one.max_examples is not None}
-    known = {node: client for client, node in ({} if named is None else named.nodes).items()}
-    found: RunStatus | None = None
+    replaced = {admission.name for admission in admitted.values()}
+    names = {id: admission.name for id, admission in read_revocations(link).items() if admission.name not in replaced}
+    nodes = nodes_of(link, names | {id: admission.name for id, admission in admitted.items()})
+    max_examples = {
+        str(id): admission.max_examples for id, admission in admitted.items() if admission.max_examples is not None
+    }
+    known = {node: client for client, node in ({} if named_run is None else named_run.nodes).items()}
+    run_status: RunStatus | None = None
     try:
-        found = None if place is None else read_status(place)
+        run_status = None if run_folder is None else read_status(run_folder)
     except FedspanError:
         if run is not None:  # the server's own run may have been deleted
             raise
     if as_json:
         rows = [
-            {**dataclasses.asdict(node), "client": known.get(node.id), "max_examples": most.get(node.id)}
+            {**dataclasses.asdict(node), "client": known.get(node.id), "max_examples": max_examples.get(node.id)}
             for node in nodes
         ]
-        about = None if found is None else {"folder": str(place), **dataclasses.asdict(found)}
-        typer.echo(json.dumps({"nodes": rows, "run": about}, indent=2))
+        run_values = None if run_status is None else {"folder": str(run_folder), **dataclasses.asdict(run_status)}
+        typer.echo(json.dumps({"nodes": rows, "run": run_values}, indent=2))
         return
     out = console()
-    _show_nodes(out, nodes, known, most, found)
-    warn_of_ends(link)
-    if found is not None and place is not None:
-        _show_run(out, place, found)
+    _show_nodes(out, nodes, known, max_examples, run_status)
+    warn_of_expiry(link)
+    if run_status is not None and run_folder is not None:
+        _show_run(out, run_folder, run_status)
 
 
 def _show_nodes(
-    out: Console, nodes: list[Node], known: dict[str, str], most: dict[str, int], found: RunStatus | None
+    out: Console, nodes: list[Node], known: dict[str, str], max_examples: dict[str, int], run_status: RunStatus | None
 ) -> None:
     from rich.text import Text
 
@@ -86,13 +88,13 @@ def _show_nodes(
     if not nodes:
         out.print("no nodes yet: fedspan admit KEY.pub")
         return
-    failures = {} if found is None else found.failures
+    failures = {} if run_status is None else run_status.failures
     table = plain_table()
-    limit, failed_columns = (("max examples",) if most else ()), (("failures",) if failures else ())
+    limit, failed_columns = (("max examples",) if max_examples else ()), (("failures",) if failures else ())
     for title in ("node", "client", "status", "last seen", *limit, *failed_columns):
         table.add_column(title, no_wrap=True)
     if failures:
-        table.add_column("the last one")
+        table.add_column("last failure")
     for node in nodes:
         client = known.get(node.id, "")
         failed: Any = failures.get(client)
@@ -100,40 +102,40 @@ def _show_nodes(
             node.name or node.id,
             client,
             Text(node.status, _COLOURS.get(node.status, "dim")),
-            _seen(node),
-            *((str(most.get(node.id, "")),) if most else ()),
+            _format_last_seen(node),
+            *((str(max_examples.get(node.id, "")),) if max_examples else ()),
             *((str(failed["count"]), f"round {failed['round']}: {failed['reason']}") if failed else ()),
         )
     out.print(table)
 
 
-def _seen(node: Node) -> str:
+def _format_last_seen(node: Node) -> str:
     from fedspan.cli.formatting import duration
 
     if node.status == "online":
         return f"now, for {duration(node.online_seconds)}"
-    return "never" if node.offline_since is None else _ago(node.offline_since)
+    return "never" if node.offline_since is None else _format_ago(node.offline_since)
 
 
-def _ago(moment: float) -> str:
+def _format_ago(moment: float) -> str:
     from fedspan.cli.formatting import duration
 
     shown = datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M:%S")
     return f"{shown} ({duration(max(0.0, time.time() - moment))} ago)"
 
 
-def _show_run(out: Console, place: Path, found: RunStatus) -> None:
+def _show_run(out: Console, run_folder: Path, run_status: RunStatus) -> None:
     from rich.text import Text
 
-    of = "" if found.rounds is None else f" of {found.rounds}"
+    of = "" if run_status.rounds is None else f" of {run_status.rounds}"
     facts = {
-        "run": str(place),
-        "round": f"{found.round}{of}, {found.state}",
-        "finished": "no round yet" if found.finished is None else _ago(found.finished),
+        "run": str(run_folder),
+        "round": f"{run_status.round}{of}, {run_status.state}",
+        "finished": "no round yet" if run_status.finished is None else _format_ago(run_status.finished),
     }
-    if found.late:
-        facts["late"] = ", ".join(f"{client} {count}" for client, count in sorted(found.late.items()))
-    if found.state == "stopped":
-        facts["go on"] = f"fedspan submit --resume {place}"
+    if run_status.late:
+        facts["late"] = ", ".join(f"{client} {count}" for client, count in sorted(run_status.late.items()))
+    if run_status.state == "stopped":
+        facts["resume"] = f"fedspan submit --resume {run_folder}"
     for name, fact in facts.items():
         out.print(Text.assemble((f"{name:<10}", "dim"), fact), soft_wrap=True)

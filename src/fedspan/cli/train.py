@@ -1,4 +1,4 @@
-"""``fedspan run``."""
+"""``fedspan run``: training across the clients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedspan.cli.commands import Overrides, command
-from fedspan.cli.live_run import fresh_folder, show_run
+from fedspan.cli.live_run import find_unused_folder, show_run
 from fedspan.errors import FedspanError
 
 __all__ = ["run"]
@@ -25,7 +25,7 @@ def run(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of a new run.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FOLDER", help="Folder of the run; left out: runs/ and the config's name."),
+        typer.Option("--out", metavar="FOLDER", help="Folder of the run. Default: runs/ and the config's name."),
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[
@@ -33,8 +33,8 @@ def run(
         typer.Option(
             "--resume",
             metavar="FOLDER",
-            help="Go on with a run, under its own config. With --set federation.rounds=N, to N rounds, even if it is "
-            "finished.",
+            help="Resume a run with its own config; with --set federation.rounds=N, extend it to N rounds, even a "
+            "finished one.",
         ),
     ] = None,
     track: Annotated[
@@ -42,14 +42,14 @@ def run(
         typer.Option(
             "--track",
             metavar="A,B",
-            help="tensorboard, wandb, mlflow, trackio, or none; left out: tensorboard if it is installed.",
+            help="tensorboard, wandb, mlflow, trackio, or none. Default: tensorboard if it is installed.",
         ),
     ] = None,
 ) -> None:
     """Train across the clients, round by round, and export the best round's adapter.
 
-    Every round is saved. Stop it with Ctrl-C, or lose the machine: --resume goes on to the very same adapter.
-    A finished run can get more rounds where the learning-rate schedule allows it (constant, or with cycle_rounds).
+    Every round is saved: after Ctrl-C or a crash, --resume continues to the same adapter, bit for bit. A finished run
+    can be extended if the learning-rate schedule allows it (constant, or with cycle_rounds).
     """
     if resume is not None:
         for name, value in {"CONFIG": config, "--out": out}.items():
@@ -57,7 +57,7 @@ def run(
                 raise FedspanError(
                     name,
                     str(value),
-                    problem="it cannot be combined with --resume, because a run goes on under its own config",
+                    problem="it cannot be combined with --resume, because a resumed run keeps its own config",
                 )
         show_run(resume, None, overrides or (), track)
         return
@@ -65,4 +65,4 @@ def run(
         raise FedspanError(
             "CONFIG", None, "a YAML file, or --resume FOLDER (fedspan demo --show-config prints a config)"
         )
-    show_run(out or fresh_folder(Path("runs") / config.stem), config, overrides or (), track)
+    show_run(out or find_unused_folder(Path("runs") / config.stem), config, overrides or (), track)

@@ -14,8 +14,10 @@ from fedspan.errors import FedspanError
 
 __all__ = ["Client", "evaluate", "predict"]
 
-Model = Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="A run folder, or a model that was exported.")]
-Client = Annotated[str | None, typer.Option("--client", metavar="ID", help="Whose model, if every client has its own.")]
+Model = Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run or of an exported model.")]
+Client = Annotated[
+    str | None, typer.Option("--client", metavar="ID", help="Client whose model is used, if every client has its own.")
+]
 
 
 @command(
@@ -26,32 +28,30 @@ Client = Annotated[str | None, typer.Option("--client", metavar="ID", help="Whos
 )
 def predict(
     model: Model,
-    texts: Annotated[
-        list[str] | None, typer.Argument(metavar="TEXT...", help="Texts to label, or files of images.")
-    ] = None,
+    texts: Annotated[list[str] | None, typer.Argument(metavar="TEXT...", help="Texts or image files.")] = None,
     file: Annotated[
-        Path | None, typer.Option("--file", metavar="FILE", help="A file with one text a line; - reads standard input.")
+        Path | None, typer.Option("--file", metavar="FILE", help="File with one text per line; - reads standard input.")
     ] = None,
     client: Client = None,
     pairs: Annotated[
-        bool, typer.Option("--pairs", help="A tab separates the two texts of a pair, for a model of pairs.")
+        bool, typer.Option("--pairs", help="Split each text at its tab, for a model of text pairs.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Label texts (or give numbers to them, or answer prompts), with tabs in between when not in a terminal."""
-    given: list[str] = [*(texts or ()), *(_lines(file) if file is not None else ())]
+    """Predict the labels or numbers of texts, or answer prompts; the output is tab-separated outside of a terminal."""
+    given: list[str] = [*(texts or ()), *(_read_lines(file) if file is not None else ())]
     if not given:
         raise FedspanError("TEXT", None, "texts to label, or --file FILE")
-    asked = [_pair(text) for text in given] if pairs else given
+    inputs = [_split_pair(text) for text in given] if pairs else given
     import fedspan
 
-    rows = [_answer(answer) for answer in fedspan.predict(model, asked, client)]
+    rows = [_name_parts(answer) for answer in fedspan.predict(model, inputs, client)]
     if as_json:
         content = [{"text": text, **row} for row, text in zip(rows, given, strict=True)]
         typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
         return
     screen = sys.stdout.isatty()
-    cells = [[_cell(value) for value in row.values()] for row in rows]
+    cells = [[_format_cell(value) for value in row.values()] for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     for row, text in zip(cells, given, strict=True):
         shown = " ".join(text.split())
@@ -63,19 +63,19 @@ def predict(
             typer.echo("\t".join([*(" ".join(cell.split()) for cell in row), shown]))
 
 
-def _answer(answer: object) -> dict[str, object]:
-    """Name the parts of a prediction: of a classifier, a regression or a language model."""
+def _name_parts(answer: object) -> dict[str, object]:
+    """Convert the prediction of a classifier, a regression or a language model to named columns."""
     if isinstance(answer, tuple):
         label, probability = cast(tuple[str, float], answer)
         return {"label": label, "probability": probability}
     return {"number" if isinstance(answer, float) else "answer": answer}
 
 
-def _cell(value: object) -> str:
+def _format_cell(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-def _lines(file: Path) -> list[str]:
+def _read_lines(file: Path) -> list[str]:
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -86,7 +86,7 @@ def _lines(file: Path) -> list[str]:
     return lines
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _split_pair(text: str) -> tuple[str, str]:
     first, tab, second = text.partition("\t")
     if not tab:
         raise FedspanError("--pairs", text, "two texts separated by a tab")
@@ -104,40 +104,47 @@ def evaluate(
     client: Client = None,
     data: Annotated[
         str | None,
-        typer.Option("--data", metavar="FILE", help="Labelled texts; left out: the run's own held-out test set."),
+        typer.Option("--data", metavar="FILE", help="Labelled examples. Default: the run's held-out test set."),
     ] = None,
     text: Annotated[
-        str | None, typer.Option("--text", metavar="COLUMN", help="The file's column of texts; left out: text.")
+        str | None, typer.Option("--text", metavar="COLUMN", help="Column of texts. Default: text.")
     ] = None,
     image: Annotated[
-        str | None, typer.Option("--image", metavar="COLUMN", help="Its column of images; left out: image.")
+        str | None, typer.Option("--image", metavar="COLUMN", help="Column of images. Default: image.")
     ] = None,
     label: Annotated[
-        str | None, typer.Option("--label", metavar="COLUMN", help="Its column of labels or numbers; left out: label.")
+        str | None, typer.Option("--label", metavar="COLUMN", help="Column of labels or numbers. Default: label.")
     ] = None,
     text_pair: Annotated[
-        str | None, typer.Option("--text-pair", metavar="COLUMN", help="Its column of second texts, if any.")
+        str | None, typer.Option("--text-pair", metavar="COLUMN", help="Column of second texts.")
     ] = None,
     answer: Annotated[
-        str | None, typer.Option("--answer", metavar="COLUMN", help="Its column of answers, for a language model.")
+        str | None, typer.Option("--answer", metavar="COLUMN", help="Column of answers, for a language model.")
     ] = None,
     generate: Annotated[
-        bool, typer.Option("--generate/--no-generate", help="Let a language model answer, and count exact matches.")
+        bool,
+        typer.Option(
+            "--generate/--no-generate", help="Let a language model generate answers, and report exact matches."
+        ),
     ] = True,
     tasks: Annotated[
         str | None,
-        typer.Option("--tasks", metavar="A,B", help="Of lm-evaluation-harness (mmlu, arc_easy), in place of data."),
+        typer.Option(
+            "--tasks", metavar="A,B", help="Tasks of lm-evaluation-harness (mmlu, arc_easy), in place of data."
+        ),
     ] = None,
     shots: Annotated[
-        int | None, typer.Option("--shots", metavar="N", help="With --tasks: examples in prompts.")
+        int | None, typer.Option("--shots", metavar="N", help="Few-shot examples per prompt, with --tasks.")
     ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", metavar="N", help="With --tasks: examples of each.")] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", metavar="N", help="Maximum number of examples per task, with --tasks.")
+    ] = None,
     include: Annotated[
-        Path | None, typer.Option("--task-folder", metavar="DIR", help="With --tasks: a folder with one's own.")
+        Path | None, typer.Option("--task-folder", metavar="DIR", help="Folder of custom tasks, with --tasks.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a model as PEFT loads it: accuracy, correlations, perplexity, exact match; whatever its task has."""
+    """Evaluate a model as PEFT loads it, by the metrics of its task: accuracy, correlation, perplexity, exact match."""
     if tasks is not None:
         given = {"--data": data, "--text": text, "--image": image, "--label": label, "--answer": answer}
         for name, value in given.items():
@@ -145,7 +152,7 @@ def evaluate(
                 raise FedspanError(
                     name, value, problem="it cannot be combined with --tasks, which have data of their own"
                 )
-        _harness(model, client, tasks, shots, limit, include, as_json)
+        _run_harness(model, client, tasks, shots, limit, include, as_json)
         return
     for name, value in {"--shots": shots, "--limit": limit, "--task-folder": include}.items():
         if value is not None:
@@ -174,7 +181,7 @@ def evaluate(
         typer.echo(f"{name:<{width}} {value:>8}")
 
 
-def _harness(
+def _run_harness(
     model: Path,
     client: str | None,
     tasks: str,
@@ -188,15 +195,15 @@ def _harness(
     from fedspan.cli.formatting import console, plain_table
 
     names = [part.strip() for part in tasks.split(",") if part.strip()]
-    found = fedspan.harness(model, names, client, shots=shots, limit=limit, include=include)
+    results = fedspan.harness(model, names, client, shots=shots, limit=limit, include=include)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(results, indent=2))
         return
     table = plain_table()
     table.add_column("task", style="cyan", no_wrap=True)
     for title in ("metric", "value", "error", "examples"):
         table.add_column(title, justify="left" if title == "metric" else "right", no_wrap=True)
-    for task, metrics in found.items():
+    for task, metrics in results.items():
         count = "" if "examples" not in metrics else f"{metrics['examples']:.0f}"
         for name, value in metrics.items():
             if name != "examples" and "_stderr" not in name:

@@ -217,7 +217,7 @@ def test_a_lost_list_is_read_from_the_audit_log_once(link: Any, monkeypatch: pyt
     assert admissions.read_revocations(link) == {}
 
 
-def test_the_commands_warn_of_ends_and_say_what_they_did(link: Any, key: Callable[[str], Path]) -> None:
+def test_the_commands_warn_of_expiry_and_say_what_they_did(link: Any, key: Callable[[str], Path]) -> None:
     runner, server = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"}), ["--server", str(link.folder)]
     done = runner.invoke(app, ["admit", str(key("a")), "--as", "clinic-a", "--days", "3", *server])
     assert done.exit_code == 0, done.output
