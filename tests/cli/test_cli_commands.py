@@ -43,7 +43,7 @@ def test_run_shows_every_round_and_closes_with_the_comparison(finished: Path) ->
     report = json.loads((finished / "report.json").read_text())
     for round in (1, 2):
         assert f" {round}/2 " in screen
-    for shown in ("fedit", "local only", "centralized", "held-out", "own tests", "worst client"):
+    for shown in ("fedit", "local only", "centralized", "held-out", "client tests", "worst client"):
         assert shown in screen
     assert f"{100 * report['scores']['test']['accuracy']:.1f}%" in screen
     assert str(finished / "adapter") in screen.replace("\n", "")
@@ -77,7 +77,7 @@ def test_run_chooses_a_new_folder(tmp_path: Path) -> None:
 
 def test_resume_goes_on_to_the_same_adapter(call: Call, stopped: Path, finished: Path) -> None:
     screen = done(call("run", "--resume", stopped))
-    assert "going on after round 1 of 2" in screen
+    assert "resumed after round 1 of 2" in screen
     assert " 1/2 " in screen
     name = Path("adapter") / "adapter_model.safetensors"
     assert (stopped / name).read_bytes() == (finished / name).read_bytes()

@@ -141,11 +141,11 @@ def test_ctrl_c_says_how_to_go_on(commands: Commands, config: Path, expected: by
     assert "Traceback" not in said
     done = int(said.partition("stopped; ")[2].partition(f" of {ROUNDS} rounds are saved")[0])
     assert done == 2
-    assert said.endswith(f"Go on with:\n  fedspan run --resume '{folder}'\n")
+    assert said.endswith(f"Resume with:\n  fedspan run --resume '{folder}'\n")
     commands.start("run", "--resume", folder)
     code, said = commands.end()
     assert code == 0, said
-    assert f"going on after round {done} of {ROUNDS}" in said
+    assert f"resumed after round {done} of {ROUNDS}" in said
     assert adapter(folder) == expected
 
 

@@ -66,7 +66,7 @@ def test_lines_without_a_terminal(prepared: Prepared) -> None:
     ]
     assert lines[1].split() == ["2/3", "-", "62.5%", "-", "-", "3.4", "MB", "3.2", "MB", "2:02"]
     assert lines[2].split()[2] == "-"
-    assert lines[3:] == ["for comparison, local only: 3 epochs, loss 0.5000"]
+    assert lines[3:] == ["baseline local only: 3 epochs, loss 0.5000"]
     assert {len(line) for line in lines[:3]} == {80}
 
 
@@ -104,7 +104,7 @@ def test_the_first_row_says_what_came_before_it_once(prepared: Prepared) -> None
                 shown.stage_changed(stage)
             shown.round_finished(row(round, 0.5))
     assert [line for line in printed(out) if "once" in line] == [
-        "once, before the first round: outputs of the frozen layers 0:05"
+        "before the first round: outputs of the frozen layers 0:05"
     ]
 
 
@@ -113,7 +113,7 @@ def test_going_on_shows_the_rounds_before(prepared: Prepared, stopped: Path) -> 
     shown = RunView(out, stopped)
     shown.started(prepared, 2, True)
     lines = printed(out)
-    assert lines[-1] == "going on after round 2 of 3"
+    assert lines[-1] == "resumed after round 2 of 3"
     assert lines[-2].split()[0] == "2/3"
 
 

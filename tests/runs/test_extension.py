@@ -197,7 +197,7 @@ def test_the_command_line(
     result = call("run", "--resume", folder, "--set", "federation.rounds=3")
     assert result.exit_code == 0, result.output
     assert "note: federation.rounds is 3 from now on, and was 2" in result.output
-    assert "going on after round 2 of 3" in result.output
+    assert "resumed after round 2 of 3" in result.output
     card = (folder / "adapter" / "README.md").read_text()
     assert "fedspan run my.yaml --out run --set federation.rounds=3\n" in card
     said = refused("run", "--resume", folder, "--set", "training.lr=1")

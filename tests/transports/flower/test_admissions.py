@@ -222,7 +222,7 @@ def test_the_commands_warn_of_expiry_and_say_what_they_did(link: Any, key: Calla
     done = runner.invoke(app, ["admit", str(key("a")), "--as", "clinic-a", "--days", "3", *server])
     assert done.exit_code == 0, done.output
     shown = runner.invoke(app, ["status", *server])
-    assert "the admission of clinic-a ends in 2 days" in shown.stderr
+    assert "the admission of clinic-a expires in 2 days" in shown.stderr
     gone = runner.invoke(app, ["revoke", "clinic-a", "--why", "over", *server])
     assert gone.output == "revoked the key of clinic-a (node 1)\n"
     shown = runner.invoke(app, ["status", *server])
