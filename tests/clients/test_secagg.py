@@ -230,7 +230,7 @@ def test_phases_come_in_their_order_each_once(vault: SessionStore) -> None:
     require_refused("a number above 1", made.client("a").answer, KeysOrder(**made.common("a")))
     for id in IDS:
         made.sealed[id] = dict.fromkeys(IDS, bytes(28))
-    require_refused("phases must come in order", made.client("a").require, *made.order("a"))
+    require_refused("phases must come in order", made.client("a").require_maskable, *made.order("a"))
     require_refused("phases must come in order", made.client("a").answer, made.unmask_order("a", IDS))
     made.give_shares(*IDS)
     require_refused("phases must come in order", made.client("a").answer, made.shares_order("a"))
@@ -287,16 +287,16 @@ def test_a_vector_is_masked_with_enough_of_those_who_got_shares_or_not_at_all() 
     made.give_shares(*IDS)
     client = made.client("a")
     for peers in (("b", "c", "d"), (*IDS, "e"), ("a", "a", "b", "c")):
-        require_refused("this client, and others", client.require, *made.order("a", peers=peers))
+        require_refused("this client, and others", client.require_maskable, *made.order("a", peers=peers))
     require_refused(
         r"`limits\.secure_clients`: a sum of 2 clients is too small\. Expected at least 2 of them, and at least 3 to",
-        client.require,
+        client.require_maskable,
         *made.order("a", peers=("a", "b")),
     )
     heavy = Client("a", 2, 1.0, 1, 1.5, None)
-    require_refused("at least this client's weight", client.require, *made.order("a", client=heavy))
-    client.require(*made.order("a"))
-    client.require(*made.order("a"))  # asking is no phase
+    require_refused("at least this client's weight", client.require_maskable, *made.order("a", client=heavy))
+    client.require_maskable(*made.order("a"))
+    client.require_maskable(*made.order("a"))  # asking is no phase
 
 
 def test_nobody_is_told_both_shares_of_a_client() -> None:
@@ -375,8 +375,10 @@ def test_an_order_is_the_one_that_was_agreed_on() -> None:
     made.give_shares(*IDS)
     client = made.client("a")
     for changes, name in (({"body": b"x"}, "model"), ({"lr": 0.0}, "lr"), ({"round": 1}, "round")):
-        require_refused(f"the order has another {name} than all clients", client.require, *made.order("a", **changes))
-    require_refused("another task", client.require, *made.order("a", task="statistics"))
+        require_refused(
+            f"the order has another {name} than all clients", client.require_maskable, *made.order("a", **changes)
+        )
+    require_refused("another task", client.require_maskable, *made.order("a", task="statistics"))
     early = sums_of_keys()
     require_refused(
         "the order's, 0", early.client("a").answer, early.shares_order("a", agreement=early.agreement(round=1))
