@@ -58,7 +58,7 @@ def config_of(trial: Trial, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def play(work: tuple[Trial, argparse.Namespace]) -> tuple[Trial, float]:
+def run_trial(work: tuple[Trial, argparse.Namespace]) -> tuple[Trial, float]:
     """Run one trial if its report is not there yet."""
     trial, args = work
     from fedspan.config import parse_config
@@ -86,13 +86,13 @@ def play(work: tuple[Trial, argparse.Namespace]) -> tuple[Trial, float]:
     return trial, time.monotonic() - began
 
 
-def play_all(trials: list[Trial], args: argparse.Namespace) -> None:
+def run_trials(trials: list[Trial], args: argparse.Namespace) -> None:
     """All trials, in ``args.workers`` processes."""
     missing = [trial for trial in trials if not (args.out / trial.folder / "report.json").exists()]
     context = multiprocessing.get_context("spawn")
     with context.Pool(args.workers, maxtasksperchild=1) as pool:
         work = [(trial, args) for trial in missing]
-        for number, (trial, seconds) in enumerate(pool.imap_unordered(play, work), 1):
+        for number, (trial, seconds) in enumerate(pool.imap_unordered(run_trial, work), 1):
             print(f"{number}/{len(missing)} {trial.folder} {seconds:.0f} s", flush=True)
 
 
@@ -231,10 +231,10 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="write the table to this file")
     args = parser.parse_args()
     sweep = [Trial(method, lr, args.seeds[0], args.sweep_rounds) for method in args.methods for lr in args.rates]
-    play_all(sweep if len(args.rates) > 1 else [], args)
+    run_trials(sweep if len(args.rates) > 1 else [], args)
     chosen = {method: best_rate(method, args) for method in args.methods}
     print("learning rates:", chosen, flush=True)
-    play_all([Trial(method, chosen[method], seed, args.rounds) for seed in args.seeds for method in args.methods], args)
+    run_trials([Trial(method, chosen[method], seed, args.rounds) for seed in args.seeds for method in args.methods], args)
     table = page([row(method, args) for method in args.methods], args)
     if len(args.seeds) > 1 and "centralized" in args.methods:
         table += f"\nTest accuracy minus centralized training's, in points:\n\n{difference_table(args)}"

@@ -298,14 +298,14 @@ def line(text: str, words: str) -> str:
     return " ".join(str(found).split())
 
 
-Play = Callable[[Stage], Outcome]
-FAULTS: dict[str, tuple[str, Play]] = {}
+Scenario = Callable[[Stage], Outcome]
+FAULTS: dict[str, tuple[str, Scenario]] = {}
 
 
-def fault(name: str, done: str) -> Callable[[Play], Play]:
-    def known(play: Play) -> Play:
-        FAULTS[name] = (done, play)
-        return play
+def fault(name: str, done: str) -> Callable[[Scenario], Scenario]:
+    def known(scenario: Scenario) -> Scenario:
+        FAULTS[name] = (done, scenario)
+        return scenario
 
     return known
 
@@ -324,8 +324,8 @@ _REPLIES = {
 }
 
 
-def _spoilt(kind: str, words: str) -> Play:
-    def play(stage: Stage) -> Outcome:
+def _spoilt(kind: str, words: str) -> Scenario:
+    def scenario(stage: Stage) -> Outcome:
         wanted = stage.without_west()
         with stage.spoilt(kind):
             run = stage.submit(kind, min_replies=2, **({"message_mib": 1} if kind == "oversized" else {}))
@@ -335,7 +335,7 @@ def _spoilt(kind: str, words: str) -> Play:
         require("patient" not in said, "what a client's error said left its machine")
         return Outcome(line(said, words), REST, "that client, in that round")
 
-    return play
+    return scenario
 
 
 for _kind, (_done, _words) in _REPLIES.items():

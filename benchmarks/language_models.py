@@ -51,7 +51,7 @@ def config_of(data: str, method: str, lr: float, rounds: int, args: argparse.Nam
     }
 
 
-def played(data: str, method: str, lr: float, rounds: int, args: argparse.Namespace) -> dict[str, Any] | None:
+def train(data: str, method: str, lr: float, rounds: int, args: argparse.Namespace) -> dict[str, Any] | None:
     """A run's report; None if the loss was lost at this learning rate."""
     folder = args.out / f"{data}-{method}-lr{lr:g}-rounds{rounds}"
     lost = folder.with_suffix(".lost")
@@ -73,7 +73,7 @@ def best_rate(data: str, method: str, args: argparse.Namespace) -> float:
     """The learning rate with the lowest validation loss after one round."""
 
     def loss(lr: float) -> float:
-        report = played(data, method, lr, 1, args)
+        report = train(data, method, lr, 1, args)
         return float("inf") if report is None else report["scores"]["validation"]["loss"]
 
     return args.rates[0] if len(args.rates) == 1 else min(args.rates, key=loss)
@@ -100,7 +100,7 @@ def table(data: str, args: argparse.Namespace) -> str:
     ]
     for method in args.methods:
         lr = best_rate(data, method, args)
-        report = played(data, method, lr, args.rounds, args)
+        report = train(data, method, lr, args.rounds, args)
         assert report is not None
         test, worst = report["scores"]["test"], report["scores"]["clients"]["worst"]
         lines.append(

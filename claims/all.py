@@ -122,7 +122,7 @@ def missing(job: Job, data: Path | None, model: Path | None) -> str | None:
     return f"no {', '.join(absent)} in {data}" if absent else None
 
 
-def play(jobs: Sequence[Job], args: argparse.Namespace) -> list[str]:
+def run_jobs(jobs: Sequence[Job], args: argparse.Namespace) -> list[str]:
     """Make what is not there yet; the names of those that failed."""
     failed: list[str] = []
     for job in jobs:
@@ -165,7 +165,7 @@ def main() -> None:
     if args.one_seed and slow:
         parser.error(f"--one-seed: not of {', '.join(slow)}")
     wanted = [job for job in JOBS if not args.pages or job.page in args.pages]
-    failed = play([job for job in wanted if job.quick is not None or not args.one_seed], args)
+    failed = run_jobs([job for job in wanted if job.quick is not None or not args.one_seed], args)
     if args.out is not None:
         subprocess.run([sys.executable, str(HERE / "index.py"), "--folder", str(args.out)], check=True)
     if failed:

@@ -136,7 +136,7 @@ class Sent:
     said_down: float
 
 
-def play(key: str, folder: Path, model: str, layer: int) -> Sent:
+def count_sent(key: str, folder: Path, model: str, layer: int) -> Sent:
     """Some rounds of a method on a small model with wide, tall and square layers."""
     said = ALL[key]
     values: dict[str, Any] = {
@@ -214,7 +214,7 @@ def page(found: Mapping[str, Sent], folder: Path) -> None:
 def measure(methods: Sequence[str], model: str, layer: int) -> dict[str, Sent]:
     """Every method in a folder that is gone afterwards."""
     with tempfile.TemporaryDirectory() as folder:
-        return {key: play(key, Path(folder) / key, model, layer) for key in methods}
+        return {key: count_sent(key, Path(folder) / key, model, layer) for key in methods}
 
 
 def main() -> None:

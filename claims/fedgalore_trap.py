@@ -260,7 +260,7 @@ class Outcome:
         return sum(self.flat) / len(self.flat)
 
 
-def play(setting: Setting, seeds: Sequence[int], position: float) -> dict[str, Outcome]:
+def run_seeds(setting: Setting, seeds: Sequence[int], position: float) -> dict[str, Outcome]:
     """All methods from the same starts."""
     trials, found = draw(setting, seeds), dict[str, Outcome]()
     W = trials.start(setting, position)
@@ -378,7 +378,7 @@ def main() -> None:
     for name, given in [*list(SETTINGS.items())[: args.settings], *drawn]:
         setting = replace(given, steps=args.steps)
         positions[name] = reference(setting, range(HELD_APART, HELD_APART + args.calibration))
-        played[name] = play(setting, range(args.trials), positions[name])
+        played[name] = run_seeds(setting, range(args.trials), positions[name])
         shares = " ".join(f"{outcome.share:.1f}" for outcome in played[name].values())
         print(f"{name}: {shares} %, {time.process_time() - begin:.0f} s", flush=True)
     table, ordered = rows(played, positions)

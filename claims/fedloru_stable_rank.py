@@ -46,7 +46,7 @@ def pixels(images: Images) -> Tensor:
     return ((small - small.mean()) / small.std()).expand(-1, 3, -1, -1).contiguous()
 
 
-def looked_at(model: nn.Module, x: Tensor, y: Tensor, draw: torch.Generator, args: argparse.Namespace) -> float:
+def measure_rank(model: nn.Module, x: Tensor, y: Tensor, draw: torch.Generator, args: argparse.Namespace) -> float:
     """The stable rank of the Hessian on the training images, running statistics held."""
     model.eval()
     product, size = products(F.cross_entropy(model(x).logits, y), list(model.parameters()))
@@ -57,7 +57,7 @@ def trained(x: Tensor, y: Tensor, seed: int, args: argparse.Namespace) -> list[f
     """Stable ranks before training and at each look."""
     model, count = network(seed), len(y)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    found = [looked_at(model, x, y, generator(seed, "look", count, 0), args)]
+    found = [measure_rank(model, x, y, generator(seed, "look", count, 0), args)]
     for epoch in range(1, args.epochs + 1):
         model.train()
         order = torch.randperm(count, generator=generator(seed, "order", count, epoch))
@@ -66,7 +66,7 @@ def trained(x: Tensor, y: Tensor, seed: int, args: argparse.Namespace) -> list[f
             F.cross_entropy(model(x[batch]).logits, y[batch]).backward()
             optimizer.step()
         if epoch % args.every == 0:
-            found.append(looked_at(model, x, y, generator(seed, "look", count, epoch), args))
+            found.append(measure_rank(model, x, y, generator(seed, "look", count, epoch), args))
     return found
 
 
@@ -83,11 +83,11 @@ def curves(args: argparse.Namespace) -> Curves:
     return found
 
 
-def findings(found: Curves, looks: Sequence[int]) -> list[report.Finding]:
+def findings(found: Curves, measured_epochs: Sequence[int]) -> list[report.Finding]:
     """At every look, and over all of them."""
     few, many = min(found), max(found)
     rows: list[report.Finding] = []
-    for at, epoch in enumerate(looks):
+    for at, epoch in enumerate(measured_epochs):
         one = compare_pairs([curve[at] for curve in found[few]], [curve[at] for curve in found[many]])
         when = "with the initial weights" if epoch == 0 else f"after {epoch} epochs"
         text = f"The stable rank with {few} images is above that with {many}, {when}"
@@ -98,13 +98,13 @@ def findings(found: Curves, looks: Sequence[int]) -> list[report.Finding]:
     return [report.Finding(text, f"by {one.mean:+.1f} ± {one.error:.1f}", one.verdict), *rows]
 
 
-def draw_figure(found: Curves, looks: Sequence[int]) -> Figure:
+def draw_figure(found: Curves, measured_epochs: Sequence[int]) -> Figure:
     """The paper's figure."""
     figure = Figure(figsize=(6, 4))
     axes = figure.subplots()
     for (size, curves), style in zip(found.items(), ("o-", "s--", "^:"), strict=False):
         means = [sum(values) / len(values) for values in zip(*curves, strict=True)]
-        axes.plot(looks, means, style, label=f"{size} images")
+        axes.plot(measured_epochs, means, style, label=f"{size} images")
     axes.set(xlabel="epoch", ylabel="stable rank of the Hessian", ylim=(0, None))
     axes.legend()
     return figure
@@ -145,16 +145,16 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     found = curves(args)
-    looks = list(range(0, args.epochs + 1, args.every))
-    shown = report.save_figure(draw_figure(found, looks), args.out, "fedloru_stable_rank", "stable rank by epoch")
+    measured_epochs = list(range(0, args.epochs + 1, args.every))
+    shown = report.save_figure(draw_figure(found, measured_epochs), args.out, "fedloru_stable_rank", "stable rank by epoch")
     rows = [
         [size, *(f"{sum(values) / len(values):.1f}" for values in zip(*given, strict=True))]
         for size, given in found.items()
     ]
-    table = report.table(("images", *(f"epoch {epoch}" for epoch in looks)), rows)
+    table = report.table(("images", *(f"epoch {epoch}" for epoch in measured_epochs)), rows)
     sections = ["Stable rank, mean over seeds:", table, shown, setting(args, (time.monotonic() - start) / 60)]
     title = "FedLoRU: the stable rank of the Hessian"
-    report.write(args.out, "fedloru_stable_rank", title, PAPER, findings(found, looks), sections)
+    report.write(args.out, "fedloru_stable_rank", title, PAPER, findings(found, measured_epochs), sections)
 
 
 if __name__ == "__main__":

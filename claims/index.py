@@ -53,7 +53,7 @@ def index(folder: Path) -> str:
     if looked:
         whole += [LOOKED, table(("page", "under what is changed", "measured", "verdict"), rows(looked))]
     there = {page["name"] for pages in parts.values() for page in pages}
-    return "\n\n".join([*whole, *unplayed(there)]) + "\n"
+    return "\n\n".join([*whole, *missing_pages(there)]) + "\n"
 
 
 def _by_number(path: Path) -> list[str]:
@@ -87,7 +87,7 @@ def rows(pages: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return found
 
 
-def unplayed(there: Collection[str]) -> list[str]:
+def missing_pages(there: Collection[str]) -> list[str]:
     """What no page is of; those that something else than a run would have to judge have a script of their own.
 
     Args:

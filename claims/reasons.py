@@ -37,7 +37,7 @@ def needs_model(look: Look) -> bool:
     return any(MODEL in json.dumps(dict(cell.configs)) for cell in cells_of(preset_of(look.preset), "small"))
 
 
-def play(look: Look, args: argparse.Namespace, folder: Path) -> tuple[CellScore, ...]:
+def run_rows(look: Look, args: argparse.Namespace, folder: Path) -> tuple[CellScore, ...]:
     """Every row under all seeds; a run that is finished in ``--runs`` is copied."""
     preset = preset_of(look.preset)
     cells = {cell.name: cell for cell in cells_of(preset, "small", str(args.data), args.model and str(args.model))}
@@ -123,7 +123,7 @@ def main() -> None:
     sections = [OPENING]
     with shared_prefixes(), finished_runs([args.runs]):
         for name, look in looks.items():
-            scores = play(look, args, args.runs / PAGE / name)
+            scores = run_rows(look, args, args.runs / PAGE / name)
             found += findings(look, scores)
             sections.append(section(look, scores))
     args.out.mkdir(parents=True, exist_ok=True)

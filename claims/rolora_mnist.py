@@ -176,7 +176,7 @@ class Curve:
         return sum(last) / len(last)
 
 
-def play(data: Data, method: str, clients: int, lr: float, seed: int, rounds: int) -> Curve:
+def run_seed(data: Data, method: str, clients: int, lr: float, seed: int, rounds: int) -> Curve:
     """Train; a run whose loss is no longer finite stays at chance."""
     federation = build(data, method, clients, lr, seed, rounds)
     evaluator = Evaluator(federation, batch_size=2000)
@@ -269,10 +269,10 @@ def main() -> None:
     sweep: list[list[str]] = []
     for clients in CLIENTS:
         for method, name in METHODS.items():
-            first = {rate: play(data, method, clients, rate, args.seeds[0], args.rounds) for rate in args.rates}
+            first = {rate: run_seed(data, method, clients, rate, args.seeds[0], args.rounds) for rate in args.rates}
             best = max(first, key=lambda rate: first[rate].plateau("validation"))
             sweep.append([f"{name}, {clients}", *(f"{one.plateau('validation'):.1f}" for one in first.values())])
-            rest = [play(data, method, clients, best, seed, args.rounds) for seed in args.seeds[1:]]
+            rest = [run_seed(data, method, clients, best, seed, args.rounds) for seed in args.seeds[1:]]
             curves[method, clients] = [first[best], *rest]
             levels = [curve.plateau("test") for curve in curves[method, clients]]
             mean = f"{sum(levels) / len(levels):.1f} ± {standard_error(levels):.1f}"

@@ -87,7 +87,7 @@ class _Process:
         self._signal(signal.SIGSTOP)
         return json.loads(line)
 
-    def play(self) -> dict[str, float]:
+    def run_round(self) -> dict[str, float]:
         """One round, with the processor's seconds that it took beside those of the clock."""
         assert self.process.stdin is not None
         before = processor_seconds(self.process.pid)
@@ -146,7 +146,7 @@ def in_turns(contenders: Sequence[Contender], repetitions: int, logs: Path) -> d
             print(f"  {contender.name}: {results[contender.name].ready}", flush=True)
         for repetition in range(repetitions):
             for name, process in processes.items():
-                results[name].rounds.append(process.play())
+                results[name].rounds.append(process.run_round())
             line = ", ".join(f"{name} {result.milliseconds()[-1]:.2f}" for name, result in results.items())
             print(f"  repetition {repetition + 1}, ms an example: {line}", flush=True)
     return results

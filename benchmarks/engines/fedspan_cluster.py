@@ -91,15 +91,15 @@ def main() -> None:
         federation = connect_workers(prepared, team, build=build).federation
         progress, first, known = federation.begin(), dict[str, float](), 0.0
 
-        def told(client: str, loss: float) -> None:
+        def record_loss(client: str, loss: float) -> None:
             first.setdefault(client, loss)
 
-        def play(round: int) -> dict[str, Any]:
+        def run_numbered(round: int) -> dict[str, Any]:
             nonlocal progress, known
             peak = list[int]()
             known_pids = [int(path.stem) for path in folder.glob("*.txt")]
             with memory_peak(known_pids, peak) if known_pids and "--peak" in sys.argv else nullcontext():
-                result = federation.run_round(progress, told)
+                result = federation.run_round(progress, record_loss)
             progress = result.progress
             files = list(folder.glob("*.txt"))
             total = sum(float(line) for path in files for line in path.read_text().splitlines())
@@ -111,11 +111,11 @@ def main() -> None:
             ray.get([member.actor.release_memory.remote() for member in team.members])  # as they do in a moment
             return {**found, "memory": [proportional(int(path.stem)) for path in files], "peak": peak}
 
-        def said() -> dict[str, object]:
+        def report() -> dict[str, object]:
             stacking = getattr(prepared.engine, "stacking", None)
             return {"first": first[min(federation.clients)], "stacking": None if stacking is None else stacking.at_once}
 
-        answers.serve(play, CHECKED, said)
+        answers.serve(run_numbered, CHECKED, report)
 
 
 if __name__ == "__main__":

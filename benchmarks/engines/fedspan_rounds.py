@@ -25,21 +25,21 @@ def main() -> None:
     examples = sum(len(member.train) for member in federation.clients.values())
     progress, first = federation.begin(), dict[str, float]()
 
-    def told(client: str, loss: float) -> None:
+    def record_loss(client: str, loss: float) -> None:
         first.setdefault(client, loss)
 
-    def play(round: int) -> dict[str, float]:
+    def run_numbered(round: int) -> dict[str, float]:
         nonlocal progress
-        result = federation.run_round(progress, told)
+        result = federation.run_round(progress, record_loss)
         progress = result.progress
         return {"loss": result.loss, "examples": examples, "training": watch.take()}
 
-    def said() -> dict[str, object]:
+    def report() -> dict[str, object]:
         stacking = getattr(prepared.engine, "stacking", None)
         chosen = None if stacking is None else {"clients": stacking.at_once, "workers": stacking.workers}
         return {"first": first[min(federation.clients)], "stacking": chosen}
 
-    answers.serve(play, CHECKED, said)
+    answers.serve(run_numbered, CHECKED, report)
 
 
 if __name__ == "__main__":

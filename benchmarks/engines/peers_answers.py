@@ -24,22 +24,22 @@ class Answers:
         self.out.flush()
 
     def serve(
-        self, play: Callable[[int], dict[str, float]], checked: int, more: Callable[[], dict[str, Any]] = dict
+        self, run_round: Callable[[int], dict[str, float]], checked: int, more: Callable[[], dict[str, Any]] = dict
     ) -> None:
         """Run the first rounds, report readiness, then run one round for every line that the driver sends.
 
         Args:
-            play: Function that runs the round of a number. It returns ``loss`` (mean over examples), ``examples``, and
+            run_round: Function that runs the round of a number. It returns ``loss`` (mean over examples), ``examples``, and
                 maybe ``training``, the seconds within local training.
             checked: Number of rounds before the first that is timed.
             more: Further values for the last line.
         """
         began = time.perf_counter()
-        losses = [play(round)["loss"] for round in range(checked)]
+        losses = [run_round(round)["loss"] for round in range(checked)]
         if not all(math.isfinite(loss) for loss in losses):
             raise ValueError(f"losses {losses}")
         self.say(losses=losses, warm_up=time.perf_counter() - began, **more())
         for round, _ in enumerate(sys.stdin, checked):
             began = time.perf_counter()
-            result = play(round)
+            result = run_round(round)
             self.say(**{"seconds": time.perf_counter() - began, **result})

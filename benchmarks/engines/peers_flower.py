@@ -42,7 +42,7 @@ def serve(grid: Grid, plan: Plan, answers: Answers, args: argparse.Namespace) ->
     )
     arrays = ArrayRecord(plan.start)
 
-    def play(round: int) -> dict[str, float]:
+    def run_round(round: int) -> dict[str, float]:
         nonlocal arrays
         config = {
             "plan": args.plan,
@@ -62,7 +62,7 @@ def serve(grid: Grid, plan: Plan, answers: Answers, args: argparse.Namespace) ->
             "training": metrics["seconds"] / args.actors,
         }
 
-    answers.serve(play, len(plan.settings["checked"]))
+    answers.serve(run_round, len(plan.settings["checked"]))
 
 
 def main() -> None:

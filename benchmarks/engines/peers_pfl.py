@@ -92,7 +92,7 @@ class Rounds:
 
         self.model.do_multiple_epochs_of = timed
 
-    def play(self, round: int) -> dict[str, float]:
+    def run_round(self, round: int) -> dict[str, float]:
         """The round of a number."""
         if torch.distributed.is_initialized():
             torch.distributed.barrier()  # no process begins before the driver asks
@@ -137,8 +137,8 @@ def main() -> None:
     rounds = Rounds(plan, build_model(plan, getattr(torch, args.dtype), args.attention))
     if torch.distributed.is_initialized() and torch.distributed.get_rank():
         for round in itertools.count():  # in step with the first process, which answers
-            rounds.play(round)
-    answers.serve(rounds.play, len(plan.settings["checked"]))
+            rounds.run_round(round)
+    answers.serve(rounds.run_round, len(plan.settings["checked"]))
 
 
 if __name__ == "__main__":

@@ -29,14 +29,14 @@ def main() -> None:
     load_start(model, plan)
     everybody = [index for client in plan.clients for index in client]
 
-    def play(round: int) -> dict[str, float]:
+    def run_round(round: int) -> dict[str, float]:
         epochs = plan.settings["bucketed"]
         bucketed = args.order == "bucketed"
         batches = epochs[round % len(epochs)] if bucketed else plan.shuffled(everybody, round)
         total, count = train(model, plan, batches)
         return {"loss": total / count, "examples": count}
 
-    answers.serve(play, 1, lambda: {"first": first})
+    answers.serve(run_round, 1, lambda: {"first": first})
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ OVERHEAD, STACKED, REGISTERED = 0.05, 1.3, 1.1
 """Limits: share of a round; peak memory against one client's; of many registered clients against few."""
 
 
-def play(values: dict[str, Any], args: argparse.Namespace, name: str) -> dict[str, Any]:
+def run_config(values: dict[str, Any], args: argparse.Namespace, name: str) -> dict[str, Any]:
     """A run in a process of its own."""
     folder = args.out / "runs"
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def overhead(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     for batch, examples in args.examples.items():
         work = Work(args.data, batch, examples, args.clients, threads=args.threads)
         values = changed(work.values("bfloat16", {"name": "batched"}), federation={"rounds": args.repetitions + 1})
-        result = play(values, args, f"overhead-{batch}")
+        result = run_config(values, args, f"overhead-{batch}")
         seconds, outside = result["seconds"][1:], result["outside"][1:]
         share = statistics.median(other / whole for other, whole in zip(outside, seconds, strict=True))
         rows.append(
@@ -113,8 +113,8 @@ def memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     one = Work(args.data, batch * at_once, examples * args.clients, 1, threads=args.threads).values("bfloat16", alone)
     two = {"rounds": 2}
     results = {
-        f"1 client, batch {batch * at_once}": play(changed(one, federation=two), args, "memory-one"),
-        f"{args.clients} clients, {at_once} at once, batch {batch}": play(
+        f"1 client, batch {batch * at_once}": run_config(changed(one, federation=two), args, "memory-one"),
+        f"{args.clients} clients, {at_once} at once, batch {batch}": run_config(
             changed(many, federation=two), args, "memory-many"
         ),
     }
@@ -124,8 +124,8 @@ def memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
         wide = changed(many, data=data, training={"batch_size": 2, "local_steps": 1})
         names = [f"{args.clients} registered clients", f"{args.registered} registered clients, a cohort of 100"]
         pair = {
-            names[0]: play(changed(wide, federation=two), args, "memory-few-registered"),
-            names[1]: play(
+            names[0]: run_config(changed(wide, federation=two), args, "memory-few-registered"),
+            names[1]: run_config(
                 changed(
                     wide,
                     partition={"clients": args.registered},
@@ -187,7 +187,7 @@ def accuracy(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
                 training={"lr": args.accuracy_lr},
                 evaluation={"every": args.accuracy_rounds},
             )
-            result = play(values, args, f"accuracy-{dtype}-{seed}")
+            result = run_config(values, args, f"accuracy-{dtype}-{seed}")
             found.append(100 * result["scores"]["test"]["accuracy"])
     rows = [
         [str(seed), f"{wide:.2f}", f"{narrow:.2f}", f"{narrow - wide:+.2f}"]

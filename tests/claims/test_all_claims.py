@@ -29,7 +29,7 @@ def every(scripts: None) -> ModuleType:
     return importlib.import_module("all")
 
 
-def played(id: str, data: Path) -> Reproduction:
+def reproduce_preset(id: str, data: Path) -> Reproduction:
     """A preset whose first row is the best everywhere and whose last one failed."""
     preset = preset_of(id)
     cells = cells_of(preset, "small", str(data), None)
@@ -62,7 +62,7 @@ def test_the_index_names_what_was_not_played(scripts: None, tmp_path: Path) -> N
 @pytest.mark.parametrize("id", ["rolora-table1", "fedloru-table1", "florg-table1", "fedgalore-table3"])
 def test_the_page_of_a_preset(id: str, scripts: None, tmp_path: Path) -> None:
     reproduced = importlib.import_module("reproduced")
-    found = played(id, tmp_path)
+    found = reproduce_preset(id, tmp_path)
     reproduced.page(found, preset_of(id), tmp_path)
     page, saved = (tmp_path / f"{id}.md").read_text(), json.loads((tmp_path / f"{id}.json").read_text())
     assert len(saved["findings"]) == len(found.verdicts)
@@ -123,7 +123,7 @@ def test_a_page_is_made_once_and_what_lacks_its_data_is_left_out(
     bad = every.Job("broken", ("fedgalore_ajive.py", "--nothing"))
     absent = every.Job("rolora_mnist", ("rolora_mnist.py",), ("mnist",))
     wordless = every.Job("rolora-table12", ("reproduced.py",), model=True)
-    assert every.play([good, bad, absent, wordless], args) == ["broken"]
+    assert every.run_jobs([good, bad, absent, wordless], args) == ["broken"]
     said = capfd.readouterr().out
     assert "left out, no mnist in" in said
     assert "left out, no --model" in said
@@ -131,6 +131,6 @@ def test_a_page_is_made_once_and_what_lacks_its_data_is_left_out(
         f"fedgalore_ajive.{end}" for end in ("md", "json", "svg")
     }
     (tmp_path / "pages" / "fedgalore_ajive.md").unlink()
-    assert every.play([good], args) == []
+    assert every.run_jobs([good], args) == []
     assert "fedgalore_ajive: done before" in capfd.readouterr().out
     assert (tmp_path / "pages" / "fedgalore_ajive.md").is_file()

@@ -82,7 +82,7 @@ def preset(tiny_preset: Preset, tiny_folder: Path, monkeypatch: pytest.MonkeyPat
     return tiny_folder
 
 
-class Played(Watcher):
+class FinishedNames(Watcher):
     """Keeps the names of runs that were played, and of those that were only read."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Finished:
 
     folder: Path
     report: reproduce.Reproduction
-    watcher: Played
+    watcher: FinishedNames
 
     def copy(self, to: Path) -> Path:
         """Its folder once more, with the times of its files."""
@@ -116,7 +116,7 @@ RUN = Path("two") / "lora" / "seeds" / "fedit-seed1"
 
 @pytest.fixture(scope="module")
 def finished_table(tiny_preset: Preset, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    folder, watcher = tmp_path_factory.mktemp("tables") / "one", Played()
+    folder, watcher = tmp_path_factory.mktemp("tables") / "one", FinishedNames()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reproduce, "preset_of", lambda id: tiny_preset)
         return Finished(folder, reproduce.reproduce("tiny-table1", folder, data=tiny_folder, listener=watcher), watcher)
@@ -155,7 +155,7 @@ def test_a_table_is_stopped_gone_on_with_and_judged(preset: Path, tmp_path: Path
 
 
 def test_no_run_is_played_twice(preset: Path, finished_table: Finished, tmp_path: Path, call: Call) -> None:
-    first, second = finished_table.watcher, Played()
+    first, second = finished_table.watcher, FinishedNames()
     # two trials and two seeds for each of two rows; the first seed of what was chosen is a trial
     assert len(first.names[True]) == 6
     assert [name for name in first.names[False] if not name.endswith("-seed0")] == []
@@ -194,7 +194,7 @@ def test_runs_that_are_timed_are_all_played(
         update={"claims": [tiny_preset.claims[1].model_copy(update={"measure": "seconds_to"})]}
     )
     monkeypatch.setattr(reproduce, "preset_of", lambda id: timed)
-    seen = Played()
+    seen = FinishedNames()
     reproduce.reproduce("tiny-table1", tmp_path / "one", data=preset, listener=seen)
     assert len(seen.names[True]) == 8
 

@@ -32,17 +32,17 @@ def events(folder: Path) -> list[str]:
 def test_a_new_job_waits_for_its_operator(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:
     service = NodeService(node(tiny_folder, tmp_path, limits=ASK))
     for _ in range(2):
-        told = introduced(service, values(tiny_folder))
-        assert told.waiting
-        assert "has to approve job" in (told.refused or "")
+        introduction = introduced(service, values(tiny_folder))
+        assert introduction.waiting
+        assert "has to approve job" in (introduction.refused or "")
     assert events(tmp_path) == ["job requested"]  # asked twice, one job
     (request,) = approvals.requests()
     assert request.summary()["method"] == "fedit"
     assert request.summary()["decision"] == "waits for fedspan approve"
     approvals.decide(request.job[:8], "approved")
-    told = introduced(service, values(tiny_folder))
-    assert (told.refused, told.waiting) == (None, False)
-    assert told.examples > 0
+    introduction = introduced(service, values(tiny_folder))
+    assert (introduction.refused, introduction.waiting) == (None, False)
+    assert introduction.examples > 0
 
 
 def test_a_changed_config_is_another_job(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:
@@ -58,10 +58,10 @@ def test_a_refusal_reaches_the_server_with_its_reason(tiny_folder: Path, tmp_pat
     service = NodeService(node(tiny_folder, tmp_path, limits=ASK))
     introduced(service, values(tiny_folder))
     approvals.decide(approvals.requests()[0].job, "refused", "no consent for this model")
-    told = introduced(service, values(tiny_folder))
-    assert not told.waiting
-    assert "refused job" in (told.refused or "")
-    assert "no consent for this model" in (told.refused or "")
+    introduction = introduced(service, values(tiny_folder))
+    assert not introduction.waiting
+    assert "refused job" in (introduction.refused or "")
+    assert "no consent for this model" in (introduction.refused or "")
     assert events(tmp_path) == ["job requested", "job refused", "invitation refused"]
 
 

@@ -44,6 +44,6 @@ def test_a_missing_reply_is_logged_with_its_reason(tmp_path: Path) -> None:
 
 def test_a_hostile_header_is_described_in_few_bytes() -> None:
     for header in ("[" * 9999, '{"task": "' + "x" * 9999 + '", "round": [1], "serial": {}}', "\ud800", "{}"):
-        told = describe_envelope(Envelope(header, b"abc"))
-        assert len(str(told)) < 300
-        assert set(told) <= {"task", "bytes", "sha256"}
+        description = describe_envelope(Envelope(header, b"abc"))
+        assert len(str(description)) < 300
+        assert set(description) <= {"task", "bytes", "sha256"}

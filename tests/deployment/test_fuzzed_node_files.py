@@ -97,16 +97,16 @@ def test_node_files(place: Path) -> None:
 
 
 def test_what_a_client_keeps(place: Path) -> None:
-    keeper = DiskClientStore(place)
+    client_store = DiskClientStore(place)
     moments = OptimizerState({"exp_avg": {"layer/A": torch.ones(2, 3)}}, {"layer/A": 4})
     base = BaseUpdate().add(Increment(0, {"layer": torch.ones(2, 2)}))
-    keeper.store("a", 1, ClientState({"layer/B": torch.ones(3, 2)}, {"train": (moments, 0)}, base), frozenset())
+    client_store.store("a", 1, ClientState({"layer/B": torch.ones(3, 2)}, {"train": (moments, 0)}, base), frozenset())
     (path,) = place.rglob("*.safetensors")
     good = path.read_bytes()
 
     def read(_: Path) -> object:
         try:
-            return keeper.load("a", 1)
+            return client_store.load("a", 1)
         except LostStateError as error:
             raise error from None
 

@@ -27,12 +27,12 @@ class Lying:
 
     def __init__(self, service: NodeService, change: Any) -> None:
         self.service, self.change = service, change
-        self.told: list[str] = []
+        self.headers: list[str] = []
 
     def answer(self, envelope: Envelope) -> Envelope:
         asked = self.change(decode_request(envelope))
         back = self.service.answer(asked.envelope())
-        self.told.append(back.header)
+        self.headers.append(back.header)
         return back
 
 
@@ -85,20 +85,20 @@ def both(**changes: Any) -> Any:
 def test_the_others_are_told_to_contribute_nothing(change: Any, why: str, tiny_folder: Path, tmp_path: Path) -> None:
     """Two of three nodes are to send nothing but their masks, so that the sum is the victim's update."""
     run, transport = served(tiny_folder, tmp_path)
-    told: list[str] = []
+    headers: list[str] = []
     honest = transport.make
 
     def lied_to(id: str) -> Any:
         if id == VICTIM:
             return honest(id)
         lying = Lying(honest(id), change)
-        lying.told = told
+        lying.headers = headers
         return lying
 
     transport.make = lied_to
     with pytest.raises(FedspanError, match="good replies") as stopped:
         run.federation.run_round(run.federation.begin())
-    assert why in " ".join([*told, str(stopped.value)]), told
+    assert why in " ".join([*headers, str(stopped.value)]), headers
     unmasked = [one for one in transport.came if '"task":"unmask"' in one.header]
     assert all(VICTIM not in read_header(UnmaskReply, one).shares for one in unmasked)
 

@@ -34,7 +34,7 @@ def environment(out: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **shown, "FEDSPAN_EXAMPLE": str(out)}
 
 
-def played(name: str, out: Path, *arguments: str | Path) -> str:
+def run_example(name: str, out: Path, *arguments: str | Path) -> str:
     done = subprocess.run(
         command(name, out, *arguments), env=environment(out), capture_output=True, text=True, timeout=900
     )
@@ -54,7 +54,7 @@ def percent(value: float) -> str:
 
 def test_ten_banks(tiny_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    printed = played("ten_banks", out, *ENCODER, tiny_folder / "bert")
+    printed = run_example("ten_banks", out, *ENCODER, tiny_folder / "bert")
     rows = table(printed)
     for method in ("fedit", "rolora", "flora"):
         report = fedspan.read_report(out / f"{method}-seed0")
@@ -73,7 +73,7 @@ def test_instruction_tuning(own: bool, decoders: Path, tmp_path: Path) -> None:
         rows = [json.loads(line) for line in (decoders / "questions.jsonl").read_text().splitlines()]
         given.write_text(json.dumps([{"instruction": row["question"], "output": row["answer"]} for row in rows]))
     more = () if own else ("--data", given)
-    printed = played("instruction_tuning", out, "--model", decoders / "llama-lm", *more)
+    printed = run_example("instruction_tuning", out, "--model", decoders / "llama-lm", *more)
     report = fedspan.read_report(out / "run")
     assert len(report.by_client) == 4
     assert not own or set(report.by_client) == {"sums", "capitals", "larger", "greetings"}
@@ -94,7 +94,7 @@ def test_instruction_tuning(own: bool, decoders: Path, tmp_path: Path) -> None:
 
 def test_vision_domains(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    printed = played("vision_domains", out)
+    printed = run_example("vision_domains", out)
     rows = table(printed)
     assert rows["method"] == ["chalk", "colours", "ink", "mean", "worst domain", "MB up"]
     for method in ("fedavg", "fedhm"):
@@ -117,7 +117,7 @@ def test_vision_domains(tmp_path: Path) -> None:
 
 def test_personalisation(tiny_folder: Path, tmp_path: Path) -> None:
     out, methods = tmp_path / "out", ("local-only", "fedit", "fedsa-lora", "pfedloru")
-    printed = played("personalisation", out, *ENCODER, tiny_folder / "bert")
+    printed = run_example("personalisation", out, *ENCODER, tiny_folder / "bert")
     rows, reports = table(printed), {method: fedspan.read_report(out / f"{method}-seed0") for method in methods}
     clients = [f"client-{number:02}" for number in range(10)]
     for client in clients:
@@ -137,7 +137,7 @@ def test_personalisation(tiny_folder: Path, tmp_path: Path) -> None:
 def test_differential_privacy(tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
     out = tmp_path / "out"
-    printed = played("differential_privacy", out, "--epsilon", "3", *ENCODER, tiny_folder / "bert")
+    printed = run_example("differential_privacy", out, "--epsilon", "3", *ENCODER, tiny_folder / "bert")
     plain, private = fedspan.read_report(out / "plain"), fedspan.read_report(out / "private")
     assert not plain.privacy
     assert 0 < private.privacy["epsilon"] <= 3
@@ -148,7 +148,7 @@ def test_differential_privacy(tiny_folder: Path, tmp_path: Path) -> None:
 
 def test_own_method(tiny_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    printed = played("own_method", out, *ENCODER, tiny_folder / "bert")
+    printed = run_example("own_method", out, *ENCODER, tiny_folder / "bert")
     for method in ("fedit", "slow-a"):
         report = fedspan.read_report(out / f"{method}-seed0")
         assert report.method == method
@@ -170,7 +170,7 @@ def processes_of(out: Path) -> list[int]:
 def test_three_machines(tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
     out, clinics = tmp_path / "out", ("clinic-a", "clinic-b", "clinic-c")
-    printed = played("three_machines", out, *ENCODER, tiny_folder / "bert")
+    printed = run_example("three_machines", out, *ENCODER, tiny_folder / "bert")
     report = fedspan.read_report(out / "run")
     assert set(report.by_client) == set(clinics)
     assert not report.failures

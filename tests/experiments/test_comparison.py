@@ -29,7 +29,7 @@ class Stop(BaseException):
     """Stands for Ctrl-C."""
 
 
-class Told(Watcher):
+class RecordingWatcher(Watcher):
     """Remembers which runs were played, and stops in a round if asked to."""
 
     def __init__(self, stop_in: str = "", after: int = 0) -> None:
@@ -73,9 +73,9 @@ def asked(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CompareReport, Told]:
-    folder, told = tmp_path_factory.mktemp("comparison") / "made", Told()
-    return folder, fedspan.compare(folder=folder, listener=told, **asked(tiny_folder)), told
+def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CompareReport, RecordingWatcher]:
+    folder, watcher = tmp_path_factory.mktemp("comparison") / "made", RecordingWatcher()
+    return folder, fedspan.compare(folder=folder, listener=watcher, **asked(tiny_folder)), watcher
 
 
 def without_times(folder: Path) -> list[dict[str, str]]:
@@ -84,11 +84,11 @@ def without_times(folder: Path) -> list[dict[str, str]]:
 
 
 def test_every_run_has_the_same_division_and_is_an_ordinary_run(
-    made: tuple[Path, CompareReport, Told], tiny_folder: Path, tmp_path: Path
+    made: tuple[Path, CompareReport, RecordingWatcher], tiny_folder: Path, tmp_path: Path
 ) -> None:
-    folder, _, told = made
+    folder, _, watcher = made
     names = [f"{method}-seed{seed}" for method in METHODS for seed in SEEDS]
-    assert told.planned == told.played == names
+    assert watcher.planned == watcher.played == names
     divisions = {json.loads((folder / name / "partition.json").read_text())["fingerprint"] for name in names}
     assert len(divisions) == 1
     for name in names:
@@ -109,7 +109,7 @@ def test_a_division_that_the_config_names_is_kept(tiny_folder: Path) -> None:
     assert {step.config.partition.seed for step in plan.steps} == {77}
 
 
-def test_options_go_to_the_methods_that_have_them(made: tuple[Path, CompareReport, Told]) -> None:
+def test_options_go_to_the_methods_that_have_them(made: tuple[Path, CompareReport, RecordingWatcher]) -> None:
     folder = made[0]
     configs = {method: read_config(folder / f"{method}-seed{SEEDS[0]}") for method in METHODS}
     assert configs["fedloru"].method.options == {"r": 2, "lora_alpha": 4, "tau": 1}
@@ -117,9 +117,9 @@ def test_options_go_to_the_methods_that_have_them(made: tuple[Path, CompareRepor
     assert [configs[method].training.lr for method in METHODS] == [0.02, 0.01]
 
 
-def test_the_table_is_that_of_the_reports(made: tuple[Path, CompareReport, Told]) -> None:
+def test_the_table_is_that_of_the_reports(made: tuple[Path, CompareReport, RecordingWatcher]) -> None:
     """Every number again, by hand, from the report.json of each run."""
-    folder, report, told = made
+    folder, report, watcher = made
     reports = {
         method: [json.loads((folder / f"{method}-seed{seed}" / "report.json").read_text()) for seed in SEEDS]
         for method in METHODS
@@ -154,7 +154,7 @@ def test_the_table_is_that_of_the_reports(made: tuple[Path, CompareReport, Told]
         else:
             assert (row.bytes_up, row.bytes_down, row.seconds) == (None, None, None)
             assert plain[row.name]["bytes_up"] == ""
-    assert told.scores["fedit-seed4"] == reference[0]
+    assert watcher.scores["fedit-seed4"] == reference[0]
     page = (folder / "table.md").read_text()
     first = report.rows[0]
     assert first.mean is not None
@@ -164,10 +164,10 @@ def test_the_table_is_that_of_the_reports(made: tuple[Path, CompareReport, Told]
         assert said in page
 
 
-def test_with_another_reference_no_run_is_played_again(made: tuple[Path, CompareReport, Told], tmp_path: Path) -> None:
-    folder, told = Path(shutil.copytree(made[0], tmp_path / "copy")), Told()
-    report = fedspan.resume_compare(folder, against="centralized", listener=told)
-    assert told.played == []
+def test_with_another_reference_no_run_is_played_again(made: tuple[Path, CompareReport, RecordingWatcher], tmp_path: Path) -> None:
+    folder, watcher = Path(shutil.copytree(made[0], tmp_path / "copy")), RecordingWatcher()
+    report = fedspan.resume_compare(folder, against="centralized", listener=watcher)
+    assert watcher.played == []
     rows = {row.name: row for row in report.rows}
     assert rows["centralized"].difference is None
     for name in METHODS:
@@ -178,17 +178,17 @@ def test_with_another_reference_no_run_is_played_again(made: tuple[Path, Compare
 
 
 def test_stopped_it_goes_on_to_the_same_table(
-    made: tuple[Path, CompareReport, Told], tiny_folder: Path, tmp_path: Path
+    made: tuple[Path, CompareReport, RecordingWatcher], tiny_folder: Path, tmp_path: Path
 ) -> None:
     """By the same call in the first run, then by the folder alone in a later one."""
     folder, whole = tmp_path / "stopped", made[0]
     with pytest.raises(Stop):
-        fedspan.compare(folder=folder, listener=Told("fedit-seed4", 1), **asked(tiny_folder))
+        fedspan.compare(folder=folder, listener=RecordingWatcher("fedit-seed4", 1), **asked(tiny_folder))
     assert not (folder / "table.csv").exists()
     with pytest.raises(Stop):
-        fedspan.compare(folder=folder, listener=(second := Told("fedloru-seed4", 1)), **asked(tiny_folder))
+        fedspan.compare(folder=folder, listener=(second := RecordingWatcher("fedloru-seed4", 1)), **asked(tiny_folder))
     assert second.begun == {"fedit-seed4": 1, "fedit-seed1": 0, "fedloru-seed4": 0}
-    third = Told()
+    third = RecordingWatcher()
     fedspan.resume_compare(folder, listener=third)
     assert third.begun["fedloru-seed4"] == 1
     assert third.played == second.planned[2:]
@@ -206,9 +206,9 @@ def test_seeds_can_be_added_and_other_configs_are_refused(tiny_folder: Path, tmp
     assert (one.rows[0].deviation, one.rows[0].error) == (None, None)
     assert "±" not in (folder / "table.md").read_text()
     assert "without a deviation" in (folder / "table.md").read_text()
-    told = Told()
-    fedspan.compare(values, folder, ["fedit"], [0, 1], listener=told)
-    assert told.played == ["fedit-seed1"]
+    watcher = RecordingWatcher()
+    fedspan.compare(values, folder, ["fedit"], [0, 1], listener=watcher)
+    assert watcher.played == ["fedit-seed1"]
     before = (folder / "compare.yaml").read_text()
     with pytest.raises(FedspanError, match=r"the run fedit-seed0 in .* began with another config"):
         fedspan.compare(values, folder, ["fedit"], [0, 1], overrides=["training.lr=0.5"])

@@ -28,7 +28,7 @@ class Stop(BaseException):
     """Stands for Ctrl-C."""
 
 
-class Told(Watcher):
+class RecordingWatcher(Watcher):
     """Remembers what it was told, and stops after a round of a run if asked to."""
 
     def __init__(self, stop_in: str = "") -> None:
@@ -59,17 +59,17 @@ def values_of(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SweepReport, Told]:
-    folder, told = tmp_path_factory.mktemp("sweep") / "made", Told()
+def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SweepReport, RecordingWatcher]:
+    folder, watcher = tmp_path_factory.mktemp("sweep") / "made", RecordingWatcher()
     values = values_of(tiny_folder)
-    return folder, fedspan.sweep(values, folder, OVER, rounds=1, seeds=[5, 6], listener=told), told
+    return folder, fedspan.sweep(values, folder, OVER, rounds=1, seeds=[5, 6], listener=watcher), watcher
 
 
 def test_all_trials_are_played_and_the_best_by_validation_comes_first(
-    made: tuple[Path, SweepReport, Told],
+    made: tuple[Path, SweepReport, RecordingWatcher],
 ) -> None:
-    folder, report, told = made
-    assert told.played == [f"trial-{number:03}-seed{seed}" for number in (1, 2) for seed in (5, 6)]
+    folder, report, watcher = made
+    assert watcher.played == [f"trial-{number:03}-seed{seed}" for number in (1, 2) for seed in (5, 6)]
     means = []
     for trial in report.trials:
         runs = [folder / f"trial-{trial.number:03}-seed{seed}" for seed in (5, 6)]
@@ -91,7 +91,7 @@ def test_all_trials_are_played_and_the_best_by_validation_comes_first(
 
 
 def test_nothing_of_a_test_is_in_the_table_or_its_files(
-    made: tuple[Path, SweepReport, Told], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: tuple[Path, SweepReport, RecordingWatcher], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With scores on tests that would choose the worst trial, and no name but their own, all is as before."""
     folder, report, _ = made
@@ -105,11 +105,11 @@ def test_nothing_of_a_test_is_in_the_table_or_its_files(
         return replace(played, scores=scores, by_client={id: {"accuracy": score} for id in played.by_client})
 
     monkeypatch.setattr(execution.train, "run", poisoned)
-    told = Told()
-    other = fedspan.sweep(values_of(tiny_folder), tmp_path / "made", OVER, rounds=1, seeds=[5, 6], listener=told)
+    watcher = RecordingWatcher()
+    other = fedspan.sweep(values_of(tiny_folder), tmp_path / "made", OVER, rounds=1, seeds=[5, 6], listener=watcher)
     assert [trial.number for trial in other.trials] == [trial.number for trial in report.trials]
     assert [trial.scores for trial in other.trials] == [trial.scores for trial in report.trials]
-    assert told.scores == made[2].scores
+    assert watcher.scores == made[2].scores
     assert (tmp_path / "made" / "best.yaml").read_text() == (folder / "best.yaml").read_text()
     files = [entry for entry in (tmp_path / "made").iterdir() if entry.is_file()]
     assert {entry.name for entry in files} == {"table.csv", "table.md", "best.yaml", "sweep.yaml"}
@@ -122,7 +122,7 @@ def test_nothing_of_a_test_is_in_the_table_or_its_files(
 
 
 def test_the_best_config_runs_with_the_rounds_and_baselines_of_the_config(
-    made: tuple[Path, SweepReport, Told], tiny_folder: Path, tmp_path: Path
+    made: tuple[Path, SweepReport, RecordingWatcher], tiny_folder: Path, tmp_path: Path
 ) -> None:
     folder, report, _ = made
     assert report.best == str(folder / "best.yaml")
@@ -150,9 +150,9 @@ def test_a_trial_that_diverges_has_failed_and_the_sweep_goes_on_where_it_was(tin
     values = values_of(tiny_folder, training={"max_grad_norm": 0, "optimizer": "sgd"}, federation={"rounds": 2})
     folder, call = tmp_path / "made", {"over": {"training.lr": "1e30,0.02"}, "seeds": [0, 1]}
     with pytest.raises(Stop):
-        fedspan.sweep(values, folder, listener=(first := Told("trial-002-seed1")), **call)
+        fedspan.sweep(values, folder, listener=(first := RecordingWatcher("trial-002-seed1")), **call)
     assert first.failed == ["trial-001-seed0"]
-    second = Told()
+    second = RecordingWatcher()
     report = fedspan.resume_sweep(folder, listener=second)
     assert second.failed == ["trial-001-seed0"]
     assert second.played == ["trial-002-seed1"]
@@ -314,7 +314,7 @@ def test_rounds_that_are_tried_are_those_of_the_trial(tiny_folder: Path) -> None
     assert [config.federation.rounds for config in plan.configs] == [1, 2]
 
 
-def test_another_sweep_in_the_same_folder_is_refused(made: tuple[Path, SweepReport, Told], tiny_folder: Path) -> None:
+def test_another_sweep_in_the_same_folder_is_refused(made: tuple[Path, SweepReport, RecordingWatcher], tiny_folder: Path) -> None:
     with pytest.raises(FedspanError, match=r"the run trial-001-seed5 in .* began with another config"):
         fedspan.sweep(values_of(tiny_folder), made[0], {"training.lr": "2e-2,1e-3"}, rounds=1, seeds=[5, 6])
 

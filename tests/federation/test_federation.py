@@ -67,14 +67,14 @@ def test_the_order_of_clients_does_not_matter(prepared: Prepared) -> None:
 def test_a_round_reports_what_travelled_and_how_it_went(prepared: Prepared) -> None:
     """Down and up for each client in turn; the loss is the mean over examples, not over clients."""
     federation = with_rounds(prepared, 3, None)
-    told: list[tuple[str, float]] = []
-    result = federation.run_round(federation.begin(), lambda client, loss: told.append((client, loss)))
+    reported: list[tuple[str, float]] = []
+    result = federation.run_round(federation.begin(), lambda client, loss: reported.append((client, loss)))
     ids = sorted(tiny.SITES)
     assert result.cohort == tuple(ids)
     assert [(t.client, t.direction) for t in result.transfers] == [(id, way) for id in ids for way in ("down", "up")]
     assert all(0 < transfer.payload < transfer.bytes for transfer in result.transfers)
-    assert [client for client, _ in told] == ids
-    losses = [loss for _, loss in told]
+    assert [client for client, _ in reported] == ids
+    losses = [loss for _, loss in reported]
     assert result.loss == pytest.approx(np.mean(losses), rel=1e-9)  # everybody took two batches of four
     assert len(set(losses)) == 4
     assert result.progress.last_rounds == dict.fromkeys(ids, 0)
@@ -85,12 +85,12 @@ def test_the_loss_weighs_examples(tiny_folder: Path, prepared: Prepared) -> None
     """An epoch each: clients of 8, 14, 21 and 43 examples."""
     config = tiny.config(tiny_folder, training={"local_steps": None}, federation={"clients_per_round": 4})
     federation = tiny.variant(prepared, config).federation
-    told: dict[str, float] = {}
-    result = federation.run_round(federation.begin(), told.__setitem__)
+    reported: dict[str, float] = {}
+    result = federation.run_round(federation.begin(), reported.__setitem__)
     sizes = {id: len(member.train) for id, member in federation.clients.items()}
-    expected = sum(sizes[id] * loss for id, loss in told.items()) / sum(sizes.values())
+    expected = sum(sizes[id] * loss for id, loss in reported.items()) / sum(sizes.values())
     assert result.loss == pytest.approx(expected, rel=1e-9)
-    assert abs(result.loss - np.mean(list(told.values()))) > 1e-3
+    assert abs(result.loss - np.mean(list(reported.values()))) > 1e-3
 
 
 def test_what_a_client_holds_is_the_last_round_it_took_part_in(prepared: Prepared) -> None:

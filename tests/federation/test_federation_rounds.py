@@ -109,8 +109,8 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
 def federation(prepared: Prepared, folder: Path, spoil: Spoil, **rules: Any) -> Federation:
     here, engine = prepared.federation, prepared.engine
     loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
-    keeper = DiskClientStore(folder)
-    known = {id: Host(here.method, loop, {id: one}, here.examples, keeper, 32) for id, one in here.clients.items()}
+    client_store = DiskClientStore(folder)
+    known = {id: Host(here.method, loop, {id: one}, here.examples, client_store, 32) for id, one in here.clients.items()}
     transport = LocalTraining(known, spoil)
     return Federation(here.method, engine, here.clients, here.examples, here.settings, transport, ReplyRules(**rules))
 

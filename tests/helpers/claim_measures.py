@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedspan.federation.serialization import encode
 from helpers.counted_traffic import count_layers
-from helpers.watched_rounds import Played, Round
+from helpers.watched_rounds import MethodRun, Round
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
@@ -16,13 +16,13 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-def errors(played: Played, round: Round) -> dict[str, float]:
+def errors(run_method: MethodRun, round: Round) -> dict[str, float]:
     """By layer: how far the aggregated change of weight is from the mean of the clients' changes."""
-    names = [layer.name for layer in played.layers]
-    return {name: relative(played.global_change(name, round.after), played.mean_change(name, round)) for name in names}
+    names = [layer.name for layer in run_method.layers]
+    return {name: relative(run_method.global_change(name, round.after), run_method.mean_change(name, round)) for name in names}
 
 
-def require_declared_traffic(run: Played, policy: str) -> None:
+def require_declared_traffic(run: MethodRun, policy: str) -> None:
     """Bytes sent to and by clients that took part in every round before are those that its functions give on shapes."""
     steady, ranks = set(run.federation.clients), {id: one.client.rank for id, one in run.federation.clients.items()}
     cohorts = [[ranks[id] for id in round.result.cohort] for round in run.rounds]

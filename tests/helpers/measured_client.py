@@ -26,7 +26,7 @@ def resident(what: str) -> int:
     return 1024 * int(lines[what].split()[0])
 
 
-def play(values: dict[str, Any]) -> int:
+def run_rounds(values: dict[str, Any]) -> int:
     """A round; the number of training examples of its first client."""
     prepared = prepare(parse_config(values))
     federation = prepared.federation
@@ -36,12 +36,12 @@ def play(values: dict[str, Any]) -> int:
 
 def main() -> None:
     first, *others = json.loads(sys.argv[1])
-    play(first)
+    run_rounds(first)
     for values in others:
         gc.collect()
         before = resident("VmRSS")
         _RESET.write_text("5")
-        examples = play(values)
+        examples = run_rounds(values)
         print(resident("VmHWM") - before, examples)
 
 

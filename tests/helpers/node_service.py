@@ -60,10 +60,10 @@ def served(tiny_folder: Path, service: NodeService, **changes: Any) -> tuple[Pre
     """A server's run with one node."""
     given = values(tiny_folder, **changes)
     prepared = prepare_server(server_config(given))
-    told = introduced(service, given)
-    assert told.refused is None
-    assert told.base == base_digest(prepared.model)
+    introduction = introduced(service, given)
+    assert introduction.refused is None
+    assert introduction.base == base_digest(prepared.model)
     transport = Direct(service)
-    clients = server_clients(prepared.config, prepared.engine.adapted.spec, {CLIENT: told.examples})
+    clients = server_clients(prepared.config, prepared.engine.adapted.spec, {CLIENT: introduction.examples})
     rules = prepared.config.federation.build_reply_rules()
     return connect(prepared, transport, rules, clients=clients, run="run"), transport

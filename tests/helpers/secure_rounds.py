@@ -120,12 +120,12 @@ def secured(
     """
     here, engine = prepared.federation, prepared.engine
     loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
-    keeper = DiskClientStore(folder)
+    client_store = DiskClientStore(folder)
 
     def make(id: str) -> Host:
         secure = SecureClient(id, DiskSessionStore(folder), least)
         known = method or here.method
-        return Host(known, loop, {id: here.clients[id]}, here.examples, keeper, 32, secure={id: secure})
+        return Host(known, loop, {id: here.clients[id]}, here.examples, client_store, 32, secure={id: secure})
 
     stage = Stage(make, lose, spoil)
     federation = Federation(

@@ -206,7 +206,7 @@ def _travels(call: Call) -> bool:
 
 
 @dataclass(frozen=True)
-class Played:
+class MethodRun:
     """A federation that was played.
 
     Args:
@@ -263,7 +263,7 @@ def _double(delta: LowRank | Tensor) -> LowRank | Tensor:
     return delta.to(torch.float64)
 
 
-def play(prepared: Prepared, config: RunConfig) -> Played:
+def run_watched(prepared: Prepared, config: RunConfig) -> MethodRun:
     """All rounds of a config, and an evaluation, on a model and data that are loaded already."""
     watched: list[Watched] = []
 
@@ -287,7 +287,7 @@ def play(prepared: Prepared, config: RunConfig) -> Played:
     after = snapshot(progress)
     made.evaluator.evaluate_clients(progress)
     written += [f"evaluate{path}" for path in differences(after, flat(progress))]
-    return Played(made, tuple(rounds), (*written, *method.written, *engine.written))
+    return MethodRun(made, tuple(rounds), (*written, *method.written, *engine.written))
 
 
-Play = Callable[..., Played]
+RunMethod = Callable[..., MethodRun]

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from fedspan.config import RunConfig
-from helpers.watched_rounds import Played, method_config
+from helpers.watched_rounds import MethodRun, method_config
 
 TRAINING: Mapping[str, Mapping[str, Any]] = {"scaffold": {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0}}
 """What a wrapper needs of local training."""
 
-PlayWrapped = Callable[..., Played]
+RunWrapped = Callable[..., MethodRun]
 
 
 def wrapped_config(folder: Path, key: str, wrappers: Sequence[str | Mapping[str, Any]], **changes: Any) -> RunConfig:

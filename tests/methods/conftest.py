@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from fedspan.runs.setup import Prepared
-from helpers.watched_rounds import Play, Played, method_config, play
+from helpers.watched_rounds import RunMethod, MethodRun, method_config, run_watched
 
 
 @pytest.fixture(scope="session")
-def played(tiny_folder: Path, prepared: Prepared) -> Play:
-    """``played(key, section={...})``: a method's rounds on the tiny BERT; the same object for the same options."""
-    known: dict[str, Played] = {}
+def run_method(tiny_folder: Path, prepared: Prepared) -> RunMethod:
+    """``run_method(key, section={...})``: a method's rounds on the tiny BERT; the same object for the same options."""
+    known: dict[str, MethodRun] = {}
 
-    def get(key: str, **changes: Mapping[str, Any]) -> Played:
+    def get(key: str, **changes: Mapping[str, Any]) -> MethodRun:
         name = f"{key} {sorted(changes.items())}"
         if name not in known:
-            known[name] = play(prepared, method_config(tiny_folder, key, **changes))
+            known[name] = run_watched(prepared, method_config(tiny_folder, key, **changes))
         return known[name]
 
     return get

@@ -9,7 +9,7 @@ import torch
 
 from fedspan.methods.federa import FeDeRA
 from helpers.dense_rounds import Pairs, Weights, factor_mean, federation, follow, given, product_mean
-from helpers.watched_rounds import Play
+from helpers.watched_rounds import RunMethod
 from toys.problem import LAYERS, Problem
 from toys.rounds import close
 
@@ -64,9 +64,9 @@ def test_it_begins_as_the_pretrained_model_with_the_principal_part_in_the_factor
         assert close(B.T @ B, torch.diag(S[:2] / 2.0), 1e-6)
 
 
-def test_everybody_begins_with_the_same_factors_whoever_joins_when(played: Play) -> None:
+def test_everybody_begins_with_the_same_factors_whoever_joins_when(run_method: RunMethod) -> None:
     """Bit for bit: one SVD, broadcast."""
-    run = played("federa")
+    run = run_method("federa")
     for round in run.rounds:
         bits = {tuple(local.job.tensors[f"{run.layers[0].name}/A"].flatten().tolist()) for local in round.trained}
         assert len(bits) == 1

@@ -21,7 +21,7 @@ from helpers.dense_rounds import (
     given,
     product_mean,
 )
-from helpers.watched_rounds import Play
+from helpers.watched_rounds import RunMethod
 from toys.problem import LAYERS, Problem
 
 
@@ -64,9 +64,9 @@ def test_everybody_replays_every_residual_and_a_lone_client_leaves_none() -> Non
     assert torch.equal(dense(made.state.base.total["fc1"]), dense(lone))
 
 
-def test_the_residual_travels_as_factors_where_they_are_smaller(played: Play) -> None:
+def test_the_residual_travels_as_factors_where_they_are_smaller(run_method: RunMethod) -> None:
     """Three clients: rank 2 r; three rounds' residuals together are as large as some layers."""
-    run = played("fedex-lora")
+    run = run_method("fedex-lora")
     for round in run.rounds:
         for layer in run.layers:
             delta = round.after.state.base.recent[-1].deltas[layer.name]

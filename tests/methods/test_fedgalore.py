@@ -17,7 +17,7 @@ from fedspan.errors import FedspanError
 from fedspan.methods.fedgalore import FedGaLore
 from fedspan.planning.shape_inference import count_traffic
 from fedspan.training.jobs import Assignment
-from helpers.watched_rounds import Play, differences
+from helpers.watched_rounds import RunMethod, differences
 from toys.oracle import Adam, average
 from toys.problem import HEAD, LAYERS, Problem
 from toys.rounds import Federation, adamw, close, with_extras
@@ -385,9 +385,9 @@ def test_a_period_needs_a_number_of_steps() -> None:
     assert caught.value.field == "method.period"
 
 
-def test_nothing_of_the_base_or_the_moments_reaches_the_first_round(played: Play) -> None:
+def test_nothing_of_the_base_or_the_moments_reaches_the_first_round(run_method: RunMethod) -> None:
     """On a real transformer: seeds make the first message empty, and v is sent once it is there."""
-    run = played("fedgalore")
+    run = run_method("fedgalore")
     down = [
         (number == 0, message)
         for number, round in enumerate(run.rounds)
@@ -399,9 +399,9 @@ def test_nothing_of_the_base_or_the_moments_reaches_the_first_round(played: Play
         assert first == (message.base is None) == (not any(name.endswith("/v") for name in message.tensors))
 
 
-def test_projectors_of_a_real_model_come_from_its_gradient(played: Play) -> None:
+def test_projectors_of_a_real_model_come_from_its_gradient(run_method: RunMethod) -> None:
     """The first two rounds end with projectors of the clients' own, which differ; later ones with the seed's."""
-    run = played("fedgalore")
+    run = run_method("fedgalore")
     name = tensor_name(run.layers[0].name, "P")
     for number, round in enumerate(run.rounds):
         last = [local.trained.tensors[name] for local in round.trained]
@@ -409,10 +409,10 @@ def test_projectors_of_a_real_model_come_from_its_gradient(played: Play) -> None
 
 
 @pytest.mark.parametrize(("key", "acts"), [("fedgalore", False), ("fedit", True)])
-def test_dropout_of_adapters_does_not_act_on_a_projected_change(key: str, acts: bool, played: Play) -> None:
+def test_dropout_of_adapters_does_not_act_on_a_projected_change(key: str, acts: bool, run_method: RunMethod) -> None:
     """GaLore's step is by the gradient of the weight; with its input dropped beside the base's it would be another."""
     ends = [
-        played(key, federation={"rounds": 2}, training={"lora_dropout": rate}).rounds[-1].after.state
+        run_method(key, federation={"rounds": 2}, training={"lora_dropout": rate}).rounds[-1].after.state
         for rate in (0.0, 0.5)
     ]
     assert bool(differences(*ends)) == acts

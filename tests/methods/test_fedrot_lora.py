@@ -12,7 +12,7 @@ from torch import Tensor
 from fedspan.core.tensors import tensor_name
 from fedspan.methods.fedrot_lora import FedRotLoRA
 from helpers.dense_rounds import Pairs, Weights, factor_mean, federation, follow, given
-from helpers.watched_rounds import Play, differences
+from helpers.watched_rounds import RunMethod, differences
 from toys.problem import LAYERS, Problem
 from toys.rounds import close
 
@@ -62,9 +62,9 @@ def test_rounds_match_rotations_by_an_angle(strength: float) -> None:
     follow(made, _Oracle(problem.dense(*LAYERS), given(made), strength))
 
 
-def test_what_is_sent_is_what_was_trained_rotated_towards_the_global_factor(played: Play) -> None:
+def test_what_is_sent_is_what_was_trained_rotated_towards_the_global_factor(run_method: RunMethod) -> None:
     """The product stays, the factor of the round's turn comes nearer, and no reflection is among the rotations."""
-    run = played("fedrot-lora", method={"strength": 1.0})
+    run = run_method("fedrot-lora", method={"strength": 1.0})
     for number, round in enumerate(run.rounds):
         uploads = {call.args[2].id: call.result[0].tensors for call in round.of("finish")}
         moved = 0.0
@@ -82,19 +82,19 @@ def test_what_is_sent_is_what_was_trained_rotated_towards_the_global_factor(play
         assert (moved > 1e-3) == (number > 0)
 
 
-def test_moments_of_another_frame_are_dropped(played: Play) -> None:
+def test_moments_of_another_frame_are_dropped(run_method: RunMethod) -> None:
     """Two steps a round are all that a factor's moments have seen, though moments are kept."""
-    run = played("fedrot-lora")
+    run = run_method("fedrot-lora")
     name = tensor_name(run.layers[0].name, "A")
     for round in run.rounds:
         assert {local.trained.optimizer_state.steps[name] for local in round.trained} == {2}
 
 
-def test_strength_0_is_fedit(played: Play) -> None:
+def test_strength_0_is_fedit(run_method: RunMethod) -> None:
     """Weights to rounding; the first round bit for bit. FedIT keeps its moments, so both runs reset them."""
     reset = {"optimizer_state": "reset"}
-    ours = played("fedrot-lora", method={"strength": 0.0}, training=reset)
-    theirs = played("fedit", training=reset)
+    ours = run_method("fedrot-lora", method={"strength": 0.0}, training=reset)
+    theirs = run_method("fedit", training=reset)
     assert differences(ours.rounds[0].after.state.tensors, theirs.rounds[0].after.state.tensors) == []
     for name, value in theirs.rounds[-1].after.state.tensors.items():
         assert torch.allclose(ours.rounds[-1].after.state.tensors[name], value, atol=1e-5)

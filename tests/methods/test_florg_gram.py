@@ -9,22 +9,22 @@ import pytest
 import test_method_claims as claims
 import test_method_messages as messages
 
-from helpers.watched_rounds import Play, Played
+from helpers.watched_rounds import RunMethod, MethodRun
 
 KEY = "florg"
 
 
 @pytest.fixture
-def gram(played: Play) -> Play:
-    """``played`` with the option set."""
+def gram(run_method: RunMethod) -> RunMethod:
+    """``run_method`` with the option set."""
 
-    def get(key: str, **changes: Mapping[str, Any]) -> Played:
-        return played(key, **{**changes, "method": {"gram_sums": True, **changes.get("method", {})}})
+    def get(key: str, **changes: Mapping[str, Any]) -> MethodRun:
+        return run_method(key, **{**changes, "method": {"gram_sums": True, **changes.get("method", {})}})
 
     return get
 
 
-def test_it_declares_what_it_does(gram: Play) -> None:
+def test_it_declares_what_it_does(gram: RunMethod) -> None:
     run = gram(KEY)
     assert run.federation.method.declared().reduction == "sum"
     assert claims.sends(run) == run.federation.method.declared().sends == "other"
@@ -32,7 +32,7 @@ def test_it_declares_what_it_does(gram: Play) -> None:
         assert not any(call.result.stack for call in round.of("contribute"))
 
 
-def test_claims(gram: Play) -> None:
+def test_claims(gram: RunMethod) -> None:
     claims.test_aggregation_is_exact_where_claimed_and_measurably_not_elsewhere(KEY, gram)
     claims.test_the_order_of_replies_does_not_matter(KEY, gram)
     claims.test_nobody_writes_to_what_it_is_given(KEY, gram)
@@ -41,10 +41,10 @@ def test_claims(gram: Play) -> None:
 
 
 @pytest.mark.parametrize("policy", messages.POLICIES)
-def test_messages(policy: str, gram: Play) -> None:
+def test_messages(policy: str, gram: RunMethod) -> None:
     messages.test_bytes_counted_are_bytes_sent_and_bytes_declared(KEY, policy, gram)
     messages.test_extras_follow_their_policy(KEY, policy, gram)
 
 
-def test_a_client_that_was_away(gram: Play) -> None:
+def test_a_client_that_was_away(gram: RunMethod) -> None:
     messages.test_a_client_that_was_away_catches_up_exactly(KEY, gram)

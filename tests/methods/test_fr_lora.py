@@ -10,7 +10,7 @@ import torch
 from fedspan.core.lowrank import LowRank
 from fedspan.methods.fr_lora import FRLoRA
 from helpers.dense_rounds import Pairs, Weights, factor_mean, federation, follow, given
-from helpers.watched_rounds import Play
+from helpers.watched_rounds import RunMethod
 from toys.problem import LAYERS, Problem
 from toys.rounds import close
 
@@ -46,8 +46,8 @@ def test_rounds_match_dense_weights(train: str, exact: bool) -> None:
 
 
 @pytest.mark.parametrize(("train", "rank"), [("both", 6), ("B", 3)])
-def test_every_round_starts_from_the_same_factors_which_travel_once(train: str, rank: int, played: Play) -> None:
-    run = played("fr-lora", method={"train": train})
+def test_every_round_starts_from_the_same_factors_which_travel_once(train: str, rank: int, run_method: RunMethod) -> None:
+    run = run_method("fr-lora", method={"train": train})
     name = run.layers[0].name
     first = run.rounds[0].before.state.tensors
     for round in run.rounds:
@@ -61,8 +61,8 @@ def test_every_round_starts_from_the_same_factors_which_travel_once(train: str, 
         assert delta.rank == rank
 
 
-def test_where_only_B_trains_the_average_is_exact(played: Play) -> None:
-    run = played("fr-lora", method={"train": "B"})
+def test_where_only_B_trains_the_average_is_exact(run_method: RunMethod) -> None:
+    run = run_method("fr-lora", method={"train": "B"})
     for round in run.rounds:
         for layer in run.layers:
             mean = run.mean_change(layer.name, round)

@@ -15,7 +15,7 @@ from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from helpers.claim_measures import errors, relative
-from helpers.watched_rounds import Play, Played, Round, differences, method_config
+from helpers.watched_rounds import RunMethod, MethodRun, Round, differences, method_config
 
 GLOBAL = [key for key, cls in METHODS.items() if not cls.claims.personal]
 PERSONAL = [key for key, cls in METHODS.items() if cls.claims.personal]
@@ -26,9 +26,9 @@ SGD = {"optimizer": "sgd", "momentum": 0.9, "lr": 0.1}
 
 
 @pytest.mark.parametrize("key", GLOBAL)
-def test_aggregation_is_exact_where_claimed_and_measurably_not_elsewhere(key: str, played: Play) -> None:
+def test_aggregation_is_exact_where_claimed_and_measurably_not_elsewhere(key: str, run_method: RunMethod) -> None:
     """1e-6 is a few roundings of float32 (6e-8 each): of the average, of the products folded into the base."""
-    run = played(key)
+    run = run_method(key)
     stepped = [round for round in run.rounds if any(local.trained.steps for local in round.trained)]  # no mere probe
     found = [errors(run, round) for round in stepped]
     if METHODS[key].claims.exact:
@@ -38,9 +38,9 @@ def test_aggregation_is_exact_where_claimed_and_measurably_not_elsewhere(key: st
 
 
 @pytest.mark.parametrize("key", PERSONAL)
-def test_what_a_personal_method_shares_is_the_mean_and_the_rest_stays_on_the_client(key: str, played: Play) -> None:
+def test_what_a_personal_method_shares_is_the_mean_and_the_rest_stays_on_the_client(key: str, run_method: RunMethod) -> None:
     """Where the shared tensors begin anew, the mean has gone into the base: the shared weight is its weight."""
-    run = played(key)
+    run = run_method(key)
     for round in run.rounds:
         shares, state = run.weights(round.result.cohort), split_extras(round.after.state.tensors)[0]
         last = {local.client: local for local in round.trained}.values()  # of a client's phases
@@ -64,7 +64,7 @@ def test_what_a_personal_method_shares_is_the_mean_and_the_rest_stays_on_the_cli
             assert differences(own, {name: kept[name] for name in own}) == []
 
 
-def sends(run: Played) -> str:
+def sends(run: MethodRun) -> str:
     """What wrappers may make of the replies: the claim's own words."""
     values, something = True, False
     for round in run.rounds:
@@ -90,22 +90,22 @@ def split_messages(round: Round) -> dict[str, Tensors]:
 
 
 @pytest.mark.parametrize("key", METHODS)
-def test_replies_hold_what_is_claimed_of_them(key: str, played: Play) -> None:
+def test_replies_hold_what_is_claimed_of_them(key: str, run_method: RunMethod) -> None:
     """Wrappers rely on it: new values of tensors that all start from alike, under their names, or something else."""
-    assert sends(played(key)) == METHODS[key].claims.sends
+    assert sends(run_method(key)) == METHODS[key].claims.sends
 
 
 @pytest.mark.parametrize("key", METHODS)
-def test_the_base_moves_every_round_where_claimed(key: str, played: Play) -> None:
-    rounds = played(key).rounds
+def test_the_base_moves_every_round_where_claimed(key: str, run_method: RunMethod) -> None:
+    rounds = run_method(key).rounds
     assert METHODS[key].claims.moves_base == all(one.after.state.base.round == one.after.state.round for one in rounds)
 
 
 @pytest.mark.parametrize("training", [{}, SGD], ids=["adamw", "sgd"])
 @pytest.mark.parametrize("key", METHODS)
-def test_frozen_tensors_never_move(key: str, training: dict[str, object], played: Play) -> None:
+def test_frozen_tensors_never_move(key: str, training: dict[str, object], run_method: RunMethod) -> None:
     """Bit for bit, under momentum, weight decay and moments kept from rounds in which they did train."""
-    run = played(key, **({"training": training, "federation": {"rounds": 3}} if training else {}))
+    run = run_method(key, **({"training": training, "federation": {"rounds": 3}} if training else {}))
     moved: set[str] = set()
     stepped = [local for round in run.rounds for local in round.trained if local.trained.steps]  # no mere probe
     for local in stepped:
@@ -119,10 +119,10 @@ def test_frozen_tensors_never_move(key: str, training: dict[str, object], played
 
 
 @pytest.mark.parametrize("key", [key for key, cls in METHODS.items() if cls.claims.reinitialises])
-def test_moments_do_not_outlive_the_factors_that_they_belong_to(key: str, played: Play) -> None:
+def test_moments_do_not_outlive_the_factors_that_they_belong_to(key: str, run_method: RunMethod) -> None:
     """Where factors start anew or are turned, two steps a round are all that moments have seen, but for those that the
     job itself hands over."""
-    run = played(key)  # with moments kept
+    run = run_method(key)  # with moments kept
     for round in run.rounds:
         for local in round.trained:
             steps = {name: count for name, count in local.trained.optimizer_state.steps.items() if not is_extra(name)}
@@ -132,8 +132,8 @@ def test_moments_do_not_outlive_the_factors_that_they_belong_to(key: str, played
 
 
 @pytest.mark.parametrize("key", METHODS)
-def test_the_order_of_replies_does_not_matter(key: str, played: Play) -> None:
-    run = played(key)
+def test_the_order_of_replies_does_not_matter(key: str, run_method: RunMethod) -> None:
+    run = run_method(key)
     for round in run.rounds[:3]:
         replies = [(call.args[1], call.result) for call in round.of("contribute")]
         for order in itertools.permutations(replies):
@@ -145,9 +145,9 @@ def test_the_order_of_replies_does_not_matter(key: str, played: Play) -> None:
 
 
 @pytest.mark.parametrize("key", METHODS)
-def test_nobody_writes_to_what_it_is_given(key: str, played: Play) -> None:
+def test_nobody_writes_to_what_it_is_given(key: str, run_method: RunMethod) -> None:
     """Neither the six functions nor training, a round or an evaluation."""
-    run = played(key)
+    run = run_method(key)
     assert {call.function for round in run.rounds for call in round.calls} == {
         *("sync", "start", "finish", "contribute", "update")
     }
@@ -155,10 +155,10 @@ def test_nobody_writes_to_what_it_is_given(key: str, played: Play) -> None:
 
 
 @pytest.mark.parametrize("key", [key for key in HETEROGENEOUS if key not in BUDGETS])
-def test_clients_of_different_ranks_train_together(key: str, played: Play) -> None:
+def test_clients_of_different_ranks_train_together(key: str, run_method: RunMethod) -> None:
     """Each its own rank and, where B A is its own, its own scaling; exact where the method is."""
     largest = max(RANKS.values())
-    run = played(key, method={"r": largest}, federation={"ranks": RANKS, "clients_per_round": 4, "rounds": 3})
+    run = run_method(key, method={"r": largest}, federation={"ranks": RANKS, "clients_per_round": 4, "rounds": 3})
     layer = run.layers[0].name
     for round in run.rounds:
         for local in round.trained:
@@ -176,9 +176,9 @@ def test_clients_of_different_ranks_train_together(key: str, played: Play) -> No
 
 
 @pytest.mark.parametrize("key", BUDGETS)
-def test_clients_of_different_budgets_train_one_model(key: str, played: Play) -> None:
+def test_clients_of_different_budgets_train_one_model(key: str, run_method: RunMethod) -> None:
     """All of its slots are there, under one scaling; the more a client may, the more it sends."""
-    run = played(key, federation={"ranks": RANKS, "clients_per_round": 4, "rounds": 3})
+    run = run_method(key, federation={"ranks": RANKS, "clients_per_round": 4, "rounds": 3})
     name = tensor_name(run.layers[0].name, "A")
     for round in run.rounds:
         assert {len(local.trained.tensors[name]) for local in round.trained} == {3}

@@ -29,7 +29,7 @@ from fedspan.runs.callbacks import Listener
 from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.claim_measures import errors
-from helpers.watched_rounds import Play, Played, Round, differences, snapshot
+from helpers.watched_rounds import RunMethod, MethodRun, Round, differences, snapshot
 
 
 def diagnosed(prepared: Prepared, before: Progress, *, pairs: int, examples: int = 500) -> Diagnosis:
@@ -46,15 +46,15 @@ def diagnosed(prepared: Prepared, before: Progress, *, pairs: int, examples: int
     )
 
 
-def learnt(run: Played, round: Round, layer: str) -> tuple[Tensor, Tensor]:
+def learnt(run: MethodRun, round: Round, layer: str) -> tuple[Tensor, Tensor]:
     """The mean of the clients' updates of a layer in a round, and the mean of their changes since the start."""
     whole = run.mean_change(layer, round)
     return whole - run.global_change(layer, round.before), whole
 
 
 @pytest.mark.parametrize("key", METHODS)
-def test_of_every_method_the_numbers_are_those_of_dense_weights(key: str, played: Play) -> None:
-    run = played(key)
+def test_of_every_method_the_numbers_are_those_of_dense_weights(key: str, run_method: RunMethod) -> None:
+    run = run_method(key)
     round = run.rounds[-1]
     before = snapshot(round.before)
     found = diagnosed(run.prepared, round.before, pairs=1, examples=10)
@@ -81,8 +81,8 @@ def test_of_every_method_the_numbers_are_those_of_dense_weights(key: str, played
 
 
 @pytest.mark.parametrize("key", ["fedit", "fedsa-lora", "fedgalore", "fedavg", "florg"])
-def test_a_barrier_ends_at_the_losses_of_the_clients_models(key: str, played: Play) -> None:
-    run = played(key)
+def test_a_barrier_ends_at_the_losses_of_the_clients_models(key: str, run_method: RunMethod) -> None:
+    run = run_method(key)
     round = run.rounds[-1]
     found = diagnosed(run.prepared, round.before, pairs=2, examples=10_000)
     assert [one.clients for one in found.barriers] == [
@@ -105,8 +105,8 @@ def test_a_barrier_ends_at_the_losses_of_the_clients_models(key: str, played: Pl
             assert loss == pytest.approx(wanted, rel=1e-4)
 
 
-def test_a_round_without_clients_is_said_to_be_one(played: Play) -> None:
-    run = played("fedit")
+def test_a_round_without_clients_is_said_to_be_one(run_method: RunMethod) -> None:
+    run = run_method("fedit")
     made = replace(run.prepared, federation=copy.copy(run.prepared.federation))
     made.federation.select_clients = lambda round, extra=0: []
     with pytest.raises(FedspanError, match="no client participates"):
@@ -188,7 +188,7 @@ def test_where_nobody_may_look(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FedspanError, match=r"`evaluation\.diagnostics`: it cannot be combined with privacy"):
         parse_config(values | {"privacy": private, "federation": {"weights": "uniform", "clients_per_round": 2}})
     with pytest.raises(FedspanError, match=r"`evaluation\.diagnostics`: diagnostics need engine\.name"):
-        session.run(parse_config(values), tmp_path / "run", host=lambda place, prepared, played: played(prepared))
+        session.run(parse_config(values), tmp_path / "run", host=lambda place, prepared, run_method: run_method(prepared))
     assert not (tmp_path / "run").exists()
 
 

@@ -61,7 +61,7 @@ def engine_of(prepared: Prepared, at_once: int | None, prefix: PrefixSettings | 
     return LoopEngine(*parts) if at_once is None else BatchedEngine(*parts, StackingRequest(at_once, 1), prefix)
 
 
-def played(prepared: Prepared, engine: Engine) -> Progress:
+def run_rounds(prepared: Prepared, engine: Engine) -> Progress:
     tiny.use_engine(prepared.federation, engine)
     progress = prepared.federation.begin()
     while progress.state.round < prepared.federation.settings.rounds:
@@ -142,7 +142,7 @@ def collected(tiny_folder: Path, prepared: Prepared) -> Collect:
         made = tiny.variant(prepared, config, engine=Collecting)
         engine = made.engine
         assert isinstance(engine, Collecting)
-        played(made, engine)
+        run_rounds(made, engine)
         return engine.works
 
     return collect
@@ -185,10 +185,10 @@ def test_a_federation_of_every_method_is_the_same_with_several_clients_at_once(
         federation={"clients_per_round": None, "rounds": 2},
     )
     prepared = tiny.variant(whole, config)
-    expected = played(prepared, engine_of(prepared, None)).state.tensors
+    expected = run_rounds(prepared, engine_of(prepared, None)).state.tensors
     for at_once in AT_ONCE if layers is None else (3,):
         engine = engine_of(prepared, at_once, None if layers is None else PrefixSettings())
-        found = played(prepared, engine).state.tensors
+        found = run_rounds(prepared, engine).state.tensors
         assert apart(expected, found) < (1e-3 if key in ADAMW else 1e-5)
         assert isinstance(engine, BatchedEngine)
         assert (engine._workers[0].loop.prefixes.cache(prepared.train) is not None) == (layers is not None)

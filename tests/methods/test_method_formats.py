@@ -10,7 +10,7 @@ import torch
 from fedspan.core.base import as_dense
 from fedspan.runs.setup import Prepared, prepare
 from helpers.families import methods_by_family
-from helpers.watched_rounds import method_config, play
+from helpers.watched_rounds import method_config, run_watched
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float16"])
@@ -26,7 +26,7 @@ def test_a_narrow_base_is_never_written_to_nor_anything_narrow_sent(
     training = {"weight_decay": 0}  # a base that decays needs float32, and says so
     model = {"dtype": narrow.config.model.dtype}
     before = {name: layer.stored_weight.detach().clone() for name, layer in narrow.engine.adapted.layers.items()}
-    run = play(narrow, method_config(tiny_folder, key, model=model, federation={"rounds": 3}, training=training))
+    run = run_watched(narrow, method_config(tiny_folder, key, model=model, federation={"rounds": 3}, training=training))
     adapted = run.prepared.engine.adapted
     for round in run.rounds:
         state = round.after.state

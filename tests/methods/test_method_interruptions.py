@@ -23,7 +23,7 @@ from fedspan.runs.integrity import config_text
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
 from helpers.families import methods_by_family
-from helpers.watched_rounds import Play, differences, flat, method_config, snapshot
+from helpers.watched_rounds import RunMethod, differences, flat, method_config, snapshot
 
 
 def interrupted_config(folder: Path, key: str) -> RunConfig:
@@ -40,11 +40,11 @@ def uninterrupted(federation: Federation) -> list[Progress]:
     return steps
 
 
-Undisturbed = Callable[[str], tuple[Federation, tuple[Progress, ...]]]
+ReferenceRounds = Callable[[str], tuple[Federation, tuple[Progress, ...]]]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tiny_folder: Path, prepared: Prepared) -> Undisturbed:
+def reference_rounds(tiny_folder: Path, prepared: Prepared) -> ReferenceRounds:
     """A method's federation, and what came of its rounds; played once for both tests that compare with it."""
 
     @functools.cache
@@ -72,7 +72,7 @@ def one_round_in_a_new_process(folder: Path) -> None:
 @pytest.mark.parametrize("key", methods_by_family())
 def test_a_resumed_run_ends_as_one_that_never_stopped(
     key: str,
-    undisturbed: Undisturbed,
+    reference_rounds: ReferenceRounds,
     tiny_folder: Path,
     prepared: Prepared,
     tmp_path: Path,
@@ -81,7 +81,7 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(
     run = RunFolder(tmp_path)
     run.config.write_text(config_text(config))
     run.partition.write_text(prepared.partition.to_json())
-    for expected in undisturbed(key)[1][1:]:
+    for expected in reference_rounds(key)[1][1:]:
         one_round_in_a_new_process(tmp_path)
         kept = checkpoint.latest(run)
         assert kept is not None
@@ -95,10 +95,10 @@ class _Unplugged(Exception):
 
 @pytest.mark.parametrize("key", methods_by_family())
 def test_a_round_that_fails_midway_leaves_nothing_behind(
-    key: str, undisturbed: Undisturbed, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+    key: str, reference_rounds: ReferenceRounds, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither in the progress nor in the model: the same round, played again in the same process, has the same bits."""
-    federation, (progress, *rest) = undisturbed(key)
+    federation, (progress, *rest) = reference_rounds(key)
     loss, calls = prepared.task.loss, 0
 
     def failing(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -120,9 +120,9 @@ def test_a_round_that_fails_midway_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("key", METHODS)
-def test_a_round_played_twice_counts_once(key: str, played: Play) -> None:
+def test_a_round_played_twice_counts_once(key: str, run_method: RunMethod) -> None:
     """Memories, moments and what clients hold advance from the progress that is given, not from the last call."""
-    run = played(key)
+    run = run_method(key)
     for round in run.rounds[-2:]:
         again = run.federation.run_round(round.before)
         assert differences(again.progress, round.after) == []

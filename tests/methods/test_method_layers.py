@@ -23,7 +23,7 @@ from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny, tiny_convolutions
 from helpers.claim_measures import errors, require_declared_traffic
-from helpers.watched_rounds import Play, Played, differences, method_config, play
+from helpers.watched_rounds import RunMethod, MethodRun, differences, method_config, run_watched
 
 KINDS = ("convolution", "embedding")
 SHAPES = {
@@ -70,13 +70,13 @@ def loaded(folder: Path) -> dict[str, Prepared]:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path, loaded: dict[str, Prepared]) -> Play:
+def runs(folder: Path, loaded: dict[str, Prepared]) -> RunMethod:
     """``runs(kind, key)``: a method's rounds; the same object every time."""
-    known: dict[tuple[str, str], Played] = {}
+    known: dict[tuple[str, str], MethodRun] = {}
 
-    def get(kind: str, key: str) -> Played:
+    def get(kind: str, key: str) -> MethodRun:
         if (kind, key) not in known:
-            known[kind, key] = play(loaded[kind], layers_config(folder, kind, key))
+            known[kind, key] = run_watched(loaded[kind], layers_config(folder, kind, key))
         return known[kind, key]
 
     return get
@@ -90,7 +90,7 @@ def test_the_layers_are_those_meant(kind: str, loaded: dict[str, Prepared]) -> N
 
 @each
 @pytest.mark.parametrize("key", GLOBAL)
-def test_exact_where_claimed_and_measurably_not_elsewhere(kind: str, key: str, runs: Play) -> None:
+def test_exact_where_claimed_and_measurably_not_elsewhere(kind: str, key: str, runs: RunMethod) -> None:
     run = runs(kind, key)
     stepped = [round for round in run.rounds if any(local.trained.steps for local in round.trained)]  # no mere probe
     found = [errors(run, round) for round in stepped]
@@ -102,7 +102,7 @@ def test_exact_where_claimed_and_measurably_not_elsewhere(kind: str, key: str, r
 
 @each
 @pytest.mark.parametrize("key", METHODS)
-def test_bytes_sent_are_bytes_declared(kind: str, key: str, runs: Play) -> None:
+def test_bytes_sent_are_bytes_declared(kind: str, key: str, runs: RunMethod) -> None:
     require_declared_traffic(runs(kind, key), METHODS[key].claims.extras)
 
 
@@ -131,7 +131,7 @@ def by_engine(made: Prepared, progress: Progress, client: str | None) -> Tensor:
 
 @each
 @pytest.mark.parametrize("key", METHODS)
-def test_what_is_exported_gives_the_engine_s_logits(kind: str, key: str, runs: Play, tmp_path: Path) -> None:
+def test_what_is_exported_gives_the_engine_s_logits(kind: str, key: str, runs: RunMethod, tmp_path: Path) -> None:
     run = runs(kind, key)
     made, progress = run.prepared, run.rounds[-1].after
     folders = write_adapters(made, progress, RunFolder(tmp_path))
@@ -148,7 +148,7 @@ def test_what_is_exported_gives_the_engine_s_logits(kind: str, key: str, runs: P
 @each
 @pytest.mark.parametrize("key", METHODS)
 def test_resumed_after_a_round_it_ends_with_the_same_bits(
-    kind: str, key: str, folder: Path, loaded: dict[str, Prepared], runs: Play, tmp_path: Path
+    kind: str, key: str, folder: Path, loaded: dict[str, Prepared], runs: RunMethod, tmp_path: Path
 ) -> None:
     """Through a checkpoint on the disk, with an engine and a federation that know of no round before."""
     run, place = runs(kind, key), RunFolder(tmp_path)
@@ -171,7 +171,7 @@ def test_a_rank_equal_to_a_layer_s_side_is_taken_for_nothing_else(
 ) -> None:
     """A (r, I) and B (O, r) cannot be told apart by a side of length r, as code that looks for one does."""
     rank = min(min(shape) for shape in SHAPES[kind].values())
-    run = play(loaded[kind], layers_config(folder, kind, key, method={"r": rank, "lora_alpha": rank}))
+    run = run_watched(loaded[kind], layers_config(folder, kind, key, method={"r": rank, "lora_alpha": rank}))
     assert all(loss.result.loss > 0 for loss in run.rounds)
     if METHODS[key].claims.exact and key in GLOBAL:
         stepped = [round for round in run.rounds if any(local.trained.steps for local in round.trained)]

@@ -18,7 +18,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.claim_measures import require_declared_traffic
-from helpers.watched_rounds import Play, Played, method_config
+from helpers.watched_rounds import RunMethod, MethodRun, method_config
 
 POLICIES = ("average", "local", "frozen")
 HETEROGENEOUS = [key for key, cls in METHODS.items() if cls.claims.heterogeneous_ranks]
@@ -27,12 +27,12 @@ GLOBAL = [key for key, cls in METHODS.items() if not cls.claims.personal]
 both = pytest.mark.parametrize(("key", "policy"), [(key, policy) for key in METHODS for policy in POLICIES])
 
 
-def with_policy(played: Play, key: str, policy: str) -> Played:
+def with_policy(run_method: RunMethod, key: str, policy: str) -> MethodRun:
     """Three of four clients in four rounds; the same run as elsewhere under the policy that the method prefers."""
-    return played(key) if policy == METHODS[key].claims.extras else played(key, model={"extras": policy})
+    return run_method(key) if policy == METHODS[key].claims.extras else run_method(key, model={"extras": policy})
 
 
-def initial_extras(run: Played) -> dict[str, Tensor]:
+def initial_extras(run: MethodRun) -> dict[str, Tensor]:
     adapted = run.prepared.engine.adapted
     return {extra_name(path): adapted.extra(path) for path in adapted.extras}
 
@@ -50,24 +50,24 @@ def shapes(job: Job) -> dict[str, torch.Size]:
 
 
 @both
-def test_bytes_counted_are_bytes_sent_and_bytes_declared(key: str, policy: str, played: Play) -> None:
+def test_bytes_counted_are_bytes_sent_and_bytes_declared(key: str, policy: str, run_method: RunMethod) -> None:
     """Declared for clients that took part in every round before: four bytes a parameter and nothing else."""
-    require_declared_traffic(with_policy(played, key, policy), policy)
+    require_declared_traffic(with_policy(run_method, key, policy), policy)
 
 
 @pytest.mark.parametrize("key", [key for key in HETEROGENEOUS if not METHODS[key].claims.budgets])
-def test_declared_for_unequal_ranks_too(key: str, played: Play) -> None:
+def test_declared_for_unequal_ranks_too(key: str, run_method: RunMethod) -> None:
     """What comes down may be made of all ranks of the round before; cohorts of three of four change them."""
-    run = played(key, federation={"ranks": RANKS})
+    run = run_method(key, federation={"ranks": RANKS})
     ranks = {tuple(RANKS[id] for id in round.result.cohort) for round in run.rounds}
     assert len({sum(cohort) for cohort in ranks}) > 1
     require_declared_traffic(run, METHODS[key].claims.extras)
 
 
 @both
-def test_extras_follow_their_policy(key: str, policy: str, played: Play) -> None:
+def test_extras_follow_their_policy(key: str, policy: str, run_method: RunMethod) -> None:
     """Average: the weighted mean. Local: sent once, moved by their client only. Frozen: sent once, never moved."""
-    run = with_policy(played, key, policy)
+    run = with_policy(run_method, key, policy)
     initial, own = initial_extras(run), dict[str, Tensors]()
     for round in run.rounds:
         cohort, sent = round.result.cohort, round.messages()
@@ -91,9 +91,9 @@ def test_extras_follow_their_policy(key: str, policy: str, played: Play) -> None
 
 
 @pytest.mark.parametrize("key", METHODS)
-def test_a_local_head_makes_every_client_s_model_its_own(key: str, played: Play) -> None:
+def test_a_local_head_makes_every_client_s_model_its_own(key: str, run_method: RunMethod) -> None:
     """There is no one model to evaluate then, whatever the method does with its factors."""
-    run = with_policy(played, key, "local")
+    run = with_policy(run_method, key, "local")
     progress = run.rounds[-1].after
     models = {ids: job for ids, job in run.prepared.evaluator.models(progress)}
     assert set(models) == {(id,) for id in run.federation.clients}
@@ -104,10 +104,10 @@ def test_a_local_head_makes_every_client_s_model_its_own(key: str, played: Play)
 
 
 @pytest.mark.parametrize("key", GLOBAL)
-def test_a_client_that_was_away_catches_up_exactly(key: str, played: Play) -> None:
+def test_a_client_that_was_away_catches_up_exactly(key: str, run_method: RunMethod) -> None:
     """From its messages alone: the base that it holds plus what it is sent is the server's, and so is its model."""
     # At rank 2 two rounds' increments are smaller than the layers: some clients replay them, some are sent the whole.
-    run = played(key, method={"r": 2, "lora_alpha": 4}, federation={"clients_per_round": 2, "rounds": 6})
+    run = run_method(key, method={"r": 2, "lora_alpha": 4}, federation={"clients_per_round": 2, "rounds": 6})
     bases: dict[str, BaseUpdate] = dict.fromkeys(run.federation.clients, BaseUpdate())
     away = 0
     for number, round in enumerate(run.rounds):

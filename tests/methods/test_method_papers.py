@@ -20,7 +20,7 @@ from fedspan.runs.setup import Prepared
 from fedspan.training.batching import training_batches
 from fedspan.transports.in_process import simulate
 from helpers import tiny
-from helpers.watched_rounds import Play, Played, Round, differences, method_config
+from helpers.watched_rounds import RunMethod, MethodRun, Round, differences, method_config
 
 SGD = {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0}
 
@@ -36,13 +36,13 @@ def sent(round: Round) -> list[tuple[str, str, Message]]:
     return [(transfer.client, transfer.direction, message) for transfer, message in pairs]
 
 
-def factors(run: Played, tensors: dict[str, Tensor], layer: str) -> tuple[Tensor, Tensor]:
+def factors(run: MethodRun, tensors: dict[str, Tensor], layer: str) -> tuple[Tensor, Tensor]:
     return tensors[tensor_name(layer, "B")].double(), tensors[tensor_name(layer, "A")].double()
 
 
-def test_flora_adds_the_dense_sum_of_what_the_clients_sent(played: Play) -> None:
+def test_flora_adds_the_dense_sum_of_what_the_clients_sent(run_method: RunMethod) -> None:
     """sum_i p_i s_i B_i A_i, formed densely in float64; factors where they are smaller than the layer."""
-    run = played("flora", method={"r": 2}, federation={"rounds": 2})
+    run = run_method("flora", method={"r": 2}, federation={"rounds": 2})
     kinds = set[type]()
     for round in run.rounds:
         assert round.after.state.tensors.keys() == split_extras(round.after.state.tensors)[1].keys()
@@ -59,9 +59,9 @@ def test_flora_adds_the_dense_sum_of_what_the_clients_sent(played: Play) -> None
     assert kinds == {LowRank, Tensor}
 
 
-def test_flora_starts_every_round_with_fresh_factors_of_the_client_s_own(played: Play) -> None:
+def test_flora_starts_every_round_with_fresh_factors_of_the_client_s_own(run_method: RunMethod) -> None:
     seen = set[tuple[float, ...]]()
-    run = played("flora")
+    run = run_method("flora")
     for round in run.rounds:
         for local in round.trained:
             B, A = factors(run, local.job.tensors, run.layers[0].name)
@@ -70,8 +70,8 @@ def test_flora_starts_every_round_with_fresh_factors_of_the_client_s_own(played:
     assert len(seen) == sum(len(round.trained) for round in run.rounds)
 
 
-def test_rolora_alternates_beginning_with_B_and_one_factor_travels(played: Play) -> None:
-    run = played("rolora", federation={"clients_per_round": 4})
+def test_rolora_alternates_beginning_with_B_and_one_factor_travels(run_method: RunMethod) -> None:
+    run = run_method("rolora", federation={"clients_per_round": 4})
     for number, round in enumerate(run.rounds):
         active, other = ("B", "A") if number % 2 == 0 else ("A", "B")
         before, after = round.before.state.tensors, round.after.state.tensors
@@ -84,9 +84,9 @@ def test_rolora_alternates_beginning_with_B_and_one_factor_travels(played: Play)
             assert slots(message) == expected
 
 
-def test_fedloru_moves_its_factors_into_the_base_every_tau_rounds(played: Play) -> None:
+def test_fedloru_moves_its_factors_into_the_base_every_tau_rounds(run_method: RunMethod) -> None:
     """The base grows at rounds 2 and 4 of 5, by the averaged product, and the weight does not jump there."""
-    run = played("fedloru", method={"r": 2})
+    run = run_method("fedloru", method={"r": 2})
     ranks: list[int] = []
     for number, round in enumerate(run.rounds, 1):
         assert (round.after.state.base.round == number) == (number % 2 == 0)
@@ -105,9 +105,9 @@ def test_fedloru_moves_its_factors_into_the_base_every_tau_rounds(played: Play) 
     assert set(ranks) == {0, 2, 4}
 
 
-def test_fedloru_starts_anew_after_an_accumulation(played: Play) -> None:
+def test_fedloru_starts_anew_after_an_accumulation(run_method: RunMethod) -> None:
     """With another A each time, and without the moments of the factors that went into the base."""
-    run = played("fedloru", federation={"rounds": 5})
+    run = run_method("fedloru", federation={"rounds": 5})
     name, drawn = tensor_name(run.layers[0].name, "A"), set[tuple[float, ...]]()
     for round in run.rounds[::2]:
         drawn.add(tuple(round.before.state.tensors[name].flatten().tolist()))
@@ -117,8 +117,8 @@ def test_fedloru_starts_anew_after_an_accumulation(played: Play) -> None:
     assert set(again) == {2, 4}  # within a generation, moments live on where a client took part before
 
 
-def test_fedloru_that_never_accumulates_is_fedit_bit_for_bit(played: Play) -> None:
-    ours, theirs = played("fedloru", method={"tau": 100}), played("fedit")
+def test_fedloru_that_never_accumulates_is_fedit_bit_for_bit(run_method: RunMethod) -> None:
+    ours, theirs = run_method("fedloru", method={"tau": 100}), run_method("fedit")
     for one, other in zip(ours.rounds, theirs.rounds, strict=True):
         assert differences(one.after.state.tensors, other.after.state.tensors) == []
         assert differences(one.after.optimizers, other.after.optimizers) == []
@@ -128,8 +128,8 @@ def test_fedloru_that_never_accumulates_is_fedit_bit_for_bit(played: Play) -> No
 
 
 @pytest.mark.parametrize("init_A", ["kaiming", "gaussian", "orthonormal"])
-def test_ffa_lora_keeps_one_A_that_never_travels(init_A: str, played: Play) -> None:
-    run = played("ffa-lora", method={"init_A": init_A}, federation={"rounds": 3})
+def test_ffa_lora_keeps_one_A_that_never_travels(init_A: str, run_method: RunMethod) -> None:
+    run = run_method("ffa-lora", method={"init_A": init_A}, federation={"rounds": 3})
     first = run.rounds[0].trained[0].job.tensors
     for round in run.rounds:
         assert all(slots(message) == {"B"} for _, _, message in sent(round))
@@ -142,8 +142,8 @@ def test_ffa_lora_keeps_one_A_that_never_travels(init_A: str, played: Play) -> N
     assert torch.allclose(gram, torch.eye(3, dtype=torch.float64), atol=1e-6) == (init_A == "orthonormal")
 
 
-def test_fedsa_lora_never_sends_B_and_everybody_starts_from_the_newest_A(played: Play) -> None:
-    run = played("fedsa-lora")
+def test_fedsa_lora_never_sends_B_and_everybody_starts_from_the_newest_A(run_method: RunMethod) -> None:
+    run = run_method("fedsa-lora")
     for round in run.rounds:
         assert all(slots(message) == {"A"} for _, _, message in sent(round))
         for id in run.federation.clients:

@@ -79,7 +79,7 @@ def tiny_spec() -> Any:
     return Spec(())
 
 
-def played(run: Any, rounds: int = 2) -> tuple[list[RoundResult], Progress]:
+def run_rounds(run: Any, rounds: int = 2) -> tuple[list[RoundResult], Progress]:
     progress, results = run.begin(), []
     for _ in range(rounds):
         results.append(run.run_round(progress))
@@ -103,9 +103,9 @@ def test_a_mechanism_fits_or_is_refused_with_the_reason(
             here.federation.run_round(here.federation.begin())
         return
     rounds = 2 if key in REMOTE else 1
-    mine, progress = played(here.federation, rounds)
+    mine, progress = run_rounds(here.federation, rounds)
     if key in REMOTE:
-        theirs, other = played(remote(here, tmp_path), rounds)
+        theirs, other = run_rounds(remote(here, tmp_path), rounds)
         for one, another in zip(mine, theirs, strict=True):
             assert encode_state(one.progress.state) == encode_state(another.progress.state)
             assert sorted(one.charges, key=str) == sorted(another.charges, key=str)
@@ -144,10 +144,10 @@ def require_accounted(run: Prepared, results: list[RoundResult], mechanism: str,
 def test_the_engines_agree(key: str, mechanism: str, prepared: Prepared, tiny_folder: Path) -> None:
     """Noise of the seed is the same on all engines, so that a simulation can be checked."""
     run = tiny.variant(prepared, settings(tiny_folder, key, mechanism, training={"optimizer": "sgd", "lr": 0.1}))
-    _, by_loop = played(run.federation)
+    _, by_loop = run_rounds(run.federation)
     parts = (run.engine.adapted, run.task, run.engine.settings, run.engine.seed)
     tiny.use_engine(run.federation, BatchedEngine(*parts, StackingRequest(3, 1)))
-    _, batched = played(run.federation)
+    _, batched = run_rounds(run.federation)
     for name, value in by_loop.state.tensors.items():
         other = batched.state.tensors[name]
         assert float((value - other).double().norm()) <= 1e-4 * float(value.double().norm()) + 1e-7, name
@@ -175,13 +175,13 @@ def test_every_local_reply_is_within_the_clip_and_its_noise(
 
     monkeypatch.setattr(host, "privatize", watched)
     run = tiny.variant(prepared, settings(tiny_folder, key, "local", noise=1e-9))
-    played(run.federation)
+    run_rounds(run.federation)
     assert found
     assert all(after <= 0.5 * (1 + 1e-5) for after, _ in found)
     assert any(before > 0.5 for _, before in found)
     found.clear()
     noisy = tiny.variant(prepared, settings(tiny_folder, key, "local", noise=3.0))
-    (first, *_), _ = played(noisy.federation, 1)
+    (first, *_), _ = run_rounds(noisy.federation, 1)
     count = first.transfers[1].payload // 4
     assert found[0][0] == pytest.approx(3.0 * 0.5 * count**0.5, rel=0.15)
 

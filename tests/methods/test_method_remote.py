@@ -48,9 +48,9 @@ def remote(prepared: Prepared, folder: Path, **rules: Any) -> Federation:
     """The same federation with its clients behind a transport."""
     here, engine = prepared.federation, prepared.engine
     loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
-    keeper = DiskClientStore(folder)
+    client_store = DiskClientStore(folder)
     hosts = {
-        id: Host(here.method, loop, {id: member}, here.examples, keeper, 32) for id, member in here.clients.items()
+        id: Host(here.method, loop, {id: member}, here.examples, client_store, 32) for id, member in here.clients.items()
     }
     transport = LocalTraining(hosts)
     return Federation(here.method, engine, here.clients, here.examples, here.settings, transport, ReplyRules(**rules))

@@ -38,7 +38,7 @@ WRAPPED: Mapping[str, tuple[dict[str, Any], Mapping[str, Any]]] = {
 }  # fmt: skip
 
 
-def played(
+def secure_and_plain(
     kind: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path, **changes: Any
 ) -> tuple[Prepared, secure_rounds.Federation, secure_rounds.Stage]:
     method, training = WRAPPED[kind]
@@ -57,7 +57,7 @@ def played(
 @pytest.mark.parametrize("kind", list(WRAPPED))
 def test_a_secure_round_is_the_plain_one(kind: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path) -> None:
     """Round after round from the same progress, cohorts of three of four: what clients hold and keep differs."""
-    here, there, _ = played(kind, prepared, tiny_folder, tmp_path)
+    here, there, _ = secure_and_plain(kind, prepared, tiny_folder, tmp_path)
     notes = here.federation.method
     assert isinstance(notes, secure_rounds.Noted)
     progress = here.federation.begin()
@@ -88,7 +88,7 @@ def test_a_round_without_one_client_is_that_of_the_others(
     all = tuple(sorted(tiny.SITES))
     lose = secure_rounds.gone_at(phase, "south")
     federation = {"clients_per_round": None, "rounds": 1}
-    here, there, _ = played(kind, prepared, tiny_folder, tmp_path, federation=federation, lose=lose)
+    here, there, _ = secure_and_plain(kind, prepared, tiny_folder, tmp_path, federation=federation, lose=lose)
     notes = here.federation.method
     assert isinstance(notes, secure_rounds.Noted)
     begin = there.begin()

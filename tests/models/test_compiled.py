@@ -31,8 +31,8 @@ def rounds(folder: Path, kind: str, **engine: Any) -> list[RoundResult]:
 def test_rounds_are_those_of_blocks_that_are_not_compiled(
     kind: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wish = {"clients_per_pass": 3, "workers": 1}
-    expected = rounds(tiny_folder, kind, **wish)
+    engine_options = {"clients_per_pass": 3, "workers": 1}
+    expected = rounds(tiny_folder, kind, **engine_options)
     frames: list[object] = []
     compiled = torch.compile
 
@@ -44,7 +44,7 @@ def test_rounds_are_those_of_blocks_that_are_not_compiled(
     monkeypatch.setattr(TokenLayout, "pack", None)  # nothing goes without padding
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    found = rounds(tiny_folder, kind, compile=True, **wish)
+    found = rounds(tiny_folder, kind, compile=True, **engine_options)
     assert len(frames) == 2
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
     assert not torch._dynamo.utils.counters["graph_break"]

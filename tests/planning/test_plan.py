@@ -25,7 +25,7 @@ def planned(tiny_folder: Path) -> PlannedModel:
     return prepare_model(tiny.config(tiny_folder), len(tiny.LABELS))
 
 
-def played(prepared: Prepared, path: Path) -> Totals:
+def count_run(prepared: Prepared, path: Path) -> Totals:
     """The ledger of a federation of a few rounds."""
     federation = prepared.federation
     progress = federation.begin()
@@ -69,7 +69,7 @@ def test_bytes_are_the_ledger_s(
     """Every method with the head as it likes it, every client in every round."""
     changes = {"federation": {"rounds": ROUNDS, "clients_per_round": None}}
     config = tiny.config(tiny_folder, method={"name": key, "r": RANK, "lora_alpha": 6}, **changes)
-    totals = played(tiny.variant(prepared, config), tmp_path / "ledger.jsonl")
+    totals = count_run(tiny.variant(prepared, config), tmp_path / "ledger.jsonl")
     plan = plan_run(config, planned, clients=len(tiny.SITES))
     assert plan.exact
     assert plan.bytes_down == totals.run("down").payload
@@ -85,7 +85,7 @@ def test_wrappers_are_planned_too(
     changes: dict[str, Any] = {"federation": {"rounds": ROUNDS, "clients_per_round": None}}
     changes["training"] = {"optimizer": "sgd", "max_grad_norm": 0.0}
     config = tiny.config(tiny_folder, method={"name": "fedit", "r": RANK, "wrappers": [wrapper]}, **changes)
-    totals = played(tiny.variant(prepared, config), tmp_path / "ledger.jsonl")
+    totals = count_run(tiny.variant(prepared, config), tmp_path / "ledger.jsonl")
     plan = plan_run(config, planned, clients=len(tiny.SITES))
     assert (plan.bytes_down, plan.bytes_up) == (totals.run("down").payload, totals.run("up").payload)
 
@@ -96,7 +96,7 @@ def test_ranks_and_sampled_cohorts(
     """A method whose messages do not depend on who was away is planned to the byte for cohorts too."""
     federation = {"rounds": ROUNDS, "clients_per_round": 2, "ranks": {"east": 1, "west": 2}}
     config = tiny.config(tiny_folder, method={"name": "hetlora", "r": RANK}, federation=federation)
-    totals = played(tiny.variant(prepared, config), tmp_path / "ledger.jsonl")
+    totals = count_run(tiny.variant(prepared, config), tmp_path / "ledger.jsonl")
     by_position = {**federation, "ranks": {"client-00": 1, "client-03": 2}}
     ordered = tiny.config(tiny_folder, method={"name": "hetlora", "r": RANK}, federation=by_position)
     plan = plan_run(ordered, planned, clients=len(tiny.SITES))
@@ -178,8 +178,8 @@ def test_what_a_local_file_tells_need_not_be_said(tiny_folder: Path, tmp_path: P
     values = tiny.settings(tiny_folder)  # by site: a natural partition
     run = fedspan.run(values, tmp_path / "run", overrides=["federation.rounds=1"])
     found = fedspan.plan(values, overrides=["federation.rounds=1"])
-    told = fedspan.plan(values, overrides=["federation.rounds=1"], labels=4, clients=4, examples=96)
-    assert found == told
+    expected = fedspan.plan(values, overrides=["federation.rounds=1"], labels=4, clients=4, examples=96)
+    assert found == expected
     assert found.clients == len(run.by_client) == 4
     rows = pd.read_csv(values["data"]["train"], dtype=str)
     for site, own in rows.groupby(values["partition"]["column"]):

@@ -21,7 +21,7 @@ from helpers import tiny
 from helpers.families import methods_by_family
 
 
-class Told(Listener):
+class RecordingListener(Listener):
     """Remembers what it was told."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Losses(Listener):
         self.losses.append(loss)
 
 
-def play(run: Prepared) -> Progress:
+def run_rounds(run: Prepared) -> Progress:
     """All rounds of a run."""
     progress = run.federation.begin()
     while progress.state.round < run.federation.settings.rounds:
@@ -81,7 +81,7 @@ def test_local_only_training_sends_nothing_and_keeps_a_model_a_client(prepared: 
 
 
 def test_a_baseline_takes_the_federation_s_rounds_and_tells_of_each(prepared: Prepared, tmp_path: Path) -> None:
-    told = Told()
+    told = RecordingListener()
     result = train_baseline(prepared, "local", told, tmp_path / "local")
     rounds = prepared.federation.settings.rounds
     assert told.events == [("local", rounds), *[("local", number) for number in range(1, rounds + 1)]]
@@ -96,7 +96,7 @@ def test_baselines_share_hidden_states_with_the_run_and_have_the_same_bits_witho
 ) -> None:
     values = tiny.settings(tiny_folder, model={"layers_to_transform": [1]}, engine={"name": engine})
     after, alone = prepare(parse_config(values)), prepare(parse_config(values))
-    after.evaluator.evaluate_clients(play(after))
+    after.evaluator.evaluate_clients(run_rounds(after))
     told = {number: Losses() for number in range(2)}
     for number, run in enumerate((after, alone)):
         for name in ("local", "centralized"):
@@ -111,17 +111,17 @@ def test_baselines_share_hidden_states_with_the_run_and_have_the_same_bits_witho
 
 @pytest.mark.parametrize("name", ["local", "centralized"])
 def test_a_baseline_that_was_stopped_goes_on_to_the_same_scores(name: str, prepared: Prepared, tmp_path: Path) -> None:
-    class Stopping(Told):
+    class Stopping(RecordingListener):
         def baseline_round(self, name: str, round: int, loss: float) -> None:
             super().baseline_round(name, round, loss)
             if round == 1:
                 raise KeyboardInterrupt
 
-    straight = train_baseline(prepared, name, Told(), tmp_path / "straight")
+    straight = train_baseline(prepared, name, RecordingListener(), tmp_path / "straight")
     folder, rounds = tmp_path / "stopped", prepared.federation.settings.rounds
     with pytest.raises(KeyboardInterrupt):
         train_baseline(prepared, name, Stopping(), folder)
-    again, afterwards = Told(), Told()
+    again, afterwards = RecordingListener(), RecordingListener()
     assert train_baseline(prepared, name, again, folder) == straight
     assert again.events == [(name, rounds), *[(name, number) for number in range(2, rounds + 1)]]
     assert train_baseline(prepared, name, afterwards, folder) == straight

@@ -31,7 +31,7 @@ from helpers import tiny, tiny_decoders, tiny_images
 Load = Callable[[Path], nn.Module]
 
 
-def played(config: RunConfig, rounds: int = 2) -> tuple[Prepared, Progress]:
+def run_rounds(config: RunConfig, rounds: int = 2) -> tuple[Prepared, Progress]:
     made = prepare(config)
     progress = made.federation.begin()
     for _ in range(rounds):
@@ -60,7 +60,7 @@ def close(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize("kind", ["vit", "resnet"])
 def test_an_adapter_reloads_in_peft(kind: str, method: str, images: Path, tmp_path: Path) -> None:
     """Linear layers and a patch projection; convolutions with trained norms and their statistics."""
-    made, progress = played(tiny_images.config(images, kind, method={"name": method}))
+    made, progress = run_rounds(tiny_images.config(images, kind, method={"name": method}))
     folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
     expected = ours(made, progress)
     base = tiny_images.fresh_classifier(images / kind)
@@ -75,7 +75,7 @@ def test_every_client_s_own_model_reloads(images: Path, tmp_path: Path) -> None:
     """Norms kept on the client, so statistics differ from client to client."""
     config = tiny_images.config(images, "resnet", method={"name": "fedsa-lora"})
     config = config.model_copy(update={"model": config.model.model_copy(update={"extras": "local"})})
-    made, progress = played(config)
+    made, progress = run_rounds(config)
     folders = write_adapters(made, progress, RunFolder(tmp_path))
     assert set(folders) == set(tiny_images.SITES)
     logits = {}
@@ -88,7 +88,7 @@ def test_every_client_s_own_model_reloads(images: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["fedit", "fedloru", "fedavg"])
 def test_a_model_from_scratch_is_exported_whole(method: str, images: Path, tmp_path: Path) -> None:
-    made, progress = played(tiny_images.config(images, "builtin:resnet-8", method={"name": method}))
+    made, progress = run_rounds(tiny_images.config(images, "builtin:resnet-8", method={"name": method}))
     folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
     assert not (folder / "adapter_config.json").exists()
     model = transformers.AutoModelForImageClassification.from_pretrained(folder)
@@ -128,7 +128,7 @@ def test_only_the_architecture_is_taken(kind: str, images: Path, tmp_path: Path)
 @pytest.mark.parametrize("method", ["fedit", "fedavg"])
 def test_a_text_model_from_scratch(method: str, tiny_folder: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"model": {"pretrained": False}, "method": {"name": method}}
-    made, progress = played(tiny.config(tiny_folder, "bert", **changes))
+    made, progress = run_rounds(tiny.config(tiny_folder, "bert", **changes))
     folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
     assert close(theirs(made, model), ours(made, progress))
@@ -139,7 +139,7 @@ def test_a_text_model_from_scratch(method: str, tiny_folder: Path, tmp_path: Pat
 
 def test_a_language_model_from_scratch_keeps_its_weights_tied(decoders: Path, tmp_path: Path) -> None:
     """Gemma's head is its embedding: one tensor, averaged once."""
-    made, progress = played(parse_config(tiny_decoders.settings(decoders, "gemma", model={"pretrained": False})), 1)
+    made, progress = run_rounds(parse_config(tiny_decoders.settings(decoders, "gemma", model={"pretrained": False})), 1)
     assert not [path for path in made.engine.adapted.spec.extras if path.startswith("lm_head")]
     folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -151,7 +151,7 @@ def test_a_language_model_from_scratch_keeps_its_weights_tied(decoders: Path, tm
 def test_an_embedding_of_a_language_model(method: str, decoders: Path, tmp_path: Path) -> None:
     model = {"target_modules": ["embed_tokens", "q_proj"]}
     values = tiny_decoders.settings(decoders, "llama", model=model, method={"name": method, "r": 2})
-    made, progress = played(parse_config(values))
+    made, progress = run_rounds(parse_config(values))
     folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
     expected = ours(made, progress)
     base = transformers.AutoModelForCausalLM.from_pretrained(decoders / "llama-lm")
@@ -163,7 +163,7 @@ def test_embeddings_of_an_encoder(tiny_folder: Path, tmp_path: Path) -> None:
     """Words, positions and types; BERT's words have a padding index."""
     targets = ["word_embeddings", "position_embeddings", "token_type_embeddings", "query"]
     changes: dict[str, Any] = {"model": {"target_modules": targets}, "method": {"name": "fedit", "r": 2}}
-    made, progress = played(tiny.config(tiny_folder, "bert", **changes))
+    made, progress = run_rounds(tiny.config(tiny_folder, "bert", **changes))
     folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
     model = PeftModel.from_pretrained(tiny.fresh_classifier(tiny_folder / "bert"), str(folder))
     assert close(theirs(made, model), ours(made, progress))
@@ -194,7 +194,7 @@ def test_starting_from_an_adapter(what: str, method: str, images: Path, decoders
             if "modules_to_save" in name and "running" in name:
                 value += torch.rand_like(value)
     model.save_pretrained(str(tmp_path / "start"))
-    made, progress = played(parse_config(values), 0)
+    made, progress = run_rounds(parse_config(values), 0)
     first = ours(made, progress)
     assert close(first, theirs(made, model))
     progress = made.federation.run_round(progress).progress
@@ -294,7 +294,7 @@ def factorised(made: Prepared, progress: Progress) -> Job:
 @pytest.mark.parametrize("kind", ["vit", "resnet"])
 def test_what_is_no_change_of_the_base_is_written_whole(kind: str, what: str, images: Path, tmp_path: Path) -> None:
     """Factors in place of the weights, and a base that was scaled: the model on disk computes what the engine does."""
-    made, progress = played(tiny_images.config(images, kind), 1)
+    made, progress = run_rounds(tiny_images.config(images, kind), 1)
     job, base = made.evaluator.job(progress, None), BaseUpdate()
     assert not needs_merging(job, base)
     if what == "factors":

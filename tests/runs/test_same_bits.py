@@ -24,7 +24,7 @@ from helpers import tiny, tiny_decoders
 from helpers.run_content import content
 
 
-def disturb(number: int) -> None:
+def perturb_generators(number: int) -> None:
     """Global generators in some state or other, and memory that was used."""
     torch.manual_seed(number)
     np.random.seed(number)
@@ -56,7 +56,7 @@ def test_a_run_played_twice(task: str, change: dict[str, Any], seed: int, tiny_f
     with tempfile.TemporaryDirectory() as name:
         contents: list[dict[str, object]] = []
         for number in range(2):
-            disturb(number)
+            perturb_generators(number)
             folder = Path(name) / "run"
             fedspan.run({**made, "seed": seed}, folder)
             contents.append(content(folder))

@@ -27,8 +27,8 @@ def test_an_observer_sees_the_innermost_stage_and_returns_to_the_outer_one() -> 
         stages.reach("training", 3)  # more are done already
         stages.reach("training", 8)
         stages.advance("evaluation", 1)  # not open
-    told = [None if one is None else (one.name, one.done, one.total) for one in seen]
-    assert told == [
+    reported = [None if one is None else (one.name, one.done, one.total) for one in seen]
+    assert reported == [
         ("training", 0, 10), ("training", 4, 10), ("hidden states", 0, 2), ("hidden states", 2, 2),
         ("hidden states", 2, 2), ("training", 5, 10), ("training", 8, 10), None,
     ]  # fmt: skip

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from fedspan.runs.setup import Prepared
-from helpers.watched_rounds import Played, play
-from helpers.wrapped_configs import PlayWrapped, wrapped_config
+from helpers.watched_rounds import MethodRun, run_watched
+from helpers.wrapped_configs import RunWrapped, wrapped_config
 
 
 @pytest.fixture(scope="session")
-def played_wrapped(tiny_folder: Path, prepared: Prepared) -> PlayWrapped:
-    """``played_wrapped("fedit", ["fedprox"], section={...})``; the same object for the same options."""
-    known: dict[str, Played] = {}
+def run_wrapped(tiny_folder: Path, prepared: Prepared) -> RunWrapped:
+    """``run_wrapped("fedit", ["fedprox"], section={...})``; the same object for the same options."""
+    known: dict[str, MethodRun] = {}
 
-    def get(key: str, wrappers: Sequence[str | Mapping[str, Any]], **changes: Any) -> Played:
+    def get(key: str, wrappers: Sequence[str | Mapping[str, Any]], **changes: Any) -> MethodRun:
         name = f"{key} {wrappers} {sorted(changes.items())}"
         if name not in known:
-            known[name] = play(prepared, wrapped_config(tiny_folder, key, wrappers, **changes))
+            known[name] = run_watched(prepared, wrapped_config(tiny_folder, key, wrappers, **changes))
         return known[name]
 
     return get

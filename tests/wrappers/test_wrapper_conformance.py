@@ -26,7 +26,7 @@ from fedspan.wrappers.registry import WRAPPERS
 from helpers import tiny
 from helpers.counted_traffic import count_layers
 from helpers.watched_rounds import differences
-from helpers.wrapped_configs import PlayWrapped, wrapped_config
+from helpers.wrapped_configs import RunWrapped, wrapped_config
 
 INNER = ("fedit", "ffa-lora", "fedavg")
 each = pytest.mark.parametrize(("wrapper", "key"), [(wrapper, key) for wrapper in WRAPPERS for key in INNER])
@@ -38,13 +38,13 @@ RAW = {"max_grad_norm": 0.0}
 
 
 @each
-def test_nobody_writes_to_what_it_is_given(wrapper: str, key: str, played_wrapped: PlayWrapped) -> None:
-    assert played_wrapped(key, [wrapper]).written == ()
+def test_nobody_writes_to_what_it_is_given(wrapper: str, key: str, run_wrapped: RunWrapped) -> None:
+    assert run_wrapped(key, [wrapper]).written == ()
 
 
 @each
-def test_the_order_of_replies_does_not_matter(wrapper: str, key: str, played_wrapped: PlayWrapped) -> None:
-    run = played_wrapped(key, [wrapper])
+def test_the_order_of_replies_does_not_matter(wrapper: str, key: str, run_wrapped: RunWrapped) -> None:
+    run = run_wrapped(key, [wrapper])
     for round in run.rounds[:3]:
         replies = [(call.args[1], call.result) for call in round.of("contribute")]
         for order in itertools.permutations(replies):
@@ -56,9 +56,9 @@ def test_the_order_of_replies_does_not_matter(wrapper: str, key: str, played_wra
 
 
 @each
-def test_bytes_counted_are_bytes_declared(wrapper: str, key: str, played_wrapped: PlayWrapped) -> None:
+def test_bytes_counted_are_bytes_declared(wrapper: str, key: str, run_wrapped: RunWrapped) -> None:
     """With a frozen head, which is sent once; SCAFFOLD doubles a reply."""
-    run = played_wrapped(key, [wrapper], model={"extras": "frozen"}, federation={"clients_per_round": 4})
+    run = run_wrapped(key, [wrapper], model={"extras": "frozen"}, federation={"clients_per_round": 4})
     method, head = run.federation.method, sum(math.prod(shape) for shape in run.federation.method.spec.extras.values())
     counted = count_layers(method, [3], [[3] * 4] * len(run.rounds))
     for number, round in enumerate(run.rounds):
@@ -73,10 +73,10 @@ def test_bytes_counted_are_bytes_declared(wrapper: str, key: str, played_wrapped
 
 
 @each
-def test_the_head_is_subject_to_the_wrapper_too(wrapper: str, key: str, played_wrapped: PlayWrapped) -> None:
+def test_the_head_is_subject_to_the_wrapper_too(wrapper: str, key: str, run_wrapped: RunWrapped) -> None:
     """Every function of the wrapper treats the head as it does the factors; without the wrapper it ends elsewhere."""
     training = {"training": {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0}}
-    run, plain = played_wrapped(key, [wrapper], **training), played_wrapped(key, [], **training)
+    run, plain = run_wrapped(key, [wrapper], **training), run_wrapped(key, [], **training)
     ended, otherwise = run.rounds[-1].after.state.tensors, plain.rounds[-1].after.state.tensors
     assert ended.keys() == otherwise.keys()
     for path in run.federation.method.spec.extras:
@@ -86,10 +86,10 @@ def test_the_head_is_subject_to_the_wrapper_too(wrapper: str, key: str, played_w
 @each
 @pytest.mark.parametrize("policy", ["local", "frozen"])
 def test_a_head_that_does_not_travel_stays_out_of_it(
-    wrapper: str, key: str, policy: str, played_wrapped: PlayWrapped
+    wrapper: str, key: str, policy: str, run_wrapped: RunWrapped
 ) -> None:
     """No message but the first carries anything of it, and the server's stays as it was."""
-    run = played_wrapped(key, [wrapper], model={"extras": policy}, federation={"rounds": 3})
+    run = run_wrapped(key, [wrapper], model={"extras": policy}, federation={"rounds": 3})
     begun = run.rounds[0].before.state
     for round in run.rounds:
         assert all(
@@ -156,8 +156,8 @@ def test_a_resumed_run_goes_on_as_one_that_never_stopped(
 
 
 @pytest.mark.parametrize("wrappers", STACKED, ids=str)
-def test_wrappers_around_wrappers(wrappers: list[Any], played_wrapped: PlayWrapped) -> None:
-    run = played_wrapped("fedit", wrappers, training=RAW)
+def test_wrappers_around_wrappers(wrappers: list[Any], run_wrapped: RunWrapped) -> None:
+    run = run_wrapped("fedit", wrappers, training=RAW)
     assert run.written == ()
     assert all(value.isfinite().all() for value in run.rounds[-1].after.state.tensors.values())
     method, kinds = run.federation.method, []
@@ -168,9 +168,9 @@ def test_wrappers_around_wrappers(wrappers: list[Any], played_wrapped: PlayWrapp
     assert kinds[: len(names) + 2] == [*(WRAPPERS[name] for name in reversed(names)), WithExtras, METHODS["fedit"]]
 
 
-def test_variates_of_a_tensor_travel_as_often_as_it_changes(played_wrapped: PlayWrapped) -> None:
+def test_variates_of_a_tensor_travel_as_often_as_it_changes(run_wrapped: RunWrapped) -> None:
     """RoLoRA's factors move in turn: a client that is there in every round is sent the variates of one of them."""
-    run = played_wrapped("rolora", ["scaffold"], federation={"clients_per_round": 4}, model={"extras": "frozen"})
+    run = run_wrapped("rolora", ["scaffold"], federation={"clients_per_round": 4}, model={"extras": "frozen"})
     head = sum(math.prod(shape) for shape in run.federation.method.spec.extras.values())
     counted = count_layers(run.federation.method, [3], [[3] * 4] * len(run.rounds))
     for number, round in enumerate(run.rounds):

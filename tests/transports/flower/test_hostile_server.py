@@ -65,8 +65,8 @@ class Scene(NamedTuple):
         found: dict[str, tuple[int, Introduction]] = {}
         for node, back in invite(self.grid, invitation.envelope(), 120.0, self.signer):
             assert isinstance(back, Envelope), back
-            told = read_header(Introduction, back)
-            found[told.id] = node, told
+            introduction = read_header(Introduction, back)
+            found[introduction.id] = node, introduction
             if len(found) == len(SITES):
                 break
         return found
@@ -77,10 +77,10 @@ class Scene(NamedTuple):
 
         values = {**self.values, "federation": {**self.values["federation"], **federation}}
         met = self.invite(run, values)
-        assert {told.refused for _, told in met.values()} == {None}
+        assert {introduction.refused for _, introduction in met.values()} == {None}
         prepared = prepare_server(server_config(values))
         clients = server_clients(
-            prepared.config, prepared.engine.adapted.spec, {id: told.examples for id, (_, told) in met.items()}
+            prepared.config, prepared.engine.adapted.spec, {id: introduction.examples for id, (_, introduction) in met.items()}
         )
         inner = GridTransport(self.grid, {id: node for id, (node, _) in met.items()}, signer=self.signer)
         transport = Lying(inner, lie)
@@ -150,7 +150,7 @@ def test_configs_beyond_the_limits_are_refused(scene: Scene) -> None:
     ]
     for number, (section, own, why) in enumerate(lies):
         met = scene.invite(f"lie-{number}", {**scene.values, section: {**scene.values[section], **own}})
-        assert all(why in (told.refused or "") for _, told in met.values()), met
+        assert all(why in (introduction.refused or "") for _, introduction in met.values()), met
 
 
 def test_a_victim_is_not_revealed_by_what_the_others_are_told(scene: Scene) -> None:
@@ -198,8 +198,8 @@ def test_a_deleted_record_restores_nothing(scene: Scene) -> None:
     """The last test: the node answers nothing any more until a person has put that right."""
     folder = scene.made.folder / f"{VICTIM}-state"
     (folder / "budget.json").unlink()
-    told = scene.invite("after", scene.values)[VICTIM][1]
-    assert told.refused == "an error; see the client's own log"
+    introduction = scene.invite("after", scene.values)[VICTIM][1]
+    assert introduction.refused == "an error; see the client's own log"
     assert "the record of what servers have used of this node's data is missing" in scene.made.log(VICTIM)
 
 

@@ -62,8 +62,8 @@ def test_status_shows_nodes_and_the_run(server: Path, tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     for words in ("north", "now, for 1:15", "round 2: no reply within 5 s", "2 of 5, stopped", "--resume", "never"):
         assert words in shown.output
-    told = json.loads(runner.invoke(app, ["status", "--server", str(server), "--json"]).stdout)
-    assert [node["client"] for node in told["nodes"]] == ["north", "south", None]
-    assert told["run"]["round"] == 2
+    printed = json.loads(runner.invoke(app, ["status", "--server", str(server), "--json"]).stdout)
+    assert [node["client"] for node in printed["nodes"]] == ["north", "south", None]
+    assert printed["run"]["round"] == 2
     done = runner.invoke(app, ["status", "--server", str(server), "--run", str(tmp_path)])
     assert done.exit_code == 2

@@ -30,8 +30,8 @@ class Grid:
         looks: Number of polls after which each node has answered.
     """
 
-    def __init__(self, online: Iterable[int], looks: Mapping[int, int]) -> None:
-        self.online, self.looks = list(online), dict(looks)
+    def __init__(self, online: Iterable[int], polls: Mapping[int, int]) -> None:
+        self.online, self.polls = list(online), dict(polls)
         self.sent: dict[str, Any] = {}
 
     def get_node_ids(self) -> list[int]:
@@ -47,8 +47,8 @@ class Grid:
         for id in ids:
             message = self.sent[id]
             node = message.metadata.dst_node_id
-            self.looks[node] = self.looks.get(node, 0) - 1
-            if self.looks[node] < 0:
+            self.polls[node] = self.polls.get(node, 0) - 1
+            if self.polls[node] < 0:
                 back.append(Reply(id, message.content))
         return back
 
