@@ -234,7 +234,9 @@ def main() -> None:
     run_trials(sweep if len(args.rates) > 1 else [], args)
     chosen = {method: best_rate(method, args) for method in args.methods}
     print("learning rates:", chosen, flush=True)
-    run_trials([Trial(method, chosen[method], seed, args.rounds) for seed in args.seeds for method in args.methods], args)
+    run_trials(
+        [Trial(method, chosen[method], seed, args.rounds) for seed in args.seeds for method in args.methods], args
+    )
     table = page([row(method, args) for method in args.methods], args)
     if len(args.seeds) > 1 and "centralized" in args.methods:
         table += f"\nTest accuracy minus centralized training's, in points:\n\n{difference_table(args)}"

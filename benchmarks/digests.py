@@ -309,7 +309,7 @@ def _deployment(folder: Path) -> Any:
 
 
 def _join(deployment: Any, folder: Path, case: str = "") -> None:
-    """Have all nodes join, anew if they had joined, with the data of a case."""
+    """Have all nodes join, again if they had joined, with the data of a case."""
     for site in SITES:
         if site in deployment.processes:
             deployment.end(site, signal.SIGTERM)

@@ -3,8 +3,8 @@
     python benchmarks/engines.py --data PATH/banking77 --environment PATH --page docs/results/speed.md
 
 all-MiniLM-L6-v2 on Banking77's 77 intents: LoRA of rank 8 on query and value and the head, AdamW, clipping at 1, FedAvg
-over identically distributed clients. Each contender is a process that plays one round when it is asked; rounds are
-played in turns (A B C A B C ...), and what is given is the median of the ratios within a repetition. The peers are
+over identically distributed clients. Each contender is a process that runs one round when it is asked; rounds are
+run in turns (A B C A B C ...), and what is given is the median of the ratios within a repetition. The peers are
 installed into an environment of their own (``--environment``, made on the first call).
 ``--sections before --before CHECKOUT`` times the engines of this checkout and of another one, such as a worktree, in
 turns. ``--sections`` picks some; ``--clients 4 --examples 4 8 --examples 32 32 --repetitions 1`` is a quick try.

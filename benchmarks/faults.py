@@ -153,7 +153,7 @@ class Submitted:
 
 
 class Stage:
-    """The deployment with its three nodes, one of which misbehaves when told to; and undisturbed runs to compare with.
+    """The deployment with its three nodes, one of which can misbehave; and uninterrupted runs to compare with.
 
     Args:
         folder: Folder for everything that the stage writes.
@@ -612,7 +612,7 @@ def wrong_authority(stage: Stage) -> Outcome:
 
 
 def _not_taking_part(stage: Stage, name: str, words: str, join: Callable[[], None]) -> Outcome:
-    """The third node can't take part: the run waits for it, in vain; with the right one it goes on."""
+    """The third node can't participate: the run waits for it, in vain; with the right one it goes on."""
     wanted = stage.clean()
     stage.leave(WEST)
     join()

@@ -89,7 +89,7 @@ def before(data: str, args: argparse.Namespace) -> dict[str, float]:
 
 
 def table(data: str, args: argparse.Namespace) -> str:
-    """Held-out loss, perplexity and token accuracy of each method, and what travelled."""
+    """Held-out loss, perplexity and token accuracy of each method, and what was transmitted."""
     start = before(data, args)
     lines = [
         "| method | lr | held-out loss | perplexity | token accuracy % | exact match % "

@@ -193,7 +193,7 @@ def large(
     found: list[tuple[str, str, bool]] = []
 
     def sent(size: int) -> tuple[object, float]:
-        envelope = Envelope("large", os.urandom(size))  # equal pieces would travel once
+        envelope = Envelope("large", os.urandom(size))  # equal pieces would be transmitted once
         began = time.monotonic()
         back = exchanged(transport, {id: envelope}, 590.0)[id]
         return (back if isinstance(back, str) else back == answered(envelope)), time.monotonic() - began

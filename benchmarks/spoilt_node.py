@@ -2,7 +2,7 @@
 
     python benchmarks/spoilt_node.py NODE.yaml KIND_FILE
 
-What it does is read anew from the file for every order of the second round; nothing there: as it should. With the
+What it does is read again from the file for every order of the second round; nothing there: as it should. With the
 variable SPOILT_VERSION it runs another version of fedspan.
 """
 

@@ -4,8 +4,8 @@
 lacks either is left out, and said.
 
 Each is a process of its own, whose page goes to ``--work`` first and to ``--out`` when it is finished. Stopped, the
-same command goes on: pages that are in ``--work`` are not made again, and runs that were begun go on. ``--one-seed``
-plays the first ones on one seed, to see that they run; verdicts need more.
+same command goes on: pages that are in ``--work`` are not made again, and runs that were started go on. ``--one-seed``
+runs the first ones on one seed, to see that they run; verdicts need more.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FIRST = (
     *("rolora-table1", "fedloru-table1", "fedgalore-table3", "florg-table1", "florg-procrustes", "rolora-table12"),
     *("rolora-figure3", "fedloru-table10", "fedloru-table4", "fedgalore-table4", "florg-table2", "florg-table3"),
 )
-"""Presets that are played before the others."""
+"""Presets that are run before the others."""
 
 
 def preset_jobs() -> tuple[Job, ...]:
@@ -94,7 +94,7 @@ JOBS = (
     ),
     *preset_jobs(),
     Job(
-        "reasons",  # after the pages that it looks into, whose runs it copies
+        "reasons",  # after the pages that it examines, whose runs it copies
         ("reasons.py", "--data", "{data}", "--model", "{model}", "--runs", "{work}/runs"),
         ("alpaca", "banking77", "blitzer_sentiment", "commonsense", "fashion-mnist", "glue"),
         model=True,

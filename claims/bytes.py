@@ -2,7 +2,7 @@
 
 ``python claims/bytes.py`` takes some minutes. The formulas are the papers', written down here by themselves: nothing
 that a plan counts is used. A paper counts numbers; here they are numbers of 4 bytes, of one client and one
-round in which everybody takes part, after the first two rounds (whose differences the methods' pages give).
+round in which everybody participates, after the first two rounds (whose differences the methods' pages give).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def weight(m: int, n: int) -> float:
 
 
 def nothing(m: int, n: int) -> float:
-    """Of a direction in which nothing travels."""
+    """Of a direction in which nothing is transmitted."""
     return 0.0
 
 
@@ -218,7 +218,7 @@ def measure(methods: Sequence[str], model: str, layer: int) -> dict[str, Sent]:
 
 
 def main() -> None:
-    """Play, and write the page."""
+    """Run, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="*", choices=ALL, default=list(ALL), metavar="KEY", help="left out: all")
     parser.add_argument("--model", default="builtin:all-minilm-l6-v2", help="one of BERT's family")

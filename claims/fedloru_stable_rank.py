@@ -146,7 +146,9 @@ def main() -> None:
     start = time.monotonic()
     found = curves(args)
     measured_epochs = list(range(0, args.epochs + 1, args.every))
-    shown = report.save_figure(draw_figure(found, measured_epochs), args.out, "fedloru_stable_rank", "stable rank by epoch")
+    shown = report.save_figure(
+        draw_figure(found, measured_epochs), args.out, "fedloru_stable_rank", "stable rank by epoch"
+    )
     rows = [
         [size, *(f"{sum(values) / len(values):.1f}" for values in zip(*given, strict=True))]
         for size, given in found.items()

@@ -31,7 +31,7 @@ SYSTEMS = {"rolora": "RoLoRA", "fedloru": "FedLoRU", "fedgalore": "FedGaLore", "
 """The papers' systems by what their pages' names begin with."""
 REST = "All methods"
 REASONS = "reasons"
-"""The page that looks into contradictions; its statements are no paper's, and are not counted."""
+"""The page that examines contradictions; its statements are no paper's, and are not counted."""
 LOOKED = "## Looked into\n\nRows of contradicted statements, played again under what might be the reason."
 VERDICTS = ("holds", "contradicted", "inconclusive", "not runnable here")
 

@@ -1,4 +1,4 @@
-"""Which rows ``reasons.py`` plays again: each look is one thing that may be why the small scale contradicts a paper."""
+"""Which rows ``reasons.py`` reruns: each look is one thing that may be why the small scale contradicts a paper."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """What is played.
+    """What is run.
 
     Args:
         name: Name on the page.

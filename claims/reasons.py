@@ -1,4 +1,4 @@
-"""Why the small scale contradicts a paper: its rows played again under what might be the reason.
+"""Why the small scale contradicts a paper: its rows rerun under what might be the reason.
 
 ``python claims/reasons.py --data PATH --model PATH``. Runs that a page made are copied, if they are in ``--runs``.
 Stopped, the same command goes on.
@@ -104,7 +104,7 @@ def section(look: Look, scores: Sequence[CellScore]) -> str:
 
 
 def main() -> None:
-    """Play, or go on; page."""
+    """Run, or go on; page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with data sets")
     parser.add_argument("--model", type=Path, help="folder with a language model; without, what needs one is left out")

@@ -1,4 +1,4 @@
-"""A paper's table or figure at the small scale, played by ``fedspan reproduce``, as a page with its verdicts.
+"""A paper's table or figure at the small scale, run by ``fedspan reproduce``, as a page with its verdicts.
 
 ``python claims/reproduced.py rolora-table1 --data PATH`` (a folder with the data sets). Stopped, the same command goes
 on: the runs are in ``--runs``, where tables share them; after a change of the code, begin with an empty folder.
@@ -139,7 +139,7 @@ def page(found: Reproduction, preset: Preset, folder: Path) -> None:
 
 
 def main() -> None:
-    """Play, or go on; page."""
+    """Run, or go on; page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("id", help="a preset of fedspan reproduce")
     parser.add_argument("--data", type=Path, help="folder with data sets")

@@ -28,7 +28,7 @@ def written(path: Path) -> list[Position]:
     return positions
 
 
-def test_rows_come_back_and_the_chain_goes_on(tmp_path: Path) -> None:
+def test_rows_come_back_and_the_chain_continues(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     positions = written(path)
     assert list(read_lines(path)) == ROWS
@@ -77,7 +77,7 @@ def test_lines_that_were_moved_are_named(tmp_path: Path, change: str) -> None:
         require_position(path, end)
 
 
-def test_a_log_that_was_shortened_or_written_anew_is_not_that_of_a_checkpoint(tmp_path: Path) -> None:
+def test_a_log_that_was_shortened_or_rewritten_is_not_that_of_a_checkpoint(tmp_path: Path) -> None:
     path, other = tmp_path / "log.jsonl", tmp_path / "other.jsonl"
     positions = written(path)
     with JsonLines(other) as lines:
@@ -109,7 +109,7 @@ def test_a_line_that_was_written_in_part_is_skipped_and_cut(tmp_path: Path) -> N
     assert list(read_lines(path)) == [*ROWS, {"round": 5}]
 
 
-def test_an_audit_log_takes_entries_of_several_processes_and_goes_on_after_a_kill(tmp_path: Path) -> None:
+def test_an_audit_log_takes_entries_of_several_processes_and_continues_after_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "audit.jsonl"
     code = "import sys; from pathlib import Path; from fedspan.logs import AuditLog\n"
     code += "for n in range(25): AuditLog(Path(sys.argv[1])).write('asked', who=sys.argv[2], n=n)"

@@ -1,4 +1,4 @@
-"""Who takes part, and rounds played in turns."""
+"""Who participates, and rounds run in turns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Contender:
-    """A program that plays rounds on request.
+    """A program that runs rounds on request.
 
     Args:
         name: Name in the tables.
@@ -58,7 +58,7 @@ def fedspan_variables(threads: int) -> dict[str, str]:
 class _Process:
     """A contender's process with its children, in a session of their own.
 
-    They are stopped while others play: Ray's processes poll even when there is nothing to do.
+    They are stopped while others run: Ray's processes poll even when there is nothing to do.
     """
 
     def __init__(self, contender: Contender, log: Path) -> None:

@@ -1,4 +1,4 @@
-"""A whole run of fedspan as a user plays it, with its ledger, checkpoints and evaluation; one JSON line about it.
+"""A whole run of fedspan as a user runs it, with its ledger, checkpoints and evaluation; one JSON line about it.
 
 python fedspan_run.py CONFIG.json FOLDER
 """

@@ -29,8 +29,8 @@ class Answers:
         """Run the first rounds, report readiness, then run one round for every line that the driver sends.
 
         Args:
-            run_round: Function that runs the round of a number. It returns ``loss`` (mean over examples), ``examples``, and
-                maybe ``training``, the seconds within local training.
+            run_round: Function that runs the round of a number. It returns ``loss`` (mean over examples), ``examples``,
+                and maybe ``training``, the seconds within local training.
             checked: Number of rounds before the first that is timed.
             more: Further values for the last line.
         """

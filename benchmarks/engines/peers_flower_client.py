@@ -1,6 +1,7 @@
 """Flower's client: the adapter arrives and leaves as PEFT's state dict; the model is built once a worker process.
 
-A module of its own, which Ray's workers import: what lives in a script's ``__main__`` would travel with every message.
+A module of its own, which Ray's workers import: what lives in a script's ``__main__`` would be sent with
+every message.
 """
 
 from __future__ import annotations

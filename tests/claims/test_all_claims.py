@@ -1,4 +1,4 @@
-"""The page of a preset that was played, and the command that makes every page."""
+"""The page of a preset that was run, and the command that makes every page."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def reproduce_preset(id: str, data: Path) -> Reproduction:
     return Reproduction(id, "small", (0, 1, 2), tuple(scores), verdicts, str(data), settings_table(cells))
 
 
-def test_the_index_names_what_was_not_played(scripts: None, tmp_path: Path) -> None:
+def test_the_index_names_what_was_not_run(scripts: None, tmp_path: Path) -> None:
     index = importlib.import_module("index").index
     saved = {"name": "rolora-table1", "title": "RoLoRA, Table 1", "date": "2026-11-22", "findings": []}
     assert "| `rolora-table1` |" in index(tmp_path)

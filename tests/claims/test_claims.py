@@ -157,7 +157,7 @@ def test_the_pages_in_the_docs_are_indexed(tmp_path: Path) -> None:
 
 
 def test_the_page_of_what_was_looked_into(digits: Path, tmp_path: Path) -> None:
-    """At a size that takes seconds; a second call plays nothing, and its page says the same."""
+    """At a size that takes seconds; a second call runs nothing, and its page says the same."""
     small = ("data.max_examples=80", "federation.rounds=2", "partition.clients=2", "federation.clients_per_round=2")
     words = ("--looks", "fedloru-rounds", "--seeds", "0", "1", "--set", *small, "training.local_epochs=1")
     (tmp_path / "data").mkdir()

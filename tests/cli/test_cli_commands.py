@@ -75,7 +75,7 @@ def test_run_chooses_a_new_folder(tmp_path: Path) -> None:
     assert find_unused_folder(tmp_path / "demo") == tmp_path / "demo-3"
 
 
-def test_resume_goes_on_to_the_same_adapter(call: Call, stopped: Path, finished: Path) -> None:
+def test_resume_continues_to_the_same_adapter(call: Call, stopped: Path, finished: Path) -> None:
     screen = done(call("run", "--resume", stopped))
     assert "resumed after round 1 of 2" in screen
     assert " 1/2 " in screen

@@ -112,7 +112,7 @@ def test_a_sweep_without_a_winner_shows_why(call: Call, config: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("command", ["compare", "sweep"])
-def test_ctrl_c_says_how_to_go_on(
+def test_ctrl_c_says_how_to_continue(
     command: str, call: Call, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train, played = execution.train.run, []
@@ -136,7 +136,7 @@ def test_ctrl_c_says_how_to_go_on(
     assert (played[0] / "report.json").stat().st_mtime_ns == before
 
 
-def test_killed_it_goes_on(config: Path, call: Call, compared: tuple[Path, str], tmp_path: Path) -> None:
+def test_killed_it_continues(config: Path, call: Call, compared: tuple[Path, str], tmp_path: Path) -> None:
     """By a process of its own that ends in the midst of a round, as ``kill -9`` would end it."""
     folder = tmp_path / "made"
     asked = ["--methods", "fedit,fedloru", "--seeds", "0,1", "--set-for", "fedloru:method.tau=1", "--out", folder]

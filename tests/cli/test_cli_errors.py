@@ -84,7 +84,7 @@ def test_folders_that_are_no_place_for_a_run(refused: Refused, write: Write, sto
     (tmp_path / "taken" / "thesis.tex").touch()
     said = refused("run", write(), "--out", tmp_path / "taken")
     assert said.startswith(f"`run folder`: '{tmp_path / 'taken'}' holds other files (thesis.tex)")
-    missing = write(model={"name": "nobody/no-such-model"})  # the folder is looked at before a model is loaded
+    missing = write(model={"name": "nobody/no-such-model"})  # the folder is inspected before a model is loaded
     assert "thesis.tex" in refused("run", missing, "--out", tmp_path / "taken")
     assert "already holds a run" in refused("run", write(), "--out", stopped)
     assert "holds no run" in refused("run", "--resume", tmp_path / "nothing")

@@ -1,4 +1,4 @@
-"""The commands on runs that look at images, and on a model that was trained from scratch."""
+"""The commands on runs that inspect images, and on a model that was trained from scratch."""
 
 from __future__ import annotations
 

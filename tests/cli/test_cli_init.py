@@ -45,7 +45,7 @@ def test_texts_with_labels_of_several_sites(call: Call, tmp_path: Path) -> None:
 
 def test_a_file_for_each_data_owner(call: Call, tmp_path: Path) -> None:
     for site in ("north", "south"):
-        table(tmp_path / f"{site}.csv", {"note": TEXTS * 40, "label": ["a", "b", "c"] * 800})  # more than is looked at
+        table(tmp_path / f"{site}.csv", {"note": TEXTS * 40, "label": ["a", "b", "c"] * 800})  # more than is inspected
     config, said = written(call, tmp_path / "{clinic}.csv", tmp_path / "c.yaml")
     assert (config.partition.partitioner, config.partition.column) == ("natural", "clinic")
     assert "clients: the column clinic" in said

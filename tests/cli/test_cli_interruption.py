@@ -1,4 +1,4 @@
-"""``fedspan run`` that is killed or stopped with Ctrl-C goes on with ``--resume`` to the very same adapter."""
+"""``fedspan run`` that is killed or stopped with Ctrl-C continues with ``--resume`` to the very same adapter."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_killed_at_random_moments(commands: Commands, config: Path, expected: by
     assert adapter(folder) == expected
 
 
-def test_ctrl_c_says_how_to_go_on(commands: Commands, config: Path, expected: bytes, tmp_path: Path) -> None:
+def test_ctrl_c_says_how_to_continue(commands: Commands, config: Path, expected: bytes, tmp_path: Path) -> None:
     folder = tmp_path / "my run"
     pid = commands.start("run", config, "--out", folder, waits=2)
     wait_for_checkpoint(folder, 2)

@@ -1,4 +1,4 @@
-"""``fedspan reproduce``: listed, planned, played to its end, stopped and gone on with, and its mistakes."""
+"""``fedspan reproduce``: listed, planned, run to its end, stopped and resumed, and its mistakes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def preset(tiny_preset: Preset, tiny_folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 class FinishedNames(Watcher):
-    """Keeps the names of runs that were played, and of those that were only read."""
+    """Keeps the names of runs that were run, and of those that were only read."""
 
     def __init__(self) -> None:
         self.names: dict[bool, list[str]] = {True: [], False: []}
@@ -122,7 +122,7 @@ def finished_table(tiny_preset: Preset, tiny_folder: Path, tmp_path_factory: pyt
         return Finished(folder, reproduce.reproduce("tiny-table1", folder, data=tiny_folder, listener=watcher), watcher)
 
 
-def test_a_table_is_stopped_gone_on_with_and_judged(preset: Path, tmp_path: Path, call: Call) -> None:
+def test_a_table_is_stopped_resumed_and_judged(preset: Path, tmp_path: Path, call: Call) -> None:
     folder = tmp_path / "table"
     with pytest.raises(Stop):
         reproduce.reproduce("tiny-table1", folder, data=preset, listener=StopAfter(4))
@@ -154,7 +154,7 @@ def test_a_table_is_stopped_gone_on_with_and_judged(preset: Path, tmp_path: Path
         reproduce.reproduce("tiny-table1", folder, data=preset, scale="full")
 
 
-def test_no_run_is_played_twice(preset: Path, finished_table: Finished, tmp_path: Path, call: Call) -> None:
+def test_no_run_is_run_twice(preset: Path, finished_table: Finished, tmp_path: Path, call: Call) -> None:
     first, second = finished_table.watcher, FinishedNames()
     # two trials and two seeds for each of two rows; the first seed of what was chosen is a trial
     assert len(first.names[True]) == 6
@@ -179,7 +179,7 @@ def test_no_run_is_played_twice(preset: Path, finished_table: Finished, tmp_path
     assert call("predict", tmp_path / "two" / RUN, "a tree").exit_code == 0, "a copy is a run like any other"
 
 
-def test_runs_of_other_versions_are_played_anew(finished_table: Finished, tmp_path: Path) -> None:
+def test_runs_of_other_versions_are_rerun(finished_table: Finished, tmp_path: Path) -> None:
     one = finished_table.copy(tmp_path / "one")
     assert finished_table.is_reused(one, tmp_path / "copy")
     for path in one.rglob("environment.json"):
@@ -187,7 +187,7 @@ def test_runs_of_other_versions_are_played_anew(finished_table: Finished, tmp_pa
     assert not finished_table.is_reused(one, tmp_path / "other")
 
 
-def test_runs_that_are_timed_are_all_played(
+def test_runs_that_are_timed_are_all_run(
     tiny_preset: Preset, preset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed = tiny_preset.model_copy(
@@ -199,7 +199,7 @@ def test_runs_that_are_timed_are_all_played(
     assert len(seen.names[True]) == 8
 
 
-def test_runs_that_read_what_was_changed_since_are_played_anew(
+def test_runs_that_read_what_was_changed_since_are_rerun(
     preset: Path, finished_table: Finished, tmp_path: Path
 ) -> None:
     data = preset / "corpus.csv"
@@ -251,7 +251,7 @@ def test_noise_that_is_secret_has_no_equal(preset: Path, tmp_path: Path) -> None
     assert not known.copy(other_threads, tmp_path / "other")
 
 
-def test_what_was_begun_before_there_was_reuse_is_gone_on_with(
+def test_what_was_started_before_there_was_reuse_is_resumed(
     preset: Path, finished_table: Finished, tmp_path: Path
 ) -> None:
     one = finished_table.copy(tmp_path / "one")

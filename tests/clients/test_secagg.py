@@ -51,7 +51,7 @@ START = {"layer/A": torch.arange(6.0).view(2, 3), "layer/B": torch.ones(4)}
 
 
 class Sums:
-    """A session, played by hand.
+    """A session, run by hand.
 
     Args:
         vault: The session store that all clients share.
@@ -299,7 +299,7 @@ def test_a_vector_is_masked_with_enough_of_those_who_got_shares_or_not_at_all() 
     client.require_maskable(*made.order("a"))  # asking is no phase
 
 
-def test_nobody_is_told_both_shares_of_a_client() -> None:
+def test_no_client_learns_both_shares_of_another() -> None:
     made = sums()
     made.give_keys(*IDS)
     made.give_shares(*IDS)

@@ -74,7 +74,7 @@ def test_mixed_gram_is_gram_under_the_identity_and_the_mixing(shape: tuple[int, 
 
 
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (6, 6)])
-def test_dense_bases_are_orthonormal_and_the_same_for_whoever_has_the_key(shape: tuple[int, int]) -> None:
+def test_dense_bases_are_orthonormal_and_the_same_for_every_holder_of_the_key(shape: tuple[int, int]) -> None:
     L, R = dense_bases(shape, 3, "layer")
     dense_bases.cache_clear()
     again = dense_bases(shape, 3, "layer")

@@ -18,7 +18,7 @@ from fedspan.federation.protocol import Envelope, Order, Reply, decode_order, de
 from helpers.node_service import CLIENT, introduced, node, served, values
 
 
-def test_a_node_trains_evaluates_and_goes_on_after_a_restart(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_node_trains_evaluates_and_continues_after_a_restart(tiny_folder: Path, tmp_path: Path) -> None:
     run, transport = served(tiny_folder, NodeService(node(tiny_folder, tmp_path)), method={"name": "fedsa-lora"})
     first = run.federation.run_round(run.federation.begin())
     assert not first.failures

@@ -81,7 +81,7 @@ def served(
     return connect(prepared, transport, rules, clients=clients, run="run", agreed=agreed), transport
 
 
-def test_nodes_go_on_after_a_restart_between_any_two_phases(tiny_folder: Path, tmp_path: Path) -> None:
+def test_nodes_continue_after_a_restart_between_any_two_phases(tiny_folder: Path, tmp_path: Path) -> None:
     run, transport = served(tiny_folder, tmp_path, secure_only=True)
     first = run.federation.run_round(run.federation.begin())
     assert not first.failures
@@ -115,7 +115,9 @@ def test_every_envelope_that_comes_again_is_refused(tiny_folder: Path, tmp_path:
             assert '"failed":"`message.session`: ' in again.header
 
 
-def test_a_node_that_sends_nothing_in_the_open_takes_no_part_in_open_runs(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_node_that_sends_nothing_in_plaintext_does_not_participate_in_plaintext_runs(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
     service = NodeService(node("clinic-a", tiny_folder, tmp_path, secure_only=True))
     invitation = Invitation(run="run", version=__version__, config=json.dumps(values(tiny_folder)))
     told = read_header(Introduction, service.answer(invitation.envelope()))

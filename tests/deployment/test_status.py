@@ -28,7 +28,7 @@ def rows(run: Path, *made: dict[str, object]) -> None:
         lines.commit()
 
 
-def test_a_run_that_has_begun(run: Path) -> None:
+def test_a_run_that_has_started(run: Path) -> None:
     found = read_status(run)
     assert (found.state, found.round, found.rounds, found.finished) == ("stopped", 0, 7, None)
 

@@ -191,7 +191,7 @@ def test_three_machines_leave_no_process_behind_when_asked_to_end(tiny_folder: P
     )
     try:
         until = time.monotonic() + 400
-        while not (out / "run" / "config.yaml").is_file():  # the federation has begun
+        while not (out / "run" / "config.yaml").is_file():  # the federation has started
             assert process.poll() is None
             assert time.monotonic() < until
             time.sleep(0.2)

@@ -30,7 +30,7 @@ class Stop(BaseException):
 
 
 class RecordingWatcher(Watcher):
-    """Remembers which runs were played, and stops in a round if asked to."""
+    """Remembers which runs were run, and stops in a round if asked to."""
 
     def __init__(self, stop_in: str = "", after: int = 0) -> None:
         self.planned: list[str] = []
@@ -83,7 +83,7 @@ def without_times(folder: Path) -> list[dict[str, str]]:
     return [{name: cell for name, cell in row.items() if name != "seconds"} for row in rows]
 
 
-def test_every_run_has_the_same_division_and_is_an_ordinary_run(
+def test_every_run_has_the_same_partition_and_is_an_ordinary_run(
     made: tuple[Path, CompareReport, RecordingWatcher], tiny_folder: Path, tmp_path: Path
 ) -> None:
     folder, _, watcher = made
@@ -96,14 +96,14 @@ def test_every_run_has_the_same_division_and_is_an_ordinary_run(
         assert config.partition.seed == SEEDS[0]
         assert config.seed == int(name.rpartition("seed")[2])
         assert bool(config.baselines) == name.startswith(METHODS[0])
-    # Played in a process of many, it is bit for bit the run that it is alone.
+    # Run in a process of many, it is bit for bit the run that it is alone.
     values = values_of(tiny_folder, method={}, partition={"seed": SEEDS[0]})
     fedspan.run({**values, "seed": SEEDS[1]}, tmp_path / "alone")
     file = Path("adapter") / "adapter_model.safetensors"
     assert (tmp_path / "alone" / file).read_bytes() == (folder / f"fedit-seed{SEEDS[1]}" / file).read_bytes()
 
 
-def test_a_division_that_the_config_names_is_kept(tiny_folder: Path) -> None:
+def test_a_partition_that_the_config_names_is_kept(tiny_folder: Path) -> None:
     values = values_of(tiny_folder, partition={"seed": 77})
     plan = plan_comparison(values, ["fedloru"], [1, 2], {}, None)
     assert {step.config.partition.seed for step in plan.steps} == {77}
@@ -164,7 +164,9 @@ def test_the_table_is_that_of_the_reports(made: tuple[Path, CompareReport, Recor
         assert said in page
 
 
-def test_with_another_reference_no_run_is_played_again(made: tuple[Path, CompareReport, RecordingWatcher], tmp_path: Path) -> None:
+def test_with_another_reference_no_run_is_rerun(
+    made: tuple[Path, CompareReport, RecordingWatcher], tmp_path: Path
+) -> None:
     folder, watcher = Path(shutil.copytree(made[0], tmp_path / "copy")), RecordingWatcher()
     report = fedspan.resume_compare(folder, against="centralized", listener=watcher)
     assert watcher.played == []
@@ -177,7 +179,7 @@ def test_with_another_reference_no_run_is_played_again(made: tuple[Path, Compare
         assert rows[name].difference == pytest.approx(mean - other)
 
 
-def test_stopped_it_goes_on_to_the_same_table(
+def test_stopped_it_continues_to_the_same_table(
     made: tuple[Path, CompareReport, RecordingWatcher], tiny_folder: Path, tmp_path: Path
 ) -> None:
     """By the same call in the first run, then by the folder alone in a later one."""
@@ -327,7 +329,7 @@ def test_a_score_that_is_missing_leaves_no_mean() -> None:
         ),
     ],
 )
-def test_mistakes_are_named_before_anything_is_played(
+def test_mistakes_are_named_before_anything_is_run(
     change: dict[str, Any], said: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     call = {"config": values_of(tiny_folder), "methods": ["fedit", "fedloru"], "seeds": [0], **change}

@@ -65,7 +65,7 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return folder, fedspan.sweep(values, folder, OVER, rounds=1, seeds=[5, 6], listener=watcher), watcher
 
 
-def test_all_trials_are_played_and_the_best_by_validation_comes_first(
+def test_all_trials_are_run_and_the_best_by_validation_comes_first(
     made: tuple[Path, SweepReport, RecordingWatcher],
 ) -> None:
     folder, report, watcher = made
@@ -146,7 +146,9 @@ def _written(folder: Path, values: dict[str, Any]) -> Path:
     return path
 
 
-def test_a_trial_that_diverges_has_failed_and_the_sweep_goes_on_where_it_was(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_trial_that_diverges_has_failed_and_the_sweep_continues_where_it_was(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
     values = values_of(tiny_folder, training={"max_grad_norm": 0, "optimizer": "sgd"}, federation={"rounds": 2})
     folder, call = tmp_path / "made", {"over": {"training.lr": "1e30,0.02"}, "seeds": [0, 1]}
     with pytest.raises(Stop):
@@ -285,7 +287,7 @@ def test_values_are_yaml() -> None:
         ),
     ],
 )
-def test_mistakes_are_named_before_anything_is_played(
+def test_mistakes_are_named_before_anything_is_run(
     change: dict[str, Any], said: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     call = {"config": values_of(tiny_folder), "over": {"method.r": "1,2"}, **change}
@@ -314,7 +316,9 @@ def test_rounds_that_are_tried_are_those_of_the_trial(tiny_folder: Path) -> None
     assert [config.federation.rounds for config in plan.configs] == [1, 2]
 
 
-def test_another_sweep_in_the_same_folder_is_refused(made: tuple[Path, SweepReport, RecordingWatcher], tiny_folder: Path) -> None:
+def test_another_sweep_in_the_same_folder_is_refused(
+    made: tuple[Path, SweepReport, RecordingWatcher], tiny_folder: Path
+) -> None:
     with pytest.raises(FedspanError, match=r"the run trial-001-seed5 in .* began with another config"):
         fedspan.sweep(values_of(tiny_folder), made[0], {"training.lr": "2e-2,1e-3"}, rounds=1, seeds=[5, 6])
 

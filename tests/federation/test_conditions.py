@@ -139,7 +139,7 @@ def test_a_deadline_leaves_slow_clients_out_on_the_simulated_clock(tiny_folder: 
     assert result.simulated_seconds == deadline
 
 
-def test_over_selection_goes_on_with_the_first_that_reply(tiny_folder: Path) -> None:
+def test_over_selection_continues_with_the_first_that_reply(tiny_folder: Path) -> None:
     speed = {"distribution": "lognormal", "median": 10.0, "spread": 4.0}
     federation = {"clients_per_round": 2, "over_select": 2}
     prepared = prepare(tiny.config(tiny_folder, simulation={"speed": speed}, federation=federation))

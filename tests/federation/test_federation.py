@@ -1,4 +1,4 @@
-"""The rounds: who is asked, in what order things travel, whose weight counts, what is kept; and evaluation."""
+"""The rounds: who is asked, in what order things are transmitted, whose weight counts, what is kept; and evaluation."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_order_of_clients_does_not_matter(prepared: Prepared) -> None:
     assert same(old.run_round(old.begin()).progress, again.run_round(again.begin()).progress)
 
 
-def test_a_round_reports_what_travelled_and_how_it_went(prepared: Prepared) -> None:
+def test_a_round_reports_what_was_transmitted_and_how_it_went(prepared: Prepared) -> None:
     """Down and up for each client in turn; the loss is the mean over examples, not over clients."""
     federation = with_rounds(prepared, 3, None)
     reported: list[tuple[str, float]] = []
@@ -118,7 +118,7 @@ def test_the_learning_rate_follows_the_schedule(tiny_folder: Path, prepared: Pre
     assert rates == pytest.approx([0.05, 0.1, 0.075, 0.05, 0.025])
 
 
-def test_a_schedule_may_start_anew_and_end_above_zero() -> None:
+def test_a_schedule_may_start_again_and_end_above_zero() -> None:
     settings = TrainingSettings(OptimizerSpec(lr=0.3), schedule="cosine", min_lr=0.1, cycle_rounds=2)
     assert [settings.lr(round, 5) for round in range(5)] == pytest.approx([0.3, 0.2, 0.3, 0.2, 0.3])
     linear = replace(settings, schedule="linear", cycle_rounds=4, warmup_rounds=1)
@@ -173,7 +173,7 @@ def test_moments_are_kept_on_request_and_within_a_generation(
 
 
 def test_a_method_may_train_in_phases(prepared: Prepared) -> None:
-    """The second job begins where the first ended, with the memory that it left; one reply travels."""
+    """The second job begins where the first ended, with the memory that it left; one reply is transmitted."""
     seen: list[tuple[str, str]] = []
 
     @dataclass(frozen=True, kw_only=True)

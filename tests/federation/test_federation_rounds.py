@@ -110,7 +110,9 @@ def federation(prepared: Prepared, folder: Path, spoil: Spoil, **rules: Any) -> 
     here, engine = prepared.federation, prepared.engine
     loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
     client_store = DiskClientStore(folder)
-    known = {id: Host(here.method, loop, {id: one}, here.examples, client_store, 32) for id, one in here.clients.items()}
+    known = {
+        id: Host(here.method, loop, {id: one}, here.examples, client_store, 32) for id, one in here.clients.items()
+    }
     transport = LocalTraining(known, spoil)
     return Federation(here.method, engine, here.clients, here.examples, here.settings, transport, ReplyRules(**rules))
 
@@ -180,7 +182,7 @@ def chosen(built: Prepared, count: int, folder: Path, more: int, spoil: Spoil = 
     return made
 
 
-def test_a_round_that_asks_more_than_it_wants_goes_on_with_those_who_reply_first(
+def test_a_round_that_asks_more_than_it_wants_continues_with_those_who_reply_first(
     built: Prepared, tmp_path: Path
 ) -> None:
     found = chosen(built, 2, tmp_path / "more", 1)
@@ -214,7 +216,7 @@ def test_a_reply_that_is_too_far_from_the_others_does_not_count_as_enough(built:
     assert set(result.progress.last_rounds) == set(built.federation.clients) - {BAD}
 
 
-def test_a_late_client_goes_on_from_what_counted_last(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_late_client_continues_from_what_counted_last(tiny_folder: Path, tmp_path: Path) -> None:
     config = tiny.config(tiny_folder, method={"name": "fedsa-lora"}, federation={"clients_per_round": None})
     built = prepare(config)
     found = chosen(built, 3, tmp_path / "more", 1)

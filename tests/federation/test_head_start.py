@@ -1,4 +1,4 @@
-"""Heads that start from statistics: exact over any partition, for every method, in the open and in secure sums."""
+"""Heads that start from statistics: exact over any partition, for every method, in plaintext and in secure sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a federation that was played shows of its method's claims."""
+"""What a federation that was run shows of its method's claims."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-def errors(run_method: MethodRun, round: Round) -> dict[str, float]:
+def errors(method_run: MethodRun, round: Round) -> dict[str, float]:
     """By layer: how far the aggregated change of weight is from the mean of the clients' changes."""
-    names = [layer.name for layer in run_method.layers]
-    return {name: relative(run_method.global_change(name, round.after), run_method.mean_change(name, round)) for name in names}
+    names = [layer.name for layer in method_run.layers]
+    return {
+        name: relative(method_run.global_change(name, round.after), method_run.mean_change(name, round))
+        for name in names
+    }
 
 
 def require_declared_traffic(run: MethodRun, policy: str) -> None:
-    """Bytes sent to and by clients that took part in every round before are those that its functions give on shapes."""
+    """Bytes sent to and by clients that participated in every round are those that its functions give on shapes."""
     steady, ranks = set(run.federation.clients), {id: one.client.rank for id, one in run.federation.clients.items()}
     cohorts = [[ranks[id] for id in round.result.cohort] for round in run.rounds]
     counted = count_layers(run.federation.method, ranks.values(), cohorts)

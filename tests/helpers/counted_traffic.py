@@ -12,7 +12,7 @@ from helpers.watched_rounds import Watched
 
 
 def count_layers(method: Method, ranks: Iterable[int], cohorts: Sequence[Sequence[int]]) -> list[dict[int, Traffic]]:
-    """By round and rank: the bytes over all target layers to and from a client that took part in every round."""
+    """By round and rank: the bytes over all target layers to and from a client that participated in every round."""
     if isinstance(method, Watched):  # it compares values
         method = method.inner
     bare, ranks = bare_method(method), list(ranks)

@@ -79,9 +79,9 @@ def follow(
     uniform: bool = False,
     tolerance: float = 1e-9,
 ) -> None:
-    """Play both; after every round the models, the heads and what travelled are compared.
+    """Run both; after every round the models, the heads and what was transmitted are compared.
 
-    Elements are compared with those declared while everybody takes part in every round.
+    Elements are compared with those declared while everybody participates in every round.
     """
     problem = made.problem
     head, steady = problem.dense(*HEAD), ranks is None

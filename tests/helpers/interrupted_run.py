@@ -34,7 +34,7 @@ def memory_of(round: int) -> dict[str, torch.Tensor]:
 
 
 def begin(path: Path) -> RunFolder:
-    """Open a run, whether it was begun before or not."""
+    """Open a run, whether it was started before or not."""
     return RunFolder.resume(path) if (path / "config.yaml").exists() else RunFolder.create(path, "seed: 1\n")
 
 

@@ -1,4 +1,4 @@
-"""Playing rounds while looking on: what every function was given and gave, and whether it wrote to its arguments."""
+"""Rounds that are watched: what every function was given and gave, and whether it wrote to its arguments."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class Round:
         return [call for call in self.calls if call.function == function]
 
     def messages(self) -> list[Message]:
-        """What travelled, in the order of ``result.transfers``."""
+        """What was transmitted, in the order of ``result.transfers``."""
         sent = [call.result if call.function == "sync" else call.result[0] for call in self.calls if _travels(call)]
         assert len(sent) == len(self.result.transfers)
         return sent
@@ -207,7 +207,7 @@ def _travels(call: Call) -> bool:
 
 @dataclass(frozen=True)
 class MethodRun:
-    """A federation that was played.
+    """A federation that was run.
 
     Args:
         prepared: The run with the watched method and engine.

@@ -1,4 +1,4 @@
-"""Every method, played; each combination of options once for all tests that look at it."""
+"""Every method, run; each combination of options once for all tests that inspect it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedspan.runs.setup import Prepared
-from helpers.watched_rounds import RunMethod, MethodRun, method_config, run_watched
+from helpers.watched_rounds import MethodRun, RunMethod, method_config, run_watched
 
 
 @pytest.fixture(scope="session")

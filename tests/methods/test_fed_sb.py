@@ -63,7 +63,7 @@ def test_matches_a_dense_oracle(first: tuple[int, ...]) -> None:
                 assert close(federation.weight(one, id), federation.weight(one), 1e-15)
 
 
-def test_after_the_first_rounds_only_r_squared_travels() -> None:
+def test_after_the_first_rounds_only_r_squared_is_transmitted() -> None:
     problem = Problem()
     federation = Federation(with_extras(_method(problem)), problem, sgd(LR))
     seen: list[tuple[int, int]] = []

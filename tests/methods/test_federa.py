@@ -64,7 +64,7 @@ def test_it_begins_as_the_pretrained_model_with_the_principal_part_in_the_factor
         assert close(B.T @ B, torch.diag(S[:2] / 2.0), 1e-6)
 
 
-def test_everybody_begins_with_the_same_factors_whoever_joins_when(run_method: RunMethod) -> None:
+def test_everybody_begins_with_the_same_factors_whenever_a_client_joins(run_method: RunMethod) -> None:
     """Bit for bit: one SVD, broadcast."""
     run = run_method("federa")
     for round in run.rounds:

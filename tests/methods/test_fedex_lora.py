@@ -64,7 +64,7 @@ def test_everybody_replays_every_residual_and_a_lone_client_leaves_none() -> Non
     assert torch.equal(dense(made.state.base.total["fc1"]), dense(lone))
 
 
-def test_the_residual_travels_as_factors_where_they_are_smaller(run_method: RunMethod) -> None:
+def test_the_residual_is_transmitted_as_factors_where_they_are_smaller(run_method: RunMethod) -> None:
     """Three clients: rank 2 r; three rounds' residuals together are as large as some layers."""
     run = run_method("fedex-lora")
     for round in run.rounds:

@@ -299,7 +299,7 @@ def test_what_does_not_decay_keeps_the_base() -> None:
         {"synchronisation": "none"},
     ],
 )
-def test_traffic_is_what_travels(options: dict[str, Any]) -> None:
+def test_traffic_is_what_is_transmitted(options: dict[str, Any]) -> None:
     problem = Problem()
     method = made(problem, **options)
     federation = Federation(with_extras(method), problem, adamw(LR))

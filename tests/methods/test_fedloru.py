@@ -75,7 +75,7 @@ def test_matches_a_dense_oracle(tau: int, from_scratch: bool) -> None:
 
 
 def test_from_scratch_the_pretrained_target_weights_take_no_part() -> None:
-    """Other seeds of W0, the rest of the model alike: the same bits; and the zeros travel as a scalar."""
+    """Other seeds of W0, the rest of the model alike: the same bits; and the zeros are transmitted as a scalar."""
     states = []
     for scale in (1.0, -3.0):
         problem = Problem()

@@ -157,7 +157,7 @@ def test_top_r_is_the_nearest_gram_matrix_of_its_rank() -> None:
 
 @pytest.mark.parametrize("bases", ["structured", "dense"])
 @pytest.mark.parametrize("center", [False, True])
-def test_only_A_travels(bases: str, center: bool) -> None:
+def test_only_A_is_transmitted(bases: str, center: bool) -> None:
     """And, once, what ``center`` takes off the base. k is 5 for the 8 x 5 layer and 6 for the 6 x 8 one."""
     problem = Problem()
     federation = Federation(with_extras(made(problem, bases=bases, center=center)), problem, sgd(LR))

@@ -9,7 +9,7 @@ import pytest
 import test_method_claims as claims
 import test_method_messages as messages
 
-from helpers.watched_rounds import RunMethod, MethodRun
+from helpers.watched_rounds import MethodRun, RunMethod
 
 KEY = "florg"
 

@@ -46,7 +46,9 @@ def test_rounds_match_dense_weights(train: str, exact: bool) -> None:
 
 
 @pytest.mark.parametrize(("train", "rank"), [("both", 6), ("B", 3)])
-def test_every_round_starts_from_the_same_factors_which_travel_once(train: str, rank: int, run_method: RunMethod) -> None:
+def test_every_round_starts_from_the_same_factors_which_are_transmitted_once(
+    train: str, rank: int, run_method: RunMethod
+) -> None:
     run = run_method("fr-lora", method={"train": train})
     name = run.layers[0].name
     first = run.rounds[0].before.state.tensors

@@ -15,7 +15,7 @@ from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from helpers.claim_measures import errors, relative
-from helpers.watched_rounds import RunMethod, MethodRun, Round, differences, method_config
+from helpers.watched_rounds import MethodRun, Round, RunMethod, differences, method_config
 
 GLOBAL = [key for key, cls in METHODS.items() if not cls.claims.personal]
 PERSONAL = [key for key, cls in METHODS.items() if cls.claims.personal]
@@ -38,8 +38,10 @@ def test_aggregation_is_exact_where_claimed_and_measurably_not_elsewhere(key: st
 
 
 @pytest.mark.parametrize("key", PERSONAL)
-def test_what_a_personal_method_shares_is_the_mean_and_the_rest_stays_on_the_client(key: str, run_method: RunMethod) -> None:
-    """Where the shared tensors begin anew, the mean has gone into the base: the shared weight is its weight."""
+def test_what_a_personal_method_shares_is_the_mean_and_the_rest_stays_on_the_client(
+    key: str, run_method: RunMethod
+) -> None:
+    """Where the shared tensors begin again, the mean has gone into the base: the shared weight is its weight."""
     run = run_method(key)
     for round in run.rounds:
         shares, state = run.weights(round.result.cohort), split_extras(round.after.state.tensors)[0]
@@ -120,7 +122,7 @@ def test_frozen_tensors_never_move(key: str, training: dict[str, object], run_me
 
 @pytest.mark.parametrize("key", [key for key, cls in METHODS.items() if cls.claims.reinitialises])
 def test_moments_do_not_outlive_the_factors_that_they_belong_to(key: str, run_method: RunMethod) -> None:
-    """Where factors start anew or are turned, two steps a round are all that moments have seen, but for those that the
+    """Where factors start again or are turned, two steps a round are all that moments have seen, but for those that the
     job itself hands over."""
     run = run_method(key)  # with moments kept
     for round in run.rounds:

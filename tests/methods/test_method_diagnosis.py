@@ -1,4 +1,4 @@
-"""A round that is looked at: of every method the numbers are those of dense float64 weights, and nothing is changed."""
+"""A round that is inspected: of every method the numbers are those of dense float64 weights, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fedspan.runs.callbacks import Listener
 from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.claim_measures import errors
-from helpers.watched_rounds import RunMethod, MethodRun, Round, differences, snapshot
+from helpers.watched_rounds import MethodRun, Round, RunMethod, differences, snapshot
 
 
 def diagnosed(prepared: Prepared, before: Progress, *, pairs: int, examples: int = 500) -> Diagnosis:
@@ -125,7 +125,7 @@ def run(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_of_a_run_that_is_over_one_more_round_is_looked_at_and_its_folder_stays(run: Path) -> None:
+def test_of_a_run_that_is_over_one_more_round_is_diagnosed_and_its_folder_stays(run: Path) -> None:
     def files() -> dict[str, tuple[int, bytes]]:
         return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()}
 
@@ -145,7 +145,7 @@ def test_of_a_run_that_is_over_one_more_round_is_looked_at_and_its_folder_stays(
 
 
 @pytest.mark.parametrize("key", ["rolora", "fedloru", "pfedlora"])
-def test_rounds_that_are_looked_at_on_the_way(key: str, tiny_folder: Path, tmp_path: Path) -> None:
+def test_rounds_that_are_diagnosed_during_a_run(key: str, tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny.settings(tiny_folder, method={"name": key}, federation={"rounds": 4})
     notes = Notes()
     plain = fedspan.run(values, tmp_path / "plain")
@@ -161,7 +161,7 @@ def test_rounds_that_are_looked_at_on_the_way(key: str, tiny_folder: Path, tmp_p
     assert rows[3]["diagnostics"]["alignment"] == pytest.approx(found.alignment, nan_ok=True)
     if not math.isnan(found.alignment):
         assert measure(tmp_path / "looked", ["alignment"])["alignment"] == rows[3]["diagnostics"]["alignment"]
-        later = fedspan.diagnose(tmp_path / "plain", pairs=0)  # nothing was looked at: one more round
+        later = fedspan.diagnose(tmp_path / "plain", pairs=0)  # nothing was inspected: one more round
         assert measure(tmp_path / "plain", ["alignment"])["alignment"] == later.alignment
     assert [note for note in notes.heard if note.startswith("evaluation.diagnostics took ")]
     assert looked.bytes == plain.bytes
@@ -176,7 +176,7 @@ class Notes(Listener):
         self.heard.append(text)
 
 
-def test_a_look_changes_no_bit_of_the_run(run: Path, tmp_path: Path) -> None:
+def test_a_diagnosis_changes_no_bit_of_the_run(run: Path, tmp_path: Path) -> None:
     fedspan.run(run / "config.yaml", tmp_path / "looked", overrides=["evaluation.diagnostics=1"])
     files = [path / "adapter" / "adapter_model.safetensors" for path in (run, tmp_path / "looked")]
     assert files[0].read_bytes() == files[1].read_bytes()
@@ -188,7 +188,7 @@ def test_where_nobody_may_look(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FedspanError, match=r"`evaluation\.diagnostics`: it cannot be combined with privacy"):
         parse_config(values | {"privacy": private, "federation": {"weights": "uniform", "clients_per_round": 2}})
     with pytest.raises(FedspanError, match=r"`evaluation\.diagnostics`: diagnostics need engine\.name"):
-        session.run(parse_config(values), tmp_path / "run", host=lambda place, prepared, run_method: run_method(prepared))
+        session.run(parse_config(values), tmp_path / "run", host=lambda place, prepared, run: run(prepared))
     assert not (tmp_path / "run").exists()
 
 

@@ -1,4 +1,4 @@
-"""Adapters that a federation writes, read back by PEFT alone on a model that is loaded anew: the same logits."""
+"""Adapters that a federation writes, read back by PEFT alone on a model that is loaded again: the same logits."""
 
 from __future__ import annotations
 

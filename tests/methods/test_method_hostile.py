@@ -1,4 +1,4 @@
-"""Hostile replies: whatever one client sends, the round goes on with the others, and that client alone fails."""
+"""Hostile replies: whatever one client sends, the round continues with the others, and that client alone fails."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ ReferenceRounds = Callable[[str], tuple[Federation, tuple[Progress, ...]]]
 
 @pytest.fixture(scope="module")
 def reference_rounds(tiny_folder: Path, prepared: Prepared) -> ReferenceRounds:
-    """A method's federation, and what came of its rounds; played once for both tests that compare with it."""
+    """A method's federation, and what came of its rounds; run once for both tests that compare with it."""
 
     @functools.cache
     def get(key: str) -> tuple[Federation, tuple[Progress, ...]]:
@@ -56,7 +56,7 @@ def reference_rounds(tiny_folder: Path, prepared: Prepared) -> ReferenceRounds:
 
 
 def one_round_in_a_new_process(folder: Path) -> None:
-    """Everything anew from the folder, one round, and back into the folder."""
+    """Everything is rebuilt from the folder, one round, and back into the folder."""
     run = RunFolder(folder)
     kept = checkpoint.latest(run)
     given = Partition.from_json(run.partition.read_text())
@@ -97,7 +97,7 @@ class _Unplugged(Exception):
 def test_a_round_that_fails_midway_leaves_nothing_behind(
     key: str, reference_rounds: ReferenceRounds, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither in the progress nor in the model: the same round, played again in the same process, has the same bits."""
+    """Neither in the progress nor in the model: the same round, rerun in the same process, has the same bits."""
     federation, (progress, *rest) = reference_rounds(key)
     loss, calls = prepared.task.loss, 0
 
@@ -120,7 +120,7 @@ def test_a_round_that_fails_midway_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("key", METHODS)
-def test_a_round_played_twice_counts_once(key: str, run_method: RunMethod) -> None:
+def test_a_round_run_twice_counts_once(key: str, run_method: RunMethod) -> None:
     """Memories, moments and what clients hold advance from the progress that is given, not from the last call."""
     run = run_method(key)
     for round in run.rounds[-2:]:

@@ -23,7 +23,7 @@ from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny, tiny_convolutions
 from helpers.claim_measures import errors, require_declared_traffic
-from helpers.watched_rounds import RunMethod, MethodRun, differences, method_config, run_watched
+from helpers.watched_rounds import MethodRun, RunMethod, differences, method_config, run_watched
 
 KINDS = ("convolution", "embedding")
 SHAPES = {

@@ -1,4 +1,4 @@
-"""What travels: how many bytes, what of the extras, and that a client that was away has all that it needs."""
+"""What is transmitted: how many bytes, what of the extras, and that a client that was away has all that it needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.claim_measures import require_declared_traffic
-from helpers.watched_rounds import RunMethod, MethodRun, method_config
+from helpers.watched_rounds import MethodRun, RunMethod, method_config
 
 POLICIES = ("average", "local", "frozen")
 HETEROGENEOUS = [key for key, cls in METHODS.items() if cls.claims.heterogeneous_ranks]
@@ -51,7 +51,7 @@ def shapes(job: Job) -> dict[str, torch.Size]:
 
 @both
 def test_bytes_counted_are_bytes_sent_and_bytes_declared(key: str, policy: str, run_method: RunMethod) -> None:
-    """Declared for clients that took part in every round before: four bytes a parameter and nothing else."""
+    """Declared for clients that participated in every round before: four bytes a parameter and nothing else."""
     require_declared_traffic(with_policy(run_method, key, policy), policy)
 
 

@@ -20,13 +20,13 @@ from fedspan.runs.setup import Prepared
 from fedspan.training.batching import training_batches
 from fedspan.transports.in_process import simulate
 from helpers import tiny
-from helpers.watched_rounds import RunMethod, MethodRun, Round, differences, method_config
+from helpers.watched_rounds import MethodRun, Round, RunMethod, differences, method_config
 
 SGD = {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0}
 
 
 def slots(message: Message) -> set[str]:
-    """Which slots of target layers travel in a message."""
+    """Which slots of target layers are transmitted in a message."""
     return {name.rpartition("/")[2] for name in split_extras(message.tensors)[0]}
 
 
@@ -70,7 +70,7 @@ def test_flora_starts_every_round_with_fresh_factors_of_the_client_s_own(run_met
     assert len(seen) == sum(len(round.trained) for round in run.rounds)
 
 
-def test_rolora_alternates_beginning_with_B_and_one_factor_travels(run_method: RunMethod) -> None:
+def test_rolora_alternates_beginning_with_B_and_one_factor_is_transmitted(run_method: RunMethod) -> None:
     run = run_method("rolora", federation={"clients_per_round": 4})
     for number, round in enumerate(run.rounds):
         active, other = ("B", "A") if number % 2 == 0 else ("A", "B")
@@ -105,7 +105,7 @@ def test_fedloru_moves_its_factors_into_the_base_every_tau_rounds(run_method: Ru
     assert set(ranks) == {0, 2, 4}
 
 
-def test_fedloru_starts_anew_after_an_accumulation(run_method: RunMethod) -> None:
+def test_fedloru_restarts_after_an_accumulation(run_method: RunMethod) -> None:
     """With another A each time, and without the moments of the factors that went into the base."""
     run = run_method("fedloru", federation={"rounds": 5})
     name, drawn = tensor_name(run.layers[0].name, "A"), set[tuple[float, ...]]()
@@ -114,7 +114,7 @@ def test_fedloru_starts_anew_after_an_accumulation(run_method: RunMethod) -> Non
         assert all(local.trained.optimizer_state.steps[name] == 2 for local in round.trained)
     assert len(drawn) == 3
     again = [local.trained.optimizer_state.steps[name] for local in run.rounds[1].trained]
-    assert set(again) == {2, 4}  # within a generation, moments live on where a client took part before
+    assert set(again) == {2, 4}  # within a generation, moments live on where a client participated before
 
 
 def test_fedloru_that_never_accumulates_is_fedit_bit_for_bit(run_method: RunMethod) -> None:
@@ -128,7 +128,7 @@ def test_fedloru_that_never_accumulates_is_fedit_bit_for_bit(run_method: RunMeth
 
 
 @pytest.mark.parametrize("init_A", ["kaiming", "gaussian", "orthonormal"])
-def test_ffa_lora_keeps_one_A_that_never_travels(init_A: str, run_method: RunMethod) -> None:
+def test_ffa_lora_keeps_one_A_that_is_never_transmitted(init_A: str, run_method: RunMethod) -> None:
     run = run_method("ffa-lora", method={"init_A": init_A}, federation={"rounds": 3})
     first = run.rounds[0].trained[0].job.tensors
     for round in run.rounds:
@@ -221,7 +221,7 @@ def peft_name(name: str) -> str:
 
 
 def test_fedavg_is_full_fine_tuning_of_the_target_weights(tiny_folder: Path, prepared: Prepared) -> None:
-    """Against a loop over models loaded anew with ``torch.optim.SGD``, averaged by examples: 1e-6."""
+    """Against a loop over models loaded again with ``torch.optim.SGD``, averaged by examples: 1e-6."""
     made = tiny.variant(prepared, method_config(tiny_folder, "fedavg", training=SGD, federation={"rounds": 1}))
     begin = made.federation.begin()
     result = made.federation.run_round(begin)

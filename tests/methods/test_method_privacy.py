@@ -33,7 +33,7 @@ GRADIENTS = {"fed-sb", "fedgalore"}
 """Methods whose clients use raw gradients beside their steps."""
 
 REMOTE = {"fedit", "fedsa-lora", "fr-lora", "lora-a2", "pfedloru", "slora"}
-"""Methods that are played between machines, too: with memories, phases, and messages that leave out what is known."""
+"""Methods that are run between machines, too: with memories, phases, and messages that leave out what is known."""
 
 
 class Counting(LoopEngine):

@@ -107,7 +107,7 @@ def test_matches_a_dense_oracle() -> None:
             assert close(federation.state.tensors[f"extras/{name}"], head[name])
 
 
-def test_only_nested_factors_travel_up() -> None:
+def test_only_nested_factors_are_uploaded() -> None:
     problem = Problem()
     method = MFedLoRU(spec=problem.adapted().spec, seed=SEED, r=R, tau=TAU)
     federation = Federation(with_extras(method), problem, sgd(LR), ranks=RANKS)
@@ -172,7 +172,7 @@ def test_the_server_averages_what_the_clients_would_hold(
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_a_nested_product_starts_at_zero_and_anew_every_round(rank: int) -> None:
+def test_a_nested_product_starts_at_zero_and_again_every_round(rank: int) -> None:
     problem = Problem(clients=1)
     method = MFedLoRU(spec=problem.adapted().spec, r=R, tau=100)
     client = Client("c", rank, 9.0, 1, 1.0)  # the client's own scaling means nothing here: A and B are of rank r

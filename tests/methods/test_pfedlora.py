@@ -78,7 +78,7 @@ def test_matches_a_dense_oracle(variant: Literal[1, 2]) -> None:
 
 
 @pytest.mark.parametrize("variant", [1, 2])
-def test_the_pair_never_travels(variant: Literal[1, 2]) -> None:
+def test_the_pair_is_never_transmitted(variant: Literal[1, 2]) -> None:
     problem = Problem()
     method = PFedLoRA(spec=problem.adapted().spec, variant=variant)
     federation = Federation(with_extras(method), problem, sgd(LR), ranks=RANKS)

@@ -109,7 +109,7 @@ def test_two_phases_personal_memory_and_accumulation_match_a_dense_oracle() -> N
     assert state.base.round == 4
 
 
-def test_the_personal_pair_never_travels() -> None:
+def test_the_personal_pair_is_never_transmitted() -> None:
     problem = Problem()
     method = PFedLoRU(spec=problem.adapted().spec, r=2, tau=2)
     federation = Federation(with_extras(method), problem, sgd(LR))

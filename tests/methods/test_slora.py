@@ -88,7 +88,7 @@ def test_matches_a_dense_oracle(sparse_rounds: int, lr_scale: float) -> None:
             assert close(federation.state.tensors[f"extras/{name}"], head[name])
 
 
-def test_only_masked_values_travel_and_only_they_move() -> None:
+def test_only_masked_values_are_transmitted_and_only_they_move() -> None:
     problem = Problem()
     method = SLoRA(spec=problem.adapted().spec, seed=SEED, r=R, sparse_rounds=2, density=DENSITY)
     federation = Federation(with_extras(method), problem, sgd(LR))

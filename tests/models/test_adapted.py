@@ -176,7 +176,7 @@ def test_captured_gradients_are_those_of_the_whole_weight(kind: str, tiny_folder
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_layer_used_twice_has_one_gradient(recomputed: bool) -> None:
-    """The sum over its uses; also where activations are computed anew in the backward pass."""
+    """The sum over its uses; also where activations are computed again in the backward pass."""
     linear = torch.nn.Linear(5, 4)
 
     class Twice(torch.nn.Module):

@@ -112,7 +112,7 @@ def test_a_head_for_other_labels_is_replaced(tiny_folder: Path, tmp_path: Path) 
 
 
 def test_a_body_that_does_not_fit_its_config_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    """Only a head may be drawn anew: a body drawn anew would train as if it were pretrained."""
+    """Only a head may be drawn again: a body drawn again would train as if it were pretrained."""
     folder = tmp_path / "bert"
     shutil.copytree(tiny_folder / "bert", folder)
     config = json.loads((folder / "config.json").read_text())

@@ -68,7 +68,7 @@ def test_local_only_training_sends_nothing_and_keeps_a_model_a_client(prepared: 
     made = alone(prepared)
     first = made.federation.run_round(made.federation.begin())
     assert first.cohort == tuple(sorted(tiny.SITES))  # everybody, whatever the run's cohort
-    # The initial head reaches everybody once, so that all start alike; after that nothing travels.
+    # The initial head reaches everybody once, so that all start alike; after that nothing is transmitted.
     second = made.federation.run_round(first.progress)
     assert {transfer.payload for transfer in second.transfers} == {0}
     models = list(made.evaluator.models(second.progress))
@@ -110,7 +110,9 @@ def test_baselines_share_hidden_states_with_the_run_and_have_the_same_bits_witho
 
 
 @pytest.mark.parametrize("name", ["local", "centralized"])
-def test_a_baseline_that_was_stopped_goes_on_to_the_same_scores(name: str, prepared: Prepared, tmp_path: Path) -> None:
+def test_a_baseline_that_was_stopped_continues_to_the_same_scores(
+    name: str, prepared: Prepared, tmp_path: Path
+) -> None:
     class Stopping(RecordingListener):
         def baseline_round(self, name: str, round: int, loss: float) -> None:
             super().baseline_round(name, round, loss)

@@ -89,7 +89,7 @@ def test_fedloru_builds_convolutions_of_nothing_but_its_factors(pictures: Path, 
             assert close(weight, sums[name] + scaling * B @ A)
             assert weight.norm() > 0.1
         result = made.federation.run_round(progress)
-        if round == 1:  # what every factor was before it began anew
+        if round == 1:  # what every factor was before it began again
             for name, weight in weights(made, result.progress).items():
                 assert torch.linalg.matrix_rank(weight, rtol=1e-5) <= 4  # to rounding of float32
                 sums[name] = weight

@@ -121,7 +121,7 @@ def test_models_from_scratch_and_trained_heads_stay_as_they_are(tiny_folder: Pat
 
 
 @pytest.mark.parametrize("stop", [0, 1])
-def test_an_interrupted_run_has_the_bits_of_an_undisturbed_one(stop: int, tiny_folder: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_has_the_bits_of_an_uninterrupted_one(stop: int, tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny.settings(tiny_folder, model={"head_init": "lda"}, method={"name": "fedsa-lora"})
     whole = fedspan.run(values, tmp_path / "whole")
     with pytest.raises(Stopped):
@@ -157,7 +157,7 @@ def test_the_start_is_a_row_of_metrics_and_can_be_the_best(tiny_folder: Path, tm
 
 
 @pytest.mark.parametrize("extras", ["average", "frozen"])
-def test_a_node_takes_part_in_the_start(extras: str, tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_node_participates_in_the_start(extras: str, tiny_folder: Path, tmp_path: Path) -> None:
     service = NodeService(node_service.node(tiny_folder, tmp_path))
     model = {"head_init": "lda", "extras": extras}
     run, transport = node_service.served(tiny_folder, service, model=model)

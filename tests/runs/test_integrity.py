@@ -96,7 +96,7 @@ def copied(world: World, tmp_path: Path, kind: str, damage: Damage) -> Path:
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_a_stopped_run_refuses_to_go_on(world: World, tmp_path: Path, name: str) -> None:
+def test_a_stopped_run_refuses_to_continue(world: World, tmp_path: Path, name: str) -> None:
     damage, expected = BOTH[name]
     folder = copied(world, tmp_path, "stopped", damage)
     with pytest.raises(FedspanError, match=expected):

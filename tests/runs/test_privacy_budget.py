@@ -244,7 +244,7 @@ def test_a_node_counts_its_own_examples(tiny_folder: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("mechanism", ["dp-sgd", "local"])
-def test_a_round_that_is_played_again_tells_nothing_new(mechanism: str, tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_round_that_is_rerun_tells_nothing_new(mechanism: str, tiny_folder: Path, tmp_path: Path) -> None:
     """The same order gets the same bits, before and after a restart: so a failed round is not paid for twice."""
     privacy = {"mechanism": mechanism, "epsilon": 3.0, "randomness": "secret"}
     run, transport = served(tiny_folder, NodeService(node(tiny_folder, tmp_path)), privacy=privacy)

@@ -51,7 +51,9 @@ def changes(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("task", ["sequence-classification", "causal-lm"])
 @settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(change=changes(), seed=st.integers(0, 2**63 - 1))
-def test_a_run_played_twice(task: str, change: dict[str, Any], seed: int, tiny_folder: Path, decoders: Path) -> None:
+def test_a_repeated_run_has_the_same_bits(
+    task: str, change: dict[str, Any], seed: int, tiny_folder: Path, decoders: Path
+) -> None:
     made = tiny_decoders.settings(decoders, **change) if task == "causal-lm" else tiny.settings(tiny_folder, **change)
     with tempfile.TemporaryDirectory() as name:
         contents: list[dict[str, object]] = []

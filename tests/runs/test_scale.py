@@ -32,7 +32,7 @@ CLIENTS = 100_000
 COHORT = 4
 
 
-def test_a_division_among_many_is_made_and_read_at_once() -> None:
+def test_a_partition_among_many_is_made_and_read_at_once() -> None:
     data = datasets.Dataset.from_dict({"text": ["t"] * 2 * CLIENTS, "label": np.arange(2 * CLIENTS) % 5})
     divided = partition(data, PartitionConfig(clients=CLIENTS, validation=0, test=0), seed=0)
     assert np.array_equal(np.sort(divided.parts.rows), np.arange(2 * CLIENTS))

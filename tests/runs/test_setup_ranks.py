@@ -78,7 +78,7 @@ def test_without_a_seed_it_is_that_of_the_division(way: dict[str, Any]) -> None:
     assert client_ranks(config, method, ids(20)) == client_ranks(*made({**way, "seed": 5}), ids(20))
 
 
-def test_ranks_that_do_not_fit_are_refused_whoever_has_them() -> None:
+def test_ranks_that_do_not_fit_are_refused_for_every_client() -> None:
     with pytest.raises(FedspanError, match="from 1 to 32") as caught:
         client_ranks(*made({"assign": "draw", "of": [33]}), ids(2))
     assert (caught.value.field, caught.value.value) == ("federation.ranks.client-00", 33)

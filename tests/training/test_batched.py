@@ -197,7 +197,7 @@ def test_deberta_is_not_stacked_and_says_so(
     assert "without padding" in str(engine._workers[0].loop.padding.refusal)
 
 
-def test_a_model_that_looks_across_examples_is_found_out(
+def test_a_model_that_mixes_examples_is_detected(
     tiny_folder: Path, decoders: Path, images: Path, passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One whose embeddings lose their mean over the batch: alone, a client would get something else."""

@@ -85,7 +85,7 @@ def test_equals_torch_optim(
 @pytest.mark.parametrize("spec", [SGD, ADAMW], ids=["sgd", "adamw"])
 @given(st.integers(0, STEPS))
 @settings(max_examples=10, deadline=None)
-def test_a_state_carried_over_goes_on_bit_for_bit(spec: OptimizerSpec, cut: int) -> None:
+def test_a_state_carried_over_continues_bit_for_bit(spec: OptimizerSpec, cut: int) -> None:
     whole, split = _start(), _start()
     _run(LocalOptimizer(spec, GROUPS, whole), whole, range(STEPS))
     first = LocalOptimizer(spec, GROUPS, split)

@@ -151,7 +151,7 @@ def test_predictions_are_the_same_in_float32(kind: str, folders: Mapping[str, Pa
 
 
 @pytest.mark.parametrize("method", ["fedgalore", "lora-a2", "ffa-lora", "fedavg"])
-def test_methods_that_look_at_more_than_factors(method: str, folders: Mapping[str, Path]) -> None:
+def test_methods_that_inspect_more_than_factors(method: str, folders: Mapping[str, Path]) -> None:
     """Projectors from whole gradients, probes, dense weights; adapters' dropout draws the same masks."""
     prepared = built(
         "bert", folders, method={"name": method}, training={"lora_dropout": 0.3 if method == "ffa-lora" else 0.0}
@@ -166,7 +166,7 @@ def test_methods_that_look_at_more_than_factors(method: str, folders: Mapping[st
 
 
 def test_a_whole_federation_whose_base_moves(folders: Mapping[str, Path]) -> None:
-    """FLoRA merges into the base every round; clients are drawn anew; float32 with SGD."""
+    """FLoRA merges into the base every round; clients are drawn again; float32 with SGD."""
     prepared = built("bert", folders, method={"name": "flora", "r": 2}, training={"optimizer": "sgd", "lr": 0.05})
     states: list[Mapping[str, Tensor]] = []
     for prefix in (None, MEMORY):

@@ -86,7 +86,7 @@ def test_the_next_run_computes_nothing_that_the_last_one_did(tiny_folder: Path, 
     assert store_in_use() is None
 
 
-def test_another_division_has_the_bits_that_it_has_alone_and_so_has_the_first_after_it(tiny_folder: Path) -> None:
+def test_another_partition_has_the_bits_that_it_has_alone_and_so_has_the_first_after_it(tiny_folder: Path) -> None:
     prepared = built(tiny_folder)
     mine = parts(prepared)
     joined = np.concatenate(mine)

@@ -92,7 +92,9 @@ def test_measuring_leaves_the_run_as_it_was(tiny_folder: Path, monkeypatch: pyte
     assert isinstance(engine, BatchedEngine)
     assert engine.stacking is not None
     stacking_request = StackingRequest(engine.stacking.at_once, engine.stacking.workers)
-    tiny.use_engine(prepared.federation, BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed, stacking_request))
+    tiny.use_engine(
+        prepared.federation, BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed, stacking_request)
+    )
     again = tiny.final_tensors(prepared)
     assert all(torch.equal(value, again[name]) for name, value in found.items())
 

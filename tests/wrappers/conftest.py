@@ -1,4 +1,4 @@
-"""Wrapped methods, played like the methods themselves; each combination of options once."""
+"""Wrapped methods, run like the methods themselves; each combination of options once."""
 
 from __future__ import annotations
 

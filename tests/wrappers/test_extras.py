@@ -1,4 +1,4 @@
-"""Running statistics of norms: they move where the extras train, travel with them, and nowhere else."""
+"""Running statistics of norms: they move where the extras train, are transmitted with them, and nowhere else."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_a_checkpoint_keeps_them(resnet: Prepared, tmp_path: Path) -> None:
 
 
 def test_traffic_counts_them(resnet: Prepared) -> None:
-    """What travels beside the factors is the extras, whole, the statistics among them."""
+    """What is transmitted beside the factors is the extras, whole, the statistics among them."""
     federation = under(resnet, "average")
     begun = federation.begin()
     client = federation.client("east", begun)

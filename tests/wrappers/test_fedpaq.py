@@ -137,7 +137,7 @@ def test_bytes_on_the_wire_are_the_packed_ones(bits: int) -> None:
     assert len(encode(reply)) - len(encode(empty)) <= payload_size(reply) + 64  # the header's longer numbers
 
 
-def test_refused_where_a_change_is_not_what_travels() -> None:
+def test_refused_where_a_change_is_not_what_is_transmitted() -> None:
     spec = Problem(clients=1).adapted().spec
     cases = {
         "unbiased for sums only": FLoRA(spec=spec),

@@ -152,7 +152,7 @@ def test_zero_control_variates_are_fedavg() -> None:
 
 
 @pytest.mark.parametrize("variate", VARIATES)
-def test_factors_that_start_anew_start_without_variates(variate: str) -> None:
+def test_factors_that_restart_start_without_variates(variate: str) -> None:
     """FedLoRU accumulates after round 2: the factors' variates are 0 on both sides then, the head's live on."""
     problem = Problem()
     federation = _federation(problem, FedLoRU(spec=_spec(problem), r=2, tau=2), variate)

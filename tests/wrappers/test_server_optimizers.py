@@ -132,7 +132,7 @@ def test_fedloru_under_it_matches_the_oracle_and_forgets_at_accumulations(name: 
             assert close(federation.state.tensors[f"extras/{key}"], head[key])
 
 
-def test_only_what_travelled_gathers_moments() -> None:
+def test_only_what_was_transmitted_gathers_moments() -> None:
     problem = Problem(clients=2)
     wrapped = FedAdam(inner=RoLoRA(spec=problem.adapted().spec, r=2))
     federation = Federation(Double(inner=wrapped), problem, sgd(LR))

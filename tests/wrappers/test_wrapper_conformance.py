@@ -85,7 +85,7 @@ def test_the_head_is_subject_to_the_wrapper_too(wrapper: str, key: str, run_wrap
 
 @each
 @pytest.mark.parametrize("policy", ["local", "frozen"])
-def test_a_head_that_does_not_travel_stays_out_of_it(
+def test_a_head_that_is_not_transmitted_stays_out_of_it(
     wrapper: str, key: str, policy: str, run_wrapped: RunWrapped
 ) -> None:
     """No message but the first carries anything of it, and the server's stays as it was."""
@@ -130,7 +130,7 @@ def test_around_the_factors_only_it_leaves_the_head_alone(
 
 
 def resumed(config_text: str, partition: str, stopped: Progress) -> Progress:
-    """One more round by another process: method, model and data anew, the state through its bytes."""
+    """One more round by another process: method, model and data again, the state through its bytes."""
     federation = prepare(parse_config(yaml.safe_load(config_text)), Partition.from_json(partition)).federation
     state = decode_state(encode_state(stopped.state))
     return federation.run_round(Progress(state, stopped.memories, stopped.last_rounds, stopped.optimizers)).progress
@@ -141,7 +141,7 @@ def resumed(config_text: str, partition: str, stopped: Progress) -> Progress:
     [*(([wrapper], "fedit") for wrapper in WRAPPERS), *((wrappers, "ffa-lora") for wrappers in STACKED)],
     ids=str,
 )
-def test_a_resumed_run_goes_on_as_one_that_never_stopped(
+def test_a_resumed_run_continues_as_one_that_never_stopped(
     wrappers: list[Any], key: str, tiny_folder: Path, prepared: Prepared
 ) -> None:
     config = wrapped_config(tiny_folder, key, wrappers, training=RAW, federation={"rounds": 3})
@@ -152,7 +152,7 @@ def test_a_resumed_run_goes_on_as_one_that_never_stopped(
     text = yaml.safe_dump(config.model_dump(mode="json"))
     found = resumed(text, prepared.partition.to_json(), steps[2])
     assert differences(found, steps[3]) == []
-    assert differences(federation.run_round(steps[1]).progress, steps[2]) == []  # a round played twice counts once
+    assert differences(federation.run_round(steps[1]).progress, steps[2]) == []  # a round run twice counts once
 
 
 @pytest.mark.parametrize("wrappers", STACKED, ids=str)
@@ -168,7 +168,7 @@ def test_wrappers_around_wrappers(wrappers: list[Any], run_wrapped: RunWrapped) 
     assert kinds[: len(names) + 2] == [*(WRAPPERS[name] for name in reversed(names)), WithExtras, METHODS["fedit"]]
 
 
-def test_variates_of_a_tensor_travel_as_often_as_it_changes(run_wrapped: RunWrapped) -> None:
+def test_variates_of_a_tensor_are_transmitted_as_often_as_it_changes(run_wrapped: RunWrapped) -> None:
     """RoLoRA's factors move in turn: a client that is there in every round is sent the variates of one of them."""
     run = run_wrapped("rolora", ["scaffold"], federation={"clients_per_round": 4}, model={"extras": "frozen"})
     head = sum(math.prod(shape) for shape in run.federation.method.spec.extras.values())

@@ -127,7 +127,7 @@ def test_an_attempt_that_failed_is_followed_by_one_that_does_not(phase: str, bui
     assert not federation.run_round(result.progress).failures  # what was left on the clients' disks is not in the way
 
 
-def test_what_travels_is_noise_of_which_every_value_is_as_likely(built: Prepared, tmp_path: Path) -> None:
+def test_what_is_transmitted_is_noise_of_which_every_value_is_as_likely(built: Prepared, tmp_path: Path) -> None:
     federation, stage = secure_rounds.secured(built, tmp_path)
     federation.run_round(federation.begin())
     federation.run_round(federation.begin())
@@ -148,7 +148,7 @@ def test_what_travels_is_noise_of_which_every_value_is_as_likely(built: Prepared
             assert abs(spread - 255) < 5 * (2 * 255) ** 0.5
 
 
-def test_every_byte_that_travels_is_counted(built: Prepared, tmp_path: Path) -> None:
+def test_every_byte_that_is_transmitted_is_counted(built: Prepared, tmp_path: Path) -> None:
     federation, stage = secure_rounds.secured(built, tmp_path)
     result = federation.run_round(federation.begin())
     for direction, envelopes in (("down", stage.sent), ("up", stage.came)):

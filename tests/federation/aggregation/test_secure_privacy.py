@@ -37,7 +37,7 @@ def run_of(prepared: Prepared, folder: Path, noise: float) -> tuple[Prepared, li
 
 
 @pytest.mark.parametrize("noise", [1e-9, 2.0])
-def test_the_mean_is_that_of_replies_in_the_open(
+def test_the_mean_is_that_of_replies_in_plaintext(
     noise: float, prepared: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:
     run, seen = run_of(prepared, tiny_folder, noise)

@@ -1,6 +1,6 @@
 """Attacks on a server at work, replayed: with an admitted key, without any, and from another user of its machine.
 
-Each attack happens while an honest node takes part in exchanges, which must end as they would without it.
+Each attack happens while an honest node participates in exchanges, which must end as they would without it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Scene(NamedTuple):
     honest: int
 
     def require_work(self) -> None:
-        """Require that the honest node takes part in an exchange, also with an empty body and a large one."""
+        """Require that the honest node participates in an exchange, also with an empty body and a large one."""
         for body in (b"", b"abc", bytes(5 * 2**20)):
             order = Envelope('{"honest": true}', body)
             assert exchanged(self.transport, {"honest": order}, 60.0) == {"honest": order}, self.log.read_text()[-3000:]

@@ -219,8 +219,8 @@ def _objects(records: Any) -> tuple[str, dict[str, bytes]]:
 
 
 @pytest.mark.usefixtures("identity")
-def test_a_message_is_as_large_as_its_array_however_little_travelled() -> None:
-    """Equal pieces travel once: without care a thousandth would pass for the whole."""
+def test_a_message_is_as_large_as_its_array_however_little_was_transmitted() -> None:
+    """Equal pieces are transmitted once: without care a thousandth would pass for the whole."""
     body, records = bytes(50 * 2**20), records_of(Envelope("{}"))
     array = app.Array(dtype="uint8", shape=(len(body),), stype="fedspan.bytes", data=body)
     records["fedspan.body"] = app.ArrayRecord({"body": array})

@@ -124,7 +124,7 @@ def test_whoever_is_killed_costs_no_finished_round_and_changes_no_bit(
     finish(process, made)
     assert same(tmp_path / "clean", run)
 
-    # The SuperLink, which is started anew.
+    # The SuperLink, which is started again.
     run = tmp_path / "superlink"
     process = submitted(made, plan, run)
     wait_for_round(run, 1, process)

@@ -452,7 +452,7 @@ def test_a_run_s_requests_need_its_token_and_the_operator_s_user(monkeypatch: py
     assert run_status("send-orders", b"head") == 403
 
 
-def test_flower_s_own_requests_wake_up_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flower_s_own_requests_wake_up_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "peer_uid", lambda *_: 0)
     monkeypatch.setattr(door, "read_pushed_reply", lambda *_: reply())
     exchange = Exchange()

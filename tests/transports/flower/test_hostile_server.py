@@ -80,7 +80,9 @@ class Scene(NamedTuple):
         assert {introduction.refused for _, introduction in met.values()} == {None}
         prepared = prepare_server(server_config(values))
         clients = server_clients(
-            prepared.config, prepared.engine.adapted.spec, {id: introduction.examples for id, (_, introduction) in met.items()}
+            prepared.config,
+            prepared.engine.adapted.spec,
+            {id: introduction.examples for id, (_, introduction) in met.items()},
         )
         inner = GridTransport(self.grid, {id: node for id, (node, _) in met.items()}, signer=self.signer)
         transport = Lying(inner, lie)
@@ -183,7 +185,7 @@ def test_orders_that_differ_from_the_config_are_refused_and_totals_end(scene: Sc
     evaluation = replace(order, task="evaluate", client=None)
     assert not refusal(transport.inner, evaluation)
     assert "this server has used 1 evaluations of this node's data" in refusal(transport.inner, evaluation)
-    # Every model is another question about the data. Three were asked, in two runs; a new name starts nothing anew.
+    # Every model is another question about the data. Three were asked, in two runs; a new name starts no new count.
     assert not federation.run_round(first.progress).failures
     last = [asked for asked in transport.sent if asked.to == VICTIM][-1]
     assert "this server has used 3 rounds of this node's data" in refusal(

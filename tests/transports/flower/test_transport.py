@@ -54,7 +54,7 @@ class Grid:
 
 
 class Reply:
-    """As much of a Flower message as is looked at."""
+    """As much of a Flower message as is inspected."""
 
     def __init__(self, id: str, content: Any) -> None:
         self.metadata, self.content = self, content

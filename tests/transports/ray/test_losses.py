@@ -45,7 +45,7 @@ def undisturbed(prepared: Prepared) -> list[RoundResult]:
 
 
 def require_same_rounds(prepared: Prepared, connected: Prepared, interrupt: Any) -> None:
-    """Two rounds on workers, one of which is lost in the first, have the bits of undisturbed ones."""
+    """Two rounds on workers, one of which is lost in the first, have the bits of uninterrupted ones."""
     expected = undisturbed(prepared)
     pending = [interrupt]
     first = connected.federation.run_round(
@@ -125,7 +125,7 @@ def test_a_machine_that_dies_costs_its_workers_stacks(machines: Cluster, tiny_fo
         assert [member.version for member in team.members].count(None) == 1  # no room to start it again
 
 
-def test_a_driver_that_is_killed_goes_on_to_the_same_bits(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_driver_that_is_killed_continues_to_the_same_bits(tiny_folder: Path, tmp_path: Path) -> None:
     settings = tiny.settings(tiny_folder, training={"local_steps": 60}, cluster={"workers": 2})
     fedspan.run({key: value for key, value in settings.items() if key != "cluster"}, tmp_path / "whole")
     code = "import json, sys, fedspan; fedspan.run(json.loads(sys.argv[1]), sys.argv[2])"
