@@ -73,6 +73,6 @@ def test_a_compiler_that_fails_is_named(tiny_folder: Path, monkeypatch: pytest.M
     monkeypatch.setenv("CXX", "/nowhere/c++")
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/c++",))
     monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
-    with pytest.raises(FedspanError, match=r"torch\.compile failed here") as refused:
+    with pytest.raises(FedspanError, match=r"torch\.compile failed on this machine") as refused:
         rounds(tiny_folder, "bert", compile=True, clients_per_pass=3, workers=1)
     assert refused.value.field == "engine.compile"

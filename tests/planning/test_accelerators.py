@@ -108,6 +108,14 @@ def test_this_machine_is_timed(engine: str, kind: str, tiny_folder: Path, monkey
         assert (found.start, found.simulated) == (0.0, pytest.approx(3 * 3 * found.client))
 
 
+def test_a_pooled_encoder_is_timed_too(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDSPAN_CACHE", str(tiny_folder / "cache-pooled"))
+    values = tiny.settings(tiny_folder, model={"pooling": "mean"}, engine={"name": "loop"})
+    found = fedspan.plan(values, labels=4, clients=4, device="here", length=7).time
+    assert found is not None
+    assert found.step is not None
+
+
 def test_images_are_timed_too() -> None:
     values = {
         "task": "image-classification",

@@ -68,9 +68,7 @@ def test_a_run_takes_the_time_that_was_planned(
     assert found is not None
     assert found.simulated is not None
     assert found.client is not None
-    monkeypatch.setenv(
-        "FEDSPAN_CACHE", str(tmp_path / "played")
-    )  # a run that has yet to find how many at once are best
+    monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path / "run"))  # a run that has yet to find how many at once are best
     fedspan.run(values, folder=tmp_path / "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     real = json.loads(lines[-1])["seconds"]

@@ -119,6 +119,10 @@ class PooledClassifier(nn.Module):
         """Put another module in the encoder's place, such as one with a PEFT adapter."""
         setattr(self, self.base_model_prefix, encoder)
 
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the encoder's input embeddings, under the name of Transformers' own models."""
+        return self.encoder.get_input_embeddings()
+
     @property
     def dtype(self) -> torch.dtype:
         """Number format of the encoder."""
