@@ -54,7 +54,7 @@ class Sums:
     """A session, run by hand.
 
     Args:
-        vault: The session store that all clients share.
+        session_store: The session store that all clients share.
         weights: Weights of the clients, by id.
         start: The clients' initial tensors.
         options: Clip, bits and neighbours of the sum.
@@ -62,18 +62,18 @@ class Sums:
 
     def __init__(
         self,
-        vault: SessionStore,
+        session_store: SessionStore,
         weights: Mapping[str, float],
         start: Mapping[str, Tensor],
         session: int = 1,
         **options: Any,
     ) -> None:
-        self.sessions, self.weights, self.start, self.session = vault, weights, start, session
+        self.sessions, self.weights, self.start, self.session = session_store, weights, start, session
         self.clip, self.bits = options.get("clip", 10.0), options.get("bits", 32)
         self.neighbours = options.get("neighbours")
         self.keys: dict[str, PublicKeys] = {}
         self.sealed: dict[str, Mapping[str, bytes]] = {}
-        self.told: dict[str, Agreement] = {}
+        self.agreements: dict[str, Agreement] = {}
         self.around: dict[str, tuple[str, ...]] = {}
 
     def client(self, id: str, least: int = 2, **owner: Any) -> SecureClient:
@@ -112,7 +112,7 @@ class Sums:
 
     def agreed(self, id: str) -> Agreement:
         """What a client is told to agree to."""
-        return self.told.get(id, self.agreement())
+        return self.agreements.get(id, self.agreement())
 
     def threshold(self, id: str) -> int:
         return compute_threshold(len(self.around[id]), 2 / 3)
@@ -167,8 +167,8 @@ class Sums:
         return unflatten(ring.decode(total) / share, self.start), ring.bound_error(len(vectors)) / share
 
 
-def sums(vault: SessionStore | None = None, **options: Any) -> Sums:
-    return Sums(vault or MemorySessionStore(), dict.fromkeys(IDS, 1.0), START, **options)
+def sums(session_store: SessionStore | None = None, **options: Any) -> Sums:
+    return Sums(session_store or MemorySessionStore(), dict.fromkeys(IDS, 1.0), START, **options)
 
 
 shapes = st.lists(st.lists(st.integers(1, 6), max_size=3), min_size=1, max_size=4)
@@ -215,7 +215,7 @@ def test_the_mean_is_that_of_the_survivors_within_the_bound(
 
 
 @pytest.fixture(params=["memory", "disk"])
-def vault(request: pytest.FixtureRequest, tmp_path: Path) -> SessionStore:
+def session_store(request: pytest.FixtureRequest, tmp_path: Path) -> SessionStore:
     return MemorySessionStore() if request.param == "memory" else DiskSessionStore(tmp_path)
 
 
@@ -224,8 +224,8 @@ def require_refused(what: str, call: Any, *arguments: Any, **options: Any) -> No
         call(*arguments, **options)
 
 
-def test_phases_come_in_their_order_each_once(vault: SessionStore) -> None:
-    made = sums(vault)
+def test_phases_come_in_their_order_each_once(session_store: SessionStore) -> None:
+    made = sums(session_store)
     made.give_keys(*IDS)
     require_refused("a number above 1", made.client("a").answer, KeysOrder(**made.common("a")))
     for id in IDS:
@@ -244,17 +244,17 @@ def test_phases_come_in_their_order_each_once(vault: SessionStore) -> None:
     require_refused("a number above 1,", made.client("a").answer, KeysOrder(**made.common("a")))
 
 
-def test_a_new_session_ends_the_last_one_whatever_phase_it_was_in(vault: SessionStore) -> None:
-    made = sums(vault)
+def test_a_new_session_ends_the_last_one_whatever_phase_it_was_in(session_store: SessionStore) -> None:
+    made = sums(session_store)
     made.give_keys(*IDS)
     made.give_shares(*IDS)
     made.vector("a", START)
-    later = sums(vault, session=2)
+    later = sums(session_store, session=2)
     later.give_keys(*IDS)
     assert later.keys["a"] != made.keys["a"]
     require_refused("the session that this client began last", made.client("a").answer, made.unmask_order("a", IDS))
     require_refused("a number above 2,", made.client("a").answer, KeysOrder(**made.common("a")))
-    unknown = sums(vault, session=3)
+    unknown = sums(session_store, session=3)
     unknown.keys, unknown.around = later.keys, later.around
     require_refused("the session that", unknown.client("a").answer, unknown.shares_order("a"))
 
@@ -397,7 +397,7 @@ def sums_of_keys() -> Sums:
 def test_a_victim_among_clients_that_were_told_otherwise_stays_hidden(lie: dict[str, Any]) -> None:
     """Their contributions vanish, so the sum would be the victim's vector: instead it is noise, and nobody unmasks."""
     made = sums_of_keys()
-    made.told = {id: made.agreement(**lie) for id in IDS[1:]}
+    made.agreements = {id: made.agreement(**lie) for id in IDS[1:]}
     bodies = dict.fromkeys(IDS[1:], b"zeros") if "model" in lie else {}
     made.give_shares(*IDS)
     values = {"a": {name: value + 1.0 for name, value in START.items()}}

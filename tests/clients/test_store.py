@@ -33,7 +33,7 @@ def moments(value: float) -> tuple[OptimizerState, int]:
     return OptimizerState({"exp_avg": memory(value)}, {"l/B": int(value)}), 1
 
 
-def played(progress: Progress, *cohort: str) -> Progress:
+def train_cohort(progress: Progress, *cohort: str) -> Progress:
     """The progress after a round in which these clients kept the round's number."""
     round = progress.state.round + 1
     memories, optimizers = copy_on_write(progress.memories), copy_on_write(progress.optimizers)
@@ -66,9 +66,9 @@ def named(run: RunFolder, *wanted: tuple[str, int]) -> set[str]:
 
 
 def test_a_round_writes_its_cohort_and_nothing_else(run: RunFolder) -> None:
-    first = committed(run, played(START, "a", "b", "c"))
+    first = committed(run, train_cohort(START, "a", "b", "c"))
     before = {path: path.stat().st_ino for path in run.clients.rglob("*.safetensors")}
-    second = committed(run, played(first, "b"))
+    second = committed(run, train_cohort(first, "b"))
     assert {path: path.stat().st_ino for path in before} == before
     assert files(run) == named(run, ("a", 1), ("b", 1), ("c", 1), ("b", 2))
     assert plain(dict(second.memories)) == plain({"a": memory(1), "b": memory(2), "c": memory(1)})
@@ -82,8 +82,8 @@ def test_a_round_writes_its_cohort_and_nothing_else(run: RunFolder) -> None:
 
 def test_nothing_is_changed_in_place(run: RunFolder) -> None:
     """A round that comes to no end leaves what is on the disk, and what was read of it, as it was."""
-    first = committed(run, played(START, "a", "b"))
-    begun = played(first, "a", "z")
+    first = committed(run, train_cohort(START, "a", "b"))
+    begun = train_cohort(first, "a", "z")
     again = copy_on_write(begun.memories)
     again["b"] = memory(9)
     assert list(begun.memories) == ["a", "b", "z"]
@@ -102,23 +102,23 @@ def test_a_memory_of_nothing_needs_no_file(run: RunFolder) -> None:
 
 
 def test_old_versions_go_when_no_checkpoint_needs_them(run: RunFolder) -> None:
-    progress = committed(run, played(START, "a", "b"), Best(0.5, 0.0, 1))
+    progress = committed(run, train_cohort(START, "a", "b"), Best(0.5, 0.0, 1))
     for cohort in ("a", "a", "c"):
-        progress = committed(run, played(progress, cohort), Best(0.5, 0.0, 1))
+        progress = committed(run, train_cohort(progress, cohort), Best(0.5, 0.0, 1))
     # Rounds 1 (the best), 3 and 4 are kept; the second version of a was needed by round 2 alone.
     assert files(run) == named(run, ("a", 1), ("b", 1), ("a", 3), ("c", 4))
-    progress = committed(run, played(progress, "b"), Best(0.6, 0.0, 5))
+    progress = committed(run, train_cohort(progress, "b"), Best(0.6, 0.0, 5))
     assert files(run) == named(run, ("b", 1), ("a", 3), ("c", 4), ("b", 5))
     assert plain(dict(load(run.best).memories)) == plain(dict(progress.memories))
-    progress = committed(run, played(progress, "b"), Best(0.6, 0.0, 5))
+    progress = committed(run, train_cohort(progress, "b"), Best(0.6, 0.0, 5))
     assert files(run) == named(run, ("a", 3), ("c", 4), ("b", 5), ("b", 6))
     assert sorted(folder.name for folder in run.clients.iterdir()) == [f"round-0000{n}" for n in (3, 4, 5, 6)]
 
 
 def test_what_no_checkpoint_names_goes_on_resume(run: RunFolder) -> None:
-    first = committed(run, played(START, "a"))
+    first = committed(run, train_cohort(START, "a"))
     whole = files(run)
-    store(run.clients, played(first, "a", "b"))
+    store(run.clients, train_cohort(first, "a", "b"))
     (run.clients / "round-00003.tmp-1").mkdir()
     (run.clients / "round-00003.tmp-1" / "memory-0.safetensors").write_bytes(b"half")
     assert files(run) > whole
@@ -129,14 +129,14 @@ def test_what_no_checkpoint_names_goes_on_resume(run: RunFolder) -> None:
 
 
 def test_a_round_that_was_stored_and_not_committed_is_stored_again(run: RunFolder) -> None:
-    first = committed(run, played(START, "a"))
-    store(run.clients, played(first, "a", "b"))
-    committed(run, played(first, "b"))
+    first = committed(run, train_cohort(START, "a"))
+    store(run.clients, train_cohort(first, "a", "b"))
+    committed(run, train_cohort(first, "b"))
     assert files(run) == named(run, ("a", 1), ("b", 2))
 
 
 def test_every_damaged_byte_is_noticed(run: RunFolder) -> None:
-    after = committed(run, played(START, "a"))
+    after = committed(run, train_cohort(START, "a"))
     for path, read in (
         (MEMORY.path(run.clients, "a", 1), lambda: after.memories["a"]),
         (MOMENTS.path(run.clients, "a/train", 1), lambda: after.optimizers["a/train"]),
@@ -155,8 +155,8 @@ def test_every_damaged_byte_is_noticed(run: RunFolder) -> None:
 
 @pytest.mark.parametrize("damage", ["cut", "longer", "empty", "missing", "folder", "another's"])
 def test_a_damaged_file_of_the_last_round_is_named_with_the_way_on(run: RunFolder, damage: str) -> None:
-    progress = committed(run, played(START, "a", "b"))
-    committed(run, played(progress, "a"))
+    progress = committed(run, train_cohort(START, "a", "b"))
+    committed(run, train_cohort(progress, "a"))
     path = MEMORY.path(run.clients, "a", 2)
     data = path.read_bytes()
     path.unlink()
@@ -173,7 +173,7 @@ def test_a_damaged_file_of_the_last_round_is_named_with_the_way_on(run: RunFolde
 
 
 def test_an_older_file_is_checked_when_it_is_read(run: RunFolder) -> None:
-    committed(run, played(committed(run, played(START, "a", "b")), "a"))
+    committed(run, train_cohort(committed(run, train_cohort(START, "a", "b")), "a"))
     path = MEMORY.path(run.clients, "b", 1)
     path.write_bytes(path.read_bytes()[:-1])
     found = latest(run)

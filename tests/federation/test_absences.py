@@ -38,7 +38,7 @@ def test_a_cohort_of_absent_clients_is_waited_for() -> None:
     assert absences.find(3, ["a", "b"], {}, 2) == frozenset()
 
 
-def test_an_exchange_goes_on_when_the_others_have_replied_and_suffice() -> None:
+def test_an_exchange_continues_when_the_others_have_replied_and_suffice() -> None:
     awaited = Awaited(["a", "b", "c"], ["c"])
     assert not awaited.is_over("a", ["a"], 2)
     assert awaited.is_over("b", ["a", "b"], 2)

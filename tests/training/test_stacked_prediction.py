@@ -151,7 +151,7 @@ def test_models_that_cannot_share_a_pass_predict_alone(
     assert calls == [3], "it is tried once"
 
 
-def test_a_model_that_looks_across_examples_is_found_out(
+def test_a_model_that_mixes_examples_is_detected(
     tiny_folder: Path, decoders: Path, images: Path, passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared = prepared_run("bert", tiny_folder, decoders, images)
