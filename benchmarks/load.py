@@ -260,7 +260,8 @@ PAGE = """# Load
 A SuperLink, TLS and keys, and nodes' links in {processes} processes that answer with what they were sent (no model, no
 training: so many processes with torch would not fit). In a round, all are sent the same {body} kB, and each sends as
 many of its own back; server and nodes are on one machine. Nodes and the submitting process use the door's own requests:
-an answer waits for an order, and brings it along with its objects.
+an answer waits for an order, and brings it along with its objects. Rounds of three nodes that train, before these
+requests and now, in turns: [deployment.md](deployment.md).
 
 Command: `{command}`  
 Date: {date}. Machine: {machine}, {cores} cores, flwr 1.41.0.
