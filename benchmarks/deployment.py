@@ -150,16 +150,16 @@ def main() -> None:
     if args.before:
         repeated = f" --before CHECKOUT --repetitions {args.repetitions}"
     lines = [
-        "# What a round costs between machines",
+        "# Overhead of a round in a deployment",
         "",
-        f"Three nodes on one machine, TLS and keys, all-MiniLM-L6-v2, one step of one example a client and round, "
-        f"{size / 1e6:.1f} MB a client and round, {len(taken)} rounds.",
+        "This page measures a round besides training: three nodes on one machine, TLS and keys, all-MiniLM-L6-v2, one "
+        f"step of one example and {size / 1e6:.1f} MB per client and round, {len(taken)} rounds.",
         "",
         f"Command: `python benchmarks/deployment.py --rounds {args.rounds}{repeated}`  ",
         f"Date: {datetime.date.today()}. Machine: {platform.machine()}, {os.cpu_count()} cores, torch "
         f"{torch.__version__}, flwr 1.41.0.",
         "",
-        "| seconds a round | measured | wanted |  |",
+        "| seconds per round | measured | goal |  |",
         "|---|---|---|---|",
         f"| median | {middle:.2f} | below {LIMIT:g} | {'pass' if middle < LIMIT else '**FAIL**'} |",
         f"| smallest | {min(taken):.2f} |  |  |",

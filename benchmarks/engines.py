@@ -71,12 +71,12 @@ def page(args: argparse.Namespace, python: Path | None) -> str:
     lines = [
         "# How fast the engines are",
         "",
-        "all-MiniLM-L6-v2 on Banking77's 77 intents: LoRA of rank 8 on query and value and the head, AdamW at 2e-3, "
-        f"clipping at 1, FedAvg over {args.clients} identically distributed clients, one epoch a round, "
-        f"{args.threads} threads in all. What is timed is a whole round as its user waits for it, after a warm-up; of "
-        "the centralized loop, an epoch over the same examples in as many steps. Medians over "
-        f"{args.repetitions} repetitions, in each of which all contenders take their turn; ratios are taken within a "
-        "repetition.",
+        "This page compares the time of a round with PEFT, Flower and pfl-research: all-MiniLM-L6-v2 on Banking77's 77 "
+        "intents, LoRA of rank 8 on query and value and the head, AdamW at 2e-3, clipping at 1, FedAvg over "
+        f"{args.clients} identically distributed clients, one epoch per round, {args.threads} threads in total. "
+        "The time is that of a whole round after a warm-up; for the centralized loop, of an epoch over the same "
+        f"examples in as many steps. Numbers are medians over {args.repetitions} repetitions, each of which runs all "
+        "contenders; ratios are computed within a repetition.",
         "",
         f"Command: `{command(args)}`  ",
         machine() + (f" Peers: {', '.join(PEERS)}." if python is not None else ""),
@@ -87,12 +87,12 @@ def page(args: argparse.Namespace, python: Path | None) -> str:
         f"Products of matrices on this machine, {args.threads} threads:",
         "",
         *products,
-        "Peers: no dropout, as fedspan's frozen base; texts tokenised once; padded to the longest of a batch; "
+        "Peers: no dropout, as in fedspan's frozen base; texts tokenized once; padded to the longest of a batch; "
         f"{args.attention} attention (fedspan's is eager on a CPU); "
-        "shuffled batches but where it says bucketed. Flower's client takes and gives PEFT's state dict, and keeps its "
-        "model between rounds; `of it training` is within the clients' loops, divided by the actors. In the first two "
-        "rounds all federations train on the same batches from the same start, and the centralized loop trains the "
-        "first client's batches first: the losses show that they train the same.",
+        "shuffled batches, except where the table says bucketed. Flower's client exchanges PEFT's state dict and "
+        "reuses its model between rounds; `of it training` is the time within the clients' loops, divided by the actors. In "
+        "the first two rounds all federations train on the same batches from the same start, and the centralized loop "
+        "trains the first client's batches first: the losses show that they train the same.",
         "",
         *body,
     ]

@@ -257,26 +257,27 @@ def measure(count: int, rounds: int, processes: int, megabytes: int, folder: Pat
 
 PAGE = """# Load
 
-A SuperLink, TLS and keys, and nodes' links in {processes} processes that answer with what they were sent (no model, no
-training: so many processes with torch would not fit). In a round, all are sent the same {body} kB, and each sends as
-many of its own back; server and nodes are on one machine. Nodes and the submitting process use the door's own requests:
-an answer waits for an order, and brings it along with its objects. Rounds of three nodes that train, before these
-requests and now, in turns: [deployment.md](deployment.md).
+This page measures rounds, requests and memory of a server with many nodes, without training.
+
+A SuperLink with TLS and keys and the nodes' connections, in {processes} processes without torch, run on one machine. In
+a round, all nodes receive the same {body} kB, and each replies with {body} kB of its own. Nodes and the submitting
+process use the door's own requests: an answer waits for an order and includes its objects.
+[Overhead](deployment.md) compares rounds of three nodes that train with and without these requests.
 
 Command: `{command}`  
 Date: {date}. Machine: {machine}, {cores} cores, flwr 1.41.0.
 
-| nodes | rounds | lost replies | seconds a round: median, largest | wanted | |
+| nodes | rounds | lost replies | seconds per round: median, maximum | goal | |
 |---|---|---|---|---|---|
 {rounds}
 
-| nodes | requests per node and round: of the node, of who submits | wanted | | SuperLink's processor time a round, s |
+| nodes | requests per node and round: node, submitting process | goal | | SuperLink's processor time per round, s |
 |---|---|---|---|---|
 {requests}
 
 Memory in MiB after an early round and the last; it should grow by less than {growth:.0%} where there are many rounds:
 
-| nodes | rounds compared | SuperLink | who submits | |
+| nodes | rounds compared | SuperLink | submitting process | |
 |---|---|---|---|---|
 {memory}
 {large}"""

@@ -259,12 +259,13 @@ def page(args: argparse.Namespace) -> str:
     cells = f"{one.factored:.4f} | {one.dense:.2f} | {faster:.0f} | {one.error:.0e} | {verdict(kept, full)}"
     return "\n".join(
         [
-            "# What a server's round costs",
+            "# Cost of a round on the server",
             "",
-            f"{args.layers} layers of {args.size} x {args.size}, rank {args.rank}, {args.clients} clients, "
-            f"{args.threads} threads. `contribute` of every reply, the reduction and `update`; the slower of two "
-            "rounds, in a process of the method's own. Memory is the peak beside the replies. Limits are judged at "
-            "128 layers of 4096 x 4096, rank 8, 50 clients.",
+            "This page lists the time and memory of each method's aggregation: `contribute` for every reply, the "
+            f"reduction and `update`, on {args.layers} layers of {args.size} x {args.size} with rank {args.rank}, "
+            f"{args.clients} clients and {args.threads} threads. Numbers are those of the slower of two rounds, in a "
+            "process for each method. Memory is the peak in addition to the replies. Limits are judged at 128 layers "
+            "of 4096 x 4096, rank 8, 50 clients.",
             "",
             f"Command: `python benchmarks/server.py {sizes} --threads {args.threads}{chosen}`  ",
             f"Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, {multiprocessing.cpu_count()} cores, "
@@ -274,10 +275,10 @@ def page(args: argparse.Namespace) -> str:
             "|---|---|---|---|---|---|",
             *("| " + " | ".join(row) + " |" for row in rows),
             "",
-            f"Left out: {'; '.join(skipped) or 'none'}.",
+            f"Not measured: {'; '.join(skipped) or 'none'}.",
             "",
-            "Methods that move the base by stacks of all replies' factors hold one such increment beside the replies, "
-            f"{args.clients * args.rank * 2 * args.size * args.layers * 4 / GIB:.1f} GiB here.",
+            "Methods that change the base by the stack of all replies hold one such increment in addition to the "
+            f"replies, {args.clients * args.rank * 2 * args.size * args.layers * 4 / GIB:.1f} GiB here.",
             "",
             f"Truncated SVD of one layer's aggregate of {at} clients, from its factors against dense float64 (limits: "
             f"{SPEEDUP:g} times faster, relative error {ERROR:g}):",
