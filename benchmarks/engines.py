@@ -90,9 +90,9 @@ def page(args: argparse.Namespace, python: Path | None) -> str:
         "Peers: no dropout, as in fedspan's frozen base; texts tokenized once; padded to the longest of a batch; "
         f"{args.attention} attention (fedspan's is eager on a CPU); "
         "shuffled batches, except where the table says bucketed. Flower's client exchanges PEFT's state dict and "
-        "reuses its model between rounds; `of it training` is the time within the clients' loops, divided by the actors. In "
-        "the first two rounds all federations train on the same batches from the same start, and the centralized loop "
-        "trains the first client's batches first: the losses show that they train the same.",
+        "reuses its model between rounds; `of it training` is the time within the clients' loops, divided by the "
+        "actors. In the first two rounds all federations train on the same batches from the same start, and the "
+        "centralized loop trains the first client's batches first: the losses show that they train the same.",
         "",
         *body,
     ]
