@@ -103,7 +103,7 @@ def test_the_first_row_says_what_came_before_it_once(prepared: Prepared) -> None
                 clock.now = 10 * round + second
                 shown.stage_changed(stage)
             shown.round_finished(row(round, 0.5))
-    assert [line for line in printed(out) if "once" in line] == [
+    assert [line for line in printed(out) if "before the first round" in line] == [
         "before the first round: outputs of the frozen layers 0:05"
     ]
 

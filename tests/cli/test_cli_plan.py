@@ -81,7 +81,7 @@ def test_flops_time_and_transfers_are_shown_as_far_as_they_are_known(bare: str) 
     assert "FLOPs" in only_a_step
     assert "total" in only_a_step  # bytes
     assert "one device" not in only_a_step
-    assert "tokens, the most (--length: their mean)" in " ".join(only_a_step.split())
+    assert "tokens (the maximum; set the mean with --length)" in " ".join(only_a_step.split())
     asked = [*given, "--examples", "400", "--length", "20", "--device", "A100", "--utilization", "0.5", "--mbit", "10"]
     shown = invoked(*asked).output
     assert "on examples of 20 tokens" in shown
