@@ -162,7 +162,7 @@ class BatchedEngine:
         """Predict with several models at once (``Engine.predict_each``), if their examples fit into one batch.
 
         A model whose examples fill more than half a batch predicts alone. Which models share a pass depends on the
-        numbers of examples alone.
+        numbers of examples and on the stacking plan alone.
         """
         plan = self.stacking or StackingPlan(self.request.at_once or DEFAULT.at_once, self.request.workers or 1)
         most = 1 if self._predicts_alone or self._workers[0].refusal is not None else plan.at_once
