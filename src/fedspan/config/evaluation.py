@@ -32,8 +32,8 @@ class EvaluationConfig(Section):
     best_by: Literal["metric", "loss"] = Field(
         default="metric",
         description="Compare rounds, for the best one and for early stopping, by the metric or by the validation "
-        "loss, which is less noisy on small validation parts. By the loss, a round must be better "
-        "than the start by more than 1 %.",
+        "loss, which is less noisy on small validation parts. By the loss, a round replaces the start "
+        "only if its gain exceeds the standard error of that gain.",
     )
     diagnostics: int | None = Field(
         default=None,

@@ -128,9 +128,10 @@ class FederationConfig(Section):
         default=4.0,
         ge=1,
         allow_inf_nan=False,
-        description="Limit of a client's weight, as a multiple of the cohort's median weight, because nodes "
-        "declare their own numbers of examples. Limited clients are reported. null: no limit. Not "
-        "under secure.",
+        description="Limit of a client's weight, as a multiple of the cohort's median weight, for numbers of "
+        "examples that only the client knows. Simulated clients have the examples of the partition "
+        "and are not limited, nor are nodes with --max-examples, which have their own limit. Limited "
+        "clients are reported. null: no limit. Not under secure.",
     )
     reduction: Reduction = Field(
         default="mean",
