@@ -369,6 +369,14 @@ def default_table(args: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
+def verdict(table: str, seeds: int) -> str:
+    """Say how many rows of ``default_table`` reach the goal, and how many do not have all seeds yet."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    reached, short = sum(row[-1] == "reached" for row in rows), sum(int(row[2]) < seeds for row in rows)
+    text = f"**{reached} of {len(rows)} rows reach the goal.**"
+    return f"{text} {short} of the rows have fewer than {seeds} seeds." if short else text
+
+
 def left_out_table(args: argparse.Namespace) -> str:
     """For every set: the setting that is best on all others by validation, and its test accuracy on this one."""
     partition, seed = "Dirichlet 0.3", args.seeds[0]
@@ -446,7 +454,7 @@ def page(tables: str, args: argparse.Namespace) -> str:
         "round, whose [head starts from statistics](../head-start.md). *Centralized* training has the same model, "
         "start, rate, batch size and early stopping. It trains on all clients' training examples together for as many "
         "epochs as the federation may have rounds, and the same rule chooses its best epoch. *Rounds* are those until "
-        "early stopping, by seed: a run of four rounds found nothing better than its start. The goal is reached if "
+        "early stopping, by seed: in a run of four rounds, none lowered the validation loss. The goal is reached if "
         f"federated training has at least {GOAL:.0%} of centralized training's accuracy and no less than the start."
         "\n\n"
         f"Command: `{command}`  \n"
@@ -481,6 +489,7 @@ def main() -> None:
     if not args.no_run:
         run_cells([*cells, *(other if args.leave_one_out else [])], args)
     tables = default_table(args)
+    tables = f"{verdict(tables, len(args.seeds))}\n\n{tables}"
     if args.leave_one_out and all(is_finished(cell, args) for cell in other):
         where = f"Dirichlet 0.3, seed {args.seeds[0]}."
         tables += (

@@ -98,7 +98,10 @@ def test_the_goal_is_a_share_of_centralized_training_and_no_less_than_the_start(
         finish(defaults, args, defaults.Cell(NAME, "IID", seed), 0.7, federated)
     finish(defaults, args, defaults.Cell(NAME, "Dirichlet 0.3", 0), 0.79, 0.785)
     assert defaults.is_finished(defaults.Cell(NAME, "IID", 0), args)
-    lines = defaults.default_table(args).splitlines()
+    table = defaults.default_table(args)
+    lines = table.splitlines()
+    assert defaults.verdict(table, 2) == "**1 of 2 rows reach the goal.** 1 of the rows have fewer than 2 seeds."
+    assert defaults.verdict(table, 1) == "**1 of 2 rows reach the goal.**"
     assert lines[2] == f"| {NAME} | IID | 2 | 70.0 | 78.0 | 80.0 | 97.5 | 7, 7 | 3 | reached |"
     assert lines[3] == f"| {NAME} | Dirichlet 0.3 | 1 | 79.0 | 78.5 | 80.0 | 98.1 | 7 | 3 | missed |"
 

@@ -1,4 +1,4 @@
-"""The selection of the best round: by the metric, then by the loss, then the later one; and what surely gains."""
+"""The selection of the best round: by the metric, then by the loss, then the later one; and gains beyond noise."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def test_a_round_replaces_the_start_if_its_gain_exceeds_its_standard_error() -> 
     assert kept.best is not None
     assert kept.best.round == 0
     assert kept.improved is not None
-    assert kept.improved.round == 1  # patience counts from the lower loss, sure or not
+    assert kept.improved.round == 1  # patience counts from the lowest loss
     replaced = select(scores_of(*START), unlike, alike)
     assert replaced.best is not None
     assert replaced.best.round == 2
     assert Selection.from_json(json.loads(json.dumps(replaced.to_json()))) == replaced
 
 
-def test_of_two_rounds_the_one_that_surely_gains_more_is_better() -> None:
+def test_the_round_with_the_larger_bound_of_its_gain_is_better() -> None:
     def after(*falls: float) -> ClientScores:
         return scores_of(*(loss - fall for loss, fall in zip(START, falls, strict=True)))
 

@@ -1,10 +1,10 @@
 """Selection of the round that a run exports, and early stopping.
 
 Rounds are compared by a validation metric, then by the validation loss, then the later one is better. Where the loss
-decides and the model before the first round was measured, rounds are compared by how much they surely gain on it: by
-the mean over examples of what the loss fell, less one standard error of that mean. Both are taken over clients, whose
-losses before and after are paired, so that only what training changed counts as noise. A round that gains less than
-its standard error does not replace the start.
+decides and the model before the first round was measured, rounds are compared by a lower bound of their gain on it: by
+how far the mean loss fell, minus one standard error. The clients are the samples, and their losses before and after are
+paired: clients may have different losses, and count as noise only where their losses change differently. A round whose
+gain is smaller than its standard error does not replace the start.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Best(NamedTuple):
     """A rated round; a better one is larger.
 
     Args:
-        score: The rank of the validation metric (larger is better), or the sure gain on the start; without validation
-            parts, the round's number.
+        score: The rank of the validation metric (larger is better), or the lower bound of the gain on the start;
+            without validation parts, the round's number.
         tie: The rank of the validation loss, which decides between equal scores. Few validation examples give few
             different accuracies, so ties are common. The later of two rounds with equal losses is better.
         round: The round, from 1; 0: the start.
@@ -74,7 +74,7 @@ class Selection:
     Args:
         best: The best round, which has a checkpoint; None: no round has been evaluated.
         improved: The round with the best metric or the lowest loss, noise aside. Early stopping counts from it, so that
-            a run whose rounds improve slowly goes on until their gain is sure.
+            a run whose rounds improve slowly goes on until their gain exceeds its error.
         start: Validation losses of the start by client, where rounds are compared with them.
     """
 
@@ -96,8 +96,8 @@ class Selection:
             start = _losses(scores) if number == 0 else start
             if start:
                 gain = gain_over(start, scores)
-                sure = _WORST if gain is None else _finite(gain.mean - gain.standard_error)
-                rated = plain._replace(score=sure if number else 0.0)
+                bound = _WORST if gain is None else _finite(gain.mean - gain.standard_error)
+                rated = plain._replace(score=bound if number else 0.0)
         best = rated if self.best is None else max(self.best, rated)
         improved = plain if self.improved is None else max(self.improved, plain)
         return replace(self, best=best, improved=improved, start=start)
