@@ -15,7 +15,7 @@ from PIL import Image
 
 from fedspan.data import PartitionConfig
 from fedspan.data.config import DataConfig
-from fedspan.data.duplicates import content_codes, describe_shared, encode_groups, find_shared_between_clients
+from fedspan.data.duplicates import describe_shared, encode_contents, encode_groups, find_shared_between_clients
 from fedspan.data.groups import draw_groups
 from fedspan.data.loading import load
 from fedspan.data.partition import Partition, partition
@@ -55,7 +55,7 @@ def test_duplicates_of_a_file_are_counted_and_can_be_kept_together(tmp_path: Pat
     path = table(tmp_path / "t.csv", REPEATED, "note", "label")
     how = PartitionConfig(clients=4)
     data = load(DataConfig(train=path, text="note"))
-    assert "examples set aside to test on also occur in training (data.group: note keeps" in data.remarks[0]
+    assert "held-out test examples also occur in training (data.group: note keeps" in data.remarks[0]
     parts = partition(data.train, how, 0)
     (remark,) = describe_shared(data.train, parts, DataConfig(train=path, text="note"), False)
     assert "training examples occur at several clients (data.group: note keeps equal examples together)" in remark
@@ -87,7 +87,7 @@ def test_counts_are_those_of_the_rows() -> None:
 
 def test_pairs_are_equal_if_both_texts_are() -> None:
     data = datasets.Dataset.from_dict({"text": ["a", "a", "a"], "text_pair": ["b", "c", " b"]})
-    codes = content_codes(data)[0]
+    codes = encode_contents(data)[0]
     assert codes[0] == codes[2] != codes[1]
 
 

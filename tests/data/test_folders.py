@@ -43,7 +43,7 @@ def test_a_folder_for_each_domain_gives_natural_clients(tmp_path: Path) -> None:
 
 def test_folders_that_are_laid_out_otherwise(tmp_path: Path, refused: Refused) -> None:
     for names, words in (
-        (["a/1.txt", "b/c/d/1.txt"], "does not lie there as class/file"),
+        (["a/1.txt", "b/c/d/1.txt"], "has another layout than class/file"),
         (["train/a/1.txt", "test/a/1.txt"], "it holds the parts test, train; name the folder of one"),
     ):
         root = saved(tmp_path / names[0][0], *names)

@@ -103,7 +103,7 @@ def test_damaged_idx_files(tmp_path: Path, refused: Refused) -> None:
         (idx(images.reshape(3, 20)), ["in 3 dimensions"]),
         (b"", ["in 3 dimensions"]),
         (idx(images[:2]), ["it holds 2 images, a-labels-idx1-ubyte 3 labels"]),
-        (whole, ["its labels are not beside it: a-labels-idx1-ubyte"]),
+        (whole, ["its labels are missing: a-labels-idx1-ubyte"]),
     ]
     for content, words in cases:
         path.write_bytes(content)
@@ -192,12 +192,12 @@ def test_folders_of_domains(tmp_path: Path, refused: Refused) -> None:
     assert data.train["domain"] == ["clipart", "clipart", "sketch"]
     assert [data.labels[row] for row in data.train["label"]] == ["cat", "dog", "dog"]
     save_png(tmp_path / "dog" / "2.png", pixels(1, 4, 5, 3)[0])
-    refuse(tmp_path, ["does not lie there as class/file, or domain/class/file for all"], refused)
+    refuse(tmp_path, ["has another layout than class/file, or domain/class/file for all"], refused)
 
 
 def test_folders_that_are_laid_out_otherwise(tmp_path: Path, refused: Refused) -> None:
     save_png(tmp_path / "flat" / "1.png", pixels(1, 4, 5)[0])
-    refuse(tmp_path / "flat", ["1.png does not lie there as class/file"], refused)
+    refuse(tmp_path / "flat", ["1.png has another layout than class/file"], refused)
     save_png(tmp_path / "deep" / "a" / "b" / "c" / "1.png", pixels(1, 4, 5)[0])
     refuse(tmp_path / "deep", ["a/b/c/1.png does not lie there"], refused)
     save_png(tmp_path / "one" / "dog" / "1.png", pixels(1, 4, 5)[0])

@@ -118,7 +118,7 @@ def test_numbers_are_divided_by_ranges(partitioner: str) -> None:
     tied = datasets.Dataset.from_dict({"target": [1.0] * 300 + [2.0] * 100})
     with pytest.raises(
         FedspanError,
-        match=r"^`partition.bins`: 5 is not accepted\. Expected at most 2, as many as there are different numbers",
+        match=r"^`partition.bins`: 5 is not accepted\. Expected at most 2, the number of distinct numbers",
     ):
         partition(tied, config, 7)
 
@@ -134,7 +134,7 @@ def test_what_is_no_regression_is_refused(tiny_folder: Path, tmp_path: Path) -> 
         FedspanError, match=r"^`partition.bins`: 4 is not accepted\. Expected left out: these examples have labels"
     ):
         prepare(parse_config(labelled))
-    with pytest.raises(FedspanError, match=r"row 2 of .* has 'site0' in column '.*', which is no number") as caught:
+    with pytest.raises(FedspanError, match=r"row 2 of .* has 'site0' in column '.*', which is not a number") as caught:
         prepare(parse_config({**values, "data": {**values["data"], "label": "site"}}))
     assert caught.value.field == "data.label"
     with pytest.raises(FedspanError, match="these examples have no classes"):

@@ -1,7 +1,7 @@
 """Zip and tar archives of images or text files by class, read into memory.
 
 Nothing is unpacked to the disk. An archive is untrusted: names that lead out of it, links, devices and contents beyond
-the bounds are refused.
+the limits are refused.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["SUFFIXES", "read_archive"]
 
 SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 _FILE_BYTES = 1 << 28
-"""Largest size of one file, 256 MiB."""
+"""Maximum size of one file, 256 MiB."""
 _TOTAL_BYTES = 1 << 34
-"""Largest size of all files together, 16 GiB."""
+"""Maximum total size of all files, 16 GiB."""
 _FILES = 5_000_000
-"""Largest number of entries."""
+"""Maximum number of entries."""
 _CHUNK = 1 << 20
 
 _Entry = tuple[str, IO[bytes]]
@@ -35,10 +35,10 @@ _Entry = tuple[str, IO[bytes]]
 def read_archive(path: Path, suffixes: Collection[str]) -> tuple[dict[tuple[str, ...], bytes], list[str]]:
     """Read the files of an archive that may be examples: those with one of the suffixes and no README.
 
-    Folders that contain everything else (``flowers/rose/1.jpg``) are left out of the names, as far as classes remain.
+    Folders that contain all files (``flowers/rose/1.jpg``) are removed from the names, as long as classes remain.
 
     Returns:
-        The files by the parts of their names, sorted, and the names of the others.
+        The contents of the files by the parts of their names, sorted, and the names of all other files.
 
     Raises:
         ValueError: If the archive is damaged, an entry leads out of it or is a link or a device, or it is too large.
@@ -97,8 +97,8 @@ def _iterate_tar(archive: tarfile.TarFile) -> Generator[_Entry]:
         yield info.name, stream
     assert archive.fileobj is not None
     archive.fileobj.seek(archive.offset)
-    if len(archive.fileobj.read(tarfile.BLOCKSIZE)) < tarfile.BLOCKSIZE:  # tarfile takes any end for the end
-        raise ValueError("the archive is cut off")
+    if len(archive.fileobj.read(tarfile.BLOCKSIZE)) < tarfile.BLOCKSIZE:  # tarfile accepts any end of the file
+        raise ValueError("the archive is truncated")
 
 
 def _split_name(name: str) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ def _split_name(name: str) -> tuple[str, ...]:
 
 
 def _read_bounded(name: str, stream: IO[bytes], limit: int) -> bytes:
-    """Read a file of at most `limit` bytes, whatever size the archive promises."""
+    """Read a file of at most `limit` bytes, regardless of the size that the archive declares."""
     content = bytearray()
     while chunk := stream.read(_CHUNK):
         content += chunk

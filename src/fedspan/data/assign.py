@@ -1,4 +1,4 @@
-"""Assignment of examples to clients: Flower's partitioners, and the same partitions in vectorised time.
+"""Assignment of examples to clients: Flower's partitioners, and the same partitions, vectorized.
 
 Where a federation may have 100,000 clients (iid, dirichlet, natural, quantity) rows are cut and sorted as flat arrays,
 with the draws and the arithmetic of ``flwr_datasets.partitioner``, so that both give the same rows; Flower's own code
@@ -35,11 +35,11 @@ _DRAWS = 11
 
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """Every client's rows, client by client.
+    """The assignment of rows to clients.
 
     Attributes:
         ids: Ids of the clients.
-        rows: Row indices, int64, (examples,); each client's ascending, every row of the data set once.
+        rows: Row indices by client, int64, (examples,); ascending within a client, every row of the data set once.
         bounds: Client k has ``rows[bounds[k]:bounds[k + 1]]``; int64, (clients + 1,).
     """
 
@@ -48,11 +48,11 @@ class Shares:
     bounds: np.ndarray
 
     @classmethod
-    def of(cls, ids: Sequence[str], holders: np.ndarray) -> Shares:
+    def of(cls, ids: Sequence[str], owners: np.ndarray) -> Shares:
         """Build the shares in which row k belongs to client number ``holders[k]``."""
         # Stable, so that a client's rows stay in ascending order.
-        rows = np.argsort(holders, kind="stable").astype(np.int64)
-        return cls(tuple(ids), rows, _compute_bounds(np.bincount(holders, minlength=len(ids))))
+        rows = np.argsort(owners, kind="stable").astype(np.int64)
+        return cls(tuple(ids), rows, _compute_bounds(np.bincount(owners, minlength=len(ids))))
 
 
 def _compute_bounds(sizes: np.ndarray) -> np.ndarray:
@@ -84,24 +84,24 @@ def assign(
         _require_unsplit_groups(shares, groups, config, field)
     else:
         _, firsts, numbers, sizes = np.unique(groups, return_index=True, return_inverse=True, return_counts=True)
-        of_groups = _assign_rows(dataset.select(firsts), config, seed, field, sizes)
-        holders = np.empty(len(firsts), np.int64)
-        holders[of_groups.rows] = np.repeat(np.arange(len(of_groups.ids)), np.diff(of_groups.bounds))
-        shares = Shares.of(of_groups.ids, holders[numbers])
+        group_shares = _assign_rows(dataset.select(firsts), config, seed, field, sizes)
+        owners = np.empty(len(firsts), np.int64)
+        owners[group_shares.rows] = np.repeat(np.arange(len(group_shares.ids)), np.diff(group_shares.bounds))
+        shares = Shares.of(group_shares.ids, owners[numbers])
     sizes = np.diff(shares.bounds)
-    few = np.flatnonzero(sizes < config.min_examples)
-    if len(few):
-        raise _make_too_few_error(shares.ids[few[0]], int(sizes[few[0]]), config, field)
+    undersized = np.flatnonzero(sizes < config.min_examples)
+    if len(undersized):
+        raise _make_too_few_error(shares.ids[undersized[0]], int(sizes[undersized[0]]), config, field)
     return shares
 
 
 def _assign_rows(
     dataset: datasets.Dataset, config: PartitionConfig, seed: int, field: str, weights: np.ndarray | None
 ) -> Shares:
-    """Assign rows, each of which stands for ``weights`` examples (None: one), to clients."""
+    """Assign rows to clients; each row represents ``weights`` examples (None: one)."""
     if config.partitioner != "natural" and config.clients > len(dataset):
-        what = "examples" if weights is None else "groups (data.group)"
-        raise FedspanError(f"{field}.clients", config.clients, f"at most {len(dataset)}, the number of {what}")
+        unit = "examples" if weights is None else "groups (data.group)"
+        raise FedspanError(f"{field}.clients", config.clients, f"at most {len(dataset)}, the number of {unit}")
     match config.partitioner:
         case "natural":
             return _assign_natural(dataset, config, field)
@@ -114,9 +114,9 @@ def _assign_rows(
 
 
 def _require_unsplit_groups(shares: Shares, groups: np.ndarray, config: PartitionConfig, field: str) -> None:
-    holders = np.empty(len(groups), np.int64)
-    holders[shares.rows] = np.repeat(np.arange(len(shares.ids)), np.diff(shares.bounds))
-    pairs = np.unique(np.stack([groups, holders]), axis=1)
+    owners = np.empty(len(groups), np.int64)
+    owners[shares.rows] = np.repeat(np.arange(len(shares.ids)), np.diff(shares.bounds))
+    pairs = np.unique(np.stack([groups, owners]), axis=1)
     split = pairs[0][:-1][np.diff(pairs[0]) == 0]
     if len(split):
         first, second = (shares.ids[client] for client in pairs[1][pairs[0] == split[0]][:2])
@@ -133,9 +133,9 @@ def _assign_at_random(dataset: datasets.Dataset, config: PartitionConfig, seed: 
         sizes = _compute_unequal_sizes(len(dataset), config)
     if not sizes.all():  # sizes that round to zero; the first client's is the smallest
         raise _make_too_few_error(ids[0], 0, config, field)
-    holders = np.empty(len(dataset), np.int64)
-    holders[_shuffle_rows(len(dataset), seed)] = np.repeat(np.arange(config.clients), sizes)
-    return Shares.of(ids, holders)
+    owners = np.empty(len(dataset), np.int64)
+    owners[_shuffle_rows(len(dataset), seed)] = np.repeat(np.arange(config.clients), sizes)
+    return Shares.of(ids, owners)
 
 
 def _compute_unequal_sizes(count: int, config: PartitionConfig) -> np.ndarray:
@@ -154,14 +154,14 @@ def _get_classes(dataset: datasets.Dataset, config: PartitionConfig, field: str)
             raise FedspanError(f"{field}.bins", config.bins, "left out: these examples have labels, not numbers")
         return arrow_column(dataset, "label").to_numpy()
     if config.bins is None or "target" not in dataset.column_names:
-        way = f"regression: set {field}.bins; causal-lm: name a column in data.label"
-        expected = f"iid, quantity or natural: these examples have no classes ({way})"
+        remedy = f"regression: set {field}.bins; causal-lm: name a column in data.label"
+        expected = f"iid, quantity or natural: these examples have no classes ({remedy})"
         raise FedspanError(f"{field}.partitioner", config.partitioner, expected)
     numbers = arrow_column(dataset, "target").to_numpy()
-    if config.bins > (most := len(np.unique(numbers))):
-        raise FedspanError(f"{field}.bins", config.bins, f"at most {most}, as many as there are different numbers")
-    borders = np.quantile(numbers, np.linspace(0, 1, config.bins + 1)[1:-1])
-    return np.searchsorted(borders, numbers, side="right")
+    if config.bins > (distinct := len(np.unique(numbers))):
+        raise FedspanError(f"{field}.bins", config.bins, f"at most {distinct}, the number of distinct numbers")
+    edges = np.quantile(numbers, np.linspace(0, 1, config.bins + 1)[1:-1])
+    return np.searchsorted(edges, numbers, side="right")
 
 
 def _assign_dirichlet(
@@ -170,19 +170,19 @@ def _assign_dirichlet(
     """Partition as Flower's DirichletPartitioner: new shares for each label; redraw all while a client has too few."""
     order = _shuffle_rows(len(classes), seed)
     labels = classes[order]
-    of_label = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+    rows_by_label = [np.flatnonzero(labels == label) for label in np.unique(labels)]
     rng = np.random.default_rng(_derive_seed(seed))
     alpha = np.full(config.clients, float(config.alpha))
     for _ in range(_DRAWS):
         sizes = np.zeros(config.clients, np.int64)
-        holders = np.empty(len(classes), np.int64)
-        for rows in of_label:
+        owners = np.empty(len(classes), np.int64)
+        for rows in rows_by_label:
             ends = (np.cumsum(rng.dirichlet(alpha)) * len(rows)).astype(np.int64)[:-1]
-            taken = np.diff(np.minimum(ends, len(rows)), prepend=0, append=len(rows))  # shares may sum to 1 + 2e-16
-            holders[order[rows]] = np.repeat(np.arange(config.clients), taken)
-            sizes += taken if weights is None else _sum_weights(weights[order[rows]], taken)
+            counts = np.diff(np.minimum(ends, len(rows)), prepend=0, append=len(rows))  # shares may sum to 1 + 2e-16
+            owners[order[rows]] = np.repeat(np.arange(config.clients), counts)
+            sizes += counts if weights is None else _sum_weights(weights[order[rows]], counts)
         if sizes.min() >= config.min_examples:
-            return Shares.of(make_client_ids(config.clients), holders)
+            return Shares.of(make_client_ids(config.clients), owners)
     expected = (
         f"a larger alpha, fewer clients or a smaller {field}.min_examples: no draw gave each of "
         f"{config.clients} clients {config.min_examples} of the {len(classes)} examples"
@@ -190,9 +190,9 @@ def _assign_dirichlet(
     raise FedspanError(f"{field}.alpha", config.alpha, expected)
 
 
-def _sum_weights(weights: np.ndarray, taken: np.ndarray) -> np.ndarray:
+def _sum_weights(weights: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the sum of the weights that each client takes in order, int64, (clients,)."""
-    return np.diff(np.concatenate([[0], np.cumsum(weights)])[_compute_bounds(taken)])
+    return np.diff(np.concatenate([[0], np.cumsum(weights)])[_compute_bounds(counts)])
 
 
 def _assign_pathological(labels: np.ndarray, config: PartitionConfig, seed: int, field: str) -> Shares:
@@ -200,22 +200,22 @@ def _assign_pathological(labels: np.ndarray, config: PartitionConfig, seed: int,
     from flwr_datasets.partitioner import PathologicalPartitioner
 
     present = np.unique(labels)
-    option, asked = f"{field}.classes_per_client", config.classes_per_client
-    if asked > len(present):
-        raise FedspanError(option, asked, f"at most {len(present)}, the number of labels in the data")
+    option, requested = f"{field}.classes_per_client", config.classes_per_client
+    if requested > len(present):
+        raise FedspanError(option, requested, f"at most {len(present)}, the number of labels in the data")
     # Flower's partitioner drops labels that no client was assigned. With as many bundles of labels as clients or fewer,
     # and its first-deterministic mode, each bundle has a client: all examples are used and no client exceeds `asked`.
     bundle = math.ceil(len(present) / config.clients)
-    if bundle > asked:
-        expected = f"at least {bundle}, or {field}.clients at least {math.ceil(len(present) / asked)}: all "
+    if bundle > requested:
+        expected = f"at least {bundle}, or {field}.clients at least {math.ceil(len(present) / requested)}: all "
         raise FedspanError(
-            option, asked, f"{expected}{len(present)} labels must be held by one of {config.clients} clients"
+            option, requested, f"{expected}{len(present)} labels must be held by one of {config.clients} clients"
         )
     order = make_generator(seed, "partition", "labels").permutation(len(present))
     partitioner = PathologicalPartitioner(
         num_partitions=config.clients,
         partition_by=_BY,
-        num_classes_per_partition=asked // bundle,
+        num_classes_per_partition=requested // bundle,
         class_assignment_mode="first-deterministic",
         seed=_derive_seed(seed),
     )
@@ -248,10 +248,10 @@ def _run_partitioner(partitioner: Partitioner, ids: Sequence[str], rows: dataset
     with warnings.catch_warnings():  # their warnings are about intended redraws or become errors below
         warnings.simplefilter("ignore")
         parts = [arrow_column(partitioner.load_partition(index), _ROW).to_numpy() for index in range(len(ids))]
-    holders = np.empty(len(rows), np.int64)
+    owners = np.empty(len(rows), np.int64)
     for number, part in enumerate(parts):
-        holders[part] = number
-    return Shares.of(ids, holders)
+        owners[part] = number
+    return Shares.of(ids, owners)
 
 
 def _shuffle_rows(count: int, seed: int) -> np.ndarray:

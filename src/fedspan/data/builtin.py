@@ -42,8 +42,8 @@ def find_corpus_file(where: str, split: str, field: str) -> Traversable:
     """
     name = where.removeprefix(PREFIX)
     if name not in CORPORA:
-        known = [PREFIX + corpus for corpus in CORPORA]
-        raise FedspanError(field, where, problem=f"no built-in corpus is named {where!r}. {nearest(where, known)}")
+        available = [PREFIX + corpus for corpus in CORPORA]
+        raise FedspanError(field, where, problem=f"no built-in corpus is named {where!r}. {nearest(where, available)}")
     corpus = CORPORA[name]
     if split not in corpus.splits:
         problem = f"{where} has no split {split!r}. {nearest(split, corpus.splits)}"

@@ -123,8 +123,8 @@ class DatasetEntry(_Record):
         """Columns of the original files."""
         if self.files is None:
             return self.columns
-        differing = self.files.columns.model_dump(exclude_none=True)
-        return self.columns.model_copy(update=differing)
+        overrides = self.files.columns.model_dump(exclude_none=True)
+        return self.columns.model_copy(update=overrides)
 
 
 @cache
@@ -148,10 +148,10 @@ def get_dataset_entry(key: str, field: str) -> DatasetEntry:
     Raises:
         FedspanError: If there is no such data set.
     """
-    known = _load_catalogue()
-    if key not in known:
-        raise FedspanError(field, key, problem=f"no data set is named {key!r}. {nearest(key, known)}")
-    return known[key]
+    catalogue = _load_catalogue()
+    if key not in catalogue:
+        raise FedspanError(field, key, problem=f"no data set is named {key!r}. {nearest(key, catalogue)}")
+    return catalogue[key]
 
 
 def render_snippet(entry: DatasetEntry, where: Literal["hub", "files"]) -> str | None:

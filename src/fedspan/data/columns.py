@@ -31,11 +31,11 @@ _TASK_COLUMNS = ("text", "text_pair", "label", "target", "answer", "history", "i
 
 @dataclass(frozen=True)
 class ValidatedColumns:
-    """A source with everything that its task needs in every row.
+    """A source whose rows all have the values that the task needs.
 
     Attributes:
         source: The source as it was read.
-        columns: The task's columns (`text` and others), then the source's further ones.
+        columns: The task's columns (`text` and others), followed by the source's other columns.
         features: Types of `columns` for `datasets`.
         names: Class of each row; None if rows have none.
     """
@@ -92,7 +92,7 @@ class _Reader:
             raise FedspanError(where, value or column, problem=problem)
         return where
 
-    def texts(self, column: str, option: str) -> pa.ChunkedArray:
+    def read_texts(self, column: str, option: str) -> pa.ChunkedArray:
         where = self.require(column, option)
         texts = arrow_column(self.source.dataset, column)
         if not _is_text(texts.type):
@@ -100,17 +100,17 @@ class _Reader:
             raise FedspanError(where, column, problem=problem)
         texts = texts.cast(pa.string())
         filled = pc.call_function("greater", [pc.call_function("binary_length", [trim(texts)]), pa.scalar(0)])
-        self._full(column, filled.fill_null(False).to_numpy(), "text")
+        self._require_values(column, filled.fill_null(False).to_numpy(), "text")
         return texts
 
-    def _full(self, column: str, there: np.ndarray | list[bool], what: str) -> None:
-        filled = np.asarray(there, bool)
+    def _require_values(self, column: str, has_value: np.ndarray | list[bool], kind: str) -> None:
+        filled = np.asarray(has_value, bool)
         if not filled.all():
             row = self.source.row(int(filled.argmin()))
-            problem = f"{row} has no {what} in column {column!r}. {self._skip}"
+            problem = f"{row} has no {kind} in column {column!r}. {self._skip}"
             raise FedspanError(self.file, self.source.name, problem=problem)
 
-    def classes(self, column: str) -> list[str]:
+    def read_classes(self, column: str) -> list[str]:
         where = self.require(column, "label")
         values = arrow_column(self.source.dataset, column)
         if pa.types.is_nested(values.type):
@@ -123,10 +123,10 @@ class _Reader:
                 row = self.source.row(names.index(fraction))
                 problem = f"column {column!r} holds numbers, not classes: {row} has {fraction}. "
                 raise FedspanError(where, column, problem=problem + "To predict numbers, set task: regression.")
-        self._full(column, [name is not None for name in names], "label")
+        self._require_values(column, [name is not None for name in names], "label")
         return cast(list[str], names)
 
-    def numbers(self, column: str) -> pa.ChunkedArray:
+    def read_numbers(self, column: str) -> pa.ChunkedArray:
         where = self.require(column, "label")
         values = read_names(self.source.dataset, column)
         numbers: list[float] = []
@@ -134,7 +134,9 @@ class _Reader:
             try:
                 number = float("nan" if value is None else value)
             except ValueError:
-                problem = f"{self.source.row(row)} has {value!r} in column {column!r}, which is no number. {self._skip}"
+                problem = (
+                    f"{self.source.row(row)} has {value!r} in column {column!r}, which is not a number. {self._skip}"
+                )
                 raise FedspanError(where, column, problem=problem) from None
             if not abs(number) < float("inf"):
                 problem = f"{self.source.row(row)} has no number in column {column!r}. {self._skip}"
@@ -142,7 +144,7 @@ class _Reader:
             numbers.append(number)
         return pa.chunked_array([pa.array(numbers, pa.float64())])
 
-    def images(self, column: str) -> pa.ChunkedArray:
+    def read_images(self, column: str) -> pa.ChunkedArray:
         where = self.require(column, "image")
         images = arrow_column(self.source.dataset, column)
         if _is_text(images.type):  # paths, relative to the file that contains them
@@ -153,34 +155,40 @@ class _Reader:
         elif not pa.types.is_struct(images.type) or {field.name for field in images.type} != {"bytes", "path"}:
             problem = f"column {column!r} of {self.source.name} holds {images.type}, not images or paths of images"
             raise FedspanError(where, column, problem=problem)
-        self._full(column, [image is not None and any(image.values()) for image in images.to_pylist()], "image")
+        self._require_values(
+            column, [image is not None and any(image.values()) for image in images.to_pylist()], "image"
+        )
         return images.cast(IMAGES)
 
-    def prompts(self, prompt: str) -> pa.ChunkedArray:
+    def read_prompts(self, prompt: str) -> pa.ChunkedArray:
         template = parse_template(prompt, f"{self.field}.prompt")
         for column in template.required:
             self.require(column, "prompt", prompt)
         dataset = self.source.dataset
-        there = [column for column in template.columns if column in dataset.column_names]
-        rows = [dict(zip(there, values, strict=True)) for values in zip(*(dataset[c] for c in there), strict=True)]
-        self._full(
+        available = [column for column in template.columns if column in dataset.column_names]
+        rows = [
+            dict(zip(available, values, strict=True)) for values in zip(*(dataset[c] for c in available), strict=True)
+        ]
+        self._require_values(
             " + ".join(template.required),
             [any(str(value or "").strip() for value in row.values()) for row in rows],
             "text",
         )
         return pa.chunked_array([pa.array([template.render(row) for row in rows], pa.string())])
 
-    def conversations(self, column: str) -> dict[str, pa.ChunkedArray]:
+    def read_conversations(self, column: str) -> dict[str, pa.ChunkedArray]:
         where = self.require(column, "messages")
         values = arrow_column(self.source.dataset, column).to_pylist()
-        parts = [self._conversation(where, column, value, row) for row, value in enumerate(values)]
+        parts = [self._read_conversation(where, column, value, row) for row, value in enumerate(values)]
         keys = ("text", "answer", "history")
         return {key: pa.chunked_array([pa.array([part[key] for part in parts], pa.string())]) for key in keys}
 
-    def _conversation(self, where: str, column: str, value: object, row: int) -> dict[str, str]:
+    def _read_conversation(self, where: str, column: str, value: object, row: int) -> dict[str, str]:
         messages = parse_conversation(value)
         if messages is None:
-            problem = f"{self.source.row(row)} is no list of messages that ends with a user's and an assistant's. "
+            problem = (
+                f"{self.source.row(row)} is not a list of messages that ends with a user's and an assistant's message. "
+            )
             raise FedspanError(where, column, problem=problem + self._skip)
         history = json.dumps(messages[:-2], ensure_ascii=False)
         return {"text": messages[-2]["content"], "answer": messages[-1]["content"], "history": history}
@@ -190,11 +198,12 @@ def parse_conversation(value: object) -> list[dict[str, str]] | None:
     """Return the messages of a conversation; None if it does not end with a user's and an assistant's."""
     try:
         messages = [
-            {"role": str(one["role"]), "content": str(one["content"])} for one in cast(list[Mapping[str, Any]], value)
+            {"role": str(message["role"]), "content": str(message["content"])}
+            for message in cast(list[Mapping[str, Any]], value)
         ]
     except (TypeError, KeyError):
         return None
-    roles = [one["role"] for one in messages]
+    roles = [message["role"] for message in messages]
     if len(messages) < 2 or roles[-2:] != ["user", "assistant"] or not messages[-1]["content"].strip():
         return None
     return messages
@@ -208,36 +217,36 @@ _Read = tuple[dict[str, pa.ChunkedArray], set[str], list[str] | None]
 
 
 def _read_texts(reader: _Reader, config: DataConfig) -> tuple[dict[str, pa.ChunkedArray], set[str]]:
-    columns = {"text": reader.texts(config.text, "text")}
+    columns = {"text": reader.read_texts(config.text, "text")}
     if config.text_pair is not None:
-        columns["text_pair"] = reader.texts(config.text_pair, "text_pair")
+        columns["text_pair"] = reader.read_texts(config.text_pair, "text_pair")
     return columns, {config.text, config.text_pair or config.text, config.label or "label"}
 
 
 def _read_classification(reader: _Reader, config: DataConfig) -> _Read:
     columns, used = _read_texts(reader, config)
-    return columns, used, reader.classes(config.label or "label")
+    return columns, used, reader.read_classes(config.label or "label")
 
 
 def _read_regression(reader: _Reader, config: DataConfig) -> _Read:
     columns, used = _read_texts(reader, config)
-    return {**columns, "target": reader.numbers(config.label or "label")}, used, None
+    return {**columns, "target": reader.read_numbers(config.label or "label")}, used, None
 
 
 def _read_language(reader: _Reader, config: DataConfig) -> _Read:
     if config.messages is not None:
-        columns = reader.conversations(config.messages)
+        columns = reader.read_conversations(config.messages)
     elif config.prompt is not None:
-        columns = {"text": reader.prompts(config.prompt), "answer": reader.texts(config.answer, "answer")}
+        columns = {"text": reader.read_prompts(config.prompt), "answer": reader.read_texts(config.answer, "answer")}
     else:
         expected = "a text such as 'Q: {question} A: ', the name of a template, or data.messages in its place"
         raise FedspanError(f"{reader.field}.prompt", None, expected, problem="causal-lm needs a prompt")
-    return columns, set(), None if config.label is None else reader.classes(config.label)
+    return columns, set(), None if config.label is None else reader.read_classes(config.label)
 
 
 def _read_images(reader: _Reader, config: DataConfig) -> _Read:
-    columns = {"image": reader.images(config.image)}
-    return columns, {config.image, config.label or "label"}, reader.classes(config.label or "label")
+    columns = {"image": reader.read_images(config.image)}
+    return columns, {config.image, config.label or "label"}, reader.read_classes(config.label or "label")
 
 
 _READERS: Mapping[TaskName, Callable[[_Reader, DataConfig], _Read]] = {

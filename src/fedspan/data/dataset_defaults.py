@@ -1,4 +1,4 @@
-"""Settings that ``data.dataset`` takes from the catalogue, written out."""
+"""Settings that ``data.dataset`` implies, from the catalogue of data sets."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def fill_data_defaults(config: DataConfig, field: str = "data") -> DataConfig:
     if config.dataset is None:
         return config
     entry = get_dataset_entry(config.dataset, f"{field}.dataset")
-    known = _get_train_defaults(entry, config, field)
+    defaults = _get_train_defaults(entry, config, field)
     if config.messages is None:
-        known["prompt"] = entry.prompt
-    known["invalid"] = entry.invalid
-    given = config.model_dump(exclude_unset=True)
+        defaults["prompt"] = entry.prompt
+    defaults["invalid"] = entry.invalid
+    user_settings = config.model_dump(exclude_unset=True)
     if config.train is None:  # an explicit null leaves it to the catalogue, too
-        given.pop("train", None)
+        user_settings.pop("train", None)
     try:
-        return DataConfig.model_validate({**known, **given})
+        return DataConfig.model_validate({**defaults, **user_settings})
     except pydantic.ValidationError as error:
         message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
         raise FedspanError(f"{field}.dataset", config.dataset, f"settings that fit it: {message}") from None
@@ -52,8 +52,8 @@ def _get_train_defaults(entry: DatasetEntry, config: DataConfig, field: str) -> 
     hub = entry.hub
     if config.train is None:
         if hub is None:
-            named = "" if entry.files is None else f" such as {entry.files.train}"
-            expected = f"the path of a local file{named}: {entry.key} is not on the hub ({entry.source} tells more)"
+            example = "" if entry.files is None else f" such as {entry.files.train}"
+            expected = f"the path of a local file{example}: {entry.key} is not on the hub (see {entry.source})"
             raise FedspanError(f"{field}.train", None, expected)
     elif not has_own_splits(config.train):
         return _get_file_defaults(entry, config.train)
@@ -65,19 +65,19 @@ def _get_train_defaults(entry: DatasetEntry, config: DataConfig, field: str) -> 
 
 
 def _get_file_defaults(entry: DatasetEntry, path: str) -> dict[str, Any]:
-    there = read_column_names(path)
+    names = read_column_names(path)
     original, hub = entry.file_columns, entry.columns
     header = None if entry.files is None else entry.files.header
     quoting = None if entry.files is None else entry.files.quoting
-    if there is not None and (header is not None or not _has_columns(there, original)) and _has_columns(there, hub):
+    if names is not None and (header is not None or not _has_columns(names, original)) and _has_columns(names, hub):
         return _list_options(hub)
     # In an original file without a header, the first line is an example.
-    headless = there is not None and not _has_columns(there, original) and bool(_DELIMITED.search(path.lower()))
-    return {**_list_options(original), "columns": header if headless else None, "quoting": quoting}
+    has_no_header = names is not None and not _has_columns(names, original) and bool(_DELIMITED.search(path.lower()))
+    return {**_list_options(original), "columns": header if has_no_header else None, "quoting": quoting}
 
 
-def _has_columns(there: list[str], columns: Columns) -> bool:
-    return set(columns.model_dump(exclude_none=True).values()) <= set(there)
+def _has_columns(names: list[str], columns: Columns) -> bool:
+    return set(columns.model_dump(exclude_none=True).values()) <= set(names)
 
 
 def _list_options(columns: Columns) -> dict[str, Any]:

@@ -25,11 +25,11 @@ def read_delimited(path: Path, kind: str, config: DataConfig, limit: int | None 
     Args:
         path: The file; ``.gz`` is unpacked.
         kind: The suffix without a dot, ``csv``, ``tsv`` or ``txt``.
-        config: The user's options; what they leave out is detected.
+        config: The user's options; options that are not set are detected.
         limit: Number of bytes of the beginning that are read; None: the whole file.
 
     Raises:
-        ValueError: If the file is not in the dialect or encoding that was named or detected.
+        ValueError: If the file does not match the requested or detected dialect or encoding.
     """
     content, whole = read_beginning(path, limit)
     content, encoding = convert_to_utf8(content, config.encoding, whole=whole)
@@ -39,7 +39,7 @@ def read_delimited(path: Path, kind: str, config: DataConfig, limit: int | None 
     table, bad = _parse(content, dialect, skip_invalid=config.invalid == "skip" or not whole)
     table = table.rename_columns(_fill_names(table.column_names))
     notes = _describe_format(encoding, kind, dialect, config)
-    # A beginning that ends inside a quoted text ends in one broken row; it is no mistake of the file.
+    # A sample that ends inside a quoted text ends in one malformed row, which is not an error in the file.
     kept = None if not bad or not whole else _list_kept_rows(len(table), bad)
     return ReadTable(table, dialect.header, tuple(notes), kept, len(bad) if whole else 0, whole)
 
@@ -53,13 +53,13 @@ def read_column_names(path: Path, kind: str) -> list[str]:
     """
     content, whole = read_beginning(path, _SAMPLE)
     content, _ = convert_to_utf8(content, whole=whole)
-    found = detect_dialect(_take_sample(content), tabs=kind == "tsv", header=True)
-    return [name.strip() for name in found.names]
+    dialect = detect_dialect(_take_sample(content), tabs=kind == "tsv", header=True)
+    return [name.strip() for name in dialect.names]
 
 
 def _detect_file_dialect(content: bytes, kind: str, config: DataConfig) -> Dialect:
     roles = ("text", "text_pair", "label", "answer", "image", "messages", "group")
-    wanted = {getattr(config, role) for role in roles if role in config.model_fields_set} - {None}
+    requested = {getattr(config, role) for role in roles if role in config.model_fields_set} - {None}
     return detect_dialect(
         _take_sample(content),
         tabs=kind == "tsv",
@@ -67,7 +67,7 @@ def _detect_file_dialect(content: bytes, kind: str, config: DataConfig) -> Diale
         quoting=config.quoting,
         header=config.header,
         names=config.columns,
-        wanted=wanted,
+        wanted=requested,
     )
 
 
@@ -111,18 +111,18 @@ def _parse(content: bytes, dialect: Dialect, *, skip_invalid: bool) -> tuple[pa.
 
 
 def _fill_names(names: Sequence[str]) -> list[str]:
-    """Return the names without spaces around them; columns without a name are named by position."""
+    """Strip the names; name columns without a name by their position."""
     return [name.strip() or f"column_{number}" for number, name in enumerate(names, start=1)]
 
 
 def _list_kept_rows(rows: int, bad: Sequence[int]) -> list[int]:
-    """Return the positions in the file of the rows that are left."""
+    """List the positions in the file of the remaining rows."""
     left_out = set(bad)
     return [position for position in range(rows + len(bad)) if position not in left_out]
 
 
 def _describe_format(encoding: str, kind: str, dialect: Dialect, config: DataConfig) -> list[str]:
-    """Describe what was detected and differs from what the file's suffix promises."""
+    """Describe the detected options that differ from the convention of the file's suffix."""
     notes: list[str] = []
     detected = []
     if config.encoding is None and encoding != "utf-8":

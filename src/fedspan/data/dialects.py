@@ -28,9 +28,9 @@ Quoting = Literal["double", "single", "none"]
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "pipes"}
 _CHARACTERS: dict[Quoting, str] = {"double": '"', "single": "'"}
 _ROWS = 1000
-"""Number of rows that are examined."""
+"""Number of rows that are inspected."""
 _LONGEST = 65536
-"""Number of characters of a row beyond which the sample ends: a quote that is never closed."""
+"""Maximum length of a row in characters; beyond it the sample ends, because a quote is not closed."""
 _EXCEL_LINE = re.compile(r"sep=(.)\r?\n")
 
 
@@ -68,29 +68,29 @@ def detect_dialect(
     names: Sequence[str] | None = None,
     wanted: Collection[str] = (),
 ) -> Dialect:
-    """Detect what the user left out of a file's dialect.
+    """Detect the options of a file's dialect that the user did not set.
 
     Args:
         sample: The beginning of the file, cut at a line's end.
-        tabs: Whether the file's suffix promises tabs (``.tsv``), and with them no quoting; else commas.
+        tabs: Whether the file's suffix implies tabs without quoting (``.tsv``) rather than commas.
         delimiter: The delimiter; None: detected.
         quoting: The quoting; None: detected.
         header: Whether the first row names the columns; None: detected.
-        names: Names of the columns of a file without a header; None: they are named by position.
-        wanted: Names of columns that the user asks for; a first row that has one of them is a header.
+        names: Names of the columns of a file without a header; None: names by position.
+        wanted: Names of columns that the user requested; a first row with one of them is a header.
     """
-    marked = _EXCEL_LINE.match(sample)
+    excel_line = _EXCEL_LINE.match(sample)
     skip = 0
-    if marked is not None and delimiter in (None, marked[1]):
-        delimiter, skip = marked[1], marked.end()
+    if excel_line is not None and delimiter in (None, excel_line[1]):
+        delimiter, skip = excel_line[1], excel_line.end()
         sample = sample[skip:]
-    usual = "\t" if tabs else ","
+    default = "\t" if tabs else ","
     candidates: list[tuple[str, Quoting]] = []
-    for each in [delimiter] if delimiter else sorted(DELIMITERS, key=lambda one: one != usual):
-        for kind in _list_quotings(quoting, tabs and each == "\t"):
-            candidates.append((each, kind))
+    for character in [delimiter] if delimiter else sorted(DELIMITERS, key=lambda each: each != default):
+        for kind in _list_quotings(quoting, tabs and character == "\t"):
+            candidates.append((character, kind))
     parsed = {candidate: _split_rows(sample, *candidate) for candidate in candidates}
-    best = max(candidates, key=lambda candidate: _measure_fit(parsed[candidate]))  # the first of equals
+    best = max(candidates, key=lambda candidate: _measure_fit(parsed[candidate]))  # the first of equally good ones
     if quoting is None and best[1] == "none" and _is_enclosed(parsed[best]):
         best = (best[0], "double")
     rows = parsed[best]
@@ -102,7 +102,7 @@ def detect_dialect(
 
 
 def _list_quotings(named: Quoting | None, plain: bool) -> list[Quoting]:
-    """Order the quotings: GLUE's tsv files hold single quotes as they are, a csv encloses fields in them."""
+    """List the candidate quotings, the likelier first: tsv files often have literal quotes, csv files quote fields."""
     if named is not None:
         return [named]
     return ["none", "double"] if plain else ["double", "none"]
@@ -128,10 +128,10 @@ def _split_rows(sample: str, delimiter: str, quoting: Quoting) -> list[list[str]
 def _measure_fit(rows: Sequence[Sequence[str]]) -> tuple[float, int]:
     """Return the share of rows with the most frequent number of fields, at least two, and the number of rows."""
     counts = Counter(len(row) for row in rows)
-    fields, frequency = max(counts.items(), key=lambda one: (one[1], one[0]), default=(0, 0))
+    fields, frequency = max(counts.items(), key=lambda item: (item[1], item[0]), default=(0, 0))
     if fields < 2:
         return 0.0, 0
-    # A quote that is never closed makes one long row of many, in which all others may agree.
+    # A quote that is never closed merges many rows into one, so the remaining rows agree trivially.
     return frequency / len(rows), min(1, len(rows) - 1)
 
 
@@ -160,28 +160,28 @@ def make_positional_names(count: int) -> tuple[str, ...]:
 def has_header(rows: Sequence[Sequence[str]], wanted: Collection[str] = ()) -> bool:
     """Decide whether the first row names the columns or is an example itself.
 
-    A value of the first row that occurs again in a column of few values, or a number in a column of numbers, speaks for
-    an example; a word above numbers, or one that such a column does not repeat, for a name. Where neither outweighs the
-    other, a usual name (``text``, ``label``) speaks for names, and a sentence for an example.
+    A value of the first row that recurs in a column of few values, or a number in a column of numbers, is evidence of
+    an example; a word above numbers, or one that such a column does not repeat, is evidence of a name. In case of a
+    tie, a common name (``text``, ``label``) indicates names, and a sentence indicates an example.
 
     Args:
         rows: The first rows.
-        wanted: Names of columns that the user asks for.
+        wanted: Names of columns that the user requested.
     """
     first, body = (rows[0], rows[1:]) if rows else ((), ())
     if not body or {name.strip() for name in first} & set(wanted):
         return True
-    if list(first) == [str(number) for number in range(len(first))]:  # pandas' names where there were none
+    if list(first) == [str(number) for number in range(len(first))]:  # the names that pandas assigns to unnamed columns
         return True
     votes = sum(
         _vote(name.strip(), [row[index].strip() for row in body if index < len(row)])
         for index, name in enumerate(first)
     )
-    usual = sum(name.strip().lower() in _USUAL for name in first)
-    return usual > 1 or votes > 0 or (votes == 0 and (usual == 1 or not any(map(_is_sentence, first))))
+    usual_names = sum(name.strip().lower() in _COMMON_NAMES for name in first)
+    return usual_names > 1 or votes > 0 or (votes == 0 and (usual_names == 1 or not any(map(_is_sentence, first))))
 
 
-_USUAL = {
+_COMMON_NAMES = {
     *(
         "text",
         "label",
@@ -202,13 +202,13 @@ _USUAL = {
 
 def _vote(name: str, values: Sequence[str]) -> int:
     """Return 1 if a first value looks like the name of a column's values, -1 if it looks like one of them, else 0."""
-    held = [value for value in values if value]
-    if not name or not held:
+    present = [value for value in values if value]
+    if not name or not present:
         return 0
-    if sum(map(_is_number, held)) >= 0.9 * len(held):
+    if sum(map(_is_number, present)) >= 0.9 * len(present):
         return -1 if _is_number(name) else 1
-    counts = Counter(held)
-    if len(counts) <= max(1, len(held) // 2):
+    counts = Counter(present)
+    if len(counts) <= max(1, len(present) // 2):
         return -1 if name in counts else 1
     return 0
 

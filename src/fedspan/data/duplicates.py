@@ -20,17 +20,23 @@ from fedspan.errors import FedspanError
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["content_codes", "describe_shared", "encode_groups", "find_shared_between_clients", "find_shared_with_test"]
+__all__ = [
+    "describe_shared",
+    "encode_contents",
+    "encode_groups",
+    "find_shared_between_clients",
+    "find_shared_with_test",
+]
 
 _INPUTS = ("text", "text_pair", "history")
 _CHUNK = 1 << 16
 """Examples whose texts are in memory at a time."""
 
 
-def content_codes(*parts: datasets.Dataset) -> list[np.ndarray]:
-    """Return a number for the content of every example, equal for equal inputs, whatever their answers.
+def encode_contents(*parts: datasets.Dataset) -> list[np.ndarray]:
+    """Encode the content of every example as a number, equal for equal inputs, regardless of their labels.
 
-    Texts are equal up to spaces around them, images if their files are.
+    Texts are compared without surrounding spaces, images by their files.
 
     Args:
         parts: Data sets as in `LoadedData`.
@@ -93,7 +99,7 @@ def _compute_digest(row: dict[str, Any]) -> str:
 
 
 def encode_groups(dataset: datasets.Dataset, config: DataConfig, field: str) -> np.ndarray | None:
-    """Return the number of each example's group, int64, (examples,); None if the user named no groups.
+    """Encode the group of each example as a number, int64, (examples,); None if the config has no groups.
 
     Args:
         dataset: Training examples as in `LoadedData`.
@@ -106,9 +112,9 @@ def encode_groups(dataset: datasets.Dataset, config: DataConfig, field: str) -> 
     if config.group is None:
         return None
     if config.group in (config.text, config.image) and {"text", "image"} & set(dataset.column_names):
-        return content_codes(dataset)[0]
-    ours = {config.text_pair: "text_pair", config.label or "label": "label"}
-    column = ours.get(config.group, config.group)
+        return encode_contents(dataset)[0]
+    column_by_option = {config.text_pair: "text_pair", config.label or "label": "label"}
+    column = column_by_option.get(config.group, config.group)
     if column not in dataset.column_names:
         raise FedspanError(
             f"{field}.group", config.group, problem=describe_missing_column(config.group, dataset.column_names)
@@ -123,8 +129,8 @@ def encode_groups(dataset: datasets.Dataset, config: DataConfig, field: str) -> 
 
 def find_shared_with_test(train: datasets.Dataset, test: datasets.Dataset) -> int:
     """Return the number of test examples that also occur in the training data."""
-    ours, theirs = content_codes(train, test)
-    return int(np.isin(theirs, ours).sum())
+    train_codes, test_codes = encode_contents(train, test)
+    return int(np.isin(test_codes, train_codes).sum())
 
 
 def find_shared_between_clients(dataset: datasets.Dataset, parts: Partition) -> tuple[int, int]:
@@ -134,38 +140,38 @@ def find_shared_between_clients(dataset: datasets.Dataset, parts: Partition) -> 
         The number of examples of validation and test parts that also occur in a training part, and the number of
         examples that occur at several clients.
     """
-    (codes,) = content_codes(dataset)
+    (codes,) = encode_contents(dataset)
     flat = parts.parts
     sizes = flat.sizes.reshape(-1)
-    held = codes[flat.rows]
+    row_codes = codes[flat.rows]
     is_training = np.repeat(np.arange(len(sizes)) % 3 == 0, sizes)
     client = np.repeat(np.arange(len(sizes)) // 3, sizes)
     trained = np.zeros(int(codes.max()) + 1, bool)
-    trained[held[is_training]] = True
-    pairs = np.unique(np.stack([held, client]), axis=1)[0]
-    several = np.bincount(pairs, minlength=len(trained)) > 1
-    return int(trained[held[~is_training]].sum()), int(several[held].sum())
+    trained[row_codes[is_training]] = True
+    pairs = np.unique(np.stack([row_codes, client]), axis=1)[0]
+    is_shared = np.bincount(pairs, minlength=len(trained)) > 1
+    return int(trained[row_codes[~is_training]].sum()), int(is_shared[row_codes].sum())
 
 
 def describe_shared(dataset: datasets.Dataset, parts: Partition, config: DataConfig, natural: bool) -> tuple[str, ...]:
-    """Return a remark on equal examples across a partition; none if there are none.
+    """Describe equal examples across a partition, as a remark; empty if there are none.
 
     Args:
         dataset: The partitioned examples.
         parts: Their partition.
         config: Options that name the columns.
-        natural: Whether a column decides which client holds an example.
+        natural: Whether a column assigns the examples to clients.
     """
-    held_out, several = find_shared_between_clients(dataset, parts)
-    found: list[str] = []
+    held_out, shared = find_shared_between_clients(dataset, parts)
+    findings: list[str] = []
     if held_out:
-        found.append(f"{held_out:,} validation and test examples of clients also occur in training parts")
-    if several:
-        found.append(f"{several:,} of {len(dataset):,} training examples occur at several clients")
-    if not found:
+        findings.append(f"{held_out:,} validation and test examples of clients also occur in training parts")
+    if shared:
+        findings.append(f"{shared:,} of {len(dataset):,} training examples occur at several clients")
+    if not findings:
         return ()
     column = config.image if "image" in dataset.column_names else config.text
     advice = f"data.group: {column} keeps equal examples together"
     if natural:
-        advice = "the column of clients decides where an example is"
-    return (f"duplicates: {' and '.join(found)} ({advice})",)
+        advice = "the column of clients determines the partition"
+    return (f"duplicates: {' and '.join(findings)} ({advice})",)

@@ -1,7 +1,7 @@
-"""Text encodings of files: named by the user, marked in the file, or detected.
+"""Text encodings of files: set by the user, marked in the file, or detected.
 
-UTF-8 and UTF-16 are recognised by their own rules. Older encodings of one or two bytes a character are ranked by
-charset-normalizer, among those that are in use: of two that fit equally well, the more common one is taken.
+UTF-8 and UTF-16 are recognized by their own rules. Older encodings of one or two bytes a character are ranked by
+charset-normalizer, among those that are in use: of two that fit equally well, the more common one is selected.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-_OLDER = (
+_LEGACY = (
     *("cp1252", "cp1250", "cp1251", "cp1254", "cp1253", "cp1257", "cp1255", "cp1256"),
     *("shift_jis", "gb18030", "euc_kr", "big5", "euc_jp", "koi8_r", "tis_620", "cp1258", "mac_roman"),
 )
-"""Encodings that are tried where a file is not Unicode, the most common first."""
+"""Encodings that are tried for files that are not Unicode, the most common first."""
 _SAMPLE = 1 << 16
 """Number of bytes that the ranking examines."""
 _PIECE = 1 << 20
@@ -39,7 +39,7 @@ def decode(content: bytes, encoding: str | None = None, *, whole: bool = True) -
     Args:
         content: The file's bytes, or its beginning.
         encoding: The encoding; None: it is detected.
-        whole: Whether `content` is the whole file. A beginning may end inside a character, which is left out.
+        whole: Whether `content` is the whole file. A partial file may end inside a character, which is dropped.
 
     Returns:
         The text without a byte order mark, and the name of the encoding.
@@ -59,7 +59,7 @@ def decode(content: bytes, encoding: str | None = None, *, whole: bool = True) -
 
 
 def decode_all(contents: Mapping[str, bytes], encoding: str | None = None) -> list[tuple[str, str]]:
-    """Decode files that belong together; those that are not Unicode are in one encoding.
+    """Decode related files; all files that are not Unicode have the same encoding.
 
     Args:
         contents: The files' bytes by name.
@@ -69,13 +69,13 @@ def decode_all(contents: Mapping[str, bytes], encoding: str | None = None) -> li
         ValueError: As `decode`; the message begins with the name of the file.
     """
     shared = encoding
-    if encoding is None and (older := [content for content in contents.values() if not _is_unicode(content)]):
-        shared = _detect_legacy_encoding(b"\n".join(older))
+    if encoding is None and (legacy := [content for content in contents.values() if not _is_unicode(content)]):
+        shared = _detect_legacy_encoding(b"\n".join(legacy))
     decoded: list[tuple[str, str]] = []
     for name, content in contents.items():
-        named = shared if encoding is not None or not _is_unicode(content) else None
+        file_encoding = shared if encoding is not None or not _is_unicode(content) else None
         try:
-            decoded.append(decode(content, named))
+            decoded.append(decode(content, file_encoding))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     return decoded
@@ -87,7 +87,7 @@ def _is_unicode(content: bytes) -> bool:
     try:
         content.decode()
     except UnicodeDecodeError:
-        return _is_damaged_utf8(content)  # which `decode` reports
+        return _is_damaged_utf8(content)  # `decode` reports the position
     return True
 
 
@@ -104,7 +104,7 @@ def convert_to_utf8(content: bytes, encoding: str | None = None, *, whole: bool 
             return content.removeprefix(codecs.BOM_UTF8), name
         return b"".join(piece.encode() for piece in pieces).removeprefix(codecs.BOM_UTF8), name
     except (LookupError, UnicodeError):
-        return decode(content, encoding, whole=whole)[0].encode(), name  # which says what is wrong
+        return decode(content, encoding, whole=whole)[0].encode(), name  # its error describes the problem
 
 
 def _decode_with(decoder: codecs.IncrementalDecoder, content: bytes, whole: bool) -> Generator[str]:
@@ -125,12 +125,12 @@ def _detect_encoding(content: bytes, *, whole: bool) -> str:
         return "utf-8"
     except UnicodeDecodeError:
         if _is_damaged_utf8(content):
-            return "utf-8"  # decoding it reports where
+            return "utf-8"  # decoding reports the position
     return _detect_legacy_encoding(content)
 
 
 def _detect_utf16(head: bytes) -> str | None:
-    """Recognise UTF-16 without a mark by the zero byte of each ASCII character."""
+    """Recognize UTF-16 without a mark by the zero byte of each ASCII character."""
     high, low = head[0::2].count(0), head[1::2].count(0)
     if max(high, low) * 4 <= len(head) or min(high, low) * 20 > len(head):
         return None
@@ -140,13 +140,13 @@ def _detect_utf16(head: bytes) -> str | None:
 def _is_damaged_utf8(content: bytes) -> bool:
     """Check whether the non-ASCII characters of a file are nearly all valid UTF-8, which chance does not produce."""
     text = content.decode("utf-8", errors="replace")
-    wrong = text.count("\ufffd")
-    right = sum(map(len, re.findall(r"[^\x00-\x7f\ufffd]+", text)))
-    return right >= 8 * wrong
+    invalid = text.count("\ufffd")
+    valid = sum(map(len, re.findall(r"[^\x00-\x7f\ufffd]+", text)))
+    return valid >= 8 * invalid
 
 
 def _detect_legacy_encoding(content: bytes) -> str:
-    # Only lines with other characters than ASCII distinguish the candidates.
+    # Only lines with non-ASCII characters distinguish the candidates.
     lines = (line for line in content.splitlines(keepends=True) if not line.isascii())
     sample = bytearray()
     for line in lines:
@@ -154,9 +154,9 @@ def _detect_legacy_encoding(content: bytes) -> str:
         if len(sample) >= _SAMPLE:
             break
     ranked: list[tuple[float, float, int, str]] = []
-    for match in from_bytes(bytes(sample), cp_isolation=list(_OLDER)):
-        fitting = [name for name in match.could_be_from_charset if name in _OLDER]
-        ranked += [(match.chaos, -match.coherence, _OLDER.index(name), name) for name in fitting]
+    for match in from_bytes(bytes(sample), cp_isolation=list(_LEGACY)):
+        candidates = [name for name in match.could_be_from_charset if name in _LEGACY]
+        ranked += [(match.chaos, -match.coherence, _LEGACY.index(name), name) for name in candidates]
     for *_, name in sorted(ranked):
         try:
             content.decode(name)
@@ -171,5 +171,5 @@ def _describe_position(error: UnicodeError, name: str, content: bytes) -> str:
     if not isinstance(error, UnicodeDecodeError):
         return f"the content is not in {name}: {error}"
     line = 1 + content.count(b"\n", 0, error.start)
-    found = error.object[error.start : error.end]
-    return f"line {line} is not in {name} (byte {error.start}, {found.hex(' ')})"
+    invalid_bytes = error.object[error.start : error.end]
+    return f"line {line} is not in {name} (byte {error.start}, {invalid_bytes.hex(' ')})"

@@ -25,14 +25,14 @@ def read_excel(path: Path, where: str, config: DataConfig, field: str, option: s
 
     Args:
         path: The file.
-        where: The user's spelling of the path.
+        where: The path as the user wrote it.
         config: The user's options.
         field: The user's name of `config`.
         option: The option that names the path.
 
     Raises:
         FedspanError: If the extra is not installed or there is no such sheet.
-        ValueError: If the file is no workbook, or a row has more fields than the header.
+        ValueError: If the file is not a workbook, or a row has more fields than the header.
     """
     try:
         import python_calamine
@@ -75,12 +75,12 @@ def _build_table(rows: list[list[Any]], config: DataConfig, notes: tuple[str, ..
             raise ValueError(f"expected {len(config.columns)} columns, got {len(rows[0])}")
         names = list(config.columns)
     elif header:
-        names = [name.strip() or other for name, other in zip(texts[0], by_position, strict=True)]
+        names = [name.strip() or default for name, default in zip(texts[0], by_position, strict=True)]
     else:
         names = list(by_position)
     if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the column {twice!r} is there twice")
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the column {duplicate!r} occurs twice")
     body = rows[1:] if header else rows
     return ReadTable(make_table(dict(zip(names, row, strict=True)) for row in body), header, notes)
 

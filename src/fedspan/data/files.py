@@ -1,4 +1,4 @@
-"""One split, read unchanged from a local file, a built-in corpus or the hub; every failure names what to change."""
+"""One split, read unchanged from a local file, a built-in corpus or the hub; every error names the option to change."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["IN_MEMORY", "flatten", "has_own_splits", "make_plain_dataset", "read_column_names", "read_source"]
 
 IN_MEMORY = "python:data"
-"""The value of ``data.train`` and ``data.test`` where the data were passed from Python."""
+"""Value of ``data.train`` and ``data.test`` if the data were passed from Python."""
 
 _DELIMITED = ("csv", "tsv", "txt")
 _PACKABLE = (".csv", ".tsv", ".txt", ".jsonl", ".json")
@@ -62,7 +62,7 @@ def read_source(config: DataConfig, part: Literal["train", "test"], field: str, 
     """
     option = f"{field}.{part}"
     where = config.train if part == "train" or config.test is None else config.test
-    if where is None:  # only a config that names a data set lacks it, and that one is filled earlier
+    if where is None:  # only missing with data.dataset, which fills it earlier
         raise FedspanError(option, where, problem="this field is required")
     split = config.train_split if part == "train" else config.test_split or "test"
 
@@ -137,7 +137,7 @@ def _get_suffix(path: Path) -> str:
 
 def _is_hub_id(where: str) -> bool:
     path = Path(where)
-    # A hub id may have dots (v1.5) but rarely ends like a file; "notes.txt" is a file that cannot be read.
+    # A hub id may have dots (v1.5) but rarely a file's suffix; "notes.txt" is a missing file.
     looks_like_file = _get_suffix(path) or _FILE_SUFFIX.fullmatch(path.suffix)
     # os.path, since Path raises for a name that is too long for the disk.
     is_local = os.path.exists(path) or ("/" in where and os.path.isdir(path.parent))
@@ -150,23 +150,23 @@ def _read_file(path: Path, where: str, config: DataConfig, field: str, option: s
         raise FedspanError(option, where, problem=f"there is no file {where!r}. {_describe_folder(path)}")
     if not suffix:
         known = ", ".join((*SUFFIXES, *archives.SUFFIXES))
-        problem = f"{where!r} is of no kind that is read. Files end in {known}; images can be idx files or folders."
+        problem = f"{where!r} has no supported format. Files end in {known}; images can be idx files or folders."
         raise FedspanError(option, where, problem=problem)
     kind = suffix.removesuffix(".gz").removeprefix(".")
     if config.columns is not None and kind not in _DELIMITED and suffix not in excel.SUFFIXES:
-        problem = f"{where} has names of columns of its own; only csv, tsv, txt and Excel files may lack them"
+        problem = f"{where} has its own column names; only csv, tsv, txt and Excel files may lack them"
         raise FedspanError(f"{field}.columns", config.columns, problem=problem)
 
     def read() -> Source:
         if kind == "parquet":
-            found = _read_parquet(path, limit)
+            table_read = _read_parquet(path, limit)
         elif suffix in excel.SUFFIXES:
-            found = excel.read_excel(path, where, config, field, option)
+            table_read = excel.read_excel(path, where, config, field, option)
         elif kind in _DELIMITED:
-            found = delimited.read_delimited(path, kind, config, limit)
+            table_read = delimited.read_delimited(path, kind, config, limit)
         else:
-            found = read_json(path, kind, config.encoding, limit)
-        return _make_source(found, kind, where, option)
+            table_read = read_json(path, kind, config.encoding, limit)
+        return _make_source(table_read, kind, where, option)
 
     source = _convert_errors(read, kind, where, option, lambda reason: _suggest_remedy(kind, reason, config, field))
     rows = source.dataset
@@ -179,14 +179,14 @@ def _read_file(path: Path, where: str, config: DataConfig, field: str, option: s
 def _convert_errors(
     read: Callable[[], Source], what: str, where: str, option: str, hint: Callable[[str], str] = lambda reason: ""
 ) -> Source:
-    """Read something, and turn what a reader raises into an error that names the option.
+    """Read a source, and convert the errors of a reader into an error that names the option.
 
     Args:
-        read: Function that reads it.
-        what: What it should be.
-        where: The user's spelling of its path.
-        option: The option that names it.
-        hint: Returns the advice that follows a reader's reason.
+        read: Function that reads the source.
+        what: The expected format.
+        where: The path as the user wrote it.
+        option: The option that contains the path.
+        hint: Function that returns the advice for a reader's reason.
     """
     try:
         return read()
@@ -201,41 +201,47 @@ def _convert_errors(
 
 
 def _suggest_remedy(kind: str, reason: str, config: DataConfig, field: str) -> str:
-    """Return the options that help against a reader's reason."""
+    """Suggest the options that may fix a reader's error."""
     if "encoding" in reason or "is not in" in reason or "UTF" in reason:
-        return f" The encoding can be named: {field}.encoding."
+        return f" Set the encoding with {field}.encoding."
     if kind not in _DELIMITED:
         return ""
     if "columns, got" in reason:
         named = [f"{field}.{name}" for name in ("delimiter", "quoting") if getattr(config, name) is None]
-        form = f", or name the file's form: {' and '.join(named)}" if named else ""
-        return f" To leave such rows out, set {field}.invalid: skip{form}."
-    return f" The file's form can be named: {field}.delimiter, {field}.quoting and {field}.encoding."
+        advice = f", or set the file's dialect: {' and '.join(named)}" if named else ""
+        return f" To leave such rows out, set {field}.invalid: skip{advice}."
+    return f" Set the file's dialect with {field}.delimiter, {field}.quoting and {field}.encoding."
 
 
-def _make_source(found: ReadTable, kind: str, where: str, option: str) -> Source:
-    names = found.table.column_names
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise FedspanError(option, where, problem=f"{where} has two columns named {twice!r}")
-    dataset = flatten(_make_dataset(found.table, kind, where, option))
+def _make_source(table_read: ReadTable, kind: str, where: str, option: str) -> Source:
+    names = table_read.table.column_names
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise FedspanError(option, where, problem=f"{where} has two columns named {duplicate!r}")
+    dataset = flatten(_make_dataset(table_read.table, kind, where, option))
     return Source(
-        dataset, where, found.header, kept=found.kept, notes=found.notes, skipped=found.skipped, whole=found.whole
+        dataset,
+        where,
+        table_read.header,
+        kept=table_read.kept,
+        notes=table_read.notes,
+        skipped=table_read.skipped,
+        whole=table_read.whole,
     )
 
 
 def _read_archived(path: Path, where: str, config: DataConfig, option: str) -> Source:
     files, left_out = archives.read_archive(path, {*PICTURES, *TEXTS})
     images = {parts: content for parts, content in files.items() if PurePath(parts[-1]).suffix.lower() in PICTURES}
-    chosen = images or {parts: content for parts, content in files.items() if len(parts) > 1}
-    left_out += ["/".join(parts) for parts in files if parts not in chosen]
+    selected = images or {parts: content for parts, content in files.items() if len(parts) > 1}
+    left_out += ["/".join(parts) for parts in files if parts not in selected]
     if images:
         return Source(make_archived_images(images, path.name), where, notes=describe_left_out(left_out))
-    return _make_source(make_text_table(chosen, path.name, config.encoding, left_out), "archive", where, option)
+    return _make_source(make_text_table(selected, path.name, config.encoding, left_out), "archive", where, option)
 
 
 def _read_parquet(path: Path, limit: int | None) -> ReadTable:
-    # Not read_table, which takes a folder called "seed=3" for a column.
+    # Not read_table, which parses a folder named "seed=3" as a column.
     with pyarrow.parquet.ParquetFile(path) as file:
         if limit is None or file.num_row_groups == 0:
             return ReadTable(file.read())
@@ -325,7 +331,7 @@ def _read_hub(where: str, name: str | None, split: str, option: str) -> datasets
 
     try:
         return cast(datasets.Dataset, datasets.load_dataset(where, name=name, split=split))
-    # Whatever the hub's client, its HTTP library or the files there raise, the user sees one line.
+    # Any error of the hub's client, its HTTP library or the files is reported in one line.
     except Exception as error:
         reason = _get_first_line(error)
         if "Unknown split" in reason:
@@ -335,5 +341,5 @@ def _read_hub(where: str, name: str | None, split: str, option: str) -> datasets
             field = option.rpartition(".")[0]
             problem = f"{where} has no such configuration ({reason})"
             raise FedspanError(f"{field}.hub_config", name, problem=problem) from error
-        problem = f"{where!r} is no local file, and cannot be read from the hub: {reason}"
+        problem = f"{where!r} is not a local file, and cannot be read from the hub: {reason}"
         raise FedspanError(option, where, problem=problem) from error

@@ -36,11 +36,13 @@ def infer_classes(paths: Sequence[Sequence[str]], name: str, suffixes: Collectio
         raise ValueError(f"{name} holds none ({', '.join(suffixes)})")
     depths = {len(parts) for parts in paths}
     if depths not in ({2}, {3}):
-        odd = next(parts for parts in paths if len(parts) not in (2, 3) or len(depths) > 1)
-        raise ValueError(f"{'/'.join(odd)} does not lie there as class/file, or domain/class/file for all of them")
-    tops = {parts[0] for parts in paths}
-    if depths == {3} and tops <= _PARTS:
-        raise ValueError(f"it holds the parts {', '.join(sorted(tops))}; name the folder of one")
+        misplaced = next(parts for parts in paths if len(parts) not in (2, 3) or len(depths) > 1)
+        raise ValueError(
+            f"{'/'.join(misplaced)} has another layout than class/file, or domain/class/file for all files"
+        )
+    top_folders = {parts[0] for parts in paths}
+    if depths == {3} and top_folders <= _PARTS:
+        raise ValueError(f"it holds the parts {', '.join(sorted(top_folders))}; name the folder of one")
     label = [parts[-2] for parts in paths]
     return {"label": label} if depths == {2} else {"label": label, "domain": [parts[0] for parts in paths]}
 
@@ -57,9 +59,9 @@ def describe_left_out(names: Sequence[str]) -> tuple[str, ...]:
     if not names:
         return ()
     files = f"{len(names):,} files that are" if len(names) > 1 else "1 file that is"
-    more = ", ..." if len(names) > 3 else ""
-    shown = ", ".join(map(escape_controls, names[:3]))
-    return (f"left out {files} no example by class ({shown}{more})",)
+    ellipsis = ", ..." if len(names) > 3 else ""
+    listed = ", ".join(map(escape_controls, names[:3]))
+    return (f"left out {files} no example by class ({listed}{ellipsis})",)
 
 
 def has_texts(path: Path) -> bool:
@@ -77,13 +79,13 @@ def read_texts(root: Path, encoding: str | None) -> ReadTable:
         OSError: If a file cannot be read.
     """
     files = {path.relative_to(root).parts: path for path in sorted(root.rglob("*")) if path.is_file()}
-    chosen = {
+    examples = {
         parts: path
         for parts, path in files.items()
         if path.suffix.lower() in TEXTS and is_example(parts) and len(parts) > 1
     }
-    left_out = ["/".join(parts) for parts in files if parts not in chosen]
-    contents = {parts: path.read_bytes() for parts, path in chosen.items()}
+    left_out = ["/".join(parts) for parts in files if parts not in examples]
+    contents = {parts: path.read_bytes() for parts, path in examples.items()}
     return make_text_table(contents, root.name, encoding, left_out)
 
 
@@ -104,9 +106,10 @@ def make_text_table(
     classes = infer_classes(list(files), name, TEXTS)
     decoded = decode_all({"/".join(parts): content for parts, content in files.items()}, encoding)
     texts = [text for text, _ in decoded]
-    other = Counter(found for _, found in decoded if encoding is None and found != "utf-8")
+    other = Counter(detected for _, detected in decoded if encoding is None and detected != "utf-8")
     notes = [
-        f"detected encoding {found} in {count} of {len(texts)} files (data.encoding)" for found, count in other.items()
+        f"detected encoding {detected} in {count} of {len(texts)} files (data.encoding)"
+        for detected, count in other.items()
     ]
     columns = {"text": texts, **classes, "file": ["/".join(parts) for parts in files]}
     return ReadTable(pa.table(columns), notes=(*notes, *describe_left_out(left_out)))

@@ -39,18 +39,18 @@ def draw_groups(
     if len(sizes) < 2 or most < 1:
         return np.empty(0, np.int64)
     classes = np.zeros(len(groups), np.int64) if labels is None else np.unique(labels, return_inverse=True)[1]
-    held: Any = coo_array((np.ones(len(groups), np.int64), (numbers, classes.reshape(-1)))).tocsr()
-    held.sum_duplicates()
-    starts: list[int] = held.indptr.tolist()
-    columns: list[int] = held.indices.tolist()
-    counts: list[int] = held.data.tolist()
+    counts_by_group: Any = coo_array((np.ones(len(groups), np.int64), (numbers, classes.reshape(-1)))).tocsr()
+    counts_by_group.sum_duplicates()
+    starts: list[int] = counts_by_group.indptr.tolist()
+    columns: list[int] = counts_by_group.indices.tolist()
+    counts: list[int] = counts_by_group.data.tolist()
     missing: list[float] = (np.bincount(classes.reshape(-1)) * (count / len(groups))).tolist()
     order, drawn = rng.permutation(len(sizes)), list[int]()
     for group in order.tolist():
-        own = range(starts[group], starts[group + 1])
+        entries = range(starts[group], starts[group + 1])
         # With h rows of a label where d are missing, the squared distance changes by h (h - 2 d).
-        if sum(counts[at] * (counts[at] - 2 * missing[columns[at]]) for at in own) < 0:
-            for at in own:
+        if sum(counts[at] * (counts[at] - 2 * missing[columns[at]]) for at in entries) < 0:
+            for at in entries:
                 missing[columns[at]] -= counts[at]
             drawn.append(group)
             if len(drawn) == most:

@@ -79,12 +79,12 @@ def _make_dataset(columns: Mapping[str, pa.Array]) -> datasets.Dataset:
 
 
 def _read_idx(path: Path) -> dict[str, pa.Array]:
-    beside = path.with_name(_IDX.sub(lambda found: found[1] + "labels" + found[2].replace("3", "1"), path.name))
-    if not beside.is_file():
-        raise ValueError(f"its labels are not beside it: {beside.name}")
-    images, labels = _read_idx_array(path, 3), _read_idx_array(beside, 1)
+    labels_path = path.with_name(_IDX.sub(lambda found: found[1] + "labels" + found[2].replace("3", "1"), path.name))
+    if not labels_path.is_file():
+        raise ValueError(f"its labels are missing: {labels_path.name}")
+    images, labels = _read_idx_array(path, 3), _read_idx_array(labels_path, 1)
     if len(images) != len(labels):
-        raise ValueError(f"it holds {len(images)} images, {beside.name} {len(labels)} labels")
+        raise ValueError(f"it holds {len(images)} images, {labels_path.name} {len(labels)} labels")
     header = b"P5 %d %d 255\n" % (images.shape[2], images.shape[1])  # a PGM is this header and the pixels
     return {"image": _encode_images([header + image.tobytes() for image in images]), "label": _format_labels(labels)}
 

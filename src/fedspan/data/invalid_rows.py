@@ -35,11 +35,13 @@ def drop_invalid_rows(
         # A missing column is an error, which the check of the columns reports better.
         values = [_get_values(dataset, column, task, config) for column in columns if column in dataset.column_names]
         if values:
-            invalid = [was or not any(row) for was, row in zip(invalid, zip(*values, strict=True), strict=True)]
-    kept = [row for row, lacks in enumerate(invalid) if not lacks]
-    if not kept:
+            invalid = [
+                is_invalid or not any(row) for is_invalid, row in zip(invalid, zip(*values, strict=True), strict=True)
+            ]
+    valid = [row for row, is_row_invalid in enumerate(invalid) if not is_row_invalid]
+    if not valid:
         raise FedspanError(f"{field}.{part}", source.name, problem=f"every row of {source.name} is invalid")
-    return source if len(kept) == len(dataset) else source.select(kept)
+    return source if len(valid) == len(dataset) else source.select(valid)
 
 
 def _get_values(dataset: datasets.Dataset, column: str, task: TaskName, config: DataConfig) -> Sequence[object]:

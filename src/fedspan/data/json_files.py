@@ -40,9 +40,9 @@ def read_json(path: Path, kind: str, encoding: str | None, limit: int | None = N
         records: list[Any] = _parse_lines(lines if whole else lines[:-1])
     else:
         records = _parse_list(text) if whole else _parse_beginning(text)
-    odd = next((row for row, record in enumerate(records, start=1) if not isinstance(record, dict)), None)
-    if odd is not None:
-        raise ValueError(f"row {odd}: not an object with the columns as its keys")
+    invalid_row = next((row for row, record in enumerate(records, start=1) if not isinstance(record, dict)), None)
+    if invalid_row is not None:
+        raise ValueError(f"row {invalid_row}: not an object with the columns as its keys")
     return ReadTable(make_table(records), notes=notes, whole=whole)
 
 
@@ -82,10 +82,10 @@ def _parse_list(text: str) -> list[Any]:
 def _parse_beginning(text: str) -> list[Any]:
     """Return the complete objects at the beginning of a list that is cut off."""
     decoder, records = json.JSONDecoder(), list[Any]()
-    at = text.find("[") + 1
-    while (start := text.find("{", at)) >= 0:
+    position = text.find("[") + 1
+    while (start := text.find("{", position)) >= 0:
         try:
-            record, at = decoder.raw_decode(text, start)
+            record, position = decoder.raw_decode(text, start)
         except ValueError:
             break
         records.append(record)

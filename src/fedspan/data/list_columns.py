@@ -63,10 +63,10 @@ def unwrap_lists(source: Source, config: DataConfig, task: TaskName, field: str)
 
 def _unwrap_labels(source: Source, column: str, config: DataConfig, field: str) -> list[object]:
     values: list[list[object] | None] = arrow_table(source.dataset.select_columns([column])).column(0).to_pylist()
-    odd = next((row for row, value in enumerate(values) if value is not None and len(value) != 1), None)
-    if odd is not None and config.invalid == "error":
-        count = len(values[odd] or ())
-        problem = f"{source.row(odd)} has {count} labels in column {column!r}, where one is expected. "
+    invalid_row = next((row for row, value in enumerate(values) if value is not None and len(value) != 1), None)
+    if invalid_row is not None and config.invalid == "error":
+        count = len(values[invalid_row] or ())
+        problem = f"{source.row(invalid_row)} has {count} labels in column {column!r}, where one is expected. "
         problem += f"To leave such rows out, set {field}.invalid: skip."
         raise FedspanError(f"{field}.label", column, problem=problem)
     return [value[0] if value is not None and len(value) == 1 else None for value in values]

@@ -99,7 +99,7 @@ def load(
         if config.group is None and (count := find_shared_with_test(data, test)):
             column = config.image if task == "image-classification" else config.text
             remarks.append(
-                f"duplicates: {count:,} of {len(test):,} examples set aside to test on also occur in training "
+                f"duplicates: {count:,} of {len(test):,} held-out test examples also occur in training "
                 f"({field}.group: {column} keeps equal examples together)"
             )
     else:
@@ -136,9 +136,9 @@ def _read_part(
     source = unwrap_lists(given, config, task, field)
     skipped = {"with too many or too few fields": source.skipped}
     if config.invalid == "skip":
-        full = drop_invalid_rows(source, config, task, field, part)
-        skipped["without a text, a label or an answer"] = len(source.dataset) - len(full.dataset)
-        source = full
+        complete = drop_invalid_rows(source, config, task, field, part)
+        skipped["without a text, a label or an answer"] = len(source.dataset) - len(complete.dataset)
+        source = complete
     return _Part(validate_columns(source, config, task, field, part), skipped)
 
 
@@ -157,28 +157,28 @@ def _collect_labels(train: ValidatedColumns, config: DataConfig, field: str) -> 
                 problem = "these examples have no classes; leave it out"
                 raise FedspanError(f"{field}.{option}", getattr(config, option), problem=problem)
         return ()
-    there = _order_labels(train.names, config, field)
+    available = _order_labels(train.names, config, field)
     if config.labels is not None:
-        absent = [label for label in config.labels if label not in there]
+        missing = [label for label in config.labels if label not in available]
         # Without keep_only a label may be absent: one client's file need not contain every class.
-        if config.keep_only and absent:
-            problem = f"no row of {train.source.name} has the label {absent[0]!r}. {nearest(absent[0], there)}"
-            raise FedspanError(f"{field}.labels", absent[0], problem=problem)
+        if config.keep_only and missing:
+            problem = f"no row of {train.source.name} has the label {missing[0]!r}. {nearest(missing[0], available)}"
+            raise FedspanError(f"{field}.labels", missing[0], problem=problem)
         return tuple(config.labels)
-    if len(there) < 2:
-        problem = f"all rows have the label {there[0]!r}, where two labels or more are needed"
+    if len(available) < 2:
+        problem = f"all rows have the label {available[0]!r}, where two labels or more are needed"
         raise FedspanError(f"{field}.label", config.label or "label", problem=problem)
-    if config.first_labels is not None and config.first_labels > len(there):
-        expected = f"at most {len(there)}, the number of labels in {train.source.name}"
+    if config.first_labels is not None and config.first_labels > len(available):
+        expected = f"at most {len(available)}, the number of labels in {train.source.name}"
         raise FedspanError(f"{field}.first_labels", config.first_labels, expected)
-    return tuple(there[: config.first_labels])
+    return tuple(available[: config.first_labels])
 
 
 def _order_labels(names: Sequence[str], config: DataConfig, field: str) -> list[str]:
     """Return the available labels, sorted or in the catalogue's order."""
-    there = sort_names(names)
+    available = sort_names(names)
     known = None if config.dataset is None else get_dataset_entry(config.dataset, f"{field}.dataset").labels
-    return [label for label in known if label in there] if known and set(there) <= set(known) else there
+    return [label for label in known if label in available] if known and set(available) <= set(known) else available
 
 
 def _encode_labels(
@@ -227,20 +227,20 @@ def _hold_out(
 ) -> tuple[datasets.Dataset, datasets.Dataset]:
     count = max(1, round(len(data) * config.test_fraction))
     rng, groups = make_generator(seed, "data", "test"), encode_groups(data, config, field)
-    chosen = (
+    selected = (
         _draw_rows(data, count, rng, keep_one=True)
         if groups is None
         else draw_groups(groups, count, rng, _get_label_ids(data))
     )
-    if len(chosen) == 0 and groups is not None:
-        problem = f"all rows are one group, of which no part can be set aside; set {field}.test_fraction: 0"
+    if len(selected) == 0 and groups is not None:
+        problem = f"all rows are one group, of which no part can be held out; set {field}.test_fraction: 0"
         raise FedspanError(f"{field}.group", config.group, problem=problem)
-    if len(chosen) == 0:
-        why = "each label has only one example" if "label" in data.column_names else "there is only one example"
-        problem = f"{why}, so none can be set aside to test on. Name a test set, or set {field}.test_fraction: 0."
+    if len(selected) == 0:
+        reason = "each label has only one example" if "label" in data.column_names else "there is only one example"
+        problem = f"{reason}, so none can be held out for testing. Name a test set, or set {field}.test_fraction: 0."
         raise FedspanError(f"{field}.train", config.train, problem=problem)
-    rest = np.setdiff1d(np.arange(len(data)), chosen)
-    return take_rows(data, rest), take_rows(data, chosen)
+    remaining = np.setdiff1d(np.arange(len(data)), selected)
+    return take_rows(data, remaining), take_rows(data, selected)
 
 
 def _get_label_ids(data: datasets.Dataset) -> np.ndarray | None:
@@ -260,11 +260,11 @@ def _draw_rows(data: datasets.Dataset, count: int, rng: np.random.Generator, *, 
     labels = _get_label_ids(data)
     if labels is None:
         return np.sort(rng.permutation(len(data))[: min(count, len(data) - keep_one)])
-    held = np.bincount(labels)
-    quota = held * (count / len(labels))
-    room = np.maximum(held - 1, 0) if keep_one else held
-    taken = np.minimum(np.floor(quota).astype(np.int64), room)
-    while taken.sum() < count and (taken < room).any():
-        taken[np.argmax(np.where(taken < room, quota - taken, -np.inf))] += 1
-    chosen = [rng.permutation(np.flatnonzero(labels == label))[:number] for label, number in enumerate(taken)]
-    return np.sort(np.concatenate(chosen))
+    label_counts = np.bincount(labels)
+    quota = label_counts * (count / len(labels))
+    capacity = np.maximum(label_counts - 1, 0) if keep_one else label_counts
+    sizes = np.minimum(np.floor(quota).astype(np.int64), capacity)
+    while sizes.sum() < count and (sizes < capacity).any():
+        sizes[np.argmax(np.where(sizes < capacity, quota - sizes, -np.inf))] += 1
+    selected = [rng.permutation(np.flatnonzero(labels == label))[:number] for label, number in enumerate(sizes)]
+    return np.sort(np.concatenate(selected))

@@ -27,17 +27,17 @@ def read_multiple(where: str, option: str, read: Callable[[Path], Source]) -> So
     Raises:
         FedspanError: If there are no files, one cannot be read, or they do not go together.
     """
-    found = match_paths(where, option)
-    if not found:
+    matches = match_paths(where, option)
+    if not matches:
         problem = f"no file matches {where!r}, where each pair of braces stands for a part of a name"
         raise FedspanError(option, where, problem=problem)
-    sources = {path: read(path) for path in found}
+    sources = {path: read(path) for path in matches}
     headers = {source.header for source in sources.values()}
     if len(headers) > 1:
-        kinds = sorted({"".join(path.suffixes) for path in found})
+        kinds = sorted({"".join(path.suffixes) for path in matches})
         raise FedspanError(option, where, problem=f"the files have several formats: {', '.join(kinds)}")
     try:
-        whole = _concatenate({path: source.dataset for path, source in sources.items()}, found)
+        whole = _concatenate({path: source.dataset for path, source in sources.items()}, matches)
     except ValueError as error:
         problem = f"the files do not go together: {str(error).splitlines()[0][:300]}"
         raise FedspanError(option, where, problem=problem) from error
@@ -61,8 +61,8 @@ def _align_positions(sources: Sequence[Source]) -> list[int] | None:
     positions: list[int] = []
     start = 0
     for source in sources:
-        own = range(len(source.dataset)) if source.kept is None else source.kept
-        positions += [start + position for position in own]
+        rows = range(len(source.dataset)) if source.kept is None else source.kept
+        positions += [start + position for position in rows]
         start += len(source.dataset) + source.skipped
     return positions
 
@@ -74,8 +74,8 @@ def _concatenate(tables: Mapping[Path, datasets.Dataset], places: Mapping[Path, 
     first = next(iter(tables))
     whole: list[datasets.Dataset] = []
     for path, table in tables.items():
-        if differ := set(table.column_names) ^ set(tables[first].column_names):
-            raise ValueError(f"{sorted(differ)[0]!r} is not in both {first} and {path}")
+        if difference := set(table.column_names) ^ set(tables[first].column_names):
+            raise ValueError(f"{sorted(difference)[0]!r} is not in both {first} and {path}")
         for place, text in places[path].items():
             if place in table.column_names:
                 raise ValueError(f"{path} has a column {place!r} already")

@@ -76,16 +76,16 @@ def describe_missing_column(name: str, columns: Iterable[str], where: str = "") 
         where: The file, if there are several.
     """
     columns = list(columns)
-    there = rank_columns(name, columns)
-    close = similar(name, columns, 1)
-    guess = f" Did you mean {close[0]!r}?" if close else ""
-    return f"no column named {name!r}{f' in {where}' if where else ''}. The columns are {there}.{guess}"
+    available = rank_columns(name, columns)
+    closest = similar(name, columns, 1)
+    suggestion = f" Did you mean {closest[0]!r}?" if closest else ""
+    return f"no column named {name!r}{f' in {where}' if where else ''}. The columns are {available}.{suggestion}"
 
 
 def rank_columns(name: str, columns: Iterable[str], count: int = 12) -> str:
     """List the available columns, most similar to the missing one first."""
-    ordered = sorted(columns, key=lambda column: -SequenceMatcher(None, name.lower(), column.lower()).ratio())
-    return ", ".join(ordered[:count]) + (", ..." if len(ordered) > count else "")
+    ranked = sorted(columns, key=lambda column: -SequenceMatcher(None, name.lower(), column.lower()).ratio())
+    return ", ".join(ranked[:count]) + (", ..." if len(ranked) > count else "")
 
 
 def read_names(dataset: Dataset, column: str) -> list[str | None]:
@@ -94,16 +94,16 @@ def read_names(dataset: Dataset, column: str) -> list[str | None]:
 
     feature, values = dataset.features[column], arrow_column(dataset, column)
     if isinstance(feature, ClassLabel):
-        known = feature.names
-        return [known[at] if at is not None and 0 <= at < len(known) else None for at in values.to_pylist()]
+        class_names = feature.names
+        return [class_names[at] if at is not None and 0 <= at < len(class_names) else None for at in values.to_pylist()]
     if not any(test(values.type) for test in _ENCODED):
         return [_format_name(value) for value in values.to_pylist()]
-    found: list[str | None] = []
+    names_by_row: list[str | None] = []
     for chunk in values.chunks:  # one object for each distinct value, and not for each row
-        coded = chunk.dictionary_encode()
-        names = [_format_name(value) for value in coded.dictionary.to_pylist()]
-        found += [None if at is None else names[at] for at in coded.indices.to_pylist()]
-    return found
+        encoded = chunk.dictionary_encode()
+        names = [_format_name(value) for value in encoded.dictionary.to_pylist()]
+        names_by_row += [None if at is None else names[at] for at in encoded.indices.to_pylist()]
+    return names_by_row
 
 
 def sort_names(names: Iterable[str]) -> list[str]:

@@ -73,8 +73,10 @@ def _read(value: Any, clients: int, where: str) -> tuple[datasets.Dataset, bool]
     import datasets
 
     if callable(value) and not isinstance(value, datasets.Dataset):
-        call = cast(Callable[[int], Any], value)
-        return _merge_clients({id: call(number) for number, id in enumerate(make_client_ids(clients))}, where), True
+        load_client = cast(Callable[[int], Any], value)
+        return _merge_clients(
+            {id: load_client(number) for number, id in enumerate(make_client_ids(clients))}, where
+        ), True
     if isinstance(value, Mapping) and value and not any(map(_is_column, value.values())):
         return _merge_clients(cast(Mapping[Any, Any], value), where), True
     return _make_dataset(value, where), False
@@ -91,10 +93,14 @@ def _merge_clients(by_client: Mapping[Any, Any], where: str) -> datasets.Dataset
             raise FedspanError(where, CLIENT, problem=problem)
         parts.append(dataset.add_column(CLIENT, [str(client)] * len(dataset)))
     columns = parts[0].column_names
-    odd = next((client for client, part in zip(by_client, parts, strict=True) if part.column_names != columns), None)
-    if odd is not None:
+    mismatched = next(
+        (client for client, part in zip(by_client, parts, strict=True) if part.column_names != columns), None
+    )
+    if mismatched is not None:
         first = next(iter(by_client))
-        raise FedspanError(where, odd, problem=f"the clients {first!r} and {odd!r} have different columns")
+        raise FedspanError(
+            where, mismatched, problem=f"the clients {first!r} and {mismatched!r} have different columns"
+        )
     try:
         return datasets.concatenate_datasets(parts)
     except (ValueError, pa.ArrowException) as error:

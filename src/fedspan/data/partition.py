@@ -160,15 +160,15 @@ class Partition:
             FedspanError: If `dataset` has another number of rows, so it is not the partitioned one.
         """
         if len(dataset) != self.examples:
-            expected = f"the {self.examples} examples that were divided; this data set has {len(dataset)}"
+            expected = f"the {self.examples} examples that were partitioned; this data set has {len(dataset)}"
             raise FedspanError("partition", self.fingerprint[:12], expected)
-        parts, held = self.parts, np.empty(0, np.int64)
+        parts, row_labels = self.parts, np.empty(0, np.int64)
         if labels:
-            held = arrow_column(dataset, "label").to_numpy()[parts.rows]
+            row_labels = arrow_column(dataset, "label").to_numpy()[parts.rows]
         ends = parts.bounds[:: len(_SPLITS)].tolist()
         rows = []
         for number, (id, sizes) in enumerate(zip(parts.ids, parts.sizes.tolist(), strict=True)):
-            own = held[ends[number] : ends[number + 1]]
+            own = row_labels[ends[number] : ends[number + 1]]
             counts = np.bincount(own, minlength=len(labels)).tolist() if labels else []
             rows.append(ClientRow(id, tuple(counts), *sizes))
         return tuple(rows)
@@ -194,17 +194,17 @@ class Partition:
         """
         try:
             content = json.loads(text)
-            written = (content["format"], content["fingerprint"])
-            read = cls(
-                _flatten(content) if written[0] == _FLAT else _group_by_client(content), int(content["examples"])
+            recorded = (content["format"], content["fingerprint"])
+            loaded = cls(
+                _flatten(content) if recorded[0] == _FLAT else _group_by_client(content), int(content["examples"])
             )
-            fitting = read.fingerprint
+            actual = loaded.fingerprint
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise FedspanError(field, text[:60], f"a partition as fedspan writes it ({_FLAT})") from error
-        if written not in ((_FLAT, fitting), (_FORMAT, fitting)):
-            expected = f"a {_FLAT} whose fingerprint is that of its clients, {fitting[:12]}; this file was changed"
-            raise FedspanError(field, written, expected)
-        return read
+        if recorded not in ((_FLAT, actual), (_FORMAT, actual)):
+            expected = f"a {_FLAT} whose fingerprint is that of its clients, {actual[:12]}; this file was changed"
+            raise FedspanError(field, recorded, expected)
+        return loaded
 
 
 def _flatten(content: dict[str, Any]) -> ClientParts:
@@ -264,16 +264,16 @@ def _split(
         start, stop = bounds[number], bounds[number + 1]
         validation, test = _compute_part_sizes(stop - start, config.validation, config.test)
         rng = make_generator(seed, "split", client)
-        mixed = shares.rows[start:stop]
+        shuffled = shares.rows[start:stop]
         if groups is not None:
-            mixed, validation, test = _split_groups(mixed, groups, labels, validation, test, rng)
+            shuffled, validation, test = _split_groups(shuffled, groups, labels, validation, test, rng)
         sizes[number] = stop - start - validation - test, validation, test
         if validation + test == 0:
             rows[start:stop] = shares.rows[start:stop]
             continue
         # Keyed by the client's id, so that a natural client's split does not change when other clients join.
-        mixed = mixed if groups is not None else rng.permutation(mixed)
-        parts = np.split(mixed, [test, test + validation])
+        shuffled = shuffled if groups is not None else rng.permutation(shuffled)
+        parts = np.split(shuffled, [test, test + validation])
         rows[start:stop] = np.concatenate([np.sort(part) for part in (parts[2], parts[1], parts[0])])
     return ClientParts(shares.ids, sizes, rows)
 
@@ -293,13 +293,13 @@ def _split_groups(
         where one is left for training.
     """
     parts: list[np.ndarray] = []
-    for wanted, still_needed in ((test, bool(validation)), (validation, False)):
+    for requested, still_needed in ((test, bool(validation)), (validation, False)):
         own = groups[rows]
         rest = len(np.unique(own)) - 1
         part = np.empty(0, np.int64)
-        if wanted:
+        if requested:
             most = max(1, rest - still_needed)
-            part = draw_groups(own, wanted, rng, None if labels is None else labels[rows], most=most)
+            part = draw_groups(own, requested, rng, None if labels is None else labels[rows], most=most)
         parts.append(rows[part])
         rows = np.delete(rows, part)
     return np.concatenate([*parts, rows]), len(parts[1]), len(parts[0])

@@ -10,12 +10,12 @@ from fedspan.errors import FedspanError
 
 __all__ = ["has_placeholders", "list_placeholders", "match_paths"]
 
-_PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def list_placeholders(where: str) -> list[str]:
     """Return the names in a path's braces, in order."""
-    return list(dict.fromkeys(_PLACE.findall(where)))
+    return list(dict.fromkeys(_PLACEHOLDER.findall(where)))
 
 
 def has_placeholders(where: str) -> bool:
@@ -35,31 +35,31 @@ def match_paths(where: str, option: str) -> dict[Path, dict[str, str]]:
     Raises:
         FedspanError: If a folder in the path cannot be read: a data owner would be missing without notice.
     """
-    found: list[tuple[Path, dict[str, str]]] = [(Path(), {})]
+    matches: list[tuple[Path, dict[str, str]]] = [(Path(), {})]
     for part in Path(os.path.expanduser(where)).parts:
-        if _PLACE.search(part) is None:
-            found = [(path / part, values) for path, values in found]
+        if _PLACEHOLDER.search(part) is None:
+            matches = [(path / part, values) for path, values in matches]
             continue
         pattern = _compile_pattern(part)
-        found = [
+        matches = [
             (path / name, values | match.groupdict())
-            for path, values in found
+            for path, values in matches
             for name in _list_names(path, where, option)
             if (match := pattern.fullmatch(name)) is not None
-            and all(values.get(place, text) == text for place, text in match.groupdict().items())
+            and all(values.get(placeholder, text) == text for placeholder, text in match.groupdict().items())
         ]
-    for path, _ in found:
+    for path, _ in matches:
         _require_readable(path.parent, where, option)
-    return {path: values for path, values in found if os.path.isfile(path)}
+    return {path: values for path, values in matches if os.path.isfile(path)}
 
 
 def _compile_pattern(part: str) -> re.Pattern[str]:
     """Return the pattern of a name; its places are groups."""
-    pieces = _PLACE.split(part)  # text, place, text, place, text
+    pieces = _PLACEHOLDER.split(part)  # text, place, text, place, text
     body, seen = re.escape(pieces[0]), set[str]()
-    for place, text in zip(pieces[1::2], pieces[2::2], strict=True):
-        body += (f"(?P={place})" if place in seen else f"(?P<{place}>.+?)") + re.escape(text)
-        seen.add(place)
+    for placeholder, text in zip(pieces[1::2], pieces[2::2], strict=True):
+        body += (f"(?P={placeholder})" if placeholder in seen else f"(?P<{placeholder}>.+?)") + re.escape(text)
+        seen.add(placeholder)
     return re.compile(body)
 
 
