@@ -252,7 +252,7 @@ def test_a_new_session_ends_the_last_one_whatever_phase_it_was_in(session_store:
     later = sums(session_store, session=2)
     later.give_keys(*IDS)
     assert later.keys["a"] != made.keys["a"]
-    require_refused("the session that this client began last", made.client("a").answer, made.unmask_order("a", IDS))
+    require_refused("the client's last session", made.client("a").answer, made.unmask_order("a", IDS))
     require_refused("a number above 2,", made.client("a").answer, KeysOrder(**made.common("a")))
     unknown = sums(session_store, session=3)
     unknown.keys, unknown.around = later.keys, later.around
@@ -276,7 +276,7 @@ def test_neighbours_that_are_not_what_they_seem_are_refused() -> None:
         made.client("a", 5).answer,
         made.shares_order("a"),
     )
-    with pytest.raises(ValueError, match="an order to 'b'"):
+    with pytest.raises(ValueError, match="addressed to 'b'"):
         client.answer(made.shares_order("b"))
     made.give_shares(*IDS)  # none of that counts as the phase
 
@@ -287,9 +287,9 @@ def test_a_vector_is_masked_with_enough_of_those_who_got_shares_or_not_at_all() 
     made.give_shares(*IDS)
     client = made.client("a")
     for peers in (("b", "c", "d"), (*IDS, "e"), ("a", "a", "b", "c")):
-        require_refused("this client, and others", client.require_maskable, *made.order("a", peers=peers))
+        require_refused("this client, and clients to which", client.require_maskable, *made.order("a", peers=peers))
     require_refused(
-        r"`limits\.secure_clients`: a sum of 2 clients is too small\. Expected at least 2 of them, and at least 3 to",
+        r"`limits\.secure_clients`: a sum of 2 clients is too small\. Expected at least 2 clients, and at least 3 to",
         client.require_maskable,
         *made.order("a", peers=("a", "b")),
     )
@@ -332,7 +332,7 @@ def test_whose_shares_were_not_what_they_should_be_is_passed_over() -> None:
     vectors = {id: made.vector(id, START) for id in IDS}
     sealed = {**{peer: made.sealed[peer]["a"] for peer in IDS}, "c": made.sealed["c"]["d"]}
     too_few = made.unmask_order("a", IDS, sealed={**sealed, "b": bytes(40)})
-    require_refused("the shares of only 2 of 4 clients open here", made.client("a").answer, too_few)
+    require_refused("only the shares of 2 of 4 clients can be opened", made.client("a").answer, too_few)
     answer = made.client("a").answer(made.unmask_order("a", IDS, sealed=sealed))
     assert isinstance(answer, UnmaskReply)
     assert set(answer.shares) == {"a", "b", "d"}
@@ -376,7 +376,7 @@ def test_an_order_is_the_one_that_was_agreed_on() -> None:
     client = made.client("a")
     for changes, name in (({"body": b"x"}, "model"), ({"lr": 0.0}, "lr"), ({"round": 1}, "round")):
         require_refused(
-            f"the order has another {name} than all clients", client.require_maskable, *made.order("a", **changes)
+            f"the order's {name} differs from the agreement", client.require_maskable, *made.order("a", **changes)
         )
     require_refused("another task", client.require_maskable, *made.order("a", task="statistics"))
     early = sums_of_keys()
@@ -403,7 +403,7 @@ def test_a_victim_among_clients_that_were_told_otherwise_stays_hidden(lie: dict[
     values = {"a": {name: value + 1.0 for name, value in START.items()}}
     vectors = {id: made.vector(id, values.get(id, START), body=bodies.get(id, b"")) for id in IDS}
     refused = made.client("a")
-    require_refused("the others agreed to something else", refused.answer, made.unmask_order("a", IDS))
+    require_refused("the other clients have another agreement", refused.answer, made.unmask_order("a", IDS))
     given = {id: made.opened(id, set(IDS)) for id in IDS[1:]}
     assert all("a" not in shares for shares in given.values())
     # Even with the victim's own mask, which nobody gave away, its masks with the others would remain.

@@ -73,13 +73,13 @@ def both(**changes: Any) -> Any:
         (of_order(lr=0.0), "the order has lr 0.0"),
         (of_order(client={"weight": 0.0}), "the order has client.weight 0.0"),
         (of_order(client={"scaling": 0.0}), "the order has client.scaling 0.0"),
-        (of_order(body=b"another model"), "the order has another model than all clients of this sum agreed on"),
+        (of_order(body=b"another model"), "the order's model differs from the agreement of the sum's clients"),
         (both(lr=0.0), "the order has lr 0.0"),
         (of_agreement(clip=1e-9), "`message.agreement.clip`: 1e-09 is not accepted"),
         (of_agreement(bits=64), "message.agreement.bits"),
         (of_agreement(config="0" * 64), "message.agreement.config"),
-        (of_agreement(top=1e9), "agreed to something else"),
-        (of_agreement(clients=10**6), "agreed to something else"),
+        (of_agreement(top=1e9), "have another agreement than this client"),
+        (of_agreement(clients=10**6), "have another agreement than this client"),
     ],
 )
 def test_the_others_are_told_to_contribute_nothing(change: Any, why: str, tiny_folder: Path, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_server_cannot_leave_the_masks_out_later(tiny_folder: Path, tmp_path: 
     run.federation.run_round(run.federation.begin())
     order = next(asked for asked in map(decode_request, transport.sent) if isinstance(asked, Order))
     answer = decode_reply(transport.make(order.to).answer(replace(order, secure=None, serial=2**52).envelope()))
-    assert "in this run replies are only sent under masks" in (answer.failed or "")
+    assert "this run sends replies only under masks" in (answer.failed or "")
     assert not answer.body
 
 

@@ -260,7 +260,7 @@ def test_an_order_that_is_not_for_this_client_is_refused(built: Prepared, tmp_pa
     host = transport.hosts["north"]
     client = found.client("south", Progress(found.begin().state))
     order = Order("train", 0, 0, 0.1, "south", client, b"")
-    with pytest.raises(ValueError, match="an order to 'south'"):
+    with pytest.raises(ValueError, match="addressed to 'south'"):
         host.answer(order)
     with pytest.raises(ValueError, match="names another client"):
         host.answer(replace(order, to="north"))

@@ -46,7 +46,7 @@ _SERVER_FIELDS = frozenset(
     {"client memory", "export", "federation", "limits", "message", "method", "node", "reply", "run", "serial"}
     | {"training", "version"}
 )
-"""Sections of fields whose values the server already knows."""
+"""Sections of error fields whose values the server already knows."""
 _FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)*")
 
 
@@ -60,10 +60,10 @@ class _Training:
         data: The client's examples.
         stored: The client's state of the round that the order continues from.
         job: The first job.
-        noise: Noise of DP-SGD over the clipping norm.
-        memory: The method's memory so far.
-        moments: Stored moments by phase, with those of this order.
-        parts: Losses by phase so far.
+        noise: Noise multiplier of DP-SGD: standard deviation over the clipping norm.
+        memory: The method's current memory.
+        moments: Optimizer states by phase: the stored ones, replaced by those of this order.
+        parts: Losses of the completed phases.
     """
 
     order: Order
@@ -85,21 +85,22 @@ class _Training:
 
 
 class Host:
-    """The client half of rounds: carries out orders for the clients whose data is here.
+    """The client half of rounds: carries out orders for its local clients.
 
-    A host has one client (a node of a deployment) or many (the simulator); it trains as many at once as its engine can.
+    A host has one client (a node of a deployment) or many (the simulator). It trains as many clients in parallel as its
+    engine supports.
 
     Args:
         method: The run's method, as on the server.
-        engine: Trains and evaluates.
-        clients: The clients by id.
+        engine: The engine, which trains and evaluates.
+        clients: The clients' data by id.
         examples: The data set that the clients' indices point into.
         store: The store of the clients' state between rounds.
         batch_size: Batch size of evaluation.
         export: Function that writes the model of a job, given a base and a round; None: the clients export nothing.
         secure: Each client's half of secure aggregation; None: the run has none.
-        reveals_losses: Report training losses although they are computed from raw data under local privacy.
-        limits: What the owner of the data allows of statistics for the head's start; None: everything.
+        reveals_losses: Whether training losses, which are computed from raw data, are reported under local privacy.
+        limits: The data owner's limits on statistics for the head's initialization; None: no limits.
     """
 
     def __init__(
@@ -120,29 +121,29 @@ class Host:
         self.examples, self.store, self.batch_size, self.export = examples, store, batch_size, export
         self.secure, self.reveals_losses, self.limits = secure, reveals_losses, limits or StatisticsLimits()
         self.tamper: Callable[[Order, Message, Message], Message] | None = None
-        """In a simulation of faulty clients: takes an order, its decoded message and the honest reply; returns what the
-        client sends."""
+        """Simulated fault of clients: function of an order, its decoded message and the honest reply, which returns
+        the reply to send."""
         self.on_trained: Callable[[Assignment, Trained], None] | None = None
         """A callback that is called with every trained job."""
         self._shared: BaseUpdate | None = None
         self._decoded: tuple[bytes, Message] | None = None
 
     def share_base(self, base: BaseUpdate) -> None:
-        """Use the server's base, which is in this process, for all further orders, whatever version clients hold."""
+        """Use the server's base, which is in this process, for all further orders, for clients of any version."""
         self._shared = base
         self.engine.adapted.set_base(base)
 
     def count_examples(self, id: str) -> int:
-        """Return the number of examples on which a client trains in a round, each as often as it is used."""
+        """Count the examples on which a client trains in a round, including repeated uses."""
         return self.engine.settings.workload(len(self.clients[id].train))
 
     def count_tokens(self, id: str) -> int:
-        """Return the approximate number of tokens on which a client trains in a round, counting repeated uses."""
+        """Estimate the number of tokens on which a client trains in a round, including repeated uses."""
         indices = self.clients[id].train
         return round(self.count_examples(id) * float(self.examples.lengths[indices].mean())) if len(indices) else 0
 
     def make_first_assignments(self, orders: Iterable[Order]) -> list[Assignment]:
-        """Return the first jobs of orders to train, which are not carried out.
+        """Return the first jobs of orders to train, without carrying them out.
 
         Raises:
             FedspanError: If ``answer`` would raise it.
@@ -152,7 +153,7 @@ class Host:
         return [training.make_assignment(training.job, keep) for training in map(self._open_training, orders)]
 
     def prepare(self, ids: Iterable[str]) -> None:
-        """Precompute what passes over clients' training examples can then skip; each client's part separately."""
+        """Precompute the cached part of passes over the clients' training examples, separately for each client."""
         self.engine.prepare(self.examples, [self.clients[id].train for id in ids])
 
     def reply(self, order: Order | Phase) -> Envelope:
@@ -185,11 +186,11 @@ class Host:
         return replies[0]
 
     def train(self, orders: Mapping[str, Order], on_reply: Callable[[Reply], None]) -> None:
-        """Train for several clients, as many at once as the engine can.
+        """Train several clients, as many in parallel as the engine supports.
 
         Args:
-            orders: Orders to train by client id, each taken when its client's training begins.
-            on_reply: Callback that is called with each client's reply as it is ready.
+            orders: Orders to train by client id; each is read when its client's training begins.
+            on_reply: Callback for each client's reply, as soon as it is complete.
 
         Raises:
             FedspanError: If ``answer`` would raise it.
@@ -219,13 +220,13 @@ class Host:
 
         sizes = {id: int(self.examples.lengths[self.clients[id].train].sum()) for id in orders}
         if sizes:  # a Poisson sample may be empty
-            self.prepare(sizes)  # before any client trains: in one thread, and as a stage of its own
+            self.prepare(sizes)  # before any client trains, in one thread and as a separate stage
             self.engine.train_all(self.examples, sizes, open_job, finish_job)
 
     def _get_data(self, order: Order) -> ClientData:
         if order.to not in self.clients:
-            here = ", ".join(map(repr, list(self.clients)[:3]))
-            raise ValueError(f"an order to {order.to!r}; this is {here}")
+            local_clients = ", ".join(map(repr, list(self.clients)[:3]))
+            raise ValueError(f"the order is addressed to {order.to!r}, and the local clients are {local_clients}")
         return self.clients[order.to]
 
     def _load_state(self, id: str, last_round: int | None) -> ClientState:
@@ -289,7 +290,8 @@ class Host:
         if self.secure is None:
             raise FedspanError("federation.secure", value, problem="the run's config has no secure aggregation")
         if id not in self.secure:
-            raise ValueError(f"an order to {id!r}; this is {', '.join(map(repr, list(self.clients)[:3]))}")
+            local_clients = ", ".join(map(repr, list(self.clients)[:3]))
+            raise ValueError(f"the order is addressed to {id!r}, and the local clients are {local_clients}")
         return self.secure[id]
 
     def _require_secure(self, order: Order) -> None:
@@ -301,7 +303,7 @@ class Host:
         if order.secure is not None:
             self._get_secure_client(order.to, order.secure.session).require_maskable(order, order.secure)
         elif self.secure is not None:
-            raise FedspanError("federation.secure", None, problem="in this run replies are only sent under masks")
+            raise FedspanError("federation.secure", None, problem="this run sends replies only under masks")
 
     def _encode_body(self, order: Order, reply: Message, job: Job) -> bytes:
         """Encode a reply: the reply itself, or its masked contribution to a secure sum."""
@@ -328,7 +330,7 @@ class Host:
 
     def _export(self, order: Order) -> Reply:
         if self.export is None:
-            raise FedspanError("export", order.to, "a client that keeps its own adapter")
+            raise FedspanError("export", order.to, "a client with its own adapter")
         job, stored = self._start_job(order, self._decode_message(order))
         self.export(job, stored.base, order.round)
         return Reply("export", order.round, order.attempt, order.to)
@@ -391,7 +393,7 @@ def _set_true_examples(client: Client, data: ClientData) -> Client:
 
 
 def refuse(order: Order, error: Exception) -> Reply:
-    """Build the reply of a client that could not carry out an order."""
+    """Build the reply of a client that failed to carry out an order."""
     return Reply(
         order.task,
         order.round,
@@ -412,8 +414,8 @@ def refuse_any(order: Order | Phase, error: Exception) -> Envelope:
 def describe_error(error: Exception) -> str:
     """Describe an error on a client for the server.
 
-    Errors may quote data and paths. Errors about what the server itself sent are transmitted in full; of all others,
-    only the field, the kind, or the system's name (no space left on device).
+    Errors may quote data and paths. Errors about values that the server sent are transmitted in full; of all
+    other errors, only the field, the class, or the system's message (no space left on device).
     """
     is_own = isinstance(error, FedspanError)
     if is_own and error.field.partition(".")[0] in _SERVER_FIELDS:

@@ -8,8 +8,8 @@ process can continue. Phases only advance, each once a session, and session numb
 or out of order gets no second reply. For each neighbour, a client reveals either the share of its own mask or that of
 its key, never both.
 
-The seeds s_ij and the sealed shares depend on the transcript of what the client agreed to (``Agreement``): with a
-client that agreed to anything else, neither masks cancel nor shares open.
+The seeds s_ij and the sealed shares depend on the transcript of the client's agreement (``Agreement``): with a client
+of another agreement, neither do masks cancel nor can shares be opened.
 
 The session store of secure aggregation on a client's disk: one file a client, readable by its owner only.
 
@@ -68,10 +68,10 @@ class Session(BinaryPart):
         number: The session's number.
         phase: The last phase that was answered.
         secret: The secret that the keys are derived from; empty once the session has ended.
-        peers: Keys of its neighbourhood, as received when it made shares.
-        agreement: What it agreed to then.
-        threshold: Number of their shares that reconstruct a secret.
-        present: The clients that it masked with.
+        peers: Keys of the client's neighbourhood, as received in the phase of shares.
+        agreement: The agreement of that phase.
+        threshold: Number of shares that reconstruct a secret.
+        present: The clients with which the vector was masked.
     """
 
     run: str
@@ -85,7 +85,7 @@ class Session(BinaryPart):
 
 
 class SessionStore(Protocol):
-    """The session store: the sessions of clients."""
+    """Store of the clients' sessions."""
 
     def load(self, client: str) -> Session | None:
         """Load a client's last session."""
@@ -116,16 +116,17 @@ class MemorySessionStore:
 
 
 class SecureClient:
-    """Answers the phases of secure aggregation for one client.
+    """Client of secure aggregation, which answers its phases.
 
     Args:
         id: Id of the client.
         sessions: The store of its session.
         min_clients: Smallest number of clients of its neighbourhood, itself included, that must be present in a sum.
-        identity: Lasting key that signs the keys of its sessions; None: they are not signed.
-        known: Fingerprints of the lasting keys of the clients with which it shares a sum; None: it trusts the server
-            with their keys.
-        check: Raises ``FedspanError`` for an agreement that differs from the run's config; None: all are accepted.
+        identity: Long-term key that signs the session keys; None: they are not signed.
+        known: Fingerprints of the long-term keys of the other clients of a sum; None: the server is trusted with the
+            keys.
+        check: Function that raises ``FedspanError`` for an agreement that differs from the run's config; None: all
+            agreements are accepted.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class SecureClient:
             ValueError: If the phase is not addressed to this client.
         """
         if order.to != self.id:
-            raise ValueError(f"an order to {order.to!r}; this is {self.id!r}")
+            raise ValueError(f"the order is addressed to {order.to!r}, and this client is {self.id!r}")
         match order:
             case KeysOrder():
                 return self._answer_keys(order)
@@ -158,10 +159,10 @@ class SecureClient:
                 return self._answer_unmask(order)
 
     def _load_session(self, run: str, number: int, after: str) -> Session:
-        """Return the session if ``after`` is the last phase that was answered in it."""
+        """Load the session, and check that ``after`` is its last completed phase."""
         session = self.sessions.load(self.id)
         if session is None or (session.run, session.number) != (run, number):
-            raise FedspanError("message.session", number, "the session that this client began last")
+            raise FedspanError("message.session", number, "the client's last session")
         if session.phase != after:
             raise FedspanError(
                 "message.session",
@@ -189,10 +190,10 @@ class SecureClient:
         return keys.model_copy(update={"signature": self.identity.sign(statement)})
 
     def _require_known_keys(self, peers: Mapping[str, PublicKeys], context: str) -> None:
-        """Check that the keys of the neighbourhood are signed by the clients that this client's owner knows.
+        """Check that the keys of the neighbourhood are signed by clients whose fingerprints are known.
 
         Raises:
-            FedspanError: If a client is unknown, or its keys are not its own.
+            FedspanError: If a client is unknown, or its keys are not signed by its long-term key.
         """
         for id, keys in peers.items() if self.known is not None else ():
             if id == self.id:
@@ -239,7 +240,7 @@ class SecureClient:
         return SharesReply(id=self.id, session=order.session, sealed=sealed)
 
     def require_maskable(self, order: Order, masking: Masking) -> None:
-        """Check, before any training, that the reply to an order can be masked as the order asks.
+        """Check, before any training, that the reply to an order can be masked as requested.
 
         Raises:
             FedspanError: If it can't be masked.
@@ -250,7 +251,7 @@ class SecureClient:
         session = self._load_session(order.run, masking.session, "shares")
         present = set(masking.peers)
         if self.id not in present or len(present) < len(masking.peers) or not present <= session.peers.keys():
-            raise FedspanError("message.peers", masking.peers, "this client, and others whom it sent shares")
+            raise FedspanError("message.peers", masking.peers, "this client, and clients to which it sent shares")
         self._require_min_clients(len(present), session.threshold)
         assert order.client is not None
         agreement = _get_agreement(session)
@@ -259,7 +260,7 @@ class SecureClient:
         ordered = {"task": order.task, "round": order.round, "lr": order.lr, "model": _compute_digest(order.body)}
         for name, value in ordered.items():
             if value != getattr(agreement, name):
-                problem = f"the order has another {name} than all clients of this sum agreed on"
+                problem = f"the order's {name} differs from the agreement of the sum's clients"
                 raise FedspanError("message.agreement", name, problem=problem)
         return session
 
@@ -270,7 +271,7 @@ class SecureClient:
             order: The order to train.
             masking: The ``secure`` part of the order.
             contribution: The contribution of the client's reply.
-            started: The tensors that its training began with.
+            started: The tensors at the start of the client's training.
 
         Raises:
             FedspanError: If the phase is out of order, or the contribution does not fit into the sum.
@@ -293,10 +294,10 @@ class SecureClient:
         self, client: Client, agreement: Agreement, contribution: Contribution, started: Tensors
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
         if contribution.weight is not None or contribution.stack:
-            raise FedspanError("reply", self.id, "a contribution that sums, with the client's own weight")
+            raise FedspanError("reply", self.id, "a contribution to a sum, with the client's own weight")
         origin = initial_values(contribution.sum, started)
         if layout_of(origin) != agreement.layout:
-            raise FedspanError("reply", self.id, "tensors with the names and shapes of all other clients'")
+            raise FedspanError("reply", self.id, "tensors with the same names and shapes as the other clients'")
         try:
             change = change_of(contribution, origin)
         except ValueError as error:
@@ -305,40 +306,42 @@ class SecureClient:
 
     def _answer_unmask(self, order: UnmaskOrder) -> UnmaskReply:
         session = self._load_session(order.run, order.session, "masked")
-        stayed, gone = set(order.survivors), set(order.dropped)
-        if stayed & gone or (stayed | gone) != set(session.present):
-            expected = "each of those that this client masked with, either as a survivor or as dropped"
-            raise FedspanError("message.survivors", sorted(stayed & gone) or sorted(stayed | gone), expected)
-        if self.id not in stayed:
-            raise FedspanError("message.survivors", sorted(stayed), "this client among them: it sent its vector")
-        self._require_min_clients(len(stayed), session.threshold)
+        survivors, dropped = set(order.survivors), set(order.dropped)
+        if survivors & dropped or (survivors | dropped) != set(session.present):
+            expected = "each client of the mask exactly once, either as a survivor or as dropped"
+            raise FedspanError(
+                "message.survivors", sorted(survivors & dropped) or sorted(survivors | dropped), expected
+            )
+        if self.id not in survivors:
+            raise FedspanError("message.survivors", sorted(survivors), "this client, because it sent its vector")
+        self._require_min_clients(len(survivors), session.threshold)
         shares = self._open_shares(session, order.sealed)
         if len(shares) < session.threshold:
             problem = (
-                f"the shares of only {len(shares)} of {len(session.present)} clients open here, so the others agreed "
-                "to something else than this client"
+                f"only the shares of {len(shares)} of {len(session.present)} clients can be opened, so the other "
+                "clients have another agreement than this client"
             )
             raise FedspanError("message.agreement", len(shares), f"at least {session.threshold}", problem=problem)
         self.sessions.store(self.id, session.model_copy(update={"phase": "unmasked", "secret": b"", "peers": {}}))
-        given = {id: pair[:SHARE] if id in stayed else pair[SHARE:] for id, pair in shares.items()}
-        return UnmaskReply(id=self.id, session=order.session, shares=given)
+        revealed = {id: pair[:SHARE] if id in survivors else pair[SHARE:] for id, pair in shares.items()}
+        return UnmaskReply(id=self.id, session=order.session, shares=revealed)
 
     def _open_shares(self, session: Session, sealed: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Decrypt both shares of every peer; others are skipped, and those of enough peers suffice."""
+        """Decrypt both shares of every peer; peers whose shares cannot be decrypted are skipped."""
         keys, context = _derive_keys(session), _get_transcript(session)
-        found: dict[str, bytes] = {}
+        opened: dict[str, bytes] = {}
         for id in session.present:
             try:
                 pair = open_sealed(keys.sealing, session.peers[id].sealing, id, self.id, context, sealed.get(id, b""))
             except ValueError:
                 continue
             if len(pair) == 2 * SHARE:
-                found[id] = pair
-        return found
+                opened[id] = pair
+        return opened
 
     def _require_min_clients(self, present: int, threshold: int) -> None:
         if present < max(threshold, self.min_clients):
-            expected = f"at least {self.min_clients} of them, and at least {threshold} to unmask the sum"
+            expected = f"at least {self.min_clients} clients, and at least {threshold} to unmask the sum"
             problem = f"a sum of {present} clients is too small"
             raise FedspanError("limits.secure_clients", present, expected, problem=problem)
 
@@ -348,7 +351,7 @@ def _derive_keys(session: Session) -> Keys:
 
 
 def _get_agreement(session: Session) -> Agreement:
-    """Return what a client agreed to, which it has stored since the phase of shares."""
+    """Return a client's agreement, which is stored since the phase of shares."""
     assert session.agreement is not None
     return session.agreement
 
@@ -359,7 +362,7 @@ def _get_transcript(session: Session) -> str:
 
 @lru_cache(maxsize=1)
 def _compute_digest(body: bytes) -> str:
-    """Return the digest of a message, which the clients of a simulation share."""
+    """Compute the digest of a message; the clients of a simulation share the message."""
     return hashlib.sha256(body).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The client half of the exchange of statistics that a head starts from (``federation.head_start``)."""
+"""The client half of the exchange of statistics that initialize a head (``federation.head_start``)."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["StatisticsLimits", "compute_client_statistics", "parse_statistics_or
 
 _BATCH = 64
 _CHUNK = 4096
-"""Examples whose features are in memory at a time."""
+"""Maximum number of examples whose features are in memory."""
 
 
 @dataclass(frozen=True)
 class StatisticsLimits:
-    """What a client's owner allows of statistics.
+    """A data owner's limits on statistics.
 
     Args:
-        allowed: Whether statistics leave this client at all.
-        class_examples: Examples that a class needs here to be counted; examples of smaller classes are left out. Those
-            of a regression are one class.
-        announced: Kinds of start that the run's config announced to the owner; None: any.
+        allowed: Whether any statistics leave this client.
+        class_examples: Minimum number of examples of a class; examples of smaller classes are left out. All examples of
+            a regression are one class.
+        announced: Kinds of statistics that the run's config announced to the owner; None: any.
     """
 
     allowed: bool = True
@@ -40,10 +40,10 @@ class StatisticsLimits:
 
 
 def parse_statistics_order(message: Message) -> tuple[HeadKind, float, Message]:
-    """Take the kind of start and the bound on features out of an order's message.
+    """Split an order's message into the kind of statistics, the bound on features and the rest of the message.
 
     Raises:
-        ValueError: If they are missing or not such.
+        ValueError: If the kind or the bound is missing or invalid.
     """
     scalars = dict(message.scalars)
     kind, bound = scalars.pop(KIND, None), scalars.pop(BOUND, None)
@@ -65,12 +65,12 @@ def compute_client_statistics(
 
     Args:
         engine: The engine with the model.
-        job: The model whose features are computed; None: the pretrained one.
+        job: Job of the model that computes the features; None: the pretrained model.
         examples: The data set that the indices point into.
         indices: The client's training examples, (examples,).
-        kind: Kind of start.
-        bound: Norm to which features are clipped before they are divided by it; 0: they are sent as they are.
-        class_examples: Examples that a class needs to be counted; those of a regression are one class.
+        kind: Kind of statistics.
+        bound: Norm to which features are clipped before they are divided by it; 0: neither clipped nor divided.
+        class_examples: Minimum number of examples of a class; those of a regression are one class.
 
     Raises:
         NoOutputLayer: If the model's logits are not those of one linear layer.
@@ -78,18 +78,18 @@ def compute_client_statistics(
     layer = find_output_layer(engine.adapted)
     shapes = statistics_shapes(kind, layer.outputs, layer.features)
     total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
-    answers, own = torch.from_numpy(cast(Any, examples).labels[indices]), indices
+    targets, own = torch.from_numpy(cast(Any, examples).labels[indices]), indices
     if class_examples > 1:
-        classes = torch.zeros(len(answers), dtype=torch.int64) if kind == "least-squares" else answers
+        classes = torch.zeros(len(targets), dtype=torch.int64) if kind == "least-squares" else targets
         kept = (torch.bincount(classes, minlength=layer.outputs) >= class_examples)[classes]
-        own, answers = indices[kept.numpy()], answers[kept]
+        own, targets = indices[kept.numpy()], targets[kept]
     engine.prepare(examples, [indices])
     for start in range(0, len(own), _CHUNK):
         part = own[start : start + _CHUNK]
         features = engine.features(job, examples, part, _BATCH)
         if bound:
             features = features / features.norm(dim=1, keepdim=True).clamp(min=bound)
-        found = summarize(features, answers[start : start + _CHUNK], layer.outputs, kind).tensors()
-        for name, value in found.items():
+        summary = summarize(features, targets[start : start + _CHUNK], layer.outputs, kind).tensors()
+        for name, value in summary.items():
             total[name] += value * (len(part) / len(indices))
     return {name: value.float() for name, value in total.items()}

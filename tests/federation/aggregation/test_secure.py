@@ -345,7 +345,7 @@ def test_plain_orders_are_refused_in_a_run_that_is_secure_and_secure_ones_elsewh
     progress = federation.run_round(federation.begin()).progress
     order = next(asked for asked, _ in stage.sent if isinstance(asked, Order))
     participant = stage.make(order.to)
-    with pytest.raises(FedspanError, match=r"`federation\.secure`: in this run replies are only sent under masks"):
+    with pytest.raises(FedspanError, match=r"`federation\.secure`: this run sends replies only under masks"):
         participant.answer(replace(order, secure=None))
     participant.secure = None
     with pytest.raises(FedspanError, match=r"the run's config has no secure aggregation"):
