@@ -42,8 +42,8 @@ MEASURES = (
         "aggregation_error",
         "aggregation error",
         "high",
-        "How far the global update is from the mean of the clients' updates, relative to that mean: 0 for an exact "
-        "method, and what averaging factors instead of products costs.",
+        "Distance of the global update from the mean of the clients' updates, relative to that mean: 0 for an exact "
+        "method; otherwise the cost of averaging factors instead of products.",
         "RoLoRA, arXiv:2502.01755, section 3.2 (interference)",
         lambda layer: layer.updates.aggregation_error,
     ),
@@ -52,7 +52,7 @@ MEASURES = (
         "client drift",
         "high",
         "Spread of the clients' updates around their mean, relative to it: above 1 the clients disagree more than they "
-        "agree; fewer local steps or a lower learning rate bring it down.",
+        "agree; fewer local steps or a lower learning rate reduce it.",
         "SCAFFOLD, arXiv:1910.06378",
         lambda layer: layer.updates.drift,
     ),
@@ -60,7 +60,7 @@ MEASURES = (
         "alignment",
         "client and global",
         "low",
-        "Mean cosine of a client's update with the global one: near 0 the round is an average of unrelated steps.",
+        "Mean cosine of a client's update with the global update: near 0 the round averages unrelated steps.",
         "FedLoRU, arXiv:2409.12371, figure 8",
         lambda layer: layer.updates.alignment,
     ),
@@ -68,7 +68,7 @@ MEASURES = (
         "agreement",
         "client and client",
         "low",
-        "Mean cosine of two clients' updates: below 0 they undo each other.",
+        "Mean cosine of two clients' updates: below 0 they cancel each other.",
         "FedLoRU, arXiv:2409.12371, theorem 3.3",
         lambda layer: layer.updates.agreement,
     ),
@@ -76,7 +76,8 @@ MEASURES = (
         "angle_out",
         "angle, outputs",
         "high",
-        "Mean principal angle between two clients' column spaces, in degrees: 0 is one subspace, 90 none in common.",
+        "Mean principal angle between two clients' column spaces, in degrees (0: the same subspace, 90: "
+        "orthogonal subspaces).",
         "Bjorck and Golub, 1973",
         lambda layer: layer.updates.angle_out,
     ),
@@ -84,7 +85,7 @@ MEASURES = (
         "angle_in",
         "angle, inputs",
         "high",
-        "The same of their row spaces; 0 where all train under one frozen A.",
+        "Mean principal angle between two clients' row spaces, in degrees; 0 if all clients train with one frozen A.",
         "Bjorck and Golub, 1973",
         lambda layer: layer.updates.angle_in,
     ),
@@ -92,8 +93,8 @@ MEASURES = (
         "moments",
         "second moments",
         "high",
-        "Spread of the clients' AdamW second moments around their mean, relative to it: how wrong one state for all "
-        "would be.",
+        "Spread of the clients' AdamW second moments around their mean, relative to it: the error of "
+        "one shared state for all clients.",
         "FedGaLore, arXiv:2602.01746, section 1",
         lambda layer: layer.moments,
     ),
@@ -101,7 +102,8 @@ MEASURES = (
         "stable_rank",
         "stable rank",
         None,
-        "Of the global model's whole change so far, by its largest singular value: near 1 it is one direction.",
+        "Stable rank of the global model's accumulated change, from its largest singular value: near 1 it has one "
+        "direction.",
         "Rudelson and Vershynin, 2007",
         lambda layer: None if layer.accumulated is None else layer.accumulated.stable_rank,
     ),
@@ -109,7 +111,8 @@ MEASURES = (
         "effective_rank",
         "effective rank",
         None,
-        "The same by the entropy of all singular values; at most the rank of all that was added up.",
+        "Effective rank of the same change, from the entropy of all singular values; at most the rank of the sum of "
+        "all updates.",
         "Roy and Vetterli, 2007",
         lambda layer: None if layer.accumulated is None else layer.accumulated.effective_rank,
     ),
@@ -178,8 +181,8 @@ class DiagnosticsRecorder:
         """Run a round like ``Federation.run_round`` and compute its diagnostics.
 
         Returns:
-            The result, the same as without diagnostics, and the diagnostics for metrics.jsonl: ``layers``, by path and
-            measure, ``alignment`` of all layers as one vector, and ``seconds``; None if the round was not examined.
+            The result, unaffected by the diagnostics, and the diagnostics for metrics.jsonl: ``layers``, by path and
+            measure, ``alignment`` of all layers as one vector, and ``seconds``; None if the round was not diagnosed.
         """
         federation = self.federation
         if (progress.state.round + 1) % self.interval:
