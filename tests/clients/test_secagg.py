@@ -256,7 +256,7 @@ def test_a_new_session_ends_the_last_one_whatever_phase_it_was_in(session_store:
     require_refused("a number above 2,", made.client("a").answer, KeysOrder(**made.common("a")))
     unknown = sums(session_store, session=3)
     unknown.keys, unknown.around = later.keys, later.around
-    require_refused("the session that", unknown.client("a").answer, unknown.shares_order("a"))
+    require_refused("the client's last session", unknown.client("a").answer, unknown.shares_order("a"))
 
 
 def test_neighbours_that_are_not_what_they_seem_are_refused() -> None:
@@ -272,7 +272,7 @@ def test_neighbours_that_are_not_what_they_seem_are_refused() -> None:
     for threshold in (2, 5):
         require_refused("more than half", client.answer, made.shares_order("a", threshold=threshold))
     require_refused(
-        r"`limits\.secure_clients`: a sum of 4 clients is too small\. Expected at least 5 of them",
+        r"`limits\.secure_clients`: a sum of 4 clients is too small\. Expected at least 5 clients",
         made.client("a", 5).answer,
         made.shares_order("a"),
     )
@@ -378,7 +378,7 @@ def test_an_order_is_the_one_that_was_agreed_on() -> None:
         require_refused(
             f"the order's {name} differs from the agreement", client.require_maskable, *made.order("a", **changes)
         )
-    require_refused("another task", client.require_maskable, *made.order("a", task="statistics"))
+    require_refused("the order's task differs", client.require_maskable, *made.order("a", task="statistics"))
     early = sums_of_keys()
     require_refused(
         "the order's, 0", early.client("a").answer, early.shares_order("a", agreement=early.agreement(round=1))

@@ -107,7 +107,7 @@ def test_damaged_idx_files(tmp_path: Path, refused: Refused) -> None:
     ]
     for content, words in cases:
         path.write_bytes(content)
-        if "beside" in words[0]:
+        if "missing" in words[0]:
             beside.unlink()
         refuse(path, ["cannot be read as images", *words], refused)
     packed = tmp_path / "b-images-idx3-ubyte.gz"
@@ -199,7 +199,7 @@ def test_folders_that_are_laid_out_otherwise(tmp_path: Path, refused: Refused) -
     save_png(tmp_path / "flat" / "1.png", pixels(1, 4, 5)[0])
     refuse(tmp_path / "flat", ["1.png has another layout than class/file"], refused)
     save_png(tmp_path / "deep" / "a" / "b" / "c" / "1.png", pixels(1, 4, 5)[0])
-    refuse(tmp_path / "deep", ["a/b/c/1.png does not lie there"], refused)
+    refuse(tmp_path / "deep", ["a/b/c/1.png has another layout"], refused)
     save_png(tmp_path / "one" / "dog" / "1.png", pixels(1, 4, 5)[0])
     refused("data.label", "label", ["all rows have the label 'dog', where two"], lambda: read(tmp_path / "one"))
     (tmp_path / "none" / "dog").mkdir(parents=True)
