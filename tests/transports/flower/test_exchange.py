@@ -28,6 +28,7 @@ class Store:
         self.deleted, self.queries, self.asked = list[str](), 0, list[set[str]]()
         self.ended: set[str] = set()
         self.replied: set[str] = set()
+        self.returned = list[tuple[int, str]]()
 
     def take_order(self, node: int) -> Any:
         self.queries += 1
@@ -35,6 +36,9 @@ class Store:
             return None
         id = self.orders[node].pop(0)
         return adapter.SentOrder(id, b"", adapter.ObjectTree(), 0.0, 5), id.encode()
+
+    def return_orders(self, node: int, received: str) -> None:
+        self.returned.append((node, received))
 
     def repeat_order(self, order: Any) -> bytes | None:
         return None if order.id in self.ended else f"again {order.id}".encode()
@@ -123,6 +127,16 @@ def test_an_order_that_was_not_received_is_sent_again_until_it_is() -> None:
         assert store.deleted == ["first"]  # the reply deleted the other one
 
     run(scenario, seconds=0.3)
+
+
+def test_orders_of_a_superlink_that_ended_are_looked_up_with_a_node_s_first_request() -> None:
+    async def scenario(exchange: Any, store: Store) -> None:
+        store.orders[7] = ["first", "second"]
+        assert await take(exchange, received="zeroth") == b"first"
+        assert await take(exchange, received="first") == b"second"
+        assert store.returned == [(7, "zeroth")]
+
+    run(scenario)
 
 
 def test_an_order_that_has_ended_is_not_sent_again() -> None:

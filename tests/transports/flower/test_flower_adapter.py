@@ -125,6 +125,7 @@ NAMES: dict[tuple[str, str], tuple[str, str]] = {
     ("flwr.supercore.run", "RunNotRunningException"): ("", "noticing that a run has ended"),
     ("flwr.supercore.runtime", "RuntimeHttpClient"): ("", "being the server of a run"),
     ("flwr.supercore.task_identity", "TaskIdentity"): ("", "making messages"),
+    ("flwr.supercore.utils", "uint64_to_int64"): ("unsigned", "orders that were sent and not received"),
     ("flwr.superlink", "extensions"): ("", "the SuperLink's access filter"),
     ("flwr.superlink.grid", "HttpGrid"): (
         "runtime_api_address insecure root_certificates token",

@@ -186,3 +186,35 @@ def test_replies_are_there_until_they_count_as_received(scene: Scene) -> None:
     assert scene.store.repeat_replies(sent) == answer
     scene.store.delete_replies(sent)
     assert sent.trees[0].object_id not in scene.state.object_store
+
+
+def test_an_order_that_was_sent_and_not_received_is_taken_again(scene: Scene) -> None:
+    """As after a restart of the SuperLink, which remembers only its database."""
+    id = scene.send_order()
+    first = scene.store.take_order(scene.node)
+    assert first is not None
+    assert scene.store.take_order(scene.node) is None
+    scene.store.return_orders(scene.node, "")
+    again = scene.store.take_order(scene.node)
+    assert again is not None
+    assert again[0].id == id
+    assert again[1] == first[1]
+    scene.store.return_orders(scene.node + 1, "")  # another node's request
+    assert scene.store.take_order(scene.node) is None
+
+
+@pytest.mark.parametrize("how", ["received", "confirmed", "replied"])
+def test_an_order_that_was_received_is_not_taken_again(how: str, scene: Scene) -> None:
+    id = scene.send_order()
+    taken = scene.store.take_order(scene.node)
+    assert taken is not None
+    if how == "confirmed":
+        scene.store.delete(id)
+    if how == "replied":
+        scene.store.store_reply(*scene.reply(taken[0]))
+    scene.store.return_orders(scene.node, id if how == "received" else "")
+    assert scene.store.take_order(scene.node) is None
+    assert id in scene.state.get_message_ids_from_run_id(scene.run)  # the server waits for its reply still
+    if how == "replied":
+        assert scene.task is not None
+        assert scene.store.take_replies(scene.task, [id])[0].orders == {id}

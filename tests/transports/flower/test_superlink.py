@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import socket
 import ssl
+import subprocess
 import time
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import pytest
 
 from fedspan.errors import FedspanError
+from fedspan.federation.protocol import Envelope
+from helpers.reply_transport import exchanged
 
 servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is not installed")
 superlink_process = pytest.importorskip("fedspan.transports.flower.superlink")
@@ -57,6 +61,54 @@ def test_a_running_server_takes_renewed_certificates(tmp_path: Path) -> None:
             except OSError:
                 assert time.monotonic() < until
                 time.sleep(0.5)
+    finally:
+        stop.set()
+        server.join()
+
+
+@pytest.mark.slow
+def test_an_order_that_was_on_its_way_when_the_superlink_was_killed_is_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The SuperLink counts it as sent, and its node did not receive it; the exchange's deadline is far away."""
+    adapter = pytest.importorskip("fedspan.transports.flower.adapter")
+    supernode = pytest.importorskip("fedspan.transports.flower.supernode")
+    transports = pytest.importorskip("fedspan.transports.flower.transport")
+    signing = pytest.importorskip("fedspan.transports.flower.signing")
+    processes = list[subprocess.Popen[Any]]()
+    start = subprocess.Popen
+
+    def started(*args: Any, **options: Any) -> Any:
+        processes.append(start(*args, **options))
+        return processes[-1]
+
+    monkeypatch.setattr(superlink_process.subprocess, "Popen", started)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    link = servers.prepare_folder(tmp_path / "server", port, [], insecure=True)
+    stop, ready = Event(), Event()
+    server = Thread(target=superlink_process.supervise, args=(tmp_path / "server", link, "127.0.0.1", stop, ready.set))
+    server.start()
+    order, back = Envelope("{}", b"weights"), dict[str, Any]()
+    try:
+        assert ready.wait(120), (tmp_path / "server" / "superlink.log").read_text()
+        with transports.attach(link, 2**20) as grid, adapter.connect_node(link.address, None, None, 10) as node:
+            transport = transports.GridTransport(grid, {"a": node.node_id})
+            round = Thread(target=lambda: back.update(exchanged(transport, {"a": order}, 600.0, patient=True)))
+            round.start()
+            lost = node.take_order("")
+            assert lost is not None
+            processes[0].kill()
+            processes[0].wait()
+            until = time.monotonic() + 60
+            while (again := node.take_order("")) is None:
+                assert time.monotonic() < until
+            assert again.message.metadata.message_id == lost.message.metadata.message_id
+            received = supernode._Received()
+            supernode._process_order(node, again, 2**20, signing.UnsignedSigner(), lambda envelope: envelope, received)
+            round.join(60)
+            assert back == {"a": order}
+            assert received.id == again.message.metadata.message_id
     finally:
         stop.set()
         server.join()

@@ -4,7 +4,8 @@ Whatever stores an order or a reply passes the door, so that it knows when a nod
 request waits in the event loop, without a thread or a query, until then. What is stored stays in Flower's database.
 
 An order counts as received when the node says so in its next request, or when its reply arrives. Until then the node
-is sent it again, so that an order is not lost with the connection on which it was sent.
+is sent it again, so that an order is not lost with the connection on which it was sent, nor with this process: what a
+node was sent by the SuperLink before it restarted is looked up with the node's first request.
 """
 
 from __future__ import annotations
@@ -100,12 +101,14 @@ class _Node:
 
     Args:
         order_signal: Set unless the node is known to have no order waiting.
+        is_known: Whether ``last_order`` is known; otherwise a SuperLink that ended since may have sent one.
         last_order: The last order sent to the node; None: it has received that order, or none was sent.
         cancellation: Set to end the waiting request; only a node's latest request waits.
         lock: Held while an order is fetched.
     """
 
     order_signal: asyncio.Event = field(default_factory=asyncio.Event)
+    is_known: bool = False
     last_order: SentOrder | None = None
     cancellation: asyncio.Event = field(default_factory=asyncio.Event)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -230,6 +233,9 @@ class Exchange:
         async with state.lock:
             if cancellation.is_set():
                 return None
+            if not state.is_known:
+                await self.call(self.store.return_orders, node, received)
+                state.is_known = True
             if state.last_order is not None and state.last_order.id == received:
                 await self.call(self.store.delete, received)
             elif state.last_order is not None:

@@ -60,6 +60,9 @@ The SuperLink's database (``store``), through the app's ``state.linkstate_factor
 - The link state: ``session``, within which all of its methods and those of its ``object_store`` are one transaction;
   ``get_message_ins``, ``delete_messages``, ``start_session``, ``store_message_and_object_tree``, ``store_object``,
   ``get_task_by_token``.
+- Its SQLite tables ``message_ins`` of orders, with ``message_id``, ``dst_node_id`` (as a signed number, from
+  ``flwr.supercore.utils.uint64_to_int64``) and ``delivered_at``, which is empty until a node takes the order, and
+  ``message_res`` of replies, with ``reply_to_message_id``.
 - Its ``object_store``: ``get_object_tree``, which raises ``flwr.supercore.object_store.NoObjectInStoreError``, ``get``,
   ``delete`` and ``in``.
 - ``flwr.server.superlink.utils.check_abort`` with ``flwr.common.constant.Status``: the reason why a run takes no reply.

@@ -14,6 +14,7 @@ from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PushAppMessagesReques
 from flwr.supercore.date import now
 from flwr.supercore.inflatable.inflatable_object import UnexpectedObjectContentError
 from flwr.supercore.inflatable.inflatable_utils import validate_object_content
+from flwr.supercore.utils import uint64_to_int64
 
 from fedspan.transports.flower.adapter.objects import ObjectTree, RunNotRunningException, object_id, tree_ids
 from fedspan.transports.flower.wire import BATCH_BYTES, INLINE_BYTES, pack
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
     from flwr.proto.task_pb2 import Task
 
 __all__ = ["MessageStore", "SentOrder", "SentReplies", "StoredReply"]
+
+
+_SENT = """
+SELECT message_id FROM message_ins WHERE dst_node_id = ? AND delivered_at <> '' AND message_id <> ?
+AND NOT EXISTS (SELECT 1 FROM message_res WHERE reply_to_message_id = message_ins.message_id)
+"""
+"""The orders that a node was sent and has not replied to, apart from one."""
 
 
 class SentOrder(NamedTuple):
@@ -128,6 +136,20 @@ class MessageStore:
                 expires_at = messages[0].metadata.created_at + messages[0].metadata.ttl
                 return SentOrder(id, head, tree, expires_at, run), pack([head, *self._contents(tree, INLINE_BYTES)])
         return None
+
+    def return_orders(self, node: int, received: str) -> None:
+        """Let a node take again the orders that it was sent and has neither received nor replied to.
+
+        Args:
+            node: Flower's id of the node.
+            received: Id of the last order that the node received as a whole; empty: none.
+        """
+        with self._transaction() as session:
+            connection = session.connection()
+            sent = connection.exec_driver_sql(_SENT, (uint64_to_int64(node), received)).scalars().all()
+            for id in sent:
+                if id in self._objects:  # otherwise it was confirmed
+                    connection.exec_driver_sql("UPDATE message_ins SET delivered_at = '' WHERE message_id = ?", (id,))
 
     def repeat_order(self, order: SentOrder) -> bytes | None:
         """Return the answer with an order that was sent before; None: it or its run has ended, or it was confirmed."""
@@ -246,15 +268,15 @@ class MessageStore:
                 self._objects.delete(id)
 
     @contextmanager
-    def _transaction(self) -> Generator[None]:
-        """Begin a transaction for writing.
+    def _transaction(self) -> Generator[Any]:
+        """Begin a transaction for writing, and yield SQLAlchemy's session.
 
         Python's driver for SQLite begins none by itself before a statement that starts with WITH, with which Flower
         claims orders: each would be committed at once, and be lost with a later error.
         """
         with self._state.session() as session:
             session.connection().exec_driver_sql("BEGIN IMMEDIATE")
-            yield
+            yield session
 
     def _has_ended(self, run: int) -> bool:
         """Return whether a run has ended; Flower then deletes what it has left."""
