@@ -258,7 +258,7 @@ def run_cells(args: argparse.Namespace, keys: Sequence[Key]) -> dict[Key, Cell] 
 
 def settings_digest(args: argparse.Namespace) -> str:
     """A digest of what all cells of a run have in common, apart from where it reads and writes."""
-    apart = ("data", "work", "page", "methods", "seeds", "defences", "seconds")
+    apart = ("data", "work", "page", "methods", "seeds", "defences", "attacks", "seconds")
     shared = {name: value for name, value in vars(args).items() if name not in apart}
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:8]
 
@@ -270,7 +270,7 @@ def grid(args: argparse.Namespace) -> list[Key]:
         stacks = METHODS[method].claims.reduction == "stack"
         known = [name for name in args.defences if not stacks or "reduction" not in DEFENCES[name]]
         keys += [Key(method, seed, 1, name, "none") for name in known]
-        keys += [Key(method, seed, 0, name, attack) for attack in ATTACKS for name in known]
+        keys += [Key(method, seed, 0, name, attack) for attack in args.attacks for name in known]
     return keys
 
 
@@ -370,6 +370,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["fedit", "rolora", "flora"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--defences", nargs="+", choices=DEFENCES, default=list(DEFENCES))
+    parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS))
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long; repeat it to go on")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "fedspan-robustness")
     parser.add_argument("--page", type=Path, help="write the page to this file")

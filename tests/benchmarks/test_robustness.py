@@ -36,6 +36,7 @@ def args(tiny_folder: Path, tmp_path: Path) -> Namespace:
         **{"data": tmp_path, "work": tmp_path / "work", "model": str(tiny_folder / "bert"), "layers": [1]},
         **{"labels": 4, "examples": 250, "alpha": 5.0, "rounds": 1, "steps": 2, "batch": 4, "lr": 0.01},
         **{"poisoned": 0.5, "methods": ["fedit"], "seeds": [0], "defences": ["mean", "clip 1"], "seconds": 60.0},
+        attacks=["none", "1 of 10, boosted"],
     )
 
 
@@ -64,3 +65,11 @@ def test_a_cell_is_trained_measured_kept_and_printed(robustness: ModuleType, arg
 def test_cells_of_other_settings_are_others(robustness: ModuleType, args: Namespace) -> None:
     assert robustness.settings_digest(args) == robustness.settings_digest(Namespace(**{**vars(args), "seconds": 1.0}))
     assert robustness.settings_digest(args) != robustness.settings_digest(Namespace(**{**vars(args), "alpha": 0.1}))
+
+
+def test_only_the_attacks_that_are_named_are_run(robustness: ModuleType, args: Namespace) -> None:
+    keys = robustness.grid(args)
+    assert {key.attack for key in keys if not key.epochs} == {"none", "1 of 10, boosted"}
+    alone = Namespace(**{**vars(args), "attacks": ["none"]})
+    assert [key for key in keys if key.attack == "none"] == robustness.grid(alone)
+    assert robustness.settings_digest(args) == robustness.settings_digest(alone)
