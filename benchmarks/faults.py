@@ -17,6 +17,7 @@ import datetime
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -543,7 +544,10 @@ def client_disk_full(stage: Stage) -> Outcome:
     wanted = stage.clean()
     stage.leave(NORTH)
     folder = stage.made.folder / f"{NORTH}-disk"
+    book = Path("budget.json")  # what the server has used of the node's data goes along with it
+    usual = stage.made.folder / f"{NORTH}-state"
     with small_disk(folder, 16) as filled:
+        shutil.copy2(usual / book, folder / book)
         stage.join(NORTH, stage.node(NORTH, folder=str(folder)))
         try:
             run = stage.submit("client-disk-full")
@@ -556,6 +560,7 @@ def client_disk_full(stage: Stage) -> Outcome:
             run.end()
         finally:
             stage.leave(NORTH)
+            shutil.copy2(folder / book, usual / book)
     stage.join(NORTH, stage.node(NORTH))
     stage.finished(run, before).require_same(wanted)
     return Outcome(line(said, "error:"), ALL)
@@ -660,7 +665,7 @@ def redacted(text: str, folder: Path) -> str:
 def table(found: Mapping[str, tuple[Outcome, float]], folder: Path) -> str:
     rows = ["| fault | what is seen | left out | rounds lost | model | s |", "|---|---|---|---|---|---|"]
     for name, (outcome, seconds) in found.items():
-        cells = (FAULTS[name][0], f"`{redacted(outcome.seen, folder)}`", outcome.left_out, "0", outcome.state)
+        cells = (FAULTS[name][0], f"`` {redacted(outcome.seen, folder)} ``", outcome.left_out, "0", outcome.state)
         rows.append(f"| {' | '.join(cells)} | {seconds:.0f} |")
     return "\n".join(rows)
 
