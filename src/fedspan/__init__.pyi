@@ -27,9 +27,9 @@ from fedspan.runs.evaluate import evaluate as evaluate
 from fedspan.runs.export import export as export
 from fedspan.runs.harness import harness as harness
 from fedspan.runs.load import predict as predict
-from fedspan.runs.model_setup import read_notes as read_notes
-from fedspan.runs.session import RunReport as RunReport
-from fedspan.runs.session import read_report as read_report
+from fedspan.runs.model_card import RunReport as RunReport
+from fedspan.runs.results import read_report as read_report
+from fedspan.runs.task_setup import read_notes as read_notes
 from fedspan.runs.train import resume as resume
 from fedspan.runs.train import run as run
 from fedspan.wrappers.describe import list_wrappers as list_wrappers

@@ -12,7 +12,8 @@ from fedspan.core.values import OptimizerState, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import Progress
 from fedspan.files import DamagedFileError
-from fedspan.runs.checkpoint import Checkpoint, latest, load, prune, resume, save
+from fedspan.runs.checkpoint import latest, prune, resume, save
+from fedspan.runs.checkpoint_format import Checkpoint, load
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.selection import Best, Selection
 from helpers.plain_data import plain

@@ -21,10 +21,10 @@ from fedspan.data.config import DataConfig
 from fedspan.data.loading import load
 from fedspan.data.partition import Partition
 from fedspan.models.export import read_adapter
-from fedspan.runs.checkpoint import read_index
-from fedspan.runs.model_setup import facts_of, read_notes
-from fedspan.runs.session import read_report
+from fedspan.runs.checkpoint_format import read_index
+from fedspan.runs.results import read_report
 from fedspan.runs.setup import prepare
+from fedspan.runs.task_setup import facts_of, read_notes
 from helpers.fuzzing import CHANGES, CUTS, answered, as_json, changed, fuzz, mangled
 from helpers.mistakes.world import GOOD, World
 

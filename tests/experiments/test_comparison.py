@@ -18,7 +18,7 @@ import fedspan
 from fedspan import CompareReport, FedspanError, Watcher, load_config
 from fedspan.experiments.comparison import CompareRow, plan_comparison
 from fedspan.runs.integrity import read_config
-from fedspan.runs.session import read_report
+from fedspan.runs.results import read_report
 from helpers import tiny
 
 METHODS = ("fedit", "fedloru")

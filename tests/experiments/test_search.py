@@ -18,7 +18,7 @@ from fedspan.experiments import execution
 from fedspan.experiments.search import plan_sweep, trials_of
 from fedspan.experiments.search_space import Range, combinations, space_of
 from fedspan.runs.integrity import read_config
-from fedspan.runs.session import read_report
+from fedspan.runs.results import read_report
 from helpers import tiny
 
 OVER = {"training.lr": "1e-3,2e-2"}

@@ -17,7 +17,8 @@ from fedspan.clients.store import copy_on_write, store
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.federation.progress import Progress
 from fedspan.logs import JsonLines
-from fedspan.runs.checkpoint import Checkpoint, prune, resume, save
+from fedspan.runs.checkpoint import prune, resume, save
+from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import Ledger
 from fedspan.runs.selection import Best, Selection

@@ -30,7 +30,8 @@ from fedspan.core.method import Method
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData
-from fedspan.runs.setup import Prepared, client_ranks, client_scaling
+from fedspan.runs.client_ranks import client_ranks, client_scaling
+from fedspan.runs.setup import Prepared
 from fedspan.training.engine import Engine
 from fedspan.training.loop import LoopEngine
 from fedspan.transports.in_process import InProcess, simulate

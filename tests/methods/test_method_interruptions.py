@@ -17,7 +17,7 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
 from fedspan.runs import checkpoint
-from fedspan.runs.checkpoint import Checkpoint
+from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import config_text
 from fedspan.runs.setup import Prepared, prepare

@@ -17,7 +17,8 @@ from fedspan.core.lowrank import LowRank
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.errors import FedspanError
 from fedspan.logs import Position
-from fedspan.runs.checkpoint import Checkpoint, latest, load, prune, resume, save
+from fedspan.runs.checkpoint import latest, prune, resume, save
+from fedspan.runs.checkpoint_format import Checkpoint, load
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.selection import Best, ClientLoss, Selection
 from helpers.plain_data import plain
@@ -189,7 +190,7 @@ def test_going_on_from_an_older_one(run: RunFolder) -> None:
 
 
 def test_a_format_of_the_future_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedspan.runs.checkpoint.FORMAT", 5)
+    monkeypatch.setattr("fedspan.runs.checkpoint_format.FORMAT", 5)
     save(run, checkpoint_of(1))
     monkeypatch.undo()
     with pytest.raises(FedspanError, match="reads format 4"):

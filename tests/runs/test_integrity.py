@@ -16,7 +16,7 @@ from fedspan.core.values import ServerState
 from fedspan.errors import FedspanError
 from fedspan.logs import JsonLines, read_lines
 from fedspan.reports.run_data import stories
-from fedspan.runs.checkpoint import Checkpoint
+from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import describe_config, input_digests, require_intact, require_same_run
 from helpers.mistakes.world import World

@@ -20,7 +20,8 @@ import torch
 
 from fedspan.errors import FedspanError
 from fedspan.logs import chain_line, position_of, read_lines
-from fedspan.runs.checkpoint import latest, load, resume, truncate_logs
+from fedspan.runs.checkpoint import latest, resume, truncate_logs
+from fedspan.runs.checkpoint_format import load
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_totals
 

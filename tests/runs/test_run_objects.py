@@ -17,7 +17,7 @@ from fedspan.cli.app import app
 from fedspan.errors import FedspanError
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.integrity import read_config
-from fedspan.runs.session import read_partition
+from fedspan.runs.results import read_partition
 from helpers import tiny
 
 

@@ -14,8 +14,9 @@ import torch
 import fedspan
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
+from fedspan.runs.engine_setup import keep_stacking_plan
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.setup import keep_stacking_plan, prepare
+from fedspan.runs.setup import prepare
 from fedspan.training import stacking
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.stacking import DEFAULT, Budget, StackingPlan, StackingRequest, cache_file, read_plans, search

@@ -22,7 +22,7 @@ from fedspan.federation.progress import Progress
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.targets import find_buffers
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.checkpoint import Checkpoint
+from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.jobs import Assignment

@@ -58,7 +58,7 @@ def describe_interruption(folder: Path, rounds: int, command: str = "run") -> st
     """Describe what an interrupted run has saved, and how to resume it."""
     from fedspan.runs.checkpoint import last_saved_round
     from fedspan.runs.folder import RunFolder
-    from fedspan.runs.session import is_run
+    from fedspan.runs.results import is_run
 
     if not is_run(folder):
         return "stopped before the run began; nothing was written"

@@ -50,7 +50,6 @@ __all__ = [
     "OutputWeights",
     "cosine_discriminant",
     "least_squares",
-    "linear_discriminant",
     "oas_shrinkage",
     "solve_head",
     "statistics_shapes",
@@ -247,23 +246,6 @@ def _scale(counts: Tensor, v: Tensor, noise: Tensor, along: Tensor, fitted: Tens
     signal = torch.maximum(signal, _LEAST_SIGNAL * length)
     variance = (unbiased * beyond.square() * along / length).clamp(min=_TINY)
     return torch.minimum(SCALE / (noise + signal).clamp(min=_TINY).sqrt(), signal / length.sqrt() / variance)
-
-
-def linear_discriminant(statistics: HeadStatistics, examples: float, shrinkage: float | None = None) -> OutputWeights:
-    """Compute the head of linear discriminant analysis, whose outputs are log-probabilities up to a common constant.
-
-    With few examples per feature it is far too sure of itself; ``cosine_discriminant`` has its directions.
-
-    Args:
-        statistics: Pooled statistics with products.
-        examples: Number of examples in them.
-        shrinkage: Shrinkage a of the covariance; None: ``oas_shrinkage``.
-    """
-    present, means = _class_means(statistics)
-    W = _within(statistics)
-    S = _shrunk(W, oas_shrinkage(W, examples - int(present.sum())) if shrinkage is None else shrinkage)
-    weight = torch.linalg.solve(S, means.T).T
-    return _to_weights(weight, _log_shares(statistics, present, examples) - (weight * means).sum(1) / 2)
 
 
 def least_squares(statistics: HeadStatistics, examples: float, shrinkage: float | None = None) -> OutputWeights:

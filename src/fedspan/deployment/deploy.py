@@ -25,7 +25,8 @@ from fedspan.runs.callbacks import Listener
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import require_intact
 from fedspan.runs.remote import connect, prepare_server, server_clients
-from fedspan.runs.session import RunReport, is_run, read_report
+from fedspan.runs.results import is_run, read_report
+from fedspan.runs.session import RunReport
 from fedspan.runs.setup import Prepared
 from fedspan.transports.flower import require
 

@@ -20,7 +20,8 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import REPLY_HEADER, Count, Envelope, HeaderPart, Name, Reason
 from fedspan.files import from_json
 from fedspan.models.pooling import PooledClassifier
-from fedspan.runs.model_setup import PROBLEMS, RunModel
+from fedspan.runs.model_setup import RunModel
+from fedspan.runs.task_setup import PROBLEMS
 
 __all__ = ["NOWHERE", "Introduction", "Invitation", "base_digest", "node_values", "server_config"]
 

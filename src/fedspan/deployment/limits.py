@@ -23,8 +23,8 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Order
 from fedspan.federation.secagg.messages import Agreement
 from fedspan.models.names import architecture_of
+from fedspan.runs.client_ranks import client_scaling
 from fedspan.runs.head_setup import STATISTICS_CLIP
-from fedspan.runs.setup import client_scaling
 
 __all__ = ["OrderTerms", "config_ranks", "require_config", "require_workload"]
 

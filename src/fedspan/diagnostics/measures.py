@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from fedspan.diagnostics.round_diagnosis import Diagnosis, LayerDiagnosis, TrainingRecord, diagnose_layers
 from fedspan.diagnostics.updates import compute_alignment
-from fedspan.federation.federation import Federation, OnCharge, OnClient
+from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress, RoundResult
+from fedspan.federation.round import OnCharge, OnClient
 
 __all__ = ["MEASURES", "DiagnosticsRecorder", "Measure", "MeasureSummary", "get_values", "summarize_measures"]
 

@@ -28,7 +28,8 @@ from fedspan.runs.environment import same_environment
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_config
 from fedspan.runs.privacy_budget import is_secret
-from fedspan.runs.session import RunReport, is_run
+from fedspan.runs.results import is_run
+from fedspan.runs.session import RunReport
 from fedspan.training.prefix_rows import next_run
 
 __all__ = [

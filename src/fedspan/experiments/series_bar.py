@@ -2,63 +2,45 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.text import Text
 
 from fedspan.experiments.series import Step, Watcher, Watchers
 from fedspan.runs.formatting import duration, one_line
-from fedspan.runs.progress_bar import ProgressBar, wants_bar
+from fedspan.runs.progress_bar import LiveBar, ProgressBar, wants_bar
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 
 __all__ = ["SeriesBar", "watched"]
 
 
-class SeriesBar(Watcher):
+class SeriesBar(LiveBar, Watcher):
     """Shows the current run of a series and its bars while it is entered as a context manager.
 
     Args:
-        console: The console; None: on standard error, below the cell in a notebook.
+        console: The console; None: standard error, in a notebook below the cell.
         clock: Function that returns the time in seconds.
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, clock)
         self.done = self.runs = 0
-        self._out = Console(stderr=True, highlight=False) if console is None else console
-        self._clock, self._began = clock, clock()
         self._step: Step | None = None
-        self._run = self._fresh()
-        self._ended = False
-        self._live = Live(
-            get_renderable=self.footer,
-            console=self._out,
-            refresh_per_second=4,
-            redirect_stdout=sys.stdout.isatty(),  # what a script prints into a file stays out of the bars
-        )
+        self._run = self._new_bar()
 
-    def __enter__(self) -> Self:
-        self._live.start()
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self._ended = error is None
-        self._live.stop()
-
-    def _fresh(self) -> ProgressBar:
+    def _new_bar(self) -> ProgressBar:
         return ProgressBar(Console(quiet=True, force_terminal=self._out.is_terminal), self._clock)
 
     def series_started(self, steps: Sequence[Step]) -> None:
         self.done, self.runs = 0, len(steps)
 
     def run_started(self, step: Step) -> None:
-        self._step, self._run = step, self._fresh()
+        self._step, self._run = step, self._new_bar()
 
     def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, played: bool) -> None:
         self.done += 1
@@ -97,10 +79,10 @@ class SeriesBar(Watcher):
 
 @contextmanager
 def watched(listener: Watcher | None, progress: bool | None) -> Generator[Watcher]:
-    """Yield a watcher that forwards all events to the given one, and to progress bars where they are wanted.
+    """Yield a watcher that forwards all events to the caller's watcher, and to progress bars if they are requested.
 
     Args:
-        listener: The given one, or None.
+        listener: The caller's watcher, or None.
         progress: Whether to show bars; None: if standard error is a terminal, or in a notebook.
     """
     if not wants_bar(progress):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -12,34 +10,27 @@ import torch
 
 from fedspan.core.method import Method
 from fedspan.core.tensors import generator
-from fedspan.core.values import Client, Message, Reduced
-from fedspan.federation import serialization
-from fedspan.federation.absences import Absences, Awaited
-from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext, Tally
-from fedspan.federation.plausibility import possible_losses
-from fedspan.federation.privacy import expected_charges, poisson_cohort, round_charges
+from fedspan.core.values import Client
+from fedspan.federation.absences import Absences
+from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext
+from fedspan.federation.privacy import poisson_cohort, round_charges
 from fedspan.federation.progress import (
     ClientData,
     Failure,
     OutOfRoundEvents,
     Progress,
-    Purpose,
     RoundResult,
-    TooFew,
-    TooFewReplies,
     Transfer,
 )
 from fedspan.federation.protocol import (
-    ClientLostState,
     Envelope,
-    Masking,
     OnTrained,
     OrderEncoder,
     Orders,
-    Reply,
     Transport,
     open_reply,
 )
+from fedspan.federation.round import OnCharge, OnClient, Round, client_charges, order_transfer
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.tasks.task import Examples
@@ -48,7 +39,7 @@ from fedspan.training.engine import Engine
 from fedspan.training.jobs import TrainingSettings
 from fedspan.training.stages import StageName, Stages
 
-__all__ = ["Federation", "OnCharge", "OnClient", "Round", "clients_by_id", "clients_stage", "cohort_of"]
+__all__ = ["Federation", "clients_by_id", "clients_stage", "cohort_of"]
 
 
 def cohort_of(seed: int, round: int, clients: int, size: int | None, extra: int = 0) -> list[int]:
@@ -64,227 +55,6 @@ def cohort_of(seed: int, round: int, clients: int, size: int | None, extra: int 
     if size is None or size >= clients:
         return list(range(clients))
     return torch.randperm(clients, generator=generator(seed, "cohort", round))[: size + extra].tolist()
-
-
-OnClient = Callable[[str, float], None]
-"""Takes a client's id and its training loss."""
-
-OnCharge = Callable[[tuple[Charge, ...]], None]
-"""Takes the privacy cost of an attempt before its orders are sent; an error that it raises ends the round."""
-
-
-class Round:
-    """One round, until it succeeds or fails.
-
-    Args:
-        context: Definition of the round.
-        new_aggregation: Creates the round's aggregation.
-        last_rounds: Round of the last accepted reply of each client.
-        best: The same for the best progress so far: clients must not delete the state that belongs to it.
-        on_client: Called with a client's id and training loss when its reply is accepted.
-        on_charge: Called with the privacy cost of each attempt before its orders are sent.
-    """
-
-    def __init__(
-        self,
-        context: RoundContext,
-        new_aggregation: AggregationFactory,
-        last_rounds: Mapping[str, int],
-        best: Mapping[str, int],
-        on_client: OnClient | None = None,
-        on_charge: OnCharge | None = None,
-    ) -> None:
-        self.context, self.on_client, self.on_charge, self._best = context, on_client, on_charge, best
-        self.lr = context.training.lr(context.state.round, context.settings.rounds)
-        self._last_rounds = dict(last_rounds)
-        self._tally = Tally()
-        self._charges = list[Charge]()
-        self.aggregation = new_aggregation(context, self._tally)
-
-    def run(self) -> RoundResult:
-        """Run the round; if too few replies are accepted, retry failed clients as often as the rules allow.
-
-        Raises:
-            FedspanError: If too few replies are accepted after all attempts.
-        """
-        return self._result(*self.reduce())
-
-    @property
-    def tally(self) -> Tally:
-        """The transfers and failures so far."""
-        return self._tally
-
-    def reduce(self) -> tuple[Reduced, int]:
-        """Exchange orders and replies, and return the reduction and the number of the successful attempt, from 0.
-
-        Raises:
-            TooFewReplies: If too few replies are accepted after all attempts.
-        """
-        context, aggregation, tally = self.context, self.aggregation, self._tally
-        for attempt in range(context.rules.retries + 1):
-            clients = {id: self._client(id) for id in aggregation.missing()}
-            try:
-                self._train(clients, aggregation.open(clients, attempt), attempt)
-                reduced = aggregation.close(attempt)
-            except TooFew:
-                continue
-            finally:
-                for id in tally.lost:
-                    self._last_rounds.pop(id, None)
-            return reduced, attempt
-        raise _too_few(context, aggregation.succeeded(), tally.failures, aggregation.quorum)
-
-    def _client(self, id: str) -> Client:
-        return replace(self.context.clients[id].client, last_round=self._last_rounds.get(id))
-
-    def _train(self, clients: Mapping[str, Client], masks: Mapping[str, Masking | None], attempt: int) -> None:
-        """Order clients to train and aggregate their replies."""
-        context, state, tally = self.context, self.context.state, self._tally
-        encoder, sent, costs = OrderEncoder(context.run), set[str](), self._announce(masks, clients, attempt)
-
-        def order(id: str) -> Envelope:
-            # Clients of a secure sum agreed on one message, so none may be shorter for what its client stores.
-            client = clients[id] if masks[id] is None else replace(clients[id], last_round=None)
-            message = context.method.sync(state, client)
-            encoded = encoder.order(context.task, state.round, id, clients[id], message)
-            first = id not in sent  # a transport may make an order again that was refused on its way
-            sent.add(id)
-            if first:
-                tally.transfers.append(order_transfer(id, encoded.body, message, context.task))
-                self._charges += costs.get(id, ())
-            return replace(encoded, attempt=attempt, lr=self.lr, best=self._best.get(id), secure=masks[id]).envelope()
-
-        # Whoever takes part in a secure sum has replied in this attempt already.
-        awaited = Awaited(masks, [id for id in context.absent if id in masks and masks[id] is None])
-
-        def on_reply(id: str, reply: Envelope | str) -> bool:
-            is_enough = accept(id, reply)
-            return awaited.is_over(id, self.aggregation.replies, self.aggregation.quorum) or is_enough
-
-        def accept(id: str, reply: Envelope | str) -> bool:
-            try:
-                decoded = open_reply(reply)
-                is_enough = self.aggregation.add(clients[id], decoded, attempt)
-            except ValueError as error:
-                tally.failures.append(Failure(id, attempt, str(error), context.task))
-                if isinstance(error, ClientLostState):
-                    tally.lost.add(id)
-                return False
-            if self.on_client is not None:
-                self.on_client(id, decoded.parts[-1].loss if decoded.parts else math.nan)
-            return is_enough
-
-        orders = Orders(context.task, masks, order)
-        context.transport.exchange(orders, on_reply, context.rules.deadline, wait_for_offline=attempt > 0)
-
-    def _announce(
-        self, ids: Iterable[str], clients: Mapping[str, Client], attempt: int
-    ) -> Mapping[str, tuple[Charge, ...]]:
-        """Return what an attempt's orders cost each client, after announcing it with what the round costs all."""
-        context, privacy = self.context, self.context.settings.privacy
-        if privacy is None:
-            return {}
-        shared = round_charges(context.settings, len(context.clients)) if attempt == 0 else ()
-        self._charges += shared
-        costs = {} if privacy.mechanism == "central" else client_charges(context, {id: clients[id] for id in ids})
-        if self.on_charge is not None:
-            self.on_charge((*shared, *(charge for client_costs in costs.values() for charge in client_costs)))
-        return costs
-
-    def _result(self, reduced: Reduced, attempt: int) -> RoundResult:
-        """Return the result of a successful round."""
-        context, state, tally = self.context, self.context.state, self._tally
-        replies = {id: self.aggregation.replies[id] for id in context.ids if id in self.aggregation.replies}
-        failed = {failure.client for failure in tally.failures if failure.attempt == attempt}
-        reported = replies
-        if context.rules.validate:
-            reported, impossible = possible_losses(replies)
-            tally.failures += [Failure(id, attempt, reason, context.task) for id, reason in impossible]
-        memories, optimizers = context.transport.accept_replies(replies)
-        return RoundResult(
-            progress=Progress(
-                state=context.method.update(state, reduced),
-                memories=memories,
-                last_rounds={**self._last_rounds, **dict.fromkeys(replies, state.round)},
-                optimizers=optimizers,
-            ),
-            transfers=tally.sorted_transfers(),
-            cohort=context.ids,
-            lr=self.lr,
-            loss=_mean_loss(reported.values(), context.settings.max_weight_ratio),
-            failures=tally.sorted_failures(),
-            charges=tuple(self._charges),
-            simulated_seconds=context.transport.simulated_seconds(),
-            late=tuple(id for id in context.ids if id not in self.aggregation.replies and id not in failed),
-            clipped=dict(sorted(self.aggregation.clipped.items())),
-            lowered=dict(sorted(self.aggregation.lowered.items())),
-        )
-
-
-def client_charges(context: RoundContext, clients: Mapping[str, Client]) -> dict[str, tuple[Charge, ...]]:
-    """Return the privacy cost of a training order for each client; it depends on rank and examples alone."""
-    by_kind: dict[tuple[int, int], tuple[Charge, ...]] = {}
-    charges: dict[str, tuple[Charge, ...]] = {}
-    for id, client in clients.items():
-        kind = (client.rank, client.examples)
-        if kind not in by_kind:
-            privacy, state = context.settings.privacy, context.state
-            by_kind[kind] = expected_charges(privacy, context.training, context.method, state, client)
-        charges[id] = tuple(replace(charge, payer=id) for charge in by_kind[kind])
-    return charges
-
-
-def _mean_loss(replies: Iterable[Reply], ratio: float | None) -> float:
-    """Return the mean training loss over the examples that clients trained on; NaN if no client reported one.
-
-    Args:
-        replies: The accepted replies.
-        ratio: Maximum number of examples that counts for a phase of one client, as a multiple of the median; None: no
-            limit.
-    """
-    parts = [part for reply in replies for part in reply.parts]
-    counts = [part.examples for part in parts]
-    if ratio is not None and counts:
-        limit = ratio * statistics.median(counts)
-        counts = [min(count, limit) for count in counts]
-    total = sum(counts)
-    return sum(part.loss * count for part, count in zip(parts, counts, strict=True)) / total if total else math.nan
-
-
-def order_transfer(id: str, body: bytes, message: Message, purpose: Purpose = "train") -> Transfer:
-    """Create the ledger entry of an order.
-
-    Args:
-        id: Id of the client.
-        body: The encoded message.
-        message: The message.
-        purpose: Purpose of the order.
-    """
-    return Transfer(id, "down", len(body), serialization.payload_size(message), purpose)
-
-
-def _too_few(
-    context: RoundContext, succeeded: Collection[str], failures: Sequence[Failure], quorum: int
-) -> TooFewReplies:
-    """Create the error of a round with too few accepted replies.
-
-    Args:
-        context: Definition of the round.
-        succeeded: Clients whose replies would be accepted.
-        failures: Failures of the other clients.
-        quorum: Number of replies that the round needs.
-    """
-    last, ids = {failure.client: failure.reason for failure in failures}, context.ids
-    reasons = "; ".join(f"{id}: {last.get(id, 'no reply')}" for id in ids if id not in succeeded)
-    if context.task == "statistics":
-        subject, remedy = "the exchange of statistics", ""
-    else:
-        subject = f"round {context.state.round + 1}"
-        remedy = ". The state before the round is stored: fix the cause and resume"
-    problem = (
-        f"{subject} needs good replies of at least {quorum} of {len(ids)} clients, and has {len(succeeded)} ({reasons})"
-    )
-    return TooFewReplies("good replies", len(succeeded), problem=problem + remedy)
 
 
 STRICT = ReplyRules(retries=0, norm_factor=None, validate=False)

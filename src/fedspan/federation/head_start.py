@@ -34,8 +34,9 @@ from fedspan.core.values import (
     Weights,
 )
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext
-from fedspan.federation.federation import Federation, Round, clients_stage
+from fedspan.federation.federation import Federation, clients_stage
 from fedspan.federation.progress import ClientData, Progress, TooFewReplies
+from fedspan.federation.round import Round
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.head import OutputLayer
 

@@ -26,8 +26,10 @@ from fedspan.models.empty import META
 from fedspan.planning.accelerators import HERE, Speed
 from fedspan.planning.compute import PlannedPasses, Trains
 from fedspan.planning.layer_counts import Computation
-from fedspan.runs.model_setup import PROBLEMS, Facts, empty_model
-from fedspan.runs.setup import choose_device, make_engine, max_length
+from fedspan.runs.engine_setup import make_engine
+from fedspan.runs.model_setup import empty_model
+from fedspan.runs.setup import choose_device, max_length
+from fedspan.runs.task_setup import PROBLEMS, Facts
 from fedspan.tasks.causal import EncodedPrompts
 from fedspan.tasks.encoding import EncodedText, Ragged
 from fedspan.tasks.images import EncodedImages

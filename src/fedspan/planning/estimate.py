@@ -18,7 +18,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.planning.accelerators import HERE, UTILISATION, Speed, accelerator_speed
 from fedspan.planning.calibration import measure_speed
 from fedspan.planning.plan import Plan, add_time, plan_run, prepare_model
-from fedspan.runs.model_setup import PROBLEMS
+from fedspan.runs.task_setup import PROBLEMS
 
 __all__ = ["known_examples", "known_labels", "plan", "plan_methods"]
 

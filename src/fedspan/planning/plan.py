@@ -22,8 +22,8 @@ from fedspan.models.quantized import unquantized_modules
 from fedspan.planning.accelerators import Duration, Speed
 from fedspan.planning.compute import Compute, PlannedPasses, Trains, local_training
 from fedspan.planning.traffic import RankCounts, extras_of, plan_traffic
+from fedspan.runs.client_ranks import client_ranks
 from fedspan.runs.model_setup import empty_model
-from fedspan.runs.setup import client_ranks
 from fedspan.training.dp_sgd import private_steps
 
 __all__ = ["ClientMemory", "Plan", "PlannedModel", "ServerMemory", "add_time", "plan_run", "prepare_model"]

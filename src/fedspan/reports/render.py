@@ -20,7 +20,7 @@ from fedspan.reports.groups import Group, group_runs
 from fedspan.reports.run_data import RunData, stories
 from fedspan.runs.diagnose import diagnose
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.model_setup import PROBLEMS
+from fedspan.runs.task_setup import PROBLEMS
 
 __all__ = ["report"]
 

@@ -16,7 +16,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.ledger import Totals, read_totals
 from fedspan.runs.model_card import RunReport
-from fedspan.runs.session import read_report
+from fedspan.runs.results import read_report
 from fedspan.tasks.metrics import METRICS, METRICS_OF
 
 __all__ = ["Row", "RunData", "stories"]

@@ -12,7 +12,7 @@ from fedspan.logs import read_lines
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.diagnose import diagnose
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.session import read_report
+from fedspan.runs.results import read_report
 
 __all__ = ["MEASURED", "measure"]
 

@@ -19,12 +19,13 @@ from fedspan.federation.progress import ClientData, Progress
 from fedspan.files import disk_errors, remove
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.callbacks import Listener, final_scores
-from fedspan.runs.checkpoint import Checkpoint
+from fedspan.runs.checkpoint_format import Checkpoint
+from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.head_setup import baseline_head, begin, begin_locally
 from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, with_rate
 from fedspan.runs.selection import Selection, has_stalled
-from fedspan.runs.setup import Prepared, make_engine
+from fedspan.runs.setup import Prepared
 from fedspan.transports.in_process import simulate
 
 __all__ = ["BASELINES", "alone", "pooled", "train_baseline"]

@@ -12,7 +12,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_resolved_config, require_intact
 from fedspan.runs.objects import objects_of
 from fedspan.runs.privacy_budget import load_noise_key
-from fedspan.runs.session import is_run, read_partition
+from fedspan.runs.results import is_run, read_partition
 from fedspan.runs.setup import prepare
 
 __all__ = ["diagnose"]

@@ -19,9 +19,10 @@ from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 from fedspan.runs.integrity import read_config
 from fedspan.runs.load import adapter_folder, load_served
-from fedspan.runs.model_setup import PROBLEMS, Facts, ModelObjects, facts_of, read_notes
+from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.objects import require_named_data
-from fedspan.runs.session import is_run
+from fedspan.runs.results import is_run
+from fedspan.runs.task_setup import PROBLEMS, Facts, facts_of, read_notes
 from fedspan.tasks.metrics import order_metrics
 
 if TYPE_CHECKING:

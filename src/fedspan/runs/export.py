@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from fedspan.errors import FedspanError
 from fedspan.files import remove, temporary
-from fedspan.models.export import truncate_adapter
+from fedspan.models.export import NOTES, truncate_adapter
 from fedspan.models.merging import save_model
 from fedspan.models.pooling import PooledClassifier
 from fedspan.runs import checkpoint as checkpoints
@@ -21,9 +21,9 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_resolved_config, require_intact
 from fedspan.runs.load import ADAPTER, adapter_folder, load_served
 from fedspan.runs.model_card import CARD, cut_card, merged_card
-from fedspan.runs.model_setup import NOTES, ModelObjects
+from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.objects import objects_of
-from fedspan.runs.session import is_run, read_partition, read_report, require_client
+from fedspan.runs.results import is_run, read_partition, read_report, require_client
 from fedspan.runs.setup import prepare
 from fedspan.runs.trained_models import write_adapters
 

@@ -18,8 +18,9 @@ from fedspan.errors import FedspanError
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress
 from fedspan.files import disk_errors, from_json, read_bytes, to_json, write_atomic
+from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.head_setup import baseline_head, begin
-from fedspan.runs.setup import Prepared, make_engine
+from fedspan.runs.setup import Prepared
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.jobs import TrainingSettings
 from fedspan.transports.in_process import simulate

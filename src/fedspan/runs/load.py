@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError, nearest
+from fedspan.models.export import NOTES
 from fedspan.models.loading import Loaded, Processor, adopt_loaded, load_pretrained
 from fedspan.models.pooling import DENSE, PooledClassifier, read_output_layer
-from fedspan.runs.model_setup import NOTES, PROBLEMS, Facts, ModelObjects, facts_of, read_notes
-from fedspan.runs.session import is_run, read_report, require_client
+from fedspan.runs.model_setup import ModelObjects
+from fedspan.runs.results import is_run, read_report, require_client
 from fedspan.runs.setup import choose_device
+from fedspan.runs.task_setup import PROBLEMS, Facts, facts_of, read_notes
 from fedspan.tasks.task import Examples, RunTask
 from fedspan.training.batching import evaluation_batches
 

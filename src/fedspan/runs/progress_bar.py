@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ from fedspan.runs.remaining_time import Effort, describe_stage
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 
-__all__ = ["ProgressBar", "wants_bar"]
+__all__ = ["LiveBar", "ProgressBar", "wants_bar"]
 
 
 def wants_bar(progress: bool | None) -> bool:
@@ -30,25 +31,17 @@ def wants_bar(progress: bool | None) -> bool:
     return sys.stderr.isatty() or Console(stderr=True).is_jupyter
 
 
-class ProgressBar(Listener):
-    """Shows the rounds, the current stage and the time left while it is entered as a context manager.
+class LiveBar(ABC):
+    """A footer that is rendered several times per second while the object is entered as a context manager.
 
     Args:
-        console: The console; None: on standard error, below the cell in a notebook.
+        console: The console; None: standard error, in a notebook below the cell.
         clock: Function that returns the time in seconds.
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.done = self.rounds = 0
         self._out = Console(stderr=True, highlight=False) if console is None else console
         self._clock, self._began = clock, clock()
-        self._prepared: Prepared | None = None
-        self._effort: Effort | None = None
-        self._stage: Stage | None = None
-        self._losses: dict[str, float] = {}
-        self._last = ""
-        self._now = "reading the data and loading the model"
-        self._baseline: tuple[str, int, int, float] | None = None
         self._ended = False
         self._live = Live(
             get_renderable=self.footer,
@@ -64,6 +57,30 @@ class ProgressBar(Listener):
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._ended = error is None
         self._live.stop()
+
+    @abstractmethod
+    def footer(self) -> RenderableType:
+        """Render the current progress."""
+
+
+class ProgressBar(LiveBar, Listener):
+    """Shows the rounds, the current stage and the time left while it is entered as a context manager.
+
+    Args:
+        console: The console; None: standard error, in a notebook below the cell.
+        clock: Function that returns the time in seconds.
+    """
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, clock)
+        self.done = self.rounds = 0
+        self._prepared: Prepared | None = None
+        self._effort: Effort | None = None
+        self._stage: Stage | None = None
+        self._losses: dict[str, float] = {}
+        self._last = ""
+        self._now = "reading the data and loading the model"
+        self._baseline: tuple[str, int, int, float] | None = None
 
     def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
         self._prepared, self.done, self.rounds = prepared, done, prepared.federation.settings.rounds

@@ -23,22 +23,16 @@ from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Envelope, Transport
 from fedspan.federation.secagg.messages import decode_request
 from fedspan.federation.validation import ReplyRules
+from fedspan.runs.client_ranks import client_ranks, client_scaling
+from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.head_setup import aggregation_of, head_start_of
 from fedspan.runs.integrity import read_resolved_config
-from fedspan.runs.model_setup import PROBLEMS, Facts, build_model
+from fedspan.runs.model_setup import build_model
 from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.session import RunReport, load_partition
-from fedspan.runs.setup import (
-    Prepared,
-    choose_device,
-    client_ranks,
-    client_scaling,
-    make_engine,
-    max_length,
-    prepare,
-    require_private_model,
-)
+from fedspan.runs.setup import Prepared, choose_device, max_length, prepare, require_private_model
+from fedspan.runs.task_setup import PROBLEMS, Facts
 from fedspan.training.stages import Stages
 from fedspan.transports.in_process import simulate
 

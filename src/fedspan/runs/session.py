@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -17,7 +15,7 @@ from fedspan.clients.store import store
 from fedspan.config import RunConfig
 from fedspan.data.partition import Partition
 from fedspan.diagnostics.measures import DiagnosticsRecorder
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError
 from fedspan.federation.head_start import start_head
 from fedspan.federation.progress import Progress, RoundResult, TooFewReplies, Transfer
 from fedspan.files import disk_errors, read_bytes, remove, write_atomic
@@ -25,8 +23,9 @@ from fedspan.logs import JsonLines, read_lines
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.baselines import train_baseline
 from fedspan.runs.callbacks import Listener, final_scores, sample_predictions
-from fedspan.runs.checkpoint import Checkpoint
+from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.divergence import find_divergence
+from fedspan.runs.engine_setup import describe_refusal, keep_stacking_plan
 from fedspan.runs.environment import record_environment
 from fedspan.runs.extension import extend
 from fedspan.runs.failures import failures_by_client
@@ -46,22 +45,12 @@ from fedspan.runs.model_card import RunReport, write_cards
 from fedspan.runs.model_setup import resolve_pooling
 from fedspan.runs.privacy_budget import Budget, load_noise_key, new_key, store_noise_key
 from fedspan.runs.selection import Selection, has_stalled
-from fedspan.runs.setup import Prepared, engine_note, keep_stacking_plan, prepare
+from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.suspects import find_limited
 from fedspan.runs.trained_models import write_adapters
 from fedspan.training.stages import Stages
 
-__all__ = [
-    "Host",
-    "RunReport",
-    "is_run",
-    "load_partition",
-    "read_partition",
-    "read_report",
-    "require_client",
-    "run",
-    "write_adapters",
-]
+__all__ = ["Host", "RunReport", "load_partition", "run", "write_adapters"]
 
 
 def load_partition(place: RunFolder) -> Partition | None:
@@ -214,7 +203,7 @@ class _Session:
                 result, diagnosis = federation.run_round(progress, report_loss, on_charge=announce), None
             else:
                 result, diagnosis = self.diagnostics.run_round(progress, report_loss, announce)
-            for note in (engine_note(engine), federation.remark()):
+            for note in (describe_refusal(self.prepared.config, engine), federation.remark()):
                 if number == first and note is not None:
                     self.listener.noted(note)
             row = self._row(result) | ({} if diagnosis is None else {"diagnostics": diagnosis})
@@ -409,55 +398,3 @@ class _Session:
         content = {key: getattr(report, key) for key in report.__dataclass_fields__}
         place.write_sealed(place.report, {**content, "logs": logs})
         return report
-
-
-_LATER = {"failures", "learning_rate", "other_bytes", "privacy", "warnings"}
-"""Fields that reports of earlier versions lack."""
-
-
-def is_run(folder: str | Path) -> bool:
-    """Check whether a folder holds a run (an exported model has a config.json, but no config.yaml)."""
-    return os.path.isfile(RunFolder(folder).config)  # Path's own raises for a name that is too long for the disk
-
-
-def read_report(folder: str | Path) -> RunReport:
-    """Read the report of a finished run.
-
-    Raises:
-        FedspanError: If there is no run in the folder, it is not finished, or report.json was changed.
-    """
-    place = RunFolder(folder)
-    if not is_run(folder):
-        raise FedspanError("run folder", str(folder), problem=f"{str(folder)!r} holds no run")
-    if not place.report.is_file():
-        raise FedspanError(
-            "run folder", str(folder), problem=f"this run is not finished. Continue it with --resume {folder}"
-        )
-    values = place.read_sealed(place.report)
-    values.pop("logs", None)
-    names = {field.name for field in dataclasses.fields(RunReport)}
-    if not names - _LATER <= set(values) <= names:
-        raise FedspanError(str(place.report), sorted(values), f"a report with {', '.join(sorted(names))}")
-    examples, warnings = values.pop("examples"), values.pop("warnings", ())
-    return RunReport(examples=tuple(examples), warnings=tuple(warnings), **values)
-
-
-def read_partition(folder: str | Path) -> Partition:
-    """Read the partition of a run: the examples of each client.
-
-    Raises:
-        FedspanError: If partition.json is missing or was changed.
-    """
-    place = RunFolder(folder)
-    return Partition.from_json(read_bytes(place.partition).decode(errors="replace"), str(place.partition))
-
-
-def require_client(folder: str | Path, client: str) -> None:
-    """Check that a run has a client.
-
-    Raises:
-        FedspanError: If it has not; the error names the nearest ids.
-    """
-    ids = [part.id for part in read_partition(folder).clients]
-    if client not in ids:
-        raise FedspanError("client", client, problem=f"{folder} has no client {client!r}. {nearest(client, ids)}")

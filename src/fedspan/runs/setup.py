@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,33 +11,29 @@ import torch
 
 from fedspan.clients.store import LazyMapping
 from fedspan.config import RunConfig
-from fedspan.config.federation import FractionRanks, RandomRanks
-from fedspan.core.method import RegisteredMethod, scaling_of
-from fedspan.core.tensors import generator
+from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client
 from fedspan.crypto import require_packages
 from fedspan.data.duplicates import describe_shared
 from fedspan.data.loading import load
 from fedspan.data.objects import DataObjects
 from fedspan.data.partition import Partition, partition
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError
 from fedspan.federation.conditions import Conditions
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.head_start import HeadStart
 from fedspan.federation.progress import ClientData
 from fedspan.models.adapted import AdaptedModel
-from fedspan.runs.folder import RunFolder
+from fedspan.runs.client_ranks import client_ranks, client_scaling
+from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.head_setup import aggregation_of, head_start_of
-from fedspan.runs.model_setup import PROBLEMS, Facts, ModelObjects, RunModel, build_model, require_size
+from fedspan.runs.model_setup import ModelObjects, RunModel, build_model, require_size
+from fedspan.runs.task_setup import PROBLEMS, Facts
 from fedspan.tasks.encoding import EncodedText
 from fedspan.tasks.images import EncodedImages
-from fedspan.tasks.task import Examples, RunTask, Task
-from fedspan.training.batched import BatchedEngine
+from fedspan.tasks.task import Examples, RunTask
 from fedspan.training.engine import Engine
-from fedspan.training.jobs import TrainingSettings
-from fedspan.training.loop import LoopEngine
-from fedspan.training.stacking import StackingPlan, StackingRequest
 from fedspan.training.stages import Stages
 from fedspan.transports.in_process import simulate
 
@@ -53,153 +48,11 @@ __all__ = [
     "RunTrainer",
     "build_trainer",
     "choose_device",
-    "client_ranks",
-    "client_scaling",
-    "engine_note",
-    "keep_stacking_plan",
-    "make_engine",
     "max_length",
     "prepare",
     "require_private_model",
     "simulated_federation",
 ]
-
-
-def client_ranks(config: RunConfig, method: RegisteredMethod, ids: Sequence[str]) -> dict[str, int]:
-    """Determine the rank of every client.
-
-    Args:
-        config: Config of the run.
-        method: The method, bound to the model's target layers.
-        ids: Ids of the clients, in their order.
-
-    Raises:
-        FedspanError: If a client does not exist, a rank is larger than the layers allow, or ranks differ and the method
-            supports only one.
-    """
-    requested = _requested_ranks(config, ids)
-    most, whose = _max_rank(method)
-    known = set(ids)
-    for id, rank in requested.items():
-        field = f"federation.ranks.{id}"
-        if id not in known:
-            raise FedspanError(field, rank, problem=f"no client is named {id!r}. {nearest(id, ids)}")
-        if rank > most:
-            raise FedspanError(field, rank, f"a rank from 1 to {most}, {whose}")
-        if rank != method.r and not method.claims.heterogeneous_ranks:
-            raise FedspanError(field, rank, f"{method.r}, because {config.method.name} needs one rank for all clients")
-    return {id: requested.get(id, method.r) for id in ids}
-
-
-def client_scaling(config: RunConfig, method: RegisteredMethod, rank: int) -> float:
-    """Return the factor on a client's B A."""
-    counted = method.r if config.federation.scaling == "equal" else rank
-    return scaling_of(method.lora_alpha, counted, method.use_rslora)
-
-
-def _max_rank(method: RegisteredMethod) -> tuple[int, str]:
-    """Return the highest rank and its source: adapters have one rank for all layers, full weights one per layer."""
-    layers = method.spec.layers
-    if method.claims.adapter:
-        return min(min(layer.shape) for layer in layers), "the smallest layer's side"
-    return max(min(layer.rectangle) for layer in layers), "the full rank of the largest layer"
-
-
-def _requested_ranks(config: RunConfig, ids: Sequence[str]) -> Mapping[str, int]:
-    match config.federation.ranks:
-        case None:
-            return {}
-        case list() as turns:
-            return {id: turns[index % len(turns)] for index, id in enumerate(ids)} if turns else {}
-        case dict() as by_client:
-            return by_client
-        case RandomRanks() as drawn:
-            seed = config.data_seed if drawn.seed is None else drawn.seed
-            count = len(drawn.of)
-            return {id: drawn.of[int(torch.randint(count, (), generator=generator(seed, "rank", id)))] for id in ids}
-        case FractionRanks() as fractions:
-            seed = config.data_seed if fractions.seed is None else fractions.seed
-            order = torch.randperm(len(ids), generator=generator(seed, "ranks")).tolist()
-            ranks = _allocate(fractions.of, len(ids))
-            return {ids[int(at)]: rank for at, rank in zip(order, ranks, strict=True)}
-
-
-def _allocate(shares: Mapping[int, float], clients: int) -> list[int]:
-    """List the clients' ranks, ascending, each as often as its share demands; the largest remainders are rounded up."""
-    exact = {rank: share * clients for rank, share in sorted(shares.items())}
-    counts = {rank: math.floor(value + 1e-9) for rank, value in exact.items()}
-    remainders = sorted(exact, key=lambda rank: counts[rank] - exact[rank])
-    for rank in remainders[: clients - sum(counts.values())]:
-        counts[rank] += 1
-    return [rank for rank, count in counts.items() for _ in range(count)]
-
-
-def make_engine(
-    config: RunConfig,
-    adapted: AdaptedModel,
-    task: Task,
-    settings: TrainingSettings,
-    stages: Stages | None = None,
-    shared_with: Engine | None = None,
-) -> Engine:
-    """Build the engine that a config names.
-
-    Args:
-        config: Config of the run.
-        adapted: The adapted model.
-        task: The learning problem.
-        settings: Settings of local training.
-        stages: Reports the progress of long work; None: that of ``shared_with``, or nobody is told.
-        shared_with: Another engine on the same model and task, whose prefix caches are shared.
-
-    Raises:
-        FedspanError: If the config asks to compile blocks that cannot be compiled.
-    """
-    options, seed = config.engine, config.seed
-    prefix = (
-        options.build_prefix_settings(config.evaluation.batch_size) if shared_with is None else shared_with.prefixes
-    )
-    stages = stages or (None if shared_with is None else shared_with.stages)
-    refusals = {
-        f"engine.name: {options.name} does not compile, only batched does": options.name != "batched",
-        "it cannot be combined with training.lora_dropout, whose masks are drawn client by client": settings.dropout
-        > 0,
-    }
-    if options.compile and (reason := next((reason for reason, holds in refusals.items() if holds), None)):
-        raise FedspanError("engine.compile", True, problem=reason)
-    if options.name != "batched":
-        return LoopEngine(adapted, task, settings, seed, prefix, stages=stages)
-    request = StackingRequest(options.clients_per_pass, options.workers)
-    rounds = config.federation.rounds
-    return BatchedEngine(
-        adapted, task, settings, seed, request, prefix, options.padding_free, options.compile, stages, rounds
-    )
-
-
-def engine_note(engine: Engine) -> str | None:
-    """Return a note for the user on how the clients trained; None if they trained as requested."""
-    reason = engine.refusal if isinstance(engine, BatchedEngine) else None
-    return None if reason is None else f"clients train one by one, as with engine.name: loop, because {reason}"
-
-
-def keep_stacking_plan(place: RunFolder, engine: Engine) -> None:
-    """Restore a resumed run's stacking plan, or have the one that is chosen written before it is used.
-
-    The bits of a run's results depend on the number of stacked clients.
-
-    Raises:
-        FedspanError: If the file cannot be read.
-    """
-    if not isinstance(engine, BatchedEngine):
-        return
-    if not place.engine.exists():
-        engine.on_plan = lambda plan: place.write_json(place.engine, asdict(plan))
-        return
-    stored = place.read_json(place.engine)
-    try:
-        engine.stacking = StackingPlan(int(stored["at_once"]), int(stored["workers"]))  # pyright: ignore
-    except (TypeError, KeyError, ValueError):
-        raise FedspanError("engine", str(place.engine), "a file with two numbers, at_once and workers") from None
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.objects import objects_of
 from fedspan.runs.progress_bar import ProgressBar, wants_bar
 from fedspan.runs.remote import flower_simulation
-from fedspan.runs.session import RunReport, is_run, read_report
+from fedspan.runs.results import is_run, read_report
+from fedspan.runs.session import RunReport
 from fedspan.runs.setup import prepare
 from fedspan.transports.flower import require
 from fedspan.transports.ray import require as require_ray

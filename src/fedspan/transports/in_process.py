@@ -73,7 +73,9 @@ class _Phases(Mapping[str, tuple[OptimizerState, int]]):
         return self._optimizers[self._prefix + phase]
 
     def __iter__(self) -> Iterator[str]:
-        return (key.removeprefix(self._prefix) for key in self._optimizers if key.startswith(self._prefix))
+        # Ids may contain slashes and phases do not: "a/b/train" belongs to the client "a/b", not to "a".
+        phases = (key.removeprefix(self._prefix) for key in self._optimizers if key.startswith(self._prefix))
+        return (phase for phase in phases if "/" not in phase)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -15,7 +15,7 @@ from fedspan.config import RunConfig, parse_config
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client, LayerSpec, Spec
 from fedspan.errors import FedspanError
-from fedspan.runs.setup import client_ranks, client_scaling
+from fedspan.runs.client_ranks import client_ranks, client_scaling
 
 SPEC = Spec((LayerSpec("wide", 32, 64), LayerSpec("tall", 64, 32)))
 

@@ -1,0 +1,99 @@
+"""The engine of a run: its construction, its stacking plan, and what it could not do as requested."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from fedspan.config import RunConfig
+from fedspan.errors import FedspanError
+from fedspan.models.adapted import AdaptedModel
+from fedspan.runs.folder import RunFolder
+from fedspan.tasks.task import Task
+from fedspan.training.batched import BatchedEngine
+from fedspan.training.engine import Engine
+from fedspan.training.jobs import TrainingSettings
+from fedspan.training.loop import LoopEngine
+from fedspan.training.stacking import StackingPlan, StackingRequest
+from fedspan.training.stages import Stages
+
+if TYPE_CHECKING:
+    pass
+
+
+__all__ = ["describe_refusal", "keep_stacking_plan", "make_engine"]
+
+
+def make_engine(
+    config: RunConfig,
+    adapted: AdaptedModel,
+    task: Task,
+    settings: TrainingSettings,
+    stages: Stages | None = None,
+    shared_with: Engine | None = None,
+) -> Engine:
+    """Build the engine that a config names.
+
+    Args:
+        config: Config of the run.
+        adapted: The adapted model.
+        task: The learning problem.
+        settings: Settings of local training.
+        stages: Reports the progress of long work; None: that of ``shared_with``, or nobody is told.
+        shared_with: Another engine on the same model and task, whose prefix caches are shared.
+
+    Raises:
+        FedspanError: If the config asks to compile blocks that cannot be compiled.
+    """
+    options, seed = config.engine, config.seed
+    prefix = (
+        options.build_prefix_settings(config.evaluation.batch_size) if shared_with is None else shared_with.prefixes
+    )
+    stages = stages or (None if shared_with is None else shared_with.stages)
+    refusals = {
+        f"engine.name: {options.name} does not compile, only batched does": options.name != "batched",
+        "it cannot be combined with training.lora_dropout, whose masks are drawn client by client": settings.dropout
+        > 0,
+    }
+    if options.compile and (reason := next((reason for reason, holds in refusals.items() if holds), None)):
+        raise FedspanError("engine.compile", True, problem=reason)
+    if options.name != "batched":
+        return LoopEngine(adapted, task, settings, seed, prefix, stages=stages)
+    request = StackingRequest(options.clients_per_pass, options.workers)
+    rounds = config.federation.rounds
+    return BatchedEngine(
+        adapted, task, settings, seed, request, prefix, options.padding_free, options.compile, stages, rounds
+    )
+
+
+def describe_refusal(config: RunConfig, engine: Engine) -> str | None:
+    """Return a note for the user if the clients did not train as requested; None: they did, or a cluster trains them.
+
+    Args:
+        config: Config of the run.
+        engine: The engine in this process; on a cluster, the workers train with engines of their own.
+    """
+    if config.cluster is not None:
+        return None
+    reason = engine.refusal if isinstance(engine, BatchedEngine) else None
+    return None if reason is None else f"clients train one by one, as with engine.name: loop, because {reason}"
+
+
+def keep_stacking_plan(place: RunFolder, engine: Engine) -> None:
+    """Restore a resumed run's stacking plan, or have the one that is chosen written before it is used.
+
+    The bits of a run's results depend on the number of stacked clients.
+
+    Raises:
+        FedspanError: If the file cannot be read.
+    """
+    if not isinstance(engine, BatchedEngine):
+        return
+    if not place.engine.exists():
+        engine.on_plan = lambda plan: place.write_json(place.engine, asdict(plan))
+        return
+    stored = place.read_json(place.engine)
+    try:
+        engine.stacking = StackingPlan(int(stored["at_once"]), int(stored["workers"]))  # pyright: ignore
+    except (TypeError, KeyError, ValueError):
+        raise FedspanError("engine", str(place.engine), "a file with two numbers, at_once and workers") from None

@@ -1,0 +1,66 @@
+"""The results of a run: its report, partition and clients, read from its folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from fedspan.data.partition import Partition
+from fedspan.errors import FedspanError, nearest
+from fedspan.files import read_bytes
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.model_card import RunReport
+
+__all__ = ["is_run", "read_partition", "read_report", "require_client"]
+
+_LATER = {"failures", "learning_rate", "other_bytes", "privacy", "warnings"}
+"""Fields that reports of earlier versions lack."""
+
+
+def is_run(folder: str | Path) -> bool:
+    """Check whether a folder holds a run (an exported model has a config.json, but no config.yaml)."""
+    return os.path.isfile(RunFolder(folder).config)  # Path's own raises for a name that is too long for the disk
+
+
+def read_report(folder: str | Path) -> RunReport:
+    """Read the report of a finished run.
+
+    Raises:
+        FedspanError: If there is no run in the folder, it is not finished, or report.json was changed.
+    """
+    place = RunFolder(folder)
+    if not is_run(folder):
+        raise FedspanError("run folder", str(folder), problem=f"{str(folder)!r} holds no run")
+    if not place.report.is_file():
+        raise FedspanError(
+            "run folder", str(folder), problem=f"this run is not finished. Continue it with --resume {folder}"
+        )
+    values = place.read_sealed(place.report)
+    values.pop("logs", None)
+    names = {field.name for field in dataclasses.fields(RunReport)}
+    if not names - _LATER <= set(values) <= names:
+        raise FedspanError(str(place.report), sorted(values), f"a report with {', '.join(sorted(names))}")
+    examples, warnings = values.pop("examples"), values.pop("warnings", ())
+    return RunReport(examples=tuple(examples), warnings=tuple(warnings), **values)
+
+
+def read_partition(folder: str | Path) -> Partition:
+    """Read the partition of a run: the examples of each client.
+
+    Raises:
+        FedspanError: If partition.json is missing or was changed.
+    """
+    place = RunFolder(folder)
+    return Partition.from_json(read_bytes(place.partition).decode(errors="replace"), str(place.partition))
+
+
+def require_client(folder: str | Path, client: str) -> None:
+    """Check that a run has a client.
+
+    Raises:
+        FedspanError: If it has not; the error names the nearest ids.
+    """
+    ids = [part.id for part in read_partition(folder).clients]
+    if client not in ids:
+        raise FedspanError("client", client, problem=f"{folder} has no client {client!r}. {nearest(client, ids)}")
