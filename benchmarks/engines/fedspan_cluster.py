@@ -113,7 +113,10 @@ def main() -> None:
 
         def report() -> dict[str, object]:
             stacking = getattr(prepared.engine, "stacking", None)
-            return {"first": first[min(federation.clients)], "stacking": None if stacking is None else stacking.at_once}
+            return {
+                "first": first[min(federation.clients)],
+                "stacking": None if stacking is None else stacking.clients_per_pass,
+            }
 
         answers.serve(run_numbered, CHECKED, report)
 

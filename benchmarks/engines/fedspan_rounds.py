@@ -36,7 +36,7 @@ def main() -> None:
 
     def report() -> dict[str, object]:
         stacking = getattr(prepared.engine, "stacking", None)
-        chosen = None if stacking is None else {"clients": stacking.at_once, "workers": stacking.workers}
+        chosen = None if stacking is None else {"clients": stacking.clients_per_pass, "workers": stacking.workers}
         return {"first": first[min(federation.clients)], "stacking": chosen}
 
     answers.serve(run_numbered, CHECKED, report)

@@ -88,8 +88,8 @@ class FinishedNames(Watcher):
     def __init__(self) -> None:
         self.names: dict[bool, list[str]] = {True: [], False: []}
 
-    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, played: bool) -> None:
-        self.names[played].append(step.name)
+    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
+        self.names[is_new].append(step.name)
 
 
 @dataclass(frozen=True)

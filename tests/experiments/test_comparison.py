@@ -52,9 +52,9 @@ class RecordingWatcher(Watcher):
         if (self._now, row["round"]) == self._stop:
             raise Stop
 
-    def run_finished(self, step: Any, metric: str, value: float | None, seconds: float, played: bool) -> None:
+    def run_finished(self, step: Any, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
         self.scores[step.name] = value
-        if played:
+        if is_new:
             self.played.append(step.name)
 
 

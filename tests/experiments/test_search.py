@@ -44,9 +44,9 @@ class RecordingWatcher(Watcher):
         if self._now == self._stop:
             raise Stop
 
-    def run_finished(self, step: Any, metric: str, value: float | None, seconds: float, played: bool) -> None:
+    def run_finished(self, step: Any, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
         self.scores.append(value)
-        if played:
+        if is_new:
             self.played.append(step.name)
 
     def run_failed(self, step: Any, why: str) -> None:

@@ -58,7 +58,7 @@ def test_a_comparison_shows_one_view_of_all_its_runs(
     monkeypatch.setattr("sys.stderr", terminal)
 
     class Own(Watcher):
-        def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, played: bool) -> None:
+        def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
             finished.append(step.name)
 
     values = tiny.settings(tiny_folder, federation={"rounds": 1})

@@ -218,7 +218,7 @@ def test_engines_agree(encoders: Path, runs: dict[str, Path], tmp_path: Path) ->
     fedspan.run(settings(encoders, "bert"), tmp_path / "loop")
     torch.testing.assert_close(logits_of(tmp_path / "loop"), logits_of(runs["bert"]), rtol=1e-2, atol=1e-2)
     # no note: all clients shared passes, without padding and with the cache of the prefix where it applies
-    assert json.loads((runs["bert"] / "engine.json").read_text())["at_once"] == 3
+    assert json.loads((runs["bert"] / "engine.json").read_text())["clients_per_pass"] == 3
 
 
 def test_a_run_starts_from_an_exported_adapter(encoders: Path, runs: dict[str, Path]) -> None:

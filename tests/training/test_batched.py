@@ -56,14 +56,14 @@ def values(kind: str, tiny_folder: Path, decoders: Path, images: Path, **changes
     return made
 
 
-def same(made: dict[str, Any], at_once: int = 3, workers: int = 1) -> tuple[float, BatchedEngine]:
+def same(made: dict[str, Any], clients_per_pass: int = 3, workers: int = 1) -> tuple[float, BatchedEngine]:
     """How far apart loop and batched end; the batched engine.
 
     Relatively, but for tensors that begin at 0 and hardly move: keys' biases, whose gradient is rounding alone.
     """
     made["engine"] = {"name": "loop"}
     expected = tiny.final_tensors(prepare(parse_config(made)))
-    made["engine"] = {"name": "batched", "clients_per_pass": at_once, "workers": workers}
+    made["engine"] = {"name": "batched", "clients_per_pass": clients_per_pass, "workers": workers}
     prepared = prepare(parse_config(made))
     found = tiny.final_tensors(prepared)
     assert isinstance(prepared.engine, BatchedEngine)
@@ -155,7 +155,7 @@ def test_a_client_without_examples_does_not_disturb_the_measuring(
 def test_threads_side_by_side_on_one_base(tiny_folder: Path, decoders: Path, images: Path) -> None:
     """FLoRA moves the base that the threads share."""
     made = values("bert", tiny_folder, decoders, images, method={"name": "flora"})
-    assert same(made, at_once=2, workers=2)[0] < 1e-5
+    assert same(made, clients_per_pass=2, workers=2)[0] < 1e-5
 
 
 def test_two_runs_have_the_same_bits(tiny_folder: Path, decoders: Path, images: Path) -> None:

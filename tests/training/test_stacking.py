@@ -29,8 +29,10 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[StackingPl
     """Nanoseconds a token, by what is tried; whatever is missing takes 9. The cache is an empty folder."""
     seconds: dict[StackingPlan, float] = {}
 
-    def taken(team: Sequence[Worker], together: Any, works: Any, at_once: int, examples: Any, passes: int) -> float:
-        return 1e-9 * seconds.get(StackingPlan(at_once, len(team)), 9.0)
+    def taken(
+        team: Sequence[Worker], together: Any, works: Any, clients_per_pass: int, examples: Any, passes: int
+    ) -> float:
+        return 1e-9 * seconds.get(StackingPlan(clients_per_pass, len(team)), 9.0)
 
     monkeypatch.setattr(stacking, "_seconds_a_token", taken)
     monkeypatch.setattr(stacking, "_SHARE", 1e9)
@@ -72,11 +74,11 @@ def test_as_many_at_once_as_is_fastest(
     kept = cache_file()
     assert kept.parent == Path(os.environ["FEDSPAN_CACHE"])
     written = list(json.loads(kept.read_text()).values())
-    assert written == [{"at_once": expected[0], "workers": expected[1]}]
+    assert written == [{"clients_per_pass": expected[0], "workers": expected[1]}]
 
 
 def test_a_damaged_cache_is_no_cache(measured: dict[StackingPlan, float]) -> None:
-    for text in ("", "[]", '{"a": 1}', '{"a": {"at_once": "x"}}'):
+    for text in ("", "[]", '{"a": 1}', '{"a": {"clients_per_pass": "x"}}'):
         cache_file().write_text(text)
         assert read_plans() == {}
 
@@ -92,7 +94,7 @@ def test_measuring_leaves_the_run_as_it_was(tiny_folder: Path, monkeypatch: pyte
     engine = prepared.engine
     assert isinstance(engine, BatchedEngine)
     assert engine.stacking is not None
-    stacking_request = StackingRequest(engine.stacking.at_once, engine.stacking.workers)
+    stacking_request = StackingRequest(engine.stacking.clients_per_pass, engine.stacking.workers)
     tiny.use_engine(
         prepared.federation, BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed, stacking_request)
     )
@@ -106,7 +108,7 @@ def test_short_runs_are_not_worth_measuring(tiny_folder: Path, monkeypatch: pyte
     prepared.federation.run_round(prepared.federation.begin())
     assert isinstance(prepared.engine, BatchedEngine)
     workers = min(DEFAULT.workers, torch.get_num_threads())
-    assert prepared.engine.stacking == StackingPlan(DEFAULT.at_once, workers)
+    assert prepared.engine.stacking == StackingPlan(DEFAULT.clients_per_pass, workers)
 
 
 @pytest.mark.parametrize("tokens", [3600, 1e4, 1e5, 1e6])
@@ -116,8 +118,8 @@ def test_measuring_stays_within_its_tokens(tokens: float) -> None:
     def measure(plan: StackingPlan, passes: int) -> float:
         nonlocal taken
         assert 1 <= passes <= 4
-        taken += 3 * passes * plan.at_once * plan.workers * 100
-        return 1e-9 / plan.at_once
+        taken += 3 * passes * plan.clients_per_pass * plan.workers * 100
+        return 1e-9 / plan.clients_per_pass
 
     found = search(StackingRequest(), 200, 2, measure, budget)
     assert taken <= tokens
@@ -138,8 +140,8 @@ def test_measuring_stops_after_ten_seconds(seconds: float, monkeypatch: pytest.M
     budget = Budget(float("inf"), pass_tokens=100)
 
     def measure(plan: StackingPlan, passes: int) -> float:
-        pace = seconds / plan.at_once
-        now[0] += pace * 3 * plan.at_once * plan.workers * 100
+        pace = seconds / plan.clients_per_pass
+        now[0] += pace * 3 * plan.clients_per_pass * plan.workers * 100
         return pace
 
     found = search(StackingRequest(), 200, 2, measure, budget)
@@ -186,7 +188,7 @@ def test_the_plan_is_written_before_it_is_used(
     monkeypatch.setattr(Worker, "run", killed)
     with pytest.raises(KeyboardInterrupt):
         fedspan.run(config, tmp_path / "run")
-    assert json.loads(place.read_text())["at_once"] == DEFAULT.at_once
+    assert json.loads(place.read_text())["clients_per_pass"] == DEFAULT.clients_per_pass
 
 
 def test_a_run_keeps_what_was_chosen(tiny_folder: Path, tmp_path: Path) -> None:
@@ -196,12 +198,14 @@ def test_a_run_keeps_what_was_chosen(tiny_folder: Path, tmp_path: Path) -> None:
     fedspan.run(config, tmp_path / "run")
     place = tmp_path / "run" / "engine.json"
     workers = min(DEFAULT.workers, torch.get_num_threads())
-    assert json.loads(place.read_text()) == {"at_once": DEFAULT.at_once, "workers": workers}
-    place.write_text('{"at_once": 7, "workers": 3}')
+    assert json.loads(place.read_text()) == {"clients_per_pass": DEFAULT.clients_per_pass, "workers": workers}
+    place.write_text('{"clients_per_pass": 7, "workers": 3}')
     prepared = prepare(parse_config(config))
     keep_stacking_plan(RunFolder(tmp_path / "run"), prepared.engine)
     assert isinstance(prepared.engine, BatchedEngine)
     assert prepared.engine.stacking == StackingPlan(7, 3)
-    place.write_text('{"at_once": "many"}')
-    with pytest.raises(FedspanError, match=r"engine.json' .* Expected a file with two numbers, at_once and workers"):
+    place.write_text('{"clients_per_pass": "many"}')
+    with pytest.raises(
+        FedspanError, match=r"engine.json' .* Expected a file with two numbers, clients_per_pass and workers"
+    ):
         keep_stacking_plan(RunFolder(tmp_path / "run"), prepared.engine)

@@ -45,9 +45,9 @@ class SeriesView(SeriesBar):
         super().series_started(steps)
         self._print(Text(f"{self.runs} runs in {self._folder}", "dim"))
 
-    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, played: bool) -> None:
-        super().run_finished(step, metric, value, seconds, played)
-        self._line(step, f"{score(metric, value):>8} {duration(seconds):>8}", "" if played else "dim")
+    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
+        super().run_finished(step, metric, value, seconds, is_new)
+        self._line(step, f"{score(metric, value):>8} {duration(seconds):>8}", "" if is_new else "dim")
 
     def run_failed(self, step: Step, why: str) -> None:
         super().run_failed(step, why)

@@ -57,8 +57,8 @@ class Watcher(Listener):
     def run_started(self, step: Step) -> None:
         """Handle the start of a run, which is loaded, or read if it is already finished."""
 
-    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, played: bool) -> None:
-        """Handle the report of a run; ``value`` is the compared score, ``played`` is False for a run that was read."""
+    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
+        """Handle the report of a run; ``value`` is the compared score, ``is_new`` is False for a run that was read."""
 
     def run_failed(self, step: Step, why: str) -> None:
         """Handle the divergence of a run; the series continues without it."""
@@ -79,9 +79,9 @@ class Watchers(Listeners, Watcher):
         for one in self._watchers:
             one.run_started(step)
 
-    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, played: bool) -> None:
+    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
         for one in self._watchers:
-            one.run_finished(step, metric, value, seconds, played)
+            one.run_finished(step, metric, value, seconds, is_new)
 
     def run_failed(self, step: Step, why: str) -> None:
         for one in self._watchers:

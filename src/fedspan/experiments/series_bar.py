@@ -42,7 +42,7 @@ class SeriesBar(LiveBar, Watcher):
     def run_started(self, step: Step) -> None:
         self._step, self._run = step, self._new_bar()
 
-    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, played: bool) -> None:
+    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
         self.done += 1
 
     def run_failed(self, step: Step, why: str) -> None:

@@ -39,10 +39,10 @@ from fedspan.training.engine import Engine
 from fedspan.training.jobs import TrainingSettings
 from fedspan.training.stages import StageName, Stages
 
-__all__ = ["Federation", "clients_by_id", "clients_stage", "cohort_of"]
+__all__ = ["Federation", "clients_by_id", "clients_stage", "draw_cohort"]
 
 
-def cohort_of(seed: int, round: int, clients: int, size: int | None, extra: int = 0) -> list[int]:
+def draw_cohort(seed: int, round: int, clients: int, size: int | None, extra: int = 0) -> list[int]:
     """Draw the positions of a round's clients and of ``extra`` more, in order of drawing; all, sorted, if all.
 
     Args:
@@ -164,7 +164,7 @@ class Federation:
         size, privacy = self.settings.cohort, self.settings.privacy
         if privacy is not None and privacy.mechanism == "central":
             return [ids[index] for index in poisson_cohort(privacy, self.settings, len(ids), round)]
-        return [ids[index] for index in cohort_of(self.settings.seed, round, len(ids), size, extra)]
+        return [ids[index] for index in draw_cohort(self.settings.seed, round, len(ids), size, extra)]
 
     def run_round(
         self,
@@ -185,8 +185,8 @@ class Federation:
             FedspanError: If too few replies are accepted after all attempts; the progress is unchanged.
         """
         context = self._context(progress)
-        work = {id: self.training.workload(self.clients[id].client.examples) for id in context.ids}
-        with clients_stage(self.engine.stages, "training", work) as finished:
+        units = {id: self.training.workload(self.clients[id].client.examples) for id in context.ids}
+        with clients_stage(self.engine.stages, "training", units) as finished:
 
             def replied(id: str, loss: float) -> None:
                 finished(id)
@@ -266,7 +266,7 @@ class Federation:
 
 
 @contextmanager
-def clients_stage(stages: Stages, name: StageName, work: Mapping[str, int]) -> Generator[Callable[[str], None]]:
+def clients_stage(stages: Stages, name: StageName, units: Mapping[str, int]) -> Generator[Callable[[str], None]]:
     """Open a stage of clients' work, and yield a function to call with each client whose reply is accepted.
 
     Engines in this process count every batch; of clients elsewhere only their replies are seen.
@@ -274,15 +274,15 @@ def clients_stage(stages: Stages, name: StageName, work: Mapping[str, int]) -> G
     Args:
         stages: The run's stages.
         name: Name of the stage.
-        work: Expected number of units of each client.
+        units: Expected number of units of each client.
     """
     done: set[str] = set()
 
     def finished(id: str) -> None:
         done.add(id)
-        stages.reach(name, sum(map(work.__getitem__, done)))
+        stages.reach(name, sum(map(units.__getitem__, done)))
 
-    with stages.stage(name, sum(work.values())):
+    with stages.stage(name, sum(units.values())):
         yield finished
 
 

@@ -152,7 +152,9 @@ class _Bench:
         rounds = self._config.federation.rounds * planned / steps
         stacking = self.engine.choose_plan(works, clients, self._examples, rounds)
         measuring = time.perf_counter() - began
-        clients = min(clients, max(_MIN_CLIENTS, 2 * stacking.at_once * stacking.workers))  # enough to form batches
+        clients = min(
+            clients, max(_MIN_CLIENTS, 2 * stacking.clients_per_pass * stacking.workers)
+        )  # enough to form batches
         first = self._seconds(clients, 1)
         steps_each = int(min(steps, max(1, _SECONDS / first)))
         return clients * steps_each * self._step / self._seconds(clients, steps_each), measuring

@@ -15,7 +15,7 @@ from fedspan.core.heads import statistics_shapes
 from fedspan.core.values import Job
 from fedspan.data.assign import make_client_ids
 from fedspan.errors import FedspanError
-from fedspan.federation.federation import cohort_of
+from fedspan.federation.federation import draw_cohort
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.head import NoOutputLayer, find_output_layer
 from fedspan.models.quantized import unquantized_modules
@@ -236,7 +236,7 @@ def plan_run(
     steps = _steps(config, own)
     trains = Trains(largest.computations, extras.policy != "frozen" and bool(planned.adapted.extras))
     cohorts = [
-        cohort_of(config.seed, number, count, config.federation.clients_per_round)
+        draw_cohort(config.seed, number, count, config.federation.clients_per_round)
         for number in range(config.federation.rounds)
     ]
     local = local_training(config, planned.passes, trains, own, length, cohorts)

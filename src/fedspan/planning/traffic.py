@@ -12,7 +12,7 @@ from fedspan.config import RunConfig
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.tensors import Tensors, count
 from fedspan.core.values import LayerSpec, Message, Spec
-from fedspan.federation.federation import cohort_of
+from fedspan.federation.federation import draw_cohort
 from fedspan.federation.serialization import payload_size
 from fedspan.methods.fedavg import FedAvg
 from fedspan.models.adapted import AdaptedModel
@@ -112,7 +112,7 @@ def plan_traffic(
     """
     federation, wrapped, extras = config.federation, config.wrap_method(method), extras_of(config, adapted, method)
     cohorts = [
-        sorted(cohort_of(config.seed, number, len(ranks), federation.clients_per_round))
+        sorted(draw_cohort(config.seed, number, len(ranks), federation.clients_per_round))
         for number in range(federation.rounds)
     ]
     by_rank = [[ranks[client] for client in cohort] for cohort in cohorts]

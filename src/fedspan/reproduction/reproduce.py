@@ -59,7 +59,7 @@ class Reproduction:
         scores: Scores of all rows in all cells.
         verdicts: Verdicts on the paper's statements.
         folder: Folder with the runs.
-        played: Settings of the cells.
+        settings: Table of the settings of the cells.
     """
 
     id: str
@@ -68,7 +68,7 @@ class Reproduction:
     scores: tuple[CellScore, ...]
     verdicts: tuple[Judged, ...]
     folder: str
-    played: Table
+    settings: Table
 
     def table(self) -> Table:
         """Tabulate the scores for people to read."""
@@ -257,7 +257,7 @@ def _row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path, wat
 def _write(report: Reproduction, preset: Preset, command: Sequence[str]) -> None:
     folder = Path(report.folder)
     lines = [f"# {preset.paper}: {preset.item}", "", preset.title, "", f"Command: `{' '.join(command)}`", ""]
-    for table in (report.played, report.table(), verdict_table(report.verdicts)):
+    for table in (report.settings, report.table(), verdict_table(report.verdicts)):
         lines += [*markdown(table), ""]
     lines += ["Notes:", ""]
     lines += [f"- {' '.join(note.split())}" for note in preset.notes]

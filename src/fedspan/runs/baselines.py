@@ -115,17 +115,17 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
         ``best_round``, ``scores`` and ``by_client``, as in a ``RunReport``; ``learning_rate`` if centralized training
         had a range test of its own.
     """
-    place = RunFolder(folder)
-    if place.report.is_file():
-        return cast(dict[str, Any], place.read_sealed(place.report))
+    run_folder = RunFolder(folder)
+    if run_folder.report.is_file():
+        return cast(dict[str, Any], run_folder.read_sealed(run_folder.report))
     variant = BASELINES[name](prepared)
-    config, tested = variant.config, place.learning_rate
+    config, tested = variant.config, run_folder.learning_rate
     if name == "centralized" and config.training.lr == "auto" and config.centralized_lr is None:
         untested = variant
         variant = with_rate(variant, load_or_choose(tested, lambda: run_range_test(untested, config.default_lr)))
     federation, evaluator = variant.federation, variant.evaluator
     listener.baseline_started(name, federation.settings.rounds)
-    stored = checkpoints.resume(place) if folder.is_dir() else None
+    stored = checkpoints.resume(run_folder) if folder.is_dir() else None
     progress, selection = (
         (_BEGINNINGS[name](federation, variant.head), Selection())
         if stored is None
@@ -138,32 +138,33 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
         validation, _ = evaluator.evaluate_clients(progress)
         selection = selection.add(metric, progress.state.round, validation)
         checkpoints.save(
-            place, Checkpoint(progress.state, progress.memories, progress.last_rounds, progress.optimizers, selection)
+            run_folder,
+            Checkpoint(progress.state, progress.memories, progress.last_rounds, progress.optimizers, selection),
         )
-        checkpoints.prune(place)
+        checkpoints.prune(run_folder)
         return selection
 
     if stored is None and variant.head is not None:  # as in the federation, the start may be the best
-        progress = store(place.clients, progress)
+        progress = store(run_folder.clients, progress)
         selection = rate_and_save(progress, selection)
     while progress.state.round < federation.settings.rounds:
         if has_stalled(variant.config, progress.state.round, selection.improved):
             break
         result = federation.run_round(progress)
-        progress = store(place.clients, result.progress)
+        progress = store(run_folder.clients, result.progress)
         selection = rate_and_save(progress, selection)
         listener.baseline_round(name, progress.state.round, result.loss)
     best = selection.best
     if best is not None and best.round != progress.state.round:
-        progress = checkpoints.load(place.best).progress
+        progress = checkpoints.load(run_folder.best).progress
     scores, by_client = final_scores(variant, progress)
     report: dict[str, Any] = {"best_round": progress.state.round, "scores": scores, "by_client": by_client}
     if tested.is_file():
         report["learning_rate"] = read_range_test(tested)
-    place.write_sealed(place.report, report)
+    run_folder.write_sealed(run_folder.report, report)
     with disk_errors(folder):  # as large as the run's own checkpoints, and nothing resumes from them
-        remove(place.checkpoints)
-        remove(place.clients)
-        remove(place.best)
+        remove(run_folder.checkpoints)
+        remove(run_folder.clients)
+        remove(run_folder.best)
         remove(tested)
     return report

@@ -21,7 +21,7 @@ from fedspan.transports.in_process import InProcess
 if TYPE_CHECKING:
     from fedspan.transports.ray.team import Resources, Team
 
-__all__ = ["WorkerKit", "build_host", "cluster_simulation", "connect_workers", "resources_of"]
+__all__ = ["WorkerKit", "build_host", "connect_workers", "resources_of", "simulate_on_cluster"]
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,15 @@ def connect_workers(
     return replace(prepared, federation=federation, evaluator=evaluator)
 
 
-def cluster_simulation(place: RunFolder, prepared: Prepared, played: Callable[[Prepared], RunReport]) -> RunReport:
+def simulate_on_cluster(
+    run_folder: RunFolder, prepared: Prepared, run_rounds: Callable[[Prepared], RunReport]
+) -> RunReport:
     """Run a federation with its clients on the workers of a cluster (``runs.session.Host``).
 
     Raises:
-        FedspanError: If there is no cluster or a worker does not start; also any error that ``played`` raises.
+        FedspanError: If there is no cluster or a worker does not start; also any error that ``run_rounds`` raises.
     """
     from fedspan.transports.ray.team import open_team
 
     with open_team(resources_of(prepared.config)) as team:
-        return played(connect_workers(prepared, team, load_noise_key(place.path, prepared.config)))
+        return run_rounds(connect_workers(prepared, team, load_noise_key(run_folder.path, prepared.config)))

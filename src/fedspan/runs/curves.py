@@ -35,11 +35,11 @@ class Point:
     seconds: float
 
 
-def curve_of(place: RunFolder, metric: str) -> tuple[Point, ...]:
+def curve_of(run_folder: RunFolder, metric: str) -> tuple[Point, ...]:
     """Return the rounds of a run that have a score, ascending."""
-    rows = cast("Sequence[Mapping[str, Any]]", list(read_lines(place.metrics)))
+    rows = cast("Sequence[Mapping[str, Any]]", list(read_lines(run_folder.metrics)))
     last = int(rows[-1]["round"]) if rows else 0
-    sent, points = sent_until(read_totals(place.ledger), last), list[Point]()
+    sent, points = sent_until(read_totals(run_folder.ledger), last), list[Point]()
     for row in rows:
         if (score := score_of(row, metric)) is not None:
             number = int(row["round"])

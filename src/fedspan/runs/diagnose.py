@@ -53,18 +53,18 @@ def diagnose(
     folder = Path(run_folder)
     if not is_run(folder):
         raise FedspanError("run folder", str(folder), "the folder of a run (config.yaml is in it)")
-    place, config = RunFolder(folder), read_resolved_config(folder)
-    if not place.partition.is_file():
+    run_files, config = RunFolder(folder), read_resolved_config(folder)
+    if not run_files.partition.is_file():
         raise FedspanError(
             "run folder",
             str(folder),
             "a run on this machine",
             problem="the data of this run's clients are on other machines",
         )
-    require_intact(place)
+    require_intact(run_files)
     objects = objects_of(config, "fedspan.diagnose", data, model, tokenizer)
-    checkpoint = checkpoints.load(checkpoints.select_checkpoint(place, round))
-    prepared = prepare(config, read_partition(folder), load_noise_key(place.path, config), objects=objects)
+    checkpoint = checkpoints.load(checkpoints.select_checkpoint(run_files, round))
+    prepared = prepare(config, read_partition(folder), load_noise_key(run_files.path, config), objects=objects)
     return diagnose_round(
         prepared.federation,
         checkpoint.progress,

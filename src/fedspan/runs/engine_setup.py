@@ -79,7 +79,7 @@ def describe_refusal(config: RunConfig, engine: Engine) -> str | None:
     return None if reason is None else f"clients train one by one, as with engine.name: loop, because {reason}"
 
 
-def keep_stacking_plan(place: RunFolder, engine: Engine) -> None:
+def keep_stacking_plan(run_folder: RunFolder, engine: Engine) -> None:
     """Restore a resumed run's stacking plan, or have the one that is chosen written before it is used.
 
     The bits of a run's results depend on the number of stacked clients.
@@ -89,11 +89,13 @@ def keep_stacking_plan(place: RunFolder, engine: Engine) -> None:
     """
     if not isinstance(engine, BatchedEngine):
         return
-    if not place.engine.exists():
-        engine.on_plan = lambda plan: place.write_json(place.engine, asdict(plan))
+    if not run_folder.engine.exists():
+        engine.on_plan = lambda plan: run_folder.write_json(run_folder.engine, asdict(plan))
         return
-    stored = place.read_json(place.engine)
+    stored = run_folder.read_json(run_folder.engine)
     try:
-        engine.stacking = StackingPlan(int(stored["at_once"]), int(stored["workers"]))  # pyright: ignore
+        engine.stacking = StackingPlan(int(stored["clients_per_pass"]), int(stored["workers"]))  # pyright: ignore
     except (TypeError, KeyError, ValueError):
-        raise FedspanError("engine", str(place.engine), "a file with two numbers, at_once and workers") from None
+        raise FedspanError(
+            "engine", str(run_folder.engine), "a file with two numbers, clients_per_pass and workers"
+        ) from None

@@ -135,5 +135,5 @@ def _load_labelled(config: DataConfig, task: TaskName, source: Source | None) ->
         field = error.field.removeprefix("data.")
         problem = error.problem and error.problem.replace("data.labels", "the model's labels")
         problem = problem and re.sub(r" (To leave such rows out|If the first line).*", "", problem)
-        place = "data" if field == "train" else field
-        raise FedspanError(place, error.value, error.expected, problem=problem) from None
+        name = "data" if field == "train" else field
+        raise FedspanError(name, error.value, error.expected, problem=problem) from None

@@ -105,16 +105,16 @@ def _source(folder: Path, client: str | None, round: int | str, scratch: Path, o
     """Return the adapter's folder: the one that the run exported at its end, or a new one from a checkpoint."""
     if not is_run(folder):
         return adapter_folder(folder, client)
-    place = RunFolder(folder)
-    require_intact(place)
+    run_files = RunFolder(folder)
+    require_intact(run_files)
     if client is not None:
         require_client(folder, client)
-    if place.report.is_file():
+    if run_files.report.is_file():
         report = read_report(folder)
         is_available = client is None or "global" in report.adapters or client in report.adapters
         if is_available and round in ("best", report.best_round):
             return adapter_folder(folder, client)
-    checkpoint, config = checkpoints.load(checkpoints.select_checkpoint(place, round)), read_resolved_config(folder)
+    checkpoint, config = checkpoints.load(checkpoints.select_checkpoint(run_files, round)), read_resolved_config(folder)
     passed = objects_of(config, "fedspan.export", *objects)
     progress, prepared = checkpoint.progress, prepare(config, read_partition(folder), objects=passed)
     adapters = write_adapters(prepared, progress, RunFolder(scratch), () if client is None else (client,))

@@ -22,11 +22,11 @@ __all__ = ["extend", "require_extensible"]
 _ROUNDS, _PATIENCE = ROUNDS_FIELD, "federation.early_stopping"
 
 
-def require_extensible(place: RunFolder, stored: RunConfig, changed: RunConfig) -> None:
+def require_extensible(run_folder: RunFolder, stored: RunConfig, changed: RunConfig) -> None:
     """Check that a run may go on under another config.
 
     Args:
-        place: Folder of the run.
+        run_folder: Folder of the run.
         stored: The config in the folder.
         changed: The other config.
 
@@ -40,7 +40,7 @@ def require_extensible(place: RunFolder, stored: RunConfig, changed: RunConfig) 
                 "in a run. Start a new run in another folder"
             )
             raise FedspanError(field, after, problem=problem)
-    done, before, after = checkpoints.last_saved_round(place), stored.federation, changed.federation
+    done, before, after = checkpoints.last_saved_round(run_folder), stored.federation, changed.federation
     if after.rounds != before.rounds:
         if after.rounds <= done:
             raise FedspanError(_ROUNDS, after.rounds, f"more than {done}, the rounds that this run has finished")
@@ -50,7 +50,7 @@ def require_extensible(place: RunFolder, stored: RunConfig, changed: RunConfig) 
         if not raised:
             problem = "a run that has begun can get more patience, not less, because it may have run too many rounds"
             raise FedspanError(_PATIENCE, after.early_stopping, problem=problem)
-    improved = checkpoints.read_selection(place).improved
+    improved = checkpoints.read_selection(run_folder).improved
     if done < after.rounds and has_stalled(changed, done, improved):
         assert improved is not None
         problem = (
@@ -60,14 +60,14 @@ def require_extensible(place: RunFolder, stored: RunConfig, changed: RunConfig) 
         raise FedspanError(_PATIENCE, after.early_stopping, problem=problem)
 
 
-def extend(place: RunFolder, stored: RunConfig, changed: RunConfig, listener: Listener) -> None:
+def extend(run_folder: RunFolder, stored: RunConfig, changed: RunConfig, listener: Listener) -> None:
     """Make a run one that is not finished, under a changed config.
 
     Its report and its baselines, whose number of epochs is that of the rounds, are removed first: whatever interrupts
     this, the folder holds an unfinished run under one of the two configs.
 
     Args:
-        place: The run folder, whose lock this process holds.
+        run_folder: The run folder, whose lock this process holds.
         stored: The config in the folder.
         changed: The changed config.
         listener: Listener that receives notes.
@@ -75,22 +75,22 @@ def extend(place: RunFolder, stored: RunConfig, changed: RunConfig, listener: Li
     Raises:
         FedspanError: If the run cannot go on under the changed config, or the disk cannot be written.
     """
-    require_intact(place)
-    require_extensible(place, stored, changed)
+    require_intact(run_folder)
+    require_extensible(run_folder, stored, changed)
     changes = differences(stored, changed)
     if not changes:
         return
-    trained = place.baselines.is_dir()
-    with disk_errors(place.path):
-        remove(place.report)
-        remove(place.baselines)
+    trained = run_folder.baselines.is_dir()
+    with disk_errors(run_folder.path):
+        remove(run_folder.report)
+        remove(run_folder.baselines)
         texts = {field: "null" if after is None else after for field, (_, after) in changes.items()}
-        extend_command(place, [f"{field}={text}" for field, text in texts.items()])
-        write_atomic(place.config, config_text(changed).encode())
+        extend_command(run_folder, [f"{field}={text}" for field, text in texts.items()])
+        write_atomic(run_folder.config, config_text(changed).encode())
     for field, (before, after) in changes.items():
         listener.noted(f"{field} is {after} from now on, and was {before}")
     if trained:
         listener.noted("the baselines are trained again, because their number of epochs is that of the rounds")
     last, every = stored.federation.rounds, stored.evaluation.every
-    if checkpoints.last_saved_round(place) == last < changed.federation.rounds and last % every:
+    if checkpoints.last_saved_round(run_folder) == last < changed.federation.rounds and last % every:
         listener.noted(f"round {last} was measured as the last one, though evaluation.every is {every}")

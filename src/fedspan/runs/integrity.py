@@ -62,15 +62,15 @@ def read_config(folder: str | Path) -> RunConfig:
     Raises:
         FedspanError: If config.yaml is missing, cut off or no longer a valid config.
     """
-    place = RunFolder(folder)
-    text = place.config_text()
-    config = parse_config(parse_yaml(text, str(place.config)))
+    run_folder = RunFolder(folder)
+    text = run_folder.config_text()
+    config = parse_config(parse_yaml(text, str(run_folder.config)))
     if not text.replace("\r\n", "\n").endswith(_END):
         problem = (
             "the end of the file is missing: a run's configuration ends with the line `...`. Restore the file or start "
             "again in another folder"
         )
-        raise FedspanError(str(place.config), None, problem=problem)
+        raise FedspanError(str(run_folder.config), None, problem=problem)
     return config
 
 
@@ -80,12 +80,12 @@ def read_resolved_config(folder: str | Path) -> RunConfig:
     Raises:
         FedspanError: If config.yaml is missing or no longer a valid config, or pooling.json was changed.
     """
-    config, place = read_config(folder), RunFolder(folder)
-    if not place.pooling.is_file():
+    config, run_folder = read_config(folder), RunFolder(folder)
+    if not run_folder.pooling.is_file():
         return config
-    pooling = place.read_json(place.pooling)
+    pooling = run_folder.read_json(run_folder.pooling)
     if not isinstance(pooling, dict) or set(pooling) != set(RESOLVED):
-        raise FedspanError(str(place.pooling), pooling, f"an object with {' and '.join(RESOLVED)}")
+        raise FedspanError(str(run_folder.pooling), pooling, f"an object with {' and '.join(RESOLVED)}")
     values = config.model_dump(mode="json")
     return parse_config({**values, "model": {**values["model"], **pooling}})
 
@@ -95,9 +95,9 @@ def describe_config(config: RunConfig) -> str:
     return json.dumps(config.model_dump(mode="json"), separators=(",", ":"))
 
 
-def input_digests(place: RunFolder) -> dict[str, str]:
+def input_digests(run_folder: RunFolder) -> dict[str, str]:
     """Return the SHA-256 of the run's files that no round changes, by name; only of those that the run has."""
-    files = (place.partition, place.learning_rate, place.pooling)
+    files = (run_folder.partition, run_folder.learning_rate, run_folder.pooling)
     return {path.name: _digest(path) for path in files if path.is_file()}
 
 
@@ -126,7 +126,7 @@ def _is_changeable(name: str) -> bool:
     return any(name == field or name.startswith(f"{field}.") for field in _CHANGEABLE)
 
 
-def _require_same_config(place: RunFolder, config: RunConfig, then: str) -> None:
+def _require_same_config(run_folder: RunFolder, config: RunConfig, then: str) -> None:
     """Check a config against that of the newest checkpoint (``describe_config``; later fields have their defaults).
 
     The number of rounds may differ in a run that is not finished, if no finished round depends on it: so it is in one
@@ -134,26 +134,30 @@ def _require_same_config(place: RunFolder, config: RunConfig, then: str) -> None
     """
     stored = parse_config(json.loads(then))
     for name, (before, after) in differences(stored, config).items():
-        if name == ROUNDS_FIELD and not place.report.is_file() and after > checkpoints.last_saved_round(place):
-            require_independent_rounds(checkpoints.last_saved_round(place), stored, config)
+        if (
+            name == ROUNDS_FIELD
+            and not run_folder.report.is_file()
+            and after > checkpoints.last_saved_round(run_folder)
+        ):
+            require_independent_rounds(checkpoints.last_saved_round(run_folder), stored, config)
         elif not _is_changeable(name):
             problem = f"it is {after!r} now, and the run began with {before!r}"
             expected = f"{before!r} again, or another folder (only paths, deadlines and engine may change)"
-            raise FedspanError(f"{place.config}, {name}", after, expected, problem=problem)
+            raise FedspanError(f"{run_folder.config}, {name}", after, expected, problem=problem)
 
 
-def _require_same_inputs(place: RunFolder, digests: Mapping[str, str]) -> None:
+def _require_same_inputs(run_folder: RunFolder, digests: Mapping[str, str]) -> None:
     for name, digest in digests.items():
-        if _digest(place.path / name) != digest:
+        if _digest(run_folder.path / name) != digest:
             problem = "the file was changed after the run began: its SHA-256 is not the one that the checkpoint names"
-            raise FedspanError(str(place.path / name), name, problem=f"{problem}. Restore the file")
+            raise FedspanError(str(run_folder.path / name), name, problem=f"{problem}. Restore the file")
 
 
-def require_same_run(place: RunFolder, config: RunConfig, stored: checkpoints.Checkpoint | None) -> None:
+def require_same_run(run_folder: RunFolder, config: RunConfig, stored: checkpoints.Checkpoint | None) -> None:
     """Check that configuration, partition and learning rate are those of the run that wrote a checkpoint.
 
     Args:
-        place: The run folder.
+        run_folder: The run folder.
         config: The config that is in it.
         stored: The checkpoint; None: the run has none yet.
 
@@ -161,11 +165,11 @@ def require_same_run(place: RunFolder, config: RunConfig, stored: checkpoints.Ch
         FedspanError: If one of the files was changed; the error names it, and the field of a config.
     """
     if stored is not None:
-        _require_same_config(place, config, str(stored.extra["config"]))
-        _require_same_inputs(place, stored.inputs)
+        _require_same_config(run_folder, config, str(stored.extra["config"]))
+        _require_same_inputs(run_folder, stored.inputs)
 
 
-def require_intact(place: RunFolder) -> None:
+def require_intact(run_folder: RunFolder) -> None:
     """Check the files of a run, finished or not, against its newest checkpoint and its report.
 
     Only the checkpoint's index is read, no tensors. A process may work on the run meanwhile.
@@ -173,26 +177,26 @@ def require_intact(place: RunFolder) -> None:
     Raises:
         FedspanError: If a file is not what the run wrote; the error names the file, and the line of a log.
     """
-    config, index = read_resolved_config(place.path), checkpoints.newest_index(place)
+    config, index = read_resolved_config(run_folder.path), checkpoints.newest_index(run_folder)
     positions: dict[str, Position] = {}
     if index is not None:
-        _require_same_config(place, config, str(index["extra"]["config"]))
-        _require_same_inputs(place, index["inputs"])
+        _require_same_config(run_folder, config, str(index["extra"]["config"]))
+        _require_same_inputs(run_folder, index["inputs"])
         positions = checkpoints.read_positions(index)
-    if place.report.is_file():
-        positions |= _log_positions(place)
+    if run_folder.report.is_file():
+        positions |= _log_positions(run_folder)
     for name, position in positions.items():
-        require_position(place.path / name, position)
+        require_position(run_folder.path / name, position)
 
 
-def _log_positions(place: RunFolder) -> dict[str, Position]:
+def _log_positions(run_folder: RunFolder) -> dict[str, Position]:
     """Return the ends of the logs that a finished run's report names, by file name.
 
     Raises:
         FedspanError: If report.json was changed.
     """
-    content = place.read_sealed(place.report)
+    content = run_folder.read_sealed(run_folder.report)
     try:
         return {str(name): Position(int(length), str(head)) for name, (length, head) in content["logs"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FedspanError(f"{place.report}, logs", content.get("logs"), "the ends of the run's logs") from error
+        raise FedspanError(f"{run_folder.report}, logs", content.get("logs"), "the ends of the run's logs") from error

@@ -117,9 +117,9 @@ def _require_export(folder: Path, client: str | None) -> None:
         raise FedspanError("client", client, problem=f"this model is {whose}. Leave the client out")
 
 
-def _unreadable(place: Path, error: Exception) -> FedspanError:
+def _unreadable(adapter_path: Path, error: Exception) -> FedspanError:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return FedspanError("folder", str(place), problem=f"PEFT cannot read this adapter ({reason})")
+    return FedspanError("folder", str(adapter_path), problem=f"PEFT cannot read this adapter ({reason})")
 
 
 def load_served(
@@ -144,17 +144,17 @@ def load_served(
     """
     from peft import PeftConfig
 
-    place = adapter_folder(folder, client)
-    notes, target = read_notes(place), choose_device(device)
-    facts = facts_of(place, notes)
+    adapter_path = adapter_folder(folder, client)
+    notes, target = read_notes(adapter_path), choose_device(device)
+    facts = facts_of(adapter_path, notes)
     problem = PROBLEMS[facts.task]
     revision: str | None = None
-    if (place / ADAPTER).is_file():
+    if (adapter_path / ADAPTER).is_file():
         # PEFT may raise any exception for these files. Errors of the base model are reported separately.
         try:
-            revision = PeftConfig.from_pretrained(str(place)).revision
+            revision = PeftConfig.from_pretrained(str(adapter_path)).revision
         except Exception as error:
-            raise _unreadable(place, error) from error
+            raise _unreadable(adapter_path, error) from error
         if objects is not None and objects.model is not None:
             loaded = adopt_loaded(objects.model, objects.tokenizer, problem.head, facts.labels, target)
         else:
@@ -162,20 +162,20 @@ def load_served(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # caused by PEFT's own calls, not by the user
-                model = _with_adapter(loaded.model, place)
+                model = _with_adapter(loaded.model, adapter_path)
         except Exception as error:
-            raise _unreadable(place, error) from error
+            raise _unreadable(adapter_path, error) from error
     else:
-        loaded = load_pretrained(str(place), problem.head, facts.labels, pooling=facts.pooling, device=target)
+        loaded = load_pretrained(str(adapter_path), problem.head, facts.labels, pooling=facts.pooling, device=target)
         if isinstance(loaded.model, PooledClassifier):
-            _load_output_layer(loaded.model, place)
+            _load_output_layer(loaded.model, adapter_path)
         elif loaded.new_modules:
-            raise FedspanError("folder", str(place), f"a model with weights for {', '.join(loaded.new_modules)}")
+            raise FedspanError("folder", str(adapter_path), f"a model with weights for {', '.join(loaded.new_modules)}")
         model = loaded.model
     if objects is not None and objects.tokenizer is not None:
         loaded = replace(loaded, processor=objects.tokenizer)
     task = problem.task(loaded.processor, facts, None)
-    return Served(place, notes, facts, model.eval(), loaded.processor, task, target, revision)
+    return Served(adapter_path, notes, facts, model.eval(), loaded.processor, task, target, revision)
 
 
 def _load_base(
@@ -201,14 +201,14 @@ def _load_base(
         raise error.at(note="If the model was passed from Python, pass it again as model=.") from None
 
 
-def _with_adapter(model: Any, place: Path) -> Any:
+def _with_adapter(model: Any, adapter_path: Path) -> Any:
     """Return a model with an adapter; an adapter of a pooled classifier is one of its encoder."""
     from peft import PeftModel
 
     if not isinstance(model, PooledClassifier):
-        return _with_attributes(PeftModel.from_pretrained(model, str(place)))
-    model.replace_encoder(PeftModel.from_pretrained(model.encoder, str(place)))
-    _load_output_layer(model, place)
+        return _with_attributes(PeftModel.from_pretrained(model, str(adapter_path)))
+    model.replace_encoder(PeftModel.from_pretrained(model.encoder, str(adapter_path)))
+    _load_output_layer(model, adapter_path)
     return model
 
 
@@ -223,20 +223,20 @@ def _with_attributes(model: PeftModel) -> PeftModel:
     return model
 
 
-def _load_output_layer(model: PooledClassifier, place: Path) -> None:
+def _load_output_layer(model: PooledClassifier, adapter_path: Path) -> None:
     """Load the output layer beside an exported encoder or adapter.
 
     Raises:
         FedspanError: If it is missing or damaged.
     """
     try:
-        head = read_output_layer(place)
+        head = read_output_layer(adapter_path)
         if head is None:
-            raise FileNotFoundError(f"no {DENSE} in {place}")
+            raise FileNotFoundError(f"no {DENSE} in {adapter_path}")
         model.load_state_dict(head, strict=False)
     except (OSError, LookupError, RuntimeError, SafetensorError) as error:
         problem = f"the output layer beside the encoder cannot be read ({error})"
-        raise FedspanError("folder", str(place / DENSE), problem=problem) from error
+        raise FedspanError("folder", str(adapter_path / DENSE), problem=problem) from error
 
 
 def predict(

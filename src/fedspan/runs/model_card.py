@@ -89,11 +89,11 @@ _PIPELINES = {
 }
 
 
-def write_cards(prepared: Prepared, report: RunReport, place: RunFolder) -> None:
+def write_cards(prepared: Prepared, report: RunReport, run_folder: RunFolder) -> None:
     """Write a card next to every model that a run exported."""
-    recorded: Any = place.read_json(place.environment) if place.environment.is_file() else {}
+    recorded: Any = run_folder.read_json(run_folder.environment) if run_folder.environment.is_file() else {}
     command = recorded.get("command", []) if isinstance(recorded, Mapping) else []
-    for folder in (place.path / name for name in report.adapters.values()):
+    for folder in (run_folder.path / name for name in report.adapters.values()):
         text = card(prepared, report, command, adapter=(folder / "adapter_config.json").is_file())
         (folder / CARD).write_text(text, encoding="utf-8")
 

@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "connect",
-    "flower_simulation",
     "method_for",
     "nodes_folder",
     "prepare_server",
     "reply_as",
     "secure_client",
     "server_clients",
+    "simulate_with_flower",
 ]
 
 
@@ -218,10 +218,10 @@ def reply_as(run: str, threads: int, number: int, envelope: Envelope) -> Envelop
 
 @lru_cache(maxsize=1)
 def _host(run: str) -> Host:
-    place = RunFolder(run)
-    config = read_resolved_config(place.path)
-    prepared = prepare(config, load_partition(place), load_noise_key(place.path, config))
-    federation, folder = prepared.federation, nodes_folder(place.path)
+    run_folder = RunFolder(run)
+    config = read_resolved_config(run_folder.path)
+    prepared = prepare(config, load_partition(run_folder), load_noise_key(run_folder.path, config))
+    federation, folder = prepared.federation, nodes_folder(run_folder.path)
     secure: Mapping[str, SecureClient] | None = None
     if config.federation.secure is not None:
         halves = {id: secure_client(config, id, folder) for id in federation.clients}
@@ -237,7 +237,9 @@ def _host(run: str) -> Host:
     )
 
 
-def flower_simulation(place: RunFolder, prepared: Prepared, run_rounds: Callable[[Prepared], RunReport]) -> RunReport:
+def simulate_with_flower(
+    run_folder: RunFolder, prepared: Prepared, run_rounds: Callable[[Prepared], RunReport]
+) -> RunReport:
     """Run a federation with its clients in the processes of Flower's simulation engine (``runs.session.Host``).
 
     Raises:
@@ -248,11 +250,11 @@ def flower_simulation(place: RunFolder, prepared: Prepared, run_rounds: Callable
     threads = torch.get_num_threads()
     actors = min(prepared.config.engine.workers or threads, len(prepared.federation.clients))
     cuda = prepared.engine.adapted.device.type == "cuda"
-    answer = partial(reply_as, str(place.path.resolve()), max(1, threads // actors))
+    answer = partial(reply_as, str(run_folder.path.resolve()), max(1, threads // actors))
 
     def run_server(transport: Transport) -> RunReport:
         rules = prepared.config.federation.build_reply_rules()
-        return run_rounds(connect(prepared, transport, rules, nodes=nodes_folder(place.path)))
+        return run_rounds(connect(prepared, transport, rules, nodes=nodes_folder(run_folder.path)))
 
     return simulate(
         list(prepared.federation.clients), answer, run_server, actors=actors, gpus=1 / actors if cuda else 0.0

@@ -29,18 +29,18 @@ def read_report(folder: str | Path) -> RunReport:
     Raises:
         FedspanError: If there is no run in the folder, it is not finished, or report.json was changed.
     """
-    place = RunFolder(folder)
+    run_folder = RunFolder(folder)
     if not is_run(folder):
         raise FedspanError("run folder", str(folder), problem=f"{str(folder)!r} holds no run")
-    if not place.report.is_file():
+    if not run_folder.report.is_file():
         raise FedspanError(
             "run folder", str(folder), problem=f"this run is not finished. Continue it with --resume {folder}"
         )
-    values = place.read_sealed(place.report)
+    values = run_folder.read_sealed(run_folder.report)
     values.pop("logs", None)
     names = {field.name for field in dataclasses.fields(RunReport)}
     if not names - _LATER <= set(values) <= names:
-        raise FedspanError(str(place.report), sorted(values), f"a report with {', '.join(sorted(names))}")
+        raise FedspanError(str(run_folder.report), sorted(values), f"a report with {', '.join(sorted(names))}")
     examples, warnings = values.pop("examples"), values.pop("warnings", ())
     return RunReport(examples=tuple(examples), warnings=tuple(warnings), **values)
 
@@ -51,8 +51,8 @@ def read_partition(folder: str | Path) -> Partition:
     Raises:
         FedspanError: If partition.json is missing or was changed.
     """
-    place = RunFolder(folder)
-    return Partition.from_json(read_bytes(place.partition).decode(errors="replace"), str(place.partition))
+    run_folder = RunFolder(folder)
+    return Partition.from_json(read_bytes(run_folder.partition).decode(errors="replace"), str(run_folder.partition))
 
 
 def require_client(folder: str | Path, client: str) -> None:

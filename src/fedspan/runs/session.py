@@ -53,11 +53,11 @@ from fedspan.training.stages import Stages
 __all__ = ["Host", "RunReport", "load_partition", "run", "write_adapters"]
 
 
-def load_partition(place: RunFolder) -> Partition | None:
+def load_partition(run_folder: RunFolder) -> Partition | None:
     """Load the partition that a run was started with, if it is stored."""
-    if not place.partition.exists():
+    if not run_folder.partition.exists():
         return None
-    return Partition.from_json(read_bytes(place.partition).decode(errors="replace"), str(place.partition))
+    return Partition.from_json(read_bytes(run_folder.partition).decode(errors="replace"), str(run_folder.partition))
 
 
 Host = Callable[[RunFolder, Prepared, Callable[[Prepared], RunReport]], RunReport]
@@ -95,13 +95,13 @@ def run(
     listener = listener or Listener()
     command = command or tuple(sys.argv)
     if resume:
-        with RunFolder.resume(folder) as place:
+        with RunFolder.resume(folder) as run_folder:
             if config is not None:
-                extend(place, read_config(place.path), config, listener)
-            stored = read_resolved_config(place.path)
-            if changes := record_environment(place, stored.seed, command):
+                extend(run_folder, read_config(run_folder.path), config, listener)
+            stored = read_resolved_config(run_folder.path)
+            if changes := record_environment(run_folder, stored.seed, command):
                 listener.environment_changed(changes)
-            return _run(place, stored, listener, resumed=True, host=host, build=build)
+            return _run(run_folder, stored, listener, resumed=True, host=host, build=build)
     if config is None:
         raise FedspanError("config", None, "a config for a new run")
     if config.evaluation.diagnostics is not None and host is not None:
@@ -113,18 +113,18 @@ def run(
     key = new_key(config)
     # Before the folder is created: an invalid config leaves no files.
     prepared = build(config, None, key, Stages(listener.stage_changed))
-    with RunFolder.create(folder, written) as place:
-        store_noise_key(place.path, key)
+    with RunFolder.create(folder, written) as run_folder:
+        store_noise_key(run_folder.path, key)
         if config.model != unresolved:
-            place.write_json(place.pooling, {name: getattr(config.model, name) for name in RESOLVED})
+            run_folder.write_json(run_folder.pooling, {name: getattr(config.model, name) for name in RESOLVED})
         if note is not None:
             listener.noted(note)
-        record_environment(place, config.seed, command)
-        return _run(place, config, listener, resumed=False, prepared=prepared, host=host, build=build)
+        record_environment(run_folder, config.seed, command)
+        return _run(run_folder, config, listener, resumed=False, prepared=prepared, host=host, build=build)
 
 
 def _run(
-    place: RunFolder,
+    run_folder: RunFolder,
     config: RunConfig,
     listener: Listener,
     *,
@@ -133,40 +133,40 @@ def _run(
     host: Host | None = None,
     build: Build = prepare,
 ) -> RunReport:
-    stored = checkpoints.resume(place)
+    stored = checkpoints.resume(run_folder)
     if prepared is None:
-        require_same_run(place, config, stored)
+        require_same_run(run_folder, config, stored)
         stages = Stages(listener.stage_changed)
-        prepared = build(config, load_partition(place), load_noise_key(place.path, config), stages)
-    if prepared.partition is not None and not place.partition.exists():
-        with disk_errors(place.path):
-            write_atomic(place.partition, (prepared.partition.to_json() + "\n").encode())
+        prepared = build(config, load_partition(run_folder), load_noise_key(run_folder.path, config), stages)
+    if prepared.partition is not None and not run_folder.partition.exists():
+        with disk_errors(run_folder.path):
+            write_atomic(run_folder.partition, (prepared.partition.to_json() + "\n").encode())
 
     if config.training.lr == "auto":
         tested = prepared
-        lr = load_or_choose(place.learning_rate, lambda: run_range_test(tested, config.default_lr))
+        lr = load_or_choose(run_folder.learning_rate, lambda: run_range_test(tested, config.default_lr))
         prepared = with_rate(prepared, lr)
 
     def run_rounds(prepared: Prepared) -> RunReport:
-        with JsonLines(place.metrics) as metrics, Ledger(place.ledger) as ledger:
-            session = _Session(place, prepared, listener, metrics, ledger)
+        with JsonLines(run_folder.metrics) as metrics, Ledger(run_folder.ledger) as ledger:
+            session = _Session(run_folder, prepared, listener, metrics, ledger)
             return session.finish(session.run_rounds(stored, resumed))
 
-    return run_rounds(prepared) if host is None else host(place, prepared, run_rounds)
+    return run_rounds(prepared) if host is None else host(run_folder, prepared, run_rounds)
 
 
 class _Session:
     """The state of one process's work on a run."""
 
     def __init__(
-        self, place: RunFolder, prepared: Prepared, listener: Listener, metrics: JsonLines, ledger: Ledger
+        self, run_folder: RunFolder, prepared: Prepared, listener: Listener, metrics: JsonLines, ledger: Ledger
     ) -> None:
-        self.place, self.prepared, self.listener = place, prepared, listener
+        self.run_folder, self.prepared, self.listener = run_folder, prepared, listener
         self.metrics, self.ledger = metrics, ledger
         self.seconds = 0.0
         self.selection = Selection()
-        self.budget = Budget(prepared.config, path=place.privacy)
-        self.inputs = input_digests(place)
+        self.budget = Budget(prepared.config, path=run_folder.privacy)
+        self.inputs = input_digests(run_folder)
         interval = prepared.config.evaluation.diagnostics
         self.diagnostics = None if interval is None else DiagnosticsRecorder(prepared.federation, interval)
 
@@ -178,15 +178,15 @@ class _Session:
             progress = stored.progress
             self.selection, self.seconds = stored.selection, float(stored.extra.get("seconds", 0.0))
             spent, finished = str(stored.extra.get("privacy", "{}")), progress.state.round
-            self.budget = Budget(self.prepared.config, spent, self.place.privacy, finished)
+            self.budget = Budget(self.prepared.config, spent, self.run_folder.privacy, finished)
             if self.selection.best is not None:
-                federation.retain(checkpoints.load(self.place.best).progress)
+                federation.retain(checkpoints.load(self.run_folder.best).progress)
         engine = self.prepared.engine
-        keep_stacking_plan(self.place, engine)
+        keep_stacking_plan(self.run_folder, engine)
         self.listener.started(self.prepared, 0 if progress is None else progress.state.round, resumed)
         if self.prepared.config.training.lr == "auto":
             lr = federation.training.optimizer.lr
-            self.listener.noted(f"training.lr is {lr:g}, by a range test ({self.place.learning_rate.name})")
+            self.listener.noted(f"training.lr is {lr:g}, by a range test ({self.run_folder.learning_rate.name})")
         if progress is None:
             progress = self._start()
         first = progress.state.round + 1
@@ -296,7 +296,7 @@ class _Session:
         Returns:
             The progress, with the clients' state on the disk.
         """
-        progress = store(self.place.clients, result.progress)
+        progress = store(self.run_folder.clients, result.progress)
         number, events = progress.state.round, self.prepared.federation.pop_events()
         self._record(number, (*result.transfers, *events.transfers))
         if failures := (*result.failures, *events.failures):
@@ -312,9 +312,12 @@ class _Session:
         totals = self.ledger.totals
         row["bytes"] = {"down": totals.run("down").bytes, "up": totals.run("up").bytes}
         self.metrics.append(row)
-        positions = {self.place.metrics.name: self.metrics.commit(), self.place.ledger.name: self.ledger.commit()}
+        positions = {
+            self.run_folder.metrics.name: self.metrics.commit(),
+            self.run_folder.ledger.name: self.ledger.commit(),
+        }
         checkpoints.save(
-            self.place,
+            self.run_folder,
             Checkpoint(
                 state=progress.state,
                 memories=progress.memories,
@@ -330,7 +333,7 @@ class _Session:
                 },
             ),
         )
-        checkpoints.prune(self.place)
+        checkpoints.prune(self.run_folder)
         self.listener.round_finished(row)
         return progress
 
@@ -342,27 +345,27 @@ class _Session:
 
     def finish(self, progress: Progress) -> RunReport:
         """Evaluate the best round, export its adapters, train the baselines, write the report."""
-        prepared, place = self.prepared, self.place
+        prepared, run_folder = self.prepared, self.run_folder
         best_round = last_round = progress.state.round
         stopped = self._stopping_reason(progress) if last_round < prepared.federation.settings.rounds else None
         if stopped is not None:
             self.listener.noted(f"stopped after round {last_round}: {stopped}")
         best = self.selection.best
         if best is not None and best.round != progress.state.round:
-            best_round, progress = best.round, checkpoints.load(place.best).progress
+            best_round, progress = best.round, checkpoints.load(run_folder.best).progress
         scores, by_client = final_scores(prepared, progress)
-        with disk_errors(place.path), prepared.engine.stages.stage("export"):
-            remove(place.adapter)  # of a run before it was extended
-            adapters = write_adapters(prepared, progress, place, prepared.evaluator.ids)
+        with disk_errors(run_folder.path), prepared.engine.stages.stage("export"):
+            remove(run_folder.adapter)  # of a run before it was extended
+            adapters = write_adapters(prepared, progress, run_folder, prepared.evaluator.ids)
         failures = prepared.federation.conclude(progress)
         for failure in failures:
             self.listener.noted(f"{failure.client} did not export its own adapter: {failure.reason}")
         events = prepared.federation.pop_events()
         self._record(best_round, events.transfers)
-        logs = {place.metrics.name: self.metrics.commit(), place.ledger.name: self.ledger.commit()}
+        logs = {run_folder.metrics.name: self.metrics.commit(), run_folder.ledger.name: self.ledger.commit()}
         examples = sample_predictions(prepared, progress)
         totals = self.ledger.totals
-        start = next((row for row in read_lines(place.metrics) if row["round"] == 0), {})
+        start = next((row for row in read_lines(run_folder.metrics) if row["round"] == 0), {})
         # Baselines start like the federation, whose clients may have sent too few statistics.
         compared = replace(prepared, head=None) if start.get("head_init") == "random" else prepared
         report = RunReport(
@@ -376,25 +379,25 @@ class _Session:
             bytes={"down": totals.run("down").bytes, "up": totals.run("up").bytes},
             seconds=self.seconds,
             baselines={
-                name: train_baseline(compared, name, self.listener, place.baselines / name)
+                name: train_baseline(compared, name, self.listener, run_folder.baselines / name)
                 for name in prepared.config.baselines
             },
-            adapters={id: str(path.relative_to(place.path)) for id, path in adapters.items()},
+            adapters={id: str(path.relative_to(run_folder.path)) for id, path in adapters.items()},
             examples=examples,
             privacy=self.budget.report(),
             other_bytes=totals.out_of_round,
-            failures=failures_by_client(read_lines(place.metrics), best_round, (*events.failures, *failures)),
-            learning_rate=read_range_test(place.learning_rate),
+            failures=failures_by_client(read_lines(run_folder.metrics), best_round, (*events.failures, *failures)),
+            learning_rate=read_range_test(run_folder.learning_rate),
             warnings=(
                 *find_divergence(
-                    read_lines(place.metrics), prepared.task.metric, prepared.federation.training.optimizer.lr
+                    read_lines(run_folder.metrics), prepared.task.metric, prepared.federation.training.optimizer.lr
                 ),
-                *find_limited(read_lines(place.metrics)),
+                *find_limited(read_lines(run_folder.metrics)),
             ),
             start={key: start[key] for key in ("head_init", "reason", "validation", "clients", "test") if key in start},
         )
-        with disk_errors(place.path):
-            write_cards(prepared, report, place)
+        with disk_errors(run_folder.path):
+            write_cards(prepared, report, run_folder)
         content = {key: getattr(report, key) for key in report.__dataclass_fields__}
-        place.write_sealed(place.report, {**content, "logs": logs})
+        run_folder.write_sealed(run_folder.report, {**content, "logs": logs})
         return report

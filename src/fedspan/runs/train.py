@@ -15,13 +15,13 @@ from fedspan.errors import FedspanError
 from fedspan.models.names import FROM_PYTHON
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener, Listeners
-from fedspan.runs.cluster import cluster_simulation
+from fedspan.runs.cluster import simulate_on_cluster
 from fedspan.runs.extension import require_extensible
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.objects import objects_of
 from fedspan.runs.progress_bar import ProgressBar, wants_bar
-from fedspan.runs.remote import flower_simulation
+from fedspan.runs.remote import simulate_with_flower
 from fedspan.runs.results import is_run, read_report
 from fedspan.runs.session import RunReport
 from fedspan.runs.setup import prepare
@@ -221,8 +221,8 @@ def _host(config: RunConfig) -> session.Host | None:
     """Return the host that connects a run to its clients; None: they are simulated in this process."""
     if config.cluster is not None:
         require_ray()
-        return cluster_simulation
+        return simulate_on_cluster
     if config.engine.name != "flower-sim":
         return None
     require(simulation=True)
-    return flower_simulation
+    return simulate_with_flower

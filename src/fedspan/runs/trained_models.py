@@ -21,7 +21,7 @@ __all__ = ["write_adapters", "write_model"]
 
 
 def write_adapters(
-    prepared: Prepared, progress: Progress, place: RunFolder, clients: Iterable[str] | None = None
+    prepared: Prepared, progress: Progress, run_folder: RunFolder, clients: Iterable[str] | None = None
 ) -> dict[str, Path]:
     """Export the models of a progress: ``adapter/`` for a global one, ``adapter/<client>/`` for each personal one.
 
@@ -30,7 +30,7 @@ def write_adapters(
     Args:
         prepared: The prepared run.
         progress: Progress of the round to export.
-        place: The run folder to write to.
+        run_folder: The run folder to write to.
         clients: The clients whose models are exported, if every client has its own; None: all clients.
 
     Returns:
@@ -40,7 +40,7 @@ def write_adapters(
     folders: dict[str, Path] = {}
     for ids, job in prepared.evaluator.models(progress, clients):
         key = ids[0] if personal else "global"
-        folder = place.adapter / folder_name(key) if personal else place.adapter
+        folder = run_folder.adapter / folder_name(key) if personal else run_folder.adapter
         write_model(prepared, job, progress.state.base, folder, progress.state.round, ids[0] if personal else None)
         folders[key] = folder
     return folders

@@ -91,9 +91,9 @@ class BatchedEngine:
             with lock:
                 return opened.pop(client) if client in opened else open_job(client)
 
-        def finish_locked(work: Assignment, trained: Trained) -> Assignment | None:
+        def finish_locked(assignment: Assignment, trained: Trained) -> Assignment | None:
             with lock:
-                return finish_job(work, trained)
+                return finish_job(assignment, trained)
 
         if self.stacking is None:
             opened = {client: open_job(client) for client in list(sizes)[:PROBE_CLIENTS]}
@@ -102,16 +102,17 @@ class BatchedEngine:
         workers = self._get_workers(len(shares))
         calls = [
             lambda worker=worker, share=share: worker.run(
-                examples, share, min(stacking.at_once, len(share)), open_locked, finish_locked
+                examples, share, min(stacking.clients_per_pass, len(share)), open_locked, finish_locked
             )
             for worker, share in zip(workers, shares, strict=True)
         ]
         try:
             run_parallel(calls)
         except torch.OutOfMemoryError as error:
-            problem = f"{self.adapted.device} has too little memory for {stacking.at_once} clients in a pass ({error})"
+            count = stacking.clients_per_pass
+            problem = f"{self.adapted.device} has too little memory for {count} clients in a pass ({error})"
             expected = "a smaller number, a smaller training.batch_size, or model.gradient_checkpointing"
-            raise FedspanError("engine.clients_per_pass", stacking.at_once, expected, problem=problem) from error
+            raise FedspanError("engine.clients_per_pass", count, expected, problem=problem) from error
 
     def choose_plan(
         self, assignments: Sequence[Assignment], clients: int, examples: Examples, rounds: float | None = None
@@ -164,8 +165,10 @@ class BatchedEngine:
         A model whose examples fill more than half a batch predicts alone. Which models share a pass depends on the
         numbers of examples and on the stacking plan alone.
         """
-        plan = self.stacking or StackingPlan(self.request.at_once or DEFAULT.at_once, self.request.workers or 1)
-        most = 1 if self._predicts_alone or self._workers[0].refusal is not None else plan.at_once
+        plan = self.stacking or StackingPlan(
+            self.request.clients_per_pass or DEFAULT.clients_per_pass, self.request.workers or 1
+        )
+        most = 1 if self._predicts_alone or self._workers[0].refusal is not None else plan.clients_per_pass
         for window in windows(models, plan.workers * batch_size):
             stacks = [stack for stack in stack_models(window, most, batch_size) if len(stack) > 1]
             predictions = self._predict_stacks(window, stacks, plan.workers, examples)

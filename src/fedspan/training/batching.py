@@ -71,19 +71,21 @@ def training_batches(
         epoch += 1
 
 
-def job_batches(settings: TrainingSettings, seed: int, work: Assignment, examples: Examples) -> Iterator[np.ndarray]:
+def job_batches(
+    settings: TrainingSettings, seed: int, assignment: Assignment, examples: Examples
+) -> Iterator[np.ndarray]:
     """Yield an assignment's batches: epochs or steps as set by its job, or else by the run; one epoch for a probe."""
-    job = work.job
+    job = assignment.job
     steps = settings.steps if job.steps is None and job.epochs is None else job.steps
     epochs = settings.epochs if job.epochs is None else job.epochs
     return training_batches(
-        work.indices,
+        assignment.indices,
         examples.lengths,
         batch_size=settings.batch_size,
         epochs=1 if job.steps == 0 else epochs,
         batches=steps * settings.accumulate if steps else None,
         seed=seed,
-        key=(work.round, work.client, job.phase),
+        key=(assignment.round, assignment.client, job.phase),
         group_by_length=settings.group_by_length,
     )
 

@@ -23,7 +23,7 @@ class ClientSlot:
     """A client's tensors, moments and position in its batches.
 
     Args:
-        work: The assignment that the client trains.
+        assignment: The assignment that the client trains.
         layout: Layout of its trainable tensors.
         settings: Settings of local training.
         seed: Seed of the batches.
@@ -34,7 +34,7 @@ class ClientSlot:
 
     def __init__(
         self,
-        work: Assignment,
+        assignment: Assignment,
         layout: Layout,
         settings: TrainingSettings,
         seed: int,
@@ -42,11 +42,11 @@ class ClientSlot:
         device: torch.device,
         logit_offsets: Tensor | None = None,
     ) -> None:
-        job = work.job
+        job = assignment.job
         self.logit_offsets = logit_offsets
-        self.work, self.layout, self.settings = work, layout, settings
-        self.spec = spec_of(work, settings)
-        self.batches = list(job_batches(settings, seed, work, examples))
+        self.assignment, self.layout, self.settings = assignment, layout, settings
+        self.spec = spec_of(assignment, settings)
+        self.batches = list(job_batches(settings, seed, assignment, examples))
         self.costs = [int(examples.lengths[batch].max()) for batch in self.batches]
         self.batches_done = 0  # batches used so far
         self.steps = 0  # optimizer steps so far
@@ -57,7 +57,7 @@ class ClientSlot:
             if name not in layout.names
         }
         self._names = tuple(_order(job.tensors))
-        state = join_states(work.moments, job.optimizer_state) or OptimizerState()
+        state = join_states(assignment.moments, job.optimizer_state) or OptimizerState()
         self._initial = state
         names = ("exp_avg", "exp_avg_sq") if self.spec.name == "adamw" else ("momentum_buffer",)
         kinds = names if self.spec.name == "adamw" or self.spec.momentum else ()
@@ -76,7 +76,7 @@ class ClientSlot:
     @property
     def probing(self) -> bool:
         """Whether the job only measures its gradient."""
-        return self.work.job.steps == 0
+        return self.assignment.job.steps == 0
 
     @property
     def batches_left(self) -> int:
@@ -96,11 +96,11 @@ class ClientSlot:
     @property
     def share(self) -> float:
         """Weight of the next batch in its step's gradient."""
-        return len(self.batch) / len(self.work.indices) if self.probing else 1 / self.settings.accumulate
+        return len(self.batch) / len(self.assignment.indices) if self.probing else 1 / self.settings.accumulate
 
     def grouping_key(self) -> tuple[object, ...]:
         """The grouping key: clients with equal keys can share a pass."""
-        job = self.work.job
+        job = self.assignment.job
         shapes = tuple((name, value.shape, value.dtype) for name, value in self.frozen.items())
         parametrization = tuple(job.parametrization.items())
         return self.layout, parametrization, shapes, job.buffers, self.spec, self.probing, self.mask is None
@@ -147,11 +147,11 @@ class ClientSlot:
         Raises:
             FedspanError: If a loss was not finite.
         """
-        work = self.work
+        assignment = self.assignment
         losses = torch.stack(self._losses).double().tolist()
         for value in losses:
             if not math.isfinite(value):
-                raise not_finite(work, value)
+                raise not_finite(assignment, value)
         sizes = [len(batch) for batch in self.batches]
         moments = {kind: dict(values) for kind, values in self._initial.moments.items()}
         counts = dict(self._initial.steps)
@@ -166,7 +166,7 @@ class ClientSlot:
             tensors=_copy({**self.tensors(), **self.layout.views(self.values.cpu())}),  # a row is one copy
             optimizer_state=OptimizerState({kind: _copy(values) for kind, values in moments.items()}, counts),
             steps=self.steps,
-            lr_sum=work.lr * self.steps,
+            lr_sum=assignment.lr * self.steps,
             gradient=_copy(gradient),
             metrics={
                 "loss": sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes),
@@ -198,22 +198,22 @@ _LENGTH_RATIO = 1.2
 """Batches may share a pass if their longest examples differ by no more than this factor: padding costs time too."""
 
 
-def select_group(slots: Sequence[ClientSlot], at_once: int, padded: bool = True) -> list[ClientSlot]:
+def select_group(slots: Sequence[ClientSlot], clients_per_pass: int, padded: bool = True) -> list[ClientSlot]:
     """Select the clients of the next pass: the one with the most batches left, and those with the most similar batches.
 
     Args:
         slots: Open client slots.
-        at_once: Number of clients in a pass.
+        clients_per_pass: Number of clients in a pass.
         padded: Whether batches of different lengths would be padded to the longest.
     """
     leader = max(slots, key=lambda slot: slot.batches_left)
     candidates = [slot for slot in slots if slot.kind == leader.kind]
-    if leader.work.job.buffers:  # norm layers that use statistics of their batch
+    if leader.assignment.job.buffers:  # norm layers that use statistics of their batch
         candidates = [slot for slot in candidates if len(slot.batch) == len(leader.batch)]
     low, high = leader.cost / _LENGTH_RATIO, leader.cost * _LENGTH_RATIO
     candidates = [slot for slot in candidates if slot is not leader and (not padded or low <= slot.cost <= high)]
     candidates.sort(key=lambda slot: (abs(len(slot.batch) - len(leader.batch)), abs(slot.cost - leader.cost)))
-    selected = {id(slot) for slot in (leader, *candidates[: at_once - 1])}
+    selected = {id(slot) for slot in (leader, *candidates[: clients_per_pass - 1])}
     return [slot for slot in slots if id(slot) in selected]
 
 

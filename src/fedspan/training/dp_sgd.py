@@ -75,19 +75,19 @@ def release_of(privacy: Privacy, settings: TrainingSettings, jobs: Sequence[Job]
     return Mechanism(rate, noise_for(privacy, settings, jobs, count)), steps
 
 
-def poisson_batches(privacy: Privacy, settings: TrainingSettings, work: Assignment) -> Iterator[np.ndarray]:
+def poisson_batches(privacy: Privacy, settings: TrainingSettings, assignment: Assignment) -> Iterator[np.ndarray]:
     """Yield the samples of a job, drawing each example independently; a sample may be empty.
 
     With a secret key they depend on the job's tensors and the rate as well, as its noise does on its scale: a server
     that repeats an order with another model does not learn two sums over one sample, which no accountant allows.
     """
-    count = len(work.indices)
-    label = ("poisson", work.round, work.client, work.job.phase)
+    count = len(assignment.indices)
+    label = ("poisson", assignment.round, assignment.client, assignment.job.phase)
     rate = expected_batch(settings, count) / max(1, count)
     if privacy.secret:
-        label = (*label, digest_tensors(work.job.tensors), repr(rate))
-    for step in range(private_steps(settings, work.job, count)):
-        yield work.indices[poisson_sample(privacy.key, rate, count, *label, step).numpy()]
+        label = (*label, digest_tensors(assignment.job.tensors), repr(rate))
+    for step in range(private_steps(settings, assignment.job, count)):
+        yield assignment.indices[poisson_sample(privacy.key, rate, count, *label, step).numpy()]
 
 
 class PrivateTraining:
@@ -105,11 +105,11 @@ class PrivateTraining:
         """The reason why examples go through the model one by one, if they must."""
         self._verified = False
 
-    def train(self, work: Assignment, examples: Examples) -> Trained:
+    def train(self, assignment: Assignment, examples: Examples) -> Trained:
         """Run one job on one client's examples (``LoopEngine.train``).
 
         Args:
-            work: The assignment, with its noise.
+            assignment: The assignment, with its noise.
             examples: The data set that the client's indices point into.
 
         Raises:
@@ -118,51 +118,51 @@ class PrivateTraining:
         require_opacus()
         from fedspan.training.noisy_sum import NoisySum
 
-        trainer, job, adapted, settings = self.trainer, work.job, self.trainer.adapted, self.trainer.settings
+        trainer, job, adapted, settings = self.trainer, assignment.job, self.trainer.adapted, self.trainer.settings
         _require_private(job, getattr(trainer.task, "packing", False))
-        trainer.prepare(examples, [work.indices])
+        trainer.prepare(examples, [assignment.indices])
         adapted.train_mode(job.buffers)
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
-        optimizer = trainer.make_optimizer(work, live)
-        noisy = NoisySum(self.privacy, work, {name: live[name] for name in optimizer.names})
-        expected = expected_batch(settings, len(work.indices))
+        optimizer = trainer.make_optimizer(assignment, live)
+        noisy = NoisySum(self.privacy, assignment, {name: live[name] for name in optimizer.names})
+        expected = expected_batch(settings, len(assignment.indices))
         loss_sum, decay, examples_seen, steps = 0.0, 1.0, 0, 0
-        for sample in poisson_batches(self.privacy, settings, work):
+        for sample in poisson_batches(self.privacy, settings, assignment):
             passes = range(0, max(1, len(sample)), settings.batch_size)
             for number, start in enumerate(passes):
                 indices = sample[start : start + settings.batch_size]
-                trainer.set_dropout(work, f"{steps} {number}")
-                losses, gradients = self._gradients(work, live, optimizer.names, examples, indices)
+                trainer.set_dropout(assignment, f"{steps} {number}")
+                losses, gradients = self._gradients(assignment, live, optimizer.names, examples, indices)
                 value = float(losses.sum())
                 if not math.isfinite(value):
-                    raise not_finite(work, value)
+                    raise not_finite(assignment, value)
                 loss_sum, examples_seen = loss_sum + value, examples_seen + len(indices)
                 trainer.stages.advance("training", len(indices))
                 noisy.add({name: self._masked(job, name, value) for name, value in gradients.items()})
             trainer.apply(job, live, optimizer, noisy.pop_mean(steps, expected), clipping=False)
             steps += 1
-            decay *= trainer.decay_frozen(work, live)
+            decay *= trainer.decay_frozen(assignment, live)
         adapted.set_dropout(None)
         return Trained(
             tensors={name: value.detach().to("cpu", copy=True) for name, value in live.items()},
             optimizer_state=optimizer.state(),
             steps=steps,
-            lr_sum=work.lr * steps,
+            lr_sum=assignment.lr * steps,
             decay=decay,
             metrics={"loss": loss_sum / max(1, examples_seen), "examples": float(examples_seen)},
         )
 
     def _gradients(
-        self, work: Assignment, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
+        self, assignment: Assignment, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute losses (K,) and gradients (K, ...) of examples."""
         if not len(indices):
             empty = {name: live[name].new_zeros(0, *live[name].shape) for name in names}
             return torch.zeros(0), empty
         if self.refusal is None and not self._verified:
-            self._verify(work, live, names, examples, indices[:2])
+            self._verify(assignment, live, names, examples, indices[:2])
         if self.refusal is None:
-            return self._stacked_gradients(work, live, names, examples, indices)
+            return self._stacked_gradients(assignment, live, names, examples, indices)
         return self._single_gradients(live, names, examples, indices)
 
     def _masked(self, job: Job, name: str, gradients: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class PrivateTraining:
         return gradients * job.masks[name].to(gradients) if name in job.masks else gradients
 
     def _stacked_gradients(
-        self, work: Assignment, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
+        self, assignment: Assignment, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
     ) -> tuple[Tensor, dict[str, Tensor]]:
         trainer, count = self.trainer, len(indices)
         leaves = {
@@ -181,7 +181,7 @@ class PrivateTraining:
         }
         rows = indices.tolist()
         batch = trainer.task.batch(examples, rows, trainer.adapted.device)
-        stacked = self.stacked.hold_tensors(work.job.parametrization, {**frozen, **leaves}, count, count)
+        stacked = self.stacked.hold_tensors(assignment.job.parametrization, {**frozen, **leaves}, count, count)
         unpadded = trainer.padding.remove_padding(batch, examples.lengths[indices], count)
         with stacked, unpadded, trainer.prefixes.feed(examples, rows):
             losses = trainer.task.losses(trainer.adapted.model, batch, torch.eye(count, device=trainer.adapted.device))
@@ -207,7 +207,7 @@ class PrivateTraining:
         return torch.stack(losses), {name: torch.stack(values) for name, values in gradients.items()}
 
     def _verify(
-        self, work: Assignment, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
+        self, assignment: Assignment, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
     ) -> None:
         """Check that examples in a shared pass have the gradients of single passes; the clipping bound relies on it."""
         before = {name: live[name].detach().clone() for name in names}
@@ -216,7 +216,7 @@ class PrivateTraining:
                 noise = gaussian(key_of_seed(0), live[name].shape, "verify", name) * 0.02
                 live[name].add_(noise.to(live[name]))
         try:
-            _, shared = self._stacked_gradients(work, live, names, examples, indices)
+            _, shared = self._stacked_gradients(assignment, live, names, examples, indices)
             _, alone = self._single_gradients(live, names, examples, indices)
             error_norm = norm(subtract(shared, alone)) / max(norm(alone), 1e-30)
             if not error_norm < tolerance(self.trainer.adapted.model):

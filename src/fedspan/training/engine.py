@@ -166,26 +166,30 @@ class Trainer:
         self.padding.ensure(examples)
         self.prefixes.ensure(examples, parts)
 
-    def logit_offsets(self, work: Assignment, examples: Examples) -> Tensor | None:
+    def logit_offsets(self, assignment: Assignment, examples: Examples) -> Tensor | None:
         """Compute the terms that local training adds to the logits of an assignment's examples; None: it adds none."""
         strength = self.settings.logit_adjustment
         if not strength:
             return None
         assert isinstance(self.task, Labelling)
-        labels: np.ndarray = examples.labels[work.indices]  # pyright: ignore
+        labels: np.ndarray = examples.labels[assignment.indices]  # pyright: ignore
         return class_offsets(labels, len(self.task.labels), strength).to(self.adapted.device)
 
-    def make_optimizer(self, work: Assignment, live: Mapping[str, Tensor]) -> LocalOptimizer:
+    def make_optimizer(self, assignment: Assignment, live: Mapping[str, Tensor]) -> LocalOptimizer:
         """Make the optimizer of a job whose tensors are installed."""
-        job = work.job
+        job = assignment.job
         return LocalOptimizer(
-            spec_of(work, self.settings), job.trainable, live, join_states(work.moments, job.optimizer_state), job.masks
+            spec_of(assignment, self.settings),
+            job.trainable,
+            live,
+            join_states(assignment.moments, job.optimizer_state),
+            job.masks,
         )
 
     @torch.no_grad()
-    def decay_frozen(self, work: Assignment, live: Mapping[str, Tensor]) -> float:
+    def decay_frozen(self, assignment: Assignment, live: Mapping[str, Tensor]) -> float:
         """Apply the job's decoupled weight decay to what does not train: the frozen base and finished segments."""
-        job, spec = work.job, spec_of(work, self.settings)
+        job, spec = assignment.job, spec_of(assignment, self.settings)
         if not job.decay_base or job.steps == 0:
             return 1.0
         factor = 1 - spec.lr * spec.weight_decay
@@ -196,9 +200,9 @@ class Trainer:
                 live[name].mul_(factor)
         return factor
 
-    def set_dropout(self, work: Assignment, step: int | str) -> None:
+    def set_dropout(self, assignment: Assignment, step: int | str) -> None:
         """Draw the adapters' dropout of a forward pass."""
-        rate, client, round, phase = self.settings.dropout, work.client, work.round, work.job.phase
+        rate, client, round, phase = self.settings.dropout, assignment.client, assignment.round, assignment.job.phase
         if not rate:
             return
 

@@ -146,7 +146,11 @@ class Assignment:
     noise: float = 0.0
 
 
-def not_finite(work: Assignment, value: float) -> FedspanError:
+def not_finite(assignment: Assignment, value: float) -> FedspanError:
     """Build the error for a loss that is infinite or NaN."""
-    problem = f"the loss of client {work.client} in round {work.round + 1} became {value} with {work.lr:g}"
-    return FedspanError("training.lr", work.lr, "a lower learning rate, or training.max_grad_norm", problem=problem)
+    problem = (
+        f"the loss of client {assignment.client} in round {assignment.round + 1} became {value} with {assignment.lr:g}"
+    )
+    return FedspanError(
+        "training.lr", assignment.lr, "a lower learning rate, or training.max_grad_norm", problem=problem
+    )

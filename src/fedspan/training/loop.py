@@ -33,11 +33,11 @@ class LoopEngine(Trainer):
         privacy = self.settings.privacy
         return None if privacy is None or privacy.mechanism != "dp-sgd" else PrivateTraining(self, privacy)
 
-    def train(self, work: Assignment, examples: Examples) -> Trained:
+    def train(self, assignment: Assignment, examples: Examples) -> Trained:
         """Run one job on one client's examples.
 
         Args:
-            work: The assignment.
+            assignment: The assignment.
             examples: The data set that the client's indices point into.
 
         Raises:
@@ -45,21 +45,21 @@ class LoopEngine(Trainer):
         """
         settings, adapted = self.settings, self.adapted
         if self.private is not None:
-            return self.private.train(work, examples)
-        job, indices = work.job, work.indices
+            return self.private.train(assignment, examples)
+        job, indices = assignment.job, assignment.indices
         self.prepare(examples, [indices])
         adapted.train_mode(job.buffers)
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
-        optimizer, offsets = self.make_optimizer(work, live), self.logit_offsets(work, examples)
+        optimizer, offsets = self.make_optimizer(assignment, live), self.logit_offsets(assignment, examples)
         gradients_sum: dict[str, Tensor] = {}
         probing = job.steps == 0
         loss_sum = examples_seen = 0.0
         steps = micro = 0
         decay = 1.0
-        for batch_indices in job_batches(settings, self.seed, work, examples):
+        for batch_indices in job_batches(settings, self.seed, assignment, examples):
             if job.refresh is not None and micro % settings.accumulate == 0:
                 refresh_projectors(self, job, live, optimizer, steps, examples, batch_indices)
-            self.set_dropout(work, micro)
+            self.set_dropout(assignment, micro)
             batch = self.task.batch(examples, batch_indices.tolist(), adapted.device)
             if offsets is not None:
                 batch = {**batch, OFFSETS: offsets.expand(len(batch_indices), -1)}
@@ -70,7 +70,7 @@ class LoopEngine(Trainer):
                 loss = self.task.loss(adapted.model, batch)
             value = float(loss.detach())
             if not math.isfinite(value):
-                raise not_finite(work, value)
+                raise not_finite(assignment, value)
             loss_sum, examples_seen = loss_sum + value * len(batch_indices), examples_seen + len(batch_indices)
             share = len(batch_indices) / len(indices) if probing else 1 / settings.accumulate
             (loss * share).backward()
@@ -80,17 +80,17 @@ class LoopEngine(Trainer):
                 continue
             self._step(job, live, optimizer, gradients_sum, probing)
             steps += 1
-            decay *= self.decay_frozen(work, live)
+            decay *= self.decay_frozen(assignment, live)
         if probing or micro % settings.accumulate:  # the last, incomplete group of an epoch still counts
             self._step(job, live, optimizer, gradients_sum, probing)
             steps += 1
-            decay *= self.decay_frozen(work, live)
+            decay *= self.decay_frozen(assignment, live)
         adapted.set_dropout(None)
         return Trained(
             tensors={name: value.detach().to("cpu", copy=True) for name, value in live.items()},
             optimizer_state=optimizer.state(),
             steps=0 if probing else steps,
-            lr_sum=0.0 if probing else work.lr * steps,
+            lr_sum=0.0 if probing else assignment.lr * steps,
             gradient={name: (value / max(1, steps)).to("cpu") for name, value in gradients_sum.items()},
             decay=decay,
             metrics={"loss": loss_sum / max(1.0, examples_seen), "examples": examples_seen},
@@ -105,9 +105,9 @@ class LoopEngine(Trainer):
     ) -> None:
         """Train one client after another (``Engine.train_all``)."""
         for client in sizes:
-            work: Assignment | None = open_job(client)
-            while work is not None:
-                work = finish_job(work, self.train(work, examples))
+            assignment: Assignment | None = open_job(client)
+            while assignment is not None:
+                assignment = finish_job(assignment, self.train(assignment, examples))
 
     def _step(
         self,

@@ -49,17 +49,17 @@ class NoisySum:
 
     Args:
         privacy: Privacy settings of the run.
-        work: The assignment that the gradients belong to.
+        assignment: The assignment that the gradients belong to.
         like: The trainable tensors by name.
     """
 
-    def __init__(self, privacy: Privacy, work: Assignment, tensors: Mapping[str, Tensor]) -> None:
-        self._work, self._names = work, tuple(tensors)
+    def __init__(self, privacy: Privacy, assignment: Assignment, tensors: Mapping[str, Tensor]) -> None:
+        self._work, self._names = assignment, tuple(tensors)
         self._params = [nn.Parameter(torch.zeros_like(value)) for value in tensors.values()]
         # Its own step is never called: the run's optimizer uses what it leaves in ``grad``.
         self._optimizer = _Keyed(
             torch.optim.SGD(self._params, lr=0.0),
-            noise_multiplier=work.noise,
+            noise_multiplier=assignment.noise,
             max_grad_norm=privacy.clip,
             expected_batch_size=1,
             loss_reduction="mean",
@@ -79,8 +79,8 @@ class NoisySum:
             step: The step's number in the job, from 0.
             expected: Average number of examples of a step.
         """
-        work = self._work
-        self._optimizer.label = ("dp-sgd", work.round, work.client, work.job.phase, step)
+        assignment = self._work
+        self._optimizer.label = ("dp-sgd", assignment.round, assignment.client, assignment.job.phase, step)
         self._optimizer.expected_batch_size = expected
         self._optimizer.add_noise()
         self._optimizer.scale_grad()

@@ -18,9 +18,9 @@ from fedspan.training.jobs import Assignment, TrainingSettings
 __all__ = ["Layout", "LocalOptimizer", "clip", "clip_rows", "fused_step", "join_states", "spec_of", "step_rows"]
 
 
-def spec_of(work: Assignment, settings: TrainingSettings) -> OptimizerSpec:
+def spec_of(assignment: Assignment, settings: TrainingSettings) -> OptimizerSpec:
     """Return the optimizer settings of a job."""
-    return replace(settings.optimizer, lr=work.lr, **work.job.optimizer)  # pyright: ignore[reportArgumentType]
+    return replace(settings.optimizer, lr=assignment.lr, **assignment.job.optimizer)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True)

@@ -58,11 +58,11 @@ class StackingPlan:
     """The number of clients that train at the same time.
 
     Args:
-        at_once: Number of clients in one pass.
+        clients_per_pass: Number of clients in one pass.
         workers: Number of threads, each with its own passes.
     """
 
-    at_once: int
+    clients_per_pass: int
     workers: int
 
 
@@ -70,7 +70,7 @@ class StackingPlan:
 class StackingRequest:
     """The user's settings; None: measured."""
 
-    at_once: int | None = None
+    clients_per_pass: int | None = None
     workers: int | None = None
 
 
@@ -118,7 +118,7 @@ class Budget:
         return sum(map(self._pass_tokens, plans)) <= self.tokens
 
     def _pass_tokens(self, plan: StackingPlan) -> float:
-        return _REPEATS * plan.at_once * plan.workers * self._client
+        return _REPEATS * plan.clients_per_pass * plan.workers * self._client
 
 
 def tune(
@@ -141,16 +141,18 @@ def tune(
         examples: The data set that the jobs' indices point into.
         rounds: Planned number of rounds; measuring takes at most 5 % of their tokens. None: unlimited.
     """
-    if request.at_once is not None and request.workers is not None:
-        return StackingPlan(request.at_once, request.workers)
-    first, assignments = workers(1)[0], [work for work in assignments if len(work.indices)]
+    if request.clients_per_pass is not None and request.workers is not None:
+        return StackingPlan(request.clients_per_pass, request.workers)
+    first, assignments = workers(1)[0], [assignment for assignment in assignments if len(assignment.indices)]
     probe = first.open_slot(assignments[0], examples) if assignments else None
     threads = torch.get_num_threads() if first.adapted.device.type == "cpu" else 1
     # Clients that train one by one can still train in parallel threads.
-    default = StackingPlan(request.at_once or DEFAULT.at_once, request.workers or min(DEFAULT.workers, threads))
+    default = StackingPlan(
+        request.clients_per_pass or DEFAULT.clients_per_pass, request.workers or min(DEFAULT.workers, threads)
+    )
     if probe is None or first.refusal is not None:
         return default
-    per_client = float(np.mean([_tokens(first, work, examples) for work in assignments]))
+    per_client = float(np.mean([_tokens(first, assignment, examples) for assignment in assignments]))
     planned = float("inf") if rounds is None else _SHARE * rounds * clients * per_client
     budget = Budget(planned, _tokens(first, assignments[0], examples) / len(probe.batches))
     if not budget.affords(_first_plans(request, clients, threads)):
@@ -161,24 +163,24 @@ def tune(
 
     def seconds(stacking: StackingPlan, passes: int) -> float:
         team = workers(stacking.workers)
-        return _seconds_a_token(team, run_parallel, assignments, stacking.at_once, examples, passes)
+        return _seconds_a_token(team, run_parallel, assignments, stacking.clients_per_pass, examples, passes)
 
     plan = search(request, clients, threads, seconds, budget) or default
     _store(key, plan)
     return plan
 
 
-def _tokens(worker: Worker, work: Assignment, examples: Examples) -> int:
+def _tokens(worker: Worker, assignment: Assignment, examples: Examples) -> int:
     """Count the tokens of a job."""
-    batches = job_batches(worker.settings, worker.seed, work, examples)
+    batches = job_batches(worker.settings, worker.seed, assignment, examples)
     return sum(int(examples.lengths[batch].sum()) for batch in batches)
 
 
-def _first_plans(wish: StackingRequest, clients: int, threads: int) -> list[StackingPlan]:
+def _first_plans(request: StackingRequest, clients: int, threads: int) -> list[StackingPlan]:
     """The plans that a search compares first."""
-    best = StackingPlan(wish.at_once or min(4, clients), wish.workers or 1)
-    if wish.workers is None and threads > 1 and clients > 1:
-        return [best, StackingPlan(best.at_once, threads)]
+    best = StackingPlan(request.clients_per_pass or min(4, clients), request.workers or 1)
+    if request.workers is None and threads > 1 and clients > 1:
+        return [best, StackingPlan(best.clients_per_pass, threads)]
     return [best]
 
 
@@ -203,11 +205,13 @@ def search(
             best, best_seconds = candidate, candidate_seconds
     if budget.exhausted:  # passes take so long that only one plan was measured
         return None
-    if request.at_once is not None:
+    if request.clients_per_pass is not None:
         return best
     share = -(-clients // best.workers)
     larger = [
-        size for size in sorted({8, 16, 32, _MAX_CLIENTS, share}) if best.at_once < size <= min(share, _MAX_CLIENTS)
+        size
+        for size in sorted({8, 16, 32, _MAX_CLIENTS, share})
+        if best.clients_per_pass < size <= min(share, _MAX_CLIENTS)
     ]
     for sizes in (larger, (2, 1)):
         start, failed = best, 0
@@ -225,7 +229,7 @@ def search(
         request.workers is None and threads > 1 and clients > 1
     ):  # small passes do not predict how large ones share a CPU
         workers = 1 if best.workers > 1 else threads
-        candidate = StackingPlan(min(best.at_once, -(-clients // workers)), workers)
+        candidate = StackingPlan(min(best.clients_per_pass, -(-clients // workers)), workers)
         if seconds(candidate) < _GAIN * best_seconds:
             best = candidate
     return best
@@ -241,7 +245,7 @@ def _seconds_a_token(
     team: Sequence[Worker],
     run_parallel: Callable[[Sequence[Callable[[], None]]], None],
     assignments: Sequence[Assignment],
-    at_once: int,
+    clients_per_pass: int,
     examples: Examples,
     passes: int = _PASSES,
 ) -> float:
@@ -254,7 +258,7 @@ def _seconds_a_token(
         team: The workers that train at the same time.
         run_parallel: Runs calls in parallel.
         assignments: Jobs to take the passes from.
-        at_once: Number of clients in a pass.
+        clients_per_pass: Number of clients in a pass.
         examples: The data set that the jobs' indices point into.
         passes: Number of different passes in each worker, at most.
     """
@@ -267,7 +271,7 @@ def _seconds_a_token(
         while len(passes_by_worker[number]) < passes and (
             not passes_by_worker[number] or time.perf_counter() < deadline
         ):
-            group = select_group(worker_slots, at_once, not worker.loop.padding.possible)
+            group = select_group(worker_slots, clients_per_pass, not worker.loop.padding.possible)
             tokens[number] += sum(int(examples.lengths[slot.batch].sum()) for slot in group)
             passes_by_worker[number].append([(slot, slot.batches_done) for slot in group])
             worker.advance(group, examples)
@@ -282,7 +286,7 @@ def _seconds_a_token(
             team[number].advance([slot for slot, _ in replayed], examples)
         wait_for(team[number].adapted.device)
 
-    slots = [_open_slots(worker, assignments, number, at_once, examples) for number, worker in enumerate(team)]
+    slots = [_open_slots(worker, assignments, number, clients_per_pass, examples) for number, worker in enumerate(team)]
     try:
         start = time.perf_counter()
         run_parallel([lambda number=number: record(number) for number in range(len(team))])
@@ -300,11 +304,11 @@ def _seconds_a_token(
 
 
 def _open_slots(
-    worker: Worker, assignments: Sequence[Assignment], number: int, at_once: int, examples: Examples
+    worker: Worker, assignments: Sequence[Assignment], number: int, clients_per_pass: int, examples: Examples
 ) -> list[ClientSlot]:
     """Open more jobs than fit into a pass, as in training; jobs are repeated if there are too few."""
-    repeated = [assignments[(number + index) % len(assignments)] for index in range(2 * at_once)]
-    slots = [worker.open_slot(work, examples) for work in repeated]
+    repeated = [assignments[(number + index) % len(assignments)] for index in range(2 * clients_per_pass)]
+    slots = [worker.open_slot(assignment, examples) for assignment in repeated]
     return [slot for slot in slots if slot is not None]
 
 
@@ -340,7 +344,7 @@ def read_plans() -> dict[str, StackingPlan]:
     """Read the cached plans; empty if the file is missing or invalid."""
     try:
         rows = json.loads(cache_file().read_text(encoding="utf-8"))
-        return {key: StackingPlan(int(row["at_once"]), int(row["workers"])) for key, row in rows.items()}
+        return {key: StackingPlan(int(row["clients_per_pass"]), int(row["workers"])) for key, row in rows.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
 

@@ -61,80 +61,91 @@ class Worker:
         self._verified: set[int] = set()
 
     def run(
-        self, examples: Examples, clients: Sequence[str], at_once: int, open_job: OpenJob, finish_job: FinishJob
+        self,
+        examples: Examples,
+        clients: Sequence[str],
+        clients_per_pass: int,
+        open_job: OpenJob,
+        finish_job: FinishJob,
     ) -> None:
-        """Train clients, up to ``at_once`` of them in a pass."""
+        """Train clients, up to ``clients_per_pass`` of them in a pass."""
         pending, slots = list(reversed(clients)), list[ClientSlot]()
         self._shared.clear()
         self._mode = None
         while pending or slots:
-            while pending and len(slots) < _WINDOW * at_once:
-                self._admit(open_job(pending.pop()), examples, at_once, slots, finish_job)
+            while pending and len(slots) < _WINDOW * clients_per_pass:
+                self._admit(open_job(pending.pop()), examples, clients_per_pass, slots, finish_job)
             if not slots:
                 continue
-            group = select_group(slots, at_once, not self.loop.padding.possible)
+            group = select_group(slots, clients_per_pass, not self.loop.padding.possible)
             count = sum(len(slot.batch) for slot in group)
             try:
                 self.advance(group, examples)
             except Unstackable as error:
                 self.refusal = str(error)
                 for slot in slots:
-                    self._train_alone(slot.work, examples, finish_job)
+                    self._train_alone(slot.assignment, examples, finish_job)
                 slots.clear()
                 continue
             self.loop.stages.advance("training", count)
             for slot in group:
                 if not slot.batches_left:
                     slots.remove(slot)
-                    next_work = finish_job(slot.work, slot.result())
+                    next_work = finish_job(slot.assignment, slot.result())
                     if next_work is not None:
-                        self._admit(next_work, examples, at_once, slots, finish_job)
+                        self._admit(next_work, examples, clients_per_pass, slots, finish_job)
                 else:
                     self._refresh_projectors(slot, examples)
 
     def _admit(
-        self, work: Assignment, examples: Examples, at_once: int, slots: list[ClientSlot], finish_job: FinishJob
+        self,
+        assignment: Assignment,
+        examples: Examples,
+        clients_per_pass: int,
+        slots: list[ClientSlot],
+        finish_job: FinishJob,
     ) -> None:
-        slot = None if at_once == 1 or self.refusal is not None else self.open_slot(work, examples)
+        slot = None if clients_per_pass == 1 or self.refusal is not None else self.open_slot(assignment, examples)
         if slot is None:
-            self._train_alone(work, examples, finish_job, at_once, slots)
+            self._train_alone(assignment, examples, finish_job, clients_per_pass, slots)
             return
         slots.append(slot)
         self._refresh_projectors(slot, examples)
 
     def _train_alone(
         self,
-        work: Assignment,
+        assignment: Assignment,
         examples: Examples,
         finish_job: FinishJob,
-        at_once: int = 1,
+        clients_per_pass: int = 1,
         slots: list[ClientSlot] | None = None,
     ) -> None:
         """Train a job as the loop engine does; the client's next job may be stacked again."""
         self._mode = None
-        next_work = finish_job(work, self.loop.train(work, examples))
+        next_work = finish_job(assignment, self.loop.train(assignment, examples))
         if next_work is not None:
-            self._admit(next_work, examples, at_once, [] if slots is None else slots, finish_job)
+            self._admit(next_work, examples, clients_per_pass, [] if slots is None else slots, finish_job)
 
-    def open_slot(self, work: Assignment, examples: Examples) -> ClientSlot | None:
+    def open_slot(self, assignment: Assignment, examples: Examples) -> ClientSlot | None:
         """Open a client slot for a job; None if the job must train alone."""
-        spec = spec_of(work, self.settings)
-        layout = Layout.of(work.job, spec)
+        spec = spec_of(assignment, self.settings)
+        layout = Layout.of(assignment.job, spec)
         reasons = {
             "its trainable tensors have several number formats": layout is None,
-            "its weight decay shrinks the base, by each client's own steps": work.job.decay_base and spec.weight_decay,
+            "its weight decay shrinks the base, by each client's own steps": assignment.job.decay_base
+            and spec.weight_decay,
             "packed batches are one row": getattr(self.task, "packing", False),
         }
         reason = next((reason for reason, holds in reasons.items() if holds), None)
         self.job_refusal = reason or self.job_refusal
-        if layout is None or reason is not None or not len(work.indices):
+        if layout is None or reason is not None or not len(assignment.indices):
             return None
-        self.loop.prepare(examples, [work.indices])
+        self.loop.prepare(examples, [assignment.indices])
         self._mode = None
-        offsets = self.loop.logit_offsets(work, examples)
-        slot = ClientSlot(work, layout, self.settings, self.seed, examples, self.adapted.device, offsets)
+        offsets = self.loop.logit_offsets(assignment, examples)
+        slot = ClientSlot(assignment, layout, self.settings, self.seed, examples, self.adapted.device, offsets)
         for name, value in slot.frozen.items():
-            if name in work.job.buffers:
+            if name in assignment.job.buffers:
                 continue
             shared = self._shared.setdefault(name, value)
             if shared is not value and shared.dtype == value.dtype and torch.equal(shared, value):
@@ -148,7 +159,7 @@ class Worker:
 
     def _refresh_projectors(self, slot: ClientSlot, examples: Examples) -> None:
         """Refresh a client's projectors if that is due before its next batch."""
-        job = slot.work.job
+        job = slot.assignment.job
         first = slot.batches_done % self.settings.accumulate == 0
         if job.refresh is None or not first or not refresh_due(job.refresh, slot.steps):
             return
@@ -177,7 +188,7 @@ class Worker:
 
     def _gradients(self, group: Sequence[ClientSlot], examples: Examples) -> tuple[Tensor, Tensor]:
         """Compute losses (C,) and gradients (C, P) of the clients' next batches."""
-        job, layout, device = group[0].work.job, group[0].layout, self.adapted.device
+        job, layout, device = group[0].assignment.job, group[0].layout, self.adapted.device
         clients, size = len(group), max(len(slot.batch) for slot in group)
         rows: list[int] = []
         members = torch.zeros(clients, clients * size)
@@ -198,7 +209,7 @@ class Worker:
         counted = members.sum(0).numpy() > 0
         lengths = examples.lengths[rows]
         if len(group) > 1 and group[0].kind not in self._verified:
-            pair = [perturb(slot.tensors(), slot.layout.names, slot.work.client) for slot in group[:2]]
+            pair = [perturb(slot.tensors(), slot.layout.names, slot.assignment.client) for slot in group[:2]]
             self._verify(group[0].kind, job, pair, batch, size, lengths, counted)
         self._set_dropout(group, batch, size)
         stacked = self.stacked.hold_tensors(job.parametrization, {**frozen, **leaves}, clients, clients * size)
@@ -217,12 +228,12 @@ class Worker:
     def _step(self, group: Sequence[ClientSlot], gradients: Tensor) -> None:
         layout, settings = group[0].layout, self.settings
         for number, slot in enumerate(group):
-            if slot.work.job.want_gradient or slot.probing:
+            if slot.assignment.job.want_gradient or slot.probing:
                 gradient = gradients[number]
                 slot.gradient = gradient.clone() if slot.gradient is None else slot.gradient + gradient
         if group[0].probing:
             return
-        if any(slot.work.job.penalties for slot in group):
+        if any(slot.assignment.job.penalties for slot in group):
             gradients = gradients + torch.stack([self._penalty(slot) for slot in group])
         masks = [slot.mask for slot in group if slot.mask is not None]
         mask = torch.stack(masks) if masks else None
@@ -301,11 +312,11 @@ class Worker:
 
     def _penalty(self, slot: ClientSlot) -> Tensor:
         """Compute the gradient of a client's penalties, (P,)."""
-        if not slot.work.job.penalties:
+        if not slot.assignment.job.penalties:
             return torch.zeros_like(slot.values)
         with torch.enable_grad():
             trainable = {name: view.detach().requires_grad_() for name, view in slot.layout.views(slot.values).items()}
-            terms = [penalty.value({**slot.frozen, **trainable}) for penalty in slot.work.job.penalties]
+            terms = [penalty.value({**slot.frozen, **trainable}) for penalty in slot.assignment.job.penalties]
             gradients = torch.autograd.grad(torch.stack(terms).sum(), list(trainable.values()), allow_unused=True)
         return slot.layout.join(gradients, 1, slot.values)[0]
 
@@ -320,11 +331,11 @@ class Worker:
                 raise Unstackable(f"dropout before {layer}, which is given the tokens of all examples in one row")
             mask = torch.ones(x.shape, dtype=torch.bool)
             for number, slot in enumerate(group):
-                work, count = slot.work, len(slot.batch)
+                assignment, count = slot.assignment, len(slot.batch)
                 # Draw the mask of a client that trains alone: its batch is padded to its own longest text only.
                 tokens_shape = [slot.cost] if x.ndim > 2 and x.shape[1] == tokens else list(x.shape[1:2])
                 shape = [count, *tokens_shape, *x.shape[2:]]
-                key = (self.seed, work.round, work.client, work.job.phase, slot.batches_done, layer)
+                key = (self.seed, assignment.round, assignment.client, assignment.job.phase, slot.batches_done, layer)
                 first = number * size
                 mask[first : first + count, : tokens_shape[0]] = dropout_mask(shape, rate, *key)
             return x * to_device(mask, x.device).to(x.dtype) / (1 - rate)

@@ -159,7 +159,7 @@ def test_a_stacking_plan_is_measured_by_a_worker_and_stored(tiny_folder: Path, t
     fedspan.run({**settings, **WORKERS}, tmp_path / "run", progress=False)
     plan = json.loads((tmp_path / "run" / "engine.json").read_text())
     assert plan["workers"] == 1  # a worker has one thread
-    assert plan["at_once"] >= 1
+    assert plan["clients_per_pass"] >= 1
 
 
 def test_the_batched_engine_starts_the_head_from_the_statistics_of_the_loop_engine(

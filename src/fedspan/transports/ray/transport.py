@@ -87,7 +87,7 @@ class ClusterTransport(InProcess):
                 if engine.on_plan is not None:
                     engine.on_plan(engine.stacking)
             plan = engine.stacking
-            stack_size = plan.at_once * plan.workers
+            stack_size = plan.clients_per_pass * plan.workers
         tokens = {id: self.host.count_tokens(id) for id in ids}
         pieces = {
             stack[0]: Piece(stack, sum(map(tokens.__getitem__, stack)))
