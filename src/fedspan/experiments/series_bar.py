@@ -28,9 +28,9 @@ class SeriesBar(LiveBar, Watcher):
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(console, clock)
         self.done = self.runs = 0
         self._step: Step | None = None
+        super().__init__(console, clock)  # after the step, because it renders the footer
         self._run = self._new_bar()
 
     def _new_bar(self) -> ProgressBar:

@@ -10,6 +10,7 @@ from typing import Any, cast
 from fedspan.core.tensors import norm, split_extras, subtract
 from fedspan.logs import read_lines
 from fedspan.runs import checkpoint as checkpoints
+from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.diagnose import diagnose
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.results import read_report
@@ -57,10 +58,10 @@ def _recorded_alignments(run_folder: RunFolder) -> list[float]:
 
 
 def _state_step(run_folder: RunFolder) -> float | None:
-    last = checkpoints.load(checkpoints.select_checkpoint(run_folder, "last")).state
+    last = load_checkpoint(checkpoints.select_checkpoint(run_folder, "last")).state
     if last.round < 2:
         return None
-    before = checkpoints.load(checkpoints.select_checkpoint(run_folder, last.round - 1)).state
+    before = load_checkpoint(checkpoints.select_checkpoint(run_folder, last.round - 1)).state
     old, new = (split_extras(state.tensors)[0] for state in (before, last))
     if set(old) != set(new) or any(old[name].shape != new[name].shape for name in old):
         return None

@@ -20,6 +20,7 @@ from fedspan.files import disk_errors, remove
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.callbacks import Listener, final_scores
 from fedspan.runs.checkpoint_format import Checkpoint
+from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.head_setup import baseline_head, begin, begin_locally
@@ -156,7 +157,7 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
         listener.baseline_round(name, progress.state.round, result.loss)
     best = selection.best
     if best is not None and best.round != progress.state.round:
-        progress = checkpoints.load(run_folder.best).progress
+        progress = load_checkpoint(run_folder.best).progress
     scores, by_client = final_scores(variant, progress)
     report: dict[str, Any] = {"best_round": progress.state.round, "scores": scores, "by_client": by_client}
     if tested.is_file():

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from fedspan.diagnostics.round_diagnosis import Diagnosis, diagnose_round
 from fedspan.errors import FedspanError
 from fedspan.runs import checkpoint as checkpoints
+from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_resolved_config, require_intact
 from fedspan.runs.objects import objects_of
@@ -63,7 +64,7 @@ def diagnose(
         )
     require_intact(run_files)
     objects = objects_of(config, "fedspan.diagnose", data, model, tokenizer)
-    checkpoint = checkpoints.load(checkpoints.select_checkpoint(run_files, round))
+    checkpoint = load_checkpoint(checkpoints.select_checkpoint(run_files, round))
     prepared = prepare(config, read_partition(folder), load_noise_key(run_files.path, config), objects=objects)
     return diagnose_round(
         prepared.federation,

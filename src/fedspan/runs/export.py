@@ -17,6 +17,7 @@ from fedspan.models.export import NOTES, truncate_adapter
 from fedspan.models.merging import save_model
 from fedspan.models.pooling import PooledClassifier
 from fedspan.runs import checkpoint as checkpoints
+from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_resolved_config, require_intact
 from fedspan.runs.load import ADAPTER, adapter_folder, load_served
@@ -114,7 +115,7 @@ def _source(folder: Path, client: str | None, round: int | str, scratch: Path, o
         is_available = client is None or "global" in report.adapters or client in report.adapters
         if is_available and round in ("best", report.best_round):
             return adapter_folder(folder, client)
-    checkpoint, config = checkpoints.load(checkpoints.select_checkpoint(run_files, round)), read_resolved_config(folder)
+    checkpoint, config = load_checkpoint(checkpoints.select_checkpoint(run_files, round)), read_resolved_config(folder)
     passed = objects_of(config, "fedspan.export", *objects)
     progress, prepared = checkpoint.progress, prepare(config, read_partition(folder), objects=passed)
     adapters = write_adapters(prepared, progress, RunFolder(scratch), () if client is None else (client,))

@@ -20,6 +20,7 @@ from fedspan.errors import FedspanError
 from fedspan.files import read_bytes
 from fedspan.logs import Position, require_position
 from fedspan.runs import checkpoint as checkpoints
+from fedspan.runs.checkpoint_format import Checkpoint, read_positions
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
 
@@ -153,7 +154,7 @@ def _require_same_inputs(run_folder: RunFolder, digests: Mapping[str, str]) -> N
             raise FedspanError(str(run_folder.path / name), name, problem=f"{problem}. Restore the file")
 
 
-def require_same_run(run_folder: RunFolder, config: RunConfig, stored: checkpoints.Checkpoint | None) -> None:
+def require_same_run(run_folder: RunFolder, config: RunConfig, stored: Checkpoint | None) -> None:
     """Check that configuration, partition and learning rate are those of the run that wrote a checkpoint.
 
     Args:
@@ -182,7 +183,7 @@ def require_intact(run_folder: RunFolder) -> None:
     if index is not None:
         _require_same_config(run_folder, config, str(index["extra"]["config"]))
         _require_same_inputs(run_folder, index["inputs"])
-        positions = checkpoints.read_positions(index)
+        positions = read_positions(index)
     if run_folder.report.is_file():
         positions |= _log_positions(run_folder)
     for name, position in positions.items():

@@ -72,7 +72,6 @@ class ProgressBar(LiveBar, Listener):
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(console, clock)
         self.done = self.rounds = 0
         self._prepared: Prepared | None = None
         self._effort: Effort | None = None
@@ -81,6 +80,7 @@ class ProgressBar(LiveBar, Listener):
         self._last = ""
         self._now = "reading the data and loading the model"
         self._baseline: tuple[str, int, int, float] | None = None
+        super().__init__(console, clock)  # last, because it renders the footer
 
     def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
         self._prepared, self.done, self.rounds = prepared, done, prepared.federation.settings.rounds

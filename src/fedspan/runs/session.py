@@ -24,6 +24,7 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.baselines import train_baseline
 from fedspan.runs.callbacks import Listener, final_scores, sample_predictions
 from fedspan.runs.checkpoint_format import Checkpoint
+from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.divergence import find_divergence
 from fedspan.runs.engine_setup import describe_refusal, keep_stacking_plan
 from fedspan.runs.environment import record_environment
@@ -180,7 +181,7 @@ class _Session:
             spent, finished = str(stored.extra.get("privacy", "{}")), progress.state.round
             self.budget = Budget(self.prepared.config, spent, self.run_folder.privacy, finished)
             if self.selection.best is not None:
-                federation.retain(checkpoints.load(self.run_folder.best).progress)
+                federation.retain(load_checkpoint(self.run_folder.best).progress)
         engine = self.prepared.engine
         keep_stacking_plan(self.run_folder, engine)
         self.listener.started(self.prepared, 0 if progress is None else progress.state.round, resumed)
@@ -352,7 +353,7 @@ class _Session:
             self.listener.noted(f"stopped after round {last_round}: {stopped}")
         best = self.selection.best
         if best is not None and best.round != progress.state.round:
-            best_round, progress = best.round, checkpoints.load(run_folder.best).progress
+            best_round, progress = best.round, load_checkpoint(run_folder.best).progress
         scores, by_client = final_scores(prepared, progress)
         with disk_errors(run_folder.path), prepared.engine.stages.stage("export"):
             remove(run_folder.adapter)  # of a run before it was extended
