@@ -200,7 +200,7 @@ def test_as_people_read_it_and_as_json(run: Path) -> None:
     result = invoked(str(run), "--pairs", "1", "--examples", "5")
     assert result.exit_code == 0, result.output
     shown = " ".join(result.output.split())
-    for text in ("fedit, round 3: ", "client drift", "RoLoRA, arXiv:2502.01755", "barrier", "beside the round"):
+    for text in ("fedit, round 3: ", "client drift", "RoLoRA, arXiv:2502.01755", "barrier", "in addition to the round"):
         assert text in shown
     result = invoked(str(run), "--pairs", "0", "--json")
     content = json.loads(result.stdout)
