@@ -28,6 +28,8 @@ _HOMES = {
     "RunConfig": "fedspan.config",
     "RunReport": "fedspan.runs.model_card",
     "SweepReport": "fedspan.experiments.search",
+    "TorchTrainer": "fedspan.training.trainers.torch_loop",
+    "TrainingRound": "fedspan.training.trainers.torch_loop",
     "Watcher": "fedspan.experiments.series",
     "compare": "fedspan.experiments.comparison",
     "diagnose": "fedspan.runs.diagnose",
@@ -35,6 +37,7 @@ _HOMES = {
     "evaluate": "fedspan.runs.evaluate",
     "export": "fedspan.runs.export",
     "harness": "fedspan.runs.harness",
+    "join": "fedspan.deployment.deploy",
     "list_datasets": "fedspan.data.catalogue",
     "list_methods": "fedspan.methods.describe",
     "list_wrappers": "fedspan.wrappers.describe",
@@ -52,6 +55,7 @@ _HOMES = {
     "resume_reproduction": "fedspan.reproduction.reproduce",
     "resume_sweep": "fedspan.experiments.run_search",
     "run": "fedspan.runs.train",
+    "simulate": "fedspan.runs.train",
     "sweep": "fedspan.experiments.run_search",
 }
 

@@ -3,6 +3,7 @@
 from fedspan.config import RunConfig as RunConfig
 from fedspan.config import load_config as load_config
 from fedspan.data.catalogue import list_datasets as list_datasets
+from fedspan.deployment.deploy import join as join
 from fedspan.diagnostics.round_diagnosis import Diagnosis as Diagnosis
 from fedspan.errors import FedspanError as FedspanError
 from fedspan.experiments.comparison import CompareReport as CompareReport
@@ -32,6 +33,9 @@ from fedspan.runs.results import read_report as read_report
 from fedspan.runs.task_setup import read_notes as read_notes
 from fedspan.runs.train import resume as resume
 from fedspan.runs.train import run as run
+from fedspan.runs.train import simulate as simulate
+from fedspan.training.trainers.torch_loop import TorchTrainer as TorchTrainer
+from fedspan.training.trainers.torch_loop import TrainingRound as TrainingRound
 from fedspan.wrappers.describe import list_wrappers as list_wrappers
 
 __version__: str

@@ -155,6 +155,15 @@ def test_own_method(tiny_folder: Path, tmp_path: Path) -> None:
         assert f"{method}: held-out accuracy {report.scores['test']['accuracy']:.1%}" in printed
 
 
+def test_own_trainer(decoders: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="the extra fedspan[trl] is not installed")
+    out = tmp_path / "out"
+    printed = run_example("own_trainer", out, "--model", decoders / "llama-lm")
+    report = fedspan.read_report(out / "run")
+    assert report.method == "rolora"
+    assert f"loss {report.scores['validation']['loss']:.3f} on held-out letters" in printed
+
+
 def processes_of(out: Path) -> list[int]:
     """What an example started and is still there: everything that inherited its environment."""
     found: list[int] = []

@@ -246,3 +246,14 @@ def test_threads_are_divided_and_given_back() -> None:
         assert torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_client_is_evaluated_as_by_the_loop_engine(tiny_folder: Path) -> None:
+    scores: list[dict[str, float]] = []
+    for engine in ("loop", "batched"):
+        made = prepare(parse_config({**tiny.settings(tiny_folder), "engine": {"name": engine}}))
+        job = made.evaluator.job(made.federation.begin(), None)
+        rows = made.federation.clients["east"].validation
+        scores.append(made.engine.evaluate("east", job, made.train, rows, 4))
+    assert scores[1] == pytest.approx(scores[0], rel=1e-5)
+    assert scores[0]["loss"] > 0

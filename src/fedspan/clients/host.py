@@ -379,9 +379,7 @@ class Host:
         for name, indices in parts:
             if not len(indices):
                 continue
-            self.engine.prepare(self.examples, [indices])
-            predictions = self.engine.predict(job, self.examples, indices, self.batch_size)
-            metrics = self.engine.task.metrics(predictions, self.examples, indices.tolist())
+            metrics = self.engine.evaluate(order.to, job, self.examples, indices, self.batch_size)
             scores[name] = {key: value for key, value in metrics.items() if math.isfinite(value)}
             scores[name]["examples"] = float(len(indices))
         return Reply("evaluate", order.round, order.attempt, order.to, scores=scores)

@@ -13,8 +13,9 @@ from fedspan.config.reading import read_values
 from fedspan.config.section import Section
 from fedspan.config.validation_errors import convert_validation_error
 from fedspan.data.path_patterns import list_placeholders
+from fedspan.errors import FedspanError
 
-__all__ = ["NodeConfig", "NodeLimits", "load_node"]
+__all__ = ["NodeConfig", "NodeLimits", "load_node", "require_data"]
 
 _MIB = 2**20
 Fingerprint = Annotated[str, Field(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")]
@@ -136,9 +137,10 @@ class NodeConfig(Section):
     key: str | None = Field(default=None, min_length=1, description="File with the node's private key.")
     folder: str = Field(default="fedspan-node", min_length=1, description="Folder of the node's persistent state.")
     data: dict[str, Any] = Field(
+        default_factory=dict,
         description="The node's data, as in a run's config: train, test, text, label, group, ... Only fields that "
         "define the problem (labels, chat, system, packing, long_answers, and a prompt if the run has "
-        "one) come from the server."
+        "one) come from the server. Required unless the node trains with a trainer of its own (fedspan.join).",
     )
     validation: float = Field(default=0.1, ge=0, lt=1, description="Share of the node's examples for validation.")
     test: float = Field(default=0.1, ge=0, lt=1, description="Share of the node's examples for its own test.")
@@ -170,6 +172,17 @@ class NodeConfig(Section):
         """The file that proves that the node's budget exists, outside its folder: beside the key, if there is one."""
         folder = Path(self.folder)
         return folder.with_name(f"{folder.name}.budget") if self.key is None else Path(f"{self.key}.budget")
+
+
+def require_data(node: NodeConfig) -> None:
+    """Check that a node's file names its data.
+
+    Raises:
+        FedspanError: If it does not.
+    """
+    if not node.data:
+        expected = "the node's data, or fedspan.join(file, trainer=...) for a trainer with data of its own"
+        raise FedspanError("data", None, expected)
 
 
 def load_node(path: str | Path) -> NodeConfig:

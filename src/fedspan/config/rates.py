@@ -42,6 +42,7 @@ _TASK_RATES: Mapping[TaskName, float] = {
     "regression": 3e-3,
     "image-classification": 1e-3,
     "causal-lm": 2e-4,
+    "trainer": 2e-4,
 }
 """Rates of a method that trains both factors of a pair."""
 FACTORS: Mapping[str, float] = {"fedavg": 0.25, "ffa-lora": 2.5}

@@ -25,6 +25,7 @@ from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import OptimizerSpec, Spec
 from fedspan.data.columns import TaskName
 from fedspan.data.config import DataConfig, PartitionConfig
+from fedspan.data.files import FROM_TRAINERS
 from fedspan.errors import FedspanError
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import ReplyRules
@@ -116,8 +117,8 @@ class RunConfig(Section):
     task: TaskName = Field(
         default="sequence-classification",
         description="sequence-classification: a label for a text or a pair. image-classification: a label for an "
-        "image. regression: a number. causal-lm: an answer to a prompt (instruction tuning). Default: "
-        "the task of data.dataset, if set.",
+        "image. regression: a number. causal-lm: an answer to a prompt (instruction tuning). trainer: what the "
+        "trainers of fedspan.simulate define. Default: the task of data.dataset, if set.",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of every random draw.")
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, mps.")
@@ -181,6 +182,7 @@ class RunConfig(Section):
         self._require_cluster_fit()
         self._require_head_fit()
         self.federation.require_secure_fit(self.method.name, self.method.title, method.declared())
+        self._require_trainers()
         self._require_training_fit()
         self._require_offload_fit()
         metrics = METRICS_OF[self.task]
@@ -260,6 +262,29 @@ class RunConfig(Section):
         if self.privacy is not None and self.privacy.mechanism == "dp-sgd":
             problem = "it cannot be combined with privacy.mechanism: dp-sgd, which stacks examples over the base"
             raise FedspanError("model.device_map", "auto", "null", problem=problem)
+
+    def _require_trainers(self) -> None:
+        """Check that the task is the trainers' only if the examples are, and that nothing needs their examples.
+
+        Raises:
+            FedspanError: If it is not, or an option of the run needs examples that fedspan can read.
+        """
+        if self.data.train != FROM_TRAINERS:
+            if self.task == "trainer":
+                expected = "a task that fedspan computes itself, or fedspan.simulate(config, folder, trainers=...)"
+                raise FedspanError("task", "trainer", expected)
+            return
+        problem = "it needs examples that fedspan can read, and those of this run are the trainers' own"
+        options: dict[str, object] = {
+            "training.lr": "auto" if self.training.lr == "auto" else None,
+            "baselines": self.baselines or None,
+            "evaluation.diagnostics": self.evaluation.diagnostics,
+            "cluster": None if self.cluster is None else self.cluster.workers,
+            "engine.name": "flower-sim" if self.engine.name == "flower-sim" else None,
+        }
+        for field, value in options.items():
+            if value is not None:
+                raise FedspanError(field, value, problem=problem)
 
     def _require_training_fit(self) -> None:
         """Check that options of local training, and those that need validation parts, fit the rest of the run.

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TaskName", "ValidatedColumns", "parse_conversation", "validate_columns"]
 
-TaskName = Literal["sequence-classification", "regression", "causal-lm", "image-classification"]
+TaskName = Literal["sequence-classification", "regression", "causal-lm", "image-classification", "trainer"]
+"""The kinds of learning problem; ``trainer``: the owners' own trainers define it (``fedspan.simulate``)."""
 _TASK_COLUMNS = ("text", "text_pair", "label", "target", "answer", "history", "image")
 
 

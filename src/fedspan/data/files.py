@@ -30,10 +30,20 @@ from fedspan.errors import FedspanError, nearest
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["IN_MEMORY", "flatten", "has_own_splits", "make_plain_dataset", "read_column_names", "read_source"]
+__all__ = [
+    "FROM_TRAINERS",
+    "IN_MEMORY",
+    "flatten",
+    "has_own_splits",
+    "make_plain_dataset",
+    "read_column_names",
+    "read_source",
+]
 
 IN_MEMORY = "python:data"
 """Value of ``data.train`` and ``data.test`` if the data were passed from Python."""
+FROM_TRAINERS = "python:trainers"
+"""Value of ``data.train`` if the clients train with trainers passed from Python, on the trainers' own data."""
 
 _DELIMITED = ("csv", "tsv", "txt")
 _PACKABLE = (".csv", ".tsv", ".txt", ".jsonl", ".json")
@@ -66,6 +76,9 @@ def read_source(config: DataConfig, part: Literal["train", "test"], field: str, 
         raise FedspanError(option, where, problem="this field is required")
     split = config.train_split if part == "train" else config.test_split or "test"
 
+    if where == FROM_TRAINERS:
+        problem = "the examples of this run are the trainers' own, and only fedspan.simulate(..., trainers=) uses them"
+        raise FedspanError(option, where, problem=problem)
     if where == IN_MEMORY:
         problem = "the data of this run were passed from Python: pass them again as data=, or name a file"
         raise FedspanError(option, where, problem=problem)

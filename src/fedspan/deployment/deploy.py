@@ -6,13 +6,14 @@ import json
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from fedspan import __version__
 from fedspan.config import RunConfig, override, read_values
-from fedspan.config.node import load_node
+from fedspan.config.node import load_node, require_data
 from fedspan.deployment.audit import AuditedTransport
 from fedspan.deployment.handshake import NOWHERE, Introduction, Invitation, base_digest, server_config
 from fedspan.deployment.status import store_named_run
@@ -44,11 +45,14 @@ _NAME = "federation-name"
 """The file in a run's folder with the run's name, as its nodes know it."""
 
 
-def join(path: str | Path, *, insecure: bool = False, stop: Event | None = None) -> None:
-    """Participate in federations as a data owner's node until stopped.
+def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop: Event | None = None) -> None:
+    """Participate in federations as a data owner's node until stopped (by Ctrl-C, or ``stop``).
 
     Args:
         path: The node file.
+        trainer: A trainer of the owner's own, which trains and evaluates on its own data: a ``transformers.Trainer``
+            or one derived from it, a ``TorchTrainer``, or a function without arguments that makes one. It runs in this
+            process, so ``limits.round_seconds`` has no effect. None: fedspan trains on the file's ``data``.
         insecure: Whether to run without TLS and a key, for a test on one machine.
         stop: Event that ends the function when set.
 
@@ -67,12 +71,16 @@ def join(path: str | Path, *, insecure: bool = False, stop: Event | None = None)
     authority = None if insecure or node.authority is None else Path(node.authority)
     if authority is not None and (days := days_left(authority)) < SOON:
         log.warning("%s expires in %.0f days: ask the server's operator for a new one (fedspan renew)", authority, days)
-    worker = Supervisor(Path(path), node.limits.round_seconds)
-    try:
-        link = Link(node.server, authority, keys, node.limits.message_bytes)
+    link = Link(node.server, authority, keys, node.limits.message_bytes)
+    if trainer is not None:
+        from fedspan.deployment.trainer_node import TrainerNode
+
+        worker = TrainerNode(node, trainer)
+    else:
+        require_data(node)
+        worker = Supervisor(Path(path), node.limits.round_seconds)
+    with closing(worker):
         serve(link, worker.answer, stop or Event())
-    finally:
-        worker.close()
 
 
 def submit(

@@ -32,8 +32,10 @@ from fedspan.files import disk_errors, read_bytes, write_atomic
 from fedspan.logs import AuditLog
 from fedspan.runs.privacy_budget import has_key, load_noise_key, new_key, store_noise_key
 from fedspan.runs.remote import method_for, secure_client
+from fedspan.runs.session import Build
 from fedspan.runs.setup import prepare
 from fedspan.runs.trained_models import write_model
+from fedspan.training.stages import Stages
 
 __all__ = ["AUDIT", "NodeService", "last_serial", "load_invitation"]
 
@@ -68,10 +70,11 @@ class NodeService:
 
     Args:
         node: Config of the node, from the operator's file.
+        build: Builds a run on this node.
     """
 
-    def __init__(self, node: NodeConfig) -> None:
-        self.node = node
+    def __init__(self, node: NodeConfig, build: Build = prepare) -> None:
+        self.node, self._build_run = node, build
         self.folder = Path(node.folder)
         self._usage = UsageBook(node)
         self._loaded: tuple[str, _Joined] | None = None
@@ -186,7 +189,7 @@ class NodeService:
         self._loaded = None  # two models may not fit into memory
         config = parse_config(self._values(invitation))
         folder = self._run_folder(invitation.run)
-        prepared = prepare(config, key=self._key(folder, config))
+        prepared = self._build_run(config, None, self._key(folder, config), Stages())
         (data,) = prepared.federation.clients.values()
         data = replace(data, client=replace(data.client, id=self.node.id))
         require_workload(config, data.client.examples, self.node.limits)

@@ -25,7 +25,15 @@ from fedspan.tasks.metrics import METRICS, rank_of
 from fedspan.tasks.task import Examples
 from fedspan.training.stacked_prediction import ModelInputs
 
-__all__ = ["ClientScores", "Evaluator", "RemoteEvaluator", "coarsen", "summarize", "trimmed_clients"]
+__all__ = [
+    "ClientScores",
+    "Evaluator",
+    "RemoteEvaluator",
+    "ReportedEvaluator",
+    "coarsen",
+    "summarize",
+    "trimmed_clients",
+]
 
 Metrics = Mapping[str, float]
 
@@ -206,42 +214,11 @@ class Evaluator:
         return scores
 
 
-class RemoteEvaluator(Evaluator):
-    """Evaluate on the clients' machines: clients receive the models and reply with metrics.
+class ReportedEvaluator(Evaluator):
+    """Evaluate by the clients themselves: they receive the models and reply with metrics.
 
     Pooled metrics are means over clients, weighted by their numbers of examples. Rounds are compared by trimmed means.
-
-    Args:
-        federation: The federation to evaluate.
-        batch_size: Batch size of the server's forward passes.
-        clients: Number of clients to evaluate; None: all.
-        memories: Returns a client's memory of a round where the server can access it (a simulation); None: it cannot.
     """
-
-    def __init__(
-        self,
-        federation: Federation,
-        batch_size: int,
-        clients: int | None = None,
-        memories: Callable[[str, int], Memory] | None = None,
-    ) -> None:
-        super().__init__(federation, batch_size, clients)
-        self._memories = memories
-
-    def job(self, progress: Progress, client_id: str | None) -> Job:
-        """``Evaluator.job``, where the server can access the client's memory."""
-        last_round = None if client_id is None else progress.last_rounds.get(client_id)
-        if client_id is None or last_round is None:
-            return super().job(progress, client_id)
-        assert self._memories is not None, "models() names no client otherwise"
-        memory = self._memories(client_id, last_round)
-        return super().job(replace(progress, memories={client_id: memory}), client_id)
-
-    def models(self, progress: Progress, clients: Iterable[str] | None = None) -> Iterator[tuple[tuple[str, ...], Job]]:
-        """``Evaluator.models``; personal models only where the server can access the clients' memories."""
-        if self._memories is None and self.federation.method.declared().personal:
-            return iter(())
-        return super().models(progress, clients)
 
     def evaluate_clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
         """``Evaluator.evaluate_clients``; clients that do not reply are left out and recorded as events."""
@@ -274,6 +251,7 @@ class RemoteEvaluator(Evaluator):
 
         assert federation.transport is not None, "clients in this process are evaluated here"
         with stages.stage("evaluation", len(self.ids), "clients"):
+            federation.transport.begin(progress)
             federation.transport.exchange(Orders("evaluate", self.ids, order), replied, federation.rules.deadline)
         return self._pool("validation", reported["validation"]), self._pool("test", reported["test"])
 
@@ -320,6 +298,42 @@ class RemoteEvaluator(Evaluator):
         return {
             id: float(count) if known[id] or limit is None else min(float(count), limit) for id, count in counts.items()
         }
+
+
+class RemoteEvaluator(ReportedEvaluator):
+    """Evaluate on the clients' machines.
+
+    Args:
+        federation: The federation to evaluate.
+        batch_size: Batch size of the server's forward passes.
+        clients: Number of clients to evaluate; None: all.
+        memories: Returns a client's memory of a round where the server can access it (a simulation); None: it cannot.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        batch_size: int,
+        clients: int | None = None,
+        memories: Callable[[str, int], Memory] | None = None,
+    ) -> None:
+        super().__init__(federation, batch_size, clients)
+        self._memories = memories
+
+    def job(self, progress: Progress, client_id: str | None) -> Job:
+        """``Evaluator.job``, where the server can access the client's memory."""
+        last_round = None if client_id is None else progress.last_rounds.get(client_id)
+        if client_id is None or last_round is None:
+            return super().job(progress, client_id)
+        assert self._memories is not None, "models() names no client otherwise"
+        memory = self._memories(client_id, last_round)
+        return super().job(replace(progress, memories={client_id: memory}), client_id)
+
+    def models(self, progress: Progress, clients: Iterable[str] | None = None) -> Iterator[tuple[tuple[str, ...], Job]]:
+        """``Evaluator.models``; personal models only where the server can access the clients' memories."""
+        if self._memories is None and self.federation.method.declared().personal:
+            return iter(())
+        return super().models(progress, clients)
 
 
 def _weighted_mean(rows: Mapping[str, Metrics], weights: Mapping[str, float], name: str) -> float:

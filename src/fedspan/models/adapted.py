@@ -65,6 +65,11 @@ class AdaptedModel:
         """Device of the model."""
         return device_of(self.model)
 
+    @property
+    def base(self) -> BaseUpdate:
+        """The base of the server state that the model computes with."""
+        return self._base
+
     def weight(self, layer: str) -> Tensor:
         """Return a copy of a target layer's W0, (O, I), as float32 on the CPU."""
         return self.layers[layer].original().to("cpu", torch.float32, copy=True).contiguous()
@@ -152,6 +157,14 @@ class AdaptedModel:
         for name, layer in self.layers.items():
             layer.parametrization = parametrization.get(name)
             layer.slots = grouped.get(name, {})
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the module back as it was, frozen, with its own weights and forwards."""
+        self.set_base(BaseUpdate())
+        self.install({}, {}, frozenset())
+        for layer in self.layers.values():
+            layer.restore()
 
     def values(self) -> dict[str, Tensor]:
         """Return the live extras and their buffers; buffers are looked up, since a module may have replaced its own."""

@@ -102,6 +102,13 @@ class AdaptedLayer:
         with torch.no_grad():
             self.stored_weight.copy_(self.operator.stored(working))
 
+    def restore(self) -> None:
+        """Give the module its own forward back; this object is of no use afterwards."""
+        if getattr(self.base_forward, "__func__", None) is type(self.module).forward:
+            del self.module.forward
+        else:
+            self.module.forward = self.base_forward  # pyright: ignore[reportAttributeAccessIssue]
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output under the installed parametrization, in the base's compute dtype."""
         if self.stacked is not None:

@@ -147,6 +147,9 @@ def load_served(
     adapter_path = adapter_folder(folder, client)
     notes, target = read_notes(adapter_path), choose_device(device)
     facts = facts_of(adapter_path, notes)
+    if facts.task == "trainer":
+        problem = "the task of this model was its owners' trainers' own. Load the adapter with PEFT on the same base"
+        raise FedspanError("folder", str(adapter_path), problem=problem)
     problem = PROBLEMS[facts.task]
     revision: str | None = None
     if (adapter_path / ADAPTER).is_file():

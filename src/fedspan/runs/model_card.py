@@ -112,7 +112,7 @@ def card(prepared: Prepared, report: RunReport, command: Sequence[str], *, adapt
     data = ModelCardData(
         base_model=base,
         library_name="peft" if adapter else "transformers",
-        pipeline_tag=_PIPELINES[config.task],
+        pipeline_tag=_PIPELINES.get(config.task),
         tags=["federated-learning", "fedspan", *(["lora"] if adapter else []), *config.method.title.split("+")],
         model_name=f"{base.rpartition('/')[2]} by {config.method.title}",
         eval_results=_results(prepared, report) or None,
@@ -265,6 +265,13 @@ def _use(task: str, base: str, adapter: bool, *, pooled: Pooling | None = None) 
         return _POOLED
     if pooled is not None:
         return f"{_POOLED}\nor, without sentence-transformers:\n\n{_pooled_by_hand(base, pooled)}"
+    if task == "trainer":
+        return (
+            f"```python\nfrom peft import PeftModel\n\n# base: the model `{base}` as the clients' trainers had it\n"
+            'model = PeftModel.from_pretrained(base, "FOLDER")\n```\n'
+            if adapter
+            else "The folder holds the weights of the model as the clients' trainers had it (`from_pretrained`).\n"
+        )
     kind = {
         "causal-lm": "AutoModelForCausalLM",
         "image-classification": "AutoModelForImageClassification",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ModelObjects",
     "RunModel",
+    "adapt_model",
     "build_model",
     "empty_model",
     "pooling_of",
@@ -111,7 +112,7 @@ def build_model(
     """
     loaded = _load(config, labels, device, objects or ModelObjects())
     require_packing(config, loaded.model, device)
-    adapted, peft_config = _with_targets(config, loaded.model, loaded.new_modules, targets)
+    adapted, peft_config = adapt_model(config, loaded.model, loaded.new_modules, targets)
     start = _adopt(config, adapted, labels)
     restored = {path.rpartition(".")[0] for path in start.extras}
     new = tuple(path for path in loaded.new_modules if path not in restored)
@@ -153,7 +154,7 @@ def empty_model(
         device=device,
         depth=depth,
     )
-    return _with_targets(config, model, ())[0]
+    return adapt_model(config, model, ())[0]
 
 
 def _planned_device(name: str) -> torch.device:
@@ -161,10 +162,20 @@ def _planned_device(name: str) -> torch.device:
     return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _with_targets(
+def adapt_model(
     config: RunConfig, model: Any, new: Sequence[str], named: Sequence[str] | None = None
 ) -> tuple[AdaptedModel, LoraConfig | None]:
-    """Find the trainable parts of a model, and build PEFT's description of them; target layers may be named already."""
+    """Find the trainable parts of a model, and build PEFT's description of them.
+
+    Args:
+        config: Config of the run.
+        model: The model, whose target layers compute as a job defines from now on.
+        new: Paths of the modules with new weights.
+        named: Paths of the target layers, if they are known; PEFT's description is None then.
+
+    Raises:
+        FedspanError: If the model has no such layers.
+    """
     saved = [] if config.model.is_from_scratch else _modules_to_save(config, model, new)
     peft_config = None
     if named is not None:  # without PEFT, whose import takes 50 MB of each worker

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fedspan.config import RunConfig
-from fedspan.data.files import IN_MEMORY
+from fedspan.data.files import FROM_TRAINERS, IN_MEMORY
 from fedspan.data.objects import read_objects
 from fedspan.errors import FedspanError
 from fedspan.models.names import FROM_PYTHON
@@ -50,6 +50,9 @@ def require_named_data(config: RunConfig, call: str, argument: str = "data") -> 
     Raises:
         FedspanError: If the data were passed from Python.
     """
+    if config.data.train == FROM_TRAINERS:
+        problem = "the clients of this run trained with trainers passed from Python: pass them again as trainers= of "
+        raise FedspanError("trainers", None, problem=f"{problem}fedspan.simulate(..., resume=True)")
     if config.data.train == IN_MEMORY:
         raise FedspanError("data", None, problem=_PASSED.format("data of this run were", "them", argument, call))
 

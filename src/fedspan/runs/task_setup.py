@@ -28,6 +28,7 @@ from fedspan.tasks.images import ImageClassification
 from fedspan.tasks.metrics import METRICS_OF
 from fedspan.tasks.regression import Regression
 from fedspan.tasks.task import RunTask
+from fedspan.tasks.trainer import TrainerTask
 
 if TYPE_CHECKING:
     pass
@@ -143,11 +144,16 @@ def _causal(tokenizer: Processor, facts: Facts, config: RunConfig | None) -> Run
     )
 
 
+def _trainer(processor: Processor, facts: Facts, config: RunConfig | None) -> RunTask:
+    return TrainerTask(facts.metric)
+
+
 PROBLEMS: Mapping[TaskName, Problem] = {
     "sequence-classification": Problem("classification", "SEQ_CLS", _classification, classifies=True),
     "regression": Problem("regression", "SEQ_CLS", _regression),
     "causal-lm": Problem("language-model", "CAUSAL_LM", _causal),
     "image-classification": Problem("image-classification", None, _images, classifies=True),
+    "trainer": Problem("classification", None, _trainer),  # a head named as a classifier's trains whole
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedspan.config import RunConfig, override, parse_config, read_values
-from fedspan.data.files import IN_MEMORY
+from fedspan.data.files import FROM_TRAINERS, IN_MEMORY
 from fedspan.data.objects import CLIENT
 from fedspan.errors import FedspanError
 from fedspan.models.names import FROM_PYTHON
@@ -28,7 +28,7 @@ from fedspan.runs.setup import prepare
 from fedspan.transports.flower import require
 from fedspan.transports.ray import require as require_ray
 
-__all__ = ["resume", "run"]
+__all__ = ["resume", "run", "simulate"]
 
 
 def run(
@@ -72,6 +72,70 @@ def run(
         return _resume(folder, config, listener, track, progress, build)
     with _with_reporting(listener, track, folder, progress) as listeners:
         return session.run(config, folder, listener=listeners, host=_host(config), build=build)
+
+
+def simulate(
+    config: RunConfig | Mapping[str, Any] | str | Path,
+    folder: str | Path,
+    *,
+    trainers: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    listener: Listener | None = None,
+    track: Sequence[str] = (),
+    progress: bool | None = None,
+) -> RunReport:
+    """Run a federation of several owners on this machine, each of which trains with its own trainer.
+
+    The config decides method, optimizer, learning-rate schedule, and steps or epochs of a round. Model, data, batch
+    size, loss, evaluation, precision and callbacks are the trainers' own; all models have equal frozen weights.
+
+    Args:
+        config: The path of a YAML file, its content as plain values, or a ``RunConfig``, without ``data``, ``task``,
+            ``partition`` and the model's name.
+        folder: Folder of the run; empty, or not existing yet.
+        trainers: The clients' trainers by client id: a ``transformers.Trainer`` or one derived from it (of TRL or
+            sentence-transformers) each, a ``TorchTrainer``, or a function without arguments that makes one.
+        overrides: Changes to the config, each ``section.field=value``.
+        resume: Whether to resume, if the folder holds a run of this config, after its last finished round.
+        listener: Listener that receives the events of the run (a ``fedspan.Listener``).
+        track: Trackers, as for ``run``.
+        progress: Whether to show a progress bar, as for ``run``.
+
+    Raises:
+        FedspanError: If the run fails for a reason that the user can correct.
+    """
+    from fedspan.runs.own_trainers import TrainerRuns, adopt_trainers  # imports PEFT and Transformers' trainer
+
+    adopted = adopt_trainers(trainers)
+    values = _with_trainers(_values(config, overrides), next(iter(adopted.values())).model)
+    with closing(TrainerRuns(adopted)) as built:
+        if resume and is_run(folder):
+            return _resume(folder, values, listener, track, progress, built.prepare)
+        with _with_reporting(listener, track, folder, progress) as listeners:
+            return session.run(values, folder, listener=listeners, build=built.prepare)
+
+
+def _with_trainers(config: RunConfig | dict[str, Any], model: Any) -> RunConfig:
+    """Return the config of a run whose clients train with their own trainers.
+
+    Raises:
+        FedspanError: If the config is invalid, or contradicts the trainers.
+    """
+    values = config.model_dump(mode="json", exclude_unset=True) if isinstance(config, RunConfig) else dict(config)
+    data = _section(values, "data")
+    if data.get("train", FROM_TRAINERS) != FROM_TRAINERS or data.get("test") is not None or data.get("dataset"):
+        problem = "the examples of this run are the trainers' own; leave data out"
+        raise FedspanError("data", data.get("train") or data.get("dataset"), problem=problem)
+    if values.get("task", "trainer") != "trainer":
+        problem = "the task of this run is what the trainers define; leave task out"
+        raise FedspanError("task", values["task"], problem=problem)
+    named = _section(values, "model")
+    if str(named.get("name", "")).startswith(FROM_PYTHON):
+        named.pop("name")
+    partition = _natural(_section(values, "partition"))
+    values |= {"task": "trainer", "data": {**data, "train": FROM_TRAINERS}, "partition": partition}
+    return parse_config({**values, "model": _model_section(named, model)})
 
 
 @contextmanager

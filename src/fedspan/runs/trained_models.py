@@ -79,4 +79,5 @@ def write_model(
         pooled = adapted.model if isinstance(adapted.model, PooledClassifier) else None
         assert built.lora_config is not None, "only workers, which export nothing, build models without PEFT"
         export_adapter(folder, updates, extras, adapted.operators, built.lora_config, notes, pooled)
-        built.processor.save_pretrained(str(folder))
+        if built.processor is not None:
+            built.processor.save_pretrained(str(folder))

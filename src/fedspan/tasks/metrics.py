@@ -64,6 +64,7 @@ METRICS_OF: Mapping[TaskName, tuple[str, ...]] = {
     "regression": ("pearson", "spearman", "loss"),
     "causal-lm": ("loss", "perplexity", "token_accuracy"),
     "image-classification": ("accuracy", "macro_f1", "f1", "matthews", "loss"),
+    "trainer": ("loss", *(name for name in METRICS if name != "loss")),
 }
 """Metrics of each task in every round; the first one judges it unless ``evaluation.metric`` is set."""
 

@@ -159,6 +159,14 @@ class BatchedEngine:
         run_parallel([lambda number=number: predict_share(number) for number in range(len(workers))])
         return torch.stack([rows[index] for index in indices.tolist()])
 
+    def evaluate(
+        self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int
+    ) -> dict[str, float]:
+        """``Engine.evaluate``."""
+        self.prepare(examples, [indices])
+        predictions = self.predict(job, examples, indices, batch_size)
+        return self.task.metrics(predictions, examples, indices.tolist())
+
     def predict_each(self, models: Iterable[ModelInputs], examples: Examples, batch_size: int) -> Iterator[Tensor]:
         """Predict with several models at once (``Engine.predict_each``), if their examples fit into one batch.
 

@@ -109,6 +109,20 @@ class Engine(Protocol):
         """
         ...
 
+    def evaluate(
+        self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int
+    ) -> dict[str, float]:
+        """Compute the task's metrics over a client's examples.
+
+        Args:
+            client: Id of the client.
+            job: The model.
+            examples: The data set that the indices point into.
+            indices: The examples, (examples,).
+            batch_size: Batch size of the forward passes.
+        """
+        ...
+
     def features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
         """Compute the features that enter the output layer, one row per example, float32 on the CPU.
 
@@ -247,6 +261,14 @@ class Trainer:
         """Predict with one model after another (``Engine.predict_each``)."""
         for job, indices in models:
             yield self.predict(job, examples, indices, batch_size)
+
+    def evaluate(
+        self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int
+    ) -> dict[str, float]:
+        """``Engine.evaluate``."""
+        self.prepare(examples, [indices])
+        predictions = self.predict(job, examples, indices, batch_size)
+        return self.task.metrics(predictions, examples, indices.tolist())
 
     @torch.no_grad()
     def rows(

@@ -148,7 +148,7 @@ class InProcess(Transport):
         if orders.task == "train":
             self._train(orders, responding, on_reply, seconds, waits_for_dropped=bool(dropped))
             return
-        if orders.task == "statistics":
+        if orders.task in ("statistics", "evaluate"):
             self.carry_out(orders, responding, on_reply)
             return
         for id in responding:
@@ -227,7 +227,7 @@ class InProcess(Transport):
         self._clock += max(times.values(), default=0.0) if all_replied else seconds
 
     def carry_out(self, orders: Orders, ids: Sequence[str], on_reply: Callable[[str, Envelope | str], object]) -> None:
-        """Carry out orders to train or to compute statistics.
+        """Carry out orders to train, to compute statistics, or to evaluate.
 
         Args:
             orders: Orders of the exchange.

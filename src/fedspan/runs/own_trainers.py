@@ -1,0 +1,166 @@
+"""Runs whose clients train with their owners' own trainers, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import nn
+from transformers import Trainer
+
+from fedspan.config import RunConfig
+from fedspan.data.partition import ClientPart, ClientParts, Partition
+from fedspan.errors import FedspanError
+from fedspan.federation.evaluation import ReportedEvaluator
+from fedspan.models.head import find_untrained_head
+from fedspan.runs.model_setup import RunModel, adapt_model
+from fedspan.runs.setup import Prepared, RunTrainer, require_private_model, simulated_federation
+from fedspan.runs.task_setup import Facts
+from fedspan.tasks.metrics import METRICS_OF
+from fedspan.tasks.trainer import TrainerExamples, TrainerTask
+from fedspan.training.stages import Stages
+from fedspan.training.trainers.local import LocalTrainer
+from fedspan.training.trainers.trainer_engine import Owner, TrainerEngine
+from fedspan.training.trainers.transformers import TransformersTrainer
+
+__all__ = ["TrainerRuns", "adopt_trainer", "adopt_trainers"]
+
+_TASK_TYPES = {
+    "ForCausalLM": "CAUSAL_LM",
+    "LMHeadModel": "CAUSAL_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+}
+"""PEFT's task types by the end of a Transformers class's name."""
+
+
+def adopt_trainer(trainer: Any, field: str = "trainer") -> LocalTrainer:
+    """Return a user's trainer as an engine uses it.
+
+    Args:
+        trainer: A Transformers ``Trainer`` or one derived from it, a ``TorchTrainer``, or a function without arguments
+            that returns one.
+        field: The argument that holds it, for errors.
+
+    Raises:
+        FedspanError: If it is none of these, or a federation cannot honour it.
+    """
+    if callable(trainer) and not isinstance(trainer, Trainer | LocalTrainer):
+        trainer = trainer()
+    if isinstance(trainer, Trainer):
+        return TransformersTrainer(trainer)
+    if isinstance(trainer, LocalTrainer):
+        return trainer
+    expected = "a transformers.Trainer (or one derived from it), a TorchTrainer, or a function that returns one"
+    raise FedspanError(field, type(trainer).__name__, expected)
+
+
+def adopt_trainers(trainers: Mapping[str, Any]) -> dict[str, LocalTrainer]:
+    """Return users' trainers by client id (``adopt_trainer``).
+
+    Raises:
+        FedspanError: If there are none, or one of them is no trainer.
+    """
+    if not trainers:
+        raise FedspanError("trainers", dict(trainers), "a trainer, or a function that makes one, for each client")
+    adopted: dict[str, LocalTrainer] = {}
+    for id in sorted(trainers):
+        try:
+            adopted[id] = adopt_trainer(trainers[id])
+        except FedspanError as error:
+            raise error.at(f"trainers[{id!r}]") from None
+    return adopted
+
+
+class TrainerRuns:
+    """Builds runs whose clients train with their own trainers, and gives their models back when it is closed.
+
+    Args:
+        trainers: The clients' trainers by client id.
+    """
+
+    def __init__(self, trainers: Mapping[str, LocalTrainer]) -> None:
+        self._trainers = dict(sorted(trainers.items()))
+        self._engine: TrainerEngine | None = None
+
+    def close(self) -> None:
+        """Give the trainers' models back as they were, frozen."""
+        if self._engine is not None:
+            self._engine.restore()
+            self._engine = None
+
+    def prepare(
+        self,
+        config: RunConfig,
+        given: Partition | None = None,
+        key: bytes | None = None,
+        stages: Stages | None = None,
+    ) -> Prepared:
+        """Build a run (``session.Build``).
+
+        Args:
+            config: Config of the run.
+            given: The partition of a resumed run, which the trainers' numbers of examples must match.
+            key: Secret key of the noise, if it has one.
+            stages: Reports the progress of long work; None: nobody is told.
+
+        Raises:
+            FedspanError: If anything in the config does not fit the trainers or their models.
+        """
+        stages = stages or Stages()
+        self.close()
+        parts = _partition(self._trainers)
+        if given is not None and given.fingerprint != parts.fingerprint:
+            problem = "clients, or their numbers of examples, are not those with which the run began"
+            raise FedspanError("trainers", list(self._trainers), problem=problem)
+        with stages.stage("model"):
+            owners, model = _adapt_models(config, self._trainers)
+        require_private_model(config, model.adapted)
+        metric = config.evaluation.metric or METRICS_OF[config.task][0]
+        facts = Facts.of(config, tuple(config.data.labels or ()), config.model.max_length, model.adapted.model)
+        task, settings = TrainerTask(metric), config.build_training_settings(key)
+        engine = self._engine = TrainerEngine(owners, task, settings, config.seed, stages)
+        method = config.build_method(replace(model.adapted.spec, clients=len(owners)))
+        train = TrainerExamples(parts.examples)
+        federation = simulated_federation(config, RunTrainer(model, facts, task, engine, method), parts, train, key)
+        evaluator = ReportedEvaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
+        return Prepared(config, (), facts, parts, task, engine, federation, evaluator, train, None, (), model)
+
+
+def _adapt_models(config: RunConfig, trainers: Mapping[str, LocalTrainer]) -> tuple[dict[str, Owner], RunModel]:
+    """Return the clients with their adapted models, each model once, and the first client's model for the export."""
+    built: dict[nn.Module, RunModel] = {}
+    owners: dict[str, Owner] = {}
+    for id, trainer in trainers.items():
+        module = trainer.model
+        if module not in built:
+            adapted, peft_config = adapt_model(config, module, ())
+            assert peft_config is not None, "the target layers were not named"
+            peft_config.task_type = _task_type(trainer)
+            built[module] = RunModel(adapted, trainer.processor, peft_config, {}, find_untrained_head(adapted))
+        owners[id] = Owner(trainer, built[module].adapted)
+    return owners, next(iter(built.values()))
+
+
+def _task_type(trainer: LocalTrainer) -> str | None:
+    """Return PEFT's task type for a trainer's model; None: PEFT has none."""
+    if trainer.model is not trainer.root:
+        return "FEATURE_EXTRACTION"
+    name = type(trainer.model).__name__
+    return next((kind for suffix, kind in _TASK_TYPES.items() if name.endswith(suffix)), None)
+
+
+def _partition(trainers: Mapping[str, LocalTrainer]) -> Partition:
+    """Return the clients' training and validation examples as rows of one numbering."""
+    clients: list[ClientPart] = []
+    start, nothing = 0, np.empty(0, np.int64)
+    for id in sorted(trainers):
+        middle = start + trainers[id].examples
+        stop = middle + trainers[id].validation_examples
+        clients.append(ClientPart(id, np.arange(start, middle), np.arange(middle, stop), nothing))
+        start = stop
+    return Partition(ClientParts.of(clients), start)

@@ -1,0 +1,87 @@
+"""The task of users' own trainers: they encode, compute the loss and the metrics; fedspan reads no example."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedspan.errors import FedspanError
+
+__all__ = ["TrainerExamples", "TrainerTask"]
+
+
+@dataclass(frozen=True)
+class TrainerExamples:
+    """The examples of users' own trainers: only their number is known.
+
+    Args:
+        count: Number of examples.
+    """
+
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Cost of each example, int64, (examples,): equal, because nothing is known of it."""
+        return np.ones(self.count, np.int64)
+
+
+class TrainerTask:
+    """A learning problem that only users' own trainers know.
+
+    Args:
+        metric: Metric (of `fedspan.tasks.metrics`) by which rounds are compared.
+    """
+
+    def __init__(self, metric: str) -> None:
+        self.metric = metric
+
+    def batch(self, examples: Any, indices: Sequence[int], device: torch.device) -> Mapping[str, Tensor]:
+        """``Task.batch``: refused."""
+        _refuse()
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """``Task.loss``: refused."""
+        _refuse()
+
+    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
+        """``Task.losses``: refused."""
+        _refuse()
+
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
+        """``Task.predict``: refused."""
+        _refuse()
+
+    def metrics(self, predictions: Tensor, examples: Any, indices: Sequence[int]) -> dict[str, float]:
+        """``Task.metrics``: refused."""
+        _refuse()
+
+    def encode(self, dataset: datasets.Dataset) -> Any:
+        """``RunTask.encode``: refused."""
+        _refuse()
+
+    def remarks(self, examples: Any) -> tuple[str, ...]:
+        """``RunTask.remarks``: there are none."""
+        return ()
+
+    def answers(self, predictions: Tensor) -> list[str]:
+        """``RunTask.answers``: refused."""
+        _refuse()
+
+    def truths(self, examples: Any, indices: Sequence[int]) -> list[str]:
+        """``RunTask.truths``: refused."""
+        _refuse()
+
+
+def _refuse() -> NoReturn:
+    problem = "examples, loss and predictions of this run are its owners' trainers' own. Load the adapter with PEFT"
+    raise FedspanError("task", "trainer", problem=problem)

@@ -1,0 +1,97 @@
+"""A job's tensors as parameters of a user's model, and the check that nothing else in the model changed."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fedspan.core.tensors import EXTRAS, by_layer, tensor_name
+from fedspan.core.values import Job
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.targets import is_batch_norm
+
+__all__ = ["checksum_frozen", "install_job"]
+
+_PREFIX = "fedspan_"
+
+
+@contextmanager
+def install_job(root: nn.Module, adapted: AdaptedModel, job: Job) -> Generator[dict[str, Tensor]]:
+    """Install a job within this context: its tensors are parameters of the target layers, named ``fedspan_<slot>``.
+
+    So whatever walks over a model's parameters sees them: wrappers for several processes, mixed precision,
+    checkpoints. On exit the model has its own parameters again, frozen.
+
+    Args:
+        root: The module that trains, around the model or the model itself.
+        adapted: The model.
+        job: The job.
+
+    Yields:
+        The live tensors by name.
+    """
+    root.requires_grad_(False)
+    live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
+    registered: list[tuple[nn.Module, str]] = []
+    for layer, slots in by_layer(live).items():
+        if layer == EXTRAS:
+            continue
+        module = adapted.layers[layer].module
+        for slot, value in slots.items():
+            parameter = nn.Parameter(value.detach(), requires_grad=value.requires_grad)
+            module.register_parameter(_PREFIX + slot, parameter)
+            registered.append((module, _PREFIX + slot))
+            live[tensor_name(layer, slot)] = parameter
+    adapted.bind(job.parametrization, live)
+    still = [module for module in root.modules() if is_batch_norm(module) and not _moves(module, live)]
+    hooks = [module.register_forward_pre_hook(_keep_statistics) for module in still]
+    try:
+        yield live
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, name in registered:
+            delattr(module, name)
+        adapted.set_dropout(None)
+        adapted.bind({}, {})
+        root.requires_grad_(False)
+
+
+def _moves(norm: nn.Module, live: Mapping[str, Tensor]) -> bool:
+    """Check whether a norm's running statistics are among a job's tensors."""
+    return any(norm.running_mean is value for value in live.values())
+
+
+def _keep_statistics(norm: nn.Module, args: object) -> None:
+    """Let a norm use its running statistics: a trainer sets the whole model to training mode before every pass."""
+    norm.training = False
+
+
+def checksum_frozen(root: nn.Module, live: Mapping[str, Tensor]) -> dict[str, int]:
+    """Compute a checksum of every parameter and stored buffer of a module that does not belong to a job.
+
+    Args:
+        root: The module.
+        live: The job's tensors.
+
+    Returns:
+        Sums of the raw values as integers, by name; computed on the module's device in one pass over its memory.
+    """
+    own = {id(value) for value in live.values()}
+    state = root.state_dict(keep_vars=True)
+    return {
+        name: _checksum(value)
+        for name, value in state.items()
+        if isinstance(value, Tensor) and id(value) not in own and not value.is_meta
+    }
+
+
+@torch.no_grad()
+def _checksum(value: Tensor) -> int:
+    raw = value.detach().contiguous().flatten().view(torch.uint8)
+    if raw.numel() % 4 == 0 and raw.storage_offset() % 4 == 0:
+        raw = raw.view(torch.int32)
+    return int(raw.sum(dtype=torch.int64))

@@ -1,0 +1,97 @@
+"""The interface of a user's trainer, and what it trains in a round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from fedspan.core.tensors import generator
+from fedspan.training.jobs import Assignment, TrainingSettings
+from fedspan.training.trainers.optimizer import JobOptimizer
+
+__all__ = ["LocalTrainer", "RoundPlan", "plan_round"]
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """What a trainer trains in one round.
+
+    Args:
+        client: Id of the client.
+        round: Number of the round, from 0.
+        phase: Name of the method's phase.
+        lr: Learning rate of the round; it is constant within the round.
+        epochs: Number of passes over the training examples, unless ``steps`` is given.
+        steps: Number of optimizer steps; None: ``epochs`` epochs.
+        seed: Seed of the round's random draws (order of the examples, dropout), below 2**31.
+    """
+
+    client: str
+    round: int
+    phase: str
+    lr: float
+    epochs: int
+    steps: int | None
+    seed: int
+
+
+def plan_round(settings: TrainingSettings, seed: int, work: Assignment) -> RoundPlan:
+    """Plan the training of an assignment: its job's steps or epochs, or else the run's; one epoch for a probe."""
+    job = work.job
+    steps = settings.steps if job.steps is None and job.epochs is None else job.steps
+    epochs = settings.epochs if job.epochs is None else job.epochs
+    rng = generator(seed, "trainer", work.round, work.client, job.phase)
+    return RoundPlan(
+        work.client,
+        work.round,
+        job.phase,
+        work.lr,
+        1 if job.steps == 0 else epochs,
+        steps or None,
+        int(torch.randint(2**31, (), generator=rng)),
+    )
+
+
+@runtime_checkable
+class LocalTrainer(Protocol):
+    """A user's trainer, with its model and its examples."""
+
+    @property
+    def root(self) -> nn.Module:
+        """The module that trains: the model, or a module around it. All of it is frozen but for a job's tensors."""
+        ...
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose layers the method changes: ``root`` or a part of it."""
+        ...
+
+    @property
+    def processor(self) -> object | None:
+        """The tokenizer or image processor that is exported with the model; None: there is none."""
+        ...
+
+    @property
+    def examples(self) -> int:
+        """Number of training examples."""
+        ...
+
+    @property
+    def validation_examples(self) -> int:
+        """Number of examples that ``evaluate`` measures; 0: the trainer has no evaluation of its own."""
+        ...
+
+    def train(self, plan: RoundPlan, optimizer: JobOptimizer) -> float:
+        """Train the installed tensors with ``optimizer`` and return the mean loss.
+
+        Raises:
+            FedspanError: If the trainer fails for a reason that its owner can correct.
+        """
+        ...
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the installed tensors on the trainer's own evaluation examples; metrics of ``tasks.metrics``."""
+        ...

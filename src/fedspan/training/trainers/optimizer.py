@@ -1,0 +1,103 @@
+"""The optimizer that a user's trainer steps: an engine's whole step, as a ``torch.optim.Optimizer``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedspan.core.values import OptimizerState
+from fedspan.errors import FedspanError
+from fedspan.training.engine import Trainer
+from fedspan.training.jobs import Assignment
+from fedspan.training.optimizers import spec_of
+
+__all__ = ["JobOptimizer"]
+
+
+class JobOptimizer(torch.optim.Optimizer):
+    """Steps the tensors of a job as the loop engine does: penalties, masks, clipping and offsets, then the update.
+
+    So what a method adds to local training reaches any trainer that computes gradients and calls ``step``. Parameter
+    groups show each group's learning rate and weight decay; they are not read, because a job fixes both.
+
+    Args:
+        services: The model and the settings of local training.
+        work: The assignment.
+        live: The job's tensors, installed in the model; those that train are leaves.
+    """
+
+    def __init__(self, services: Trainer, work: Assignment, live: Mapping[str, Tensor]) -> None:
+        self._services, self._work, self._live = services, work, live
+        self._local = services.make_optimizer(work, live)
+        self._sums: dict[str, Tensor] = {}
+        self._pending = 0
+        self.steps = 0
+        """Number of steps so far."""
+        self.examples = 0
+        """Number of examples that the steps so far were computed from, counting repeated uses."""
+        self.decay = 1.0
+        """Factor on the frozen base (``Job.decay_base``)."""
+        spec = spec_of(work, services.settings)
+        groups: list[dict[str, Any]] = [
+            {
+                "params": [live[name] for name in group.names],
+                "lr": spec.lr * group.lr_scale,
+                "weight_decay": spec.weight_decay if group.weight_decay is None else group.weight_decay,
+            }
+            for group in work.job.trainable
+            if group.names
+        ]
+        super().__init__(groups, {"lr": spec.lr, "weight_decay": spec.weight_decay})
+
+    @property
+    def probing(self) -> bool:
+        """Whether the job only measures its gradient."""
+        return self._work.job.steps == 0
+
+    def count(self, examples: int) -> None:
+        """Count examples whose gradients the next step uses."""
+        self._pending += examples
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step once from the gradients of the job's tensors.
+
+        Raises:
+            FedspanError: If no tensor has a gradient, or a closure is passed.
+        """
+        if closure is not None:
+            raise FedspanError("trainer", "step(closure)", problem="the optimizer of a round takes no closure")
+        job, names = self._work.job, self._local.names
+        if all(self._live[name].grad is None for name in names):
+            problem = (
+                "no gradient reached the tensors that train in this round. The loss must depend on the model's "
+                "target layers; reentrant gradient checkpointing needs model.enable_input_require_grads()"
+            )
+            raise FedspanError("trainer", None, problem=problem)
+        gradients: dict[str, Tensor] = {}
+        for name in names:
+            tensor = self._live[name]
+            gradients[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            tensor.grad = None
+        if job.want_gradient or self.probing:
+            share = self._pending if self.probing else 1
+            for name, gradient in gradients.items():
+                self._sums[name] = self._sums.get(name, torch.zeros_like(gradient)) + gradient * share
+        self.steps, self.examples, self._pending = self.steps + 1, self.examples + self._pending, 0
+        if self.probing:
+            return
+        with torch.enable_grad():  # penalties are differentiated
+            self._services.apply(job, self._live, self._local, gradients)
+        self.decay *= self._services.decay_frozen(self._work, self._live)
+
+    def mean_gradient(self) -> dict[str, Tensor]:
+        """Return the mean raw gradient: over examples for a probe, else over steps; empty unless the job wants it."""
+        total = self.examples if self.probing else self.steps
+        return {name: (value / max(1, total)).to("cpu") for name, value in self._sums.items()}
+
+    def moments(self) -> OptimizerState:
+        """Return moments and step counts, copied to the CPU."""
+        return self._local.state()

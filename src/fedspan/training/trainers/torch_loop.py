@@ -1,0 +1,130 @@
+"""A plain PyTorch training loop as a client's trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import set_seed
+
+from fedspan.errors import FedspanError
+from fedspan.tasks.metrics import METRICS
+from fedspan.training.trainers.local import RoundPlan
+from fedspan.training.trainers.optimizer import JobOptimizer
+
+__all__ = ["TorchTrainer", "TrainingRound"]
+
+Batch = TypeVar("Batch")
+
+
+class TrainingRound:
+    """One round of a plain PyTorch loop.
+
+    Args:
+        plan: What is to be trained.
+        optimizer: The optimizer of the round, over the parameters that train.
+        module: The module that trains.
+    """
+
+    def __init__(self, plan: RoundPlan, optimizer: JobOptimizer, module: nn.Module) -> None:
+        self.plan, self.optimizer, self._module = plan, optimizer, module
+        self._loss = 0.0
+        self._examples = 0
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the round's batches, in training mode: a loader's, for the planned epochs or until the planned steps.
+
+        Args:
+            loader: Batches of one epoch; torch's random state is that of the round, so a shuffling loader draws anew.
+        """
+        self._module.train()
+        epoch = 0
+        while self.plan.steps is not None or epoch < self.plan.epochs:
+            is_empty = True
+            for batch in loader:
+                if self.plan.steps is not None and self.optimizer.steps >= self.plan.steps:
+                    return
+                is_empty = False
+                yield batch
+            if is_empty:
+                return
+            epoch += 1
+
+    def step(self, loss: Tensor, examples: int) -> None:
+        """Step the optimizer after ``loss.backward()``, and clear the gradients.
+
+        Args:
+            loss: The mean loss over the step's examples, a scalar.
+            examples: Number of examples whose gradients the step uses.
+        """
+        self.optimizer.count(examples)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._loss += float(loss.detach()) * examples
+        self._examples += examples
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean loss over the examples so far; 0 before the first step."""
+        return self._loss / max(1, self._examples)
+
+
+class TorchTrainer:
+    """A client that trains with a plain PyTorch loop.
+
+    Args:
+        model: The model.
+        train: Trains one round: it calls ``backward`` and ``TrainingRound.step`` on each of ``TrainingRound.batches``.
+        examples: Number of training examples.
+        evaluate: Measures the model on the client's own evaluation examples; its metrics have names as in a report
+            (``loss``, ``accuracy``, ...). None: the client has no evaluation.
+        validation_examples: Number of examples that ``evaluate`` measures.
+        processor: The tokenizer or image processor that is exported with the model; None: there is none.
+
+    Raises:
+        FedspanError: If there are no examples, or ``evaluate`` and ``validation_examples`` do not fit together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: Callable[[TrainingRound], None],
+        examples: int,
+        *,
+        evaluate: Callable[[], Mapping[str, float]] | None = None,
+        validation_examples: int = 0,
+        processor: object | None = None,
+    ) -> None:
+        if examples < 1:
+            raise FedspanError("examples", examples, "the number of training examples, at least 1")
+        if (evaluate is None) != (validation_examples == 0):
+            expected = "the number of examples that evaluate= measures, and 0 without evaluate="
+            raise FedspanError("validation_examples", validation_examples, expected)
+        self.root = self.model = model
+        self.examples, self.validation_examples, self.processor = examples, validation_examples, processor
+        self._train, self._evaluate = train, evaluate
+
+    def train(self, plan: RoundPlan, optimizer: JobOptimizer) -> float:
+        """``LocalTrainer.train``."""
+        round = TrainingRound(plan, optimizer, self.root)
+        set_seed(plan.seed)
+        self._train(round)
+        return round.mean_loss
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """``LocalTrainer.evaluate``.
+
+        Raises:
+            FedspanError: If a metric has an unknown name.
+        """
+        if self._evaluate is None:
+            return {}
+        self.root.eval()
+        metrics = dict(self._evaluate())
+        for name in metrics:
+            if name not in METRICS:
+                raise FedspanError("evaluate", name, f"metrics with names of {', '.join(METRICS)}")
+        return {name: float(value) for name, value in metrics.items()}

@@ -1,0 +1,219 @@
+"""The engine of users' own trainers: one client slot, in which the client's trainer trains a job on its own model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fedspan.core.values import Job, Trained
+from fedspan.errors import FedspanError, nearest
+from fedspan.models.adapted import AdaptedModel
+from fedspan.tasks.task import Examples, Task
+from fedspan.training.engine import Trainer
+from fedspan.training.jobs import Assignment, TrainingSettings, not_finite
+from fedspan.training.stages import Stages
+from fedspan.training.trainers.install import checksum_frozen, install_job
+from fedspan.training.trainers.local import LocalTrainer, plan_round
+from fedspan.training.trainers.optimizer import JobOptimizer
+
+__all__ = ["Owner", "TrainerEngine"]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A client with its own trainer.
+
+    Args:
+        trainer: The trainer.
+        adapted: Its model, with the method's target layers; clients that share a model share this object.
+    """
+
+    trainer: LocalTrainer
+    adapted: AdaptedModel
+
+
+class TrainerEngine(Trainer):
+    """Trains each client's jobs with the client's own trainer, one client after another.
+
+    The trainer computes gradients as it likes, on examples that only it can read. Everything that a method adds to
+    local training is in the optimizer that it steps (``JobOptimizer``).
+
+    Args:
+        owners: The clients by id, at least one; equal frozen weights.
+        task: The learning problem, of which the trainers compute losses and metrics.
+        settings: Settings of local training; batch size and accumulation are the trainers' own.
+        seed: Seed of every random draw.
+        stages: Reports the progress of long work; None: nobody is told.
+
+    Raises:
+        FedspanError: If a trainer cannot honour the settings, or models differ.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[str, Owner],
+        task: Task,
+        settings: TrainingSettings,
+        seed: int,
+        stages: Stages | None = None,
+    ) -> None:
+        first = next(iter(owners.values()))
+        super().__init__(first.adapted, task, settings, seed, stages=stages)
+        self.owners = dict(owners)
+        _require_supported(settings)
+        _require_equal_models(self.owners)
+
+    def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
+        """``Engine.prepare``: nothing, because examples are the trainers' own."""
+
+    def train_all(
+        self,
+        examples: Examples,
+        sizes: Mapping[str, int],
+        open_job: Callable[[str], Assignment],
+        finish_job: Callable[[Assignment, Trained], Assignment | None],
+    ) -> None:
+        """Train one client after another (``Engine.train_all``)."""
+        for client in sizes:
+            work: Assignment | None = open_job(client)
+            while work is not None:
+                work = finish_job(work, self.train(work))
+
+    def train(self, work: Assignment) -> Trained:
+        """Have a client's trainer train a job.
+
+        Raises:
+            FedspanError: If the trainer cannot honour the job, took no step, changed the frozen base, or ended with
+                values that are not finite.
+        """
+        job = work.job
+        if job.refresh is not None:
+            problem = "its projectors are renewed from gradients within a round, which needs fedspan's own engines"
+            raise FedspanError("method", "refresh", problem=problem)
+        owner = self._owner(work.client)
+        services = self._services(owner)
+        plan = plan_round(self.settings, self.seed, work)
+        with install_job(owner.trainer.root, owner.adapted, job) as live:
+            before = checksum_frozen(owner.trainer.root, live)
+            self._set_dropout(owner.adapted)
+            optimizer = JobOptimizer(services, work, live)
+            loss = owner.trainer.train(plan, optimizer)
+            _require_trained(work, optimizer, loss, live)
+            _require_frozen(work, before, checksum_frozen(owner.trainer.root, live))
+            self.stages.advance("training", optimizer.examples)
+            steps = 0 if optimizer.probing else optimizer.steps
+            return Trained(
+                tensors={name: value.detach().to("cpu", copy=True) for name, value in live.items()},
+                optimizer_state=optimizer.moments(),
+                steps=steps,
+                lr_sum=work.lr * steps,
+                gradient=optimizer.mean_gradient(),
+                decay=optimizer.decay,
+                metrics={"loss": loss, "examples": float(optimizer.examples)},
+            )
+
+    def evaluate(
+        self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int
+    ) -> dict[str, float]:
+        """``Engine.evaluate``, by the client's own trainer on its own evaluation examples."""
+        owner = self._owner(client)
+        owner.adapted.set_base(self.adapted.base)
+        with install_job(owner.trainer.root, owner.adapted, job):
+            metrics = owner.trainer.evaluate()
+        self.stages.advance("evaluation", len(indices))
+        return metrics
+
+    def predict(
+        self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
+    ) -> Tensor:
+        """``Engine.predict``: refused, because examples are the trainers' own."""
+        raise FedspanError("trainer", None, problem="fedspan cannot predict the examples of an owner's own trainer")
+
+    def features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
+        """``Engine.features``: refused, because examples are the trainers' own."""
+        problem = "statistics of features need examples that fedspan can read, and those of a trainer are its own"
+        raise FedspanError("model.head_init", None, "random", problem=problem)
+
+    def restore(self) -> None:
+        """Give the owners' models back as they were, frozen."""
+        for adapted in {id(owner.adapted): owner.adapted for owner in self.owners.values()}.values():
+            adapted.restore()
+
+    def _owner(self, client: str) -> Owner:
+        if client not in self.owners:
+            raise FedspanError("trainers", client, problem=f"no trainer of {client!r}. {nearest(client, self.owners)}")
+        return self.owners[client]
+
+    def _services(self, owner: Owner) -> Trainer:
+        """Return the training services on an owner's model, with the server's base set in it."""
+        owner.adapted.set_base(self.adapted.base)
+        if owner.adapted is self.adapted:
+            return self
+        return Trainer(owner.adapted, self.task, self.settings, self.seed, stages=self.stages)
+
+    def _set_dropout(self, adapted: AdaptedModel) -> None:
+        """Set the adapters' dropout, drawn as torch draws it: a trainer's passes cannot be counted from outside.
+
+        Gradient checkpointing computes a layer twice and restores torch's random state, which keyed masks would ignore.
+        """
+        rate, model = self.settings.dropout, adapted.model
+        if rate:
+            adapted.set_dropout(lambda x, layer: functional.dropout(x, rate, model.training))
+
+
+def _require_supported(settings: TrainingSettings) -> None:
+    privacy = settings.privacy
+    if privacy is not None and privacy.mechanism == "dp-sgd":
+        problem = "dp-sgd needs every example's own gradient, which a foreign trainer does not compute"
+        raise FedspanError("privacy.mechanism", "dp-sgd", "central or local", problem=problem)
+    if settings.logit_adjustment:
+        problem = "it changes the logits within the loss, and the loss is the trainer's own"
+        raise FedspanError("training.logit_adjustment", settings.logit_adjustment, "0", problem=problem)
+
+
+def _require_equal_models(owners: Mapping[str, Owner]) -> None:
+    """Check that all owners' models have the same target layers, extras and frozen weights.
+
+    Raises:
+        FedspanError: If they differ.
+    """
+    first, *others = owners
+    reference = owners[first].adapted
+    distinct = {id: owners[id].adapted for id in others if owners[id].adapted is not reference}
+    expected = checksum_frozen(reference.model, reference.values()) if distinct else {}
+    for id, adapted in distinct.items():
+        if adapted.spec != reference.spec:
+            raise FedspanError("trainers", id, problem=f"the model of {id!r} has other layers than that of {first!r}")
+        if checksum_frozen(adapted.model, adapted.values()) != expected:
+            problem = f"the frozen weights of the model of {id!r} differ from those of {first!r}"
+            raise FedspanError("trainers", id, problem=problem)
+
+
+def _require_trained(work: Assignment, optimizer: JobOptimizer, loss: float, live: Mapping[str, Tensor]) -> None:
+    where = f"of client {work.client} in round {work.round + 1}"
+    if not optimizer.steps:
+        raise FedspanError("trainer", work.client, problem=f"the trainer {where} took no optimizer step")
+    if not optimizer.examples:
+        raise FedspanError("trainer", work.client, problem=f"the trainer {where} counted no examples")
+    if not math.isfinite(loss):
+        raise not_finite(work, loss)
+    for name in work.job.trainable_names:
+        if not bool(torch.isfinite(live[name]).all()):
+            problem = f"{name} {where} holds values that are not finite after training"
+            raise FedspanError("trainer", work.client, problem=problem)
+
+
+def _require_frozen(work: Assignment, before: Mapping[str, int], after: Mapping[str, int]) -> None:
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    if changed:
+        problem = (
+            f"the trainer of client {work.client} changed the frozen base in round {work.round + 1} ({changed[0]}). "
+            "Only the job's tensors may change; a callback or an optimizer of its own may have done it"
+        )
+        raise FedspanError("trainer", work.client, problem=problem)

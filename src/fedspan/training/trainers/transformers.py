@@ -1,0 +1,219 @@
+"""A Transformers ``Trainer``, or a trainer derived from it (TRL, sentence-transformers), as a client's trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, set_seed
+from transformers.trainer_utils import has_length
+
+from fedspan.errors import FedspanError
+from fedspan.tasks.metrics import METRICS
+from fedspan.training.trainers.local import RoundPlan
+from fedspan.training.trainers.optimizer import JobOptimizer
+
+__all__ = ["TransformersTrainer"]
+
+
+class TransformersTrainer:
+    """A client's Transformers ``Trainer``.
+
+    A round sets its optimizer, its number of steps or epochs, and its seeds; all else stays as its owner set it.
+
+    Args:
+        trainer: The trainer, with the plain model: the run's method adds what trains.
+
+    Raises:
+        FedspanError: If the trainer has an adapter, an optimizer or a way of training that a federation cannot honour.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        _require_supported(trainer)
+        self.trainer = trainer
+
+    @property
+    def root(self) -> nn.Module:
+        """``LocalTrainer.root``."""
+        assert isinstance(self.trainer.model, nn.Module)
+        return self.trainer.model
+
+    @property
+    def model(self) -> nn.Module:
+        """``LocalTrainer.model``: of a sentence-transformers model, its Transformers model."""
+        inner = getattr(self.root, "transformers_model", None)
+        return inner if isinstance(inner, nn.Module) else self.root
+
+    @property
+    def processor(self) -> object | None:
+        """``LocalTrainer.processor``."""
+        return self.trainer.processing_class
+
+    @property
+    def examples(self) -> int:
+        """``LocalTrainer.examples``."""
+        return _length(self.trainer.train_dataset)
+
+    @property
+    def validation_examples(self) -> int:
+        """``LocalTrainer.validation_examples``; of several named evaluation sets, no metric has the usual name."""
+        dataset = self.trainer.eval_dataset
+        return 0 if dataset is None or isinstance(dataset, dict) else _length(dataset)
+
+    def train(self, plan: RoundPlan, optimizer: JobOptimizer) -> float:
+        """``LocalTrainer.train``."""
+        trainer = self.trainer
+        counter = _ExampleCounter(trainer, optimizer)
+        trainer.add_callback(counter)
+        try:
+            with _round_settings(trainer, plan), _own_forward(self.root):
+                trainer.optimizer = optimizer
+                trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _constant)
+                set_seed(plan.seed)
+                return float(trainer.train().training_loss)
+        finally:
+            trainer.remove_callback(counter)
+            trainer.optimizer = trainer.lr_scheduler = None
+            trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
+            # The next round has other parameters: what was wrapped around the model holds those of this round.
+            trainer.accelerator.free_memory()
+            trainer.model_wrapped = trainer.model
+
+    def evaluate(self) -> dict[str, float]:
+        """``LocalTrainer.evaluate``."""
+        with _own_forward(self.root):
+            try:
+                measured = self.trainer.evaluate()
+            finally:
+                self.trainer.accelerator.free_memory()
+                self.trainer.model_wrapped = self.trainer.model
+        named = {name.removeprefix("eval_"): value for name, value in measured.items()}
+        return {name: float(named[name]) for name in METRICS if name in named and math.isfinite(named[name])}
+
+
+class _ExampleCounter(TrainerCallback):
+    """Counts the examples of every pass, those of all processes together, before the step that uses them."""
+
+    def __init__(self, trainer: Trainer, optimizer: JobOptimizer) -> None:
+        self._optimizer = optimizer
+        self._batch = trainer.args.train_batch_size * trainer.args.world_size
+        self._left = self._all = trainer_examples(trainer)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._left = self._all
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._count()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._count()
+
+    def _count(self) -> None:
+        passed = min(self._batch, self._left)
+        self._left -= passed
+        self._optimizer.count(passed)
+
+
+def trainer_examples(trainer: Trainer) -> int:
+    """Return the number of examples of a trainer's training set."""
+    return _length(trainer.train_dataset)
+
+
+def _constant(step: int) -> float:
+    return 1.0
+
+
+def _length(dataset: Any) -> int:
+    if dataset is None:
+        raise FedspanError("trainer", None, problem="the trainer has no train_dataset")
+    if isinstance(dataset, Mapping):  # of sentence-transformers: several data sets by name
+        return sum(_length(part) for part in dataset.values())
+    if not has_length(dataset):
+        problem = "the number of examples of an IterableDataset is unknown, and replies are weighted by it"
+        raise FedspanError("trainer", type(dataset).__name__, "a data set with a length", problem=problem)
+    return len(dataset)
+
+
+@contextmanager
+def _round_settings(trainer: Trainer, plan: RoundPlan) -> Generator[None]:
+    """Set the arguments of one round within this context; on exit, restore the owner's."""
+    args, loading = trainer.args, trainer.accelerator.dataloader_config
+    settings: dict[str, Any] = {
+        "num_train_epochs": float(plan.epochs),
+        "max_steps": -1 if plan.steps is None else plan.steps,
+        "max_grad_norm": 0.0,  # the optimizer clips, after penalties and masks
+        "seed": plan.seed,
+    }
+    if args.data_seed is not None:
+        settings["data_seed"] = plan.seed
+    before, seed_before = {name: getattr(args, name) for name in settings}, loading.data_seed
+    try:
+        for name, value in settings.items():
+            setattr(args, name, value)
+        if loading.data_seed is not None:
+            loading.data_seed = plan.seed
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(args, name, value)
+        loading.data_seed = seed_before
+
+
+@contextmanager
+def _own_forward(model: nn.Module) -> Generator[None]:
+    """Restore a model's forward after this context: mixed precision wraps it, once more in every round."""
+    forward = vars(model).get("forward")
+    try:
+        yield
+    finally:
+        vars(model).pop("_original_forward", None)
+        if forward is not None:
+            model.forward = forward
+        else:
+            vars(model).pop("forward", None)
+
+
+def _require_supported(trainer: Trainer) -> None:
+    """Check that a federation can honour a trainer.
+
+    Raises:
+        FedspanError: If it cannot.
+    """
+    args, model = trainer.args, trainer.model
+    loss = getattr(trainer, "loss", None)
+    losses = [part for part in (loss.values() if isinstance(loss, Mapping) else [loss]) if isinstance(part, nn.Module)]
+    root = {id(value) for value in model.parameters()} if isinstance(model, nn.Module) else set[int]()
+    refusals = {
+        "its model has a PEFT adapter. Leave peft_config out: the run's method adds its own adapter, to the layers "
+        "that model.target_modules names": hasattr(model, "peft_config"),
+        "it was made with optimizers=, and the run's config decides the optimizer and its schedule": (
+            trainer.optimizer is not None or trainer.lr_scheduler is not None
+        ),
+        "it was made with optimizer_cls_and_kwargs=, and the run's config decides the optimizer": (
+            trainer.optimizer_cls_and_kwargs is not None
+        ),
+        "it was made with model_init=, which replaces the model. Pass model=": trainer.model_init is not None,
+        "auto_find_batch_size starts a round again in the middle of it": args.auto_find_batch_size,
+        "DeepSpeed and FSDP split parameters, and a round has parameters of its own": (
+            trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+        ),
+        "several GPUs in one process (DataParallel) copy the model. Set CUDA_VISIBLE_DEVICES to one GPU": args.n_gpu
+        > 1,
+        "it trains in several processes, and only one of them receives the federation's orders": args.world_size > 1,
+        "precompute_ref_log_probs without ref_model= takes the round's model for the reference. Pass ref_model=": (
+            bool(getattr(args, "precompute_ref_log_probs", False)) and getattr(trainer, "ref_model", None) is None
+        ),
+        "sync_ref_model moves the reference by the parameters of the model, and a round has more of them": bool(
+            getattr(args, "sync_ref_model", False)
+        ),
+        "its loss has parameters of its own, which no other client would receive": any(
+            id(value) not in root for part in losses for value in part.parameters()
+        ),
+    }
+    problem = next((reason for reason, holds in refusals.items() if holds), None)
+    if problem is not None:
+        raise FedspanError("trainer", type(trainer).__name__, problem=problem)

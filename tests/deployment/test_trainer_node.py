@@ -1,0 +1,46 @@
+"""A data owner's node that trains with the owner's own trainer, and goes on after a restart."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from fedspan.deployment import deploy
+from fedspan.deployment.trainer_node import TrainerNode
+from fedspan.errors import FedspanError
+from helpers.node_service import node, served
+from helpers.trainer_clients import make_trainer
+
+
+def test_a_node_trains_and_evaluates_with_its_owners_trainer(tiny_folder: Path, tmp_path: Path) -> None:
+    config = node(tiny_folder, tmp_path / "node", data={}, limits={"train_examples": 1})
+    with closing(TrainerNode(config, make_trainer(tiny_folder, "east"))) as worker:
+        prepared, transport = served(tiny_folder, worker.service)
+        assert [data.client.examples for data in prepared.federation.clients.values()] == [8]
+        federation, losses = prepared.federation, list[float]()
+        progress = federation.begin()
+        for _ in range(2):
+            result = federation.run_round(progress)
+            progress = result.progress
+            losses.append(result.loss)
+        validation, _ = prepared.evaluator.evaluate_clients(progress)
+    assert validation is not None
+    assert validation.by_client["clinic"]["examples"] == 3
+    assert losses[1] < losses[0]
+    with closing(TrainerNode(config, make_trainer(tiny_folder, "east"))) as restarted:
+        transport.service = restarted.service
+        again, _ = prepared.evaluator.evaluate_clients(progress)
+        assert again is not None
+        assert again.pooled["loss"] == pytest.approx(validation.pooled["loss"], rel=1e-5)
+        assert federation.run_round(progress).progress.state.round == 3
+
+
+def test_a_node_has_data_or_a_trainer(tiny_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_folder, "east")
+    with pytest.raises(FedspanError, match="leave data out"):
+        TrainerNode(node(tiny_folder, tmp_path / "node"), trainer)
+    (tmp_path / "node.yaml").write_text("id: clinic\nserver: localhost:1\n")
+    with pytest.raises(FedspanError, match=r"fedspan\.join\(file, trainer=\.\.\.\)"):
+        deploy.join(tmp_path / "node.yaml", insecure=True)

@@ -1,0 +1,158 @@
+"""Transformers trainers of the tiny corpus's clients, on the batches that fedspan's own engines draw."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer, DataCollatorWithPadding, Trainer, TrainingArguments
+
+from fedspan.runs.setup import Prepared
+from fedspan.tasks.task import Examples, Task
+from fedspan.training.batching import training_batches
+from fedspan.training.trainers.local import RoundPlan
+from fedspan.training.trainers.optimizer import JobOptimizer
+from fedspan.training.trainers.trainer_engine import Owner, TrainerEngine
+from fedspan.training.trainers.transformers import TransformersTrainer
+from helpers import tiny
+
+
+class Rows(torch.utils.data.Dataset[int]):
+    """Indices of a client's examples."""
+
+    def __init__(self, indices: np.ndarray) -> None:
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, at: int) -> int:
+        return int(self.indices[at])
+
+
+class SameBatches(Trainer):
+    """A trainer that draws its batches as fedspan's own engines do."""
+
+    plan: RoundPlan
+    draw: Any
+
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(_Identity(), batch_sampler=_Epochs(self.draw, self.plan), collate_fn=self.data_collator)
+
+
+class _Identity(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 1 << 30
+
+    def __getitem__(self, at: int) -> int:
+        return at
+
+
+class _Epochs:
+    """The batches of one epoch after another, as a batch sampler."""
+
+    def __init__(self, draw: Any, plan: RoundPlan) -> None:
+        self._draw, self._plan, self._epoch = draw, plan, 0
+
+    def __len__(self) -> int:
+        return len(self._draw(self._plan, 1))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._epoch += 1
+        yield from self._draw(self._plan, self._epoch)[(self._epoch - 1) * len(self) :]
+
+
+class _Planned(TransformersTrainer):
+    """Tells the trainer which round it trains."""
+
+    def train(self, plan: RoundPlan, optimizer: JobOptimizer) -> float:
+        self.trainer.plan = plan  # pyright: ignore[reportAttributeAccessIssue]
+        return super().train(plan, optimizer)
+
+
+QUIET: Mapping[str, Any] = {
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "per_device_train_batch_size": 4,
+    "logging_strategy": "no",
+}
+"""Arguments of a quiet trainer."""
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    """Arguments of a quiet trainer that writes to a folder."""
+    return TrainingArguments(**{**QUIET, "output_dir": str(folder), **changes})
+
+
+def trainer_of(
+    model: nn.Module, task: Task, examples: Examples, indices: np.ndarray, args: Any, config: Any
+) -> Trainer:
+    """A client's trainer on the model, with the batches of fedspan's engines."""
+    training = config.build_training_settings()
+
+    def draw(plan: RoundPlan, epochs: int) -> list[list[int]]:
+        batches = training_batches(
+            indices,
+            examples.lengths,
+            batch_size=training.batch_size,
+            epochs=epochs,
+            batches=None,
+            seed=config.seed,
+            key=(plan.round, plan.client, plan.phase),
+            group_by_length=training.group_by_length,
+        )
+        return [batch.tolist() for batch in batches]
+
+    def collate(rows: list[int]) -> dict[str, torch.Tensor]:
+        return dict(task.batch(examples, rows, torch.device("cpu")))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = SameBatches(model=model, args=args, train_dataset=Rows(indices), data_collator=collate)
+    made.draw = draw
+    return made
+
+
+def with_trainers(prepared: Prepared, config: Any, folder: Path, **changes: Any) -> Prepared:
+    """A run of other settings on a loaded model and its data, whose clients train with Transformers trainers."""
+    made = tiny.variant(prepared, config)
+    adapted, clients = prepared.engine.adapted, made.federation.clients
+    owners: dict[str, Owner] = {}
+    for id in clients:
+        args = arguments(folder, gradient_accumulation_steps=config.training.gradient_accumulation_steps, **changes)
+        built = trainer_of(adapted.model, made.task, made.train, clients[id].train, args, config)
+        owners[id] = Owner(_Planned(built), adapted)
+    engine = TrainerEngine(owners, made.task, config.build_training_settings(), config.seed)
+    tiny.use_engine(made.federation, engine)
+    return replace(made, engine=engine)
+
+
+def make_trainer(folder: Path, owner: str, **changes: Any) -> Trainer:
+    """The trainer of a site of the tiny corpus, as its owner would write it."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "bert")
+    rows = datasets.load_dataset("csv", data_files=str(folder / "corpus.csv"), split="train")
+    rows = rows.filter(lambda row: row["site"] == owner)
+
+    def encode(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {**tokenizer(row["text"]), "labels": tiny.LABELS.index(row["label"])}
+
+    encoded = rows.map(encode, remove_columns=rows.column_names)
+    return Trainer(
+        model=changes.pop("model", None) or tiny.fresh_classifier(folder / "bert"),
+        args=changes.pop("args", None) or arguments(folder / "trainer"),
+        train_dataset=encoded.select(range(8)),
+        eval_dataset=encoded.select(range(8, 11)),
+        processing_class=tokenizer,
+        data_collator=DataCollatorWithPadding(tokenizer),
+        **changes,
+    )

@@ -1,0 +1,255 @@
+"""Federations of owners with trainers of their own: results, resuming, secure sums, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+
+import fedspan
+from fedspan.errors import FedspanError
+from helpers import tiny
+from helpers.trainer_clients import arguments, make_trainer
+
+OWNERS = ("east", "north", "south")
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "seed": 3,
+        "model": {"target_modules": tiny.BERT},
+        "method": {"name": "fedit", "r": 2, "lora_alpha": 4},
+        "federation": {"rounds": 2},
+        "training": {"lr": 0.05, "local_epochs": 1},
+    }
+    for section, change in changes.items():
+        values[section] = {**values.get(section, {}), **change} if isinstance(change, dict) else change
+    return values
+
+
+def simulate(tiny_folder: Path, folder: Path, resume: bool = False, **changes: Any) -> fedspan.RunReport:
+    trainers = {owner: lambda owner=owner: make_trainer(tiny_folder, owner) for owner in OWNERS}
+    return fedspan.simulate(settings(**changes), folder, trainers=trainers, resume=resume)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two owners."""
+    folder = tmp_path_factory.mktemp("own") / "run"
+    simulate(tiny_folder, folder)
+    return folder
+
+
+def test_the_report_has_the_trainers_own_evaluation(finished: Path) -> None:
+    report = fedspan.read_report(finished)
+    assert report.rounds == 2
+    assert report.scores["validation"]["loss"] > 0
+    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert [row["cohort"] for row in rows] == [list(OWNERS)] * 2
+    assert rows[1]["loss"] < rows[0]["loss"]
+
+
+def test_the_adapter_loads_with_peft_and_scores_as_reported(finished: Path, tiny_folder: Path) -> None:
+    report = fedspan.read_report(finished)
+    model = PeftModel.from_pretrained(
+        tiny.fresh_classifier(tiny_folder / "bert"), finished / "adapter"
+    ).merge_and_unload()
+    losses = [make_trainer(tiny_folder, owner, model=model).evaluate()["eval_loss"] for owner in OWNERS]
+    assert sum(losses) / len(OWNERS) == pytest.approx(report.scores["validation"]["loss"], rel=1e-4)
+
+
+def test_a_run_that_stopped_ends_with_the_same_bits(finished: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    class Stop(fedspan.Listener):
+        def round_finished(self, row: Mapping[str, Any]) -> None:
+            raise KeyboardInterrupt
+
+    trainers = {owner: lambda owner=owner: make_trainer(tiny_folder, owner) for owner in OWNERS}
+    with pytest.raises(KeyboardInterrupt):
+        fedspan.simulate(settings(), tmp_path / "run", trainers=trainers, listener=Stop())
+    torch.manual_seed(99)
+    simulate(tiny_folder, tmp_path / "run", resume=True)
+    assert weights(tmp_path / "run").keys() == weights(finished).keys()
+    assert all(torch.equal(value, weights(finished)[name]) for name, value in weights(tmp_path / "run").items())
+
+
+def test_a_run_is_resumed_with_its_trainers_only(finished: Path, tiny_folder: Path) -> None:
+    with pytest.raises(FedspanError, match=r"fedspan.simulate\(..., resume=True\)"):
+        fedspan.resume(finished, overrides=["federation.rounds=3"])
+
+
+def test_secure_sums_end_where_plain_ones_do(finished: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("Crypto")
+    simulate(tiny_folder, tmp_path / "run", federation={"secure": {}})
+    plain, secure = weights(finished), weights(tmp_path / "run")
+    for name in (name for name in plain if "classifier" in name):
+        assert torch.allclose(plain[name], secure[name], atol=1e-3), name
+
+
+def test_clients_with_models_of_their_own_are_evaluated_with_them(tiny_folder: Path, tmp_path: Path) -> None:
+    report = simulate(tiny_folder, tmp_path / "run", method={"name": "fedsa-lora"})
+    assert sorted(report.adapters) == list(OWNERS)
+
+
+def test_a_shared_model_gives_what_separate_ones_give(finished: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    model = tiny.fresh_classifier(tiny_folder / "bert")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainers = {owner: make_trainer(tiny_folder, owner, model=model) for owner in OWNERS}
+    fedspan.simulate(settings(), tmp_path / "run", trainers=trainers)
+    assert all(torch.equal(value, weights(finished)[name]) for name, value in weights(tmp_path / "run").items())
+    after = model.state_dict()  # given back as it was
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def refusal(tiny_folder: Path, tmp_path: Path, trainer: Any, **changes: Any) -> str:
+    with pytest.raises(FedspanError) as caught:
+        fedspan.simulate(settings(**changes), tmp_path / "run", trainers={"east": trainer})
+    return str(caught.value)
+
+
+class Meddler(TrainerCallback):
+    """Does something to the model, or to the control of the training, before each step."""
+
+    def __init__(self, action: Any) -> None:
+        self._action = action
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._action(model)
+
+
+def _change_base(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        model.bert.embeddings.word_embeddings.weight[0, 0] += 1  # pyright: ignore
+
+
+def _break(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        model.classifier.bias.fill_(math.nan)  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"), [(_change_base, "changed the frozen base in round 1"), (_break, "not finite|became nan")]
+)
+def test_a_trainer_that_breaks_the_model_gives_no_reply(
+    action: Any, reason: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tiny_folder, "east", callbacks=[Meddler(action)])
+    assert re.search(reason, refusal(tiny_folder, tmp_path, trainer))
+
+
+def test_a_trainer_that_takes_no_step_gives_no_reply(tiny_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_folder, "east")
+    trainer.train = lambda: type("Output", (), {"training_loss": 0.5})()  # pyright: ignore
+    assert "took no optimizer step" in refusal(tiny_folder, tmp_path, trainer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"privacy": {"mechanism": "dp-sgd", "noise": 1.0, "clip": 1.0}}, "every example's own gradient"),
+        ({"training": {"logit_adjustment": 1.0}}, "the trainer's own|has no classes"),
+        ({"training": {"lr": "auto"}}, "fedspan can read"),
+        ({"baselines": ["local"]}, "fedspan can read"),
+        ({"data": {"train": "rows.csv"}}, "leave data out"),
+        ({"task": "regression"}, "leave task out"),
+        ({"method": {"name": "fedgalore"}}, "renewed from gradients within a round"),
+    ],
+)
+def test_what_a_trainer_cannot_honour_is_refused(
+    changes: dict[str, Any], reason: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    assert re.search(reason, refusal(tiny_folder, tmp_path, make_trainer(tiny_folder, "east"), **changes))
+
+
+def test_a_model_with_an_adapter_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    model = get_peft_model(tiny.fresh_classifier(tiny_folder / "bert"), LoraConfig(target_modules=["query"]))
+    assert "Leave peft_config out" in refusal(tiny_folder, tmp_path, make_trainer(tiny_folder, "east", model=model))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"optimizers": (torch.optim.SGD([torch.zeros(1, requires_grad=True)]), None)}, "made with optimizers="),
+        ({"args": {"auto_find_batch_size": True}}, "auto_find_batch_size"),
+    ],
+)
+def test_a_trainer_with_means_of_its_own_is_refused(
+    changes: dict[str, Any], reason: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    if "args" in changes:
+        changes = {"args": arguments(tmp_path / "trainer", **changes["args"])}
+    assert reason in refusal(tiny_folder, tmp_path, make_trainer(tiny_folder, "east", **changes))
+
+
+def test_the_task_of_trainers_is_for_trainers(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(FedspanError, match=r"fedspan\.simulate"):
+        fedspan.run({**tiny.settings(tiny_folder), "task": "trainer"}, tmp_path / "run")
+
+
+def torch_trainer(tiny_folder: Path, owner: str) -> fedspan.TorchTrainer:
+    """The same owner's plain PyTorch loop, with the batches of ``make_trainer`` in their order."""
+    trainer = make_trainer(tiny_folder, owner)
+    model = trainer.model
+    assert model is not None
+    loader = DataLoader(trainer.train_dataset, batch_size=4, collate_fn=trainer.data_collator)
+    held_out = trainer.data_collator(list(trainer.eval_dataset))
+
+    def train(round: fedspan.TrainingRound) -> None:
+        for batch in round.batches(loader):
+            loss = model(**batch).loss
+            loss.backward()
+            round.step(loss, len(batch["labels"]))
+
+    def evaluate() -> dict[str, float]:
+        return {"loss": float(model(**held_out).loss)}
+
+    return fedspan.TorchTrainer(model, train, 8, evaluate=evaluate, validation_examples=3)
+
+
+@pytest.mark.parametrize("training", [{"local_epochs": 1}, {"local_steps": 3}])
+def test_a_plain_loop_ends_where_a_trainer_does(training: dict[str, Any], tiny_folder: Path, tmp_path: Path) -> None:
+    args = arguments(tmp_path / "trainer", train_sampling_strategy="sequential")
+    made = {
+        "trainer": {owner: make_trainer(tiny_folder, owner, args=args) for owner in OWNERS},
+        "loop": {owner: torch_trainer(tiny_folder, owner) for owner in OWNERS},
+    }
+    for name, trainers in made.items():
+        fedspan.simulate(settings(training=training), tmp_path / name, trainers=trainers)
+    expected, found = weights(tmp_path / "trainer"), weights(tmp_path / "loop")
+    assert all(torch.allclose(value, found[name], rtol=1e-4, atol=1e-5) for name, value in expected.items())
+    scores = [fedspan.read_report(tmp_path / name).scores["validation"]["loss"] for name in made]
+    assert scores[0] == pytest.approx(scores[1], rel=1e-4)
+
+
+def test_a_plain_loop_that_names_an_unknown_metric_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    model = tiny.fresh_classifier(tiny_folder / "bert")
+    trainer = fedspan.TorchTrainer(
+        model, lambda round: None, 8, evaluate=lambda: {"best_metric": 1.0}, validation_examples=3
+    )
+    with pytest.raises(FedspanError, match="took no optimizer step"):
+        fedspan.simulate(settings(), tmp_path / "run", trainers={"east": trainer})
+    with pytest.raises(FedspanError, match="best_metric"):
+        trainer.evaluate()
+
+
+def test_mixed_precision_and_checkpointing_last_for_several_rounds(tiny_folder: Path, tmp_path: Path) -> None:
+    args = arguments(tmp_path / "trainer", bf16=True, gradient_checkpointing=True)
+    trainer = make_trainer(tiny_folder, "east", args=args)
+    forward = trainer.model.forward  # pyright: ignore[reportOptionalMemberAccess]
+    report = fedspan.simulate(settings(), tmp_path / "run", trainers={"east": trainer})
+    assert report.rounds == 2
+    assert trainer.model.forward == forward  # pyright: ignore[reportOptionalMemberAccess]
