@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import TrainerCallback
 
 from fedspan.deployment import deploy
 from fedspan.deployment.trainer_node import TrainerNode
 from fedspan.errors import FedspanError
+from fedspan.federation.progress import TooFewReplies
 from helpers.node_service import node, served
 from helpers.trainer_clients import make_trainer
 
@@ -44,3 +48,29 @@ def test_a_node_has_data_or_a_trainer(tiny_folder: Path, tmp_path: Path) -> None
     (tmp_path / "node.yaml").write_text("id: clinic\nserver: localhost:1\n")
     with pytest.raises(FedspanError, match=r"fedspan\.join\(file, trainer=\.\.\.\)"):
         deploy.join(tmp_path / "node.yaml", insecure=True)
+
+
+class ChangesOnce(TrainerCallback):
+    """Changes the base in the first round only."""
+
+    is_done = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if not self.is_done:
+            self.is_done = True
+            with torch.no_grad():
+                model.bert.embeddings.word_embeddings.weight[0, 0] += 1
+
+
+def test_a_node_whose_base_changed_refuses_every_later_order(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = node(tiny_folder, tmp_path / "node", data={}, limits={"train_examples": 1})
+    with closing(TrainerNode(config, make_trainer(tiny_folder, "east", callbacks=[ChangesOnce()]))) as worker:
+        prepared, _ = served(tiny_folder, worker.service)
+        progress = prepared.federation.begin()
+        for _ in range(2):
+            with pytest.raises(TooFewReplies):
+                prepared.federation.run_round(progress)
+    assert "changed in round 1" in caplog.text
+    assert "no order is accepted any more" in caplog.text

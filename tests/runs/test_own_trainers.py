@@ -136,19 +136,50 @@ def _change_base(model: torch.nn.Module) -> None:
         model.bert.embeddings.word_embeddings.weight[0, 0] += 1  # pyright: ignore
 
 
+def _permute_base(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        weight = model.bert.embeddings.word_embeddings.weight  # pyright: ignore
+        weight.copy_(weight.flip(0))  # pyright: ignore
+
+
 def _break(model: torch.nn.Module) -> None:
     with torch.no_grad():
         model.classifier.bias.fill_(math.nan)  # pyright: ignore
 
 
 @pytest.mark.parametrize(
-    ("action", "reason"), [(_change_base, "changed the frozen base in round 1"), (_break, "not finite|became nan")]
+    ("action", "reason"),
+    [
+        (_change_base, "frozen base of client east changed in round 1"),
+        (_permute_base, "frozen base of client east changed in round 1"),
+        (_break, "not finite|became nan"),
+    ],
 )
 def test_a_trainer_that_breaks_the_model_gives_no_reply(
     action: Any, reason: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     trainer = make_trainer(tiny_folder, "east", callbacks=[Meddler(action)])
     assert re.search(reason, refusal(tiny_folder, tmp_path, trainer))
+
+
+class EvaluationMeddler(TrainerCallback):
+    """Changes the base after an evaluation."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        _change_base(model)
+
+
+def test_an_evaluation_that_changes_the_base_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_folder, "east", callbacks=[EvaluationMeddler()])
+    with pytest.raises(FedspanError, match="changed in an evaluation"):
+        fedspan.simulate(settings(), tmp_path / "run", trainers={"east": trainer})
+
+
+def test_a_starting_adapter_is_trained_further(finished: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    before = fedspan.read_report(finished).scores["validation"]["loss"]
+    changes = {"model": {"adapter": str(finished / "adapter")}, "training": {"lr": 1e-9}, "federation": {"rounds": 1}}
+    report = simulate(tiny_folder, tmp_path / "run", **changes)
+    assert report.scores["validation"]["loss"] == pytest.approx(before, rel=1e-4)
 
 
 def test_a_trainer_that_takes_no_step_gives_no_reply(tiny_folder: Path, tmp_path: Path) -> None:
@@ -167,6 +198,15 @@ def test_a_trainer_that_takes_no_step_gives_no_reply(tiny_folder: Path, tmp_path
         ({"data": {"train": "rows.csv"}}, "leave data out"),
         ({"task": "regression"}, "leave task out"),
         ({"method": {"name": "fedgalore"}}, "renewed from gradients within a round"),
+        ({"model": {"adapter": "no-such-folder"}}, "model.adapter"),
+        ({"model": {"dtype": "bfloat16"}}, "number format float32"),
+        ({"model": {"pretrained": False}}, r"model.pretrained.*no effect"),
+        ({"training": {"batch_size": 16}}, r"training.batch_size.*draw their own batches"),
+        ({"training": {"gradient_accumulation_steps": 2}}, r"accumulation_steps.*draw their own batches"),
+        ({"data": {"text": "note"}}, r"data.text.*no effect"),
+        ({"partition": {"validation": 0.2}}, r"partition.validation.*no effect"),
+        ({"engine": {"name": "batched"}}, r"engine.name.*no effect"),
+        ({"device": "cpu"}, r"device.*no effect"),
     ],
 )
 def test_what_a_trainer_cannot_honour_is_refused(
@@ -185,6 +225,10 @@ def test_a_model_with_an_adapter_is_refused(tiny_folder: Path, tmp_path: Path) -
     [
         ({"optimizers": (torch.optim.SGD([torch.zeros(1, requires_grad=True)]), None)}, "made with optimizers="),
         ({"args": {"auto_find_batch_size": True}}, "auto_find_batch_size"),
+        (
+            {"args": {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"}},
+            "rolls the tensors back",
+        ),
     ],
 )
 def test_a_trainer_with_means_of_its_own_is_refused(

@@ -33,6 +33,7 @@ __all__ = [
     "ModelObjects",
     "RunModel",
     "adapt_model",
+    "adopt_adapter",
     "build_model",
     "empty_model",
     "pooling_of",
@@ -113,7 +114,7 @@ def build_model(
     loaded = _load(config, labels, device, objects or ModelObjects())
     require_packing(config, loaded.model, device)
     adapted, peft_config = adapt_model(config, loaded.model, loaded.new_modules, targets)
-    start = _adopt(config, adapted, labels)
+    start = adopt_adapter(config, adapted, labels)
     restored = {path.rpartition(".")[0] for path in start.extras}
     new = tuple(path for path in loaded.new_modules if path not in restored)
     if objects is not None and objects.model is not None:
@@ -313,8 +314,17 @@ def _lora_config(config: RunConfig, modules_to_save: list[str]) -> LoraConfig:
     )
 
 
-def _adopt(config: RunConfig, adapted: AdaptedModel, labels: tuple[str, ...]) -> StartingAdapter:
-    """Load the starting adapter into the model and return it; empty without one."""
+def adopt_adapter(config: RunConfig, adapted: AdaptedModel, labels: tuple[str, ...]) -> StartingAdapter:
+    """Load the starting adapter into the model and return it; empty without one.
+
+    Args:
+        config: Config of the run.
+        adapted: The model.
+        labels: Labels of the data.
+
+    Raises:
+        FedspanError: If the adapter does not exist or does not match.
+    """
     if config.model.adapter is None:
         return StartingAdapter({}, {})
     start = read_adapter(config.model.adapter, adapted.operators, adapted.model)

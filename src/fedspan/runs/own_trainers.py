@@ -11,11 +11,13 @@ from torch import nn
 from transformers import Trainer
 
 from fedspan.config import RunConfig
+from fedspan.config.engine import EngineConfig
+from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.data.partition import ClientPart, ClientParts, Partition
 from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import ReportedEvaluator
 from fedspan.models.head import find_untrained_head
-from fedspan.runs.model_setup import RunModel, adapt_model
+from fedspan.runs.model_setup import RunModel, adapt_model, adopt_adapter
 from fedspan.runs.setup import Prepared, RunTrainer, require_private_model, simulated_federation
 from fedspan.runs.task_setup import Facts
 from fedspan.tasks.metrics import METRICS_OF
@@ -25,7 +27,7 @@ from fedspan.training.trainers.local import LocalTrainer
 from fedspan.training.trainers.trainer_engine import Owner, TrainerEngine
 from fedspan.training.trainers.transformers import TransformersTrainer
 
-__all__ = ["TrainerRuns", "adopt_trainer", "adopt_trainers"]
+__all__ = ["TrainerRuns", "adopt_trainer", "adopt_trainers", "require_used"]
 
 _TASK_TYPES = {
     "ForCausalLM": "CAUSAL_LM",
@@ -36,6 +38,53 @@ _TASK_TYPES = {
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
 }
 """PEFT's task types by the end of a Transformers class's name."""
+
+_UNUSED: Mapping[str, tuple[str, frozenset[str]]] = {
+    "": (
+        "the trainers run in this process, on the devices that they chose",
+        frozenset({"cluster", "device", "threads"}),
+    ),
+    "training": (
+        "the trainers draw their own batches (per_device_train_batch_size, gradient_accumulation_steps, "
+        "train_sampling_strategy of their arguments)",
+        frozenset({"batch_size", "gradient_accumulation_steps", "group_by_length"}),
+    ),
+    "model": (
+        "the trainers' models are used as they are",
+        frozenset({"device_map", "max_memory", "attention", "pooling_normalize", "pretrained", "image_size"}),
+    ),
+    "data": ("the examples are the trainers' own", frozenset(DataConfig.model_fields) - {"train", "labels"}),
+    "partition": (
+        "each trainer has its own training and evaluation examples",
+        frozenset(PartitionConfig.model_fields) - {"partitioner", "column"},
+    ),
+    "evaluation": (
+        "the trainers evaluate by themselves",
+        frozenset({"batch_size", "generate", "max_new_tokens", "answer_pattern"}),
+    ),
+    "engine": ("the trainers train in place of an engine", frozenset(EngineConfig.model_fields)),
+}
+"""Fields without an effect where clients train with their own trainers, by section, and why."""
+
+
+def require_used(config: RunConfig, is_complete: bool = False) -> None:
+    """Check that a config sets no field that has no effect where clients train with their own trainers.
+
+    Args:
+        config: Config of the run.
+        is_complete: Whether the config names all defaults, as that in a run's folder does; they are accepted then.
+
+    Raises:
+        FedspanError: If it sets one.
+    """
+    for part, (reason, names) in _UNUSED.items():
+        section = getattr(config, part) if part else config
+        for name in sorted(names & section.model_fields_set):
+            value = getattr(section, name)
+            if is_complete and value == type(section).model_fields[name].get_default(call_default_factory=True):
+                continue
+            problem = f"it has no effect on clients with their own trainers, because {reason}; leave it out"
+            raise FedspanError(f"{part}.{name}".lstrip("."), value, problem=problem)
 
 
 def adopt_trainer(trainer: Any, field: str = "trainer") -> LocalTrainer:
@@ -141,7 +190,10 @@ def _adapt_models(config: RunConfig, trainers: Mapping[str, LocalTrainer]) -> tu
             adapted, peft_config = adapt_model(config, module, ())
             assert peft_config is not None, "the target layers were not named"
             peft_config.task_type = _task_type(trainer)
-            built[module] = RunModel(adapted, trainer.processor, peft_config, {}, find_untrained_head(adapted))
+            start = adopt_adapter(config, adapted, tuple(config.data.labels or ()))
+            restored = {path.rpartition(".")[0] for path in start.extras}
+            new = tuple(path for path in find_untrained_head(adapted) if path not in restored)
+            built[module] = RunModel(adapted, trainer.processor, peft_config, start.factors, new)
         owners[id] = Owner(trainer, built[module].adapted)
     return owners, next(iter(built.values()))
 

@@ -105,10 +105,17 @@ def simulate(
     Raises:
         FedspanError: If the run fails for a reason that the user can correct.
     """
-    from fedspan.runs.own_trainers import TrainerRuns, adopt_trainers  # imports PEFT and Transformers' trainer
+    from fedspan.runs.own_trainers import (
+        TrainerRuns,
+        adopt_trainers,
+        require_used,
+    )  # imports PEFT and Transformers' trainer
 
     adopted = adopt_trainers(trainers)
-    values = _with_trainers(_values(config, overrides), next(iter(adopted.values())).model)
+    given = _values(config, overrides)
+    values = _with_trainers(given, next(iter(adopted.values())).model)
+    written = given.model_dump(exclude_unset=True) if isinstance(given, RunConfig) else given
+    require_used(values, is_complete=_section(written, "data").get("train") == FROM_TRAINERS)
     with closing(TrainerRuns(adopted)) as built:
         if resume and is_run(folder):
             return _resume(folder, values, listener, track, progress, built.prepare)
@@ -133,6 +140,10 @@ def _with_trainers(config: RunConfig | dict[str, Any], model: Any) -> RunConfig:
     named = _section(values, "model")
     if str(named.get("name", "")).startswith(FROM_PYTHON):
         named.pop("name")
+    dtype = str(getattr(model, "dtype", "float32")).removeprefix("torch.")
+    if named.get("dtype", dtype) != dtype:
+        problem = f"the trainers' models have the number format {dtype}; leave model.dtype out"
+        raise FedspanError("model.dtype", named["dtype"], problem=problem)
     partition = _natural(_section(values, "partition"))
     values |= {"task": "trainer", "data": {**data, "train": FROM_TRAINERS}, "partition": partition}
     return parse_config({**values, "model": _model_section(named, model)})

@@ -1,11 +1,10 @@
-"""A job's tensors as parameters of a user's model, and the check that nothing else in the model changed."""
+"""A job's tensors as parameters of a user's model."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from fedspan.core.tensors import EXTRAS, by_layer, tensor_name
@@ -13,7 +12,7 @@ from fedspan.core.values import Job
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.targets import is_batch_norm
 
-__all__ = ["checksum_frozen", "install_job"]
+__all__ = ["install_job"]
 
 _PREFIX = "fedspan_"
 
@@ -68,30 +67,3 @@ def _moves(norm: nn.Module, live: Mapping[str, Tensor]) -> bool:
 def _keep_statistics(norm: nn.Module, args: object) -> None:
     """Let a norm use its running statistics: a trainer sets the whole model to training mode before every pass."""
     norm.training = False
-
-
-def checksum_frozen(root: nn.Module, live: Mapping[str, Tensor]) -> dict[str, int]:
-    """Compute a checksum of every parameter and stored buffer of a module that does not belong to a job.
-
-    Args:
-        root: The module.
-        live: The job's tensors.
-
-    Returns:
-        Sums of the raw values as integers, by name; computed on the module's device in one pass over its memory.
-    """
-    own = {id(value) for value in live.values()}
-    state = root.state_dict(keep_vars=True)
-    return {
-        name: _checksum(value)
-        for name, value in state.items()
-        if isinstance(value, Tensor) and id(value) not in own and not value.is_meta
-    }
-
-
-@torch.no_grad()
-def _checksum(value: Tensor) -> int:
-    raw = value.detach().contiguous().flatten().view(torch.uint8)
-    if raw.numel() % 4 == 0 and raw.storage_offset() % 4 == 0:
-        raw = raw.view(torch.int32)
-    return int(raw.sum(dtype=torch.int64))

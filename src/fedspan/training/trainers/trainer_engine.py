@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from fedspan.core.values import Job, Trained
@@ -18,7 +18,8 @@ from fedspan.tasks.task import Examples, Task
 from fedspan.training.engine import Trainer
 from fedspan.training.jobs import Assignment, TrainingSettings, not_finite
 from fedspan.training.stages import Stages
-from fedspan.training.trainers.install import checksum_frozen, install_job
+from fedspan.training.trainers.frozen import FrozenBase, checksum_frozen
+from fedspan.training.trainers.install import install_job
 from fedspan.training.trainers.local import LocalTrainer, plan_round
 from fedspan.training.trainers.optimizer import JobOptimizer
 
@@ -68,6 +69,10 @@ class TrainerEngine(Trainer):
         self.owners = dict(owners)
         _require_supported(settings)
         _require_equal_models(self.owners)
+        self._frozen = {
+            owner.trainer.root: FrozenBase(owner.trainer.root, owner.adapted) for owner in self.owners.values()
+        }
+        self._violations: dict[nn.Module, str] = {}
 
     def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
         """``Engine.prepare``: nothing, because examples are the trainers' own."""
@@ -90,7 +95,7 @@ class TrainerEngine(Trainer):
 
         Raises:
             FedspanError: If the trainer cannot honour the job, took no step, changed the frozen base, or ended with
-                values that are not finite.
+                values that are not finite; or if an earlier order changed the frozen base.
         """
         job = work.job
         if job.refresh is not None:
@@ -100,12 +105,12 @@ class TrainerEngine(Trainer):
         services = self._services(owner)
         plan = plan_round(self.settings, self.seed, work)
         with install_job(owner.trainer.root, owner.adapted, job) as live:
-            before = checksum_frozen(owner.trainer.root, live)
+            before = self._require_frozen(owner, live, f"before round {work.round + 1}")
             self._set_dropout(owner.adapted)
             optimizer = JobOptimizer(services, work, live)
             loss = owner.trainer.train(plan, optimizer)
+            self._require_frozen(owner, live, f"in round {work.round + 1}", before)
             _require_trained(work, optimizer, loss, live)
-            _require_frozen(work, before, checksum_frozen(owner.trainer.root, live))
             self.stages.advance("training", optimizer.examples)
             steps = 0 if optimizer.probing else optimizer.steps
             return Trained(
@@ -124,8 +129,9 @@ class TrainerEngine(Trainer):
         """``Engine.evaluate``, by the client's own trainer on its own evaluation examples."""
         owner = self._owner(client)
         owner.adapted.set_base(self.adapted.base)
-        with install_job(owner.trainer.root, owner.adapted, job):
+        with install_job(owner.trainer.root, owner.adapted, job) as live:
             metrics = owner.trainer.evaluate()
+            self._require_frozen(owner, live, "in an evaluation")
         self.stages.advance("evaluation", len(indices))
         return metrics
 
@@ -148,7 +154,38 @@ class TrainerEngine(Trainer):
     def _owner(self, client: str) -> Owner:
         if client not in self.owners:
             raise FedspanError("trainers", client, problem=f"no trainer of {client!r}. {nearest(client, self.owners)}")
-        return self.owners[client]
+        owner = self.owners[client]
+        if owner.trainer.root in self._violations:
+            problem = f"no order is accepted any more, because {self._violations[owner.trainer.root]}"
+            raise FedspanError("trainer", client, problem=problem)
+        return owner
+
+    def _require_frozen(
+        self, owner: Owner, live: Mapping[str, Tensor], when: str, before: Mapping[str, int] | None = None
+    ) -> dict[str, int]:
+        """Check that an owner's model has the frozen weights with which the run began, and return their checksums.
+
+        Args:
+            owner: The owner.
+            live: The installed job's tensors.
+            when: When a change happened, for the error.
+            before: Checksums before the trainer ran, also of extras that do not train; None: it has not run.
+
+        Raises:
+            FedspanError: If they changed, now or before an earlier order.
+        """
+        root = owner.trainer.root
+        found = checksum_frozen(root, live)
+        changed = self._frozen[root].changed(found)
+        changed += [name for name in {**(before or found), **found} if (before or found).get(name) != found.get(name)]
+        if changed:
+            id = next(id for id, other in self.owners.items() if other is owner)
+            self._violations[root] = problem = (
+                f"the frozen base of client {id} changed {when} ({changed[0]}). Only the job's tensors may change; a "
+                "callback or an optimizer of the trainer's own may have done it. Load the model again and restart"
+            )
+            raise FedspanError("trainer", id, problem=problem)
+        return found
 
     def _services(self, owner: Owner) -> Trainer:
         """Return the training services on an owner's model, with the server's base set in it."""
@@ -207,13 +244,3 @@ def _require_trained(work: Assignment, optimizer: JobOptimizer, loss: float, liv
         if not bool(torch.isfinite(live[name]).all()):
             problem = f"{name} {where} holds values that are not finite after training"
             raise FedspanError("trainer", work.client, problem=problem)
-
-
-def _require_frozen(work: Assignment, before: Mapping[str, int], after: Mapping[str, int]) -> None:
-    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    if changed:
-        problem = (
-            f"the trainer of client {work.client} changed the frozen base in round {work.round + 1} ({changed[0]}). "
-            "Only the job's tensors may change; a callback or an optimizer of its own may have done it"
-        )
-        raise FedspanError("trainer", work.client, problem=problem)

@@ -197,6 +197,8 @@ def _require_supported(trainer: Trainer) -> None:
             trainer.optimizer_cls_and_kwargs is not None
         ),
         "it was made with model_init=, which replaces the model. Pass model=": trainer.model_init is not None,
+        "load_best_model_at_end rolls the tensors back to an earlier step, to which the reply's steps and moments "
+        "would not belong. The run itself exports its best round": bool(args.load_best_model_at_end),
         "auto_find_batch_size starts a round again in the middle of it": args.auto_find_batch_size,
         "DeepSpeed and FSDP split parameters, and a round has parameters of its own": (
             trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
