@@ -86,6 +86,46 @@ def test_a_run_that_stopped_ends_with_the_same_bits(finished: Path, tiny_folder:
     assert all(torch.equal(value, weights(finished)[name]) for name, value in weights(tmp_path / "run").items())
 
 
+def test_a_run_is_not_resumed_on_other_frozen_weights(tiny_folder: Path, tmp_path: Path) -> None:
+    class Stop(fedspan.Listener):
+        def round_finished(self, row: Mapping[str, Any]) -> None:
+            raise KeyboardInterrupt
+
+    trainers = {"east": make_trainer(tiny_folder, "east")}
+    with pytest.raises(KeyboardInterrupt):
+        fedspan.simulate(settings(), tmp_path / "run", trainers=trainers, listener=Stop())
+    model = tiny.fresh_classifier(tiny_folder / "bert")
+    _change_base(model)
+    trainers = {"east": make_trainer(tiny_folder, "east", model=model)}
+    with pytest.raises(FedspanError, match="not those with which the run began"):
+        fedspan.simulate(settings(), tmp_path / "run", trainers=trainers, resume=True)
+
+
+def test_a_refused_run_gives_the_model_back_as_it_was(tiny_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_folder, "east")
+    model = trainer.model
+    assert model is not None
+    model.bert.pooler.requires_grad_(False)  # pyright: ignore
+    flags = {name: value.requires_grad for name, value in model.named_parameters()}
+    refusal(tiny_folder, tmp_path, trainer, privacy={"mechanism": "dp-sgd", "noise": 1.0, "clip": 1.0})
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert {name: value.requires_grad for name, value in model.named_parameters()} == flags
+    fedspan.simulate(settings(), tmp_path / "run", trainers={"east": trainer})
+    assert {name: value.requires_grad for name, value in model.named_parameters()} == flags
+
+
+def test_two_clients_do_not_share_a_trainer(tiny_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_folder, "east")
+    with pytest.raises(FedspanError, match="the trainer of 'a' too"):
+        fedspan.simulate(settings(), tmp_path / "run", trainers={"a": trainer, "b": trainer})
+
+
+def test_an_adapter_inside_of_a_plain_loops_model_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(tiny.fresh_classifier(tiny_folder / "bert"))
+    model[0].add_adapter(LoraConfig(target_modules=["query"]))  # pyright: ignore
+    assert "PEFT adapter" in refusal(tiny_folder, tmp_path, fedspan.TorchTrainer(model, lambda round: None, 8))
+
+
 def test_a_run_is_resumed_with_its_trainers_only(finished: Path, tiny_folder: Path) -> None:
     with pytest.raises(FedspanError, match=r"fedspan.simulate\(..., resume=True\)"):
         fedspan.resume(finished, overrides=["federation.rounds=3"])

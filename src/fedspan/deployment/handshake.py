@@ -12,13 +12,13 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import Field
 
 from fedspan.config import RunConfig, parse_config
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import REPLY_HEADER, Count, Envelope, HeaderPart, Name, Reason
 from fedspan.files import from_json
+from fedspan.models.digest import hash_frozen
 from fedspan.models.pooling import PooledClassifier
 from fedspan.runs.model_setup import RunModel
 from fedspan.runs.task_setup import PROBLEMS
@@ -177,14 +177,9 @@ def base_digest(model: RunModel) -> str:
     Args:
         model: The run's model; its extras are excluded, because they are transmitted.
     """
-    adapted, digest = model.adapted, hashlib.sha256()
+    adapted = model.adapted
     vocabulary: dict[str, int] = getattr(model.processor, "get_vocab", dict)()  # image processors have none
-    adapted_ids = {id(value) for value in adapted.values().values()}
-    for name, value in sorted(adapted.model.state_dict(keep_vars=True).items()):
-        if id(value) in adapted_ids or name in adapted.extras:
-            continue
-        digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    digest = hash_frozen(adapted.model, adapted)
     digest.update(json.dumps(sorted(vocabulary.items())).encode())
     if isinstance(adapted.model, PooledClassifier):
         digest.update(repr(adapted.model.pooling).encode())

@@ -29,7 +29,13 @@ class TrainerNode:
         if node.data:
             problem = "the examples of this node are its trainer's own; leave data out"
             raise FedspanError("data", sorted(node.data), problem=problem)
-        self._runs = TrainerRuns({node.id: adopt_trainer(trainer)})
+        adopted = adopt_trainer(trainer)
+        inner = {id(value) for value in adopted.model.state_dict(keep_vars=True).values()}
+        outside = [name for name, value in adopted.root.state_dict(keep_vars=True).items() if id(value) not in inner]
+        if outside:
+            problem = f"{outside[0]} is outside of the Transformers model, and the server cannot compare it among nodes"
+            raise FedspanError("trainer", type(adopted.root).__name__, problem=problem)
+        self._runs = TrainerRuns({node.id: adopted})
         own = node.model_copy(update={"data": {"train": FROM_TRAINERS}})
         self.service = NodeService(own, self._runs.prepare)
 
@@ -38,5 +44,5 @@ class TrainerNode:
         return self.service.answer(envelope)
 
     def close(self) -> None:
-        """Give the trainer's model back as it was, frozen."""
+        """Give the trainer's model back as it was."""
         self._runs.close()

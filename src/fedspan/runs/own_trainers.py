@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import Trainer
 
@@ -101,11 +104,22 @@ def adopt_trainer(trainer: Any, field: str = "trainer") -> LocalTrainer:
     if callable(trainer) and not isinstance(trainer, Trainer | LocalTrainer):
         trainer = trainer()
     if isinstance(trainer, Trainer):
-        return TransformersTrainer(trainer)
+        trainer = TransformersTrainer(trainer)
     if isinstance(trainer, LocalTrainer):
+        _require_no_adapter(trainer)
         return trainer
     expected = "a transformers.Trainer (or one derived from it), a TorchTrainer, or a function that returns one"
     raise FedspanError(field, type(trainer).__name__, expected)
+
+
+def _require_no_adapter(trainer: LocalTrainer) -> None:
+    for module in trainer.root.modules():
+        if isinstance(module, PeftModel | BaseTunerLayer):
+            problem = (
+                "its model has a PEFT adapter. Leave peft_config out: the run's method adds its own adapter, to the "
+                "layers that model.target_modules names"
+            )
+            raise FedspanError("trainer", type(trainer.root).__name__, problem=problem)
 
 
 def adopt_trainers(trainers: Mapping[str, Any]) -> dict[str, LocalTrainer]:
@@ -122,6 +136,11 @@ def adopt_trainers(trainers: Mapping[str, Any]) -> dict[str, LocalTrainer]:
             adopted[id] = adopt_trainer(trainers[id])
         except FedspanError as error:
             raise error.at(f"trainers[{id!r}]") from None
+        own = getattr(adopted[id], "trainer", adopted[id])
+        for other in list(adopted)[:-1]:
+            if getattr(adopted[other], "trainer", adopted[other]) is own:
+                problem = f"it is the trainer of {other!r} too; every client needs its own (a model may be shared)"
+                raise FedspanError(f"trainers[{id!r}]", type(own).__name__, problem=problem)
     return adopted
 
 
@@ -134,13 +153,11 @@ class TrainerRuns:
 
     def __init__(self, trainers: Mapping[str, LocalTrainer]) -> None:
         self._trainers = dict(sorted(trainers.items()))
-        self._engine: TrainerEngine | None = None
+        self._restore = ExitStack()
 
     def close(self) -> None:
-        """Give the trainers' models back as they were, frozen."""
-        if self._engine is not None:
-            self._engine.restore()
-            self._engine = None
+        """Give the trainers' models back as they were."""
+        self._restore.close()
 
     def prepare(
         self,
@@ -166,28 +183,52 @@ class TrainerRuns:
         if given is not None and given.fingerprint != parts.fingerprint:
             problem = "clients, or their numbers of examples, are not those with which the run began"
             raise FedspanError("trainers", list(self._trainers), problem=problem)
-        with stages.stage("model"):
-            owners, model = _adapt_models(config, self._trainers)
-        require_private_model(config, model.adapted)
-        metric = config.evaluation.metric or METRICS_OF[config.task][0]
-        facts = Facts.of(config, tuple(config.data.labels or ()), config.model.max_length, model.adapted.model)
-        task, settings = TrainerTask(metric), config.build_training_settings(key)
-        engine = self._engine = TrainerEngine(owners, task, settings, config.seed, stages)
-        method = config.build_method(replace(model.adapted.spec, clients=len(owners)))
-        train = TrainerExamples(parts.examples)
-        federation = simulated_federation(config, RunTrainer(model, facts, task, engine, method), parts, train, key)
-        evaluator = ReportedEvaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
-        return Prepared(config, (), facts, parts, task, engine, federation, evaluator, train, None, (), model)
+        with ExitStack() as restore:
+            with stages.stage("model"):
+                owners, model = _adapt_models(config, self._trainers, restore)
+            require_private_model(config, model.adapted)
+            metric = config.evaluation.metric or METRICS_OF[config.task][0]
+            facts = Facts.of(config, tuple(config.data.labels or ()), config.model.max_length, model.adapted.model)
+            task, settings = TrainerTask(metric), config.build_training_settings(key)
+            engine = TrainerEngine(owners, task, settings, config.seed, stages)
+            method = config.build_method(replace(model.adapted.spec, clients=len(owners)))
+            train = TrainerExamples(parts.examples)
+            federation = simulated_federation(config, RunTrainer(model, facts, task, engine, method), parts, train, key)
+            evaluator = ReportedEvaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
+            self._restore = restore.pop_all()
+        return Prepared(
+            config,
+            (),
+            facts,
+            parts,
+            task,
+            engine,
+            federation,
+            evaluator,
+            train,
+            None,
+            (),
+            model,
+            base_digest=engine.digest,
+        )
 
 
-def _adapt_models(config: RunConfig, trainers: Mapping[str, LocalTrainer]) -> tuple[dict[str, Owner], RunModel]:
-    """Return the clients with their adapted models, each model once, and the first client's model for the export."""
+def _adapt_models(
+    config: RunConfig, trainers: Mapping[str, LocalTrainer], restore: ExitStack
+) -> tuple[dict[str, Owner], RunModel]:
+    """Return the clients with their adapted models, each model once, and the first client's model for the export.
+
+    ``restore`` gives the models back as they were: their own weights, forwards and ``requires_grad``.
+    """
     built: dict[nn.Module, RunModel] = {}
     owners: dict[str, Owner] = {}
+    flags = [(value, value.requires_grad) for trainer in trainers.values() for value in trainer.root.parameters()]
+    restore.callback(_set_flags, flags)
     for id, trainer in trainers.items():
         module = trainer.model
         if module not in built:
             adapted, peft_config = adapt_model(config, module, ())
+            restore.callback(adapted.restore)
             assert peft_config is not None, "the target layers were not named"
             peft_config.task_type = _task_type(trainer)
             start = adopt_adapter(config, adapted, tuple(config.data.labels or ()))
@@ -196,6 +237,11 @@ def _adapt_models(config: RunConfig, trainers: Mapping[str, LocalTrainer]) -> tu
             built[module] = RunModel(adapted, trainer.processor, peft_config, start.factors, new)
         owners[id] = Owner(trainer, built[module].adapted)
     return owners, next(iter(built.values()))
+
+
+def _set_flags(flags: Sequence[tuple[nn.Parameter, bool]]) -> None:
+    for value, flag in flags:
+        value.requires_grad_(flag)
 
 
 def _task_type(trainer: LocalTrainer) -> str | None:

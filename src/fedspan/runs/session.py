@@ -143,6 +143,9 @@ def _run(
         with disk_errors(run_folder.path):
             write_atomic(run_folder.partition, (prepared.partition.to_json() + "\n").encode())
 
+    if prepared.base_digest is not None:
+        _require_same_base(run_folder, prepared.base_digest())
+
     if config.training.lr == "auto":
         tested = prepared
         lr = load_or_choose(run_folder.learning_rate, lambda: run_range_test(tested, config.default_lr))
@@ -154,6 +157,19 @@ def _run(
             return session.finish(session.run_rounds(stored, resumed))
 
     return run_rounds(prepared) if host is None else host(run_folder, prepared, run_rounds)
+
+
+def _require_same_base(run_folder: RunFolder, digest: str) -> None:
+    """Store the digest of the frozen weights, or compare it with the stored one.
+
+    Raises:
+        FedspanError: If the run began with other weights.
+    """
+    if not run_folder.base.exists():
+        run_folder.write_json(run_folder.base, {"sha256": digest})
+    elif run_folder.read_json(run_folder.base) != {"sha256": digest}:
+        problem = "the frozen weights of the models are not those with which the run began. Load the same models"
+        raise FedspanError("trainers", str(run_folder.path), problem=problem)
 
 
 class _Session:

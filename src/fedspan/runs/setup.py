@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -74,6 +74,7 @@ class Prepared:
         model: The model that the engine trains, with the data that its export needs.
         remarks: Notes for the user about the examples (truncated answers).
         head: How the head starts; None: as loaded.
+        base_digest: Returns the digest of the frozen weights, which no config names; None: the config names the model.
     """
 
     config: RunConfig
@@ -90,6 +91,7 @@ class Prepared:
     model: RunModel
     remarks: tuple[str, ...] = ()
     head: HeadStart | None = None
+    base_digest: Callable[[], str] | None = None
 
 
 def choose_device(name: str) -> torch.device:

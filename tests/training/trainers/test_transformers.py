@@ -14,6 +14,8 @@ import transformers
 from peft import PeftModel
 
 import fedspan
+from fedspan.config.node import NodeConfig
+from fedspan.deployment.trainer_node import TrainerNode
 from helpers import tiny_decoders
 from helpers.trainer_clients import QUIET
 
@@ -86,7 +88,7 @@ def seq2seq(folder: Path, owner: int, model: Any) -> Any:
     return transformers.Seq2SeqTrainer(model=model, args=args, **split(table))
 
 
-def sentence_encoder(folder: Path) -> Any:
+def sentence_encoder(folder: Path, dense: int | None = None) -> Any:
     models = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
     encoder = models.Transformer(str(folder / "bert"), max_seq_length=16)
     encoder.model.eval()
@@ -94,7 +96,11 @@ def sentence_encoder(folder: Path) -> Any:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     library = pytest.importorskip("sentence_transformers")
-    return library.SentenceTransformer(modules=[encoder, models.Pooling(16)], device="cpu")
+    modules = [encoder, models.Pooling(16)]
+    if dense is not None:
+        torch.manual_seed(dense)
+        modules.append(models.Dense(16, 8))
+    return library.SentenceTransformer(modules=modules, device="cpu")
 
 
 def sentences(folder: Path, owner: int, model: Any) -> Any:
@@ -140,3 +146,13 @@ def test_the_adapter_of_a_federation_scores_as_its_trainers_reported(
     inner.load_state_dict(adapted.state_dict())
     losses = [make(folder, owner, copy.deepcopy(model)).evaluate()["eval_loss"] for owner in OWNERS]
     assert sum(losses) / len(OWNERS) == pytest.approx(reported, rel=1e-4)
+
+
+def test_weights_outside_of_the_transformers_model_are_compared(tiny_folder: Path, tmp_path: Path) -> None:
+    trainers = {str(seed): sentences(tiny_folder, 0, sentence_encoder(tiny_folder, seed)) for seed in OWNERS}
+    config = {"model": {"target_modules": ENCODER}, "method": {"name": "rolora", "r": 2}}
+    with pytest.raises(fedspan.FedspanError, match="frozen weights of the model of '1' differ"):
+        fedspan.simulate(config, tmp_path / "run", trainers=trainers)
+    config_of_node = NodeConfig.model_validate({"id": "a", "server": "localhost:1", "folder": str(tmp_path / "node")})
+    with pytest.raises(fedspan.FedspanError, match="outside of the Transformers model"):
+        TrainerNode(config_of_node, trainers["0"])

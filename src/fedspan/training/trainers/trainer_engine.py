@@ -14,6 +14,7 @@ from torch.nn import functional
 from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError, nearest
 from fedspan.models.adapted import AdaptedModel
+from fedspan.models.digest import hash_frozen
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.engine import Trainer
 from fedspan.training.jobs import Assignment, TrainingSettings, not_finite
@@ -146,10 +147,10 @@ class TrainerEngine(Trainer):
         problem = "statistics of features need examples that fedspan can read, and those of a trainer are its own"
         raise FedspanError("model.head_init", None, "random", problem=problem)
 
-    def restore(self) -> None:
-        """Give the owners' models back as they were, frozen."""
-        for adapted in {id(owner.adapted): owner.adapted for owner in self.owners.values()}.values():
-            adapted.restore()
+    def digest(self) -> str:
+        """Return the SHA-256 of the owners' frozen weights, before a server state's base was set."""
+        first = next(iter(self.owners.values()))
+        return hash_frozen(first.trainer.root, first.adapted).hexdigest()
 
     def _owner(self, client: str) -> Owner:
         if client not in self.owners:
@@ -220,15 +221,18 @@ def _require_equal_models(owners: Mapping[str, Owner]) -> None:
     Raises:
         FedspanError: If they differ.
     """
-    first, *others = owners
-    reference = owners[first].adapted
-    distinct = {id: owners[id].adapted for id in others if owners[id].adapted is not reference}
-    expected = checksum_frozen(reference.model, reference.values()) if distinct else {}
-    for id, adapted in distinct.items():
-        if adapted.spec != reference.spec:
-            raise FedspanError("trainers", id, problem=f"the model of {id!r} has other layers than that of {first!r}")
-        if checksum_frozen(adapted.model, adapted.values()) != expected:
-            problem = f"the frozen weights of the model of {id!r} differ from those of {first!r}"
+    first = next(iter(owners.values()))
+    expected, compared = None, {first.trainer.root}
+    for id, owner in list(owners.items())[1:]:
+        if owner.adapted.spec != first.adapted.spec:
+            problem = f"the model of {id!r} has other layers than that of {next(iter(owners))!r}"
+            raise FedspanError("trainers", id, problem=problem)
+        if owner.trainer.root in compared:
+            continue
+        compared.add(owner.trainer.root)
+        expected = expected or hash_frozen(first.trainer.root, first.adapted).digest()
+        if hash_frozen(owner.trainer.root, owner.adapted).digest() != expected:
+            problem = f"the frozen weights of the model of {id!r} differ from those of {next(iter(owners))!r}"
             raise FedspanError("trainers", id, problem=problem)
 
 

@@ -188,8 +188,6 @@ def _require_supported(trainer: Trainer) -> None:
     losses = [part for part in (loss.values() if isinstance(loss, Mapping) else [loss]) if isinstance(part, nn.Module)]
     root = {id(value) for value in model.parameters()} if isinstance(model, nn.Module) else set[int]()
     refusals = {
-        "its model has a PEFT adapter. Leave peft_config out: the run's method adds its own adapter, to the layers "
-        "that model.target_modules names": hasattr(model, "peft_config"),
         "it was made with optimizers=, and the run's config decides the optimizer and its schedule": (
             trainer.optimizer is not None or trainer.lr_scheduler is not None
         ),
