@@ -40,18 +40,19 @@ def test_a_cohort_of_absent_clients_is_waited_for() -> None:
 
 def test_an_exchange_continues_when_the_others_have_replied_and_suffice() -> None:
     awaited = Awaited(["a", "b", "c"], ["c"])
-    assert not awaited.is_over("a", ["a"], 2)
-    assert awaited.is_over("b", ["a", "b"], 2)
+    assert not awaited.is_over("a", lambda: ["a"], 2)
+    assert awaited.is_over("b", lambda: ["a", "b"], 2)
     few = Awaited(["a", "b", "c"], ["c"])
-    assert not few.is_over("a", ["a"], 2)
-    assert not few.is_over("b", ["a"], 2)  # it failed: the absent one is needed
-    assert few.is_over("c", ["a", "c"], 2)
+    assert not few.is_over("a", lambda: ["a"], 2)
+    assert not few.is_over("b", lambda: ["a"], 2)  # it failed: the absent one is needed
+    assert few.is_over("c", lambda: ["a", "c"], 2)
     everyone = Awaited(["a", "b"], [])
-    assert not any(everyone.is_over(id, ["a", "b"], 1) for id in "ab")
+    assert not any(everyone.is_over(id, lambda: ["a", "b"], 1) for id in "ab")
 
 
-def built(folder: Path, **federation: Any) -> Prepared:
-    changes: Mapping[str, Any] = {"simulation": {"speed": {"distribution": "constant", "median": 1e6}}}
+def built(folder: Path, simulation: Mapping[str, Any] | None = None, **federation: Any) -> Prepared:
+    speed = {"distribution": "constant", "median": 1e6}
+    changes: Mapping[str, Any] = {"simulation": {"speed": speed, **(simulation or {})}}
     given = {"clients_per_round": None, "deadline": 50.0, "rounds": 6, **federation}
     return prepare(tiny.config(folder, federation=given, **changes))
 
@@ -100,3 +101,23 @@ def test_a_client_that_is_back_and_slower_than_all_others_counts_again(
     assert [result.progress.last_rounds.get(GONE) for result in results] == [None, None, None, None, 4, 5]
     assert [result.simulated_seconds for result in results] == [50.0, 50.0, 1.0, 1.0, 9.0, 9.0]
     assert [result.late for result in results] == [(), (), (GONE,), (GONE,), (), ()]
+
+
+def test_an_outlier_does_not_replace_the_reply_of_a_client_that_is_back_and_slow(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostile, began = IDS[1], [False]
+    monkeypatch.setattr(
+        Conditions,
+        "silent_from",
+        lambda self, client, round, *rest: "train" if client == GONE and round < 2 else None,
+    )
+    monkeypatch.setattr(Conditions, "seconds", lambda self, client, examples: 9.0 if client == GONE else 1.0)
+    monkeypatch.setattr(Conditions, "faulty", lambda self, ids: frozenset({hostile} if began[0] else ()))
+    scaled = {"faults": {"share": 0.25, "kind": "scale", "factor": 1000.0}}
+    last = rounds(built(tiny_folder, scaled, min_replies=3), 2)[-1]
+    began[0] = True
+    result = built(tiny_folder, scaled, min_replies=3).federation.run_round(last.progress)
+    assert result.progress.last_rounds[GONE] == 2
+    assert [(one.client, one.attempt) for one in result.failures] == [(hostile, 0)]
+    assert result.simulated_seconds == 9.0

@@ -30,7 +30,11 @@ SLOTS = st.dictionaries(
 SCALARS = st.dictionaries(IDS, st.booleans() | st.integers() | st.floats() | st.text(max_size=3), max_size=3)
 BESTS = st.none() | st.builds(Best, st.floats(), st.floats(), st.integers(0, 9))
 SELECTIONS = st.builds(
-    Selection, BESTS, BESTS, st.dictionaries(IDS, st.builds(ClientLoss, st.floats(), st.floats()), max_size=3)
+    Selection,
+    BESTS,
+    BESTS,
+    st.dictionaries(IDS, st.builds(ClientLoss, st.floats(), st.floats()), max_size=3),
+    st.booleans(),
 )
 CHECKPOINTS = st.builds(
     Checkpoint,

@@ -50,7 +50,7 @@ def scores_of(*losses: float, examples: float = 8.0, remote: bool = False) -> Cl
     return ClientScores(pooled, by_client, dict(pooled) if remote else None)
 
 
-def select(*rounds: ClientScores) -> Selection:
+def select(*rounds: ClientScores | None) -> Selection:
     """Select among rounds, the first of which is the start."""
     selection = Selection()
     for number, scores in enumerate(rounds):
@@ -133,6 +133,32 @@ def test_rounds_of_clients_that_hide_their_losses_are_not_selected() -> None:
     assert selection.best is not None
     assert selection.best.round == 0
     json.dumps(selection.to_json(), allow_nan=False)
+
+
+@pytest.mark.parametrize("missing", [0, 1, 3])
+def test_an_evaluation_that_no_client_answered_decides_nothing(missing: int) -> None:
+    scores: list[ClientScores | None] = [scores_of(*(loss - 0.1 * number for loss in START)) for number in range(6)]
+    scores[missing] = None
+    for count in range(missing + 2, 7):
+        selection = select(*scores[:count])
+        assert selection.best is not None
+        assert selection.improved is not None
+        assert selection.best.round == selection.improved.round == count - 1
+    assert select(*scores[:3], None).best == select(*scores[:3]).best
+
+
+def test_without_scores_the_last_round_is_selected() -> None:
+    selection = select(None, None, None)
+    assert selection.best is not None
+    assert selection.best.round == 2
+    assert Selection.from_json(json.loads(json.dumps(selection.to_json()))) == selection
+
+
+def test_a_round_with_the_same_loss_does_not_postpone_early_stopping() -> None:
+    selection = select(scores_of(0.5), scores_of(0.4), scores_of(0.4), scores_of(0.4))
+    assert selection.best is not None
+    assert selection.improved is not None
+    assert (selection.best.round, selection.improved.round) == (3, 1)
 
 
 def test_every_task_measures_the_loss() -> None:

@@ -70,13 +70,13 @@ class Awaited:
         self._pending = everyone - set(absent)
         self._is_everyone = len(self._pending) == len(everyone)
 
-    def is_over(self, id: str, accepted: Collection[str], quorum: int) -> bool:
+    def is_over(self, id: str, accepted: Callable[[], Collection[str]], quorum: int) -> bool:
         """Record that a client replied or failed, and return whether the absent ones need not be waited for.
 
         Args:
             id: Id of the client.
-            accepted: Clients whose replies were accepted so far.
-            quorum: Number of accepted replies that is needed.
+            accepted: Returns the clients whose replies count so far.
+            quorum: Number of replies that is needed.
         """
         self._pending.discard(id)
-        return not self._is_everyone and not self._pending and len(accepted) >= quorum
+        return not self._is_everyone and not self._pending and len(accepted()) >= quorum

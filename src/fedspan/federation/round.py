@@ -124,12 +124,13 @@ class Round:
                 self._charges += costs.get(id, ())
             return replace(encoded, attempt=attempt, lr=self.lr, best=self._best.get(id), secure=masks[id]).envelope()
 
-        # Whoever takes part in a secure sum has replied in this attempt already.
-        awaited = Awaited(masks, [id for id in context.absent if id in masks and masks[id] is None])
+        # Whoever takes part in a secure sum has replied in this attempt already, and a retry needs everyone.
+        absent = [] if attempt else [id for id in context.absent if id in masks and masks[id] is None]
+        awaited = Awaited(masks, absent)
 
         def on_reply(id: str, reply: Envelope | str) -> bool:
             is_enough = accept(id, reply)
-            return awaited.is_over(id, self.aggregation.replies, self.aggregation.quorum) or is_enough
+            return awaited.is_over(id, self.aggregation.counted, self.aggregation.quorum) or is_enough
 
         def accept(id: str, reply: Envelope | str) -> bool:
             try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,8 +31,8 @@ class Best(NamedTuple):
     """A rated round; a better one is larger.
 
     Args:
-        score: The rank of the validation metric (larger is better), or the lower bound of the gain on the start;
-            without validation parts, the round's number.
+        score: The rank of the validation metric (larger is better), or the lower bound of the gain on the start; where
+            no client has been measured, the round's number.
         tie: The rank of the validation loss, which decides between equal scores. Few validation examples give few
             different accuracies, so ties are common. The later of two rounds with equal losses is better.
         round: The round, from 1; 0: the start.
@@ -73,14 +73,18 @@ class Selection:
 
     Args:
         best: The best round, which has a checkpoint; None: no round has been evaluated.
-        improved: The round with the best metric or the lowest loss, noise aside. Early stopping counts from it, so that
-            a run whose rounds improve slowly goes on until their gain exceeds its error.
+        improved: The first round with the best metric or, of equal ones, the lowest loss, whether or not it gained more
+            than noise. Early stopping counts from it, so that a run whose rounds improve slowly goes on until their
+            gain exceeds its error.
         start: Validation losses of the start by client, where rounds are compared with them.
+        measured: Whether any round has validation scores. Until then the last round is the best; afterwards rounds
+            without scores, because no client replied, do not count.
     """
 
     best: Best | None = None
     improved: Best | None = None
     start: Mapping[str, ClientLoss] = field(default_factory=dict)
+    measured: bool = False
 
     def add(self, metric: str, number: int, scores: ClientScores | None) -> Selection:
         """Return the selection after a further round.
@@ -88,8 +92,10 @@ class Selection:
         Args:
             metric: The metric that compares rounds.
             number: The round, from 1; 0: the start.
-            scores: Scores on the clients' validation parts; None without such parts.
+            scores: Scores on the clients' validation parts; None without such parts, or if no client replied.
         """
+        if scores is None and self.measured:
+            return self
         rated = plain = rate_round(metric, number, None if scores is None else scores.deciding)
         start = self.start
         if metric == "loss" and scores is not None:
@@ -98,20 +104,25 @@ class Selection:
                 gain = gain_over(start, scores)
                 bound = _WORST if gain is None else _finite(gain.mean - gain.standard_error)
                 rated = plain._replace(score=bound if number else 0.0)
-        best = rated if self.best is None else max(self.best, rated)
-        improved = plain if self.improved is None else max(self.improved, plain)
-        return replace(self, best=best, improved=improved, start=start)
+        best, improved = self.best, self.improved
+        if scores is not None and not self.measured:
+            best = improved = None  # rated by their numbers, which cannot be compared with scores
+        best = rated if best is None else max(best, rated)
+        if improved is None or plain[:2] > improved[:2]:
+            improved = plain
+        return Selection(best, improved, start, measured=scores is not None)
 
     def to_json(self) -> dict[str, Any]:
         """Return the selection as JSON values."""
         start = {id: list(loss) for id, loss in self.start.items()}
-        return {"best": self.best, "improved": self.improved, "start": start}
+        return {"best": self.best, "improved": self.improved, "start": start, "measured": self.measured}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Selection:
         """Build the selection from what ``to_json`` returned."""
         best, improved = (None if values[name] is None else Best(*values[name]) for name in ("best", "improved"))
-        return cls(best, improved, {id: ClientLoss(*loss) for id, loss in values["start"].items()})
+        start = {id: ClientLoss(*loss) for id, loss in values["start"].items()}
+        return cls(best, improved, start, bool(values["measured"]))
 
 
 def has_stalled(config: RunConfig, number: int, improved: Best | None) -> bool:

@@ -152,6 +152,10 @@ class Aggregation(Protocol):
         """
         ...
 
+    def counted(self) -> Collection[str]:
+        """Return the clients whose replies would count if the attempt ended now."""
+        ...
+
     def succeeded(self) -> Collection[str]:
         """Return the clients that did not cause the failure of a round."""
         ...
@@ -218,7 +222,7 @@ class PlaintextAggregation:
         self.replies[client.id] = replace(reply, body=b"")
         size, payload = len(reply.body), serialization.payload_size(message)
         self.tally.transfers.append(Transfer(client.id, "up", size, payload, context.task))
-        return not self._folds and len(self._changes) - len(self._outliers()) >= context.target
+        return not self._folds and len(self.counted()) >= context.target
 
     def _measure_change(self, message: Message, client: Client) -> ChangeSize:
         """Validate a reply, if the rules ask for it, and return the size of its change."""
@@ -311,6 +315,10 @@ class PlaintextAggregation:
     def _drop(self, id: str) -> None:
         del self._changes[id]
         del self.replies[id]
+
+    def counted(self) -> Collection[str]:
+        """``Aggregation.counted``: the outliers among the replies so far do not."""
+        return self.replies.keys() - self._outliers().keys()
 
     def succeeded(self) -> Collection[str]:
         """``Aggregation.succeeded``."""

@@ -84,7 +84,9 @@ class SecureAggregation:
         )
         self.replies.clear()
         with self._record_exchanges(session):
-            session.begin(list(clients), lambda ids: self._agree([clients[id] for id in ids]), context.absent)
+            session.begin(
+                list(clients), lambda ids: self._agree([clients[id] for id in ids]), () if attempt else context.absent
+            )
         self._clients = {id: clients[id] for id in session.present}
         self._total = np.zeros(sum(value.numel() for value in self._origin.values()), self._ring.dtype)
         return {id: Masking(session=session.number, peers=session.present[id]) for id in self._clients}
@@ -161,6 +163,10 @@ class SecureAggregation:
                     session.fail(id, reason)
                 raise TooFew
         return self._reduce(change, share)
+
+    def counted(self) -> Collection[str]:
+        """``Aggregation.counted``."""
+        return self.replies
 
     def succeeded(self) -> Collection[str]:
         """``Aggregation.succeeded``: the clients without a failure in the last attempt."""

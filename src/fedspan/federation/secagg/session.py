@@ -148,10 +148,8 @@ class SecureSession:
         first = {id: self._order(KeysOrder, id) for id in ids}
         replies = self._exchange(KeysReply, first, absent, wait_for_offline=self.attempt > 0)
         for id, reply in replies.items():
-            if reply.keys is None:
-                self.fail(id, "keys: it sent none")
-            else:
-                self._keys[id] = reply.keys
+            assert reply.keys is not None, "_read() refuses such replies"
+            self._keys[id] = reply.keys
         self.require(self._keys)
         neighbours = select_neighbourhoods(sorted(self._keys), self.settings.neighbours)
         self._needed = {id: compute_threshold(len(neighbours[id]), self.settings.threshold) for id in neighbours}
@@ -244,7 +242,7 @@ class SecureSession:
                 self.fail(id, f"{orders[id].task}: {error}")
             if isinstance(reply, Envelope):
                 self.transfers.append(Transfer(id, "up", size_of(reply), 0))
-            return awaited.is_over(id, replies, self.quorum)
+            return awaited.is_over(id, lambda: replies, self.quorum)
 
         task = next(iter(orders.values())).task if orders else ""
         self.transport.exchange(Orders(task, orders, sent), replied, self.seconds, wait_for_offline=wait_for_offline)
@@ -258,4 +256,6 @@ class SecureSession:
             raise ValueError(f"an answer of {reply.id!r} in session {reply.session}; this is {self.number}")
         if reply.failed is not None:
             raise ValueError(reply.failed)
+        if isinstance(reply, KeysReply) and reply.keys is None:
+            raise ValueError("it sent none")
         return reply
