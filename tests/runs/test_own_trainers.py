@@ -337,3 +337,49 @@ def test_mixed_precision_and_checkpointing_last_for_several_rounds(tiny_folder: 
     report = fedspan.simulate(settings(), tmp_path / "run", trainers={"east": trainer})
     assert report.rounds == 2
     assert trainer.model.forward == forward  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_a_trainer_that_has_trained_is_refused_with_the_way_out(tiny_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_folder, "east", args=arguments(tmp_path / "trainer", max_steps=1))
+    trainer.train()
+    assert "has trained already" in refusal(tiny_folder, tmp_path, trainer)
+
+
+def test_a_missing_metric_is_refused_at_the_first_evaluation(tiny_folder: Path, tmp_path: Path) -> None:
+    problem = refusal(tiny_folder, tmp_path, make_trainer(tiny_folder, "east"), evaluation={"metric": "accuracy"})
+    assert "has no finite accuracy; it has loss" in problem
+    assert "compute_metrics" in problem
+
+
+def plain_loop(tiny_folder: Path, counted: int, **changes: Any) -> fedspan.TorchTrainer:
+    """A loop whose loader runs dry after one epoch, and which counts some number of examples in each step."""
+    trainer = make_trainer(tiny_folder, "east")
+    model = trainer.model
+    assert model is not None
+    once = iter(DataLoader(trainer.train_dataset, batch_size=4, collate_fn=trainer.data_collator))
+
+    def train(round: fedspan.TrainingRound) -> None:
+        for batch in round.batches(once):
+            loss = model(**batch).loss
+            loss.backward()
+            round.step(loss, counted)
+
+    return fedspan.TorchTrainer(model, train, 8, **changes)
+
+
+@pytest.mark.parametrize(
+    ("counted", "training", "reason"),
+    [(4, {"local_steps": 5}, "took 2 of 5 planned steps"), (9, {"local_epochs": 1}, "counted 18 examples")],
+)
+def test_a_plain_loop_trains_what_was_planned(
+    counted: int, training: dict[str, Any], reason: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    assert reason in refusal(tiny_folder, tmp_path, plain_loop(tiny_folder, counted), training=training)
+
+
+def test_an_evaluation_that_fails_is_reported_with_client_and_round(tiny_folder: Path, tmp_path: Path) -> None:
+    def evaluate() -> dict[str, float]:
+        raise ValueError("no such column")
+
+    trainer = plain_loop(tiny_folder, 4, evaluate=evaluate, validation_examples=3)
+    assert "evaluation of client east failed after round 1" in refusal(tiny_folder, tmp_path, trainer)

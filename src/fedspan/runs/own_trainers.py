@@ -190,7 +190,7 @@ class TrainerRuns:
             metric = config.evaluation.metric or METRICS_OF[config.task][0]
             facts = Facts.of(config, tuple(config.data.labels or ()), config.model.max_length, model.adapted.model)
             task, settings = TrainerTask(metric), config.build_training_settings(key)
-            engine = TrainerEngine(owners, task, settings, config.seed, stages)
+            engine = TrainerEngine(owners, task, settings, config.seed, stages, config.evaluation.metric)
             method = config.build_method(replace(model.adapted.spec, clients=len(owners)))
             train = TrainerExamples(parts.examples)
             federation = simulated_federation(config, RunTrainer(model, facts, task, engine, method), parts, train, key)

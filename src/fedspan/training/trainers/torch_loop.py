@@ -107,10 +107,25 @@ class TorchTrainer:
         self._train, self._evaluate = train, evaluate
 
     def train(self, plan: RoundPlan, optimizer: JobOptimizer) -> float:
-        """``LocalTrainer.train``."""
+        """``LocalTrainer.train``.
+
+        Raises:
+            FedspanError: If the loop took other steps than were planned, or counted more examples than there are.
+        """
         round = TrainingRound(plan, optimizer, self.root)
         set_seed(plan.seed)
         self._train(round)
+        where = f"of client {plan.client} in round {plan.round + 1}"
+        if plan.steps is not None and optimizer.steps != plan.steps:
+            problem = (
+                f"the loop {where} took {optimizer.steps} of {plan.steps} planned steps. Pass round.batches a loader "
+                "that starts anew in each epoch, and call round.step once for each of its batches"
+            )
+            raise FedspanError("trainer", plan.client, problem=problem)
+        limit = self.examples * (plan.epochs if plan.steps is None else plan.steps)
+        if optimizer.examples > limit:
+            problem = f"the loop {where} counted {optimizer.examples} examples, and at most {limit} were possible"
+            raise FedspanError("trainer", plan.client, "round.step(loss, examples of the batch)", problem=problem)
         return round.mean_loss
 
     @torch.no_grad()

@@ -52,6 +52,7 @@ class TrainerEngine(Trainer):
         settings: Settings of local training; batch size and accumulation are the trainers' own.
         seed: Seed of every random draw.
         stages: Reports the progress of long work; None: nobody is told.
+        metric: Metric that every evaluation must have; None: evaluations have what the trainers measure.
 
     Raises:
         FedspanError: If a trainer cannot honour the settings, or models differ.
@@ -64,6 +65,7 @@ class TrainerEngine(Trainer):
         settings: TrainingSettings,
         seed: int,
         stages: Stages | None = None,
+        metric: str | None = None,
     ) -> None:
         first = next(iter(owners.values()))
         super().__init__(first.adapted, task, settings, seed, stages=stages)
@@ -73,6 +75,8 @@ class TrainerEngine(Trainer):
         self._frozen = {
             owner.trainer.root: FrozenBase(owner.trainer.root, owner.adapted) for owner in self.owners.values()
         }
+        self._metric = metric
+        self._round: int | None = None
         self._violations: dict[nn.Module, str] = {}
 
     def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
@@ -103,6 +107,7 @@ class TrainerEngine(Trainer):
             problem = "its projectors are renewed from gradients within a round, which needs fedspan's own engines"
             raise FedspanError("method", "refresh", problem=problem)
         owner = self._owner(work.client)
+        self._round = work.round
         services = self._services(owner)
         plan = plan_round(self.settings, self.seed, work)
         with install_job(owner.trainer.root, owner.adapted, job) as live:
@@ -127,12 +132,30 @@ class TrainerEngine(Trainer):
     def evaluate(
         self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int
     ) -> dict[str, float]:
-        """``Engine.evaluate``, by the client's own trainer on its own evaluation examples."""
+        """``Engine.evaluate``, by the client's own trainer on its own evaluation examples.
+
+        Raises:
+            FedspanError: If the evaluation fails, changes the frozen base, or lacks the run's metric.
+        """
         owner = self._owner(client)
         owner.adapted.set_base(self.adapted.base)
         with install_job(owner.trainer.root, owner.adapted, job) as live:
-            metrics = owner.trainer.evaluate()
+            try:
+                metrics = owner.trainer.evaluate()
+            except FedspanError:
+                raise
+            except Exception as error:
+                when = "before the first round" if self._round is None else f"after round {self._round + 1}"
+                problem = f"the evaluation of client {client} failed {when} ({type(error).__name__}: {error})"
+                raise FedspanError("trainer", client, problem=problem) from error
             self._require_frozen(owner, live, "in an evaluation")
+        if self._metric is not None and self._metric not in metrics:
+            problem = (
+                f"the evaluation of client {client} has no finite {self._metric}; it has "
+                f"{', '.join(metrics) or 'none'}. A Trainer needs compute_metrics= that "
+                "returns it, a TorchTrainer evaluate="
+            )
+            raise FedspanError("evaluation.metric", self._metric, problem=problem)
         self.stages.advance("evaluation", len(indices))
         return metrics
 

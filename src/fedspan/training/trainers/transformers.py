@@ -96,11 +96,11 @@ class TransformersTrainer:
 
 
 class _ExampleCounter(TrainerCallback):
-    """Counts the examples of every pass, those of all processes together, before the step that uses them."""
+    """Counts the examples of every pass before the step that uses them."""
 
     def __init__(self, trainer: Trainer, optimizer: JobOptimizer) -> None:
         self._optimizer = optimizer
-        self._batch = trainer.args.train_batch_size * trainer.args.world_size
+        self._batch = trainer.args.train_batch_size
         self._left = self._all = trainer_examples(trainer)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -188,6 +188,8 @@ def _require_supported(trainer: Trainer) -> None:
     losses = [part for part in (loss.values() if isinstance(loss, Mapping) else [loss]) if isinstance(part, nn.Module)]
     root = {id(value) for value in model.parameters()} if isinstance(model, nn.Module) else set[int]()
     refusals = {
+        "it has trained already (trainer.train()), which changed its model and left an optimizer. Load the model "
+        "anew and make another trainer": trainer.optimizer is not None and trainer.state.global_step > 0,
         "it was made with optimizers=, and the run's config decides the optimizer and its schedule": (
             trainer.optimizer is not None or trainer.lr_scheduler is not None
         ),
