@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import fedspan
@@ -68,9 +69,51 @@ def test_a_gain_is_that_of_all_examples_and_its_error_that_of_the_clients() -> N
     gain = gain_over(start, ClientScores({}, after))
     assert gain is not None
     mean = 0.1 * 0.5 + 0.2 * 0.1 - 0.7 * 0.1
-    variance = 3 / 2 * ((0.1 * (0.5 - mean)) ** 2 + (0.2 * (0.1 - mean)) ** 2 + (0.7 * (-0.1 - mean)) ** 2)
+    variance = (0.1 * (0.5 - mean)) ** 2 + (0.2 * (0.1 - mean)) ** 2 + (0.7 * (-0.1 - mean)) ** 2
+    variance /= 1 - (0.1**2 + 0.2**2 + 0.7**2)
     assert gain == pytest.approx((mean, variance**0.5))
     assert gain_over({"gone": ClientLoss(9.0, 50)}, ClientScores({}, after)) is None
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["plain", "trimmed"])
+@pytest.mark.parametrize("shares", [[0.2] * 5, [0.1] * 10, [0.9, 0.1], [0.6, 0.1, 0.1, 0.1, 0.1]], ids=str)
+def test_the_standard_error_is_the_deviation_of_the_gain(shares: list[float], remote: bool) -> None:
+    """Of clients whose losses differ before and after by sampling noise alone."""
+    rng, gains = np.random.default_rng(0), list[tuple[float, float]]()
+    start = {f"c{number}": ClientLoss(2.0, share) for number, share in enumerate(shares)}
+    for noise in rng.normal(0, 0.05 / np.sqrt(shares), (1500, len(shares))):
+        rows = {
+            id: {"loss": 2.0 - fall, "examples": share} for id, share, fall in zip(start, shares, noise, strict=True)
+        }
+        gain = gain_over(start, ClientScores({}, rows, {} if remote else None))
+        assert gain is not None
+        gains.append(gain)
+    means, errors = np.array(gains).T
+    ratio = float(np.sqrt(np.mean(errors**2)) / np.std(means))
+    assert 0.95 < ratio < (1.4 if remote and len(shares) == 5 else 1.06)
+
+
+def test_a_client_that_outweighs_all_others_must_gain_one_per_cent() -> None:
+    start = {"a": ClientLoss(0.5, 1e15), "b": ClientLoss(0.5, 1.0)}
+    rows = {"a": {"loss": 0.4, "examples": 1e15}, "b": {"loss": 0.5, "examples": 1.0}}
+    assert gain_over(start, ClientScores({}, rows)) == pytest.approx((0.1, 0.005))
+
+
+@pytest.mark.parametrize("present", [5, 4, 3])
+@pytest.mark.parametrize("loss", [0.0, 900.0])
+def test_one_client_decides_nothing_where_others_missed_the_start(loss: float, present: int) -> None:
+    def rows(*losses: float) -> ClientScores:
+        by_client = {f"c{number}": {"loss": one, "examples": 8.0} for number, one in enumerate(losses)}
+        return ClientScores({}, by_client, {})
+
+    start = {f"c{number}": ClientLoss(1.0, 8.0) for number in range(5 - present, 5)}
+    honest = rows(0.9, 0.91, 0.92, 0.93, 0.94)
+    better, worse = gain_over(start, rows(0.9, 0.91, 0.92, 0.93, loss)), gain_over(start, rows(*[1.1] * 4, loss))
+    assert gain_over(start, honest) is not None
+    assert better is not None
+    assert worse is not None
+    assert better.mean > better.standard_error
+    assert worse.mean < worse.standard_error
 
 
 def test_a_round_replaces_the_start_if_its_gain_exceeds_its_standard_error() -> None:

@@ -25,6 +25,8 @@ __all__ = ["Best", "ClientLoss", "Gain", "Selection", "gain_over", "has_stalled"
 _WORST = -1e308
 _MARGIN = 0.01
 """Share of the start's loss that counts as the standard error of a single client, which has none."""
+_LEAST_SPREAD = 1e-9
+"""1 - sum_i w_i^2 below which one client's weight is so large that its gain has no standard error either."""
 
 
 class Best(NamedTuple):
@@ -156,8 +158,11 @@ def gain_over(start: Mapping[str, ClientLoss], scores: ClientScores) -> Gain | N
     """Compute what a round's validation loss gains on the start; None if no client has both losses.
 
     Clients are the samples: of d_i, what the loss of client i fell, with its share w_i of the examples, the mean is
-    sum_i w_i d_i and the squared standard error K / (K - 1) sum_i w_i^2 (d_i - mean)^2 for K clients. Where the
-    clients measure themselves, the d_i of the ``trimmed_clients`` at each end count as the next one does.
+    sum_i w_i d_i and the squared standard error sum_i w_i^2 (d_i - mean)^2 / (1 - sum_i w_i^2). Of K clients that
+    measure themselves, the d_i of c at each end count as the next one does, and the error of this winsorized mean is
+    larger by (K - 1) / (K - 2 c - 1). c are the ``trimmed_clients`` of all that were measured before or after, so that
+    an absent one does not end the trimming. Where only one client is left to decide, the error is 1 % of the median
+    loss of the start.
 
     Args:
         start: Validation losses of the start by client.
@@ -170,13 +175,17 @@ def gain_over(start: Mapping[str, ClientLoss], scores: ClientScores) -> Gain | N
     d = np.array([start[id].loss - after[id].loss for id in ids])
     w = np.array([after[id].examples for id in ids])
     w, count = w / w.sum(), len(ids)
-    if scores.trimmed is not None and (cut := trimmed_clients(count)):
+    trimmed = 0 if scores.trimmed is None else trimmed_clients(len(start.keys() | after.keys()))
+    cut = min(trimmed, (count - 1) // 2)
+    if cut:
         order = np.sort(d)
         d = d.clip(order[cut], order[-cut - 1])
     mean = float(w @ d)
-    if count == 1:
-        return Gain(mean, _MARGIN * abs(start[ids[0]].loss))
-    return Gain(mean, math.sqrt(count / (count - 1) * float(w**2 @ (d - mean) ** 2)))
+    spread, left = 1 - float(w @ w), count - 2 * cut - 1
+    if left == 0 or spread < _LEAST_SPREAD:
+        return Gain(mean, _MARGIN * float(np.median([abs(start[id].loss) for id in ids])))
+    error = math.sqrt(float(w**2 @ (d - mean) ** 2) / spread)
+    return Gain(mean, error * (count - 1) / left)
 
 
 def _losses(scores: ClientScores) -> dict[str, ClientLoss]:
