@@ -54,7 +54,7 @@ def run_rows(look: Look, args: argparse.Namespace, folder: Path) -> tuple[CellSc
             CellScore(
                 cell=look.cell,
                 method=row.name,
-                chosen={},
+                selected={},
                 metric=found.metric,
                 higher=found.higher,
                 scores=one.scores,

@@ -71,7 +71,7 @@ def at_ends(found: Reproduction, preset: Preset) -> str:
         for end, name in ends.items():
             cells: dict[str, list[str]] = {}
             for score in found.scores:
-                if score.chosen.get(path) == end:
+                if score.selected.get(path) == end:
                     cells.setdefault(score.method, []).append(score.cell)
             rows += [f"- {path} {end:g}, the {name}: {method} in {', '.join(own)}" for method, own in cells.items()]
     if not rows:

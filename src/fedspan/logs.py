@@ -73,15 +73,15 @@ def _lines(path: Path, data: bytes) -> Iterator[tuple[int, bytes, str]]:
     """
     head = EMPTY.head
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
-        found = _CHAIN.search(line)
-        body = b"" if found is None else line[: found.start()] + b"}"
-        if found is None or _digest(head, body) != found[1].decode():
+        match = _CHAIN.search(line)
+        body = b"" if match is None else line[: match.start()] + b"}"
+        if match is None or _digest(head, body) != match[1].decode():
             problem = (
                 "the line was changed after it was written, or a line before it is missing: its chain digest does "
                 "not match. Restore the file"
             )
             raise FedspanError(f"{path}, line {number}", line, problem=problem)
-        head = found[1].decode()
+        head = match[1].decode()
         yield number, body, head
 
 
@@ -256,11 +256,11 @@ class AuditLog:
             last = tail.rfind(b"\n")
             before = tail.rfind(b"\n", 0, max(last, 0))
             if last >= 0 and (before >= 0 or start == 0):
-                found = _CHAIN.search(tail[before + 1 : last])
-                if found is None:
+                match = _CHAIN.search(tail[before + 1 : last])
+                if match is None:
                     problem = "the last line is not one of an audit log. Move the file away to begin a new one"
                     raise FedspanError(str(self.path), None, problem=problem)
-                return Position(start + last + 1, found[1].decode())
+                return Position(start + last + 1, match[1].decode())
         return EMPTY
 
     def read(self) -> list[dict[str, object]]:

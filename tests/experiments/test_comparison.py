@@ -89,8 +89,8 @@ def test_every_run_has_the_same_partition_and_is_an_ordinary_run(
     folder, _, watcher = made
     names = [f"{method}-seed{seed}" for method in METHODS for seed in SEEDS]
     assert watcher.planned == watcher.played == names
-    divisions = {json.loads((folder / name / "partition.json").read_text())["fingerprint"] for name in names}
-    assert len(divisions) == 1
+    partitions = {json.loads((folder / name / "partition.json").read_text())["fingerprint"] for name in names}
+    assert len(partitions) == 1
     for name in names:
         config = read_config(folder / name)
         assert config.partition.seed == SEEDS[0]

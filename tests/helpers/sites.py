@@ -38,6 +38,6 @@ def run_values(tiny_folder: Path, method: Mapping[str, Any], **changes: Any) -> 
 
 def local_values(values: Mapping[str, Any], data: Path, engine: Mapping[str, Any]) -> dict[str, Any]:
     """The same run with all sites' data on one machine."""
-    division = {"partitioner": "natural", "column": "site", "validation": 0.0, "test": 0.0}
+    partition = {"partitioner": "natural", "column": "site", "validation": 0.0, "test": 0.0}
     own = {**values["data"], "train": str(data), "test_fraction": 0.0}
-    return {**values, "data": own, "partition": division, "engine": dict(engine), "device": "cpu", "threads": 1}
+    return {**values, "data": own, "partition": partition, "engine": dict(engine), "device": "cpu", "threads": 1}

@@ -17,7 +17,7 @@ from helpers import tiny
 
 def compute(**changes: Any) -> Compute:
     values = {"length": 32, "example": 10, "once": 0, "step": 100, "client": 400, "run": 8000}
-    values |= {"first": 0, "kept": 0}
+    values |= {"first": 0, "amortized": 0}
     return Compute(**{**values, **changes})
 
 
@@ -81,7 +81,7 @@ def test_a_small_batch_waits_for_the_weights(tiny_folder: Path) -> None:
 def test_what_is_computed_once_is_paid_once_and_its_weights_are_read_once(tiny_folder: Path) -> None:
     """Two clients, five rounds; three quarters of the forward pass lie below what trains."""
     config = tiny.config(tiny_folder, federation={"rounds": 5})
-    made = compute(once=15, first=600, kept=1200, run=1200 + 10 * 400)
+    made = compute(once=15, first=600, amortized=1200, run=1200 + 10 * 400)
     found = Speed("x", 10.0, 10.0).duration(made, 0, config, None)
     assert found.simulated == (1200 + 10 * 400) / 10
     assert found.deployed == 60 + 5 * 40

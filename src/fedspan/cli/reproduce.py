@@ -204,8 +204,8 @@ def _reproduce(
 
     print_table(screen, report.table())
     verdicts = verdict_table(report.verdicts)
-    for says, rows, by, _, verdict in verdicts.rows:  # sentences do not fit into the columns of a narrow terminal
-        screen.print(f"{says} ({rows}, by {by}): ", end="")
+    for statement, rows, by, _, verdict in verdicts.rows:  # sentences do not fit into the columns of a narrow terminal
+        screen.print(f"{statement} ({rows}, by {by}): ", end="")
         screen.print(verdict, style="bold")
     for note in verdicts.notes:
         screen.print(note, style="dim")

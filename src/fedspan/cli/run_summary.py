@@ -55,12 +55,12 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
     adapter, own = folder / where, id != "global"
     sample = "image.png" if report.task == "image-classification" else '"your text"'
     kind = "adapter" if (adapter / "adapter_config.json").is_file() else "model"
-    chosen = "best by validation" if "validation" in report.scores else "last round"
+    selection = "best by validation" if "validation" in report.scores else "last round"
     whose = f" --client {shlex.quote(id)}" if own else ""
     facts = {
         "traffic": "; ".join(_describe_traffic(report)),
         "time": f"{duration(report.seconds)} for {report.rounds} rounds",
-        "round": f"{report.best_round}, {chosen}",
+        "round": f"{report.best_round}, {selection}",
         f"{kind}s" if own else kind: f"{adapter.parent} (one for each client)" if own else str(adapter),
         **({"privacy": _describe_privacy(report.privacy)} if report.privacy else {}),
         "report": str(folder / "report.json"),

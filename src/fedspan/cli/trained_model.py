@@ -39,21 +39,21 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Predict the labels or numbers of texts, or answer prompts; the output is tab-separated outside of a terminal."""
-    given: list[str] = [*(texts or ()), *(_read_lines(file) if file is not None else ())]
-    if not given:
+    lines: list[str] = [*(texts or ()), *(_read_lines(file) if file is not None else ())]
+    if not lines:
         raise FedspanError("TEXT", None, "texts to label, or --file FILE")
-    inputs = [_split_pair(text) for text in given] if pairs else given
+    inputs = [_split_pair(text) for text in lines] if pairs else lines
     import fedspan
 
     rows = [_name_parts(answer) for answer in fedspan.predict(model, inputs, client)]
     if as_json:
-        content = [{"text": text, **row} for row, text in zip(rows, given, strict=True)]
+        content = [{"text": text, **row} for row, text in zip(rows, inputs, strict=True)]
         typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
         return
     screen = sys.stdout.isatty()
     cells = [[_format_cell(value) for value in row.values()] for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    for row, text in zip(cells, given, strict=True):
+    for row, text in zip(cells, inputs, strict=True):
         shown = " ".join(text.split())
         if screen and "answer" in rows[0]:
             typer.echo(f"{shown}\n  {row[0]}")
@@ -146,8 +146,8 @@ def evaluate(
 ) -> None:
     """Evaluate a model as PEFT loads it, by the metrics of its task: accuracy, correlation, perplexity, exact match."""
     if tasks is not None:
-        given = {"--data": data, "--text": text, "--image": image, "--label": label, "--answer": answer}
-        for name, value in given.items():
+        inputs = {"--data": data, "--text": text, "--image": image, "--label": label, "--answer": answer}
+        for name, value in inputs.items():
             if value is not None:
                 raise FedspanError(
                     name, value, problem="it cannot be combined with --tasks, which have data of their own"

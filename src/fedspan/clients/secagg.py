@@ -329,15 +329,15 @@ class SecureClient:
     def _open_shares(self, session: Session, sealed: Mapping[str, bytes]) -> dict[str, bytes]:
         """Decrypt both shares of every peer; peers whose shares cannot be decrypted are skipped."""
         keys, context = _derive_keys(session), _get_transcript(session)
-        opened: dict[str, bytes] = {}
+        decrypted: dict[str, bytes] = {}
         for id in session.present:
             try:
                 pair = open_sealed(keys.sealing, session.peers[id].sealing, id, self.id, context, sealed.get(id, b""))
             except ValueError:
                 continue
             if len(pair) == 2 * SHARE:
-                opened[id] = pair
-        return opened
+                decrypted[id] = pair
+        return decrypted
 
     def _require_min_clients(self, present: int, threshold: int) -> None:
         if present < max(threshold, self.min_clients):

@@ -203,9 +203,9 @@ def load_node(path: str | Path) -> NodeConfig:
 
     data = dict(node.data)
     for name in ("train", "test"):
-        given = data.get(name)
-        if isinstance(given, str) and (os.path.exists(os.path.join(path.parent, given)) or list_placeholders(given)):
-            data[name] = resolve(given)
+        value = data.get(name)
+        if isinstance(value, str) and (os.path.exists(os.path.join(path.parent, value)) or list_placeholders(value)):
+            data[name] = resolve(value)
     changes = {
         "authority": resolve(node.authority),
         "key": resolve(node.key),

@@ -194,16 +194,16 @@ class RunConfig(Section):
     @property
     def head_kind(self) -> tuple[HeadKind | None, str | None]:
         """Kind of start of the head (None: random), and the reason if ``auto`` does without statistics."""
-        wanted = self.model.head_init
-        if wanted == "random":
+        requested = self.model.head_init
+        if requested == "random":
             return None, None
         is_classifier, regression = self.task in CLASSIFIERS, self.task == "regression"
         if (not is_classifier and not regression) or self.model.is_from_scratch:
             return None, None
         if reason := self._explain_random_head():
             return None, reason
-        if wanted != "auto":
-            return wanted, None
+        if requested != "auto":
+            return requested, None
         return ("least-squares" if regression else "lda"), None
 
     def _explain_random_head(self) -> str | None:
@@ -231,19 +231,19 @@ class RunConfig(Section):
         if self.model.pooling not in ("auto", "stock") and not texts:
             problem = f"{self.model.pooling} cannot be combined with {self.task}, which pools no texts"
             raise FedspanError("model.pooling", self.model.pooling, "auto", problem=problem)
-        wanted = self.model.head_init
-        if wanted in ("auto", "random"):
+        requested = self.model.head_init
+        if requested in ("auto", "random"):
             return
         right = {"regression": ("least-squares",), **dict.fromkeys(CLASSIFIERS, ("class-means", "lda"))}
         allowed = right.get(self.task, ())
-        if wanted not in allowed:
+        if requested not in allowed:
             expected = " or ".join((*allowed, "random", "auto"))
-            raise FedspanError("model.head_init", wanted, expected, problem=f"{wanted} does not fit {self.task}")
+            raise FedspanError("model.head_init", requested, expected, problem=f"{requested} does not fit {self.task}")
         if self.model.is_from_scratch:
-            problem = f"{wanted} needs a pretrained model, and this one is from scratch"
-            raise FedspanError("model.head_init", wanted, "random", problem=problem)
+            problem = f"{requested} needs a pretrained model, and this one is from scratch"
+            raise FedspanError("model.head_init", requested, "random", problem=problem)
         if reason := self._explain_random_head():
-            raise FedspanError("model.head_init", wanted, "random", problem=f"the head cannot start: {reason}")
+            raise FedspanError("model.head_init", requested, "random", problem=f"the head cannot start: {reason}")
 
     def _require_offload_fit(self) -> None:
         """Check that the rest of the run can use a base that is offloaded.
@@ -349,9 +349,9 @@ class RunConfig(Section):
         if self.model.device_map is not None:
             problem = "it cannot be combined with cluster, each of whose workers has the whole base"
             raise FedspanError("model.device_map", self.model.device_map, "null", problem=problem)
-        wanted = "cuda" if cluster.gpus_per_worker else "cpu"
-        if self.device not in ("auto", wanted):
-            expected = f"auto or {wanted}, because cluster.gpus_per_worker is {cluster.gpus_per_worker:g}"
+        requested = "cuda" if cluster.gpus_per_worker else "cpu"
+        if self.device not in ("auto", requested):
+            expected = f"auto or {requested}, because cluster.gpus_per_worker is {cluster.gpus_per_worker:g}"
             raise FedspanError("device", self.device, expected)
 
     @property

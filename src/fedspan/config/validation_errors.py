@@ -31,8 +31,8 @@ def convert_validation_error(
     inner = detail.get("ctx", {}).get("error")
     if isinstance(inner, FedspanError):
         return inner
-    place = [prefix, *(str(part) for part in detail["loc"])]
-    field = ".".join(part for part in place if part and not part.startswith(VARIANT)) or "config"
+    location = [prefix, *(str(part) for part in detail["loc"])]
+    field = ".".join(part for part in location if part and not part.startswith(VARIANT)) or "config"
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
         siblings = _list_fields(root, detail["loc"][:-1])
@@ -78,9 +78,9 @@ def _unwrap_optional(annotation: Any) -> Any:
 
 def _find_tagged_type(annotation: Any, tag: str) -> Any:
     """Return the type of a union that has a tag."""
-    for member in get_args(annotation):
-        if pydantic.Tag(tag) in getattr(member, "__metadata__", ()):
-            return get_args(member)[0]
-        if (inner_type := _find_tagged_type(member, tag)) is not None:
+    for variant in get_args(annotation):
+        if pydantic.Tag(tag) in getattr(variant, "__metadata__", ()):
+            return get_args(variant)[0]
+        if (inner_type := _find_tagged_type(variant, tag)) is not None:
             return inner_type
     return None

@@ -24,8 +24,8 @@ def select_neighbourhoods(ids: Sequence[str], neighbours: int | None = None) -> 
         ids: Distinct client ids.
         neighbours: Neighbours of a client, itself excluded; rounded up to an even number; None: ``COMPLETE``.
     """
-    wanted = COMPLETE if neighbours is None else neighbours
-    half = math.ceil(wanted / 2)
+    count = COMPLETE if neighbours is None else neighbours
+    half = math.ceil(count / 2)
     if 2 * half >= len(ids) - 1:
         return {id: tuple(sorted(ids)) for id in ids}
     circle = list(ids)

@@ -88,11 +88,11 @@ def _invert(values: Sequence[int]) -> list[int]:
     for _ in range(127):  # to the power of 2^128 - 2
         base = _multiply(base, base)
         inverse = _multiply(inverse, base)
-    found: list[int] = []
+    coefficients: list[int] = []
     for value, product in zip(reversed(values), reversed(products[:-1]), strict=True):
-        found.append(_multiply(inverse, product))
+        coefficients.append(_multiply(inverse, product))
         inverse = _multiply(inverse, value)
-    return found[::-1]
+    return coefficients[::-1]
 
 
 def _multiply(one: int, other: int) -> int:

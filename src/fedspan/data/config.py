@@ -222,9 +222,9 @@ class DataConfig(BaseModel):
         columns = {"text": self.text, "text_pair": self.text_pair, "label": self.label or "label"}
         if self.dataset is not None:  # the catalogue names the other columns later
             columns = {name: column for name, column in columns.items() if name in self.model_fields_set}
-        wanted = [column for column in columns.values() if column is not None]
-        if len(set(wanted)) < len(wanted):
-            raise ValueError(f"text, text_pair and label are different columns, not {', '.join(wanted)}")
+        names = [column for column in columns.values() if column is not None]
+        if len(set(names)) < len(names):
+            raise ValueError(f"text, text_pair and label are different columns, not {', '.join(names)}")
         if self.labels is not None and self.first_labels is not None:
             raise ValueError("labels or first_labels, not both: both say which labels to keep")
         if self.messages is not None and self.prompt is not None:
@@ -238,7 +238,7 @@ class DataConfig(BaseModel):
         return self
 
     @model_serializer(mode="wrap")
-    def _as_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _serialize_set_fields(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # A default, if written out, would look like the user's choice and override the catalogue.
         content = dump(self)
         if self.dataset is None:

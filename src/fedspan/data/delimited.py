@@ -40,8 +40,8 @@ def read_delimited(path: Path, kind: str, config: DataConfig, limit: int | None 
     table = table.rename_columns(_fill_names(table.column_names))
     notes = _describe_format(encoding, kind, dialect, config)
     # A sample that ends inside a quoted text ends in one malformed row, which is not an error in the file.
-    kept = None if not bad or not whole else _list_kept_rows(len(table), bad)
-    return ReadTable(table, dialect.header, tuple(notes), kept, len(bad) if whole else 0, whole)
+    positions = None if not bad or not whole else _list_valid_rows(len(table), bad)
+    return ReadTable(table, dialect.header, tuple(notes), positions, len(bad) if whole else 0, whole)
 
 
 def read_column_names(path: Path, kind: str) -> list[str]:
@@ -67,7 +67,7 @@ def _detect_file_dialect(content: bytes, kind: str, config: DataConfig) -> Diale
         quoting=config.quoting,
         header=config.header,
         names=config.columns,
-        wanted=requested,
+        requested=requested,
     )
 
 
@@ -115,7 +115,7 @@ def _fill_names(names: Sequence[str]) -> list[str]:
     return [name.strip() or f"column_{number}" for number, name in enumerate(names, start=1)]
 
 
-def _list_kept_rows(rows: int, bad: Sequence[int]) -> list[int]:
+def _list_valid_rows(rows: int, bad: Sequence[int]) -> list[int]:
     """List the positions in the file of the remaining rows."""
     left_out = set(bad)
     return [position for position in range(rows + len(bad)) if position not in left_out]

@@ -66,7 +66,7 @@ def detect_dialect(
     quoting: Quoting | None = None,
     header: bool | None = None,
     names: Sequence[str] | None = None,
-    wanted: Collection[str] = (),
+    requested: Collection[str] = (),
 ) -> Dialect:
     """Detect the options of a file's dialect that the user did not set.
 
@@ -77,7 +77,7 @@ def detect_dialect(
         quoting: The quoting; None: detected.
         header: Whether the first row names the columns; None: detected.
         names: Names of the columns of a file without a header; None: names by position.
-        wanted: Names of columns that the user requested; a first row with one of them is a header.
+        requested: Names of columns that the user requested; a first row with one of them is a header.
     """
     excel_line = _EXCEL_LINE.match(sample)
     skip = 0
@@ -97,7 +97,7 @@ def detect_dialect(
     if names is not None:
         return Dialect(*best, False, tuple(names), skip)
     first = tuple(rows[0]) if rows else ()
-    header = has_header(rows, wanted) if header is None else header
+    header = has_header(rows, requested) if header is None else header
     return Dialect(*best, header, first if header else make_positional_names(len(first)), skip)
 
 
@@ -157,7 +157,7 @@ def make_positional_names(count: int) -> tuple[str, ...]:
     return tuple(f"column_{number}" for number in range(1, count + 1))
 
 
-def has_header(rows: Sequence[Sequence[str]], wanted: Collection[str] = ()) -> bool:
+def has_header(rows: Sequence[Sequence[str]], requested: Collection[str] = ()) -> bool:
     """Decide whether the first row names the columns or is an example itself.
 
     A value of the first row that recurs in a column of few values, or a number in a column of numbers, is evidence of
@@ -166,10 +166,10 @@ def has_header(rows: Sequence[Sequence[str]], wanted: Collection[str] = ()) -> b
 
     Args:
         rows: The first rows.
-        wanted: Names of columns that the user requested.
+        requested: Names of columns that the user requested.
     """
     first, body = (rows[0], rows[1:]) if rows else ((), ())
-    if not body or {name.strip() for name in first} & set(wanted):
+    if not body or {name.strip() for name in first} & set(requested):
         return True
     if list(first) == [str(number) for number in range(len(first))]:  # the names that pandas assigns to unnamed columns
         return True

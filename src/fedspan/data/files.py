@@ -236,7 +236,7 @@ def _make_source(table_read: ReadTable, kind: str, where: str, option: str) -> S
         dataset,
         where,
         table_read.header,
-        kept=table_read.kept,
+        positions=table_read.positions,
         notes=table_read.notes,
         skipped=table_read.skipped,
         whole=table_read.whole,

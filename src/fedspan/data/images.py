@@ -79,7 +79,7 @@ def _make_dataset(columns: Mapping[str, pa.Array]) -> datasets.Dataset:
 
 
 def _read_idx(path: Path) -> dict[str, pa.Array]:
-    labels_path = path.with_name(_IDX.sub(lambda found: found[1] + "labels" + found[2].replace("3", "1"), path.name))
+    labels_path = path.with_name(_IDX.sub(lambda match: match[1] + "labels" + match[2].replace("3", "1"), path.name))
     if not labels_path.is_file():
         raise ValueError(f"its labels are missing: {labels_path.name}")
     images, labels = _read_idx_array(path, 3), _read_idx_array(labels_path, 1)

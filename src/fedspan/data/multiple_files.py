@@ -46,7 +46,7 @@ def read_multiple(where: str, option: str, read: Callable[[Path], Source]) -> So
         whole,
         where,
         headers.pop(),
-        kept=_align_positions(list(sources.values())),
+        positions=_align_positions(list(sources.values())),
         files=files,
         notes=tuple(dict.fromkeys(note for source in sources.values() for note in source.notes)),
         skipped=sum(source.skipped for source in sources.values()),
@@ -61,7 +61,7 @@ def _align_positions(sources: Sequence[Source]) -> list[int] | None:
     positions: list[int] = []
     start = 0
     for source in sources:
-        rows = range(len(source.dataset)) if source.kept is None else source.kept
+        rows = range(len(source.dataset)) if source.positions is None else source.positions
         positions += [start + position for position in rows]
         start += len(source.dataset) + source.skipped
     return positions

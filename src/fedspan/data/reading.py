@@ -19,7 +19,7 @@ class ReadTable:
         table: Its columns.
         header: Whether its first row names the columns.
         notes: What was detected, one clause each.
-        kept: Positions of the rows in the file if malformed ones were skipped; None: all rows are there.
+        positions: Positions of the rows in the file if malformed ones were skipped; None: all rows are there.
         skipped: Number of malformed rows.
         whole: Whether all of the file was read, and not only its beginning.
     """
@@ -27,7 +27,7 @@ class ReadTable:
     table: pa.Table
     header: bool = False
     notes: tuple[str, ...] = ()
-    kept: Sequence[int] | None = None
+    positions: Sequence[int] | None = None
     skipped: int = 0
     whole: bool = True
 

@@ -21,7 +21,7 @@ class Source:
         dataset: All its columns, unchanged.
         name: Name in messages: a path, or a hub id with the split.
         header: Whether its first row names the columns; examples then count from 2, as in a spreadsheet.
-        kept: Original positions of the rows if some were left out; None: all rows are there.
+        positions: Original positions of the rows if some were left out; None: all rows are there.
         files: Paths and numbers of rows of the files that the source was joined from; else none.
         notes: What was detected in the file, one clause each.
         skipped: Number of malformed rows that were left out in reading.
@@ -31,7 +31,7 @@ class Source:
     dataset: datasets.Dataset
     name: str
     header: bool = False
-    kept: Sequence[int] | None = None
+    positions: Sequence[int] | None = None
     files: tuple[tuple[str, int], ...] = ()
     notes: tuple[str, ...] = ()
     skipped: int = 0
@@ -39,7 +39,7 @@ class Source:
 
     def place(self, index: int) -> tuple[str, int]:
         """Return the file of an example, and its position there (blank lines are not counted)."""
-        at = index if self.kept is None else self.kept[index]
+        at = index if self.positions is None else self.positions[index]
         for name, rows in self.files:
             if at < rows:
                 return name, at
@@ -53,5 +53,5 @@ class Source:
 
     def select(self, rows: Sequence[int]) -> Source:
         """Return some of the rows, which keep their positions in messages."""
-        positions = rows if self.kept is None else [self.kept[row] for row in rows]
-        return replace(self, dataset=self.dataset.select(rows), kept=positions)
+        positions = rows if self.positions is None else [self.positions[row] for row in rows]
+        return replace(self, dataset=self.dataset.select(rows), positions=positions)

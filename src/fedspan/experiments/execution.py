@@ -214,7 +214,7 @@ def open_series(folder: Path, name: str, settings: Mapping[str, Any], steps: Seq
     """
     if folder.exists() and not folder.is_dir():
         raise FedspanError("folder", str(folder), problem=f"{str(folder)!r} is a file. Choose another name")
-    path, wanted = folder / name, {step.name: step.config for step in steps}
+    path, expected = folder / name, {step.name: step.config for step in steps}
     entries = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     others = [entry for entry in entries if not entry.startswith(f"{name}.tmp-")]
     if others and not path.is_file():
@@ -224,7 +224,7 @@ def open_series(folder: Path, name: str, settings: Mapping[str, Any], steps: Seq
     for entry in others:
         if not is_run(folder / entry):
             continue
-        if entry not in wanted:
+        if entry not in expected:
             raise FedspanError(
                 "folder",
                 str(folder),
@@ -233,7 +233,7 @@ def open_series(folder: Path, name: str, settings: Mapping[str, Any], steps: Seq
                     "another folder"
                 ),
             )
-        if read_config(folder / entry) != wanted[entry]:
+        if read_config(folder / entry) != expected[entry]:
             problem = f"the run {entry} in {str(folder)!r} began with another config. Use that config or another folder"
             raise FedspanError("config", str(folder), problem=problem)
     with disk_errors(folder, "choose another folder"):

@@ -137,9 +137,11 @@ def _provenance(folder: Path, command: Sequence[str], runs: Sequence[str]) -> li
     """Return the provenance of the numbers, read from the runs so that a regenerated table states the same."""
     folders = [RunFolder(folder / name) for name in runs]
     environments = [cast(dict[str, Any], entry.read_json(entry.environment)) for entry in folders]
-    divisions = {str(cast(dict[str, Any], entry.read_json(entry.partition))["fingerprint"]): entry for entry in folders}
-    if len(divisions) > 1:
-        (_, first), (_, other) = list(divisions.items())[:2]
+    partitions = {
+        str(cast(dict[str, Any], entry.read_json(entry.partition))["fingerprint"]): entry for entry in folders
+    }
+    if len(partitions) > 1:
+        (_, first), (_, other) = list(partitions.items())[:2]
         problem = (
             f"{other.path.name} and {first.path.name} have different partitions, because the data changed between them"
         )
@@ -150,7 +152,7 @@ def _provenance(folder: Path, command: Sequence[str], runs: Sequence[str]) -> li
         lines.append(f"Date: {datetime.fromtimestamp(max(finished), UTC):%Y-%m-%d}.  ")
     for index, environment in enumerate(dict.fromkeys(_environment(values) for values in environments)):
         lines.append(f"{'Machine' if index == 0 else 'Also on'}: {environment}.  ")
-    lines += [f"Same partition of the data in all runs: {next(iter(divisions))[:16]}."] if divisions else []
+    lines += [f"Same partition of the data in all runs: {next(iter(partitions))[:16]}."] if partitions else []
     return lines
 
 

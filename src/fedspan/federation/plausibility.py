@@ -55,8 +55,8 @@ def possible_losses(replies: Mapping[str, Reply]) -> tuple[dict[str, Reply], lis
     losses = {id: [part.loss for part in reply.parts] for id, reply in replies.items() if reply.parts}
     # of several phases the least plausible one: a negative loss, or else the largest
     rows, impossible = possible_metrics({id: {"loss": min(all, key=_sign_first)} for id, all in losses.items()})
-    kept = {id: reply for id, reply in replies.items() if rows.get(id) or id not in losses}
-    return kept, [(id, f"of its training, {reason}") for id, reason in impossible]
+    plausible = {id: reply for id, reply in replies.items() if rows.get(id) or id not in losses}
+    return plausible, [(id, f"of its training, {reason}") for id, reason in impossible]
 
 
 def _sign_first(loss: float) -> tuple[bool, float]:

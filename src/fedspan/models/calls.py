@@ -37,7 +37,7 @@ class Call:
 
     entered: int
     hidden: Tensor | None
-    given: Sequence[Any]
+    arguments: Sequence[Any]
     result: Any = None
 
     @property
@@ -58,7 +58,7 @@ class Call:
     def feeds(self, after: Call) -> bool:
         """Check whether another call took this one's returned hidden states, and none of its other returned values."""
         further = self.result[1:] if isinstance(self.result, tuple) else ()
-        inputs = {id(value) for value in after.given}
+        inputs = {id(value) for value in after.arguments}
         return after.hidden is self.output and not any(
             tensor is not None and id(tensor) in inputs for tensor in further
         )

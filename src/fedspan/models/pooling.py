@@ -245,8 +245,8 @@ def find_pooling(source: str, revision: str | None = None) -> PoolingSearch:
     settings = _read(source, path, revision)
     if not isinstance(settings, dict):
         return PoolingSearch(None, f"its {path} cannot be read")
-    found = settings.get("pooling_mode", [name for flag, name in _FLAGS.items() if settings.get(flag)] or "mean")
-    names = found if isinstance(found, list) else [found]
+    mode = settings.get("pooling_mode", [name for flag, name in _FLAGS.items() if settings.get(flag)] or "mean")
+    names = mode if isinstance(mode, list) else [mode]
     if len(names) != 1 or names[0] not in _MODES:
         return PoolingSearch(None, f"its pooling is {' and '.join(map(str, names))}")
     return PoolingSearch(Pooling(_MODES[names[0]], "Normalize" in kinds))
@@ -265,7 +265,7 @@ def _is_unknown(source: str, name: str, revision: str | None) -> bool:
 def _read(source: str, name: str, revision: str | None) -> Any:
     """Read a JSON file of a repository; None if there is none, or it cannot be read."""
     try:
-        found = cached_file(
+        file = cached_file(
             source,
             name,
             revision=revision,
@@ -273,6 +273,6 @@ def _read(source: str, name: str, revision: str | None) -> Any:
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-        return None if found is None else json.loads(Path(found).read_text(encoding="utf-8"))
+        return None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None

@@ -137,8 +137,8 @@ class Speed:
         if client is not None and compute.first is not None:
             deployed = compute.first / self.single + config.federation.rounds * (client + (transfer or 0.0))
         workers = config.active_workers
-        if compute.run is not None and compute.kept is not None and self.parallel is not None:
-            run = ((compute.run - compute.kept) * slower + compute.kept) / (self.parallel * workers)
+        if compute.run is not None and compute.amortized is not None and self.parallel is not None:
+            run = ((compute.run - compute.amortized) * slower + compute.amortized) / (self.parallel * workers)
         return Duration(
             device=self.device,
             step=step * slower,

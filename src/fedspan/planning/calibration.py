@@ -148,9 +148,9 @@ class _Bench:
         assert isinstance(self.engine, BatchedEngine)
         planned, self.engine.stacking, steps = steps or _STEPS, None, min(_STEPS, steps or _STEPS)
         began = time.perf_counter()
-        works = [self._work(f"client-{number}", steps) for number in range(min(clients, _CLIENTS))]
+        assignments = [self._make_assignment(f"client-{number}", steps) for number in range(min(clients, _CLIENTS))]
         rounds = self._config.federation.rounds * planned / steps
-        stacking = self.engine.choose_plan(works, clients, self._examples, rounds)
+        stacking = self.engine.choose_plan(assignments, clients, self._examples, rounds)
         measuring = time.perf_counter() - began
         clients = min(
             clients, max(_MIN_CLIENTS, 2 * stacking.clients_per_pass * stacking.workers)
@@ -159,7 +159,7 @@ class _Bench:
         steps_each = int(min(steps, max(1, _SECONDS / first)))
         return clients * steps_each * self._step / self._seconds(clients, steps_each), measuring
 
-    def _work(self, client: str, steps: int) -> Assignment:
+    def _make_assignment(self, client: str, steps: int) -> Assignment:
         indices = np.arange(self._batch * steps)
         lr = self._config.build_training_settings().optimizer.lr
         return Assignment(client, 0, replace(self._job, steps=steps), indices, lr)
@@ -169,7 +169,9 @@ class _Bench:
         self.engine.prepare(self._examples, [np.arange(self._batch * steps)])
         sizes = {f"client-{number}": self._batch * steps for number in range(clients)}
         began = time.perf_counter()
-        self.engine.train_all(self._examples, sizes, lambda client: self._work(client, steps), lambda *_: None)
+        self.engine.train_all(
+            self._examples, sizes, lambda client: self._make_assignment(client, steps), lambda *_: None
+        )
         return time.perf_counter() - began
 
 

@@ -62,7 +62,7 @@ class Compute:
             of examples is unknown.
         run: FLOPs of all clients and rounds, including ``once``; None likewise.
         first: FLOPs of ``once`` for all examples of a client; None likewise.
-        kept: FLOPs of ``once`` for all clients, as included in ``run``; None likewise.
+        amortized: FLOPs of ``once`` for all clients, as included in ``run``; None likewise.
     """
 
     length: int | None
@@ -72,7 +72,7 @@ class Compute:
     client: int | None
     run: int | None
     first: int | None
-    kept: int | None
+    amortized: int | None
 
     @property
     def above(self) -> float:
@@ -85,12 +85,12 @@ class Prefix:
     """The frozen blocks whose hidden states are stored.
 
     Args:
-        found: The frozen blocks.
+        frozen: The frozen blocks.
         features: Features of a hidden state.
         dtype: Number format of a hidden state.
     """
 
-    found: FrozenPrefix
+    frozen: FrozenPrefix
     features: int
     dtype: torch.dtype
 
@@ -138,7 +138,7 @@ class PlannedPasses:
         with ExitStack() as contexts:
             if prefix is not None and length is not None:
                 hidden = torch.empty(rows, length, prefix.features, device="meta", dtype=prefix.dtype)
-                contexts.enter_context(prefix.found.feed(hidden))
+                contexts.enter_context(prefix.frozen.feed(hidden))
             cost = meter_pass(lambda: self._loss(inputs))
         gradients = sum(value.grad.untyped_storage().nbytes() for value in trained if value.grad is not None)
         self._install(Trains({}, False))
@@ -209,7 +209,7 @@ class PlannedPasses:
         """Count the FLOPs of a batch's hidden states at the end of the prefix."""
         self._install(Trains({}, False))
         inputs = self._inputs(rows, length)
-        with Meter() as meter, torch.no_grad(), prefix.found.record():
+        with Meter() as meter, torch.no_grad(), prefix.frozen.record():
             self._outputs(inputs)
         return meter.flops
 

@@ -12,10 +12,10 @@ from fedspan.diagnostics.measures import MEASURES
 from fedspan.reports.charts import MAX_LISTED_CLIENTS, Figure, menu, style, whole_rounds
 from fedspan.reports.run_data import RunData
 
-__all__ = ["by_round", "division", "participation"]
+__all__ = ["by_round", "participation", "partition"]
 
 
-def division(rows: Sequence[ClientRow], labels: Sequence[str]) -> Figure:
+def partition(rows: Sequence[ClientRow], labels: Sequence[str]) -> Figure:
     """Draw the number of examples of every label, with one row for each client."""
     shares = [[count / max(1, sum(row.counts)) for count in row.counts] for row in rows]
     figure = go.Figure(

@@ -29,13 +29,13 @@ class OutOfRoundEvents:
     """Content of the page beyond the groups' run data.
 
     Args:
-        division: Name of a run, label counts of its clients, and names of the labels; None if the data are not
+        partition: Name of a run, label counts of its clients, and names of the labels; None if the data are not
             available.
         spectra: Name of a run, and the singular values of its adapter's layers, by layer.
         diagnoses: Diagnoses by label of the group.
     """
 
-    division: tuple[str, Sequence[ClientRow], Sequence[str]] | None = None
+    partition: tuple[str, Sequence[ClientRow], Sequence[str]] | None = None
     spectra: tuple[str, Mapping[str, Sequence[float]]] | None = None
     diagnoses: Mapping[str, Diagnosis] | None = None
 
@@ -83,9 +83,9 @@ def page(groups: Sequence[Group], events: OutOfRoundEvents, title: str, version:
     if (figure := charts.by_client(groups, metric)) is not None:
         note = "<p>Of the best round's models, on each client's own test part; the worst stands at the bottom.</p>"
         sections.section("Clients", sections.figure(figure, f"{metric} of every client"), note)
-    if events.division is not None:
-        name, rows, labels = events.division
-        figure = sections.figure(matrices.division(rows, labels), "examples of each label by client")
+    if events.partition is not None:
+        name, rows, labels = events.partition
+        figure = sections.figure(matrices.partition(rows, labels), "examples of each label by client")
         sections.section("Who holds what", f"<p>{html.escape(name)}</p>", figure)
     sections.section("Traffic", sections.figure(charts.traffic(groups), "bytes down and up"), _ledger(groups))
     participated = [group.runs[0] for group in groups if any("cohort" in row for row in group.runs[0].rows)]

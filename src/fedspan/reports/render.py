@@ -62,7 +62,7 @@ def report(
 
     groups, path = group_runs(data_of_runs), Path(out)
     events = OutOfRoundEvents(
-        division=_division(data_of_runs[0]) if data else None,
+        partition=_read_partition(data_of_runs[0]) if data else None,
         spectra=_spectra(data_of_runs),
         diagnoses=_diagnoses(groups) if diagnostics else None,
     )
@@ -74,7 +74,7 @@ def report(
     return path
 
 
-def _division(run: RunData) -> tuple[str, Sequence[ClientRow], Sequence[str]] | None:
+def _read_partition(run: RunData) -> tuple[str, Sequence[ClientRow], Sequence[str]] | None:
     """Return the label counts of a run's clients; None if its data or its partition are not available."""
     run_folder = RunFolder(run.folder)
     if not PROBLEMS[run.config.task].classifies or not run_folder.partition.is_file():

@@ -124,7 +124,7 @@ def settings_table(cells: Sequence[Cell]) -> Table:
                 str(first.federation.rounds),
             )
         )
-    head = ("cell", "data", "division", "clients", "model", "layers", "rank", "rounds")
+    head = ("cell", "data", "partition", "clients", "model", "layers", "rank", "rounds")
     return Table(head, tuple(rows), None, ())
 
 

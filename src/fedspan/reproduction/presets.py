@@ -294,8 +294,8 @@ def _values(name: str) -> Values:
     result: Values = {**merge(below, values), "notes": [*below.get("notes", []), *values.get("notes", [])]}
     for part in (result, result.get("small", {})):  # a null removes an axis, one of its values or a row
         if "axes" in part:
-            present = {axis: choice for axis, choice in part["axes"].items() if choice is not None}
-            part["axes"] = {axis: _drop_none(choice) for axis, choice in present.items()}
+            present = {axis: option for axis, option in part["axes"].items() if option is not None}
+            part["axes"] = {axis: _drop_none(option) for axis, option in present.items()}
         if "methods" in part:
             part["methods"] = _drop_none(part["methods"])
     return result

@@ -77,7 +77,7 @@ class Reproduction:
                 score.cell,
                 score.method,
                 score.failed or plus_minus(score.metric, score.mean, score.deviation),
-                ", ".join(f"{path.rpartition('.')[2]} {value}" for path, value in score.chosen.items()) or "-",
+                ", ".join(f"{path.rpartition('.')[2]} {value}" for path, value in score.selected.items()) or "-",
                 megabytes(score.bytes_down),
                 megabytes(score.bytes_up),
                 seconds(score.seconds),
@@ -240,7 +240,7 @@ def _row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path, wat
     return CellScore(
         cell=cell.name,
         method=label,
-        chosen=best_values,
+        selected=best_values,
         metric=report.metric,
         higher=report.higher,
         scores=row.scores,

@@ -35,7 +35,7 @@ class CellScore:
     Args:
         cell: Name of the cell.
         method: Label of the row.
-        chosen: Values that the sweep selected, by path in the config; empty without a sweep.
+        selected: Values that the sweep selected, by path in the config; empty without a sweep.
         metric: Metric that was measured; empty if nothing was.
         higher: Whether a higher value is better.
         scores: Scores on held-out examples (without them, on the clients' own tests), one for each seed; empty on
@@ -52,7 +52,7 @@ class CellScore:
 
     cell: str
     method: str
-    chosen: Mapping[str, object]
+    selected: Mapping[str, object]
     metric: str
     higher: bool
     scores: tuple[float | None, ...]

@@ -69,10 +69,10 @@ def resources_of(config: RunConfig) -> Resources:
     """Return where a config's workers run and what each of them takes."""
     from fedspan.transports.ray.team import Resources
 
-    wanted = config.cluster
-    assert wanted is not None
+    settings = config.cluster
+    assert settings is not None
     return Resources(
-        wanted.address, wanted.workers, wanted.threads_per_worker, wanted.gpus_per_worker, wanted.start_timeout
+        settings.address, settings.workers, settings.threads_per_worker, settings.gpus_per_worker, settings.start_timeout
     )
 
 
@@ -96,7 +96,7 @@ def connect_workers(
     local = here.transport
     assert partition is not None
     assert isinstance(local, InProcess)
-    with prepared.engine.stages.stage("workers", len(team.members), "workers"):
+    with prepared.engine.stages.stage("workers", len(team.handles), "workers"):
         targets = tuple(prepared.model.adapted.layers)
         team.build(build, WorkerKit(config, prepared.labels, targets, partition, prepared.train, key))
     federation = here.with_transport(ClusterTransport(local.host, team, local.conditions))

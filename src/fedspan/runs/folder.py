@@ -155,14 +155,14 @@ class RunFolder:
             )
 
     def _acquire(self) -> None:
-        holder = self._holder()  # read first: older filelocks empty the file when they try
+        owner = self._read_owner()  # read first: older filelocks empty the file when they try
         try:
             self._lock.acquire(blocking=False)
         except Timeout:
             raise FedspanError(
                 "run folder",
                 str(self.path),
-                problem=f"{holder} works on this run. Wait until it is finished, or stop it",
+                problem=f"{owner} works on this run. Wait until it is finished, or stop it",
             ) from None
         # A soft lock (on disks without real ones) names its process itself. Elsewhere the name only helps the process
         # that is refused, so a failure to write it is ignored.
@@ -170,7 +170,7 @@ class RunFolder:
             with suppress(OSError):
                 self.lock.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
 
-    def _holder(self) -> str:
+    def _read_owner(self) -> str:
         try:
             pid, host = self.lock.read_text().split("\n")[:2]
             int(pid)

@@ -85,19 +85,19 @@ class BatchedEngine:
     ) -> None:
         """Train several clients at once (``Engine.train_all``)."""
         lock = Lock()
-        opened: dict[str, Assignment] = {}
+        open_jobs: dict[str, Assignment] = {}
 
         def open_locked(client: str) -> Assignment:
             with lock:
-                return opened.pop(client) if client in opened else open_job(client)
+                return open_jobs.pop(client) if client in open_jobs else open_job(client)
 
         def finish_locked(assignment: Assignment, trained: Trained) -> Assignment | None:
             with lock:
                 return finish_job(assignment, trained)
 
         if self.stacking is None:
-            opened = {client: open_job(client) for client in list(sizes)[:PROBE_CLIENTS]}
-        stacking = self.choose_plan(list(opened.values()), len(sizes), examples)
+            open_jobs = {client: open_job(client) for client in list(sizes)[:PROBE_CLIENTS]}
+        stacking = self.choose_plan(list(open_jobs.values()), len(sizes), examples)
         shares = balance(sizes, min(stacking.workers, len(sizes)))
         workers = self._get_workers(len(shares))
         calls = [

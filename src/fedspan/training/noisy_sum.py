@@ -54,7 +54,7 @@ class NoisySum:
     """
 
     def __init__(self, privacy: Privacy, assignment: Assignment, tensors: Mapping[str, Tensor]) -> None:
-        self._work, self._names = assignment, tuple(tensors)
+        self._assignment, self._names = assignment, tuple(tensors)
         self._params = [nn.Parameter(torch.zeros_like(value)) for value in tensors.values()]
         # Its own step is never called: the run's optimizer uses what it leaves in ``grad``.
         self._optimizer = _Keyed(
@@ -79,7 +79,7 @@ class NoisySum:
             step: The step's number in the job, from 0.
             expected: Average number of examples of a step.
         """
-        assignment = self._work
+        assignment = self._assignment
         self._optimizer.label = ("dp-sgd", assignment.round, assignment.client, assignment.job.phase, step)
         self._optimizer.expected_batch_size = expected
         self._optimizer.add_noise()

@@ -281,8 +281,8 @@ def _seconds_a_token(
 
     def repeat(number: int) -> None:
         for replayed in passes_by_worker[number]:
-            for slot, taken in replayed:
-                slot.batches_done = taken
+            for slot, batches in replayed:
+                slot.batches_done = batches
             team[number].advance([slot for slot, _ in replayed], examples)
         wait_for(team[number].adapted.device)
 
@@ -290,9 +290,9 @@ def _seconds_a_token(
     try:
         start = time.perf_counter()
         run_parallel([lambda number=number: record(number) for number in range(len(team))])
-        taken = time.perf_counter() - start
-        if taken > _LONG:
-            return taken / sum(tokens)
+        elapsed = time.perf_counter() - start
+        if elapsed > _LONG:
+            return elapsed / sum(tokens)
         fastest = float("inf")
         for _ in range(_REPEATS - 1):
             start = time.perf_counter()
@@ -349,9 +349,9 @@ def read_plans() -> dict[str, StackingPlan]:
         return {}
 
 
-def _store(key: str, found: StackingPlan) -> None:
+def _store(key: str, plan: StackingPlan) -> None:
     file = cache_file()
-    plans = {name: asdict(plan) for name, plan in {**read_plans(), key: found}.items()}
+    plans = {name: asdict(plan) for name, plan in {**read_plans(), key: plan}.items()}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f"{file.name}.{os.getpid()}")

@@ -91,9 +91,9 @@ class Worker:
             for slot in group:
                 if not slot.batches_left:
                     slots.remove(slot)
-                    next_work = finish_job(slot.assignment, slot.result())
-                    if next_work is not None:
-                        self._admit(next_work, examples, clients_per_pass, slots, finish_job)
+                    next_assignment = finish_job(slot.assignment, slot.result())
+                    if next_assignment is not None:
+                        self._admit(next_assignment, examples, clients_per_pass, slots, finish_job)
                 else:
                     self._refresh_projectors(slot, examples)
 
@@ -122,9 +122,9 @@ class Worker:
     ) -> None:
         """Train a job as the loop engine does; the client's next job may be stacked again."""
         self._mode = None
-        next_work = finish_job(assignment, self.loop.train(assignment, examples))
-        if next_work is not None:
-            self._admit(next_work, examples, clients_per_pass, [] if slots is None else slots, finish_job)
+        next_assignment = finish_job(assignment, self.loop.train(assignment, examples))
+        if next_assignment is not None:
+            self._admit(next_assignment, examples, clients_per_pass, [] if slots is None else slots, finish_job)
 
     def open_slot(self, assignment: Assignment, examples: Examples) -> ClientSlot | None:
         """Open a client slot for a job; None if the job must train alone."""

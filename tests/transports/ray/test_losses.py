@@ -64,17 +64,17 @@ def test_workers_that_die_are_started_again_in_this_run_and_the_next(tiny_folder
 
     def kill() -> None:
         """Kill all workers, so that a round which ends has been done by those that were started again."""
-        for member in team.members:
-            ray.kill(member.actor)
+        for handle in team.handles:
+            ray.kill(handle.actor)
 
     with open_team(resources_of(prepared.config)) as team:
         require_same_rounds(prepared, connect_workers(prepared, team), kill)
-        assert [member.deaths for member in team.members] == [1, 1]
-        for member in team.members:
-            member.lost = True  # as if they had died more often than a run starts them again
+        assert [handle.deaths for handle in team.handles] == [1, 1]
+        for handle in team.handles:
+            handle.lost = True  # as if they had died more often than a run starts them again
         kill()
         connected = connect_workers(prepared, team).federation
-        assert not any(member.lost for member in team.members)
+        assert not any(handle.lost for handle in team.handles)
         connected.run_round(connected.begin())
 
 
@@ -86,11 +86,11 @@ def test_a_run_does_not_wait_for_the_work_of_an_aborted_one(tiny_folder: Path) -
 
     with open_team(resources_of(prepared.config)) as team:
         aborted = connect_workers(prepared, team).federation
-        actors = [member.actor for member in team.members]
+        actors = [handle.actor for handle in team.handles]
         with pytest.raises(KeyboardInterrupt):
             aborted.run_round(aborted.begin(), abort)
         connected = connect_workers(prepared, team).federation
-        assert [member.actor for member in team.members] != actors
+        assert [handle.actor for handle in team.handles] != actors
         assert connected.run_round(connected.begin()).failures == ()
 
 
@@ -122,7 +122,7 @@ def test_a_machine_that_dies_costs_its_workers_stacks(machines: Cluster, tiny_fo
         connected = connect_workers(prepared, team, build=build_host)
         node = machines.list_all_nodes()[-1]
         require_same_rounds(prepared, connected, lambda: machines.remove_node(node, allow_graceful=False))
-        assert [member.version for member in team.members].count(None) == 1  # no room to start it again
+        assert [handle.version for handle in team.handles].count(None) == 1  # no room to start it again
 
 
 def test_a_driver_that_is_killed_continues_to_the_same_bits(tiny_folder: Path, tmp_path: Path) -> None:

@@ -142,8 +142,8 @@ class CoordinateReducer(RobustReducer):
         )
         count, droppable = len(values), (len(values) - 1) // 2  # the median drops all but the middle one or two
         dropped = droppable if self._rule == "median" else min(math.ceil(self._trim * count), droppable)
-        kept = values[dropped : count - dropped].mean(0)
-        return kept.to(like.dtype) if like.is_floating_point() else kept
+        middle = values[dropped : count - dropped].mean(0)
+        return middle.to(like.dtype) if like.is_floating_point() else middle
 
 
 class MultiKrumReducer(RobustReducer):

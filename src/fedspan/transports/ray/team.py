@@ -22,7 +22,7 @@ from fedspan.transports.ray.adapter import own_token
 from fedspan.transports.ray.sharing import shared_or_new
 from fedspan.transports.ray.worker import BaseVersion, Worker
 
-__all__ = ["MAX_LOSSES", "Member", "Piece", "Queues", "Resources", "Team", "open_team"]
+__all__ = ["MAX_LOSSES", "Piece", "Queues", "Resources", "Team", "WorkerHandle", "open_team"]
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ def open_team(resources: Resources) -> AbstractContextManager[Team]:
     return shared_or_new(resources, _new_team(resources))
 
 
-class Member:
+class WorkerHandle:
     """A worker, as the driver sees it.
 
     Args:
@@ -150,9 +150,9 @@ class Team:
 
     def __init__(self, resources: Resources) -> None:
         self.resources = resources
-        self.members = [Member(self._start()) for _ in range(resources.workers)]
-        self._recovering: dict[Any, Member] = {}
-        self._running: dict[Any, tuple[Member, Piece[Any]]] = {}
+        self.handles = [WorkerHandle(self._start()) for _ in range(resources.workers)]
+        self._recovering: dict[Any, WorkerHandle] = {}
+        self._running: dict[Any, tuple[WorkerHandle, Piece[Any]]] = {}
         self._build_arguments: tuple[Any, ...] = ()
         self._base, self._number = BaseUpdate(), 0
         self._rounds: dict[int, int] = {}
@@ -179,12 +179,12 @@ class Team:
         self._build_arguments = build, ray.put(kit)  # stored for workers that are restarted later
         self._base, self._patches, self._rounds = BaseUpdate(), {}, {}
         busy = self._pop_busy()
-        for member in self.members:
-            if member.lost or member in busy:
-                ray.kill(member.actor)
-                member.actor = self._start()
-            member.lost, member.deaths = False, 0
-        self._recovering = dict(map(self._rebuild, self.members))
+        for handle in self.handles:
+            if handle.lost or handle in busy:
+                ray.kill(handle.actor)
+                handle.actor = self._start()
+            handle.lost, handle.deaths = False, 0
+        self._recovering = dict(map(self._rebuild, self.handles))
         resources, deadline = self.resources, time.monotonic() + self.resources.start_timeout
         while self._recovering:
             left = max(0.0, deadline - time.monotonic())
@@ -198,53 +198,53 @@ class Team:
                 )
                 raise FedspanError("cluster.workers", resources.workers, problem=problem)
             self._finish_restart(ready[0])
-        for member in self.members:
-            if member.lost:
-                problem = f"a worker died {member.deaths} times while it started ({member.cause})"
+        for handle in self.handles:
+            if handle.lost:
+                problem = f"a worker died {handle.deaths} times while it started ({handle.cause})"
                 raise FedspanError("cluster.workers", resources.workers, problem=problem)
 
-    def _pop_busy(self) -> set[Member]:
+    def _pop_busy(self) -> set[WorkerHandle]:
         """Return and clear the workers that an aborted run left busy."""
         refs = [*self._running, *self._recovering]
         ready = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set[Any]()
-        busy = {member for ref, (member, _) in self._running.items() if ref not in ready}
+        busy = {handle for ref, (handle, _) in self._running.items() if ref not in ready}
         busy |= set(self._recovering.values())
         self._running, self._recovering = {}, {}
         return busy
 
-    def _restart(self, member: Member, error: RayError) -> None:
+    def _restart(self, handle: WorkerHandle, error: RayError) -> None:
         """Start a worker that died again, unless it died too often."""
-        ray.kill(member.actor)  # it may be unreachable and alive
-        member.deaths, member.cause = member.deaths + 1, " ".join(str(error).split())[:300]
-        member.lost = member.deaths > _MAX_RESTARTS
-        if not member.lost:
-            member.actor = self._start()
-            self._recovering.update([self._rebuild(member)])
+        ray.kill(handle.actor)  # it may be unreachable and alive
+        handle.deaths, handle.cause = handle.deaths + 1, " ".join(str(error).split())[:300]
+        handle.lost = handle.deaths > _MAX_RESTARTS
+        if not handle.lost:
+            handle.actor = self._start()
+            self._recovering.update([self._rebuild(handle)])
 
-    def _rebuild(self, member: Member) -> tuple[Any, Member]:
+    def _rebuild(self, handle: WorkerHandle) -> tuple[Any, WorkerHandle]:
         """Begin to build the host of a worker, and return a reference that is ready when it is built."""
-        member.version = None
-        return member.actor.build.remote(*self._build_arguments), member
+        handle.version = None
+        return handle.actor.build.remote(*self._build_arguments), handle
 
     def close(self) -> None:
         """End the workers."""
-        for member in self.members:
-            ray.kill(member.actor)
+        for handle in self.handles:
+            ray.kill(handle.actor)
 
     def release_memory(self) -> None:
         """Have idle workers return unused memory to the system; nobody waits for it."""
-        for member in self.members:
-            if not member.lost and member not in self._recovering.values():
-                member.actor.release_memory.remote()
+        for handle in self.handles:
+            if not handle.lost and handle not in self._recovering.values():
+                handle.actor.release_memory.remote()
 
     def set_base(self, base: BaseUpdate) -> None:
         """Set the base for all work from now on; each worker receives the change with its next piece of work."""
         self._base, self._number, self._patches = base, self._number + 1, {}
         self._rounds[self._number] = base.round
 
-    def base_for(self, member: Member) -> tuple[BaseVersion, Any]:
+    def base_for(self, handle: WorkerHandle) -> tuple[BaseVersion, Any]:
         """Return the version of the base, and a reference to the change since the worker's version, or None."""
-        known, member.version = member.version, self._number
+        known, handle.version = handle.version, self._number
         if known not in self._patches:
             patch = self._base.since(None if known is None else self._rounds[known])
             self._patches[known] = None if patch is None else ray.put(serialization.encode(Message(base=patch)))
@@ -253,7 +253,7 @@ class Team:
     def share(
         self,
         queues: Sequence[Sequence[Piece[T]]],
-        send: Callable[[Member, T], Any],
+        send: Callable[[WorkerHandle, T], Any],
         on_result: Callable[[T, Any], None],
         on_failure: Callable[[T, str], None],
     ) -> None:
@@ -269,15 +269,15 @@ class Team:
             FedspanError: If a worker raises it, or all workers are lost.
         """
         remaining = Queues(queues)
-        idle = deque(member for member in self.members if not member.lost and member not in self._recovering.values())
-        running: dict[Any, tuple[Member, Piece[T]]] = {}
+        idle = deque(handle for handle in self.handles if not handle.lost and handle not in self._recovering.values())
+        running: dict[Any, tuple[WorkerHandle, Piece[T]]] = {}
         self._running = running
 
         def dispatch() -> None:
             while idle and remaining:
-                member = idle.popleft()
-                piece = remaining.take(self.members.index(member))
-                running[send(member, piece.content)] = member, piece
+                handle = idle.popleft()
+                piece = remaining.take(self.handles.index(handle))
+                running[send(handle, piece.content)] = handle, piece
 
         dispatch()
         while running or remaining:
@@ -286,12 +286,12 @@ class Team:
                 idle += self._finish_restart(ref)
                 dispatch()
                 continue
-            member, piece = running.pop(ref)
+            handle, piece = running.pop(ref)
             try:
                 result = ray.get(ref)
             except _LOST as error:
                 piece.losses += 1
-                self._restart(member, error)
+                self._restart(handle, error)
                 if piece.losses <= MAX_LOSSES:
                     remaining.put_back(piece)
                     dispatch()
@@ -300,7 +300,7 @@ class Team:
                 continue
             except RayTaskError as error:
                 raise _find_cause(error) from error
-            idle.append(member)
+            idle.append(handle)
             dispatch()  # before the result is processed, for which workers need not wait
             on_result(piece.content, result)
 
@@ -312,20 +312,20 @@ class Team:
             ready, _ = ray.wait(waiting, num_returns=1, timeout=seconds)
         if not ready:
             problem = "all workers died. The state before the round is stored: fix the cause and resume"
-            raise FedspanError("cluster.workers", len(self.members), problem=problem)
+            raise FedspanError("cluster.workers", len(self.handles), problem=problem)
         return ready[0]
 
-    def _finish_restart(self, ref: Any) -> list[Member]:
+    def _finish_restart(self, ref: Any) -> list[WorkerHandle]:
         """Return the worker that was restarted; empty if it died meanwhile."""
-        member = self._recovering.pop(ref)
+        handle = self._recovering.pop(ref)
         try:
             ray.get(ref)
         except _LOST as error:
-            self._restart(member, error)
+            self._restart(handle, error)
             return []
         except RayTaskError as error:
             raise _find_cause(error) from error
-        return [member]
+        return [handle]
 
 
 class Queues(Generic[T]):

@@ -17,7 +17,7 @@ from fedspan.federation.protocol import Envelope, OnTrained, Orders, decode_orde
 from fedspan.training.batched import BatchedEngine, balance
 from fedspan.training.stacking import PROBE_CLIENTS, StackingPlan
 from fedspan.transports.in_process import InProcess
-from fedspan.transports.ray.team import Member, Piece, Team
+from fedspan.transports.ray.team import Piece, Team, WorkerHandle
 from fedspan.transports.ray.worker import Outcome, StackedOrder
 
 __all__ = ["ClusterTransport", "cut_stacks"]
@@ -79,7 +79,7 @@ class ClusterTransport(InProcess):
         """``InProcess.carry_out``, by the workers."""
         if not ids:  # a Poisson sample may be empty
             return
-        workers, stack_size, plan = len(self.team.members), 1, None
+        workers, stack_size, plan = len(self.team.handles), 1, None
         # Statistics are computed client by client, and their orders hold no jobs to measure.
         if orders.task == "train" and isinstance(engine := self.host.engine, BatchedEngine):
             if engine.stacking is None:
@@ -95,9 +95,9 @@ class ClusterTransport(InProcess):
         }
         queues = balance({name: piece.load for name, piece in pieces.items()}, workers)
 
-        def send(member: Member, stack: list[str]) -> Any:
+        def send(handle: WorkerHandle, stack: list[str]) -> Any:
             bodies, stacked = self._pack(orders, stack)
-            return member.actor.carry_out.remote(*self.team.base_for(member), bodies, stacked, plan)
+            return handle.actor.carry_out.remote(*self.team.base_for(handle), bodies, stacked, plan)
 
         def on_result(stack: list[str], outcomes: Sequence[Outcome]) -> None:
             for outcome in outcomes:
@@ -117,11 +117,11 @@ class ClusterTransport(InProcess):
 
     def _measure(self, orders: Orders, ids: Sequence[str]) -> StackingPlan:
         """Have one worker measure how many clients to train at once; the measurement changes no client's state."""
-        share, plans = math.ceil(len(ids) / len(self.team.members)), list[StackingPlan]()
+        share, plans = math.ceil(len(ids) / len(self.team.handles)), list[StackingPlan]()
 
-        def send(member: Member, stack: Sequence[str]) -> Any:
+        def send(handle: WorkerHandle, stack: Sequence[str]) -> Any:
             bodies, stacked = self._pack(orders, stack)
-            return member.actor.choose_plan.remote(*self.team.base_for(member), bodies, stacked, share)
+            return handle.actor.choose_plan.remote(*self.team.base_for(handle), bodies, stacked, share)
 
         def on_result(stack: Sequence[str], plan: StackingPlan) -> None:
             plans.append(plan)
@@ -129,7 +129,7 @@ class ClusterTransport(InProcess):
         def on_failure(stack: Sequence[str], reason: str) -> None:
             raise FedspanError("engine.clients_per_pass", None, "a number", problem=f"it cannot be measured: {reason}")
 
-        queues = [[Piece(ids[:PROBE_CLIENTS], 1)], *([] for _ in self.team.members[1:])]
+        queues = [[Piece(ids[:PROBE_CLIENTS], 1)], *([] for _ in self.team.handles[1:])]
         self.team.share(queues, send, on_result, on_failure)
         return plans[0]
 
