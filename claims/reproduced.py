@@ -132,7 +132,7 @@ def page(found: Reproduction, preset: Preset, folder: Path) -> None:
         measures(found.scores),
         at_ends(found, preset),
         by_cell(found.verdicts),
-        "## Setting\n\n" + "\n".join(markdown(found.played)) + f"\n\n{notes}",
+        "## Setting\n\n" + "\n".join(markdown(found.settings)) + f"\n\n{notes}",
     ]
     findings = [finding(judged) for judged in found.verdicts]
     report.write(folder, found.id, report.title_of(preset), preset.paper, findings, [part for part in sections if part])

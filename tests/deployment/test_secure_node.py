@@ -145,7 +145,7 @@ def test_a_node_says_in_how_small_a_sum_it_is(least: int, stands: bool, tiny_fol
         result = run.federation.run_round(begin)
         assert set(result.progress.last_rounds) == set(CLINICS[:2])
         return
-    too_small = r"`limits\.secure_clients`: a sum of 2 clients is too small\. Expected at least 3 of them"
+    too_small = r"`limits\.secure_clients`: a sum of 2 clients is too small\. Expected at least 3 clients"
     with pytest.raises(FedspanError, match=too_small):
         run.federation.run_round(begin)
     answers = [one for one in transport.came if '"task":"unmask"' in one.header]

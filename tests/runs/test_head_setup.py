@@ -234,7 +234,7 @@ def test_without_enough_statistics_auto_starts_at_random_and_says_so(tiny_folder
     assert {failure["client"] for failure in rows[0]["failures"]} == {"north", "west"}
     screen = Console(record=True, width=200)
     show_report(screen, report, tmp_path / "run")
-    assert "The head started at random, because too few clients sent statistics" in screen.export_text()
+    assert "The head was initialized at random, because too few clients sent statistics" in screen.export_text()
     plain = fedspan.run({**half_lost(tiny_folder, "random"), "baselines": ["centralized"]}, tmp_path / "plain")
     assert report.scores == plain.scores
     assert report.baselines == plain.baselines

@@ -184,8 +184,8 @@ def test_asking_again_stays_within_the_budget(tiny_folder: Path, tmp_path: Path)
     run, transport = served(tiny_folder, NodeService(node(tiny_folder, tmp_path)), privacy=privacy)
     honest = transport.replies
 
-    def losing(envelopes: Any, seconds: float, *, patient: bool = False) -> Any:
-        for id, _ in honest(envelopes, seconds, patient=patient):
+    def losing(envelopes: Any, seconds: float, *, wait_for_offline: bool = False) -> Any:
+        for id, _ in honest(envelopes, seconds, wait_for_offline=wait_for_offline):
             yield id, "its reply was lost"
 
     transport.replies = losing  # type: ignore[method-assign]

@@ -263,9 +263,9 @@ def without_first(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     ("change", "why"),
     [
         (lambda one: replace(one, sum={name: value * float("nan") for name, value in one.sum.items()}), "not finite"),
-        (lambda one: replace(one, sum=without_first(one.sum)), "names and shapes of all other"),
+        (lambda one: replace(one, sum=without_first(one.sum)), "same names and shapes as the other"),
         (lambda one: replace(one, weight=3.0), "the client's own weight"),
-        (lambda one: replace(one, stack={"more": torch.zeros(1)}), "that sums"),
+        (lambda one: replace(one, stack={"more": torch.zeros(1)}), "contribution to a sum"),
     ],
 )
 def test_a_client_whose_reply_has_no_place_in_the_sum_says_so_and_drops_out(
@@ -312,7 +312,7 @@ def test_a_client_may_ask_for_more_company(built: Prepared, tmp_path: Path) -> N
     """Three left of four are not enough for clients who want four: they give nothing away, and the run stops."""
     lose = secure_rounds.gone_at("train", "south")
     federation, stage = secure_rounds.secured(built, tmp_path, lose=lose, least=4, retries=0)
-    too_small = r"`limits\.secure_clients`: a sum of 3 clients is too small\. Expected at least 4 of them"
+    too_small = r"`limits\.secure_clients`: a sum of 3 clients is too small\. Expected at least 4 clients"
     with pytest.raises(FedspanError, match=too_small):
         federation.run_round(federation.begin())
     given = [

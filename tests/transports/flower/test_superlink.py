@@ -94,7 +94,7 @@ def test_an_order_that_was_on_its_way_when_the_superlink_was_killed_is_sent_agai
         assert ready.wait(120), (tmp_path / "server" / "superlink.log").read_text()
         with transports.attach(link, 2**20) as grid, adapter.connect_node(link.address, None, None, 10) as node:
             transport = transports.GridTransport(grid, {"a": node.node_id})
-            round = Thread(target=lambda: back.update(exchanged(transport, {"a": order}, 600.0, patient=True)))
+            round = Thread(target=lambda: back.update(exchanged(transport, {"a": order}, 600.0, wait_for_offline=True)))
             round.start()
             lost = node.take_order("")
             assert lost is not None

@@ -37,7 +37,7 @@ SEVERAL_MODULES = {
     "tasks/test_image_classification.py",
     "tasks/test_ragged.py",
     "test_api.py",
-    "test_layout.py",
+    "test_repository.py",
     "toys/test_rounds.py",
     "toys/test_secure_sum.py",
     "training/test_devices.py",
