@@ -69,10 +69,10 @@ def resources_of(config: RunConfig) -> Resources:
     """Return where a config's workers run and what each of them takes."""
     from fedspan.transports.ray.team import Resources
 
-    settings = config.cluster
-    assert settings is not None
+    cluster = config.cluster
+    assert cluster is not None
     return Resources(
-        settings.address, settings.workers, settings.threads_per_worker, settings.gpus_per_worker, settings.start_timeout
+        cluster.address, cluster.workers, cluster.threads_per_worker, cluster.gpus_per_worker, cluster.start_timeout
     )
 
 

@@ -294,8 +294,6 @@ DEVICES = [
     ),
     Mistake("cuda-index", "No such graphics card.", "device", lambda world: choose_device("cuda:97"), "has no device "),
     Mistake("meta", "torch's device without memory.", "device", lambda world: choose_device("meta"), "has no device "),
-    Mistake(
-        "other", "A device of some extension.", "device", lambda world: choose_device("hpu"), "has no device "
-    ),
+    Mistake("other", "A device of some extension.", "device", lambda world: choose_device("hpu"), "has no device "),
     Mistake("empty-device", "The device is empty.", "device", lambda world: choose_device(""), "has no device "),
 ]

@@ -14,8 +14,8 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared
 from fedspan.wrappers.registry import WRAPPERS
 from helpers import tiny
-from helpers.pretend_runs import OPTIONS
 from helpers.trainer_clients import with_trainers
+from helpers.watched_rounds import OPTIONS
 from helpers.wrapped_configs import TRAINING
 
 TRAINABLE = [key for key in METHODS if key != "fedgalore"]
