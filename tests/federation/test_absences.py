@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from fedspan.federation import evaluation
 from fedspan.federation.absences import Absences, Awaited
 from fedspan.federation.conditions import Conditions
+from fedspan.federation.evaluation import RemoteEvaluator
 from fedspan.federation.progress import RoundResult
+from fedspan.federation.protocol import Orders, Transport
 from fedspan.federation.serialization import encode_state
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
@@ -121,3 +126,30 @@ def test_an_outlier_does_not_replace_the_reply_of_a_client_that_is_back_and_slow
     assert result.progress.last_rounds[GONE] == 2
     assert [(one.client, one.attempt) for one in result.failures] == [(hostile, 0)]
     assert result.simulated_seconds == 9.0
+
+
+def test_an_evaluation_does_not_wait_for_an_absent_client(tiny_folder: Path) -> None:
+    federation = built(tiny_folder).federation
+    asked, ended, replies = list[str](), list[str](), dict[str, str]()
+
+    class Silent:
+        def begin(self, *args: object) -> None: ...
+
+        def exchange(self, orders: Orders, on_reply: Callable[[str, str], bool], *args: object) -> None:
+            asked.extend(orders)
+            ended.extend(id for id in IDS[1:] if on_reply(id, replies.get(id, "it failed")))
+
+    start = federation.begin()
+    progress = replace(start, state=replace(start.state, round=3), last_rounds={id: 2 for id in IDS if id != GONE})
+    evaluator = RemoteEvaluator(federation.with_transport(cast(Transport, Silent())), 8)
+    evaluator.evaluate_clients(progress)
+    assert tuple(asked) == IDS
+    assert not ended  # nobody was measured yet: the absent one is needed
+    with pytest.MonkeyPatch.context() as patch:
+        scores = SimpleNamespace(task="evaluate", round=3, scores={})
+        patch.setattr(evaluation, "open_reply", lambda id: SimpleNamespace(**vars(scores), id=id))
+        replies.update({id: id for id in IDS})
+        evaluator.evaluate_clients(progress)
+        assert ended == [IDS[-1]]
+        evaluator.evaluate_clients(replace(progress, last_rounds=dict.fromkeys(IDS, 2)))
+        assert ended == [IDS[-1]]  # of nobody absent, everyone is waited for

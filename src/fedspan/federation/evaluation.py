@@ -16,6 +16,7 @@ from fedspan.core.method import Memory
 from fedspan.core.tensors import generator
 from fedspan.core.values import Job
 from fedspan.federation import serialization
+from fedspan.federation.absences import Awaited
 from fedspan.federation.federation import Federation
 from fedspan.federation.plausibility import possible_metrics
 from fedspan.federation.progress import ClientData, Failure, Progress, Transfer
@@ -221,7 +222,10 @@ class ReportedEvaluator(Evaluator):
     """
 
     def evaluate_clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
-        """``Evaluator.evaluate_clients``; clients that do not reply are left out and recorded as events."""
+        """``Evaluator.evaluate_clients``; clients that do not reply are left out and recorded as events.
+
+        Clients that the next round would not wait for are not waited for here either, if any other replied.
+        """
         federation = self.federation
         method, state, encoder = federation.method, progress.state, OrderEncoder(federation.run)
         personal = method.declared().personal
@@ -234,20 +238,25 @@ class ReportedEvaluator(Evaluator):
             federation.record(Transfer(id, "down", len(encoded.body), serialization.payload_size(message), "evaluate"))
             return encoded.envelope()
 
-        stages = federation.engine.stages
+        stages, measured = federation.engine.stages, set[str]()
+        awaited = Awaited(self.ids, federation.find_absent(progress, self.ids))
 
         def replied(id: str, reply: Envelope | str) -> bool:
             stages.advance("evaluation")
+            read(id, reply)
+            return awaited.is_over(id, lambda: measured, 1)
+
+        def read(id: str, reply: Envelope | str) -> None:
             try:
                 decoded = open_reply(reply)
                 if (decoded.task, decoded.id, decoded.round) != ("evaluate", id, state.round):
                     raise ValueError(f"an answer of {decoded.id!r} ({decoded.task}) to round {decoded.round + 1}")
             except ValueError as error:
                 federation.record(Failure(id, 0, f"not measured: {error}", "evaluate"))
-                return False
+                return
+            measured.add(id)
             for part, scores in (decoded.scores or {}).items():
                 reported[part][id] = scores
-            return False
 
         assert federation.transport is not None, "clients in this process are evaluated here"
         with stages.stage("evaluation", len(self.ids), "clients"):

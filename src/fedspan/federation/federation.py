@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -203,7 +203,6 @@ class Federation:
         """Return the definition of the next round."""
         state, rules = progress.state, self.rules
         ids = self.cohort(state.round)
-        limit = None if rules.over_select else rules.max_missed_rounds
         return RoundContext(
             method=self.method,
             settings=self.settings,
@@ -214,10 +213,15 @@ class Federation:
             draw_order=tuple(self.select_clients(state.round, self.rules.over_select)),
             target=len(self.select_clients(state.round)),
             rules=rules,
-            absent=self._absences.find(state.round, ids, progress.last_rounds, limit),
+            absent=self.find_absent(progress, ids),
             transport=self.transport,
             run=self.run,
         )
+
+    def find_absent(self, progress: Progress, ids: Iterable[str]) -> frozenset[str]:
+        """Return the clients among ``ids`` that the next round does not wait for: their last replies did not count."""
+        limit = None if self.rules.over_select else self.rules.max_missed_rounds
+        return self._absences.find(progress.state.round, ids, progress.last_rounds, limit)
 
     def conclude(self, progress: Progress) -> tuple[Failure, ...]:
         """End the run: have clients export their personal models if the server cannot see them.
