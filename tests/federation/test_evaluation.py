@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedspan.federation.evaluation import ClientScores, RemoteEvaluator
+from fedspan.federation.evaluation import ClientScores, RemoteEvaluator, ReportedEvaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.plausibility import possible_metrics
 from fedspan.federation.protocol import Envelope, Reply, decode_order
@@ -118,3 +118,20 @@ def test_a_loss_is_compared_with_the_median_from_three_clients_on() -> None:
     rows, impossible = possible_metrics({"a": {"loss": 0.2}, "b": {"loss": 5000.0}, "c": {"loss": 0.1}})
     assert impossible == [("b", "loss 5e+03 is not from 0 to 1e+03")]
     assert rows["b"] == {}
+
+
+def test_a_client_that_was_admitted_with_a_number_counts_up_to_it(tiny_folder: Path) -> None:
+    federation = prepare(tiny.config(tiny_folder)).federation
+    none, ids = np.zeros(0, np.int64), list(federation.clients)
+    clients = {
+        id: replace(data, client=replace(data.client, examples=1000), validation=none)
+        for id, data in federation.clients.items()
+    }
+    federation.clients = clients
+    evaluator = ReportedEvaluator(federation, 8)
+    reported = {**dict.fromkeys(ids, 10.0), ids[0]: 500.0}
+    ratio = federation.settings.max_weight_ratio
+    assert ratio is not None
+    assert evaluator._weights("validation", reported)[ids[0]] == 10 * ratio
+    clients[ids[0]] = replace(clients[ids[0]], max_weight=400.0)
+    assert evaluator._weights("validation", reported)[ids[0]] == 400

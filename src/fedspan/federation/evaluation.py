@@ -297,7 +297,7 @@ class ReportedEvaluator(Evaluator):
         """Return the clients' weights: their known numbers of examples, or reported ones up to what is plausible.
 
         A reported number counts up to the client's training examples, as far as they count, and up to
-        ``max_weight_ratio`` times the median.
+        ``max_weight_ratio`` times the median; without the ratio for a client that was admitted with a number.
         """
         clients = {id: self.federation.clients[id] for id in reported}
         known = {id: len(getattr(data, part)) for id, data in clients.items()}
@@ -305,7 +305,10 @@ class ReportedEvaluator(Evaluator):
         counts = {id: known[id] or min(reported[id], max(1, train[id])) for id in reported}
         limit = weight_limit(list(counts.values()), self.federation.settings.max_weight_ratio)
         return {
-            id: float(count) if known[id] or limit is None else min(float(count), limit) for id, count in counts.items()
+            id: float(count)
+            if known[id] or limit is None or clients[id].max_weight is not None
+            else min(float(count), limit)
+            for id, count in counts.items()
         }
 
 
