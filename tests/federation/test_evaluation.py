@@ -132,6 +132,6 @@ def test_a_client_that_was_admitted_with_a_number_counts_up_to_it(tiny_folder: P
     reported = {**dict.fromkeys(ids, 10.0), ids[0]: 500.0}
     ratio = federation.settings.max_weight_ratio
     assert ratio is not None
-    assert evaluator._weights("validation", reported)[ids[0]] == 10 * ratio
+    assert evaluator._weights("validation", reported)[ids[0]] == 10 * ratio  # pyright: ignore[reportPrivateUsage]
     clients[ids[0]] = replace(clients[ids[0]], max_weight=400.0)
-    assert evaluator._weights("validation", reported)[ids[0]] == 400
+    assert evaluator._weights("validation", reported)[ids[0]] == 400  # pyright: ignore[reportPrivateUsage]
