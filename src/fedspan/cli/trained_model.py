@@ -47,13 +47,13 @@ def predict(
 
     rows = [_name_parts(answer) for answer in fedspan.predict(model, inputs, client)]
     if as_json:
-        content = [{"text": text, **row} for row, text in zip(rows, inputs, strict=True)]
+        content = [{"text": text, **row} for row, text in zip(rows, lines, strict=True)]
         typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
         return
     screen = sys.stdout.isatty()
     cells = [[_format_cell(value) for value in row.values()] for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    for row, text in zip(cells, inputs, strict=True):
+    for row, text in zip(cells, lines, strict=True):
         shown = " ".join(text.split())
         if screen and "answer" in rows[0]:
             typer.echo(f"{shown}\n  {row[0]}")
