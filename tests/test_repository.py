@@ -57,6 +57,10 @@ SEVERAL_MODULES = {
 """Files whose claims are of several modules, by their paths in ``tests``; a new one should have a reason, too."""
 
 
+BY_HAND = {"tests/planning/test_calibration.py", "tests/runs/test_scale.py"}
+"""Slow tests of the times and sizes of the machine at hand, which other work on it fails; nothing else may be added."""
+
+
 def slow_files() -> set[str]:
     """Files in which a test, or a parameter of one, is marked slow."""
     found: set[str] = set()
@@ -86,7 +90,7 @@ def is_within(file: str, paths: list[str]) -> bool:
 
 def test_every_slow_test_is_of_a_step_of_ci() -> None:
     selected = [path for paths in steps().values() for path in paths]
-    assert [file for file in sorted(slow_files()) if not is_within(file, selected)] == []
+    assert [file for file in sorted(slow_files()) if not is_within(file, selected)] == sorted(BY_HAND)
 
 
 def test_every_path_of_a_step_holds_a_slow_test() -> None:

@@ -104,11 +104,11 @@ def main() -> None:
             files = list(folder.glob("*.txt"))
             total = sum(float(line) for path in files for line in path.read_text().splitlines())
             spent, known = total - known, total
-            training = spent / len(team.members)
+            training = spent / len(team.handles)
             found = {"loss": result.loss, "examples": examples, "training": training}
             if "--peak" not in sys.argv:
                 return found
-            ray.get([member.actor.release_memory.remote() for member in team.members])  # as they do in a moment
+            ray.get([handle.actor.release_memory.remote() for handle in team.handles])  # as they do in a moment
             return {**found, "memory": [proportional(int(path.stem)) for path in files], "peak": peak}
 
         def report() -> dict[str, object]:
