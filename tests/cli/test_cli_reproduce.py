@@ -137,7 +137,7 @@ def test_a_table_is_stopped_resumed_and_judged(preset: Path, tmp_path: Path, cal
         ("two", "LoRA", 2),
         ("two", "FFA-LoRA", 2),
     ]
-    assert all(each["chosen"]["training.lr"] in (0.02, 0.001) for each in report["scores"])
+    assert all(each["selected"]["training.lr"] in (0.02, 0.001) for each in report["scores"])
     assert report["scores"][1]["bytes_up"] < report["scores"][0]["bytes_up"]
     assert {one["verdict"] for one in report["verdicts"]} <= {"holds", "contradicted", "inconclusive"}
     for one in report["scores"]:
