@@ -271,15 +271,15 @@ def run_seeds(setting: Setting, seeds: Sequence[int], position: float) -> dict[s
     return found
 
 
-def findings(played: Mapping[str, Mapping[str, Outcome]]) -> list[report.Finding]:
+def findings(results: Mapping[str, Mapping[str, Outcome]]) -> list[report.Finding]:
     """The table's order, for both places of W_ref, and in how many settings it holds."""
     found: list[report.Finding] = []
     pairs = (("full", "galore"), ("galore", "lora"), ("full", "lora"))
     for name, setting in SETTINGS.items():
-        if setting not in (MAIN, ASIDE) or name not in played:
+        if setting not in (MAIN, ASIDE) or name not in results:
             continue
         for above, under in pairs:
-            one, other = played[name][above], played[name][under]
+            one, other = results[name][above], results[name][under]
             lead = compare_pairs(one.flat, other.flat)
             text = f"{METHODS[above]} reaches the flat basin more often than {METHODS[under]}; {name}"
             shares = f"{one.share:.1f} % and {other.share:.1f} %, by {lead} points"
@@ -287,14 +287,14 @@ def findings(played: Mapping[str, Mapping[str, Outcome]]) -> list[report.Finding
     return found
 
 
-def figure(played: Mapping[str, Mapping[str, Outcome]]) -> Figure:
+def figure(results: Mapping[str, Mapping[str, Outcome]]) -> Figure:
     """Shares by setting."""
-    shown = Figure(figsize=(7, 0.6 * len(played) + 1))
+    shown = Figure(figsize=(7, 0.6 * len(results) + 1))
     axes = shown.subplots()
     for number, (method, label) in enumerate(METHODS.items()):
-        at = np.arange(len(played)) + 0.25 * (number - 1)
-        axes.barh(at, [outcomes[method].share for outcomes in played.values()], 0.25, label=label)
-    axes.set_yticks(range(len(played)), list(played))
+        at = np.arange(len(results)) + 0.25 * (number - 1)
+        axes.barh(at, [outcomes[method].share for outcomes in results.values()], 0.25, label=label)
+    axes.set_yticks(range(len(results)), list(results))
     axes.invert_yaxis()
     axes.axvline(100 * SHARE, color="grey", linewidth=0.8)
     axes.set(xlabel="trials in the flat basin, %", xlim=(0, 100))
@@ -302,11 +302,11 @@ def figure(played: Mapping[str, Mapping[str, Outcome]]) -> Figure:
     return shown
 
 
-def rows(played: Mapping[str, Mapping[str, Outcome]], positions: Mapping[str, float]) -> tuple[str, int]:
+def rows(results: Mapping[str, Mapping[str, Outcome]], positions: Mapping[str, float]) -> tuple[str, int]:
     """The table of all settings, and in how many of them the paper's order holds in both its steps."""
     lines: list[list[object]] = []
     ordered = 0
-    for name, outcomes in played.items():
+    for name, outcomes in results.items():
         steps = [
             compare_pairs(outcomes[above].flat, outcomes[under].flat)
             for above, under in (("full", "galore"), ("galore", "lora"))
@@ -373,21 +373,21 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     begin = time.process_time()
     positions: dict[str, float] = {}
-    played: dict[str, dict[str, Outcome]] = {}
+    results: dict[str, dict[str, Outcome]] = {}
     drawn = [at_random(number) for number in range(args.drawn)]
     for name, given in [*list(SETTINGS.items())[: args.settings], *drawn]:
         setting = replace(given, steps=args.steps)
         positions[name] = reference(setting, range(HELD_APART, HELD_APART + args.calibration))
-        played[name] = run_seeds(setting, range(args.trials), positions[name])
-        shares = " ".join(f"{outcome.share:.1f}" for outcome in played[name].values())
+        results[name] = run_seeds(setting, range(args.trials), positions[name])
+        shares = " ".join(f"{outcome.share:.1f}" for outcome in results[name].values())
         print(f"{name}: {shares} %, {time.process_time() - begin:.0f} s", flush=True)
-    table, ordered = rows(played, positions)
+    table, ordered = rows(results, positions)
     counted = report.Finding(
         "Full SGD above GaLore above LoRA (91 %, 60 %, 20 %), over all settings (holds: in all, contradicted: in none)",
-        f"both steps hold in {ordered} of {len(played)} settings",
-        "holds" if ordered == len(played) else "contradicted" if not ordered else "inconclusive",
+        f"both steps hold in {ordered} of {len(results)} settings",
+        "holds" if ordered == len(results) else "contradicted" if not ordered else "inconclusive",
     )
-    shown = report.save_figure(figure(played), args.out, "fedgalore_trap", "trials in the flat basin by setting")
+    shown = report.save_figure(figure(results), args.out, "fedgalore_trap", "trials in the flat basin by setting")
     sections = [
         "Trials in the flat basin, %; differences in points, paired by seed:",
         table,
@@ -395,7 +395,7 @@ def main() -> None:
         text(args, (time.process_time() - begin) / 60),
     ]
     title = "FedGaLore: the kinetic trap"
-    report.write(args.out, "fedgalore_trap", title, PAPER, [*findings(played), counted], sections)
+    report.write(args.out, "fedgalore_trap", title, PAPER, [*findings(results), counted], sections)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def serve(grid: Grid, plan: Plan, answers: Answers, args: argparse.Namespace) ->
     nodes = len(plan.clients)
     strategy = FedAvg(
         fraction_evaluate=0.0,
-        min_train_nodes=nodes,  # or the first round is run with those that are there already
+        min_train_nodes=nodes,  # or the first round starts before all clients have connected
         min_available_nodes=nodes,
         train_metrics_aggr_fn=summed,
     )

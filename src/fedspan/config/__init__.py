@@ -3,15 +3,13 @@
 Every mistake raises a ``FedspanError`` that names the field, the value and what would be right.
 """
 
+from fedspan.config.evaluation import EvaluationConfig
 from fedspan.config.federation import FederationConfig
 from fedspan.config.method import MethodConfig, WrapperConfig
 from fedspan.config.model import ModelConfig
 from fedspan.config.reading import load_config, override, parse_config, parse_yaml, read_values
-from fedspan.config.sections import (
-    EvaluationConfig,
-    RunConfig,
-    TrainingConfig,
-)
+from fedspan.config.sections import RunConfig
+from fedspan.config.training import TrainingConfig
 
 __all__ = [
     "EvaluationConfig",

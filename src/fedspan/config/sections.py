@@ -1,12 +1,11 @@
-"""The sections of a run's configuration, field by field, and what engines and methods are built from them."""
+"""The configuration of a run, made of its sections, and what engines and methods are built from them."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from fedspan.config.cluster import ClusterConfig
 from fedspan.config.defaults import fill_dataset_defaults
@@ -19,6 +18,7 @@ from fedspan.config.privacy import PrivacyConfig
 from fedspan.config.rates import get_training_defaults
 from fedspan.config.section import Section
 from fedspan.config.simulation import SimulationConfig
+from fedspan.config.training import TrainingConfig
 from fedspan.core.factors import require_rank
 from fedspan.core.heads import HeadKind
 from fedspan.core.method import Method, RegisteredMethod
@@ -32,83 +32,7 @@ from fedspan.federation.validation import ReplyRules
 from fedspan.tasks.metrics import CLASSIFIERS, METRICS_OF
 from fedspan.training.jobs import Privacy, TrainingSettings
 
-__all__ = ["EvaluationConfig", "RunConfig", "TrainingConfig"]
-
-
-class TrainingConfig(Section):
-    """Local training of one client in one round."""
-
-    optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="SGD uses training.momentum.")
-    lr: float | Literal["auto"] = Field(
-        default=2e-3,
-        description="Peak learning rate. auto: selected before the first round by a range test, which trains a "
-        "few steps with each of several rates and selects the lowest loss on the clients' validation "
-        "parts. Only for clients in this process or in Flower's simulation, without privacy.",
-    )
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Schedule of the learning rate across rounds."
-    )
-    warmup_rounds: int = Field(default=0, ge=0, description="Rounds of linear warm-up.")
-    min_lr: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="Final learning rate of a schedule; at most lr."
-    )
-    cycle_rounds: int | None = Field(default=None, ge=1, description="Rounds after which a schedule restarts.")
-    momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum of SGD.")
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="Betas of AdamW.")
-    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="Epsilon of AdamW.")
-    weight_decay: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="Weight decay: decoupled for AdamW, L2 for SGD."
-    )
-    batch_size: int = Field(default=16, ge=1, description="Examples per forward and backward pass.")
-    gradient_accumulation_steps: int = Field(default=1, ge=1, description="Passes per optimizer step.")
-    local_epochs: int = Field(default=1, ge=1, description="Epochs over a client's examples per round.")
-    local_steps: int | None = Field(
-        default=None, ge=1, description="Optimizer steps per round, instead of local_epochs."
-    )
-    max_grad_norm: float = Field(
-        default=1.0, ge=0, allow_inf_nan=False, description="Norm to which gradients are clipped; 0: no clipping."
-    )
-    optimizer_state: Literal["reset", "keep"] = Field(
-        default="reset",
-        description="reset: re-initialize a client's moments every round. keep: store them on the client.",
-    )
-    lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the adapters' input.")
-    logit_adjustment: float = Field(
-        default=0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="For clients with different classes: add this multiple of the logarithm of a class's share of "
-        "the client's examples to its logit in local training, so that a client does not unlearn "
-        "classes that it lacks (logit calibration; usually 1). 0: off.",
-    )
-    group_by_length: bool = Field(
-        default=True, description="Put texts of similar length into a batch, which reduces padding."
-    )
-
-    @field_validator("betas")
-    @classmethod
-    def _validate_betas(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in value):
-            raise ValueError("two numbers from 0 to below 1")
-        return value
-
-    @field_validator("lr", mode="before")
-    @classmethod
-    def _parse_lr(cls, value: object) -> object:
-        try:
-            positive = value == "auto" or (not isinstance(value, bool) and 0 < float(value) < math.inf)  # pyright: ignore
-        except (TypeError, ValueError):
-            positive = False
-        if not positive:
-            raise ValueError("a number above 0, or auto")
-        return value if value == "auto" else float(value)  # pyright: ignore
-
-    @field_validator("min_lr")
-    @classmethod
-    def _validate_min_lr(cls, value: float, info: ValidationInfo) -> float:
-        if info.data.get("lr") != "auto" and value > info.data.get("lr", value):
-            raise ValueError(f"at most training.lr, {info.data['lr']:g}")
-        return value
+__all__ = ["RunConfig"]
 
 
 class RunConfig(Section):

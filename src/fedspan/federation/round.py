@@ -124,7 +124,7 @@ class Round:
                 self._charges += costs.get(id, ())
             return replace(encoded, attempt=attempt, lr=self.lr, best=self._best.get(id), secure=masks[id]).envelope()
 
-        # Whoever takes part in a secure sum has replied in this attempt already, and a retry needs everyone.
+        # All participants of a secure sum have already replied in this attempt, and a retry needs every client.
         absent = [] if attempt else [id for id in context.absent if id in masks and masks[id] is None]
         awaited = Awaited(masks, absent)
 

@@ -39,7 +39,7 @@ def make_engine(
         adapted: The adapted model.
         task: The learning problem.
         settings: Settings of local training.
-        stages: Reports the progress of long work; None: that of ``shared_with``, or nobody is told.
+        stages: Reports the progress of long work; None: that of ``shared_with``, if any.
         shared_with: Another engine on the same model and task, whose prefix caches are shared.
 
     Raises:

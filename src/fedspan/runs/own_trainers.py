@@ -172,7 +172,7 @@ class TrainerRuns:
             config: Config of the run.
             given: The partition of a resumed run, which the trainers' numbers of examples must match.
             key: Secret key of the noise, if it has one.
-            stages: Reports the progress of long work; None: nobody is told.
+            stages: Reports the progress of long work; None: no progress is reported.
 
         Raises:
             FedspanError: If anything in the config does not fit the trainers or their models.

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import datasets
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedspan.errors import FedspanError
+
+if TYPE_CHECKING:  # slow to import, and a worker of a cluster does not need it
+    import datasets
 
 __all__ = ["TrainerExamples", "TrainerTask"]
 

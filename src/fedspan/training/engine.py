@@ -26,7 +26,16 @@ from fedspan.training.prefix import PrefixCaches
 from fedspan.training.stacked_prediction import ModelInputs
 from fedspan.training.stages import Stages
 
-__all__ = ["Engine", "Moments", "Trainer", "close_segment", "dropout_mask", "refresh_due", "refresh_projectors"]
+__all__ = [
+    "Engine",
+    "Moments",
+    "Trainer",
+    "close_segment",
+    "dropout_mask",
+    "refresh_due",
+    "refresh_projectors",
+    "train_one_by_one",
+]
 
 
 class Engine(Protocol):
@@ -136,6 +145,26 @@ class Engine(Protocol):
             NoOutputLayer: If the model's logits are not those of one linear layer.
         """
         ...
+
+
+def train_one_by_one(
+    sizes: Mapping[str, int],
+    open_job: Callable[[str], Assignment],
+    train: Callable[[Assignment], Trained],
+    finish_job: Callable[[Assignment, Trained], Assignment | None],
+) -> None:
+    """Train one client after another, each until its job has no further assignment.
+
+    Args:
+        sizes: Number of training examples of each client, as in ``Engine.train_all``.
+        open_job: Returns a client's first assignment.
+        train: Trains one assignment.
+        finish_job: Takes a trained assignment, and returns the client's next one, or None.
+    """
+    for client in sizes:
+        assignment: Assignment | None = open_job(client)
+        while assignment is not None:
+            assignment = finish_job(assignment, train(assignment))
 
 
 class Trainer:

@@ -17,7 +17,7 @@ from fedspan.tasks.labelling import OFFSETS
 from fedspan.tasks.task import Examples
 from fedspan.training.batching import job_batches
 from fedspan.training.dp_sgd import PrivateTraining
-from fedspan.training.engine import Trainer, refresh_projectors
+from fedspan.training.engine import Trainer, refresh_projectors, train_one_by_one
 from fedspan.training.jobs import Assignment, not_finite
 from fedspan.training.optimizers import LocalOptimizer
 
@@ -104,10 +104,7 @@ class LoopEngine(Trainer):
         finish_job: Callable[[Assignment, Trained], Assignment | None],
     ) -> None:
         """Train one client after another (``Engine.train_all``)."""
-        for client in sizes:
-            assignment: Assignment | None = open_job(client)
-            while assignment is not None:
-                assignment = finish_job(assignment, self.train(assignment, examples))
+        train_one_by_one(sizes, open_job, lambda assignment: self.train(assignment, examples), finish_job)
 
     def _step(
         self,

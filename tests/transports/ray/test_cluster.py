@@ -114,7 +114,6 @@ def test_secure_sums_have_the_same_model(tiny_folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="a worker imports datasets; the cause has not been found", strict=False)
 def test_a_worker_needs_neither_datasets_nor_peft(tiny_folder: Path, tmp_path: Path) -> None:
     """They would take 100 MB of each worker's own memory."""
     prepared = prepare(parse_config({**tiny.settings(tiny_folder), **WORKERS}))

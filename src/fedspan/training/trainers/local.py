@@ -38,17 +38,17 @@ class RoundPlan:
     seed: int
 
 
-def plan_round(settings: TrainingSettings, seed: int, work: Assignment) -> RoundPlan:
+def plan_round(settings: TrainingSettings, seed: int, assignment: Assignment) -> RoundPlan:
     """Plan the training of an assignment: its job's steps or epochs, or else the run's; one epoch for a probe."""
-    job = work.job
+    job = assignment.job
     steps = settings.steps if job.steps is None and job.epochs is None else job.steps
     epochs = settings.epochs if job.epochs is None else job.epochs
-    rng = generator(seed, "trainer", work.round, work.client, job.phase)
+    rng = generator(seed, "trainer", assignment.round, assignment.client, job.phase)
     return RoundPlan(
-        work.client,
-        work.round,
+        assignment.client,
+        assignment.round,
         job.phase,
-        work.lr,
+        assignment.lr,
         1 if job.steps == 0 else epochs,
         steps or None,
         int(torch.randint(2**31, (), generator=rng)),

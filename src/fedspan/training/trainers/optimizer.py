@@ -25,13 +25,13 @@ class JobOptimizer(torch.optim.Optimizer):
 
     Args:
         services: The model and the settings of local training.
-        work: The assignment.
+        assignment: The assignment.
         live: The job's tensors, installed in the model; those that train are leaves.
     """
 
-    def __init__(self, services: Trainer, work: Assignment, live: Mapping[str, Tensor]) -> None:
-        self._services, self._work, self._live = services, work, live
-        self._local = services.make_optimizer(work, live)
+    def __init__(self, services: Trainer, assignment: Assignment, live: Mapping[str, Tensor]) -> None:
+        self._services, self._assignment, self._live = services, assignment, live
+        self._local = services.make_optimizer(assignment, live)
         self._sums: dict[str, Tensor] = {}
         self._pending = 0
         self.steps = 0
@@ -40,14 +40,14 @@ class JobOptimizer(torch.optim.Optimizer):
         """Number of examples that the steps so far were computed from, counting repeated uses."""
         self.decay = 1.0
         """Factor on the frozen base (``Job.decay_base``)."""
-        spec = spec_of(work, services.settings)
+        spec = spec_of(assignment, services.settings)
         groups: list[dict[str, Any]] = [
             {
                 "params": [live[name] for name in group.names],
                 "lr": spec.lr * group.lr_scale,
                 "weight_decay": spec.weight_decay if group.weight_decay is None else group.weight_decay,
             }
-            for group in work.job.trainable
+            for group in assignment.job.trainable
             if group.names
         ]
         super().__init__(groups, {"lr": spec.lr, "weight_decay": spec.weight_decay})
@@ -55,7 +55,7 @@ class JobOptimizer(torch.optim.Optimizer):
     @property
     def probing(self) -> bool:
         """Whether the job only measures its gradient."""
-        return self._work.job.steps == 0
+        return self._assignment.job.steps == 0
 
     def count(self, examples: int) -> None:
         """Count examples whose gradients the next step uses."""
@@ -70,7 +70,7 @@ class JobOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise FedspanError("trainer", "step(closure)", problem="the optimizer of a round takes no closure")
-        job, names = self._work.job, self._local.names
+        job, names = self._assignment.job, self._local.names
         if all(self._live[name].grad is None for name in names):
             problem = (
                 "no gradient reached the tensors that train in this round. The loss must depend on the model's "
@@ -91,7 +91,7 @@ class JobOptimizer(torch.optim.Optimizer):
             return
         with torch.enable_grad():  # penalties are differentiated
             self._services.apply(job, self._live, self._local, gradients)
-        self.decay *= self._services.decay_frozen(self._work, self._live)
+        self.decay *= self._services.decay_frozen(self._assignment, self._live)
 
     def mean_gradient(self) -> dict[str, Tensor]:
         """Return the mean raw gradient: over examples for a probe, else over steps; empty unless the job wants it."""

@@ -16,7 +16,7 @@ from fedspan.errors import FedspanError, nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.digest import hash_frozen
 from fedspan.tasks.task import Examples, Task
-from fedspan.training.engine import Trainer
+from fedspan.training.engine import Trainer, train_one_by_one
 from fedspan.training.jobs import Assignment, TrainingSettings, not_finite
 from fedspan.training.stages import Stages
 from fedspan.training.trainers.frozen import FrozenBase, checksum_frozen
@@ -51,7 +51,7 @@ class TrainerEngine(Trainer):
         task: The learning problem, of which the trainers compute losses and metrics.
         settings: Settings of local training; batch size and accumulation are the trainers' own.
         seed: Seed of every random draw.
-        stages: Reports the progress of long work; None: nobody is told.
+        stages: Reports the progress of long work; None: no progress is reported.
         metric: Metric that every evaluation must have; None: evaluations have what the trainers measure.
 
     Raises:
@@ -90,40 +90,37 @@ class TrainerEngine(Trainer):
         finish_job: Callable[[Assignment, Trained], Assignment | None],
     ) -> None:
         """Train one client after another (``Engine.train_all``)."""
-        for client in sizes:
-            work: Assignment | None = open_job(client)
-            while work is not None:
-                work = finish_job(work, self.train(work))
+        train_one_by_one(sizes, open_job, self.train, finish_job)
 
-    def train(self, work: Assignment) -> Trained:
+    def train(self, assignment: Assignment) -> Trained:
         """Have a client's trainer train a job.
 
         Raises:
             FedspanError: If the trainer cannot honour the job, took no step, changed the frozen base, or ended with
                 values that are not finite; or if an earlier order changed the frozen base.
         """
-        job = work.job
+        job = assignment.job
         if job.refresh is not None:
             problem = "its projectors are renewed from gradients within a round, which needs fedspan's own engines"
             raise FedspanError("method", "refresh", problem=problem)
-        owner = self._owner(work.client)
-        self._round = work.round
+        owner = self._owner(assignment.client)
+        self._round = assignment.round
         services = self._services(owner)
-        plan = plan_round(self.settings, self.seed, work)
+        plan = plan_round(self.settings, self.seed, assignment)
         with install_job(owner.trainer.root, owner.adapted, job) as live:
-            before = self._require_frozen(owner, live, f"before round {work.round + 1}")
+            before = self._require_frozen(owner, live, f"before round {assignment.round + 1}")
             self._set_dropout(owner.adapted)
-            optimizer = JobOptimizer(services, work, live)
+            optimizer = JobOptimizer(services, assignment, live)
             loss = owner.trainer.train(plan, optimizer)
-            self._require_frozen(owner, live, f"in round {work.round + 1}", before)
-            _require_trained(work, optimizer, loss, live)
+            self._require_frozen(owner, live, f"in round {assignment.round + 1}", before)
+            _require_trained(assignment, optimizer, loss, live)
             self.stages.advance("training", optimizer.examples)
             steps = 0 if optimizer.probing else optimizer.steps
             return Trained(
                 tensors={name: value.detach().to("cpu", copy=True) for name, value in live.items()},
                 optimizer_state=optimizer.moments(),
                 steps=steps,
-                lr_sum=work.lr * steps,
+                lr_sum=assignment.lr * steps,
                 gradient=optimizer.mean_gradient(),
                 decay=optimizer.decay,
                 metrics={"loss": loss, "examples": float(optimizer.examples)},
@@ -259,15 +256,15 @@ def _require_equal_models(owners: Mapping[str, Owner]) -> None:
             raise FedspanError("trainers", id, problem=problem)
 
 
-def _require_trained(work: Assignment, optimizer: JobOptimizer, loss: float, live: Mapping[str, Tensor]) -> None:
-    where = f"of client {work.client} in round {work.round + 1}"
+def _require_trained(assignment: Assignment, optimizer: JobOptimizer, loss: float, live: Mapping[str, Tensor]) -> None:
+    where = f"of client {assignment.client} in round {assignment.round + 1}"
     if not optimizer.steps:
-        raise FedspanError("trainer", work.client, problem=f"the trainer {where} took no optimizer step")
+        raise FedspanError("trainer", assignment.client, problem=f"the trainer {where} took no optimizer step")
     if not optimizer.examples:
-        raise FedspanError("trainer", work.client, problem=f"the trainer {where} counted no examples")
+        raise FedspanError("trainer", assignment.client, problem=f"the trainer {where} counted no examples")
     if not math.isfinite(loss):
-        raise not_finite(work, loss)
-    for name in work.job.trainable_names:
+        raise not_finite(assignment, loss)
+    for name in assignment.job.trainable_names:
         if not bool(torch.isfinite(live[name]).all()):
             problem = f"{name} {where} holds values that are not finite after training"
-            raise FedspanError("trainer", work.client, problem=problem)
+            raise FedspanError("trainer", assignment.client, problem=problem)
