@@ -41,6 +41,7 @@ def require_equal(prepared: Prepared, config: RunConfig, folder: Path, limit: fl
     assert gap(expected, found) < limit
 
 
+@pytest.mark.slow  # those below run one method of each family, under AdamW
 @pytest.mark.parametrize("key", TRAINABLE)
 def test_every_method_ends_as_with_the_loop_engine_under_sgd(
     key: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path
@@ -66,7 +67,9 @@ def test_every_other_method_ends_as_with_the_loop_engine_under_adamw(
     require_equal(prepared, tiny.config(tiny_folder, **QUICK, method=method, training=ADAMW), tmp_path, 1e-3)
 
 
-@pytest.mark.parametrize("key", WRAPPERS)
+@pytest.mark.parametrize(
+    "key", [pytest.param(key, marks=() if key in ("fedprox", "scaffold") else pytest.mark.slow) for key in WRAPPERS]
+)  # the two that change what a client trains
 def test_every_wrapper_ends_as_with_the_loop_engine(
     key: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:
