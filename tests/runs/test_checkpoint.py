@@ -60,6 +60,7 @@ CHECKPOINTS = st.builds(
     ),
     st.dictionaries(st.sampled_from(["partition.json"]), st.text(max_size=8)),
     SCALARS,
+    st.dictionaries(IDS, st.integers(0, 9), max_size=3),
 )
 
 
@@ -194,10 +195,10 @@ def test_going_on_from_an_older_one(run: RunFolder) -> None:
 
 
 def test_a_format_of_the_future_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedspan.runs.checkpoint_format.FORMAT", 5)
+    monkeypatch.setattr("fedspan.runs.checkpoint_format.FORMAT", 6)
     save(run, checkpoint_of(1))
     monkeypatch.undo()
-    with pytest.raises(FedspanError, match="reads format 4"):
+    with pytest.raises(FedspanError, match="reads format 5"):
         latest(run)
 
 

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from fedspan.federation.protocol import Envelope, decode_order
+from fedspan.federation.protocol import Envelope, Reply, decode_order
+from fedspan.federation.serialization import encode_state
 from fedspan.logs import read_lines
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
+from fedspan.runs.checkpoint import latest
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_totals
 from fedspan.runs.remote import connect, nodes_folder, reply_as
@@ -101,3 +103,57 @@ def test_what_evaluation_sends_is_in_the_ledger_and_apart_from_the_training(tiny
     assert len(asked) == 3 * len(tiny.SITES)  # after each round, and of the best one at the end
     sent = sum(row["bytes"] for row in asked)  # type: ignore[misc]
     assert report.other_bytes == {"evaluate": {"down": sent, "up": 0}}
+
+
+class Forgetful(Here):
+    """One client replies last, and in the third round it reports that it lost what it stored."""
+
+    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, wait_for_offline: bool = False) -> Replies:
+        yield from super().replies(
+            {id: envelope for id, envelope in envelopes.items() if id != BAD},
+            seconds,
+            wait_for_offline=wait_for_offline,
+        )
+        for id in envelopes.keys() & {BAD}:
+            order = decode_order(envelopes[id])
+            if (order.task, order.round) == ("train", 2):
+                yield id, Reply("train", 2, order.attempt, id, failed="its disk was replaced", lost=True).envelope()
+            else:
+                yield id, reply_as(self.run, torch.get_num_threads(), self.ids.index(id), envelopes[id])
+
+
+def test_a_client_that_lost_its_state_is_absent_from_the_round_of_the_loss_only(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    def forgetful(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
+        transport = Forgetful(place.path.resolve(), list(prepared.federation.clients), ())
+        rules = prepared.config.federation.build_reply_rules()
+        return played(connect(prepared, transport, rules, nodes=nodes_folder(place.path)))
+
+    class AfterTheLoss(Listener):
+        def round_finished(self, row: Mapping[str, Any]) -> None:
+            if row["round"] == 3:
+                raise KeyboardInterrupt
+
+    config = tiny.config(
+        tiny_folder, method={"name": "fedsa-lora"}, federation={"clients_per_round": None, "rounds": 5}
+    )
+    session.run(config, tmp_path / "whole", host=forgetful)
+    with pytest.raises(KeyboardInterrupt):
+        session.run(config, tmp_path / "resumed", host=forgetful, listener=AfterTheLoss())
+    halfway = latest(RunFolder(tmp_path / "resumed"))
+    assert halfway is not None
+    assert BAD not in halfway.last_rounds
+    assert halfway.last_replies == {BAD: 1}
+    session.run(None, tmp_path / "resumed", resume=True, host=forgetful)
+    ends: list[bytes] = []
+    for name in ("whole", "resumed"):
+        rows: list[Any] = list(read_lines(tmp_path / name / "metrics.jsonl"))
+        assert [row.get("late") for row in rows] == [None] * 5, "every round waited for it"
+        assert [[one["client"] for one in row.get("failures", [])] for row in rows] == [[], [], [BAD], [], []]
+        last = latest(RunFolder(tmp_path / name))
+        assert last is not None
+        assert last.last_rounds[BAD] == 4
+        assert last.last_replies == {}
+        ends.append(encode_state(last.state))
+    assert ends[0] == ends[1]

@@ -23,7 +23,9 @@ class Absences:
         self._rounds: defaultdict[str, list[int]] = defaultdict(list)
         self._drawn = 0
 
-    def find(self, round: int, ids: Iterable[str], last_rounds: Mapping[str, int], limit: int | None) -> frozenset[str]:
+    def find(
+        self, round: int, ids: Iterable[str], last_replies: Mapping[str, int], limit: int | None
+    ) -> frozenset[str]:
         """Return the clients that a round does not wait for.
 
         A client is waited for until its reply did not count in ``limit`` rounds in a row, and again after twice, four
@@ -32,7 +34,8 @@ class Absences:
         Args:
             round: Number of the round, from 0.
             ids: The clients that are selected in it.
-            last_rounds: Round of the last accepted reply of each client.
+            last_replies: Round of the last accepted reply of each client, whether it still stores that round's state or
+                lost it.
             limit: Number of rounds; None: every client is waited for.
         """
         if limit is None:
@@ -41,7 +44,7 @@ class Absences:
             for id in self._cohort(number):
                 self._rounds[id].append(number)
         self._drawn = max(self._drawn, round)
-        missed = {id: self._count(id, last_rounds.get(id, -1), round) for id in ids}
+        missed = {id: self._count(id, last_replies.get(id, -1), round) for id in ids}
         absent = frozenset(id for id, count in missed.items() if count >= limit and not _is_due(count, limit))
         return absent if len(absent) < len(missed) else frozenset()
 

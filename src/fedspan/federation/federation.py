@@ -193,7 +193,7 @@ class Federation:
                 if on_client is not None:
                     on_client(id, loss)
 
-            round = Round(context, self.new_aggregation, progress.last_rounds, self._best, replied, on_charge)
+            round = Round(context, self.new_aggregation, progress, self._best, replied, on_charge)
             self.transport.begin(progress, on_trained)
             result = round.run()
         self._remark = round.aggregation.remark()
@@ -221,7 +221,10 @@ class Federation:
     def find_absent(self, progress: Progress, ids: Iterable[str]) -> frozenset[str]:
         """Return the clients among ``ids`` that the next round does not wait for: their last replies did not count."""
         limit = None if self.rules.over_select else self.rules.max_missed_rounds
-        return self._absences.find(progress.state.round, ids, progress.last_rounds, limit)
+        last_replies = (
+            {**progress.last_replies, **progress.last_rounds} if progress.last_replies else progress.last_rounds
+        )
+        return self._absences.find(progress.state.round, ids, last_replies, limit)
 
     def conclude(self, progress: Progress) -> tuple[Failure, ...]:
         """End the run: have clients export their personal models if the server cannot see them.

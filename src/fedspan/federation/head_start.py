@@ -177,7 +177,7 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
     counts = {id: clients[id].client.examples for id in ids}
     federation.transport.begin(progress)
     with clients_stage(federation.engine.stages, "statistics", counts) as finished:
-        round = Round(context, head.new_aggregation, {}, {}, lambda id, _: finished(id))
+        round = Round(context, head.new_aggregation, Progress(progress.state), {}, lambda id, _: finished(id))
         try:
             reduced, _ = round.reduce()
         finally:

@@ -113,14 +113,17 @@ class Progress:
     Args:
         state: The server's state.
         memories: The clients' memories as of their last accepted replies, if this process stores them.
-        last_rounds: Round of the last state that each client received and whose reply was accepted.
+        last_rounds: Round of the last state that each client received and whose reply was accepted; without the
+            clients that lost what they stored.
         optimizers: Stored moments by client and phase, with the generation that they belong to.
+        last_replies: Round of the last accepted reply of each client that lost what it stored since then.
     """
 
     state: ServerState
     memories: Mapping[str, Memory] = field(default_factory=dict)
     last_rounds: Mapping[str, int] = field(default_factory=dict)
     optimizers: Mapping[str, tuple[OptimizerState, int]] = field(default_factory=dict)
+    last_replies: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Round:
     Args:
         context: Definition of the round.
         new_aggregation: Creates the round's aggregation.
-        last_rounds: Round of the last accepted reply of each client.
+        progress: The progress before the round: what clients store, and when they last replied.
         best: The same for the best progress so far: clients must not delete the state that belongs to it.
         on_client: Called with a client's id and training loss when its reply is accepted.
         on_charge: Called with the privacy cost of each attempt before its orders are sent.
@@ -59,14 +59,14 @@ class Round:
         self,
         context: RoundContext,
         new_aggregation: AggregationFactory,
-        last_rounds: Mapping[str, int],
+        progress: Progress,
         best: Mapping[str, int],
         on_client: OnClient | None = None,
         on_charge: OnCharge | None = None,
     ) -> None:
         self.context, self.on_client, self.on_charge, self._best = context, on_client, on_charge, best
         self.lr = context.training.lr(context.state.round, context.settings.rounds)
-        self._last_rounds = dict(last_rounds)
+        self._last_rounds, self._last_replies = dict(progress.last_rounds), dict(progress.last_replies)
         self._tally = Tally()
         self._charges = list[Charge]()
         self.aggregation = new_aggregation(context, self._tally)
@@ -99,8 +99,8 @@ class Round:
             except TooFew:
                 continue
             finally:
-                for id in tally.lost:
-                    self._last_rounds.pop(id, None)
+                for id in tally.lost & self._last_rounds.keys():
+                    self._last_replies[id] = self._last_rounds.pop(id)
             return reduced, attempt
         raise _too_few(context, aggregation.succeeded(), tally.failures, aggregation.quorum)
 
@@ -178,6 +178,7 @@ class Round:
                 memories=memories,
                 last_rounds={**self._last_rounds, **dict.fromkeys(replies, state.round)},
                 optimizers=optimizers,
+                last_replies={id: round for id, round in self._last_replies.items() if id not in replies},
             ),
             transfers=tally.sorted_transfers(),
             cohort=context.ids,

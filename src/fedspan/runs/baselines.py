@@ -140,7 +140,14 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
         selection = selection.add(metric, progress.state.round, validation)
         checkpoints.save(
             run_folder,
-            Checkpoint(progress.state, progress.memories, progress.last_rounds, progress.optimizers, selection),
+            Checkpoint(
+                state=progress.state,
+                memories=progress.memories,
+                last_rounds=progress.last_rounds,
+                optimizer_states=progress.optimizers,
+                selection=selection,
+                last_replies=progress.last_replies,
+            ),
         )
         checkpoints.prune(run_folder)
         return selection

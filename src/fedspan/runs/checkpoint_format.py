@@ -26,7 +26,7 @@ from fedspan.runs.selection import Selection
 
 __all__ = ["Checkpoint", "load", "pack", "read_index", "read_positions", "read_versions"]
 
-FORMAT = 4
+FORMAT = 5
 """Version of checkpoint.json."""
 
 
@@ -48,6 +48,7 @@ class Checkpoint:
             their ``commit``.
         inputs: SHA-256 of the run's files that no round changes, by name (``integrity.input_digests``).
         extra: Further values that the round loop must restore.
+        last_replies: Round of the last accepted reply of each client that lost what it stored since then, by client id.
     """
 
     state: ServerState
@@ -58,29 +59,35 @@ class Checkpoint:
     positions: Mapping[str, Position] = field(default_factory=dict)
     inputs: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Scalar] = field(default_factory=dict)
+    last_replies: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def progress(self) -> Progress:
         """The progress that the round loop resumes from."""
         last_rounds = {client: round for client, round in self.last_rounds.items() if round is not None}
-        return Progress(self.state, self.memories, last_rounds, self.optimizer_states)
+        return Progress(self.state, self.memories, last_rounds, self.optimizer_states, self.last_replies)
 
 
 def _encode_clients(checkpoint: Checkpoint) -> bytes:
-    table: dict[str, Mapping[str, int | None]] = {"last_rounds": checkpoint.last_rounds}
+    table: dict[str, Mapping[str, int | None]] = {
+        "last_rounds": checkpoint.last_rounds,
+        "last_replies": checkpoint.last_replies,
+    }
     for kind, values in ((MEMORY, checkpoint.memories), (MOMENTS, checkpoint.optimizer_states)):
         assert isinstance(values, StoredMapping)
         table[kind.name] = values.rounds
     return json.dumps({name: dict(rounds) for name, rounds in table.items()}, separators=(",", ":")).encode()
 
 
-def _decode_clients(data: bytes, clients: Path) -> tuple[dict[str, int | None], StoredMapping[Any], StoredMapping[Any]]:
+def _decode_clients(
+    data: bytes, clients: Path
+) -> tuple[dict[str, int | None], dict[str, int], StoredMapping[Any], StoredMapping[Any]]:
     table = from_json(data)
     memories, moments = (
         StoredMapping(kind, clients, expect(table, kind.name, dict))
         for kind in cast(tuple[Kind[Any], ...], (MEMORY, MOMENTS))
     )
-    return expect(table, "last_rounds", dict), memories, moments
+    return expect(table, "last_rounds", dict), expect(table, "last_replies", dict), memories, moments
 
 
 def _digest(data: bytes) -> str:
@@ -154,7 +161,7 @@ def load(folder: Path) -> Checkpoint:
     clients = RunFolder(folder.parent if folder.name == "best" else folder.parent.parent).clients
     try:
         state = decode_state(data[_STATE])
-        last_rounds, memories, optimizer_states = _decode_clients(data[_CLIENTS], clients)
+        last_rounds, last_replies, memories, optimizer_states = _decode_clients(data[_CLIENTS], clients)
         for name, key, round in memories.versions() | optimizer_states.versions():
             if round == state.round:
                 (MEMORY if name == MEMORY.name else MOMENTS).load(clients, key, round)
@@ -172,6 +179,7 @@ def load(folder: Path) -> Checkpoint:
         positions=read_positions(index),
         inputs=index["inputs"],
         extra=index["extra"],
+        last_replies=last_replies,
     )
 
 
@@ -197,5 +205,5 @@ def read_versions(folder: Path) -> set[Version]:
         FedspanError: If the files are damaged or of another version, as in ``load``; the server state is not read.
     """
     data = _contents(folder, read_index(folder), (_CLIENTS,))
-    _, memories, moments = _decode_clients(data[_CLIENTS], folder)
+    *_, memories, moments = _decode_clients(data[_CLIENTS], folder)
     return memories.versions() | moments.versions()

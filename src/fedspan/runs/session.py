@@ -348,6 +348,7 @@ class _Session:
                     "config": describe_config(self.prepared.config),
                     "privacy": self.budget.dump(),
                 },
+                last_replies=progress.last_replies,
             ),
         )
         checkpoints.prune(self.run_folder)
