@@ -47,9 +47,9 @@ class Here(ReplyingTransport):
                 yield id, reply_as(self.run, torch.get_num_threads(), self.ids.index(id), envelope)
 
 
-def host(*tasks: str) -> session.Host:
+def host(*tasks: str, kind: type[Here] = Here) -> session.Host:
     def simulated(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
-        transport = Here(place.path.resolve(), list(prepared.federation.clients), tasks)
+        transport = kind(place.path.resolve(), list(prepared.federation.clients), tasks)
         rules = prepared.config.federation.build_reply_rules()
         return played(connect(prepared, transport, rules, nodes=nodes_folder(place.path)))
 
@@ -125,16 +125,12 @@ class Forgetful(Here):
 def test_a_client_that_lost_its_state_is_absent_from_the_round_of_the_loss_only(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    def forgetful(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
-        transport = Forgetful(place.path.resolve(), list(prepared.federation.clients), ())
-        rules = prepared.config.federation.build_reply_rules()
-        return played(connect(prepared, transport, rules, nodes=nodes_folder(place.path)))
-
     class AfterTheLoss(Listener):
         def round_finished(self, row: Mapping[str, Any]) -> None:
             if row["round"] == 3:
                 raise KeyboardInterrupt
 
+    forgetful = host(kind=Forgetful)
     config = tiny.config(
         tiny_folder, method={"name": "fedsa-lora"}, federation={"clients_per_round": None, "rounds": 5}
     )

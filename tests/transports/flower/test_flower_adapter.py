@@ -12,7 +12,9 @@ import sqlite3
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
 from threading import Event, Thread
@@ -20,6 +22,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from helpers.reply_transport import exchanged
 
@@ -75,6 +78,7 @@ NAMES: dict[tuple[str, str], tuple[str, str]] = {
     (RUNTIME, "PushAppMessagesRequest"): ("", "sending orders"),
     (RUNTIME, "PushAppMessagesResponse"): ("", "sending orders"),
     (RUNTIME, "PushTaskOutputRequest"): ("", "ending a run"),
+    (RUNTIME, "SendTaskHeartbeatRequest"): ("", "keeping a run alive"),
     ("flwr.proto.task_pb2", "Task"): ("", "being the server of a run"),
     ("flwr.server.superlink.utils", "check_abort"): ("run_id abort_status_list state", "the replies that a run takes"),
     (CONSTANTS, "FLEET_HTTP_PUBLIC_KEY_HEADER"): ("", "a node's signature"),
@@ -84,7 +88,6 @@ NAMES: dict[tuple[str, str], tuple[str, str]] = {
     (CONSTANTS, "TASK_TOKEN_HEADER"): ("", "being the server of a run"),
     ("flwr.supercore.date", "now"): ("", "the error that stands for a missing reply"),
     ("flwr.supercore.heartbeat", "HeartbeatSender"): ("heartbeat_fn", "keeping a run or a node alive"),
-    ("flwr.supercore.heartbeat", "make_task_heartbeat_fn_http"): ("client", "keeping a run alive"),
     (OBJECTS, "UnexpectedObjectContentError"): ("", "refusing an object that is not valid"),
     (OBJECTS, "get_all_nested_objects"): ("obj", "sending a message"),
     (OBJECTS, "get_object_body"): ("object_content cls", "the size of an assembled message"),
@@ -121,6 +124,7 @@ NAMES: dict[tuple[str, str], tuple[str, str]] = {
     (KEYS, "public_key_to_bytes"): ("public_key", "finding a registered node"),
     (KEYS, "sign_message"): ("private_key message", "a node's signature"),
     (KEYS, "verify_signature"): ("public_key message signature", "a node's signature"),
+    ("flwr.supercore.retry", "RetryInvoker"): ("", "the reason why a run ended"),
     ("flwr.supercore.retry", "make_simple_http_retry_invoker"): ("", "taking over a run"),
     ("flwr.supercore.run", "RunNotRunningException"): ("", "noticing that a run has ended"),
     ("flwr.supercore.runtime", "RuntimeHttpClient"): ("", "being the server of a run"),
@@ -361,10 +365,14 @@ def test_the_grid_has_what_the_server_of_a_run_needs() -> None:
             broken(f"HttpGrid.{name}", "the messages of a run")
     if not hasattr(grid._retry_invoker, "max_tries") or not callable(grid._retry_invoker.invoke):
         broken("HttpGrid._retry_invoker.max_tries", "ending a run without waiting for a lost SuperLink")
+    if not callable(getattr(grid._retry_invoker, "should_giveup", None)):
+        broken("HttpGrid._retry_invoker.should_giveup", "the reason why a run ended")
     client = lookup("flwr.supercore.runtime", "RuntimeHttpClient", "being the server of a run")
     if not isinstance(grid._runtime_client, client):
         broken("a RuntimeHttpClient as HttpGrid._runtime_client", "the messages of a run")
-    calls = "AcquireTask PullTaskInput PushTaskOutput PullObject PushObject ConfirmMessageReceived close"
+    calls = (
+        "AcquireTask PullTaskInput PushTaskOutput SendTaskHeartbeat PullObject PushObject ConfirmMessageReceived close"
+    )
     for name in (*calls.split(), "from_server_address"):
         if not hasattr(client, name):
             broken(f"RuntimeHttpClient.{name}", "being the server of a run")
@@ -377,6 +385,57 @@ def test_the_grid_has_what_the_server_of_a_run_needs() -> None:
     if not hasattr(importlib.import_module("flwr.common.constant").ErrorCode, "MESSAGE_UNAVAILABLE"):
         broken("ErrorCode.MESSAGE_UNAVAILABLE", "the error that stands for a missing reply")
     grid.close()
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_server_that_no_longer_knows_the_run_is_an_error_and_ends_no_process(status: int, tmp_path: Path) -> None:
+    """As after an outage in which the run's heartbeats expired: Flower's own retries would send SIGINT."""
+    import httpx
+
+    from fedspan.transports.flower.adapter import RunNotRunningException, TaskGrid
+
+    with _answering(status, b"") as address:
+        grid = TaskGrid(address, None, "stale")
+        assert grid._send_heartbeat(), "the next message fails"
+        expected = httpx.HTTPStatusError if status == 401 else RunNotRunningException
+        with pytest.raises(expected), grid.serve_task():
+            broken("an error", "the reason why a run ended")
+
+
+def test_a_heartbeat_of_a_run_that_has_ended_ends_no_process() -> None:
+    from fedspan.transports.flower.adapter import TaskGrid
+
+    with _answering(200, b"") as address:  # an empty answer has success = false
+        grid = TaskGrid(address, None, "stale")
+        assert grid._send_heartbeat()
+    grid._grid._retry_invoker.max_tries = 1
+    assert not grid._send_heartbeat(), "nobody answers: it is repeated"
+
+
+@contextmanager
+def _answering(status: int, body: bytes) -> Iterator[str]:
+    """The address of a server that gives every request the same answer."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.send_header("content-type", "application/x-protobuf")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def test_a_registered_node_is_found_in_the_superlink_s_database(tmp_path: Path) -> None:
@@ -444,7 +503,7 @@ serve(Link(sys.argv[1], None, None, 2**22), lambda envelope: envelope, threading
 
 def test_a_message_goes_to_a_node_and_back_through_a_superlink(tmp_path: Path) -> None:
     """The SuperLink's arguments, Flower's commands, the run that is taken over, both ends of the messages."""
-    from fedspan.transports.flower.server import nodes_of, prepare_folder
+    from fedspan.transports.flower.server import call_flower, nodes_of, prepare_folder
     from fedspan.transports.flower.superlink import supervise
     from fedspan.transports.flower.transport import GridTransport, attach, invite
 
@@ -470,6 +529,16 @@ def test_a_message_goes_to_a_node_and_back_through_a_superlink(tmp_path: Path) -
             grid.limit = 2**10
             reply = exchanged(transport, {"a": Envelope("{}", bytes(2**12))}, 60.0)["a"]
             assert "the reply has more than 0.000976562 MiB, the maximum" in str(reply)
+
+        def send_an_order_of_a_run_that_was_stopped() -> None:
+            with attach(link, 2**23) as grid:
+                for run in call_flower(link, "ls", "@")["runs"]:
+                    if not run["status"].startswith("finished"):
+                        call_flower(link, "stop", str(run["run-id"]), "@")
+                exchanged(GridTransport(grid, {"a": id}), {"a": Envelope("{}", b"1")}, 20.0)
+
+        with pytest.raises(FedspanError, match=r"does not know this run: .* Continue with --resume"):
+            send_an_order_of_a_run_that_was_stopped()
     finally:
         stop.set()
         node.kill()

@@ -203,6 +203,20 @@ def test_an_order_that_was_sent_and_not_received_is_taken_again(scene: Scene) ->
     assert scene.store.take_order(scene.node) is None
 
 
+def test_a_received_order_stays_received_and_nobody_deletes_that_of_another_node(scene: Scene) -> None:
+    """As after two restarts of the SuperLink: in the second, the node names another order than in the first."""
+    id = scene.send_order()
+    scene.store.return_orders(scene.node, id)  # nothing was sent yet, so nothing can have been received
+    assert id in scene.state.object_store
+    assert scene.store.take_order(scene.node) is not None
+    scene.store.return_orders(scene.node + 1, id)
+    assert id in scene.state.object_store
+    scene.store.return_orders(scene.node, id)
+    assert id not in scene.state.object_store
+    scene.store.return_orders(scene.node, "")
+    assert scene.store.take_order(scene.node) is None
+
+
 @pytest.mark.parametrize("how", ["received", "confirmed", "replied"])
 def test_an_order_that_was_received_is_not_taken_again(how: str, scene: Scene) -> None:
     id = scene.send_order()
@@ -214,6 +228,7 @@ def test_an_order_that_was_received_is_not_taken_again(how: str, scene: Scene) -
         scene.store.store_reply(*scene.reply(taken[0]))
     scene.store.return_orders(scene.node, id if how == "received" else "")
     assert scene.store.take_order(scene.node) is None
+    assert id not in scene.state.object_store
     assert id in scene.state.get_message_ids_from_run_id(scene.run)  # the server waits for its reply still
     if how == "replied":
         assert scene.task is not None

@@ -38,19 +38,20 @@ The node's connection (``node``):
 
 The server of a run (``run``):
 
-- ``flwr.superlink.grid.HttpGrid``: ``_runtime_client``, ``_retry_invoker`` with ``max_tries`` and ``invoke``, ``node``,
-  ``set_run``, ``get_node_ids``, ``close``. The task's token is in the header
+- ``flwr.superlink.grid.HttpGrid``: ``_runtime_client``, ``_retry_invoker`` with ``max_tries``, ``should_giveup`` and
+  ``invoke``, ``node``, ``set_run``, ``get_node_ids``, ``close``. The task's token is in the header
   ``flwr.supercore.constant.TASK_TOKEN_HEADER``.
 - ``flwr.supercore.runtime.RuntimeHttpClient``: ``from_server_address``, ``AcquireTask``, ``PullTaskInput``,
-  ``PushTaskOutput``, ``PullObject``, ``PushObject``, ``ConfirmMessageReceived``, ``close``. Errors are ``httpx``'s.
+  ``PushTaskOutput``, ``SendTaskHeartbeat``, ``PullObject``, ``PushObject``, ``ConfirmMessageReceived``, ``close``.
+  Errors are ``httpx``'s.
 - The messages ``AcquireTaskRequest``, ``PullTaskInputRequest``, ``PushTaskOutputRequest``, ``PullAppMessagesRequest``,
-  ``PullAppMessagesResponse``, ``PushAppMessagesRequest`` and ``PushAppMessagesResponse`` of
-  ``flwr.proto.runtime_pb2``, and ``ConfirmMessageReceivedRequest`` of ``flwr.proto.message_pb2``;
-  ``flwr.common.serde.run_from_proto``.
-- ``flwr.supercore.heartbeat``: ``HeartbeatSender``, ``make_task_heartbeat_fn_http``.
+  ``PullAppMessagesResponse``, ``PushAppMessagesRequest``, ``PushAppMessagesResponse`` and
+  ``SendTaskHeartbeatRequest`` of ``flwr.proto.runtime_pb2``, and ``ConfirmMessageReceivedRequest`` of
+  ``flwr.proto.message_pb2``; ``flwr.common.serde.run_from_proto``.
+- ``flwr.supercore.heartbeat``: ``HeartbeatSender``.
 - ``flwr.supercore.interceptors``: ``RuntimeVersionHttpInterceptor``, ``SuperExecAuthHttpInterceptor``, with the method
   name ``/flwr.proto.Runtime/AcquireTask`` and the task type ``flwr-serverapp``.
-- ``flwr.supercore.retry.make_simple_http_retry_invoker``.
+- ``flwr.supercore.retry``: ``RetryInvoker``, ``make_simple_http_retry_invoker``.
 - ``flwr.app.message.make_message`` takes metadata and an error. ``flwr.common.constant.ErrorCode.MESSAGE_UNAVAILABLE``,
   ``flwr.supercore.constant.SYSTEM_MESSAGE_TYPE`` and ``flwr.supercore.date.now`` fill the error reply that ``HttpGrid``
   makes itself for a missing reply.

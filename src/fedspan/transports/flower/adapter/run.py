@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -23,13 +23,14 @@ from flwr.proto.runtime_pb2 import (
     PushAppMessagesRequest,
     PushAppMessagesResponse,
     PushTaskOutputRequest,
+    SendTaskHeartbeatRequest,
 )
 from flwr.supercore.constant import (
     SYSTEM_MESSAGE_TYPE,
     TASK_TOKEN_HEADER,
 )
 from flwr.supercore.date import now
-from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+from flwr.supercore.heartbeat import HeartbeatSender
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
     get_object_tree,
@@ -43,10 +44,10 @@ from flwr.supercore.inflatable.inflatable_utils import (
     push_objects,
 )
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExecAuthHttpInterceptor
-from flwr.supercore.retry import make_simple_http_retry_invoker
+from flwr.supercore.retry import RetryInvoker, make_simple_http_retry_invoker
 from flwr.supercore.runtime import RuntimeHttpClient
 
-from fedspan.transports.flower.adapter.objects import object_id, set_identity, tree_ids
+from fedspan.transports.flower.adapter.objects import RunNotRunningException, object_id, set_identity, tree_ids
 from fedspan.transports.flower.wire import (
     BATCH_BYTES,
     CANCEL_ORDERS,
@@ -91,7 +92,7 @@ def acquire_task(address: str, authority: bytes | None, secret: bytes, run: int,
             RuntimeVersionHttpInterceptor(component_name="SuperExec"),
             SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods=("/flwr.proto.Runtime/AcquireTask",)),
         ],
-        retry_invoker=make_simple_http_retry_invoker(),
+        retry_invoker=_quiet(make_simple_http_retry_invoker()),
     )
     deadline = time.monotonic() + seconds
     try:
@@ -136,6 +137,7 @@ class TaskGrid:
         self._grid = HttpGrid(
             runtime_api_address=address, insecure=authority is None, root_certificates=authority, token=token
         )
+        _quiet(self._grid._retry_invoker)  # pyright: ignore[reportPrivateUsage]
         self._client = self._grid._runtime_client  # pyright: ignore[reportPrivateUsage]
         self._run = 0
         verify: ssl.SSLContext | bool = False
@@ -154,10 +156,10 @@ class TaskGrid:
         """Be the run's server for the duration of the context; its end ends the run and closes the grid.
 
         Raises:
-            RunNotRunningException: If the SuperLink does not know the run.
-            httpx.HTTPError: If the SuperLink is unreachable.
+            RunNotRunningException: If the run has ended on the SuperLink.
+            httpx.HTTPError: If the SuperLink is unreachable, or no longer knows this process.
         """
-        heartbeat = HeartbeatSender(_lenient(make_task_heartbeat_fn_http(self._client)))
+        heartbeat = HeartbeatSender(self._send_heartbeat)
         heartbeat.start()
         status = "failed"
         try:
@@ -174,6 +176,19 @@ class TaskGrid:
             heartbeat.stop()
             self._door.close()
             self._grid.close()
+
+    def _send_heartbeat(self) -> bool:
+        """Send a heartbeat, and return whether it arrived.
+
+        Flower's own function sends SIGINT to this process if the run has ended. Here the next message fails instead.
+        """
+        try:
+            self._client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
+        except (httpx.HTTPStatusError, RunNotRunningException):
+            return True
+        except httpx.HTTPError:
+            return False
+        return True
 
     def get_node_ids(self) -> Iterable[int]:
         """Return Flower's ids of the nodes that are online."""
@@ -277,13 +292,17 @@ class TaskGrid:
         return make_message(metadata=metadata, error=Error(ErrorCode.MESSAGE_UNAVAILABLE, reason))
 
 
-def _lenient(heartbeat: Callable[[], bool]) -> Callable[[], bool]:
-    """Make a heartbeat ignore that the SuperLink no longer knows the run: the next message fails."""
+def _quiet(invoker: RetryInvoker) -> RetryInvoker:
+    """Let Flower's retries raise the error of a request that the SuperLink does not accept (401).
 
-    def lenient() -> bool:
-        try:
-            return heartbeat()
-        except httpx.HTTPStatusError:
+    Flower sends SIGINT to this process instead, and whoever started it would not learn why it stopped.
+    """
+    is_final = invoker.should_giveup
+
+    def is_final_or_unauthorized(error: Exception) -> bool:
+        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == httpx.codes.UNAUTHORIZED:
             return True
+        return is_final is not None and is_final(error)
 
-    return lenient
+    invoker.should_giveup = is_final_or_unauthorized
+    return invoker

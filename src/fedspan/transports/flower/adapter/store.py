@@ -26,10 +26,10 @@ __all__ = ["MessageStore", "SentOrder", "SentReplies", "StoredReply"]
 
 
 _SENT = """
-SELECT message_id FROM message_ins WHERE dst_node_id = ? AND delivered_at <> '' AND message_id <> ?
+SELECT message_id FROM message_ins WHERE dst_node_id = ? AND delivered_at <> ''
 AND NOT EXISTS (SELECT 1 FROM message_res WHERE reply_to_message_id = message_ins.message_id)
 """
-"""The orders that a node was sent and has not replied to, apart from one."""
+"""The orders that a node was sent and has not replied to."""
 
 
 class SentOrder(NamedTuple):
@@ -142,13 +142,15 @@ class MessageStore:
 
         Args:
             node: Flower's id of the node.
-            received: Id of the last order that the node received as a whole; empty: none.
+            received: Id of the last order that the node received as a whole, whose objects are deleted if it was sent
+                to this node; empty: none.
         """
         with self._transaction() as session:
             connection = session.connection()
-            sent = connection.exec_driver_sql(_SENT, (uint64_to_int64(node), received)).scalars().all()
-            for id in sent:
-                if id in self._objects:  # otherwise it was confirmed
+            for id in connection.exec_driver_sql(_SENT, (uint64_to_int64(node),)).scalars().all():
+                if id == received:
+                    self._objects.delete(id)
+                elif id in self._objects:  # otherwise it was confirmed
                     connection.exec_driver_sql("UPDATE message_ins SET delivered_at = '' WHERE message_id = ?", (id,))
 
     def repeat_order(self, order: SentOrder) -> bytes | None:
