@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedspan.core.alignment import Ajive, ajive
+from fedspan.core.alignment import Ajive, compute_ajive
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "claims"))
 
@@ -99,8 +99,8 @@ def main() -> None:
         dense = [pair.dense() for pair in pairs]
         # With one projector the small factors are the views, in other coordinates.
         given = [pair.B for pair in pairs] if shared else pairs
-        quick, found = shortest(lambda given=given: ajive(given, joint, args.rank, identifiable=True), 5)
-        slow, whole = shortest(lambda dense=dense: ajive(dense, joint, args.rank, identifiable=True), 1)
+        quick, found = shortest(lambda given=given: compute_ajive(given, joint, args.rank, identifiable=True), 5)
+        slow, whole = shortest(lambda dense=dense: compute_ajive(dense, joint, args.rank, identifiable=True), 1)
         small = parts(found)
         if shared:
             small = [(left @ pair.A, right @ pair.A) for (left, right), pair in zip(small, pairs, strict=True)]

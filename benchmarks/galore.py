@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedspan.core.base import as_dense
+from fedspan.core.base import to_dense
 from fedspan.core.parametrization import Projected
-from fedspan.core.projectors import random_projector, side_of
-from fedspan.core.tensors import slots_of, tensor_name
+from fedspan.core.projectors import choose_side, draw_random_projector
+from fedspan.core.tensors import join_tensor_name, select_slots
 from fedspan.core.values import Group, Job, OptimizerSpec, Refresh, Trained
 from fedspan.models.adapted import AdaptedModel
-from fedspan.training.batching import training_batches
+from fedspan.training.batching import draw_training_batches
 from fedspan.training.jobs import Assignment, TrainingSettings
 from fedspan.training.loop import LoopEngine
 
@@ -101,14 +101,16 @@ def ours(steps: int, period: int, scale: float, bias_correction: bool) -> dict[s
     tensors: dict[str, Tensor] = {}
     for name, module in targets.items():
         rows, columns = module.weight.shape
-        side = side_of((rows, columns))
+        side = choose_side((rows, columns))
         shape = (rows, RANK) if side == "right" else (RANK, columns)
-        tensors[tensor_name(name, "acc")] = torch.zeros(shape, dtype=torch.float64)
-        tensors[tensor_name(name, "P")] = random_projector((rows, columns), RANK, side, torch.Generator()).double()
+        tensors[join_tensor_name(name, "acc")] = torch.zeros(shape, dtype=torch.float64)
+        tensors[join_tensor_name(name, "P")] = draw_random_projector(
+            (rows, columns), RANK, side, torch.Generator()
+        ).double()
     job = Job(
-        parametrization={name: Projected(side_of(tuple(start[name].shape)), scale) for name in targets},
+        parametrization={name: Projected(choose_side(tuple(start[name].shape)), scale) for name in targets},
         tensors=tensors,
-        trainable=(Group(tuple(tensor_name(name, "acc") for name in targets)),),
+        trainable=(Group(tuple(join_tensor_name(name, "acc") for name in targets)),),
         steps=steps,
         refresh=Refresh(period, rule="svd", moments="keep"),
     )
@@ -116,9 +118,9 @@ def ours(steps: int, period: int, scale: float, bias_correction: bool) -> dict[s
     trained: Trained = engine.train(Assignment("one", 0, job, np.arange(EXAMPLES), LR), data)  # type: ignore[arg-type]
     weights: dict[str, Tensor] = {}
     for name in targets:
-        pair = job.parametrization[name].effective(slots_of(trained.tensors, name)).pair
+        pair = job.parametrization[name].effective(select_slots(trained.tensors, name)).pair
         assert pair is not None
-        weights[name] = start[name] + as_dense(pair)
+        weights[name] = start[name] + to_dense(pair)
     return weights
 
 
@@ -143,7 +145,7 @@ def theirs(steps: int, period: int, scale: float, bias_correction: bool) -> dict
 
     galore_projector.GaLoreProjector.get_orthogonal_matrix = signed
     try:
-        given = training_batches(
+        given = draw_training_batches(
             np.arange(EXAMPLES), data.lengths, batch_size=BATCH, epochs=1, batches=steps, seed=0,
             key=(0, "one", "train"), group_by_length=False,
         )  # fmt: skip

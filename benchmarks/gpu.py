@@ -38,7 +38,7 @@ from fedspan.tasks.causal import CausalLM, EncodedPrompts
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.encoding import EncodedText, Ragged
 from fedspan.training.batched import BatchedEngine
-from fedspan.training.batching import job_batches
+from fedspan.training.batching import draw_job_batches
 from fedspan.training.jobs import Assignment
 from fedspan.training.stacking import StackingRequest, wait_for
 
@@ -189,7 +189,7 @@ class Bench:
         return sum(
             int(self.examples.lengths[batch].sum())
             for work in self.works.values()
-            for batch in job_batches(self.engine.settings, 0, work, self.examples)
+            for batch in draw_job_batches(self.engine.settings, 0, work, self.examples)
         )
 
     def train(self) -> dict[str, Trained]:

@@ -37,11 +37,11 @@ import torch
 from fedspan.config import RunConfig, parse_config
 from fedspan.core.values import Message
 from fedspan.data.loading import load
-from fedspan.federation.conditions import Faults, corrupt
+from fedspan.federation.conditions import Faults, corrupt_reply
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.protocol import Order
-from fedspan.federation.validation import untrained_reply
+from fedspan.federation.validation import build_untrained_reply
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.encoding import EncodedText, Ragged
@@ -204,8 +204,8 @@ def federate(built: Built, config: RunConfig, count: int, factor: float) -> Fede
         if order.to not in hostile or factor == 1:
             return reply
         assert order.client is not None
-        start = untrained_reply(federation.method, sent, replace(order.client, last_round=None), order.round)
-        return corrupt(Faults(0.1, "scale", factor), reply, start, 0)
+        start = build_untrained_reply(federation.method, sent, replace(order.client, last_round=None), order.round)
+        return corrupt_reply(Faults(0.1, "scale", factor), reply, start, 0)
 
     assert isinstance(federation.transport, InProcess)
     federation.transport.host.tamper = boost

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fedspan.core.lowrank import LowRank, concatenate, svd
 from fedspan.core.method import Memory, Method
-from fedspan.core.tensors import generator
+from fedspan.core.tensors import create_generator
 from fedspan.core.values import Client, Job, LayerSpec, Message, OptimizerState, Spec, Trained
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.methods.registry import METHODS
@@ -55,7 +55,7 @@ class DrawnWeights:
     size: int
 
     def weight(self, layer: str) -> Tensor:
-        return torch.randn((self.size, self.size), generator=generator(0, "weight", layer)) * self.size**-0.5
+        return torch.randn((self.size, self.size), generator=create_generator(0, "weight", layer)) * self.size**-0.5
 
     def extra(self, parameter: str) -> Tensor:
         raise KeyError(parameter)
@@ -136,7 +136,7 @@ def trained(job: Job, rng: torch.Generator) -> Trained:
 
 def answer(method: Method, message: Message, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
     """A client's side of a round."""
-    rng = generator(0, "reply", client.id, round)
+    rng = create_generator(0, "reply", client.id, round)
     result: Job | Message = method.start(message, client, memory, round)
     while isinstance(result, Job):
         result, memory = method.finish(result, trained(result, rng), client, memory, round)
@@ -189,7 +189,7 @@ class Comparison:
 
 def compare(size: int, rank: int, clients: int) -> Comparison:
     """The rank-r truncation of ``sum p_i s_i B_i A_i``: seconds either way, and how far apart the two matrices are."""
-    rng = generator(0, "comparison")
+    rng = create_generator(0, "comparison")
     pairs = [
         LowRank(torch.randn((size, rank), generator=rng), torch.randn((rank, size), generator=rng), (k + 1) / clients)
         for k in range(clients)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from report import FOLDER
 
-from fedspan.reproduction.cells import DATA, MODEL, cells_of
+from fedspan.reproduction.cells import DATA, MODEL, list_cells
 from fedspan.reproduction.presets import list_presets
 
 HERE = Path(__file__).resolve().parent
@@ -63,7 +63,7 @@ def preset_jobs() -> tuple[Job, ...]:
     ):
         if all(claim.needs for claim in preset.claims):  # has a script of its own, or can't be measured here
             continue
-        text = json.dumps([dict(cell.configs) for cell in cells_of(preset, "small")])
+        text = json.dumps([dict(cell.configs) for cell in list_cells(preset, "small")])
         data = tuple(sorted(set(re.findall(re.escape(DATA) + r"/([\w-]+)", text))))
         words = ("reproduced.py", preset.id, "--data", "{data}", "--runs", "{work}/runs")
         model = MODEL in text

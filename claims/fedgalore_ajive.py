@@ -1,7 +1,7 @@
 """FedGaLore's Figure 5: the second moment that clients share, by averaging, by average and SVD, and by AJIVE.
 
 ``python claims/fedgalore_ajive.py`` takes some minutes. The data are
-``planted_views.second_moments``, AJIVE is ``fedspan.core.alignment.ajive``.
+``planted_views.second_moments``, AJIVE is ``fedspan.core.alignment.compute_ajive``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from planted_views import second_moments
 from torch import Tensor
 
-from fedspan.core.alignment import ajive
+from fedspan.core.alignment import compute_ajive
 from fedspan.experiments.verdict import Within, compare_pairs
 
 RANK, SQUARED = 5, 15  # of G*, and of its square: 5 * 6 / 2
@@ -37,7 +37,7 @@ READINGS = {
 
 def joint(views: Sequence[Tensor], rank: int, view_rank: int = 0, center: bool = True, means: bool = True) -> Tensor:
     """The mean over clients of J_k, with the column means that AJIVE took off unless told otherwise."""
-    found = ajive(views, rank, view_rank or rank, center=center)
+    found = compute_ajive(views, rank, view_rank or rank, center=center)
     parts = [found.joint(number) + (mean if means else 0.0) for number, mean in enumerate(found.means)]
     return torch.stack(parts).mean(0)
 

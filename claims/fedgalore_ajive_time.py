@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from planted_views import planted, shortest
 from torch import Tensor
 
-from fedspan.core.alignment import Ajive, ajive
-from fedspan.experiments.verdict import compare_pairs, compare_to, standard_error
+from fedspan.core.alignment import Ajive, compute_ajive
+from fedspan.experiments.verdict import compare_pairs, compare_to, compute_standard_error
 
 PAPER = (
     "Rethinking LoRA for Data Heterogeneous Federated Learning: Subspace and State Alignment (arXiv:2602.01746), "
@@ -55,8 +55,8 @@ def measure(size: int, views: int, rank: int, seeds: Sequence[int]) -> Times:
     for seed in seeds:
         pairs = planted(size, rank, views, shared=True, seed=seed)
         matrices, small = [pair.dense() for pair in pairs], [pair.B for pair in pairs]
-        slow, whole = shortest(lambda given=matrices: ajive(given, rank // 2, rank), 2, time.process_time)
-        quick, found = shortest(lambda given=small: ajive(given, rank // 2, rank), 5, time.process_time)
+        slow, whole = shortest(lambda given=matrices: compute_ajive(given, rank // 2, rank), 2, time.process_time)
+        quick, found = shortest(lambda given=small: compute_ajive(given, rank // 2, rank), 5, time.process_time)
         dense.append(1e3 * slow)
         factored.append(1e3 * quick)
         for left, right, pair in zip(joints(found), joints(whole), pairs, strict=True) if views > 1 else ():
@@ -66,7 +66,7 @@ def measure(size: int, views: int, rank: int, seeds: Sequence[int]) -> Times:
 
 def spread(values: Sequence[float]) -> str:
     """Mean and standard error."""
-    return f"{sum(values) / len(values):.2f} ± {standard_error(values):.2f}"
+    return f"{sum(values) / len(values):.2f} ± {compute_standard_error(values):.2f}"
 
 
 def findings(times: Mapping[tuple[int, int], Times]) -> list[report.Finding]:

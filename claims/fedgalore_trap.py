@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from fedspan.core.parametrization import Dense, LoRA, Parametrization, Projected
-from fedspan.core.tensors import generator, tensor_name
+from fedspan.core.tensors import create_generator, join_tensor_name
 from fedspan.core.values import Group, Job, OptimizerSpec, Refresh
 from fedspan.experiments.verdict import compare_pairs
 from fedspan.models.adapted import AdaptedModel
@@ -89,7 +89,7 @@ SETTINGS = {
 
 def at_random(number: int) -> tuple[str, Setting]:
     """A setting drawn from ranges: whether an order depends on numbers that were picked by hand."""
-    share = torch.rand(6, generator=generator(number, "kinetic trap setting"), dtype=torch.float64).tolist()
+    share = torch.rand(6, generator=create_generator(number, "kinetic trap setting"), dtype=torch.float64).tolist()
     setting = Setting(
         rank=1 + int(5 * share[0]),
         steep=round(1 + 3 * share[1], 2),
@@ -129,7 +129,7 @@ def draw(setting: Setting, seeds: Sequence[int]) -> Trials:
     """One trial a seed."""
     D, R, rows = setting.size, setting.rank, list[tuple[Tensor, ...]]()
     for seed in seeds:
-        rng = generator(seed, "kinetic trap", D, R)
+        rng = create_generator(seed, "kinetic trap", D, R)
         A, within, e2, u, noise = (
             torch.randn(shape, generator=rng, dtype=torch.float64) for shape in ((R, D), (R,), (D,), (D,), (D, D))
         )
@@ -213,9 +213,11 @@ def job(method: str, setting: Setting, trials: Trials, W: Tensor, layers: Sequen
         slots, trained = {"P": trials.A, "acc": torch.zeros_like(trials.A.mT)}, ("acc",)
         refresh = Refresh(setting.period, rule="svd", moments="keep")  # the first one, at step 0, replaces P
     tensors = {
-        tensor_name(layer, slot): value[number] for slot, value in slots.items() for number, layer in enumerate(layers)
+        join_tensor_name(layer, slot): value[number]
+        for slot, value in slots.items()
+        for number, layer in enumerate(layers)
     }
-    names = tuple(tensor_name(layer, slot) for slot in trained for layer in layers)
+    names = tuple(join_tensor_name(layer, slot) for slot in trained for layer in layers)
     return Job(dict.fromkeys(layers, parametrization), tensors, (Group(names),), setting.steps, refresh=refresh)
 
 

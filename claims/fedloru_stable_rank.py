@@ -18,7 +18,7 @@ from rolora_mnist import Images, read_images
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedspan.core.tensors import generator
+from fedspan.core.tensors import create_generator
 from fedspan.experiments.verdict import compare_pairs
 from fedspan.models.resnet import ResNetForSmallImages, SmallResNetConfig
 
@@ -57,16 +57,16 @@ def trained(x: Tensor, y: Tensor, seed: int, args: argparse.Namespace) -> list[f
     """Stable ranks before training and at each look."""
     model, count = network(seed), len(y)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    found = [measure_rank(model, x, y, generator(seed, "look", count, 0), args)]
+    found = [measure_rank(model, x, y, create_generator(seed, "look", count, 0), args)]
     for epoch in range(1, args.epochs + 1):
         model.train()
-        order = torch.randperm(count, generator=generator(seed, "order", count, epoch))
+        order = torch.randperm(count, generator=create_generator(seed, "order", count, epoch))
         for batch in order.split(args.batch):
             optimizer.zero_grad()
             F.cross_entropy(model(x[batch]).logits, y[batch]).backward()
             optimizer.step()
         if epoch % args.every == 0:
-            found.append(measure_rank(model, x, y, generator(seed, "look", count, epoch), args))
+            found.append(measure_rank(model, x, y, create_generator(seed, "look", count, epoch), args))
     return found
 
 
@@ -75,7 +75,7 @@ def curves(args: argparse.Namespace) -> Curves:
     images = read_images(args.data, "train")
     found: Curves = {size: [] for size in sorted(args.images)}
     for seed in args.seeds:
-        chosen = torch.randperm(len(images), generator=generator(seed, "images"))[: max(args.images)]
+        chosen = torch.randperm(len(images), generator=create_generator(seed, "images"))[: max(args.images)]
         x, y = pixels(Images(images.x[chosen], images.y[chosen])), images.y[chosen]
         for size in found:
             found[size].append(trained(x[:size], y[:size], seed, args))

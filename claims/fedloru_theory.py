@@ -18,7 +18,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from fedspan.core.tensors import generator
+from fedspan.core.tensors import create_generator
 from fedspan.experiments.verdict import Verdict, Within, compare_pairs, compare_to
 
 PAPER = (
@@ -55,7 +55,7 @@ class Noisy:
 @cache
 def noisy(theta: tuple[float, ...], scale: float, size: int, seed: int, who: str) -> Noisy:
     """diag(theta, 0, ...) + scale * X, X symmetric with entries of variance 1 / R."""
-    draw = generator(seed, "noise", who, scale)
+    draw = create_generator(seed, "noise", who, scale)
     upper = torch.randn(size, size, generator=draw, dtype=torch.float64).triu()
     noise = (upper + upper.triu(1).T) / size**0.5
     true = torch.zeros(size, dtype=torch.float64)
@@ -125,7 +125,7 @@ def alignments(
     for number, one in enumerate(clients):
         slope = torch.ones(size, dtype=torch.float64)
         if spread:
-            draw = torch.randn((), generator=generator(seed, "slope", number), dtype=torch.float64)
+            draw = torch.randn((), generator=create_generator(seed, "slope", number), dtype=torch.float64)
             slope[0] = 0.2 + spread * draw
         sign = torch.ones(size, dtype=torch.float64)
         by_size = sorted(range(len(theta)), key=lambda index: -abs(theta[index]))

@@ -16,13 +16,13 @@ from looks import LOOKS, Look
 from reproduced import finding, measures
 
 from fedspan.experiments.comparison import compare
-from fedspan.experiments.execution import finished_runs
-from fedspan.experiments.tables import megabytes, plus_minus, seconds
-from fedspan.reproduction.cells import MODEL, cells_of
+from fedspan.experiments.execution import reuse_finished_runs
+from fedspan.experiments.tables import format_mean, format_megabytes, format_seconds
+from fedspan.reproduction.cells import MODEL, list_cells
 from fedspan.reproduction.measurement import MEASURED, measure
-from fedspan.reproduction.presets import Claim, preset_of
+from fedspan.reproduction.presets import Claim, load_preset
 from fedspan.reproduction.verdicts import CellScore, judge
-from fedspan.training.prefix_rows import shared_prefixes
+from fedspan.training.prefix_rows import share_prefixes
 
 PAGE = "reasons"
 TITLE = "Looked into: why the small scale contradicts"
@@ -34,13 +34,13 @@ page chose, unless it is said here that it is another."""
 
 def needs_model(look: Look) -> bool:
     """Whether a folder with a language model has to be given."""
-    return any(MODEL in json.dumps(dict(cell.configs)) for cell in cells_of(preset_of(look.preset), "small"))
+    return any(MODEL in json.dumps(dict(cell.configs)) for cell in list_cells(load_preset(look.preset), "small"))
 
 
 def run_rows(look: Look, args: argparse.Namespace, folder: Path) -> tuple[CellScore, ...]:
     """Every row under all seeds; a run that is finished in ``--runs`` is copied."""
-    preset = preset_of(look.preset)
-    cells = {cell.name: cell for cell in cells_of(preset, "small", str(args.data), args.model and str(args.model))}
+    preset = load_preset(look.preset)
+    cells = {cell.name: cell for cell in list_cells(preset, "small", str(args.data), args.model and str(args.model))}
     scores: list[CellScore] = []
     for number, row in enumerate(look.rows):
         key = preset.methods[row.label].key
@@ -66,13 +66,13 @@ def run_rows(look: Look, args: argparse.Namespace, folder: Path) -> tuple[CellSc
                 measured={look.measure: tuple(each[look.measure] for each in seen)} if seen else {},
             )
         )
-        print(f"{look.preset}, {row.name}: {plus_minus(found.metric, one.mean, one.deviation)}", flush=True)
+        print(f"{look.preset}, {row.name}: {format_mean(found.metric, one.mean, one.deviation)}", flush=True)
     return tuple(scores)
 
 
 def findings(look: Look, scores: Sequence[CellScore]) -> list[report.Finding]:
     """The first row against each of the others, by the claims' own rule."""
-    cells = [cell for cell in cells_of(preset_of(look.preset), "small") if cell.name == look.cell]
+    cells = [cell for cell in list_cells(load_preset(look.preset), "small") if cell.name == look.cell]
     first, *others = (row.name for row in look.rows)
     claim = Claim(statement=look.statement, better=first, worse=others, measure=look.measure)
     return [finding(judged) for judged in judge([claim], cells, scores)]
@@ -80,14 +80,14 @@ def findings(look: Look, scores: Sequence[CellScore]) -> list[report.Finding]:
 
 def section(look: Look, scores: Sequence[CellScore]) -> str:
     """Of the page."""
-    preset = preset_of(look.preset)
+    preset = load_preset(look.preset)
     rows = [
         (
             row.name,
             ", ".join(row.changes),
-            plus_minus(score.metric, score.mean, score.deviation),
-            megabytes(score.bytes_up),
-            seconds(score.seconds),
+            format_mean(score.metric, score.mean, score.deviation),
+            format_megabytes(score.bytes_up),
+            format_seconds(score.seconds),
         )
         for row, score in zip(look.rows, scores, strict=True)
     ]
@@ -121,7 +121,7 @@ def main() -> None:
         del looks[name]
     found: list[report.Finding] = []
     sections = [OPENING]
-    with shared_prefixes(), finished_runs([args.runs]):
+    with share_prefixes(), reuse_finished_runs([args.runs]):
         for name, look in looks.items():
             scores = run_rows(look, args, args.runs / PAGE / name)
             found += findings(look, scores)

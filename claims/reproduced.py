@@ -17,10 +17,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from fedspan.experiments.tables import markdown
-from fedspan.reproduction.presets import Preset, preset_of
+from fedspan.experiments.tables import format_markdown
+from fedspan.reproduction.presets import Preset, load_preset
 from fedspan.reproduction.reproduce import Reproduction, reproduce
-from fedspan.reproduction.verdicts import CellScore, Judged, difference
+from fedspan.reproduction.verdicts import CellScore, Judged, format_difference
 from fedspan.tasks.metrics import METRICS, Metric
 
 
@@ -31,13 +31,13 @@ def finding(judged: Judged) -> report.Finding:
         return report.Finding(statement, judged.why or "", judged.verdict)
     known = METRICS.get(judged.metric)
     unit = "" if known is None else f" {'points of ' if known.percent else ''}{known.title}"
-    return report.Finding(statement, f"by {difference(judged.metric, judged.overall)}{unit}", judged.verdict)
+    return report.Finding(statement, f"by {format_difference(judged.metric, judged.overall)}{unit}", judged.verdict)
 
 
 def by_cell(verdicts: Sequence[Judged]) -> str:
     """The same, cell by cell, where there are several."""
     rows = [
-        [judged.statement, judged.better, judged.worse, cell.cell, difference(judged.metric, cell), cell.verdict]
+        [judged.statement, judged.better, judged.worse, cell.cell, format_difference(judged.metric, cell), cell.verdict]
         for judged in verdicts
         if len(judged.cells) > 1 and not judged.metric.startswith("bytes")
         for cell in judged.cells
@@ -127,12 +127,12 @@ def page(found: Reproduction, preset: Preset, folder: Path) -> None:
     sections = [
         f"At the small scale, seeds {', '.join(map(str, found.seeds))}; at the paper's: `fedspan reproduce {found.id} "
         "--scale full --out FOLDER`.",
-        "\n".join(markdown(found.table())),
+        "\n".join(format_markdown(found.table())),
         shown,
         measures(found.scores),
         at_ends(found, preset),
         by_cell(found.verdicts),
-        "## Setting\n\n" + "\n".join(markdown(found.settings)) + f"\n\n{notes}",
+        "## Setting\n\n" + "\n".join(format_markdown(found.settings)) + f"\n\n{notes}",
     ]
     findings = [finding(judged) for judged in found.verdicts]
     report.write(folder, found.id, report.title_of(preset), preset.paper, findings, [part for part in sections if part])
@@ -158,7 +158,7 @@ def main() -> None:
         reuse=[args.runs],  # tables share cells
     )
     args.out.mkdir(parents=True, exist_ok=True)
-    page(found, preset_of(args.id), args.out)
+    page(found, load_preset(args.id), args.out)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from linear_model import (
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from fedspan.core.tensors import generator
+from fedspan.core.tensors import create_generator
 from fedspan.experiments.verdict import Verdict
 
 D, CLIENTS, DELTA = 20, 5, 0.9
@@ -44,7 +44,7 @@ PAPER = (
 
 def gaussian(seed: int, purpose: str, *shape: int) -> Tensor:
     """Standard normal numbers in float64."""
-    return torch.randn(shape, generator=generator(seed, purpose, *shape), dtype=torch.float64)
+    return torch.randn(shape, generator=create_generator(seed, purpose, *shape), dtype=torch.float64)
 
 
 def start(seed: int, delta: float) -> tuple[Tensor, Tensor]:

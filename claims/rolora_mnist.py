@@ -22,16 +22,16 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedspan.core.method import scaling_of
-from fedspan.core.tensors import generator
+from fedspan.core.method import compute_scaling
+from fedspan.core.tensors import create_generator
 from fedspan.core.values import Client, OptimizerSpec
 from fedspan.errors import FedspanError
-from fedspan.experiments.verdict import compare_pairs, compare_to, standard_error
+from fedspan.experiments.verdict import compare_pairs, compare_to, compute_standard_error
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData
 from fedspan.federation.settings import RoundSettings
-from fedspan.methods.registry import method_class
+from fedspan.methods.registry import get_method_class
 from fedspan.models.adapted import AdaptedModel
 from fedspan.training.jobs import TrainingSettings
 from fedspan.training.loop import LoopEngine
@@ -122,7 +122,7 @@ class Data:
 def load(folder: Path, train: int, validation: int, test: int) -> Data:
     """The first images of a fixed shuffle of the training file, the next ones for validation, and the test file's."""
     whole, held = read_images(folder, "train"), read_images(folder, "t10k")
-    order = torch.randperm(len(whole), generator=generator(0, "mnist"))
+    order = torch.randperm(len(whole), generator=create_generator(0, "mnist"))
     if train + validation > len(whole):
         raise SystemExit(f"--train and --validation take {train + validation} of {len(whole)} images")
     chosen, spare = order[:train], order[train : train + validation]
@@ -135,7 +135,7 @@ def load(folder: Path, train: int, validation: int, test: int) -> Data:
 
 def divide(labels: Tensor, clients: int, seed: int) -> dict[str, np.ndarray]:
     """Every label to one client: two labels each for five clients, one for ten; which ones, the seed draws."""
-    order = torch.randperm(CLASSES, generator=generator(seed, "division", clients))
+    order = torch.randperm(CLASSES, generator=create_generator(seed, "division", clients))
     own = order.reshape(clients, CLASSES // clients)
     return {f"client-{k}": torch.isin(labels, own[k]).nonzero()[:, 0].numpy() for k in range(clients)}
 
@@ -145,7 +145,7 @@ def build(data: Data, method: str, clients: int, lr: float, seed: int, rounds: i
     W_out = nn.Linear(PIXELS, CLASSES, bias=False)
     bound = PIXELS**-0.5
     with torch.no_grad():
-        W_out.weight.uniform_(-bound, bound, generator=generator(seed, "W_out"))
+        W_out.weight.uniform_(-bound, bound, generator=create_generator(seed, "W_out"))
     hidden = NoBase(PIXELS, PIXELS, bias=False)
     model = nn.Sequential(OrderedDict(hidden=hidden, relu=ReLU(), out=W_out))
     adapted = AdaptedModel(model, {"hidden": hidden}, {})
@@ -153,10 +153,10 @@ def build(data: Data, method: str, clients: int, lr: float, seed: int, rounds: i
         OptimizerSpec("sgd", lr=lr), batch_size=BATCH, epochs=EPOCHS, max_grad_norm=0.0, group_by_length=False
     )
     engine = LoopEngine(adapted, Classification(), training, seed)
-    made = method_class(method)(spec=adapted.spec, seed=seed, r=RANK, lora_alpha=float(RANK))
+    made = get_method_class(method)(spec=adapted.spec, seed=seed, r=RANK, lora_alpha=float(RANK))
     empty = np.array([], dtype=np.int64)
     members = [
-        ClientData(Client(id, RANK, scaling_of(RANK, RANK), len(indices), weight=1.0), indices, empty, empty)
+        ClientData(Client(id, RANK, compute_scaling(RANK, RANK), len(indices), weight=1.0), indices, empty, empty)
         for id, indices in divide(data.train.y, clients, seed).items()
     ]
     return simulate(made, engine, members, data.train, RoundSettings(rounds, seed=seed))
@@ -275,7 +275,7 @@ def main() -> None:
             rest = [run_seed(data, method, clients, best, seed, args.rounds) for seed in args.seeds[1:]]
             curves[method, clients] = [first[best], *rest]
             levels = [curve.plateau("test") for curve in curves[method, clients]]
-            mean = f"{sum(levels) / len(levels):.1f} ± {standard_error(levels):.1f}"
+            mean = f"{sum(levels) / len(levels):.1f} ± {compute_standard_error(levels):.1f}"
             rows.append([f"{name}, {clients}", f"{best:g}", *(f"{level:.1f}" for level in levels), mean])
             print(*rows[-1], f"{time.process_time() - start:.0f} s", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 import fedspan
-from fedspan.core.factors import a_factors, b_factors, lora_job, reply
-from fedspan.core.method import Claims, Memory, RegisteredMethod, decay_rate
+from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, reply
+from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_decay_rate
 from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained, Weights
 
 
@@ -32,16 +32,16 @@ class SlowA(RegisteredMethod):
 
     claims: ClassVar[Claims] = Claims(paper="nowhere yet", exact=False)
 
-    keep: float = decay_rate(0.5)
+    keep: float = declare_decay_rate(0.5)
 
     def init(self, weights: Weights) -> ServerState:
-        return ServerState(tensors={**a_factors(self, self.r), **b_factors(self.spec, self.r)})
+        return ServerState(tensors={**draw_a_factors(self, self.r), **create_b_factors(self.spec, self.r)})
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         return Message(state.tensors)
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        return lora_job(self, message.tensors, client, train=("A", "B"))
+        return create_lora_job(self, message.tensors, client, train=("A", "B"))
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory
@@ -50,7 +50,7 @@ class SlowA(RegisteredMethod):
         return Contribution(sum=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        slow = a_factors(self, self.r)  # for the names of the A tensors
+        slow = draw_a_factors(self, self.r)  # for the names of the A tensors
         tensors = {
             name: self.keep * state.tensors[name] + (1 - self.keep) * mean if name in slow else mean
             for name, mean in reduced.mean.items()

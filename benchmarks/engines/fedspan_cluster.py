@@ -25,7 +25,7 @@ from work import CHECKED
 from fedspan.clients.host import Host
 from fedspan.config import parse_config
 from fedspan.federation.protocol import Order, Reply
-from fedspan.runs.cluster import WorkerKit, build_host, connect_workers, resources_of
+from fedspan.runs.cluster import WorkerKit, build_host, connect_workers, get_resources
 from fedspan.runs.setup import prepare
 from fedspan.transports.ray.team import open_team
 
@@ -87,7 +87,7 @@ def main() -> None:
     os.environ[FOLDER] = str(folder.resolve())
     prepared = prepare(parse_config(json.loads(Path(sys.argv[1]).read_text())))
     examples = sum(len(member.train) for member in prepared.federation.clients.values())
-    with open_team(resources_of(prepared.config)) as team:
+    with open_team(get_resources(prepared.config)) as team:
         federation = connect_workers(prepared, team, build=build).federation
         progress, first, known = federation.begin(), dict[str, float](), 0.0
 

@@ -19,7 +19,7 @@ from fedspan.core.tensors import is_extra
 from fedspan.core.values import Job
 from fedspan.models.names import resolve_model
 from fedspan.runs.setup import Prepared, prepare
-from fedspan.training.batching import job_batches, training_batches
+from fedspan.training.batching import draw_job_batches, draw_training_batches
 from fedspan.training.jobs import Assignment
 
 __all__ = ["CHECKED", "Work", "write_plan"]
@@ -120,12 +120,12 @@ def write_plan(work: Work, folder: Path, rounds: int) -> Path:
 
 def _batches(prepared: Prepared, assignment: Assignment) -> list[list[int]]:
     engine = prepared.engine
-    return [batch.tolist() for batch in job_batches(engine.settings, engine.seed, assignment, prepared.train)]
+    return [batch.tolist() for batch in draw_job_batches(engine.settings, engine.seed, assignment, prepared.train)]
 
 
 def _centralized(work: Work, prepared: Prepared, round: int) -> list[list[int]]:
     """One epoch over everybody's examples, in fedspan's buckets."""
-    batches = training_batches(
+    batches = draw_training_batches(
         np.concatenate([member.train for member in prepared.federation.clients.values()]),
         prepared.train.lengths,
         batch_size=work.batch,

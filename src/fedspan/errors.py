@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = ["FedspanError", "escape_controls", "nearest", "similar"]
+__all__ = ["FedspanError", "escape_controls", "find_similar", "suggest_nearest"]
 
 
 class FedspanError(Exception):
@@ -29,7 +29,7 @@ class FedspanError(Exception):
         self.value = value
         self.expected = expected
         self.problem = problem
-        sentences = [_default_problem(value) if problem is None else problem]
+        sentences = [_build_default_problem(value) if problem is None else problem]
         if expected:
             sentences.append(f"Expected {expected}")
         line = " ".join(f"`{field}`: {' '.join(_end(sentence) for sentence in sentences)}".split())
@@ -50,7 +50,7 @@ class FedspanError(Exception):
         value = self.value if value is None else value
         problem = self.problem
         if note:
-            problem = f"{_end(_default_problem(value) if problem is None else problem)} {note}"
+            problem = f"{_end(_build_default_problem(value) if problem is None else problem)} {note}"
         return FedspanError(self.field if field is None else field, value, self.expected, problem=problem)
 
 
@@ -61,10 +61,10 @@ def _restore(kind: type[FedspanError], field: str, value: object, expected: str,
     return error
 
 
-def _default_problem(value: object) -> str:
+def _build_default_problem(value: object) -> str:
     if value is None:
         return "no value is given"
-    shown = _shown(value)
+    shown = _represent(value)
     if len(shown) > 200:
         shown = shown[:197] + "..."
     return f"{shown} is not accepted"
@@ -76,7 +76,7 @@ def _end(sentence: str) -> str:
     return sentence if sentence.endswith((".", "?", "!")) else f"{sentence}."
 
 
-def _shown(value: object) -> str:
+def _represent(value: object) -> str:
     try:
         return repr(value)
     except (ValueError, RecursionError):  # a number of thousands of digits, lists inside lists without end
@@ -94,7 +94,7 @@ def escape_controls(text: str) -> str:
     )
 
 
-def similar(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+def find_similar(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Return the known names that are closest to a misspelt one, the closest first; empty if none is close.
 
     A known name that consists of the initials counts as close (``lr`` for ``learning_rate``), and so does one that
@@ -107,13 +107,13 @@ def similar(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     return list(dict.fromkeys([*close, *longer, *get_close_matches(name, known, n=count, cutoff=0.4)]))[:count]
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+def suggest_nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """Return a sentence that suggests the known names closest to a misspelt one, for an error's ``problem``.
 
     Where none is close, the sentence lists the first known names; it is empty if none is known.
     """
     known = sorted(set(known))
-    if close := [repr(candidate) for candidate in similar(name, known, count)]:
+    if close := [repr(candidate) for candidate in find_similar(name, known, count)]:
         return f"Did you mean {' or '.join([', '.join(close[:-1]), close[-1]] if close[1:] else close)}?"
     if not known:
         return ""

@@ -18,8 +18,10 @@ from fedspan.errors import FedspanError
 
 __all__ = [
     "DamagedFileError",
-    "disk_errors",
-    "folder_name",
+    "build_folder_name",
+    "build_temporary_path",
+    "convert_disk_errors",
+    "delete_temporary_files",
     "from_json",
     "fsync_folder",
     "is_temporary",
@@ -27,8 +29,6 @@ __all__ = [
     "read_whole",
     "remove",
     "require_no_link",
-    "sweep",
-    "temporary",
     "to_json",
     "write_all",
     "write_atomic",
@@ -40,7 +40,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT} if hasattr(errno, "EDQUOT") else {errno.ENO
 
 
 @contextmanager
-def disk_errors(folder: Path, cure: str = "", field: str = "run folder") -> Generator[None, None, None]:
+def convert_disk_errors(folder: Path, cure: str = "", field: str = "run folder") -> Generator[None, None, None]:
     """Turn what the file system refuses inside the block into an error that says where the run stands.
 
     Args:
@@ -63,13 +63,13 @@ def disk_errors(folder: Path, cure: str = "", field: str = "run folder") -> Gene
         raise FedspanError(field, str(folder), problem=problem) from error
 
 
-def temporary(path: Path) -> Path:
+def build_temporary_path(path: Path) -> Path:
     """The name under which something is written before it is renamed to ``path``: in one folder, so on one disk."""
     return path.with_name(f"{path.name}.tmp-{os.getpid()}")
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a name is one of ``temporary``: of what is not whole yet."""
+    """Check whether a file name was made by ``build_temporary_path``: the file is incomplete."""
     return _TEMPORARY.match(path.name) is not None
 
 
@@ -93,7 +93,7 @@ def require_no_link(path: Path) -> None:
         raise FedspanError(str(path), target, problem=problem)
 
 
-def sweep(folder: Path) -> None:
+def delete_temporary_files(folder: Path) -> None:
     """Delete what killed processes left half-written in a folder. Call it only with the run's lock held."""
     if folder.is_dir():
         for entry in folder.iterdir():
@@ -132,7 +132,7 @@ def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Write or replace a file so that at every moment it holds either all of the old or all of the new."""
-    partial = temporary(path)
+    partial = build_temporary_path(path)
     try:
         write_file(partial, data, mode)
         partial.replace(path)
@@ -181,13 +181,13 @@ def read_whole(path: Path) -> bytes:
         raise DamagedFileError(path, error.strerror or str(error)) from error
 
 
-def _plain(value: object) -> object:
+def _to_json_value(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_json_value(item) for item in value]
     return value
 
 
@@ -200,7 +200,7 @@ def to_json(value: object, indent: int | None = None) -> str:
     Raises:
         TypeError: for a value that JSON has no form for, such as a tensor.
     """
-    return json.dumps(_plain(value), allow_nan=False, indent=indent)
+    return json.dumps(_to_json_value(value), allow_nan=False, indent=indent)
 
 
 def from_json(data: bytes) -> object:
@@ -215,7 +215,7 @@ def from_json(data: bytes) -> object:
         raise ValueError("nested too deeply") from error
 
 
-def folder_name(client: str) -> str:
+def build_folder_name(client: str) -> str:
     """A client's id, any text, as the name of one folder; different for different ids."""
     name = quote(client, safe=" ,;+@=()")
     if not name.strip(" ."):  # "..", to the file system, is somewhere else

@@ -20,9 +20,18 @@ from typing import NamedTuple, Self
 from filelock import FileLock
 
 from fedspan.errors import FedspanError
-from fedspan.files import disk_errors, from_json, fsync_folder, read_bytes, to_json, write_all
+from fedspan.files import convert_disk_errors, from_json, fsync_folder, read_bytes, to_json, write_all
 
-__all__ = ["EMPTY", "AuditLog", "JsonLines", "Position", "chain_line", "position_of", "read_lines", "require_position"]
+__all__ = [
+    "EMPTY",
+    "AuditLog",
+    "JsonLines",
+    "Position",
+    "encode_chain_line",
+    "position_of",
+    "read_lines",
+    "require_position",
+]
 
 _CHAIN = re.compile(rb', "chain": "([0-9a-f]{64})"\}$')
 
@@ -43,7 +52,7 @@ EMPTY = Position(0, "0" * 64)
 """The position of a log without lines."""
 
 
-def chain_line(head: str, row: Mapping[str, object]) -> tuple[str, bytes]:
+def encode_chain_line(head: str, row: Mapping[str, object]) -> tuple[str, bytes]:
     """Encode a line of a log.
 
     Args:
@@ -57,15 +66,15 @@ def chain_line(head: str, row: Mapping[str, object]) -> tuple[str, bytes]:
         TypeError: If a value has no JSON form, such as a tensor.
     """
     body = to_json(row).encode()
-    digest = _digest(head, body)
+    digest = _compute_digest(head, body)
     return digest, body[:-1] + f', "chain": "{digest}"}}\n'.encode()
 
 
-def _digest(head: str, body: bytes) -> str:
+def _compute_digest(head: str, body: bytes) -> str:
     return hashlib.sha256(head.encode() + body).hexdigest()
 
 
-def _lines(path: Path, data: bytes) -> Iterator[tuple[int, bytes, str]]:
+def _read_lines(path: Path, data: bytes) -> Iterator[tuple[int, bytes, str]]:
     """Yield number, content without ``chain``, and ``chain`` of every complete line.
 
     Raises:
@@ -75,7 +84,7 @@ def _lines(path: Path, data: bytes) -> Iterator[tuple[int, bytes, str]]:
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         match = _CHAIN.search(line)
         body = b"" if match is None else line[: match.start()] + b"}"
-        if match is None or _digest(head, body) != match[1].decode():
+        if match is None or _compute_digest(head, body) != match[1].decode():
             problem = (
                 "the line was changed after it was written, or a line before it is missing: its chain digest does "
                 "not match. Restore the file"
@@ -93,7 +102,7 @@ def read_lines(path: Path) -> Iterator[dict[str, object]]:
     Raises:
         FedspanError: If a line does not continue the chain, or is not a JSON object; the error names its number.
     """
-    for number, body, _ in _lines(path, read_bytes(path) if path.exists() else b""):
+    for number, body, _ in _read_lines(path, read_bytes(path) if path.exists() else b""):
         try:
             row = from_json(body)
         except ValueError as error:
@@ -115,7 +124,7 @@ def position_of(path: Path) -> Position:
 
 def _position(path: Path, data: bytes) -> Position:
     head = EMPTY.head
-    for _, _, head in _lines(path, data):  # noqa: B007
+    for _, _, head in _read_lines(path, data):  # noqa: B007
         pass
     return Position(data.rfind(b"\n") + 1, head)
 
@@ -156,7 +165,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._pending: list[bytes] = []
-        with disk_errors(path.parent):
+        with convert_disk_errors(path.parent):
             new = not path.exists()
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
             self._descriptor = os.open(path, flags, 0o644)
@@ -177,7 +186,7 @@ class JsonLines:
         Raises:
             TypeError: If a value has no JSON form, such as a tensor.
         """
-        self._head, line = chain_line(self._head, row)
+        self._head, line = encode_chain_line(self._head, row)
         self._pending.append(line)
 
     def commit(self) -> Position:
@@ -187,7 +196,7 @@ class JsonLines:
             FedspanError: If the disk is full or cannot be written; the file then keeps its previous length.
         """
         data = b"".join(self._pending)
-        with disk_errors(self._path.parent):
+        with convert_disk_errors(self._path.parent):
             try:
                 write_all(self._descriptor, data)
                 os.fsync(self._descriptor)
@@ -231,7 +240,7 @@ class AuditLog:
         """
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
         row = {"time": time, "event": event, **facts}
-        with disk_errors(self.path.parent, "free some space", field="audit log"):
+        with convert_disk_errors(self.path.parent, "free some space", field="audit log"):
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with FileLock(self.path.with_name(f"{self.path.name}.lock"), mode=0o600):
                 flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
@@ -240,7 +249,7 @@ class AuditLog:
                     end = self._end(descriptor)
                     os.ftruncate(descriptor, end.length)  # cuts a line that a killed process wrote in part
                     os.lseek(descriptor, 0, os.SEEK_END)
-                    write_all(descriptor, chain_line(end.head, row)[1])
+                    write_all(descriptor, encode_chain_line(end.head, row)[1])
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)

@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 
 from fedspan.config import override, parse_config
-from fedspan.reproduction.cells import cells_of, settings_table
-from fedspan.reproduction.presets import list_presets, preset_of
+from fedspan.reproduction.cells import list_cells, tabulate_settings
+from fedspan.reproduction.presets import list_presets, load_preset
 from fedspan.reproduction.reproduce import Reproduction
 from fedspan.reproduction.verdicts import CellScore, judge
 
@@ -31,8 +31,8 @@ def every(scripts: None) -> ModuleType:
 
 def reproduce_preset(id: str, data: Path) -> Reproduction:
     """A preset whose first row is the best everywhere and whose last one failed."""
-    preset = preset_of(id)
-    cells = cells_of(preset, "small", str(data), None)
+    preset = load_preset(id)
+    cells = list_cells(preset, "small", str(data), None)
     scores: list[CellScore] = []
     for cell in cells:
         for at, label in enumerate(cell.configs):
@@ -45,7 +45,7 @@ def reproduce_preset(id: str, data: Path) -> Reproduction:
                 CellScore(cell.name, label, chosen, "accuracy", True, values, mean, 0.001, 2e6, 1e6, 3.0, why)
             )
     verdicts = judge(preset.claims, cells, scores)
-    return Reproduction(id, "small", (0, 1, 2), tuple(scores), verdicts, str(data), settings_table(cells))
+    return Reproduction(id, "small", (0, 1, 2), tuple(scores), verdicts, str(data), tabulate_settings(cells))
 
 
 def test_the_index_names_what_was_not_run(scripts: None, tmp_path: Path) -> None:
@@ -63,23 +63,23 @@ def test_the_index_names_what_was_not_run(scripts: None, tmp_path: Path) -> None
 def test_the_page_of_a_preset(id: str, scripts: None, tmp_path: Path) -> None:
     reproduced = importlib.import_module("reproduced")
     found = reproduce_preset(id, tmp_path)
-    reproduced.page(found, preset_of(id), tmp_path)
+    reproduced.page(found, load_preset(id), tmp_path)
     page, saved = (tmp_path / f"{id}.md").read_text(), json.loads((tmp_path / f"{id}.json").read_text())
     assert len(saved["findings"]) == len(found.verdicts)
     for finding in saved["findings"]:
         assert f"| {finding['statement']} | {finding['measured']} | **{finding['verdict']}** |" in page
     assert f"({id}.svg)" in page
     assert "a seed diverged" in page
-    grid = preset_of(id).sweep_at("small")["training.lr"]
+    grid = load_preset(id).sweep_at("small")["training.lr"]
     assert ("training.lr 0.001, the smallest: " in page) == (len(grid) > 1 and min(grid) == 0.001)
-    assert all(" ".join(note.split()) in page for note in preset_of(id).notes)
+    assert all(" ".join(note.split()) in page for note in load_preset(id).notes)
     assert "<svg" in (tmp_path / f"{id}.svg").read_text()
 
 
 def test_what_is_looked_into_is_a_cell_of_its_preset(scripts: None) -> None:
     """Every row's config is one, and no two rows of a look are the same."""
     for look in importlib.import_module("looks").LOOKS.values():
-        cells = {cell.name: cell for cell in cells_of(preset_of(look.preset), "small", "DATA", "MODEL")}
+        cells = {cell.name: cell for cell in list_cells(load_preset(look.preset), "small", "DATA", "MODEL")}
         configs = [parse_config(override(dict(cells[look.cell].configs[row.label]), row.changes)) for row in look.rows]
         assert len({config.model_dump_json() for config in configs}) == len({row.name for row in look.rows}) > 1
         assert all(config.seed == configs[0].seed for config in configs)

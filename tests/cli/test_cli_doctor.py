@@ -65,13 +65,13 @@ def test_a_port_that_is_taken_and_a_folder_that_is_closed(monkeypatch: pytest.Mo
         taken.bind(("", 0))
         taken.listen()
         monkeypatch.setattr(doctor, "_PORT", taken.getsockname()[1])
-        check = {one.what: one for one in doctor.checks(tmp_path)}["port"]
+        check = {one.what: one for one in doctor.run_checks(tmp_path)}["port"]
     assert (check.state, "is taken" in check.found) == ("note", True)
     monkeypatch.setattr(doctor.os, "access", lambda *_: False)
-    assert {one.what: one for one in doctor.checks(tmp_path)}["disk"].state == "missing"
+    assert {one.what: one for one in doctor.run_checks(tmp_path)}["disk"].state == "missing"
 
 
 def test_extras_are_told_from_the_rest() -> None:
-    assert doctor._extra(Requirement("opacus<1.7; extra == 'privacy'")) == "privacy"
-    assert doctor._extra(Requirement("torch>=2")) is None
-    assert doctor._extra(Requirement("tomli; python_version < '3.11'")) is None
+    assert doctor._get_extra(Requirement("opacus<1.7; extra == 'privacy'")) == "privacy"
+    assert doctor._get_extra(Requirement("torch>=2")) is None
+    assert doctor._get_extra(Requirement("tomli; python_version < '3.11'")) is None

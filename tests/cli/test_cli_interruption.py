@@ -104,7 +104,7 @@ def wait_for(folder: Path, rounds: int) -> None:
 def wait_for_checkpoint(folder: Path, rounds: int) -> None:
     """Wait until rounds are saved, which is later than their lines in the logs."""
     deadline = time.monotonic() + 300
-    while checkpoints.last_saved_round(RunFolder(folder)) < rounds:
+    while checkpoints.read_last_saved_round(RunFolder(folder)) < rounds:
         assert time.monotonic() < deadline, f"{rounds} rounds are not saved after 300 s"
         time.sleep(0.005)
 

@@ -78,7 +78,7 @@ def tiny_preset(tiny_folder: Path) -> Preset:
 @pytest.fixture
 def preset(tiny_preset: Preset, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Makes ``tiny-table1`` known; its data are in the folder that is given back."""
-    monkeypatch.setattr(reproduce, "preset_of", lambda id: tiny_preset)
+    monkeypatch.setattr(reproduce, "load_preset", lambda id: tiny_preset)
     return tiny_folder
 
 
@@ -118,7 +118,7 @@ RUN = Path("two") / "lora" / "seeds" / "fedit-seed1"
 def finished_table(tiny_preset: Preset, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder, watcher = tmp_path_factory.mktemp("tables") / "one", FinishedNames()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reproduce, "preset_of", lambda id: tiny_preset)
+        patch.setattr(reproduce, "load_preset", lambda id: tiny_preset)
         return Finished(folder, reproduce.reproduce("tiny-table1", folder, data=tiny_folder, listener=watcher), watcher)
 
 
@@ -193,7 +193,7 @@ def test_runs_that_are_timed_are_all_run(
     timed = tiny_preset.model_copy(
         update={"claims": [tiny_preset.claims[1].model_copy(update={"measure": "seconds_to"})]}
     )
-    monkeypatch.setattr(reproduce, "preset_of", lambda id: timed)
+    monkeypatch.setattr(reproduce, "load_preset", lambda id: timed)
     seen = FinishedNames()
     reproduce.reproduce("tiny-table1", tmp_path / "one", data=preset, listener=seen)
     assert len(seen.names[True]) == 8

@@ -37,10 +37,10 @@ from fedspan.federation.secagg.messages import (
     SharesReply,
     UnmaskOrder,
     UnmaskReply,
+    compute_layout_digest,
     context_of,
-    initial_values,
-    layout_of,
-    unflatten,
+    create_initial_values,
+    unflatten_change,
 )
 from fedspan.federation.secagg.session import Masked, unmask
 from fedspan.federation.validation import change_of, clip_change
@@ -90,7 +90,7 @@ class Sums:
             "clip": self.clip,
             "bits": self.bits,
             "top": max(self.weights[id] for id in self.keys),
-            "layout": layout_of(initial_values(self.start, self.start)),
+            "layout": compute_layout_digest(create_initial_values(self.start, self.start)),
         }
         return Agreement(**{**given, **changes})
 
@@ -164,7 +164,7 @@ class Sums:
         unmask(total, Masked(transcript, present, needed, self.keys, set(vectors)), given)
         top = self.agreement().top
         share = sum(self.weights[id] / top for id in vectors)
-        return unflatten(ring.decode(total) / share, self.start), ring.bound_error(len(vectors)) / share
+        return unflatten_change(ring.decode(total) / share, self.start), ring.bound_error(len(vectors)) / share
 
 
 def sums(session_store: SessionStore | None = None, **options: Any) -> Sums:

@@ -12,7 +12,7 @@ from fedspan.core.values import OptimizerState, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import Progress
 from fedspan.files import DamagedFileError
-from fedspan.runs.checkpoint import latest, prune, resume, save
+from fedspan.runs.checkpoint import load_latest, prune, resume, save
 from fedspan.runs.checkpoint_format import Checkpoint, load
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.selection import Best, Selection
@@ -76,7 +76,7 @@ def test_a_round_writes_its_cohort_and_nothing_else(run: RunFolder) -> None:
     assert plain(dict(first.memories)) == plain({"a": memory(1), "b": memory(1), "c": memory(1)})
     assert plain(second.optimizers["b/train"]) == plain(moments(2))
     assert plain(second.optimizers["c/train"]) == plain(moments(1))
-    found = latest(run)
+    found = load_latest(run)
     assert found is not None
     assert plain(found.progress) == plain(second)
 
@@ -167,7 +167,7 @@ def test_a_damaged_file_of_the_last_round_is_named_with_the_way_on(run: RunFolde
         other = MEMORY.path(run.clients, "a", 1).read_bytes()
         path.write_bytes({"cut": data[:-1], "longer": data + b"\n", "empty": b"", "another's": other}[damage])
     with pytest.raises(FedspanError) as caught:
-        latest(run)
+        load_latest(run)
     assert str(caught.value).startswith(f"`{path}`: ")
     way_on = f"Round 1 is intact. Delete {run.checkpoints / 'round-00002'} to go on from there."
     assert str(caught.value).endswith(way_on)
@@ -177,7 +177,7 @@ def test_an_older_file_is_checked_when_it_is_read(run: RunFolder) -> None:
     committed(run, train_cohort(committed(run, train_cohort(START, "a", "b")), "a"))
     path = MEMORY.path(run.clients, "b", 1)
     path.write_bytes(path.read_bytes()[:-1])
-    found = latest(run)
+    found = load_latest(run)
     assert found is not None
     with pytest.raises(FedspanError, match=path.name):
         found.memories["b"]

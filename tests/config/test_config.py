@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from fedspan.config import RunConfig, load_config, override, parse_config
-from fedspan.core.noise import key_of_seed
+from fedspan.core.noise import derive_seed_key
 from fedspan.core.values import LayerSpec, OptimizerSpec, Spec
 from fedspan.errors import FedspanError
 from fedspan.federation.settings import RoundSettings
@@ -83,7 +83,7 @@ def test_settings_carry_every_field_of_the_config() -> None:
     alone = {"logit_adjustment"}  # dp-sgd refuses it
     assert set(training) | alone == set(type(config.training).model_fields)
     optimizer = OptimizerSpec(name="sgd", lr=0.3, momentum=0.8, betas=(0.7, 0.95), eps=1e-5, weight_decay=0.02)
-    private = Privacy("dp-sgd", 0.5, 2.0, 3.0, 1e-6, "prv", 6, key_of_seed(3))
+    private = Privacy("dp-sgd", 0.5, 2.0, 3.0, 1e-6, "prv", 6, derive_seed_key(3))
     expected = TrainingSettings(optimizer, "cosine", 2, 0.1, 9, 5, 3, 4, 7, 0.5, True, 0.1, False, privacy=private)
     default = TrainingSettings(OptimizerSpec())
     assert config.build_training_settings() == expected

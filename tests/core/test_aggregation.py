@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.aggregation import map_layers, mean_of_stack, products, residual, smaller_form
+from fedspan.core.aggregation import average_stack, choose_smaller_form, compute_residual, map_layers, sum_products
 from fedspan.core.lowrank import LowRank, svd
-from fedspan.core.tensors import generator
+from fedspan.core.tensors import create_generator
 from fedspan.core.values import Client, LayerSpec, Reduced, StackItem
 
 few = settings(max_examples=30, deadline=None)
@@ -19,7 +19,7 @@ shapes = st.tuples(st.integers(1, 7), st.integers(1, 7))
 
 def stack(seed: int, shape: tuple[int, int], ranks: list[int], dtype: torch.dtype = torch.float64) -> Reduced:
     """Random replies of unequal weights; scaling 6 / rank."""
-    rng = generator(seed, "stack")
+    rng = create_generator(seed, "stack")
     total = sum(range(1, len(ranks) + 1))
     items = []
     for k, rank in enumerate(ranks):
@@ -39,7 +39,7 @@ def dense_mean(reduced: Reduced) -> Tensor:
 @given(st.integers(0, 999), shapes, st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_products(seed: int, shape: tuple[int, int], ranks: list[int]) -> None:
     reduced = stack(seed, shape, ranks)
-    pair = products("one", reduced)
+    pair = sum_products("one", reduced)
     assert pair.rank == sum(ranks)
     assert torch.allclose(pair.dense(), dense_mean(reduced), atol=1e-9)
 
@@ -49,9 +49,9 @@ def test_products(seed: int, shape: tuple[int, int], ranks: list[int]) -> None:
 def test_residual(seed: int, shape: tuple[int, int], count: int, rank: int, kept: int | None) -> None:
     """Rank (K - 1) r as factors; the best approximation of the rank asked for."""
     reduced = stack(seed, shape, [rank] * count)
-    means, s = mean_of_stack(reduced), 6 / rank
+    means, s = average_stack(reduced), 6 / rank
     lost = dense_mean(reduced) - s * means["one/B"] @ means["one/A"]
-    found = residual("one", reduced, means["one/B"], s, kept)
+    found = compute_residual("one", reduced, means["one/B"], s, kept)
     assert found.rank <= (count - 1) * rank
     cut = torch.linalg.svdvals(lost)[found.rank if kept is None else kept :]
     assert torch.isclose((found.dense() - lost).norm(), cut.norm(), atol=1e-9)
@@ -64,7 +64,7 @@ def test_means_are_summed_in_float64_and_given_back_as_they_came() -> None:
     clients = [Client(f"c{k:04d}", 1, 1.0, 1, 1.0) for k in range(1001)]
     values = [torch.full((2, 2), 2.0**24)] + [torch.ones(2, 2)] * 1000
     items = [StackItem(one, 1.0, {"one/A": value}) for one, value in zip(clients, values, strict=True)]
-    mean = mean_of_stack(Reduced(stack=tuple(items), count=1001))["one/A"]
+    mean = average_stack(Reduced(stack=tuple(items), count=1001))["one/A"]
     assert mean.dtype == torch.float32
     assert torch.equal(mean, torch.full((2, 2), 2.0**24 + 1000))
 
@@ -73,7 +73,7 @@ def test_means_are_summed_in_float64_and_given_back_as_they_came() -> None:
 def test_the_smaller_form(rank: int, kind: type) -> None:
     """6 x 12: factors of rank 4 are as many elements as the matrix."""
     pair = LowRank(torch.ones(6, rank), torch.ones(rank, 12), 0.5)
-    form = smaller_form(pair)
+    form = choose_smaller_form(pair)
     assert type(form) is kind
     assert torch.equal(form if isinstance(form, Tensor) else form.dense(), pair.dense())
 
@@ -86,7 +86,7 @@ def test_layers_are_mapped_in_order_on_one_thread_each(threads: int) -> None:
 
     def work(layer: LayerSpec) -> tuple[Tensor, ...]:
         seen.add(torch.get_num_threads())
-        rng = generator(0, layer.name)
+        rng = create_generator(0, layer.name)
         return svd(LowRank(torch.randn((30, 9), generator=rng), torch.randn((9, 20), generator=rng)))
 
     expected = {layer.name: work(layer) for layer in layers}

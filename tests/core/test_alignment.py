@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.alignment import ajive, nearest_rotation, procrustes
+from fedspan.core.alignment import compute_ajive, find_nearest_rotation, solve_procrustes
 from fedspan.core.lowrank import LowRank
 
 few = settings(max_examples=25, deadline=None)
@@ -29,7 +29,7 @@ def test_the_nearest_rotation_is_one_and_none_is_nearer(rank: int, seed: int, re
     matrix = _randn(rng, rank, rank)
     if reflected:
         matrix[0] *= -1
-    found = nearest_rotation(matrix)
+    found = find_nearest_rotation(matrix)
     assert torch.allclose(found @ found.T, torch.eye(rank, dtype=torch.float64), atol=1e-9)
     assert torch.isclose(torch.linalg.det(found), torch.ones((), dtype=torch.float64))
     for _ in range(20):
@@ -40,7 +40,7 @@ def test_the_nearest_rotation_is_one_and_none_is_nearer(rank: int, seed: int, re
         skew = 1e-3 * (_randn(rng, rank, rank) - _randn(rng, rank, rank).T)
         near = found @ torch.linalg.matrix_exp(skew - skew.T)
         assert (found * matrix).sum() >= (near * matrix).sum() - 1e-12
-    assert torch.equal(nearest_rotation(torch.eye(rank)), torch.eye(rank, dtype=torch.float64))
+    assert torch.equal(find_nearest_rotation(torch.eye(rank)), torch.eye(rank, dtype=torch.float64))
 
 
 @few
@@ -48,7 +48,7 @@ def test_the_nearest_rotation_is_one_and_none_is_nearer(rank: int, seed: int, re
 def test_procrustes_is_the_nearest_rotation(rank: int, columns: int, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     source, target = _randn(rng, rank, columns), _randn(rng, rank, columns)
-    S = procrustes(source, target)
+    S = solve_procrustes(source, target)
     assert torch.allclose(S @ S.T, torch.eye(rank, dtype=torch.float64), rtol=0, atol=1e-9)
     best = (S @ source - target).norm()
     # ||S X - T||^2 = ||X||^2 + ||T||^2 - 2 tr(S X T^T), at most by the nuclear norm of T X^T.
@@ -65,7 +65,7 @@ def test_procrustes_undoes_a_rotation(rank: int, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     target = _randn(rng, rank, 7)
     source = _orthonormal_rows(rng, rank, rank) @ target
-    assert torch.allclose(procrustes(source, target) @ source, target, rtol=0, atol=1e-9)
+    assert torch.allclose(solve_procrustes(source, target) @ source, target, rtol=0, atol=1e-9)
 
 
 @few
@@ -74,7 +74,7 @@ def test_with_more_rows_procrustes_has_the_greatest_inner_product(rank: int, mor
     """For R' > R (FLoRG's normal case) S has orthonormal rows and maximises <S source, target>."""
     rng = torch.Generator().manual_seed(seed)
     source, target = _randn(rng, rank + more, 9), _randn(rng, rank, 9)
-    S = procrustes(source, target)
+    S = solve_procrustes(source, target)
     assert S.shape == (rank, rank + more)
     assert torch.allclose(S @ S.T, torch.eye(rank, dtype=torch.float64), rtol=0, atol=1e-9)
     best = ((S @ source) * target).sum()
@@ -87,7 +87,7 @@ def test_with_more_rows_the_distance_is_not_the_least() -> None:
     """``||S X||`` then depends on S, so the docstring's minimum of ``||S source - target||`` holds for R' = R alone."""
     rng = torch.Generator().manual_seed(0)
     source, target = _randn(rng, 4, 6), _randn(rng, 2, 6)
-    distance = (procrustes(source, target) @ source - target).norm()
+    distance = (solve_procrustes(source, target) @ source - target).norm()
     others = [(_orthonormal_rows(rng, 2, 4) @ source - target).norm() for _ in range(50)]
     assert min(others) < distance
 
@@ -111,7 +111,7 @@ def _joint(rng: torch.Generator, rows: int, rank: int) -> Tensor:
 def test_ajive_finds_a_common_space_exactly(rank: int, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     joint = _joint(rng, 20, rank)
-    U = ajive(_views(rng, joint, 4, individual=1.0), rank).basis
+    U = compute_ajive(_views(rng, joint, 4, individual=1.0), rank).basis
     assert U.dtype == torch.float64
     assert torch.allclose(U @ U.T, joint @ joint.T, rtol=0, atol=1e-9)
 
@@ -139,7 +139,7 @@ def _by_definition(views: list[Tensor], joint_rank: int, view_rank: int, identif
 def test_ajive_is_its_definition_step_by_step(joint_rank: int, view_rank: int, identifiable: bool, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     views = [_randn(rng, 9, columns) + 2 for columns in (5, 6, 4)]
-    found = ajive(views, joint_rank, view_rank, identifiable=identifiable)
+    found = compute_ajive(views, joint_rank, view_rank, identifiable=identifiable)
     for number, expected in enumerate(_by_definition(views, joint_rank, view_rank, identifiable)):
         assert torch.allclose(found.joint(number), expected, rtol=0, atol=1e-8)
     if found.basis.numel():
@@ -169,8 +169,8 @@ def test_views_given_as_factors_are_their_dense_matrices(
         pairs.append(LowRank(left, _randn(rng, 4, 8) if kind == "any factors" else right, 0.5))
     dense = [pair.dense() for pair in pairs]
     options = {"center": center, "identifiable": identifiable, "samples": 20}
-    one = ajive(pairs, joint_rank, 3, **options, rng=torch.Generator().manual_seed(1))
-    other = ajive(dense, joint_rank, 3, **options, rng=torch.Generator().manual_seed(1))
+    one = compute_ajive(pairs, joint_rank, 3, **options, rng=torch.Generator().manual_seed(1))
+    other = compute_ajive(dense, joint_rank, 3, **options, rng=torch.Generator().manual_seed(1))
     assert one.basis.shape == other.basis.shape
     assert torch.allclose(one.basis @ one.basis.T, other.basis @ other.basis.T, rtol=0, atol=1e-7)
     assert (one.cutoff is None) == (joint_rank is not None)
@@ -194,7 +194,7 @@ def test_the_two_bounds_find_the_joint_rank(rank: int, noise: float) -> None:
         joint @ _randn(rng, rank, 40) + _joint(rng, 60, 2) @ _randn(rng, 2, 40) + noise * _randn(rng, 60, 40) / 8
         for _ in range(4)
     ]
-    found = ajive(views, None, rank + 2, samples=200, rng=torch.Generator().manual_seed(2))
+    found = compute_ajive(views, None, rank + 2, samples=200, rng=torch.Generator().manual_seed(2))
     assert found.basis.shape == (60, rank)
     assert (found.basis.T @ joint).square().sum() > 0.95 * rank - 1e-9
 
@@ -203,15 +203,15 @@ def test_views_without_a_rest_share_nothing_unless_a_rank_is_given() -> None:
     """Noise 0 makes Wedin's bound K, which nothing exceeds: why a view rank below the views' own is needed."""
     rng = torch.Generator().manual_seed(0)
     views = [_randn(rng, 12, 3).square() for _ in range(4)]
-    assert ajive(views, None, 3, samples=50).basis.shape[1] == 0
-    assert ajive(views, 3, 3).basis.shape[1] == 3
+    assert compute_ajive(views, None, 3, samples=50).basis.shape[1] == 0
+    assert compute_ajive(views, 3, 3).basis.shape[1] == 3
 
 
 def test_joint_and_individual_parts_and_the_rest_make_up_the_view() -> None:
     rng = torch.Generator().manual_seed(6)
     joint = _joint(rng, 20, 2)
     views = _views(rng, joint, 3, individual=1.0)
-    found = ajive(views, 2, 4)
+    found = compute_ajive(views, 2, 4)
     for number, view in enumerate(views):
         rest = view - view.mean(0) - found.joint(number) - found.individual(number)
         assert torch.linalg.matrix_norm(rest, 2) <= found.thresholds[number]
@@ -222,7 +222,7 @@ def test_joint_and_individual_parts_and_the_rest_make_up_the_view() -> None:
 def test_ajive_does_not_depend_on_the_order_of_views() -> None:
     rng = torch.Generator().manual_seed(5)
     views = [_randn(rng, 8, 3) for _ in range(4)]
-    one, other = ajive(views, 2).basis, ajive(views[::-1], 2).basis
+    one, other = compute_ajive(views, 2).basis, compute_ajive(views[::-1], 2).basis
     assert torch.allclose(one @ one.T, other @ other.T, rtol=0, atol=1e-9)
 
 
@@ -231,10 +231,10 @@ def test_directions_without_variation_have_no_vote() -> None:
     rng = torch.Generator().manual_seed(0)
     shared = _joint(rng, 8, 1)
     views = [(shared + 0.6 * _randn(rng, 8, 1)) @ _randn(rng, 1, 2) for _ in range(4)]
-    given_rank, default = ajive(views, 1, view_rank=1).basis, ajive(views, 1).basis
+    given_rank, default = compute_ajive(views, 1, view_rank=1).basis, compute_ajive(views, 1).basis
     assert torch.allclose(default @ default.T, given_rank @ given_rank.T, rtol=0, atol=1e-9)
-    silent = ajive([*views, torch.zeros(8, 2)], 1).basis
+    silent = compute_ajive([*views, torch.zeros(8, 2)], 1).basis
     assert torch.allclose(silent @ silent.T, default @ default.T, rtol=0, atol=1e-9)
-    nothing = ajive([torch.zeros(8, 2)] * 2, 2, identifiable=True)
+    nothing = compute_ajive([torch.zeros(8, 2)] * 2, 2, identifiable=True)
     assert nothing.basis.shape == (8, 0)
     assert not nothing.joint(0).any()

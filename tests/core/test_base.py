@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.base import BaseUpdate, Delta, Increment, apply_patch, as_dense, materialise
+from fedspan.core.base import BaseUpdate, Delta, Increment, apply_patch, materialise, to_dense
 from fedspan.core.lowrank import LowRank
 
 SHAPES = {"tall": (6, 4), "wide": (3, 8)}
@@ -76,7 +76,7 @@ def test_increments_add_up_to_the_dense_oracle(rounds: list[Increment | None]) -
         for layer, delta in base.total.items():
             # Factors only while they are the shorter form.
             assert delta.numel() <= W0[layer].numel()
-            assert as_dense(delta).shape == SHAPES[layer]
+            assert to_dense(delta).shape == SHAPES[layer]
 
 
 @given(increments(torch.float32), st.data())

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.bases import dense_bases, mixing_keys, through_mixing
+from fedspan.core.bases import draw_dense_bases, draw_mixing_keys, multiply_by_mixing
 from fedspan.core.parametrization import MixedGram
 
 few = settings(max_examples=25, deadline=None)
@@ -18,7 +18,7 @@ few = settings(max_examples=25, deadline=None)
 
 def written_out(longer: int, shorter: int, seed: int) -> Tensor:
     """M (K, N): sign_j c_j cos(pi j (4 place_i + 1) / 2 N), with c_0 = sqrt(1 / N) and c_j = sqrt(2 / N)."""
-    places, signs = mixing_keys(longer, shorter, seed, "layer")
+    places, signs = draw_mixing_keys(longer, shorter, seed, "layer")
     rows = [
         [
             float(signs[j])
@@ -38,15 +38,15 @@ def test_the_fast_product_is_that_with_an_orthonormal_matrix(shorter: int, more:
     M = written_out(longer, shorter, seed)
     assert (M @ M.T - torch.eye(shorter, dtype=torch.float64)).abs().max() < 1e-12
     A = torch.randn(rank, shorter, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    places, signs = mixing_keys(longer, shorter, seed, "layer")
-    assert (through_mixing(A, places, signs) - A @ M).abs().max() < 1e-12 * (1 + float(A.abs().max()))
+    places, signs = draw_mixing_keys(longer, shorter, seed, "layer")
+    assert (multiply_by_mixing(A, places, signs) - A @ M).abs().max() < 1e-12 * (1 + float(A.abs().max()))
 
 
 def test_gradients_and_batches_pass_through() -> None:
     M = written_out(7, 5, 1)
-    keys = mixing_keys(7, 5, 1, "layer")
+    keys = draw_mixing_keys(7, 5, 1, "layer")
     A = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
-    out = through_mixing(A, *keys)
+    out = multiply_by_mixing(A, *keys)
     assert torch.allclose(out, A @ M, atol=1e-12)
     weights = torch.randn_like(out)
     (out * weights).sum().backward()
@@ -65,7 +65,7 @@ def test_every_direction_of_the_longer_side_is_reached_alike() -> None:
 @pytest.mark.parametrize(("shape", "side"), [((6, 9), "right"), ((9, 6), "left"), ((6, 6), "right")])
 def test_mixed_gram_is_gram_under_the_identity_and_the_mixing(shape: tuple[int, int], side: str) -> None:
     longer, shorter = max(shape), min(shape)
-    M, (places, signs) = written_out(longer, shorter, 5), mixing_keys(longer, shorter, 5, "layer")
+    M, (places, signs) = written_out(longer, shorter, 5), draw_mixing_keys(longer, shorter, 5, "layer")
     A = torch.randn(2, shorter, dtype=torch.float64)
     pair = MixedGram(0.5, side).effective({"A": A, "places": places, "signs": signs}).pair
     assert pair is not None
@@ -75,12 +75,12 @@ def test_mixed_gram_is_gram_under_the_identity_and_the_mixing(shape: tuple[int, 
 
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (6, 6)])
 def test_dense_bases_are_orthonormal_and_the_same_for_every_holder_of_the_key(shape: tuple[int, int]) -> None:
-    L, R = dense_bases(shape, 3, "layer")
-    dense_bases.cache_clear()
-    again = dense_bases(shape, 3, "layer")
+    L, R = draw_dense_bases(shape, 3, "layer")
+    draw_dense_bases.cache_clear()
+    again = draw_dense_bases(shape, 3, "layer")
     assert torch.equal(L, again[0])
     assert torch.equal(R, again[1])
-    assert not torch.equal(L, dense_bases(shape, 4, "layer")[0])
+    assert not torch.equal(L, draw_dense_bases(shape, 4, "layer")[0])
     k = min(shape)
     assert (L.shape, R.shape) == ((shape[0], k), (k, shape[1]))
     for gram in (L.T @ L, R @ R.T):

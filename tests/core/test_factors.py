@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedspan.core.factors import alternating_factor, alternating_since, cut_slots
+from fedspan.core.factors import cut_slots, get_alternating_factor, list_alternating_factors
 
 
 @given(st.integers(0, 30), st.one_of(st.none(), st.integers(0, 30)))
@@ -15,14 +15,14 @@ def test_a_client_is_sent_what_changed_since_it_was_here(round: int, held: int |
     held = None if held is None else min(held, round)
     state, history = {"A": "initial", "B": "initial"}, [{"A": "initial", "B": "initial"}]
     for number in range(round):
-        state = {**state, alternating_factor(number): f"of round {number}"}
+        state = {**state, get_alternating_factor(number): f"of round {number}"}
         history.append(state)
     known = history[held or 0]
-    assert set(alternating_since(round, held)) == {slot for slot in "AB" if known[slot] != history[round][slot]}
+    assert set(list_alternating_factors(round, held)) == {slot for slot in "AB" if known[slot] != history[round][slot]}
 
 
 def test_B_comes_first() -> None:
-    assert [alternating_factor(number) for number in range(4)] == ["B", "A", "B", "A"]
+    assert [get_alternating_factor(number) for number in range(4)] == ["B", "A", "B", "A"]
 
 
 def test_cut_slots_copies_the_first_slots() -> None:

@@ -12,11 +12,11 @@ from torch import Tensor
 from fedspan.core.heads import (
     HeadKind,
     HeadStatistics,
-    cosine_discriminant,
-    least_squares,
-    oas_shrinkage,
+    compute_oas_shrinkage,
+    compute_statistics_shapes,
+    fit_cosine_discriminant,
+    fit_least_squares,
     solve_head,
-    statistics_shapes,
     summarize,
 )
 
@@ -54,7 +54,7 @@ def test_the_mean_of_clients_statistics_is_that_of_all_examples(kind: HeadKind, 
     ranges = list(pairwise(bounds))
     parts = [summarize(features[start:stop], answers[start:stop], outputs, kind) for start, stop in ranges]
     together = pooled(parts, [stop - start for start, stop in ranges])
-    assert {name: tuple(value.shape) for name, value in whole.tensors().items()} == statistics_shapes(
+    assert {name: tuple(value.shape) for name, value in whole.tensors().items()} == compute_statistics_shapes(
         kind, outputs, FEATURES
     )
     for name, value in whole.tensors().items():
@@ -68,7 +68,7 @@ def test_the_mean_of_clients_statistics_is_that_of_all_examples(kind: HeadKind, 
 def test_the_heads_directions_are_those_of_lda_and_of_one_length(shrinkage: float) -> None:
     features, labels = examples(61)
     statistics = summarize(features, labels, CLASSES, "lda")
-    ours = cosine_discriminant(statistics, len(labels), shrinkage).weight.double()
+    ours = fit_cosine_discriminant(statistics, len(labels), shrinkage).weight.double()
     theirs = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=shrinkage)
     theirs.fit(features.double().numpy(), labels.numpy())
     lda = torch.from_numpy(theirs.coef_).double()
@@ -84,7 +84,7 @@ def test_the_heads_directions_are_those_of_lda_and_of_one_length(shrinkage: floa
 def test_class_means_need_no_products() -> None:
     features, labels = examples()
     lean, full = (summarize(features, labels, CLASSES, kind) for kind in ("class-means", "lda"))
-    one, other = solve_head("class-means", lean, 60), cosine_discriminant(full, 60, 1.0)
+    one, other = solve_head("class-means", lean, 60), fit_cosine_discriminant(full, 60, 1.0)
     assert torch.equal(one.weight, other.weight)
     assert torch.equal(one.bias, other.bias)
 
@@ -158,7 +158,7 @@ def test_a_few_examples_give_finite_heads(count: int) -> None:
 def test_least_squares_are_a_ridge_regression(shrinkage: float) -> None:
     features, _ = examples()
     answers = features @ torch.linspace(-1, 1, FEATURES) + 4.0
-    head = least_squares(summarize(features, answers, 1, "least-squares"), 60, shrinkage)
+    head = fit_least_squares(summarize(features, answers, 1, "least-squares"), 60, shrinkage)
     double = features.double().numpy()
     variance = float(np.cov(double.T, bias=True).trace()) / FEATURES
     theirs = Ridge(alpha=60 * variance * shrinkage / (1 - shrinkage)).fit(double, answers.double().numpy())
@@ -179,9 +179,9 @@ def test_without_a_bias_outputs_at_the_mean_are_those_with_one() -> None:
 
 def test_oas_shrinks_less_with_more_examples_and_wholly_without_structure() -> None:
     covariance = torch.diag(torch.tensor([4.0, 1.0, 0.25], dtype=torch.float64))
-    few, many = oas_shrinkage(covariance, 5), oas_shrinkage(covariance, 500)
+    few, many = compute_oas_shrinkage(covariance, 5), compute_oas_shrinkage(covariance, 500)
     assert 0 < many < few < 1
-    assert oas_shrinkage(torch.eye(3, dtype=torch.float64), 50) == 1.0
+    assert compute_oas_shrinkage(torch.eye(3, dtype=torch.float64), 50) == 1.0
 
 
 def test_rescaled_statistics_are_those_of_longer_features() -> None:

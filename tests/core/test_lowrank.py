@@ -12,13 +12,13 @@ from fedspan.core.lowrank import (
     LowRank,
     assign_values_to_B,
     balance_factors,
+    compute_inner_product,
+    compute_leading_svd,
     concatenate,
     fix_signs,
-    inner,
-    leading,
     svd,
 )
-from fedspan.core.tensors import generator
+from fedspan.core.tensors import create_generator
 
 TOLERANCE = 1e-9
 few = settings(max_examples=25, deadline=None)
@@ -76,7 +76,7 @@ def test_concatenation_is_the_sum(data: st.DataObject, rows: int, columns: int, 
 def test_inner_product(data: st.DataObject, rows: int, columns: int) -> None:
     left, right = data.draw(low_rank((rows, columns))), data.draw(low_rank((rows, columns)))
     expected = (_dense(left) * _dense(right)).sum()
-    assert _equal(inner(left, right), expected, float(_dense(left).norm() * _dense(right).norm()))
+    assert _equal(compute_inner_product(left, right), expected, float(_dense(left).norm() * _dense(right).norm()))
 
 
 @few
@@ -150,8 +150,8 @@ def test_leading_triples_of_a_dense_matrix(shape: tuple[int, int], randomized: b
     U, _, Vt = torch.linalg.svd(torch.randn(shape, generator=rng, dtype=torch.float64), full_matrices=False)
     S = 1.0 / torch.arange(1, min(shape) + 1, dtype=torch.float64)
     matrix = U * S @ Vt
-    draws = (generator(1, "leading"), generator(1, "leading")) if randomized else (None, None)
-    found, again = leading(matrix, 3, draws[0]), leading(matrix, 3, draws[1])
+    draws = (create_generator(1, "leading"), create_generator(1, "leading")) if randomized else (None, None)
+    found, again = compute_leading_svd(matrix, 3, draws[0]), compute_leading_svd(matrix, 3, draws[1])
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
     tolerance = 1e-6 if randomized else 1e-9
     assert torch.allclose(found[1], S[:3], rtol=tolerance, atol=0)

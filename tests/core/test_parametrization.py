@@ -24,9 +24,9 @@ from fedspan.core.parametrization import (
     Parametrization,
     Projected,
     Sparse,
-    as_convolution,
-    as_rectangle,
-    dense_change,
+    compute_dense_change,
+    reshape_to_convolution,
+    reshape_to_rectangle,
 )
 
 OUT, IN = 7, 6
@@ -96,7 +96,7 @@ def test_weight_and_gradients_are_those_of_the_formula(name: str) -> None:
     parametrization, slots, formula, W = _case(name)
     G = torch.randn((OUT, IN), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected = formula(W, slots)
-    actual = W + dense_change(parametrization.effective(slots), W)
+    actual = W + compute_dense_change(parametrization.effective(slots), W)
     assert torch.allclose(actual, expected, rtol=0, atol=1e-12)
     ours = torch.autograd.grad((actual * G).sum(), list(slots.values()))
     theirs = torch.autograd.grad((expected * G).sum(), list(slots.values()))
@@ -127,7 +127,9 @@ def test_gram_gradient_is_that_of_florg() -> None:
     """grad_A = A (H + H^T) with H = s L^T G R^T (FLoRG), for a G that is not symmetric."""
     parametrization, slots, _, W = _case("Gram")
     G = torch.randn((OUT, IN), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    (gradient,) = torch.autograd.grad((dense_change(parametrization.effective(slots), W) * G).sum(), [slots["A"]])
+    (gradient,) = torch.autograd.grad(
+        (compute_dense_change(parametrization.effective(slots), W) * G).sum(), [slots["A"]]
+    )
     H = S * slots["L"].T @ G @ slots["R"].T
     assert torch.allclose(gradient, slots["A"] @ (H + H.T), rtol=0, atol=1e-12)
 
@@ -140,7 +142,7 @@ def test_sparse_values_stand_at_their_positions() -> None:
     places = [(0, 4), (3, 0), (6, 5)]
     entries = torch.tensor([row * IN + column for row, column in places])
     effective = Sparse((OUT, IN)).effective({"values": values, "entries": entries})
-    change = dense_change(effective, W)
+    change = compute_dense_change(effective, W)
     expected = torch.zeros((OUT, IN), dtype=torch.float64)
     for (row, column), value in zip(places, values.tolist(), strict=True):
         expected[row, column] = value
@@ -173,6 +175,6 @@ def test_a_pair_of_the_rectangle_is_two_convolutions(kernel: tuple[int, int]) ->
     halfway = F.conv2d(x, V.view(rank, channels, 1, k2))
     both = F.conv2d(halfway, U.view(rows, k1, rank).permute(0, 2, 1).unsqueeze(3))
     assert torch.allclose(whole, both, rtol=0, atol=1e-12)
-    assert torch.equal(as_rectangle(effective.weight, kernel), U @ V)
+    assert torch.equal(reshape_to_rectangle(effective.weight, kernel), U @ V)
     weight = torch.randn((rows, channels * k1 * k2), generator=rng)
-    assert torch.equal(as_convolution(as_rectangle(weight, kernel), kernel), weight)
+    assert torch.equal(reshape_to_convolution(reshape_to_rectangle(weight, kernel), kernel), weight)

@@ -7,7 +7,7 @@ import torch
 
 from fedspan.core.parametrization import Projected
 from fedspan.core.penalties import Proximal, SlotProduct
-from fedspan.core.projectors import random_projector
+from fedspan.core.projectors import draw_random_projector
 
 
 def test_slot_product_is_the_product_of_the_last_slots_norms() -> None:
@@ -56,7 +56,7 @@ def test_proximal_holds_the_sum_of_a_projected_layer_s_segments(side: str) -> No
     """Its value and its gradient by acc are those of the dense change, of which acc sees the projected part."""
     rng = torch.Generator().manual_seed(1)
     one, shape, rank = Projected(side), (7, 5) if side == "right" else (5, 7), 2
-    P = random_projector(shape, rank, side, rng).double()
+    P = draw_random_projector(shape, rank, side, rng).double()
     acc = torch.randn((7, rank) if side == "right" else (rank, 7), generator=rng, dtype=torch.float64)
     done = {slot: torch.randn(size, generator=rng, dtype=torch.float64) for slot, size in _segments(shape, rank)}
     penalty = Proximal(0.7, {"one/acc": torch.zeros_like(acc)}, {"one": one})

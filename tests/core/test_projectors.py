@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedspan.core.lowrank import LowRank
-from fedspan.core.projectors import random_projector, reproject, side_of, sketch_projector, svd_projector
-from fedspan.core.tensors import generator
+from fedspan.core.projectors import (
+    choose_side,
+    compute_sketched_projector,
+    compute_svd_projector,
+    draw_random_projector,
+    reproject,
+)
+from fedspan.core.tensors import create_generator
 
 SIDES = ("right", "left")
 few = settings(max_examples=25, deadline=None)
@@ -23,9 +29,9 @@ def _projection(P: Tensor, side: str) -> Tensor:
 
 
 def test_the_shorter_side_is_projected_and_square_counts_as_tall() -> None:
-    assert side_of((8, 5)) == "right"
-    assert side_of((5, 8)) == "left"
-    assert side_of((6, 6)) == "right"
+    assert choose_side((8, 5)) == "right"
+    assert choose_side((5, 8)) == "left"
+    assert choose_side((6, 6)) == "right"
 
 
 def _gradient(rows: int, columns: int, tokens: int, seed: int) -> LowRank:
@@ -49,7 +55,11 @@ def test_projectors_of_a_gradient_keep_most_of_it(
     rank = data.draw(st.integers(1, min(rows, columns)))
     factors = _gradient(rows, columns, tokens, seed)
     rng = torch.Generator().manual_seed(seed)
-    P = svd_projector(factors, rank, side) if rule == "svd" else sketch_projector(factors, rank, side, rng)
+    P = (
+        compute_svd_projector(factors, rank, side)
+        if rule == "svd"
+        else compute_sketched_projector(factors, rank, side, rng)
+    )
     G = factors.dense().double()
     gram = P @ P.T if side == "right" else P.T @ P
     assert (gram - torch.eye(rank)).abs().max() < 1e-5
@@ -69,17 +79,17 @@ def test_a_sketch_of_a_large_gradient_is_nearly_the_best(side: str, tokens: int)
     mix = torch.linalg.qr(torch.randn(tokens, 40, generator=rng))[0].T if tokens > 40 else torch.eye(40)
     gradient = LowRank(B @ mix, mix.T @ V.T) if tokens > 40 else LowRank(B[:, :tokens], V.T[:tokens])
     G = gradient.dense().double()
-    P = sketch_projector(gradient, 4, side, torch.Generator().manual_seed(2))
+    P = compute_sketched_projector(gradient, 4, side, torch.Generator().manual_seed(2))
     kept = G @ _projection(P, side) if side == "right" else _projection(P, side) @ G
     assert (G - kept).norm() < 1.01 * torch.linalg.svdvals(G)[4:].norm()
-    again = sketch_projector(gradient, 4, side, torch.Generator().manual_seed(2))
+    again = compute_sketched_projector(gradient, 4, side, torch.Generator().manual_seed(2))
     assert torch.equal(P, again)
 
 
 @pytest.mark.parametrize("side", SIDES)
 def test_a_gradient_of_zeros_still_gives_a_projector(side: str) -> None:
     zero = LowRank(torch.zeros(6, 3), torch.randn(3, 5))
-    for P in (svd_projector(zero, 2, side), sketch_projector(zero, 2, side, torch.Generator())):
+    for P in (compute_svd_projector(zero, 2, side), compute_sketched_projector(zero, 2, side, torch.Generator())):
         gram = P @ P.T if side == "right" else P.T @ P
         assert (gram - torch.eye(2)).abs().max() < 1e-6
 
@@ -89,11 +99,11 @@ def test_a_gradient_of_zeros_still_gives_a_projector(side: str) -> None:
 def test_random_projector_is_orthonormal_and_keyed(rows: int, columns: int, side: str, seed: int, data: st.DataObject):
     size = columns if side == "right" else rows
     rank = data.draw(st.integers(1, size))
-    P = random_projector((rows, columns), rank, side, generator(seed, "projector", "layer"))
+    P = draw_random_projector((rows, columns), rank, side, create_generator(seed, "projector", "layer"))
     gram = P @ P.T if side == "right" else P.T @ P
     assert gram.shape == (rank, rank)
     assert (gram - torch.eye(rank)).abs().max() < 1e-6
-    again = random_projector((rows, columns), rank, side, generator(seed, "projector", "layer"))
+    again = draw_random_projector((rows, columns), rank, side, create_generator(seed, "projector", "layer"))
     assert torch.equal(P, again)
 
 
@@ -101,14 +111,14 @@ def test_random_projectors_favour_no_direction() -> None:
     """Haar: the mean projection over many draws is rank / size times the identity."""
     total = torch.zeros(4, 4, dtype=torch.float64)
     for seed in range(200):
-        total += _projection(random_projector((9, 4), 2, "right", generator(seed, "haar")), "right")
+        total += _projection(draw_random_projector((9, 4), 2, "right", create_generator(seed, "haar")), "right")
     # An entry's standard deviation is below 0.25: 5 standard errors of 200 draws.
     assert (total / 200 - 0.5 * torch.eye(4)).abs().max() < 5 * 0.25 / 200**0.5
 
 
 def _bases(side: str) -> tuple[Tensor, Tensor]:
     """Two projectors of rank 2 whose change of coordinates has negative entries."""
-    old, new = (random_projector((6, 5), 2, side, generator(seed, "basis")).double() for seed in (3, 1))
+    old, new = (draw_random_projector((6, 5), 2, side, create_generator(seed, "basis")).double() for seed in (3, 1))
     return old, new
 
 

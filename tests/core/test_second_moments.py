@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedspan.core.alignment import ajive
-from fedspan.core.second_moments import MomentSynchroniser, covering_projector
+from fedspan.core.alignment import compute_ajive
+from fedspan.core.second_moments import MomentSynchroniser, compute_covering_projector
 
 WEIGHTS = [0.2, 0.3, 0.5]
 
@@ -38,7 +38,7 @@ def nearest(matrix: Tensor, rank: int) -> Tensor:
 
 def test_moments_of_one_basis_are_joined_by_each_rule() -> None:
     moments, _, rng = random_clients()
-    found = ajive(moments, 2, 3)
+    found = compute_ajive(moments, 2, 3)
     parts = [found.joint(number) + shift for number, shift in enumerate(found.means)]
     expected = {"average": mean(moments), "average-svd": nearest(mean(moments), 2), "ajive": mean(parts)}
     for rule, matrix in expected.items():
@@ -50,7 +50,7 @@ def test_moments_of_one_basis_are_joined_by_each_rule() -> None:
 def test_linear_moments_of_own_projectors_are_joined_as_the_dense_matrices_are() -> None:
     moments, projectors, rng = random_clients()
     views = [v @ P for v, P in zip(moments, projectors, strict=True)]
-    found = ajive(views, 3, 3)
+    found = compute_ajive(views, 3, 3)
     parts = [found.views[n].lift(found.joint(n)) + view.mean(0) for n, view in enumerate(views)]
     for rule, matrix in {"average": mean(views), "ajive": mean(parts)}.items():
         v, P = synchroniser(rule, 3).join_projected(moments, projectors, WEIGHTS, rng, linear=True)
@@ -72,6 +72,6 @@ def test_the_covering_projector_captures_more_of_the_projectors_than_any_of_them
     def captured(P: Tensor) -> float:
         return sum(w * float((own @ P.T).square().sum()) for w, own in zip(WEIGHTS, projectors, strict=True))
 
-    best = covering_projector(projectors, WEIGHTS)
+    best = compute_covering_projector(projectors, WEIGHTS)
     torch.testing.assert_close(best @ best.T, torch.eye(3, dtype=torch.float64))
     assert all(captured(best) >= captured(P) for P in projectors)

@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 
-from fedspan.crypto.keys import Keys, compute_masking_public, derive_pair_seed, new_secret, open_sealed, seal
+from fedspan.crypto.keys import Keys, compute_masking_public, derive_pair_seed, draw_secret, open_sealed, seal
 
 
 def test_two_clients_agree_on_a_seed_that_is_theirs_and_the_session_s() -> None:
-    one, other, third = (Keys.derive(new_secret(), "run/1") for _ in range(3))
+    one, other, third = (Keys.derive(draw_secret(), "run/1") for _ in range(3))
     seed = derive_pair_seed(one.masking, other.masking_public, "run/1")
     assert seed == derive_pair_seed(other.masking, one.masking_public, "run/1")
     assert (
@@ -27,7 +27,7 @@ def test_two_clients_agree_on_a_seed_that_is_theirs_and_the_session_s() -> None:
 
 
 def test_all_keys_of_a_session_follow_from_its_secret_and_differ() -> None:
-    secret = new_secret()
+    secret = draw_secret()
     keys, again, later = Keys.derive(secret, "run/1"), Keys.derive(secret, "run/1"), Keys.derive(secret, "run/2")
     assert keys == again
     every = [key for one in (keys, later) for key in (one.sealing, one.masking, one.own)]
@@ -35,7 +35,7 @@ def test_all_keys_of_a_session_follow_from_its_secret_and_differ() -> None:
 
 
 def test_only_the_receiver_opens_what_was_sealed_and_only_as_it_was_sealed() -> None:
-    one, other, third = (Keys.derive(new_secret(), "run/1") for _ in range(3))
+    one, other, third = (Keys.derive(draw_secret(), "run/1") for _ in range(3))
     sealed = seal(one.sealing, other.sealing_public, "one", "other", "run/1", b"shares")
     assert b"shares" not in sealed
     assert open_sealed(other.sealing, one.sealing_public, "one", "other", "run/1", sealed) == b"shares"

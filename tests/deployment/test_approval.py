@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from fedspan.cli import app
-from fedspan.deployment.approval import Approvals, NotApprovedError, job_of
+from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job_digest
 from fedspan.deployment.node import AUDIT, NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import decode_reply
@@ -111,7 +111,7 @@ def test_a_damaged_decision_approves_nothing(
     asked = invitation(values(tiny_folder))
     with pytest.raises(NotApprovedError):
         approvals.require(asked)
-    (tmp_path / "jobs" / f"{job_of(asked)}.json").write_bytes(content)
+    (tmp_path / "jobs" / f"{compute_job_digest(asked)}.json").write_bytes(content)
     with pytest.raises(FedspanError, match=r"\.json`: the file is damaged"):
         approvals.require(asked)
 

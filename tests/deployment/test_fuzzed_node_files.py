@@ -18,7 +18,7 @@ from fedspan.config.node import load_node
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.values import OptimizerState
 from fedspan.deployment.handshake import Invitation
-from fedspan.deployment.node import last_serial, load_invitation
+from fedspan.deployment.node import load_invitation, read_last_serial
 from fedspan.errors import FedspanError
 
 NODE = {
@@ -89,7 +89,7 @@ def test_invitations(place: Path) -> None:
 
 
 def test_serials(place: Path) -> None:
-    fuzz(place / "serial", b"1763780000000000", last_serial, 15_000, 2)
+    fuzz(place / "serial", b"1763780000000000", read_last_serial, 15_000, 2)
 
 
 def test_node_files(place: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from fedspan.config.node import NodeConfig
-from fedspan.deployment.handshake import node_values
+from fedspan.deployment.handshake import build_node_values
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
-from fedspan.federation.evaluation import coarsen
+from fedspan.federation.evaluation import coarsen_metrics
 from fedspan.federation.protocol import Order, decode_order, decode_reply
 from fedspan.models.export import read_adapter
 from helpers.node_service import CLIENT, Direct, introduced, node, served, values
@@ -125,7 +125,7 @@ def test_the_node_selects_and_splits_its_examples(tiny_folder: Path, tmp_path: P
         "engine": {"compile": True, "prefix_memory": 1e9, "name": "loop"},
     }
     own = node(tiny_folder, tmp_path, split_seed=5).model_dump()
-    made = node_values(hostile, own)
+    made = build_node_values(hostile, own)
     assert made["partition"] == {"partitioner": "iid", "clients": 1, "validation": 0.1, "test": 0.1, "seed": 5}
     assert made["engine"] == {"name": "loop"}
     assert made["data"] == {"test_fraction": 0.0, "labels": given["data"]["labels"], **own["data"]}
@@ -141,11 +141,13 @@ def test_a_node_with_few_examples_stays_away(tiny_folder: Path, tmp_path: Path) 
 
 def test_metrics_tell_no_exact_counts(tiny_folder: Path, tmp_path: Path) -> None:
     """A model that gives all examples one label would measure how many have it."""
-    counted = {count: coarsen({"accuracy": count / 50, "examples": 50.0}, 10)["accuracy"] for count in range(51)}
+    counted = {
+        count: coarsen_metrics({"accuracy": count / 50, "examples": 50.0}, 10)["accuracy"] for count in range(51)
+    }
     assert sorted(set(counted.values())) == pytest.approx([step / 10 for step in range(11)])
     assert all(abs(value - count / 50) <= 0.05 + 1e-9 for count, value in counted.items())
-    assert coarsen({"accuracy": 1.0, "examples": 9.0}, 10) == {}
-    assert coarsen({"accuracy": 0.123, "examples": 9.0}, 1) == {"accuracy": 0.123, "examples": 9.0}
+    assert coarsen_metrics({"accuracy": 1.0, "examples": 9.0}, 10) == {}
+    assert coarsen_metrics({"accuracy": 0.123, "examples": 9.0}, 1) == {"accuracy": 0.123, "examples": 9.0}
     run, _ = served(tiny_folder, NodeService(node(tiny_folder, tmp_path, limits={"evaluation_examples": 12})))
     validation, test = run.evaluator.evaluate_clients(run.federation.begin())
     assert test is not None

@@ -11,7 +11,7 @@ import yaml
 
 from fedspan import __version__
 from fedspan.config.node import load_node
-from fedspan.deployment.handshake import Introduction, Invitation, server_config
+from fedspan.deployment.handshake import Introduction, Invitation, build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope, Order, Reply, decode_order, decode_reply, read_header
@@ -109,11 +109,11 @@ def test_an_envelope_of_no_kind_is_none(tiny_folder: Path, tmp_path: Path) -> No
 def test_a_server_s_config_names_no_data(tiny_folder: Path) -> None:
     given = values(tiny_folder)
     with pytest.raises(FedspanError, match=r"data\.train"):
-        server_config({**given, "data": {"train": "secret.csv"}})
+        build_server_config({**given, "data": {"train": "secret.csv"}})
     with pytest.raises(FedspanError, match=r"data\.labels"):
-        server_config({**given, "data": {}})
+        build_server_config({**given, "data": {}})
     with pytest.raises(FedspanError, match="baselines"):
-        server_config({**given, "baselines": ["local"]})
+        build_server_config({**given, "baselines": ["local"]})
 
 
 def test_a_node_s_file_names_what_is_wrong(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 
 from fedspan import __version__
 from fedspan.config.node import NodeConfig
-from fedspan.deployment.handshake import Introduction, Invitation, server_config
+from fedspan.deployment.handshake import Introduction, Invitation, build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope, Order, decode_reply, read_header
 from fedspan.federation.secagg.messages import KeysReply, UnmaskReply, decode_request
-from fedspan.runs.remote import connect, prepare_server, server_clients
+from fedspan.runs.remote import build_server_clients, connect, prepare_server
 from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.reply_transport import Replies, ReplyingTransport
@@ -64,7 +64,7 @@ def served(
     tiny_folder: Path, folder: Path, lost: Callable[[Any], bool] = lambda asked: False, **limits: Any
 ) -> tuple[Prepared, Direct]:
     given = values(tiny_folder, secure={})
-    prepared = prepare_server(server_config(given))
+    prepared = prepare_server(build_server_config(given))
 
     def make(id: str) -> NodeService:
         return NodeService(node(id, tiny_folder, folder, **limits))
@@ -72,7 +72,7 @@ def served(
     invitation = Invitation(run="run", version=__version__, config=json.dumps(given))
     told = {id: read_header(Introduction, make(id).answer(invitation.envelope())) for id in CLINICS}
     assert [one.refused for one in told.values()] == [None] * 3
-    clients = server_clients(
+    clients = build_server_clients(
         prepared.config, prepared.engine.adapted.spec, {id: one.examples for id, one in told.items()}
     )
     transport = Direct(make, lost)

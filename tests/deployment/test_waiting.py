@@ -11,10 +11,10 @@ import pytest
 
 from fedspan import __version__
 from fedspan.deployment import deploy
-from fedspan.deployment.handshake import Introduction, server_config
+from fedspan.deployment.handshake import Introduction, build_server_config
 from fedspan.errors import FedspanError
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.remote import prepare_server, server_clients
+from fedspan.runs.remote import build_server_clients, prepare_server
 from helpers.node_service import CLIENT, invitation, values
 
 transport = pytest.importorskip(
@@ -52,10 +52,10 @@ def met(
             undecided.discard(7)
 
     monkeypatch.setattr(transport, "invite", invite)
-    monkeypatch.setattr(deploy, "base_digest", lambda model: "b")
+    monkeypatch.setattr(deploy, "compute_base_digest", lambda model: "b")
     given = values(tiny_folder)
     given["federation"]["secure"] = secure
-    prepared: Any = SimpleNamespace(config=server_config(given), model=None)
+    prepared: Any = SimpleNamespace(config=build_server_config(given), model=None)
     link = servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
     notes = Notes()
     return deploy._gather_nodes(None, prepared, invitation({}), 1.0, notes, link, None), notes.notes  # type: ignore[arg-type]
@@ -90,9 +90,9 @@ def test_a_node_that_declares_more_than_it_was_admitted_with_enters_no_secure_su
 
 
 def test_a_limit_of_an_admission_reaches_the_round(tiny_folder: Path) -> None:
-    config = server_config(values(tiny_folder))
+    config = build_server_config(values(tiny_folder))
     spec = prepare_server(config).engine.adapted.spec
-    clients = server_clients(config, spec, {"clinic": 2**53 - 1, "practice": 80}, {"clinic": 100})
+    clients = build_server_clients(config, spec, {"clinic": 2**53 - 1, "practice": 80}, {"clinic": 100})
     assert {id: one.max_weight for id, one in clients.items()} == {"clinic": 100, "practice": None}
     # the order has the number that the node declared, since the node compares it with its own
     assert clients["clinic"].client.examples == clients["clinic"].client.weight == 2**53 - 1

@@ -16,9 +16,9 @@ from fedspan.core.lowrank import LowRank
 from fedspan.diagnostics.updates import (
     combine,
     compare_updates,
+    compute_form_inner_product,
     compute_principal_angles,
     compute_singular_values,
-    inner_product,
     measure_moment_mismatch,
     measure_shape,
 )
@@ -115,7 +115,7 @@ def test_products_of_every_kind_of_two() -> None:
     for left in kinds:
         for right in kinds:
             wanted = float((matrix(left) * matrix(right)).sum())
-            assert inner_product(left, right) == pytest.approx(wanted, rel=1e-5)
+            assert compute_form_inner_product(left, right) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_moments_apart() -> None:

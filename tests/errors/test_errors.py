@@ -15,7 +15,7 @@ from pydantic import BaseModel
 import fedspan
 from fedspan.clients.store import LostStateError
 from fedspan.deployment.handshake import Introduction
-from fedspan.errors import FedspanError, escape_controls, nearest, similar
+from fedspan.errors import FedspanError, escape_controls, find_similar, suggest_nearest
 from fedspan.federation.protocol import _ReplyHeader
 from fedspan.files import DamagedFileError
 
@@ -63,13 +63,16 @@ def test_an_error_can_be_moved_and_annotated() -> None:
 
 
 def test_the_nearest_names_are_suggested() -> None:
-    assert nearest("lable", ["text", "label"]) == "Did you mean 'label'?"
-    assert nearest("learning_rate", ["lr", "min_lr", "local_steps"]) == "Did you mean 'lr', 'min_lr' or 'local_steps'?"
-    assert nearest("fedsa", ["fedsa-lora", "qqq"]) == "Did you mean 'fedsa-lora'?"
-    assert nearest("zzz", ["a", "b"]) == "Possible values: 'a', 'b'."
-    assert nearest("zzz", "abcdefgh") == "Possible values: 'a', 'b', 'c', 'd', 'e', 'f', ..."
-    assert nearest("zzz", []) == ""
-    assert similar("zzz", "ab") == []
+    assert suggest_nearest("lable", ["text", "label"]) == "Did you mean 'label'?"
+    assert (
+        suggest_nearest("learning_rate", ["lr", "min_lr", "local_steps"])
+        == "Did you mean 'lr', 'min_lr' or 'local_steps'?"
+    )
+    assert suggest_nearest("fedsa", ["fedsa-lora", "qqq"]) == "Did you mean 'fedsa-lora'?"
+    assert suggest_nearest("zzz", ["a", "b"]) == "Possible values: 'a', 'b'."
+    assert suggest_nearest("zzz", "abcdefgh") == "Possible values: 'a', 'b', 'c', 'd', 'e', 'f', ..."
+    assert suggest_nearest("zzz", []) == ""
+    assert find_similar("zzz", "ab") == []
 
 
 def test_texts_of_other_machines_do_nothing_to_a_terminal() -> None:

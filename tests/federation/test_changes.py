@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from fedspan.core.values import Client, Message
-from fedspan.federation.changes import ChangeSize, measure_change, norm_limits, shrink_reply
+from fedspan.federation.changes import ChangeSize, compute_norm_limits, measure_change, shrink_reply
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import RoundResult
 from fedspan.federation.protocol import Order
 from fedspan.federation.serialization import encode_state
-from fedspan.federation.validation import untrained_reply
+from fedspan.federation.validation import build_untrained_reply
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.transports.in_process import InProcess
@@ -48,7 +48,7 @@ def attacked(federation: Federation, factor: float) -> tuple[RoundResult, dict[s
         if order.to != VICTIM or factor == 1:
             return reply
         assert order.client is not None
-        start = untrained_reply(method, sent, replace(order.client, last_round=None), order.round)
+        start = build_untrained_reply(method, sent, replace(order.client, last_round=None), order.round)
         return boosted(reply, start, factor, method.declared().directions)
 
     host.tamper = tamper
@@ -77,11 +77,11 @@ def test_a_long_change_counts_as_one_of_the_allowed_norm_in_every_method(
     sizes: dict[str, ChangeSize] = {}
     for id, reply in replies.items():
         client = federation.clients[id].client
-        expected = untrained_reply(method, method.sync(state, client), client, 0)
+        expected = build_untrained_reply(method, method.sync(state, client), client, 0)
         sizes[id] = measure_change(reply, method.contribute(reply, client), expected, method, client)
-    limits = norm_limits({**sizes, VICTIM: replace(sizes[VICTIM], norm=1000 * sizes[VICTIM].norm)}, 2.0)
+    limits = compute_norm_limits({**sizes, VICTIM: replace(sizes[VICTIM], norm=1000 * sizes[VICTIM].norm)}, 2.0)
     client = federation.clients[VICTIM].client
-    expected = untrained_reply(method, method.sync(state, client), client, 0)
+    expected = build_untrained_reply(method, method.sync(state, client), client, 0)
     long = boosted(replies[VICTIM], expected, 1000.0, method.declared().directions)
     contribution = method.contribute(long, client)
     factor = result.clipped[VICTIM]
@@ -110,7 +110,7 @@ def test_by_default_a_boosted_change_counts_as_one_and_a_half_times_the_median(
     norms = dict[str, float]()
     for id, reply in replies.items():
         client = federation.clients[id].client
-        expected = untrained_reply(method, method.sync(state, client), client, 0)
+        expected = build_untrained_reply(method, method.sync(state, client), client, 0)
         norms[id] = measure_change(reply, method.contribute(reply, client), expected, method, client).norm
     norms[VICTIM] *= 8
     limit = 1.5 * median(norms.values())
@@ -120,11 +120,11 @@ def test_by_default_a_boosted_change_counts_as_one_and_a_half_times_the_median(
 
 def test_limits_are_multiples_of_the_median_by_number_of_entries() -> None:
     sizes = {"a": ChangeSize(1.0, 100), "b": ChangeSize(2.0, 100), "c": ChangeSize(9.0, 100)}
-    assert norm_limits(sizes, 2.0) == pytest.approx({"a": 4.0, "b": 4.0, "c": 4.0})
+    assert compute_norm_limits(sizes, 2.0) == pytest.approx({"a": 4.0, "b": 4.0, "c": 4.0})
     wide = {"a": ChangeSize(1.0, 100), "b": ChangeSize(1.0, 100), "c": ChangeSize(2.0, 400)}
-    assert norm_limits(wide, 2.0) == pytest.approx({"a": 2.0, "b": 2.0, "c": 4.0})
-    assert norm_limits({"a": sizes["a"], "c": sizes["c"]}, 2.0) == {}
-    assert norm_limits({id: ChangeSize(0.0, 10) for id in "abc"}, 2.0) == {}
+    assert compute_norm_limits(wide, 2.0) == pytest.approx({"a": 2.0, "b": 2.0, "c": 4.0})
+    assert compute_norm_limits({"a": sizes["a"], "c": sizes["c"]}, 2.0) == {}
+    assert compute_norm_limits({id: ChangeSize(0.0, 10) for id in "abc"}, 2.0) == {}
 
 
 def test_a_fixed_norm_takes_the_place_of_the_median(tiny_folder: Path, prepared: Prepared) -> None:

@@ -17,7 +17,7 @@ from fedspan.config import parse_config
 from fedspan.core.values import Message
 from fedspan.errors import FedspanError
 from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
-from fedspan.federation.conditions import PHASES, Conditions, Faults, Speed, corrupt
+from fedspan.federation.conditions import PHASES, Conditions, Faults, Speed, corrupt_reply
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
@@ -80,7 +80,7 @@ def test_speeds_have_their_median_and_spread(distribution: Any) -> None:
 def test_a_corrupted_change_is_a_multiple_of_the_honest_one(kind: Any, factor: float | None, expected: float) -> None:
     start = {"l/A": torch.randn(3, 5), "l/n": torch.tensor([4])}
     reply = {"l/A": start["l/A"] + torch.randn(3, 5), "l/n": torch.tensor([7])}
-    found = corrupt(Faults(0.1, kind, factor), Message(reply), Message(start), 0, 1, "a").tensors
+    found = corrupt_reply(Faults(0.1, kind, factor), Message(reply), Message(start), 0, 1, "a").tensors
     assert torch.allclose(found["l/A"] - start["l/A"], expected * (reply["l/A"] - start["l/A"]), atol=1e-5)
     assert torch.equal(found["l/n"], reply["l/n"])
 
@@ -88,11 +88,11 @@ def test_a_corrupted_change_is_a_multiple_of_the_honest_one(kind: Any, factor: f
 def test_noise_replaces_a_change_and_nan_a_reply() -> None:
     start: dict[str, Tensor] = {"l/A": torch.zeros(50, 40)}
     reply = Message({"l/A": torch.full((50, 40), 0.2)})
-    noisy = corrupt(Faults(0.1, "noise", 2.0), reply, Message(start), 0, 1, "a").tensors["l/A"]
+    noisy = corrupt_reply(Faults(0.1, "noise", 2.0), reply, Message(start), 0, 1, "a").tensors["l/A"]
     assert abs(float(noisy.mean())) < 0.05
     assert float(noisy.std()) == pytest.approx(0.4, rel=0.1)
-    assert torch.equal(noisy, corrupt(Faults(0.1, "noise", 2.0), reply, Message(start), 0, 1, "a").tensors["l/A"])
-    nan = corrupt(Faults(0.1, "nan"), reply, Message(start), 0, 1, "a").tensors["l/A"]
+    assert torch.equal(noisy, corrupt_reply(Faults(0.1, "noise", 2.0), reply, Message(start), 0, 1, "a").tensors["l/A"])
+    nan = corrupt_reply(Faults(0.1, "nan"), reply, Message(start), 0, 1, "a").tensors["l/A"]
     assert bool(nan.isnan().all())
 
 

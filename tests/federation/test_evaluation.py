@@ -11,7 +11,7 @@ import pytest
 
 from fedspan.federation.evaluation import ClientScores, RemoteEvaluator, ReportedEvaluator
 from fedspan.federation.federation import Federation
-from fedspan.federation.plausibility import possible_metrics
+from fedspan.federation.plausibility import drop_impossible_metrics
 from fedspan.federation.protocol import Envelope, Reply, decode_order
 from fedspan.runs.selection import rate_round
 from fedspan.runs.setup import Prepared, prepare
@@ -110,12 +110,12 @@ def test_deciding_metrics_are_those_of_all_clients_where_they_are_few(prepared: 
 
 
 def test_a_loss_is_compared_with_the_median_from_three_clients_on() -> None:
-    rows, impossible = possible_metrics({"a": {"loss": 0.2}, "b": {"loss": 5000.0}})
+    rows, impossible = drop_impossible_metrics({"a": {"loss": 0.2}, "b": {"loss": 5000.0}})
     assert rows == {"a": {"loss": 0.2}, "b": {"loss": 5000.0}}
     assert not impossible
-    rows, impossible = possible_metrics({"a": {"loss": 20.0}, "b": {"loss": 5000.0}, "c": {"loss": 0.1}})
+    rows, impossible = drop_impossible_metrics({"a": {"loss": 20.0}, "b": {"loss": 5000.0}, "c": {"loss": 0.1}})
     assert [id for id, _ in impossible] == []
-    rows, impossible = possible_metrics({"a": {"loss": 0.2}, "b": {"loss": 5000.0}, "c": {"loss": 0.1}})
+    rows, impossible = drop_impossible_metrics({"a": {"loss": 0.2}, "b": {"loss": 5000.0}, "c": {"loss": 0.1}})
     assert impossible == [("b", "loss 5e+03 is not from 0 to 1e+03")]
     assert rows["b"] == {}
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics
-from fedspan.core.heads import HeadKind, statistics_shapes, summarize
-from fedspan.core.tensors import extra_name
+from fedspan.core.heads import HeadKind, compute_statistics_shapes, summarize
+from fedspan.core.tensors import join_extra_name
 from fedspan.core.values import Client, Message
 from fedspan.errors import FedspanError
 from fedspan.federation.head_start import HeadStart, check_statistics, start_head
@@ -26,7 +26,7 @@ from fedspan.runs.head_setup import begin, begin_locally
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
 
-HEAD = (extra_name("classifier.weight"), extra_name("classifier.bias"))
+HEAD = (join_extra_name("classifier.weight"), join_extra_name("classifier.bias"))
 LAYER = OutputLayer("classifier", outputs=4, features=16, bias=True)
 
 
@@ -73,7 +73,7 @@ def test_transfers_have_a_purpose_of_their_own(prepared: Prepared) -> None:
     transfers = run.federation.pop_events().transfers
     assert {transfer.purpose for transfer in transfers} == {"statistics"}
     up = [transfer.payload for transfer in transfers if transfer.direction == "up"]
-    shapes = statistics_shapes("lda", 4, 16)
+    shapes = compute_statistics_shapes("lda", 4, 16)
     assert up == [4 * sum(int(np.prod(shape)) for shape in shapes.values())] * 4
     assert {transfer.payload for transfer in transfers if transfer.direction == "down"} == {0}
 

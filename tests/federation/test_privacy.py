@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.noise import key_of_seed
-from fedspan.core.tensors import norm as norm_of
+from fedspan.core.noise import derive_seed_key
+from fedspan.core.tensors import compute_norm as norm_of
 from fedspan.core.values import Client, Contribution, Reduced
-from fedspan.federation.aggregation.reducers import reducer_for
+from fedspan.federation.aggregation.reducers import create_reducer
 from fedspan.federation.privacy import (
-    client_noise,
-    poisson_cohort,
-    private_mean,
+    compute_client_noise,
+    compute_private_mean,
+    compute_sampling_rate,
+    draw_poisson_cohort,
     round_charges,
-    sampling_rate,
 )
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import apply_change, change_of, clip_change
@@ -52,7 +52,7 @@ def reduced(
     order: list[str] | None = None,
 ) -> Reduced:
     known = {one.id: one for one in clients(everybody)}
-    reducer = reducer_for(settings, [known[id] for id in replies], everybody, 2, lambda: origin)
+    reducer = create_reducer(settings, [known[id] for id in replies], everybody, 2, lambda: origin)
     for id in order or replies:
         reply = replies[id]
         reducer.add(id, None if reply is None else Contribution(sum=reply))
@@ -91,9 +91,9 @@ def test_one_client_more_or_less_moves_the_sum_by_at_most_the_clip(
 def test_the_noise_has_the_variance_that_the_accountant_is_told() -> None:
     origin = {"layer/A": torch.zeros(300, 400)}
     privacy = central(noise=1.7)
-    mean = private_mean({"layer/A": torch.zeros(300, 400, dtype=torch.float64)}, origin, privacy, 0.5, 10.0, 3)
+    mean = compute_private_mean({"layer/A": torch.zeros(300, 400, dtype=torch.float64)}, origin, privacy, 0.5, 10.0, 3)
     assert float(mean["layer/A"].double().std()) == pytest.approx(1.7 * 0.5 / 10, rel=0.01)
-    other = private_mean({"layer/A": torch.zeros(300, 400, dtype=torch.float64)}, origin, privacy, 0.5, 10.0, 4)
+    other = compute_private_mean({"layer/A": torch.zeros(300, 400, dtype=torch.float64)}, origin, privacy, 0.5, 10.0, 4)
     correlation = torch.corrcoef(torch.stack([mean["layer/A"].flatten(), other["layer/A"].flatten()]))[0, 1]
     assert abs(float(correlation)) < 0.01
 
@@ -146,19 +146,19 @@ def test_a_reply_that_does_not_fit_is_refused() -> None:
 def test_cohorts_are_poisson_samples() -> None:
     """Each client by itself with the rate: the number of them varies, as the accountant's theorem wants it."""
     settings, privacy = RoundSettings(400, cohort=6, seed=5), central()
-    sizes = torch.tensor([len(poisson_cohort(privacy, settings, 20, number)) for number in range(2000)]).double()
+    sizes = torch.tensor([len(draw_poisson_cohort(privacy, settings, 20, number)) for number in range(2000)]).double()
     assert float(sizes.mean()) == pytest.approx(6, rel=0.03)
     assert float(sizes.var()) == pytest.approx(20 * 0.3 * 0.7, rel=0.1)
     counts = torch.zeros(20)
     for number in range(2000):
-        counts[poisson_cohort(privacy, settings, 20, number)] += 1
+        counts[draw_poisson_cohort(privacy, settings, 20, number)] += 1
     assert float((counts / 2000 - 0.3).abs().max()) < 0.05
-    assert poisson_cohort(privacy, replace(settings, cohort=None), 3, 0) == [0, 1, 2]
-    assert poisson_cohort(privacy, settings, 20, 3) == poisson_cohort(privacy, settings, 20, 3)
+    assert draw_poisson_cohort(privacy, replace(settings, cohort=None), 3, 0) == [0, 1, 2]
+    assert draw_poisson_cohort(privacy, settings, 20, 3) == draw_poisson_cohort(privacy, settings, 20, 3)
     # whoever knows the seed, as every node does, must not know the cohort
-    secret = replace(privacy, key=key_of_seed(99), secret=True)
-    assert [poisson_cohort(secret, settings, 20, n) for n in range(5)] != [
-        poisson_cohort(privacy, settings, 20, n) for n in range(5)
+    secret = replace(privacy, key=derive_seed_key(99), secret=True)
+    assert [draw_poisson_cohort(secret, settings, 20, n) for n in range(5)] != [
+        draw_poisson_cohort(privacy, settings, 20, n) for n in range(5)
     ]
 
 
@@ -167,10 +167,10 @@ def test_secret_noise_never_serves_twice() -> None:
     origin, zeros = {"x": torch.zeros(50)}, {"x": torch.zeros(50, dtype=torch.float64)}
     for secret in (True, False):
         privacy = central(secret=secret)
-        first, again = (private_mean(zeros, origin, privacy, 1.0, 1.0, 0)["x"] for _ in range(2))
+        first, again = (compute_private_mean(zeros, origin, privacy, 1.0, 1.0, 0)["x"] for _ in range(2))
         assert torch.equal(first, again)
         small = {"x": zeros["x"] + torch.eye(1, 50, dtype=torch.float64)[0] * 1e-3}
-        apart = private_mean(small, origin, privacy, 1.0, 1.0, 0)["x"] - first
+        apart = compute_private_mean(small, origin, privacy, 1.0, 1.0, 0)["x"] - first
         assert (float(apart.abs().max()) > 0.1) == secret
 
 
@@ -180,8 +180,12 @@ def test_what_a_round_costs() -> None:
     assert (charge.payer, charge.mechanism.rate, charge.mechanism.noise, charge.count) == ("", 0.25, 1.0, 1)
     assert round_charges(replace(settings, privacy=central(mechanism="local")), 20) == ()
     assert round_charges(replace(settings, privacy=None), 20) == ()
-    assert sampling_rate(settings, 3) == 1.0
+    assert compute_sampling_rate(settings, 3) == 1.0
     target = central(noise=None, epsilon=2.0, rounds=50)
     local = replace(target, mechanism="local")
-    assert client_noise(local, 0.1) == client_noise(local, 1.0)
-    assert client_noise(target, 0.1) < client_noise(target, 1.0) == pytest.approx(client_noise(local, 1.0) / 2)
+    assert compute_client_noise(local, 0.1) == compute_client_noise(local, 1.0)
+    assert (
+        compute_client_noise(target, 0.1)
+        < compute_client_noise(target, 1.0)
+        == pytest.approx(compute_client_noise(local, 1.0) / 2)
+    )

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedspan.core.base import BasePatch, BaseUpdate, Delta, Increment, apply_patch
 from fedspan.core.lowrank import LowRank
 from fedspan.core.values import Message, ServerState
-from fedspan.federation.serialization import decode, decode_state, encode, encode_state, payload_size
+from fedspan.federation.serialization import compute_payload_size, decode, decode_state, encode, encode_state
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
@@ -98,7 +98,7 @@ def test_a_message_comes_back_bit_for_bit(message: Message) -> None:
     data = encode(message)
     assert bits(decode(data)) == bits(message)
     assert encode(decode(data)) == data
-    assert payload_size(message) <= len(data)
+    assert compute_payload_size(message) <= len(data)
 
 
 @quick
@@ -182,9 +182,9 @@ def test_payload_counts_tensor_data_only() -> None:
     factors = LowRank(torch.ones(4, 2), torch.ones(2, 3))
     patch = BasePatch(3, (Increment(3, {"l": torch.ones(4, 3)}),), total={"l": factors})
     message = Message({"a": torch.ones(5, dtype=torch.bfloat16), "b": torch.ones(())}, {"s": 1.0}, patch)
-    assert payload_size(message) == 10 + 4 + 4 * 12 + 4 * 14
+    assert compute_payload_size(message) == 10 + 4 + 4 * 12 + 4 * 14
     stored = safetensors.torch.load(encode(message))
-    assert sum(tensor.numel() * tensor.element_size() for tensor in stored.values()) == payload_size(message)
+    assert sum(tensor.numel() * tensor.element_size() for tensor in stored.values()) == compute_payload_size(message)
 
 
 def test_a_replayed_base_has_the_same_bits() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fedspan.core.method import Method, Traffic
 from fedspan.core.values import Spec
-from fedspan.planning.shape_inference import bare_method, count_traffic, with_bare_method
+from fedspan.planning.shape_inference import count_traffic, rewrap_method, unwrap_method
 from helpers.watched_rounds import Watched
 
 
@@ -15,10 +15,10 @@ def count_layers(method: Method, ranks: Iterable[int], cohorts: Sequence[Sequenc
     """By round and rank: the bytes over all target layers to and from a client that participated in every round."""
     if isinstance(method, Watched):  # it compares values
         method = method.inner
-    bare, ranks = bare_method(method), list(ranks)
+    bare, ranks = unwrap_method(method), list(ranks)
     layers = [
         count_traffic(
-            with_bare_method(method, replace(bare, spec=Spec((layer,), clients=bare.spec.clients))), ranks, cohorts
+            rewrap_method(method, replace(bare, spec=Spec((layer,), clients=bare.spec.clients))), ranks, cohorts
         )
         for layer in bare.spec.layers
     ]

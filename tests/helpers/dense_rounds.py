@@ -16,7 +16,7 @@ from torch import Tensor
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.lowrank import LowRank
 from fedspan.core.method import Method
-from fedspan.core.tensors import tensor_name
+from fedspan.core.tensors import join_tensor_name
 from toys.oracle import Pairs, average, descend
 from toys.problem import HEAD, LAYERS, Problem
 from toys.rounds import Federation, close, sgd, to_double, with_extras
@@ -66,7 +66,7 @@ def federation(method: Method, ranks: Mapping[str, int] | None = None, uniform: 
 def given(made: Federation) -> Pairs:
     """The pairs in a federation's state."""
     tensors = made.state.tensors
-    return {one: {slot: tensors[tensor_name(one, slot)].clone() for slot in "AB"} for one in LAYERS}
+    return {one: {slot: tensors[join_tensor_name(one, slot)].clone() for slot in "AB"} for one in LAYERS}
 
 
 def follow(

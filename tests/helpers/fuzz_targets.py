@@ -26,7 +26,7 @@ from fedspan.core.base import BasePatch, BaseUpdate, Increment
 from fedspan.core.lowrank import LowRank
 from fedspan.core.values import Client, Message, ServerState
 from fedspan.deployment.approval import JobRequest
-from fedspan.deployment.handshake import Introduction, Invitation, node_values
+from fedspan.deployment.handshake import Introduction, Invitation, build_node_values
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.protocol import Envelope, Masking, Order, Part, Reply, decode_reply, read_header
@@ -462,7 +462,7 @@ class Configs(_Json):
         summary = JobRequest("0" * 64, "run", given, "now").summary()
         if not all(value.isprintable() for value in summary.values()):
             raise AssertionError("a summary that a terminal obeys")
-        parse_config(node_values(given, {**_OWN, "data": {"train": "t.csv"}}))
+        parse_config(build_node_values(given, {**_OWN, "data": {"train": "t.csv"}}))
 
 
 class Refusing(Target):

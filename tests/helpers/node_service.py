@@ -8,10 +8,10 @@ from typing import Any
 
 from fedspan import __version__
 from fedspan.config.node import NodeConfig
-from fedspan.deployment.handshake import Introduction, Invitation, base_digest, server_config
+from fedspan.deployment.handshake import Introduction, Invitation, build_server_config, compute_base_digest
 from fedspan.deployment.node import NodeService
 from fedspan.federation.protocol import Envelope, read_header
-from fedspan.runs.remote import connect, prepare_server, server_clients
+from fedspan.runs.remote import build_server_clients, connect, prepare_server
 from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.reply_transport import ReplyingTransport
@@ -59,11 +59,11 @@ class Direct(ReplyingTransport):
 def served(tiny_folder: Path, service: NodeService, **changes: Any) -> tuple[Prepared, Direct]:
     """A server's run with one node."""
     given = values(tiny_folder, **changes)
-    prepared = prepare_server(server_config(given))
+    prepared = prepare_server(build_server_config(given))
     introduction = introduced(service, given)
     assert introduction.refused is None
-    assert introduction.base == base_digest(prepared.model)
+    assert introduction.base == compute_base_digest(prepared.model)
     transport = Direct(service)
-    clients = server_clients(prepared.config, prepared.engine.adapted.spec, {CLIENT: introduction.examples})
+    clients = build_server_clients(prepared.config, prepared.engine.adapted.spec, {CLIENT: introduction.examples})
     rules = prepared.config.federation.build_reply_rules()
     return connect(prepared, transport, rules, clients=clients, run="run"), transport

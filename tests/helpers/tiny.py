@@ -30,7 +30,7 @@ from fedspan.core.method import Method
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData
-from fedspan.runs.client_ranks import client_ranks, client_scaling
+from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scaling
 from fedspan.runs.setup import Prepared
 from fedspan.training.engine import Engine
 from fedspan.training.loop import LoopEngine
@@ -171,8 +171,8 @@ def variant(
     members = prepared.federation.clients
     method = config.build_method(replace(adapted.spec, clients=len(members)))
     known = []
-    for id, rank in client_ranks(config, method, list(members)).items():
-        client = replace(members[id].client, rank=rank, scaling=client_scaling(config, method, rank))
+    for id, rank in compute_client_ranks(config, method, list(members)).items():
+        client = replace(members[id].client, rank=rank, scaling=compute_client_scaling(config, method, rank))
         known.append(replace(members[id], client=client))
     made = engine(adapted, prepared.task, config.build_training_settings(), config.seed)
     wrapped = watch(config.wrap_method(method))

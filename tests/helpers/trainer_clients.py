@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, DataCollatorWithPadding, Trainer, Traini
 
 from fedspan.runs.setup import Prepared
 from fedspan.tasks.task import Examples, Task
-from fedspan.training.batching import training_batches
+from fedspan.training.batching import draw_training_batches
 from fedspan.training.trainers.local import RoundPlan
 from fedspan.training.trainers.optimizer import JobOptimizer
 from fedspan.training.trainers.trainer_engine import Owner, TrainerEngine
@@ -101,7 +101,7 @@ def trainer_of(
     training = config.build_training_settings()
 
     def draw(plan: RoundPlan, epochs: int) -> list[list[int]]:
-        batches = training_batches(
+        batches = draw_training_batches(
             indices,
             examples.lengths,
             batch_size=training.batch_size,

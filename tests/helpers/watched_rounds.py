@@ -16,8 +16,8 @@ from fedspan.config import RunConfig
 from fedspan.core.base import BaseUpdate, Increment, materialise
 from fedspan.core.lowrank import LowRank
 from fedspan.core.method import Memory
-from fedspan.core.parametrization import Parametrization, dense_change
-from fedspan.core.tensors import Tensors, slots_of
+from fedspan.core.parametrization import Parametrization, compute_dense_change
+from fedspan.core.tensors import Tensors, select_slots
 from fedspan.core.values import (
     Client,
     Contribution,
@@ -239,9 +239,9 @@ class MethodRun:
         moved = materialise(weight, exact, layer)
         slots = {
             slot: value.double() if value.is_floating_point() else value  # positions stay whole numbers
-            for slot, value in slots_of(tensors, layer).items()
+            for slot, value in select_slots(tensors, layer).items()
         }
-        return dense_change(parametrization.effective(slots), moved) + moved - weight
+        return compute_dense_change(parametrization.effective(slots), moved) + moved - weight
 
     def global_change(self, layer: str, progress: Progress) -> Tensor:
         """A layer's change in the model that a progress stands for."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedspan.core.tensors import tensor_name
+from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Reduced
 from fedspan.methods.fed_sb import FedSB
 from toys.oracle import average
@@ -34,10 +34,10 @@ def test_matches_a_dense_oracle(first: tuple[int, ...]) -> None:
         U, sigma, Vt = torch.linalg.svd(-STEP * torch.sign(gradient[one]), full_matrices=False)
         begun = federation.weight(one) - W[one]  # not taken off W0: the first step is taken
         assert close(begun, (U[:, :R] * sigma[:R]) @ Vt[:R])
-        A, B = (federation.state.tensors[tensor_name(one, slot)].double() for slot in "AB")
+        A, B = (federation.state.tensors[join_tensor_name(one, slot)].double() for slot in "AB")
         assert close(B.T @ B, torch.eye(R).double())
         assert close(A @ A.T, torch.eye(R).double())
-        factors[one] = {"A": A, "B": B, "R": federation.state.tensors[tensor_name(one, "R")].double()}
+        factors[one] = {"A": A, "B": B, "R": federation.state.tensors[join_tensor_name(one, "R")].double()}
         assert close(factors[one]["R"], torch.diag(sigma[:R] / S))
     for name in HEAD:
         assert torch.equal(federation.state.tensors[f"extras/{name}"].double(), head[name])  # no step was taken
@@ -80,7 +80,7 @@ def test_a_layer_without_a_gradient_can_still_be_trained() -> None:
     """sign(0) = 0: R = 0 between orthonormal B and A, whose gradient s B^T G A^T need not vanish."""
     problem = Problem()
     method = _method(problem)
-    zeros = {tensor_name(layer.name, "gradient"): torch.zeros(layer.shape) for layer in method.spec.layers}
+    zeros = {join_tensor_name(layer.name, "gradient"): torch.zeros(layer.shape) for layer in method.spec.layers}
     after = method.update(method.init(problem.adapted()), Reduced(mean=zeros, count=1))
     for one in LAYERS:
         assert not after.tensors[f"{one}/R"].any()

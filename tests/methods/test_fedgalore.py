@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedspan.core import alignment
-from fedspan.core.tensors import slots_of, tensor_name
+from fedspan.core.tensors import join_tensor_name, select_slots
 from fedspan.core.values import Job, Spec, Trained
 from fedspan.errors import FedspanError
 from fedspan.methods.fedgalore import FedGaLore
@@ -205,12 +205,12 @@ def test_rounds_match_dense_galore_and_dense_ajive(options: dict[str, Any], deca
             ordered = list(clients.values())
             begin[layer] = joined(ordered, [shares[id] for id in clients], layer, method, shared)
             v, P = begin[layer]
-            found = federation.state.memory[tensor_name(layer, "v")]
-            assert (tensor_name(layer, "P") in federation.state.memory) == (not shared)
+            found = federation.state.memory[join_tensor_name(layer, "v")]
+            assert (join_tensor_name(layer, "P") in federation.state.memory) == (not shared)
             if shared:
                 assert close(found, v, 1e-6)  # seeded projectors are orthonormal to float32
             elif method.moments == "linear":
-                assert close(found @ federation.state.memory[tensor_name(layer, "P")], v @ P, 1e-6)
+                assert close(found @ federation.state.memory[join_tensor_name(layer, "P")], v @ P, 1e-6)
             else:
                 assert close(found, v, 1e-6)
             if shared or method.moments == "squared":
@@ -229,10 +229,10 @@ def test_the_oracle_follows_what_a_client_does_step_by_step() -> None:
         oracle.step(P if steps == 1 else None)
         trained = train(federation, replace(job, steps=steps), "client-2")
         for layer in LAYERS:
-            pair = job.parametrization[layer].effective(slots_of(trained.tensors, layer)).pair
+            pair = job.parametrization[layer].effective(select_slots(trained.tensors, layer)).pair
             assert pair is not None
             assert close(problem.dense(layer)[layer] + pair.dense(), oracle.W[layer])
-            v = trained.optimizer_state.moments["exp_avg_sq"][tensor_name(layer, "acc")]
+            v = trained.optimizer_state.moments["exp_avg_sq"][join_tensor_name(layer, "acc")]
             assert close(tall(layer, v), oracle.v[layer])
 
 
@@ -266,7 +266,7 @@ def test_clients_of_different_numbers_of_steps_decay_the_base_by_their_shares(mo
         for layer in LAYERS:
             mean = torch.zeros_like(W[layer])
             for id, one in trained.items():
-                slots = {slot: value.double() for slot, value in slots_of(one.tensors, layer).items()}
+                slots = {slot: value.double() for slot, value in select_slots(one.tensors, layer).items()}
                 pair = federation.job().parametrization[layer].effective(slots).pair
                 assert pair is not None
                 mean += shares[id] * (one.decay * W[layer] + pair.dense())
@@ -354,13 +354,13 @@ def test_steps_stay_bounded_under_new_projectors_unless_moments_are_mapped_linea
 def test_estimated_joint_ranks_and_the_check_of_identifiability_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(clients=3)
     seen: list[tuple[object, ...]] = []
-    original = alignment.ajive
+    original = alignment.compute_ajive
 
     def watched(views: Any, joint: int | None, view_rank: int, **options: Any) -> alignment.Ajive:
         seen.append((joint, view_rank, options["identifiable"]))
         return original(views, joint, view_rank, **options)
 
-    monkeypatch.setattr("fedspan.core.second_moments.ajive", watched)
+    monkeypatch.setattr("fedspan.core.second_moments.compute_ajive", watched)
     for options in ({}, {"estimate_joint_rank": True, "identifiable": True}, {"joint_rank": 1, "view_rank": 1}):
         federation = Federation(with_extras(made(problem, **options)), problem, adamw(LR))
         federation.round()
@@ -402,7 +402,7 @@ def test_nothing_of_the_base_or_the_moments_reaches_the_first_round(run_method: 
 def test_projectors_of_a_real_model_come_from_its_gradient(run_method: RunMethod) -> None:
     """The first two rounds end with projectors of the clients' own, which differ; later ones with the seed's."""
     run = run_method("fedgalore")
-    name = tensor_name(run.layers[0].name, "P")
+    name = join_tensor_name(run.layers[0].name, "P")
     for number, round in enumerate(run.rounds):
         last = [local.trained.tensors[name] for local in round.trained]
         assert torch.equal(last[0], last[1]) == (number >= 2)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.parametrization import dense_change
-from fedspan.core.tensors import slots_of, tensor_name
+from fedspan.core.parametrization import compute_dense_change
+from fedspan.core.tensors import join_tensor_name, select_slots
 from fedspan.core.values import Client, LayerSpec, OptimizerSpec, Reduced, ServerState, Spec, StackItem
 from fedspan.methods.fedhm import FedHM
 from toys.oracle import average
@@ -151,8 +151,8 @@ def _rectangle(weight: Tensor, layer: LayerSpec) -> Tensor:
 def _weight(method: FedHM, state: ServerState, layer: LayerSpec, client: Client | None) -> Tensor:
     """What a layer computes with: (O, channels * k1 * k2)."""
     job = method.start(method.sync(state, client), client, {}, state.round)
-    slots = {slot: value.double() for slot, value in slots_of(job.tensors, layer.name).items()}
-    return dense_change(job.parametrization[layer.name].effective(slots), torch.zeros(layer.shape).double())
+    slots = {slot: value.double() for slot, value in select_slots(job.tensors, layer.name).items()}
+    return compute_dense_change(job.parametrization[layer.name].effective(slots), torch.zeros(layer.shape).double())
 
 
 @given(
@@ -180,10 +180,10 @@ def test_convolutions_of_any_ranks(rounds: list[list[int]], weights: list[float]
             trained = {n: v + 0.3 * torch.randn(v.shape, generator=rng) for n, v in job.tensors.items()}
             items.append(StackItem(client, share, trained))
             for layer in CONVOLUTIONS:
-                slots = {slot: value.double() for slot, value in slots_of(trained, layer.name).items()}
+                slots = {slot: value.double() for slot, value in select_slots(trained, layer.name).items()}
                 effective = job.parametrization[layer.name].effective(slots)
-                expected[layer.name] += share * dense_change(effective, torch.zeros(layer.shape).double())
-                sent = sum(trained[tensor_name(layer.name, slot)].numel() for slot in "UV")
+                expected[layer.name] += share * compute_dense_change(effective, torch.zeros(layer.shape).double())
+                sent = sum(trained[join_tensor_name(layer.name, slot)].numel() for slot in "UV")
                 assert sent == min(rank, *layer.rectangle) * sum(layer.rectangle)
         state = method.update(state, Reduced(stack=tuple(items), count=len(items)))
         for layer in CONVOLUTIONS:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.base import as_dense
+from fedspan.core.base import to_dense
 from fedspan.core.lowrank import LowRank
-from fedspan.core.tensors import tensor_name
+from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Client, Reduced, ServerState
 from fedspan.errors import FedspanError
 from fedspan.methods.fedloru import FedLoRU
@@ -26,7 +26,7 @@ COHORTS = [(0, 1, 2, 3), (1, 2), (0, 2, 3), (0, 1), (0, 1, 2, 3)]  # clients 0 a
 
 def _pairs(method: FedLoRU, accumulations: int) -> Pairs:
     fresh = method.fresh(accumulations)
-    return {one: {slot: fresh[tensor_name(one, slot)].double() for slot in "AB"} for one in LAYERS}
+    return {one: {slot: fresh[join_tensor_name(one, slot)].double() for slot in "AB"} for one in LAYERS}
 
 
 def _method(problem: Problem, **options: object) -> FedLoRU:
@@ -51,11 +51,11 @@ def test_matches_a_dense_oracle(tau: int, from_scratch: bool) -> None:
         for id in cohort:
             mine, my_head = copied(pairs), dict(head)
             descend(problem, id, W, my_head, mine, SCALING, LR, STEPS)
-            flat = {tensor_name(one, slot): mine[one][slot] for one in LAYERS for slot in "AB"}
+            flat = {join_tensor_name(one, slot): mine[one][slot] for one in LAYERS for slot in "AB"}
             models.append((shares[id], {**flat, **my_head}))
         mean = average(models)
         head = {name: mean[name] for name in HEAD}
-        pairs = {one: {slot: mean[tensor_name(one, slot)] for slot in "AB"} for one in LAYERS}
+        pairs = {one: {slot: mean[join_tensor_name(one, slot)] for slot in "AB"} for one in LAYERS}
         if (number + 1) % tau == 0:
             accumulations += 1
             W = {one: W[one] + SCALING * pairs[one]["B"] @ pairs[one]["A"] for one in LAYERS}
@@ -121,7 +121,7 @@ def test_the_fine_tuning_form_s_list_of_pairs_is_there_until_it_outgrows_the_wei
                 total, scaling = state.base.total[one], method.scaling(None)
                 expected = sum(scaling * past[f"{one}/B"].double() @ past[f"{one}/A"].double() for past in pairs)
                 assert isinstance(expected, Tensor)
-                assert close(as_dense(total), expected, 1e-6)
+                assert close(to_dense(total), expected, 1e-6)
                 assert isinstance(total, LowRank) == (number < kept)
                 if isinstance(total, LowRank):
                     for index, past in enumerate(pairs):

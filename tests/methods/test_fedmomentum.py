@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedspan.core.factors import initial_A
-from fedspan.core.tensors import generator, tensor_name
+from fedspan.core.factors import draw_initial_A
+from fedspan.core.tensors import create_generator, join_tensor_name
 from fedspan.core.values import Client, LayerSpec, Reduced, ServerState, Spec, StackItem
 from fedspan.methods.fedmomentum import FedMomentum
 from helpers.dense_rounds import (
@@ -50,9 +50,9 @@ class _Oracle:
                 rode[one] = S0 * B[:, rank:] @ A[rank:]
                 A, B = A[:rank], B[:, :rank]
             else:
-                A = initial_A(layer, 2, generator(self.method.seed, "A", one)).double()[:rank]
+                A = draw_initial_A(layer, 2, create_generator(self.method.seed, "A", one)).double()[:rank]
                 B = torch.zeros(layer.out_features, len(A), dtype=torch.float64)
-            more = initial_A(layer, rank, generator(self.method.seed, "A", one)).double()[len(A) :]
+            more = draw_initial_A(layer, rank, create_generator(self.method.seed, "A", one)).double()[len(A) :]
             A, B = torch.cat([A, more]), torch.cat([B, torch.zeros(len(B), len(more), dtype=torch.float64)], 1)
             held[one] = self.W[one] + rode[one]
             pairs[one] = {"A": (S0 / s) ** 0.5 * A, "B": (S0 / s) ** 0.5 * B}
@@ -106,7 +106,7 @@ def test_the_server_s_step_is_exact_for_any_ranks_and_weights(
     """Change of the global weight = weighted mean of the clients' weights, what rode along included."""
     layer = LayerSpec("one", 7, 5)
     method = FedMomentum(spec=Spec((layer,)), r=3, lora_alpha=6)
-    rng = generator(seed, "test")
+    rng = create_generator(seed, "test")
     state = ServerState(
         tensors={
             name: torch.randn(shape, generator=rng, dtype=torch.float64)
@@ -127,4 +127,4 @@ def test_the_server_s_step_is_exact_for_any_ranks_and_weights(
         rest = after.base.total["one"]
         found = found + (rest if isinstance(rest, torch.Tensor) else rest.dense())
     assert float((found - mean).norm()) < 1e-9 * max(1.0, float(mean.norm()))
-    assert (after.tensors[tensor_name("one", "A")].norm(dim=1) > 1e-3).all()  # every direction can be trained on
+    assert (after.tensors[join_tensor_name("one", "A")].norm(dim=1) > 1e-3).all()  # every direction can be trained on

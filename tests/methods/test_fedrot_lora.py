@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedspan.core.tensors import tensor_name
+from fedspan.core.tensors import join_tensor_name
 from fedspan.methods.fedrot_lora import FedRotLoRA
 from helpers.dense_rounds import Pairs, Weights, factor_mean, federation, follow, given
 from helpers.watched_rounds import RunMethod, differences
@@ -70,7 +70,7 @@ def test_what_is_sent_is_what_was_trained_rotated_towards_the_global_factor(run_
         moved = 0.0
         for local in round.trained:
             for layer in run.layers:
-                a, b = tensor_name(layer.name, "A"), tensor_name(layer.name, "B")
+                a, b = join_tensor_name(layer.name, "A"), join_tensor_name(layer.name, "B")
                 before, after, sent = local.job.tensors, local.trained.tensors, uploads[local.client]
                 product = after[b].double() @ after[a].double()
                 assert close(sent[b].double() @ sent[a].double(), product, 1e-6)
@@ -85,7 +85,7 @@ def test_what_is_sent_is_what_was_trained_rotated_towards_the_global_factor(run_
 def test_moments_of_another_frame_are_dropped(run_method: RunMethod) -> None:
     """Two steps a round are all that a factor's moments have seen, though moments are kept."""
     run = run_method("fedrot-lora")
-    name = tensor_name(run.layers[0].name, "A")
+    name = join_tensor_name(run.layers[0].name, "A")
     for round in run.rounds:
         assert {local.trained.optimizer_state.steps[name] for local in round.trained} == {2}
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from fedspan.core.tensors import tensor_name
+from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Reduced, ServerState
 from fedspan.methods.fedsvd import FedSVD
 from helpers.dense_rounds import COHORTS, LR, STEPS, Pairs, Weights, factor_mean, federation, follow, given
@@ -40,7 +40,7 @@ def test_rounds_match_dense_products(init_A: str) -> None:
     made = federation(FedSVD(spec=problem.adapted().spec, r=2, lora_alpha=4, init_A=init_A))
     follow(made, _Oracle(problem.dense(*LAYERS), given(made)), train="B")
     for one in LAYERS:
-        A, B = made.state.tensors[tensor_name(one, "A")], made.state.tensors[tensor_name(one, "B")]
+        A, B = made.state.tensors[join_tensor_name(one, "A")], made.state.tensors[join_tensor_name(one, "B")]
         assert close(A @ A.T, torch.eye(2, dtype=torch.float64))
         assert (B[B.abs().argmax(0), [0, 1]] > 0).all()
 
@@ -69,11 +69,11 @@ def test_replies_of_zeros_leave_the_row_space_of_A() -> None:
     """The product says nothing of A then; every direction can still be trained."""
     method = FedSVD(spec=Problem().adapted().spec, r=2, lora_alpha=4)
     before = given(federation(method))
-    state = ServerState(tensors={tensor_name(one, slot): before[one][slot] for one in LAYERS for slot in "AB"})
-    replies = {tensor_name(one, "B"): torch.zeros_like(before[one]["B"]) for one in LAYERS}
+    state = ServerState(tensors={join_tensor_name(one, slot): before[one][slot] for one in LAYERS for slot in "AB"})
+    replies = {join_tensor_name(one, "B"): torch.zeros_like(before[one]["B"]) for one in LAYERS}
     after = method.update(state, Reduced(mean=replies, count=1)).tensors
     for one in LAYERS:
-        A, A0 = after[tensor_name(one, "A")], before[one]["A"]
-        assert not after[tensor_name(one, "B")].any()
+        A, A0 = after[join_tensor_name(one, "A")], before[one]["A"]
+        assert not after[join_tensor_name(one, "B")].any()
         assert close(A @ A.T, torch.eye(2, dtype=torch.float64))
         assert close(A.T @ A, A0.T @ torch.linalg.solve(A0 @ A0.T, A0))

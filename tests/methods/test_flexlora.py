@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from fedspan.core.factors import initial_A
-from fedspan.core.tensors import generator, tensor_name
+from fedspan.core.factors import draw_initial_A
+from fedspan.core.tensors import create_generator, join_tensor_name
 from fedspan.methods.flexlora import FlexLoRA
 from helpers.dense_rounds import ALPHA, EVERYBODY, RANKS, Pairs, Weights, federation, follow, product_mean, scaling
 from toys.problem import LAYERS, Problem
@@ -27,7 +27,7 @@ class _Oracle:
 
     def cut(self, one: str, rank: int, s: float) -> dict[str, torch.Tensor]:
         layer = next(layer for layer in self.method.spec.layers if layer.name == one)
-        A = initial_A(layer, rank, generator(self.method.seed, "A", one)).double()
+        A = draw_initial_A(layer, rank, create_generator(self.method.seed, "A", one)).double()
         B = torch.zeros(layer.out_features, rank, dtype=torch.float64)
         if self.D is not None:
             U, S, Vt = torch.linalg.svd(self.D[one], full_matrices=False)
@@ -81,7 +81,7 @@ def test_directions_that_the_average_lacks_can_still_be_trained() -> None:
     for id, rank in RANKS.items():
         job = made.job(id)
         for one in LAYERS:
-            A, B = job.tensors[tensor_name(one, "A")], job.tensors[tensor_name(one, "B")]
+            A, B = job.tensors[join_tensor_name(one, "A")], job.tensors[join_tensor_name(one, "B")]
             assert len(A) == rank
             assert not B[:, 1:].any()
             assert (A.norm(dim=1) > 0.1).all()

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.alignment import factor_of_gram, gram_factor
+from fedspan.core.alignment import compute_gram_factor, factorise_gram
 from fedspan.core.base import materialise
-from fedspan.core.tensors import tensor_name
+from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import LayerSpec
 from fedspan.methods.florg import FLoRG
 from fedspan.wrappers.scaffold import Scaffold
@@ -65,7 +65,7 @@ def test_rounds_match_dense_gram_matrices(alignment: str, bases: str, center: bo
     federation = Federation(with_extras(method), problem, sgd(LR, steps=STEPS))
     W, head, s = problem.dense(*LAYERS), problem.dense(*HEAD), 3.0 / 2
     LR_of = {layer.name: written_out(method, layer) for layer in method.spec.layers}
-    A = {layer: federation.state.tensors[tensor_name(layer, "A")].double() for layer in LAYERS}
+    A = {layer: federation.state.tensors[join_tensor_name(layer, "A")].double() for layer in LAYERS}
     if center:
         W = {one: W[one] - s * LR_of[one][0] @ A[one].T @ A[one] @ LR_of[one][1] for one in LAYERS}
         for one in LAYERS:
@@ -90,7 +90,7 @@ def test_rounds_match_dense_gram_matrices(alignment: str, bases: str, center: bo
         for one in LAYERS:
             Q = sum((shares[id] * mine[one].T @ mine[one] for id, (mine, _) in trained.items()), torch.zeros(()))
             A[one] = next_A(Q, A[one], alignment)
-            assert close(federation.state.tensors[tensor_name(one, "A")], A[one], 1e-7 if center else 1e-9)
+            assert close(federation.state.tensors[join_tensor_name(one, "A")], A[one], 1e-7 if center else 1e-9)
             change = s * LR_of[one][0] @ A[one].T @ A[one] @ LR_of[one][1]
             assert close(federation.weight(one), W[one] + change, 1e-7 if center else 1e-9)
         for name in HEAD:
@@ -108,7 +108,9 @@ def test_the_stack_s_factor_has_the_gram_matrix_of_the_replies(
     replies = [one if equal else torch.randn(rank, k, generator=rng, dtype=torch.float64) for _ in range(clients)]
     shares = torch.rand(clients, generator=rng, dtype=torch.float64) + 0.1
     shares /= shares.sum()
-    factor = gram_factor(torch.cat([math.sqrt(share) * A for share, A in zip(shares.tolist(), replies, strict=True)]))
+    factor = compute_gram_factor(
+        torch.cat([math.sqrt(share) * A for share, A in zip(shares.tolist(), replies, strict=True)])
+    )
     Q = sum((share * A.T @ A for share, A in zip(shares, replies, strict=True)), torch.zeros(()))
     assert close(factor.T @ factor, Q)
     assert len(factor) == int(torch.linalg.matrix_rank(Q))
@@ -118,7 +120,7 @@ def test_the_stack_s_factor_has_the_gram_matrix_of_the_replies(
 
 
 def test_replies_of_nothing_are_a_factor_of_zeros() -> None:
-    assert torch.equal(gram_factor(torch.zeros(4, 6)), torch.zeros(1, 6, dtype=torch.float64))
+    assert torch.equal(compute_gram_factor(torch.zeros(4, 6)), torch.zeros(1, 6, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("alignment", ALIGNMENTS)
@@ -128,11 +130,11 @@ def test_a_round_in_which_nobody_moved(alignment: str, r: int) -> None:
     problem = Problem(clients=3)
     method = made(problem, alignment=alignment, r=r)
     federation = Federation(with_extras(method), problem, sgd(lr=0.0))
-    before = {layer: federation.state.tensors[tensor_name(layer, "A")].double() for layer in LAYERS}
+    before = {layer: federation.state.tensors[join_tensor_name(layer, "A")].double() for layer in LAYERS}
     weights = {layer: federation.weight(layer) for layer in LAYERS}
     federation.round()
     for layer in LAYERS:
-        after = federation.state.tensors[tensor_name(layer, "A")]
+        after = federation.state.tensors[join_tensor_name(layer, "A")]
         assert close(federation.weight(layer), weights[layer], 1e-7)
         assert close(after, before[layer], 1e-7) == (alignment != "none")
 
@@ -145,7 +147,7 @@ def test_top_r_is_the_nearest_gram_matrix_of_its_rank() -> None:
         federation = Federation(with_extras(made(problem, alignment=alignment)), problem, sgd(1.0, steps=STEPS))
         federation.round()
         shares = problem.shares(problem.client_ids)
-        name = tensor_name("fc1", "A")
+        name = join_tensor_name("fc1", "A")
         replies = {id: federation.replies[id].tensors[name].double() for id in problem.client_ids}
         Q = sum((shares[id] * A.T @ A for id, A in replies.items()), torch.zeros(()))
         A = federation.state.tensors[name].double()
@@ -182,7 +184,7 @@ def test_zero_is_a_stationary_point_and_the_start_is_not() -> None:
         method = made(problem, init_A=init_A, init_std=0.01)
         federation = Federation(with_extras(method), problem, sgd(LR))
         for layer in method.spec.layers:
-            A = federation.state.tensors[tensor_name(layer.name, "A")].double()
+            A = federation.state.tensors[join_tensor_name(layer.name, "A")].double()
             assert 0.2 < float(A.norm()) / (0.01 * math.sqrt(A.numel())) < 2
             gram = A @ A.T / (1e-4 * min(layer.shape))
             assert close(gram, torch.eye(2), 1e-6) == (init_A == "orthonormal")
@@ -224,7 +226,7 @@ def test_gram_sums_give_what_stacked_factors_give(alignment: str, r: int) -> Non
     for layer in LAYERS:
         assert close(found[True].weight(layer), found[False].weight(layer), 1e-6)
         if alignment != "none":  # signs of directions that are all but equal may turn
-            one, other = (found[sums].state.tensors[tensor_name(layer, "A")] for sums in (True, False))
+            one, other = (found[sums].state.tensors[join_tensor_name(layer, "A")] for sums in (True, False))
             assert close(one.double(), other.double(), 1e-6)
 
 
@@ -233,10 +235,10 @@ def test_gram_sums_give_what_stacked_factors_give(alignment: str, r: int) -> Non
 def test_the_factor_of_a_gram_matrix_is_that_of_its_stack(rows: int, k: int, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     stack = torch.randn(rows, k, generator=rng, dtype=torch.float64)
-    factor = factor_of_gram(stack.T @ stack)
+    factor = factorise_gram(stack.T @ stack)
     assert close(factor.T @ factor, stack.T @ stack)
     assert len(factor) == min(rows, k)
     skewed = stack.T @ stack + torch.triu(torch.full((k, k), 1e-3, dtype=torch.float64), 1)
-    symmetric = factor_of_gram((skewed + skewed.T) / 2)
-    assert close(factor_of_gram(skewed).T @ factor_of_gram(skewed), symmetric.T @ symmetric)
-    assert torch.equal(factor_of_gram(torch.zeros(k, k)), torch.zeros(1, k, dtype=torch.float64))
+    symmetric = factorise_gram((skewed + skewed.T) / 2)
+    assert close(factorise_gram(skewed).T @ factorise_gram(skewed), symmetric.T @ symmetric)
+    assert torch.equal(factorise_gram(torch.zeros(k, k)), torch.zeros(1, k, dtype=torch.float64))

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.method import scaling_of
+from fedspan.core.method import compute_scaling
 from fedspan.core.penalties import SlotProduct
-from fedspan.core.tensors import slots_of, tensor_name
+from fedspan.core.tensors import join_tensor_name, select_slots
 from fedspan.core.values import Client, LayerSpec, Message, Reduced, ServerState, Spec, StackItem
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.validation import ReplyRules
@@ -56,7 +56,7 @@ def test_pruning_padding_and_weights_match_the_oracle(weighting: str) -> None:
     top = federation.job("client-3").tensors  # slots beyond r, as whoever has them draws them
     # The server's B carries the scaling: W + B A.
     server = {
-        one: {"A": top[tensor_name(one, "A")].double(), "B": torch.zeros(spec.layers[k].out_features, 4).double()}
+        one: {"A": top[join_tensor_name(one, "A")].double(), "B": torch.zeros(spec.layers[k].out_features, 4).double()}
         for k, one in enumerate(LAYERS)
     }
     ranks, pruned = dict(asked), 0
@@ -96,7 +96,7 @@ def test_pruning_padding_and_weights_match_the_oracle(weighting: str) -> None:
             server[one] = {"A": A, "B": B}
         head = {name: sum(shares[id] * heads[id][name] for id in ids) for name in HEAD}  # type: ignore[misc]
         for id, rank in ranks.items():
-            assert federation.job(id).tensors[tensor_name("fc1", "A")].shape == (rank, 5)
+            assert federation.job(id).tensors[join_tensor_name("fc1", "A")].shape == (rank, 5)
             cut = server["fc1"]["B"][:, :rank] @ server["fc1"]["A"][:rank]
             assert close(federation.weight("fc1", id), W["fc1"] + cut)
         assert close(federation.weight("fc2"), W["fc2"] + server["fc2"]["B"][:, :R] @ server["fc2"]["A"][:R])
@@ -108,7 +108,7 @@ def test_a_lost_reply_prunes_nobody() -> None:
     method = HetLoRA(spec=problem.adapted().spec, r=4, lora_alpha=ALPHA, penalty=3.0, gamma=0.5)
     ranks = dict.fromkeys(problem.client_ids, 4)
     federation = Federation(with_extras(method), problem, sgd(0.3, steps=STEPS), ranks=ranks, lora_alpha=ALPHA)
-    name = tensor_name("fc1", "A")
+    name = join_tensor_name("fc1", "A")
     federation.round()
     federation.round(lost={"client-1"})
     found = {id: len(federation.job(id).tensors[name]) for id in problem.client_ids}
@@ -141,7 +141,7 @@ def _method(**options: object) -> tuple[HetLoRA, ServerState]:
 
 
 def _client(id: int, rank: int, weight: float) -> Client:
-    return Client(str(id), rank, scaling_of(6.0, rank), 1, weight)
+    return Client(str(id), rank, compute_scaling(6.0, rank), 1, weight)
 
 
 cohorts = st.lists(st.tuples(st.integers(1, 5), st.floats(0.1, 9.0), st.booleans()), min_size=1, max_size=5)
@@ -179,7 +179,7 @@ def test_cutting_slots_does_not_rescale_the_rest() -> None:
     for rank in (1, 2, 3, 5):
         client = _client(0, rank, 1.0)
         job = method.start(method.sync(state, client), client, {}, state.round)
-        pair = job.parametrization["layer"].effective(slots_of(job.tensors, "layer")).pair
+        pair = job.parametrization["layer"].effective(select_slots(job.tensors, "layer")).pair
         assert pair is not None
         assert pair.rank == rank
         assert close(pair.dense(), 2.0 * B[:, :rank] @ A[:rank], 1e-6)

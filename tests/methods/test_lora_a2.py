@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedspan.core.tensors import tensor_name
+from fedspan.core.tensors import join_tensor_name
 from fedspan.methods.lora_a2 import LoRAA2
 from fedspan.training.jobs import Assignment
 from toys.oracle import Pairs, copied, descend, pair_gradients
@@ -52,7 +52,7 @@ def test_probe_selection_masks_and_aggregation_match_the_oracle() -> None:
     problem = Problem()
     federation = _federation(problem)
     W, head = problem.dense(*LAYERS), problem.dense(*HEAD)
-    server = {one: {s: federation.state.tensors[tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
+    server = {one: {s: federation.state.tensors[join_tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
     for number in range(4):
         slot, lr = ("B", 5 * LR) if number % 2 == 0 else ("A", LR)
         federation.round()
@@ -69,14 +69,14 @@ def test_probe_selection_masks_and_aggregation_match_the_oracle() -> None:
                     mine[one][slot] = mine[one][slot] - lr * _masked(gradients[one][slot], selected[one], slot)
             reply = federation.replies[id].tensors
             for one in LAYERS:
-                assert set(reply[tensor_name(one, "slots")].tolist()) == selected[one]
+                assert set(reply[join_tensor_name(one, "slots")].tolist()) == selected[one]
                 moved[one] += shares[id] * (mine[one][slot] - server[one][slot])
-            travelled = sum(reply[tensor_name(one, "d" + slot)].shape[1 if slot == "B" else 0] for one in LAYERS)
+            travelled = sum(reply[join_tensor_name(one, "d" + slot)].shape[1 if slot == "B" else 0] for one in LAYERS)
             assert travelled == RANKS[id] * len(LAYERS)
         for one in LAYERS:
             server[one][slot] = server[one][slot] + moved[one]
             for s in "AB":
-                assert close(federation.state.tensors[tensor_name(one, s)], server[one][s])
+                assert close(federation.state.tensors[join_tensor_name(one, s)], server[one][s])
             assert close(federation.weight(one), W[one] + SCALING * server[one]["B"] @ server[one]["A"])
     assert {len(value) for value in selected.values()} != {RANKS["client-3"]}  # the budget is one over all layers
 
@@ -88,18 +88,18 @@ def test_what_the_probe_trained_is_thrown_away() -> None:
     method = LoRAA2(spec=problem.adapted().spec, seed=2, r=R, lora_alpha=SCALING * R)
     federation = Federation(with_extras(method, "frozen"), problem, sgd(LR, epochs=STEPS), ranks=everything)
     W, head = problem.dense(*LAYERS), problem.dense(*HEAD)
-    mine = {one: {s: federation.state.tensors[tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
+    mine = {one: {s: federation.state.tensors[join_tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
     federation.round()
     descend(problem, "client-0", W, head, mine, SCALING, 5 * LR, STEPS, train="B", train_head=False)
     for one in LAYERS:
-        assert close(federation.state.tensors[tensor_name(one, "B")], mine[one]["B"])
+        assert close(federation.state.tensors[join_tensor_name(one, "B")], mine[one]["B"])
 
 
 def test_clipping_sees_only_what_trains() -> None:
     problem = Problem(clients=1)
     federation = _federation(problem, max_grad_norm=1e-3)
     job = federation.job("client-0")
-    name = tensor_name("fc2", "B")
+    name = join_tensor_name("fc2", "B")
     masks = {n: torch.zeros_like(job.tensors[n]) for n in job.trainable_names}
     masks[name][:, 0] = 1.0
     masked = federation.engine.train(
@@ -117,7 +117,7 @@ def test_the_head_does_not_train_in_a_probe() -> None:
     everything = dict.fromkeys(problem.client_ids, R)
     federation = Federation(with_extras(method), problem, sgd(LR, epochs=STEPS), ranks=everything)
     W, head = problem.dense(*LAYERS), problem.dense(*HEAD)
-    mine = {one: {s: federation.state.tensors[tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
+    mine = {one: {s: federation.state.tensors[join_tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
     federation.round()
     for _ in range(STEPS):
         gradients, by_head = pair_gradients(problem, "client-0", W, head, mine, SCALING)
@@ -138,7 +138,7 @@ def test_a_client_sends_as_many_slots_as_its_budget_and_never_more_than_there_ar
         federation.round()
         for id, rank in ranks.items():
             down, up = federation.elements[id]
-            slots = sum(len(federation.replies[id].tensors[tensor_name(one, "slots")]) for one in LAYERS)
+            slots = sum(len(federation.replies[id].tensors[join_tensor_name(one, "slots")]) for one in LAYERS)
             assert slots == min(rank, R) * len(LAYERS)
             if rank >= R:  # all are chosen, so that it does not matter which
                 assert (down, up) == federation.declared(id, number)
@@ -154,7 +154,7 @@ def test_a_slot_that_nobody_chose_stays_where_it_was() -> None:
         for one in LAYERS:
             chosen: set[int] = set()
             for reply in federation.replies.values():
-                chosen |= set(reply.tensors[tensor_name(one, "slots")].tolist())
-            name = tensor_name(one, slot)
+                chosen |= set(reply.tensors[join_tensor_name(one, "slots")].tolist())
+            name = join_tensor_name(one, slot)
             moved = (federation.state.tensors[name] != before[name]).any(0 if slot == "B" else 1)
             assert set(moved.nonzero()[:, 0].tolist()) == chosen

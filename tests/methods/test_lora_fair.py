@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedspan.core.tensors import generator, tensor_name
+from fedspan.core.tensors import create_generator, join_tensor_name
 from fedspan.core.values import Client, LayerSpec, Reduced, ServerState, Spec, StackItem
 from fedspan.methods.lora_fair import LoRAFAIR
 from helpers.dense_rounds import Pairs, Weights, factor_mean, federation, follow, given, product_mean
@@ -80,7 +80,7 @@ def test_rounds_match_the_dense_objective(options: dict[str, object]) -> None:
 
 def replies(seed: int, zero: bool = False) -> tuple[Reduced, Tensor]:
     """Three replies that differ by as much as they agree, and their exact average without the scaling."""
-    rng = generator(seed, "test")
+    rng = create_generator(seed, "test")
     common = torch.randn((9, 2), generator=rng, dtype=torch.float64), torch.randn((2, 5), generator=rng).double()
     items, D = [], torch.zeros(9, 5, dtype=torch.float64)
     for k, weight in enumerate((0.2, 0.3, 0.5)):
@@ -120,7 +120,7 @@ def best_cosine(reduced: Reduced, D: Tensor) -> float:
 def test_replies_of_zeros_need_no_correction(objective: str) -> None:
     reduced, _ = replies(0, zero=True)
     method = LoRAFAIR(spec=Spec((LayerSpec("one", 9, 5),)), r=2, lora_alpha=4, objective=objective)
-    assert not method.update(ServerState(), reduced).tensors[tensor_name("one", "B")].any()
+    assert not method.update(ServerState(), reduced).tensors[join_tensor_name("one", "B")].any()
 
 
 def test_the_averages_themselves_are_fedit_s() -> None:

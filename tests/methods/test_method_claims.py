@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedspan.core.parametrization import LoRA
-from fedspan.core.tensors import Tensors, is_extra, slots_of, split_extras, tensor_name
+from fedspan.core.tensors import Tensors, is_extra, join_tensor_name, select_slots, split_extras
 from fedspan.errors import FedspanError
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.methods.registry import METHODS
@@ -113,7 +113,9 @@ def test_frozen_tensors_never_move(key: str, training: dict[str, object], run_me
     for local in stepped:
         before, after = local.job.tensors, local.trained.tensors
         assert before.keys() == after.keys()
-        renewed = {tensor_name(layer, "P") for layer in local.job.parametrization} if local.job.refresh else set[str]()
+        renewed = (
+            {join_tensor_name(layer, "P") for layer in local.job.parametrization} if local.job.refresh else set[str]()
+        )
         changed = {name for name in before if not torch.equal(before[name], after[name])} - renewed
         assert changed <= set(local.job.trainable_names)
         moved |= changed
@@ -164,7 +166,7 @@ def test_clients_of_different_ranks_train_together(key: str, run_method: RunMeth
     layer = run.layers[0].name
     for round in run.rounds:
         for local in round.trained:
-            slots, parametrization = slots_of(local.trained.tensors, layer), local.job.parametrization[layer]
+            slots, parametrization = select_slots(local.trained.tensors, layer), local.job.parametrization[layer]
             down = next(slots[slot] for slot in ("A_u", "V", "A", "U") if slot in slots)
             assert len(down) == RANKS[local.client]
             if isinstance(parametrization, LoRA):
@@ -181,7 +183,7 @@ def test_clients_of_different_ranks_train_together(key: str, run_method: RunMeth
 def test_clients_of_different_budgets_train_one_model(key: str, run_method: RunMethod) -> None:
     """All of its slots are there, under one scaling; the more a client may, the more it sends."""
     run = run_method(key, federation={"ranks": RANKS, "clients_per_round": 4, "rounds": 3})
-    name = tensor_name(run.layers[0].name, "A")
+    name = join_tensor_name(run.layers[0].name, "A")
     for round in run.rounds:
         assert {len(local.trained.tensors[name]) for local in round.trained} == {3}
         assert {local.job.parametrization[name.partition("/")[0]].scaling for local in round.trained} == {2.0}

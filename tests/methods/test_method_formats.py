@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedspan.core.base import as_dense
+from fedspan.core.base import to_dense
 from fedspan.runs.setup import Prepared, prepare
 from helpers.families import methods_by_family
 from helpers.watched_rounds import method_config, run_watched
@@ -34,7 +34,7 @@ def test_a_narrow_base_is_never_written_to_nor_anything_narrow_sent(
             assert value.dtype not in (torch.bfloat16, torch.float16)
             assert not value.is_floating_point() or value.isfinite().all()
         for layer, delta in state.base.total.items():
-            assert as_dense(delta).dtype == torch.float32, layer
+            assert to_dense(delta).dtype == torch.float32, layer
     for name, layer in adapted.layers.items():
         assert layer.stored_weight.dtype == getattr(torch, model["dtype"])
         assert torch.equal(layer.stored_weight, before[name])

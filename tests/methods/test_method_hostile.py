@@ -18,7 +18,7 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress
 from fedspan.federation.protocol import Envelope, Order, decode_order
 from fedspan.federation.serialization import encode
-from fedspan.federation.validation import ReplyRules, untrained_reply
+from fedspan.federation.validation import ReplyRules, build_untrained_reply
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.transports.in_process import InProcess
@@ -154,7 +154,7 @@ def test_clients_of_one_rank_have_one_untrained_reply(key: str, tiny_folder: Pat
     federation = tiny.variant(prepared, method_config(tiny_folder, key)).federation
     state = federation.begin().state
     replies = [
-        encode(untrained_reply(federation.method, federation.method.sync(state, one), one, 0))
+        encode(build_untrained_reply(federation.method, federation.method.sync(state, one), one, 0))
         for one in (replace(federation.clients[id].client, examples=7, weight=7.0) for id in ("east", VICTIM))
     ]
     assert replies[0] == replies[1]

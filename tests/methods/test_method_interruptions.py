@@ -19,7 +19,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs import checkpoint
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.integrity import config_text
+from fedspan.runs.integrity import format_config
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
 from helpers.families import methods_by_family
@@ -58,7 +58,7 @@ def reference_rounds(tiny_folder: Path, prepared: Prepared) -> ReferenceRounds:
 def one_round_in_a_new_process(folder: Path) -> None:
     """Everything is rebuilt from the folder, one round, and back into the folder."""
     run = RunFolder(folder)
-    kept = checkpoint.latest(run)
+    kept = checkpoint.load_latest(run)
     given = Partition.from_json(run.partition.read_text())
     federation = prepare(parse_config(yaml.safe_load(run.config.read_text())), given).federation
     progress = federation.begin()
@@ -79,11 +79,11 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(
 ) -> None:
     config = interrupted_config(tiny_folder, key)
     run = RunFolder(tmp_path)
-    run.config.write_text(config_text(config))
+    run.config.write_text(format_config(config))
     run.partition.write_text(prepared.partition.to_json())
     for expected in reference_rounds(key)[1][1:]:
         one_round_in_a_new_process(tmp_path)
-        kept = checkpoint.latest(run)
+        kept = checkpoint.load_latest(run)
         assert kept is not None
         resumed = Progress(kept.state, kept.memories, kept.last_rounds, kept.optimizer_states)  # type: ignore[arg-type]
         assert differences(resumed, expected) == []

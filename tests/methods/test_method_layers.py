@@ -154,7 +154,7 @@ def test_resumed_after_a_round_it_ends_with_the_same_bits(
     run, place = runs(kind, key), RunFolder(tmp_path)
     first, *rest = (round.after for round in run.rounds)
     checkpoint.save(place, Checkpoint(first.state, first.memories, first.last_rounds, first.optimizers))
-    kept = checkpoint.latest(place)
+    kept = checkpoint.load_latest(place)
     assert kept is not None
     held = {id: round for id, round in kept.last_rounds.items() if round is not None}
     progress = Progress(kept.state, kept.memories, held, kept.optimizer_states)

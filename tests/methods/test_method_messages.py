@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Memory
-from fedspan.core.tensors import Tensors, extra_name, split_extras
+from fedspan.core.tensors import Tensors, join_extra_name, split_extras
 from fedspan.core.values import Job
 from fedspan.federation.serialization import decode, encode
 from fedspan.methods.registry import METHODS
@@ -34,7 +34,7 @@ def with_policy(run_method: RunMethod, key: str, policy: str) -> MethodRun:
 
 def initial_extras(run: MethodRun) -> dict[str, Tensor]:
     adapted = run.prepared.engine.adapted
-    return {extra_name(path): adapted.extra(path) for path in adapted.extras}
+    return {join_extra_name(path): adapted.extra(path) for path in adapted.extras}
 
 
 def extras_of(tensors: Tensors) -> dict[str, Tensor]:

@@ -11,13 +11,13 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedspan.core.base import as_dense
+from fedspan.core.base import to_dense
 from fedspan.core.lowrank import LowRank
-from fedspan.core.tensors import split_extras, tensor_name
+from fedspan.core.tensors import join_tensor_name, split_extras
 from fedspan.core.values import Message
 from fedspan.federation.settings import RoundSettings
 from fedspan.runs.setup import Prepared
-from fedspan.training.batching import training_batches
+from fedspan.training.batching import draw_training_batches
 from fedspan.transports.in_process import simulate
 from helpers import tiny
 from helpers.watched_rounds import MethodRun, Round, RunMethod, differences, method_config
@@ -37,7 +37,7 @@ def sent(round: Round) -> list[tuple[str, str, Message]]:
 
 
 def factors(run: MethodRun, tensors: dict[str, Tensor], layer: str) -> tuple[Tensor, Tensor]:
-    return tensors[tensor_name(layer, "B")].double(), tensors[tensor_name(layer, "A")].double()
+    return tensors[join_tensor_name(layer, "B")].double(), tensors[join_tensor_name(layer, "A")].double()
 
 
 def test_flora_adds_the_dense_sum_of_what_the_clients_sent(run_method: RunMethod) -> None:
@@ -54,7 +54,7 @@ def test_flora_adds_the_dense_sum_of_what_the_clients_sent(run_method: RunMethod
                     B, A = factors(run, message.tensors, layer.name)
                     expected += shares[id] * run.federation.clients[id].client.scaling * B @ A
             delta = increment.deltas[layer.name]
-            assert (as_dense(delta).double() - expected).norm() < 1e-6 * expected.norm()
+            assert (to_dense(delta).double() - expected).norm() < 1e-6 * expected.norm()
             kinds |= {type(delta), type(round.after.state.base.total[layer.name])}
     assert kinds == {LowRank, Tensor}
 
@@ -76,7 +76,7 @@ def test_rolora_alternates_beginning_with_B_and_one_factor_is_transmitted(run_me
         active, other = ("B", "A") if number % 2 == 0 else ("A", "B")
         before, after = round.before.state.tensors, round.after.state.tensors
         for layer in run.layers:
-            frozen, moving = tensor_name(layer.name, other), tensor_name(layer.name, active)
+            frozen, moving = join_tensor_name(layer.name, other), join_tensor_name(layer.name, active)
             assert torch.equal(before[frozen], after[frozen])
             assert not torch.equal(before[moving], after[moving])
         for _, direction, message in sent(round):
@@ -99,7 +99,7 @@ def test_fedloru_moves_its_factors_into_the_base_every_tau_rounds(run_method: Ru
             averaged = run.change(layer.name, round.before.state.base, parametrization, reduced.mean)
             now = run.global_change(layer.name, round.after)
             assert (now - averaged).norm() < 1e-6 * averaged.norm()
-            fresh_B = round.after.state.tensors[tensor_name(layer.name, "B")]
+            fresh_B = round.after.state.tensors[join_tensor_name(layer.name, "B")]
             assert fresh_B.any() != (number % 2 == 0)
     assert ranks == sorted(ranks)
     assert set(ranks) == {0, 2, 4}
@@ -108,7 +108,7 @@ def test_fedloru_moves_its_factors_into_the_base_every_tau_rounds(run_method: Ru
 def test_fedloru_restarts_after_an_accumulation(run_method: RunMethod) -> None:
     """With another A each time, and without the moments of the factors that went into the base."""
     run = run_method("fedloru", federation={"rounds": 5})
-    name, drawn = tensor_name(run.layers[0].name, "A"), set[tuple[float, ...]]()
+    name, drawn = join_tensor_name(run.layers[0].name, "A"), set[tuple[float, ...]]()
     for round in run.rounds[::2]:
         drawn.add(tuple(round.before.state.tensors[name].flatten().tolist()))
         assert all(local.trained.optimizer_state.steps[name] == 2 for local in round.trained)
@@ -135,9 +135,9 @@ def test_ffa_lora_keeps_one_A_that_is_never_transmitted(init_A: str, run_method:
         assert all(slots(message) == {"B"} for _, _, message in sent(round))
         for local in round.trained:
             for layer in run.layers:
-                A = tensor_name(layer.name, "A")
+                A = join_tensor_name(layer.name, "A")
                 assert torch.equal(local.trained.tensors[A], first[A])
-    A = first[tensor_name(run.layers[0].name, "A")].double()
+    A = first[join_tensor_name(run.layers[0].name, "A")].double()
     gram = 3 * A @ A.T
     assert torch.allclose(gram, torch.eye(3, dtype=torch.float64), atol=1e-6) == (init_A == "orthonormal")
 
@@ -149,7 +149,7 @@ def test_fedsa_lora_never_sends_B_and_everybody_starts_from_the_newest_A(run_met
         for id in run.federation.clients:
             job = run.prepared.evaluator.job(round.before, id)
             for layer in run.layers:
-                B, A = tensor_name(layer.name, "B"), tensor_name(layer.name, "A")
+                B, A = join_tensor_name(layer.name, "B"), join_tensor_name(layer.name, "A")
                 assert torch.equal(job.tensors[A], round.before.state.tensors[A])
                 own = round.before.memories.get(id)
                 assert torch.equal(job.tensors[B], torch.zeros_like(job.tensors[B]) if own is None else own[B])
@@ -157,7 +157,7 @@ def test_fedsa_lora_never_sends_B_and_everybody_starts_from_the_newest_A(run_met
 
 def batches(prepared: Prepared, id: str, round: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
     """What a client sees in a round's two steps: inputs and labels."""
-    given = training_batches(
+    given = draw_training_batches(
         prepared.federation.clients[id].train,
         prepared.train.lengths,
         batch_size=4,
@@ -225,7 +225,7 @@ def test_fedavg_is_full_fine_tuning_of_the_target_weights(tiny_folder: Path, pre
     made = tiny.variant(prepared, method_config(tiny_folder, "fedavg", training=SGD, federation={"rounds": 1}))
     begin = made.federation.begin()
     result = made.federation.run_round(begin)
-    ours = {f"{layer.name}.weight": tensor_name(layer.name, "W") for layer in made.engine.adapted.spec.layers}
+    ours = {f"{layer.name}.weight": join_tensor_name(layer.name, "W") for layer in made.engine.adapted.spec.layers}
     ours |= {path: f"extras/{path}" for path in made.engine.adapted.extras}
     examples = {id: len(made.federation.clients[id].train) for id in result.cohort}
     means = {path: torch.zeros((), dtype=torch.float64) for path in ours}

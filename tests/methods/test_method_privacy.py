@@ -17,7 +17,7 @@ from test_method_remote import remote
 
 from fedspan.core.values import Trained
 from fedspan.errors import FedspanError
-from fedspan.federation.privacy import client_noise, order_charges, sampling_rate
+from fedspan.federation.privacy import compute_client_noise, compute_sampling_rate, order_charges
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.federation.serialization import encode_state
 from fedspan.methods.registry import METHODS
@@ -125,8 +125,8 @@ def require_accounted(run: Prepared, results: list[RoundResult], mechanism: str,
     for result in results:
         if mechanism == "central":
             (charge,) = result.charges
-            rate = sampling_rate(federation.settings, len(federation.clients))
-            assert (charge.mechanism.rate, charge.mechanism.noise) == (rate, client_noise(privacy, rate))
+            rate = compute_sampling_rate(federation.settings, len(federation.clients))
+            assert (charge.mechanism.rate, charge.mechanism.noise) == (rate, compute_client_noise(privacy, rate))
         else:
             assert sorted(charge.payer for charge in result.charges) == sorted(result.cohort)
             for charge in result.charges:
@@ -161,7 +161,7 @@ def test_every_local_reply_is_within_the_clip_and_its_noise(
     if not fits(key, "local"):
         pytest.skip("refused, as the other test measures")
     from fedspan.clients import host
-    from fedspan.core.tensors import norm as norm_of
+    from fedspan.core.tensors import compute_norm as norm_of
 
     found: list[tuple[float, float]] = []
     genuine = host.privatize

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.base import as_dense
-from fedspan.core.tensors import generator, tensor_name
+from fedspan.core.base import to_dense
+from fedspan.core.tensors import create_generator, join_tensor_name
 from fedspan.core.values import Client, Reduced, StackItem
 from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.mfedloru import MFedLoRU
@@ -26,7 +26,7 @@ COHORTS = [(0, 1, 2, 3), (0, 2), (1, 3), (0, 1, 2)]
 def _uniform(rows: int, columns: int, *key: int | str) -> Tensor:
     """U(-1/sqrt(columns), 1/sqrt(columns)), in float32, then exact in float64."""
     bound = columns**-0.5
-    drawn = torch.empty(rows, columns).uniform_(-bound, bound, generator=generator(SEED, *map(str, key)))
+    drawn = torch.empty(rows, columns).uniform_(-bound, bound, generator=create_generator(SEED, *map(str, key)))
     return drawn.double()
 
 
@@ -73,7 +73,7 @@ def test_matches_a_dense_oracle() -> None:
 
     def fresh(generation: int) -> Pairs:
         drawn = method.fresh(generation)
-        return {one: {slot: drawn[tensor_name(one, slot)].double() for slot in "AB"} for one in LAYERS}
+        return {one: {slot: drawn[join_tensor_name(one, slot)].double() for slot in "AB"} for one in LAYERS}
 
     pairs = fresh(0)
     for number, members in enumerate(COHORTS):
@@ -86,19 +86,19 @@ def test_matches_a_dense_oracle() -> None:
                 mine = _descend_nested(problem, id, W, my_head, pairs, number)
             else:
                 descend(problem, id, W, my_head, mine, S, LR, STEPS)
-            flat = {tensor_name(one, slot): mine[one][slot] for one in LAYERS for slot in "AB"}
+            flat = {join_tensor_name(one, slot): mine[one][slot] for one in LAYERS for slot in "AB"}
             models.append((shares[id], {**flat, **my_head}))
         mean = average(models)
         head = {name: mean[name] for name in HEAD}
-        pairs = {one: {slot: mean[tensor_name(one, slot)] for slot in "AB"} for one in LAYERS}
+        pairs = {one: {slot: mean[join_tensor_name(one, slot)] for slot in "AB"} for one in LAYERS}
         if (number + 1) % TAU == 0:
             W = {one: W[one] + S * pairs[one]["B"] @ pairs[one]["A"] for one in LAYERS}
             pairs = fresh((number + 1) // TAU)
             for one in LAYERS:
-                assert close(as_dense(federation.state.base.total[one]), W[one] - problem.dense(one)[one])
+                assert close(to_dense(federation.state.base.total[one]), W[one] - problem.dense(one)[one])
         for one in LAYERS:
             for slot in "AB":
-                assert close(federation.state.tensors[tensor_name(one, slot)], pairs[one][slot])
+                assert close(federation.state.tensors[join_tensor_name(one, slot)], pairs[one][slot])
             expected = W[one] + S * pairs[one]["B"] @ pairs[one]["A"]
             assert close(federation.weight(one), expected)
             for id in problem.client_ids:  # whatever its rank, a client's model before training is the global one
@@ -159,7 +159,7 @@ def test_the_server_averages_what_the_clients_would_hold(
         items.append(StackItem(client, weights[index] / total, trained))
         for layer in method.spec.layers:
             for slot in "AB":
-                name = tensor_name(layer.name, slot)
+                name = join_tensor_name(layer.name, slot)
                 if rank >= 4:
                     own = trained[name].double()
                 else:

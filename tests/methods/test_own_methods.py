@@ -17,7 +17,7 @@ from fedspan.config import parse_config
 from fedspan.core.method import Claims, RegisteredMethod
 from fedspan.methods import registry
 from fedspan.methods.fedit import FedIT
-from fedspan.methods.registry import METHODS, method_class, register
+from fedspan.methods.registry import METHODS, get_method_class, register
 from helpers import tiny
 
 PACKAGE = """
@@ -99,14 +99,14 @@ def test_an_installed_package_s_is_found_by_its_entry_point(
 ) -> None:
     installed(tmp_path, {"packaged": "own_package:Packaged", "lost": "own_package:Nothing"}, monkeypatch)
     fedspan.run(tiny.settings(tiny_folder, method={"name": "packaged"}, federation={"rounds": 1}), tmp_path / "run")
-    assert method_class("packaged").__module__ == "own_package"
+    assert get_method_class("packaged").__module__ == "own_package"
     with pytest.raises(
         FedspanError,
         match=r"`method\.name`: own_package:Nothing cannot be imported",
     ):
-        method_class("lost")
+        get_method_class("lost")
     with pytest.raises(FedspanError, match="no method is named"):
-        method_class("own_package:Packaged")  # no module by its name: a server could name one
+        get_method_class("own_package:Packaged")  # no module by its name: a server could name one
 
 
 def installed(folder: Path, entries: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

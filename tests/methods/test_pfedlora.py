@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedspan.core.factors import personal_pair
-from fedspan.core.tensors import tensor_name
+from fedspan.core.factors import draw_personal_pair
+from fedspan.core.tensors import join_tensor_name
 from fedspan.methods.pfedlora import PFedLoRA
 from toys.problem import HEAD, LAYERS, Problem
 from toys.rounds import Federation, close, sgd, with_extras
@@ -45,7 +45,7 @@ def test_matches_a_dense_oracle(variant: Literal[1, 2]) -> None:
     server = problem.dense()
     personal: dict[str, Weights] = {}
     for id, party in federation.parties.items():
-        pair = personal_pair(method, RANKS[id], party.client)
+        pair = draw_personal_pair(method, RANKS[id], party.client)
         personal[id] = {name: value.double() for name, value in pair.items()}
 
     for members in [(0, 1, 2), (1, 3), (0, 1, 2, 3)]:
@@ -65,7 +65,7 @@ def test_matches_a_dense_oracle(variant: Literal[1, 2]) -> None:
         server = after
 
         for one in LAYERS:
-            assert close(federation.state.tensors[tensor_name(one, "W")], server[one])
+            assert close(federation.state.tensors[join_tensor_name(one, "W")], server[one])
             for id, party in federation.parties.items():
                 if party.memory:
                     assert close(party.memory[f"{one}/L"], personal[id][f"{one}/L"])

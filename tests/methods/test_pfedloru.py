@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedspan.core.base import as_dense
-from fedspan.core.factors import personal_pair
-from fedspan.core.tensors import tensor_name
+from fedspan.core.base import to_dense
+from fedspan.core.factors import draw_personal_pair
+from fedspan.core.tensors import join_tensor_name
 from fedspan.methods.pfedloru import PFedLoRU
 from toys.problem import HEAD, LAYERS, Problem
 from toys.rounds import Federation, close, sgd, with_extras
@@ -59,11 +59,11 @@ def test_two_phases_personal_memory_and_accumulation_match_a_dense_oracle() -> N
     W = problem.dense(*LAYERS)
     head = problem.dense(*HEAD)
     fresh = method.fresh(0)
-    shared = {one: {s: fresh[tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
+    shared = {one: {s: fresh[join_tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
     personal: dict[str, Pairs] = {}
     for id, party in federation.parties.items():
-        pair = personal_pair(method, 1, party.client)
-        personal[id] = {one: {s: pair[tensor_name(one, s)].double() for s in "LU"} for one in LAYERS}
+        pair = draw_personal_pair(method, 1, party.client)
+        personal[id] = {one: {s: pair[join_tensor_name(one, s)].double() for s in "LU"} for one in LAYERS}
 
     accumulations = 0
     for number, members in enumerate(COHORTS):
@@ -87,20 +87,20 @@ def test_two_phases_personal_memory_and_accumulation_match_a_dense_oracle() -> N
             fresh = method.fresh(accumulations)
             for one in LAYERS:
                 W[one] = W[one] + SCALING * shared[one]["B"] @ shared[one]["A"]
-                shared[one] = {slot: fresh[tensor_name(one, slot)].double() for slot in "AB"}
+                shared[one] = {slot: fresh[join_tensor_name(one, slot)].double() for slot in "AB"}
 
         state = federation.state
         for one in LAYERS:
             for slot in "AB":
-                assert close(state.tensors[tensor_name(one, slot)].double(), shared[one][slot])
+                assert close(state.tensors[join_tensor_name(one, slot)].double(), shared[one][slot])
             if accumulations:
-                assert close(as_dense(state.base.total[one]), W[one] - problem.dense(one)[one])
+                assert close(to_dense(state.base.total[one]), W[one] - problem.dense(one)[one])
             assert close(federation.weight(one), W[one] + SCALING * shared[one]["B"] @ shared[one]["A"])
         for id, party in federation.parties.items():
             for one in LAYERS:
                 for slot, value in personal[id][one].items():
                     if party.memory:
-                        assert close(party.memory[tensor_name(one, slot)], value)
+                        assert close(party.memory[join_tensor_name(one, slot)], value)
                 assert close(federation.weight(one, id), _effective(W, shared, personal[id])[one])
             expected = problem.loss(id, {**_effective(W, shared, personal[id]), **head})
             assert abs(federation.loss(id) - float(expected)) < 1e-6  # predictions come back in float32
@@ -134,5 +134,5 @@ def test_a_lost_reply_advances_neither_memory_nor_base() -> None:
     assert federation.parties["client-1"].base.round == 2
     for id in problem.client_ids:
         for layer in LAYERS:
-            held = as_dense(federation.parties[id].base.total[layer])
-            assert torch.equal(held, as_dense(federation.parties["client-1"].base.total[layer]))
+            held = to_dense(federation.parties[id].base.total[layer])
+            assert torch.equal(held, to_dense(federation.parties["client-1"].base.total[layer]))

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.sparse import draw_entries, entry_count, scatter_entries
-from fedspan.core.tensors import tensor_name
+from fedspan.core.sparse import count_entries, draw_entries, scatter_entries
+from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Reduced
 from fedspan.methods.slora import SLoRA
 from toys.oracle import Pairs, average, copied, descend
@@ -62,7 +62,7 @@ def test_matches_a_dense_oracle(sparse_rounds: int, lr_scale: float) -> None:
             else:
                 mine = copied(pairs)
                 descend(problem, id, W0, own_head, mine, S, LR, STEPS)
-                flat = {tensor_name(one, slot): mine[one][slot] for one in LAYERS for slot in "AB"}
+                flat = {join_tensor_name(one, slot): mine[one][slot] for one in LAYERS for slot in "AB"}
                 models.append((shares[id], {**flat, **own_head}))
         mean = average(models)
         head = {name: mean[name] for name in HEAD}
@@ -72,14 +72,14 @@ def test_matches_a_dense_oracle(sparse_rounds: int, lr_scale: float) -> None:
             for one in LAYERS:
                 U, sigma, Vt = torch.linalg.svd(W[one] - W0[one], full_matrices=False)
                 kept = (U[:, :R] * sigma[:R]) @ Vt[:R]
-                A, B = (federation.state.tensors[tensor_name(one, slot)] for slot in "AB")
+                A, B = (federation.state.tensors[join_tensor_name(one, slot)] for slot in "AB")
                 assert close(S * B @ A, kept)
                 assert close(A @ A.T, torch.eye(R).double())  # all of the singular values stand in B
                 assert (W[one] - W0[one] - kept).norm() > 1e-3  # the cut loses something here
                 assert not federation.state.base.moved  # W0 again
                 pairs[one] = {"A": A.double(), "B": B.double()}
         elif number >= sparse_rounds:
-            pairs = {one: {slot: mean[tensor_name(one, slot)] for slot in "AB"} for one in LAYERS}
+            pairs = {one: {slot: mean[join_tensor_name(one, slot)] for slot in "AB"} for one in LAYERS}
         for one in LAYERS:
             second = number + 1 >= sparse_rounds
             expected = W0[one] + S * pairs[one]["B"] @ pairs[one]["A"] if second else W[one]
@@ -116,7 +116,7 @@ def test_a_mask_has_the_density_asked_for_and_follows_from_the_seed(
     rows: int, columns: int, density: float, seed: int
 ) -> None:
     entries = draw_entries((rows, columns), density, seed, "one")
-    assert len(set(entries.tolist())) == len(entries) == entry_count((rows, columns), density)
+    assert len(set(entries.tolist())) == len(entries) == count_entries((rows, columns), density)
     assert abs(len(entries) - max(1.0, density * rows * columns)) <= 0.5
     assert 0 <= int(entries.min()) <= int(entries.max()) < rows * columns
     assert torch.equal(entries, draw_entries((rows, columns), density, seed, "one"))

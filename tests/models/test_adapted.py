@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import Dense, Factorised, LoRA, Parametrization
-from fedspan.core.tensors import extra_name, tensor_name
+from fedspan.core.tensors import join_extra_name, join_tensor_name
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.targets import find_extras
@@ -48,7 +48,9 @@ def random_pairs(adapted: AdaptedModel, seed: int = 1) -> dict[str, LowRank]:
 
 def install(adapted: AdaptedModel, how: Parametrization, **slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One parametrization for all layers, slots given as ``A={layer: tensor}``."""
-    tensors = {tensor_name(layer, slot): value for slot, by_layer in slots.items() for layer, value in by_layer.items()}
+    tensors = {
+        join_tensor_name(layer, slot): value for slot, by_layer in slots.items() for layer, value in by_layer.items()
+    }
     return adapted.install(dict.fromkeys(adapted.layers, how), tensors, frozenset(tensors))
 
 
@@ -217,7 +219,7 @@ def test_what_is_installed_is_a_copy_and_extras_fall_back_to_what_was_loaded(tin
             assert value.requires_grad
             value.fill_(7.0)
     assert all(torch.equal(pair.A, before[name]) for name, pair in pairs.items())
-    name, loaded = extra_name("classifier.bias"), adapted.extra("classifier.bias")
+    name, loaded = join_extra_name("classifier.bias"), adapted.extra("classifier.bias")
     live = adapted.install({}, {name: torch.ones(4)}, frozenset([name]))
     assert live[name] is model.get_parameter("classifier.bias")
     assert torch.equal(live[name].detach(), torch.ones(4))

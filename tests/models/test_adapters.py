@@ -16,7 +16,7 @@ from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.lowrank import LowRank
 from fedspan.core.tensors import count
 from fedspan.errors import FedspanError
-from fedspan.models.export import layer_updates, read_adapter
+from fedspan.models.export import compute_layer_updates, read_adapter
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
@@ -155,14 +155,14 @@ def test_the_rank_of_an_export_is_the_sum_of_its_parts_at_most_the_layer_s(prepa
     }
     dense = {name: pair.dense() for name, pair in pairs.items()}
     for deltas, ranks in ((pairs, {5}), (dense, {16})):
-        updates = layer_updates(job, BaseUpdate().add(Increment(1, deltas)), adapted)
+        updates = compute_layer_updates(job, BaseUpdate().add(Increment(1, deltas)), adapted)
         assert {pair.rank for pair in updates.values()} == ranks
         for layer in adapted.spec.layers:
             ones = 2 * 2 * torch.ones(layer.shape)  # scaling 2, rank 2
             assert torch.allclose(updates[layer.name].dense(), dense[layer.name] + ones, atol=1e-5)
-    assert {pair.rank for pair in layer_updates(job, BaseUpdate(), adapted).values()} == {2}
+    assert {pair.rank for pair in compute_layer_updates(job, BaseUpdate(), adapted).values()} == {2}
     with pytest.raises(FedspanError, match="a merged model"):
-        layer_updates(job, BaseUpdate().add(Increment(1, {}, decay=0.5)), adapted)
+        compute_layer_updates(job, BaseUpdate().add(Increment(1, {}, decay=0.5)), adapted)
 
 
 def test_an_export_is_a_plain_lora_of_one_rank(prepared: Prepared, tmp_path: Path) -> None:

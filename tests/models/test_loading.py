@@ -16,7 +16,7 @@ from torch import nn
 from fedspan.errors import FedspanError
 from fedspan.models import names
 from fedspan.models.loading import load_pretrained
-from fedspan.models.names import published_name, resolve_model
+from fedspan.models.names import get_published_name, resolve_model
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.encoding import EncodedText, Ragged
 from helpers import tiny
@@ -182,6 +182,6 @@ def test_other_names_are_left_to_transformers() -> None:
 
 
 def test_an_adapter_names_its_base_so_that_anybody_can_load_it() -> None:
-    assert published_name("builtin:all-minilm-l6-v2") == "sentence-transformers/all-MiniLM-L6-v2"
+    assert get_published_name("builtin:all-minilm-l6-v2") == "sentence-transformers/all-MiniLM-L6-v2"
     for name in ("bert-base-uncased", "some/folder", "builtin:unknown"):
-        assert published_name(name) == name
+        assert get_published_name(name) == name

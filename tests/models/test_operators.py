@@ -25,12 +25,12 @@ from fedspan.core.parametrization import (
     PairSum,
     Parametrization,
     Projected,
-    dense_change,
+    compute_dense_change,
 )
-from fedspan.core.tensors import tensor_name
+from fedspan.core.tensors import join_tensor_name
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.operators import Convolution, Linear, Lookup, operator_of, unfit
+from fedspan.models.operators import Convolution, Linear, Lookup, build_operator, explain_unfit
 from fedspan.models.targets import find_targets
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
@@ -99,7 +99,7 @@ def made(kind: str, dtype: torch.dtype = torch.float64) -> tuple[AdaptedModel, n
 
 def drawn(adapted: AdaptedModel, name: str) -> dict[str, Tensor]:
     shapes = SLOTS[name][1](*adapted.layers["layer"].operator.shape)
-    return {tensor_name("layer", slot): torch.randn(shape, dtype=torch.float64) for slot, shape in shapes.items()}
+    return {join_tensor_name("layer", slot): torch.randn(shape, dtype=torch.float64) for slot, shape in shapes.items()}
 
 
 def by_slot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -129,7 +129,7 @@ def test_every_parametrization_is_the_module_with_that_weight(kind: str, name: s
 
     leaves = {name: value.clone().requires_grad_() for name, value in tensors.items()}
     original = adapted.layers["layer"].original()
-    W_OI = original + dense_change(parametrization.effective(by_slot(leaves)), original)
+    W_OI = original + compute_dense_change(parametrization.effective(by_slot(leaves)), original)
     expected = with_weight(plain, adapted, W_OI)(x)
     assert close(out.detach(), expected.detach())
     (expected * direction).sum().backward()
@@ -152,7 +152,7 @@ def test_captured_gradients_are_autograd_s(kind: str) -> None:
     adapted.install({"layer": LoRA(0.7)}, tensors, frozenset(tensors))
     found: list[LowRank] = []
     original = adapted.layers["layer"].original()
-    change = dense_change(LoRA(0.7).effective(by_slot(tensors)), original)
+    change = compute_dense_change(LoRA(0.7).effective(by_slot(tensors)), original)
     plain = with_weight(plain, adapted, original + change)
     for _ in range(2):
         direction = torch.randn_like(plain(x))
@@ -231,7 +231,10 @@ def test_peft_computes_the_same_from_the_same_factors(kind: str) -> None:
     adapted, plain, x = made(kind, torch.float32)
     operator = adapted.layers["layer"].operator
     m, n = operator.shape
-    tensors = {tensor_name("layer", "A"): torch.randn(RANK, n), tensor_name("layer", "B"): torch.randn(m, RANK)}
+    tensors = {
+        join_tensor_name("layer", "A"): torch.randn(RANK, n),
+        join_tensor_name("layer", "B"): torch.randn(m, RANK),
+    }
     adapted.install({"layer": LoRA(1.5)}, tensors, frozenset())
     config = LoraConfig(r=RANK, lora_alpha=3, target_modules=["layer"], fan_in_fan_out=isinstance(plain, Conv1D))
     theirs = get_peft_model(Whole(plain), config).eval()
@@ -270,7 +273,7 @@ def test_shapes_and_kernels() -> None:
     """As in PEFT, a convolution is its unfolded weight and an embedding (dimension, vocabulary)."""
     conv, table = nn.Conv2d(3, 5, (2, 4)), nn.Embedding(7, 4)
     found = [
-        (type(one), one.shape, one.kernel) for one in map(operator_of, (nn.Linear(5, 3), Conv1D(6, 4), conv, table))
+        (type(one), one.shape, one.kernel) for one in map(build_operator, (nn.Linear(5, 3), Conv1D(6, 4), conv, table))
     ]
     assert found == [
         (Linear, (3, 5), (1, 1)),
@@ -315,7 +318,7 @@ UNFIT: Mapping[str, tuple[nn.Module, str]] = {
 @pytest.mark.parametrize("kind", UNFIT)
 def test_layers_that_compute_something_else_are_refused(kind: str) -> None:
     module, words = UNFIT[kind]
-    assert words in (unfit(module) or "")
+    assert words in (explain_unfit(module) or "")
     with pytest.raises(FedspanError) as caught:
         find_targets(Whole(module), LoraConfig(target_modules=["layer"]))
     assert (caught.value.field, caught.value.value) == ("model.target_modules", "layer")
@@ -324,7 +327,7 @@ def test_layers_that_compute_something_else_are_refused(kind: str) -> None:
 
 @of_each_fit
 def test_these_are_fit(kind: str) -> None:
-    assert unfit(MODULES[kind][0]()) is None
+    assert explain_unfit(MODULES[kind][0]()) is None
 
 
 @pytest.mark.parametrize("target", ["embedding", "head"])

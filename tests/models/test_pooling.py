@@ -22,7 +22,7 @@ from fedspan.models.names import resolve_model
 from fedspan.models.pooling import PooledClassifier, Pooling, PoolingSearch, find_pooling
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.load import load_served
-from fedspan.runs.model_setup import pooling_of
+from fedspan.runs.model_setup import get_pooling
 from fedspan.runs.setup import prepare
 from helpers import tiny
 
@@ -155,7 +155,7 @@ def test_a_fallback_is_noted(encoders: Path, tmp_path: Path) -> None:
 
 def test_normalisation_can_be_named(encoders: Path) -> None:
     def pooling(**model: Any) -> Pooling | None:
-        return pooling_of(parse_config(settings(encoders, "bert", model=model)))
+        return get_pooling(parse_config(settings(encoders, "bert", model=model)))
 
     assert pooling(pooling="cls") == Pooling("cls", normalize=True)  # as modules.json has it
     assert pooling(pooling="cls", pooling_normalize=False) == Pooling("cls")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fedspan
 from fedspan.config import parse_config
-from fedspan.core.base import as_dense
+from fedspan.core.base import to_dense
 from fedspan.errors import FedspanError
 from fedspan.models import quantized
 from fedspan.runs.setup import Prepared, prepare
@@ -79,7 +79,7 @@ def test_nothing_is_written_to_a_quantised_base(kind: str, method: str, decoders
     after = stored(made)
     assert all(torch.equal(after[path], value) for path, value in before.items())
     assert all(value.dtype == torch.float32 for value in progress.state.tensors.values())
-    moved = [as_dense(delta) for delta in progress.state.base.total.values()]
+    moved = [to_dense(delta) for delta in progress.state.base.total.values()]
     assert all(delta.dtype == torch.float32 for delta in moved)
     assert bool(moved) == (method in ("flora", "fedloru"))
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedspan.core.base import as_dense
+from fedspan.core.base import to_dense
 from fedspan.core.parametrization import Effective, LoRA, Slots
 from fedspan.core.values import Job, Trained
 from fedspan.models.adapted import AdaptedModel
@@ -151,7 +151,7 @@ def test_flora_on_a_narrow_base_keeps_its_update_in_float32(tiny_folder: Path, p
     for name, layer in adapted.layers.items():
         assert layer.stored_weight.dtype == torch.bfloat16
         assert torch.equal(layer.stored_weight, stored[name])
-        total = as_dense(progress.state.base.total[name])
+        total = to_dense(progress.state.base.total[name])
         assert total.dtype == torch.float32
         assert total.any()
     assert len(set(losses)) == 2

@@ -9,7 +9,7 @@ import pytest
 
 import fedspan
 from fedspan import FedspanError
-from fedspan.planning.accelerators import ACCELERATORS, UTILISATION, Speed, accelerator_speed
+from fedspan.planning.accelerators import ACCELERATORS, UTILISATION, Speed, get_accelerator_speed
 from fedspan.planning.compute import Compute
 from fedspan.runs.model_setup import empty_model
 from helpers import tiny
@@ -23,7 +23,7 @@ def compute(**changes: Any) -> Compute:
 
 @pytest.mark.parametrize("name", ["A100", "a100", "rtx 4090", "RTX-4090"])
 def test_a_gpu_is_found_however_it_is_written(name: str) -> None:
-    found = accelerator_speed(name, "bfloat16")
+    found = get_accelerator_speed(name, "bfloat16")
     peak = ACCELERATORS[found.device].bfloat16
     assert peak is not None
     assert found.single == found.parallel == pytest.approx(peak * 1e12 * UTILISATION)
@@ -32,11 +32,11 @@ def test_a_gpu_is_found_however_it_is_written(name: str) -> None:
 def test_number_formats_have_rates_of_their_own() -> None:
     for key, one in ACCELERATORS.items():
         assert one.float32 < one.float16
-        assert accelerator_speed(key, "float32", 1.0).single == one.float32 * 1e12
+        assert get_accelerator_speed(key, "float32", 1.0).single == one.float32 * 1e12
         assert one.bfloat16 in (None, one.float16)
     for old in ("T4", "V100"):
         with pytest.raises(FedspanError, match=rf"^`--device`: '{old}' is not accepted\. Expected a GPU with bfloat16"):
-            accelerator_speed(old, "bfloat16")
+            get_accelerator_speed(old, "bfloat16")
 
 
 def test_mistakes_name_what_there_is() -> None:
@@ -44,12 +44,12 @@ def test_mistakes_name_what_there_is() -> None:
         FedspanError,
         match=r"^`--device`: 'B1000' is not accepted\. Expected here \(this machine, measured\), or one of T4, V100",
     ):
-        accelerator_speed("B1000", "float32")
+        get_accelerator_speed("B1000", "float32")
     for share in (0.0, 1.5):
         with pytest.raises(
             FedspanError, match=r"^`--utilization`: .* is not accepted\. Expected a share of the device's peak"
         ):
-            accelerator_speed("A100", "float32", share)
+            get_accelerator_speed("A100", "float32", share)
 
 
 def test_time_follows_from_flops(tiny_folder: Path) -> None:

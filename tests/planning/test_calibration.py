@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 import fedspan
 from fedspan.config import parse_config
 from fedspan.data.loading import load
-from fedspan.models.loading import source_of
+from fedspan.models.loading import get_source
 
 TOLERANCE = 0.3
 ROUNDS = 2
@@ -45,7 +45,7 @@ def known(values: dict[str, Any]) -> tuple[int, int]:
     """Examples of the corpus, and their mean length."""
     config = parse_config(values)
     texts = list(load(config.data, seed=0, task=config.task).train["text"])
-    ids = AutoTokenizer.from_pretrained(source_of(config.model.name))(texts)["input_ids"]
+    ids = AutoTokenizer.from_pretrained(get_source(config.model.name))(texts)["input_ids"]
     return len(texts), round(float(np.mean([len(each) for each in ids])))
 
 

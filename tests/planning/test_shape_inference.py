@@ -11,14 +11,14 @@ import torch
 
 from fedspan.core.factors import reply
 from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
-from fedspan.core.tensors import tensor_name
+from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Client, Job, LayerSpec, Message, Spec, Trained
 from fedspan.methods.fedgalore import FedGaLore
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.registry import METHODS
 from fedspan.methods.slora import SLoRA
-from fedspan.planning.shape_inference import Exchange, ShapeInference, bare_method, count_traffic, with_bare_method
+from fedspan.planning.shape_inference import Exchange, ShapeInference, count_traffic, rewrap_method, unwrap_method
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedpaq import FedPAQ
 from fedspan.wrappers.fedprox import FedProx
@@ -126,7 +126,7 @@ class Deciding(RegisteredMethod):
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         message = reply(job, trained)
-        a, b = tensor_name("layer", "A"), tensor_name("layer", "B")
+        a, b = join_tensor_name("layer", "A"), join_tensor_name("layer", "B")
         if message.tensors[b].norm() > message.tensors[a].norm():
             return message, memory
         assert float(message.tensors[a].sum()) == int(message.tensors[a][0, 0]) == 1
@@ -141,9 +141,9 @@ def test_a_comparison_is_false_and_a_number_is_one() -> None:
 def test_wrappers_around_another_method() -> None:
     inner, other = FedIT(spec=spec_of(SMALL)), FedIT(spec=spec_of(HUGE))
     wrapped = FedProx(inner=WithExtras(inner=inner, policy="local"))
-    assert bare_method(wrapped) is inner
-    moved = with_bare_method(wrapped, other)
-    assert bare_method(moved) is other
+    assert unwrap_method(wrapped) is inner
+    moved = rewrap_method(wrapped, other)
+    assert unwrap_method(moved) is other
     assert isinstance(moved, FedProx)
     assert isinstance(moved.inner, WithExtras)
     assert moved.inner.policy == "local"

@@ -18,9 +18,9 @@ from helpers import tiny
 pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed")
 
 from fedspan.reports import charts
-from fedspan.reports.groups import curve, differences, group_runs
-from fedspan.reports.run_data import RunData, stories
-from fedspan.reports.summary import score_text, sentences
+from fedspan.reports.groups import group_runs, list_differences, summarize_curve
+from fedspan.reports.run_data import RunData, read_runs
+from fedspan.reports.summary import score_text, write_sentences
 
 LIMIT = 7_000_000
 
@@ -76,14 +76,14 @@ def test_lines_are_told_apart_without_colour(text: str) -> None:
 
 
 def test_numbers_are_those_of_the_runs(series: Path, text: str) -> None:
-    runs = stories([series])
+    runs = read_runs([series])
     assert [run.name for run in runs] == sorted(one.parent.name for one in series.glob("*/report.json"))
     groups = group_runs(runs)
     assert [[run.config.seed for run in group.runs] for group in groups] == [[0, 1], [0, 1]]
     assert {group.label for group in groups} == {"fedit", "ffa-lora"}
-    assert set(differences([group.runs[0] for group in groups])) == {"method.name"}
+    assert set(list_differences([group.runs[0] for group in groups])) == {"method.name"}
     for group in groups:
-        made = curve(group, {run.name: charts.score_of(run) for run in group.runs})
+        made = summarize_curve(group, {run.name: charts.score_of(run) for run in group.runs})
         assert made.rounds == (1, 2, 3)
         for run in group.runs:
             assert run.report is not None
@@ -109,24 +109,24 @@ def with_scores(runs: tuple[RunData, ...], scores: dict[str, list[float]]) -> tu
 
 
 def test_the_verdict_is_computed(series: Path) -> None:
-    runs = stories([series])
-    sure = " ".join(sentences(group_runs(with_scores(runs, {"fedit": [0.80, 0.82], "ffa-lora": [0.70, 0.72]}))))
+    runs = read_runs([series])
+    sure = " ".join(write_sentences(group_runs(with_scores(runs, {"fedit": [0.80, 0.82], "ffa-lora": [0.70, 0.72]}))))
     assert "fedit has the best accuracy, 81.0 ± 1.4 % (mean of 2 seeds), after 3 rounds." in sure
     assert "ffa-lora is 10.0 points behind, which is more than two standard errors" in sure
     assert "ffa-lora sends the least" in sure
-    close = " ".join(sentences(group_runs(with_scores(runs, {"fedit": [0.80, 0.70], "ffa-lora": [0.70, 0.79]}))))
+    close = " ".join(write_sentences(group_runs(with_scores(runs, {"fedit": [0.80, 0.70], "ffa-lora": [0.70, 0.79]}))))
     assert "within two standard errors" in close
-    alone = " ".join(sentences(group_runs(with_scores(runs[:1], {"fedit": [0.8], "ffa-lora": [0.7]}))))
+    alone = " ".join(write_sentences(group_runs(with_scores(runs[:1], {"fedit": [0.8], "ffa-lora": [0.7]}))))
     assert "The accuracy of fedit is 80.0 % (one seed), after 3 rounds." in alone
     failing = with_scores(runs[:1], {"fedit": [0.8]})
     assert failing[0].report is not None
     failures = {"north": {"count": 3}, "west": {"count": 1}}
     failing = (replace(failing[0], report=replace(failing[0].report, failures=failures)),)
-    assert "4 replies did not count, 3 of them north's." in " ".join(sentences(group_runs(failing)))
+    assert "4 replies did not count, 3 of them north's." in " ".join(write_sentences(group_runs(failing)))
 
 
 def test_a_client_is_left_behind_by_the_metrics_own_measure(series: Path) -> None:
-    (run,) = stories([series / "fedit-seed0"])
+    (run,) = read_runs([series / "fedit-seed0"])
     assert run.report is not None
 
     def said(metric: str, values: list[float]) -> str:
@@ -135,7 +135,7 @@ def test_a_client_is_left_behind_by_the_metrics_own_measure(series: Path) -> Non
             update={"evaluation": run.config.evaluation.model_copy(update={"metric": metric})}
         )
         report = replace(run.report, scores={"test": {metric: 0.5}}, by_client=own)
-        return " ".join(sentences(group_runs([replace(run, config=config, report=report)])))
+        return " ".join(write_sentences(group_runs([replace(run, config=config, report=report)])))
 
     assert "No client is left behind: the worst is 5.0 points" in said("accuracy", [0.9, 0.8])
     assert "c1 is left behind, 20.0 points" in said("accuracy", [0.9, 0.5])

@@ -12,8 +12,8 @@ from fedspan.config import parse_config
 from fedspan.models.names import ARCHITECTURES, BUILTIN_MODELS, resolve_model
 from fedspan.planning import plan
 from fedspan.planning.compute import Compute, LocalTraining
-from fedspan.reproduction.cells import cells_of, row_folders, settings_table
-from fedspan.reproduction.presets import SCALES, architectures, list_presets, merge, preset_of, read_preset
+from fedspan.reproduction.cells import list_cells, name_row_folders, tabulate_settings
+from fedspan.reproduction.presets import SCALES, list_presets, load_preset, merge, read_architectures, read_preset
 from fedspan.reproduction.rehearsal import dry_run
 
 IDS = [preset.id for preset in list_presets()]
@@ -33,43 +33,45 @@ SIZES = [
 def without_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans without the FLOPs and memory of passes, which take seconds a model and are tested in tests/planning."""
     nothing = LocalTraining(Compute(None, 0, 0, 0, None, None, None, None), 0, 0)
-    monkeypatch.setattr(plan, "local_training", lambda *_: nothing)
+    monkeypatch.setattr(plan, "compute_training_cost", lambda *_: nothing)
 
 
 @pytest.mark.parametrize("id", IDS)
 def test_every_cell_is_a_valid_config_on_a_model_of_known_shape(id: str) -> None:
-    preset = preset_of(id)
+    preset = load_preset(id)
     for scale in SCALES:
-        for cell in cells_of(preset, scale):
+        for cell in list_cells(preset, scale):
             for label, values in cell.configs.items():
                 config = parse_config(values)
                 assert config.method.name == preset.methods[label].key
                 assert (config.federation.clip_ratio, config.federation.max_weight_ratio) == (None, None)
-                known = {*architectures(), *(f"builtin:{name}" for name in ARCHITECTURES)}
+                known = {*read_architectures(), *(f"builtin:{name}" for name in ARCHITECTURES)}
                 assert config.model.name in known
-        rows = row_folders(preset.labels_at(scale))
+        rows = name_row_folders(preset.labels_at(scale))
         assert len({*rows.values()}) == len(preset.labels_at(scale))
         small_rounds = max(
-            parse_config(each).federation.rounds for cell in cells_of(preset, "small") for each in cell.configs.values()
+            parse_config(each).federation.rounds
+            for cell in list_cells(preset, "small")
+            for each in cell.configs.values()
         )
         assert small_rounds <= 30
 
 
 def test_rows_whose_labels_differ_by_a_sign_have_folders_of_their_own() -> None:
-    names = row_folders(["FedGaLore-", "FedGaLore", "tau 2", "tau", "tau-"])
+    names = name_row_folders(["FedGaLore-", "FedGaLore", "tau 2", "tau", "tau-"])
     assert list(names.values()) == ["fedgalore", "fedgalore-2", "tau-2", "tau", "tau-3"]
 
 
 def test_what_stands_for_a_paper_s_cell_is_said() -> None:
-    shown = settings_table(cells_of(preset_of("fedgalore-table4"), "small", "/data"))
+    shown = tabulate_settings(list_cells(load_preset("fedgalore-table4"), "small", "/data"))
     assert [row[:4] for row in shown.rows] == [
         ("iid-fashion-mnist", "fashion-mnist, at most 3,000", "IID", "10, 5 a round"),
         ("non-iid-fashion-mnist", "fashion-mnist, at most 3,000", "Dirichlet 0.5", "10, 5 a round"),
     ]
-    ranks = settings_table(cells_of(preset_of("fedloru-table1"), "small", "/data")).rows[0][6]
+    ranks = tabulate_settings(list_cells(load_preset("fedloru-table1"), "small", "/data")).rows[0][6]
     assert ranks == "16 (FedLoRA, FedLoRU); 24 (FedHM)"
     for id in ("rolora-figure4", "rolora-table2"):  # cells that differ by layers, by files
-        rows = settings_table(cells_of(preset_of(id), "small", "/data", "/model")).rows
+        rows = tabulate_settings(list_cells(load_preset(id), "small", "/data", "/model")).rows
         assert len({row[1:] for row in rows}) == len(rows)
 
 
@@ -77,7 +79,7 @@ def test_what_stands_for_a_paper_s_cell_is_said() -> None:
 @pytest.mark.parametrize(("id", "scale"), SIZES)
 def test_a_dry_run_needs_neither_weights_nor_data(id: str, scale: Any) -> None:
     found = dry_run(id, scale=scale)
-    preset = preset_of(id)
+    preset = load_preset(id)
     assert {each.method for each in found} == set(preset.labels_at(scale))
     for each in found:
         assert each.plan.trainable > 0
@@ -105,7 +107,7 @@ def test_the_architecture_of_minilm_is_its_package_s() -> None:
         published = AutoConfig.from_pretrained(resolve_model(name)).to_dict()
     except FedspanError:
         pytest.skip("its package is not installed")
-    assert {key: published[key] for key in architectures()[name]} == architectures()[name]
+    assert {key: published[key] for key in read_architectures()[name]} == read_architectures()[name]
 
 
 def test_merging_goes_into_sections() -> None:
@@ -115,8 +117,8 @@ def test_merging_goes_into_sections() -> None:
 def test_a_combination_that_small_skips_is_no_cell_there() -> None:
     axes = {"task": {"one": {}, "two": {}}, "clients": {"3": {}, "20": {}, "50": {}}}
     preset = read_preset(changed(axes=axes, small={"skip": [{"task": ["two"], "clients": ["20", "50"]}]}), "x")
-    assert [cell.name for cell in cells_of(preset, "small")] == ["one-3", "one-20", "one-50", "two-3"]
-    assert len(cells_of(preset, "full")) == 6
+    assert [cell.name for cell in list_cells(preset, "small")] == ["one-3", "one-20", "one-50", "two-3"]
+    assert len(list_cells(preset, "full")) == 6
 
 
 def changed(**changes: Any) -> dict[str, Any]:
@@ -166,7 +168,7 @@ def test_a_preset_that_there_is_none_of() -> None:
         FedspanError,
         match=r"^`ID`: no preset is named 'rolora-table99'\. Did you mean 'rolora-table",
     ):
-        preset_of("rolora-table99")
+        load_preset("rolora-table99")
 
 
 def test_the_page_lists_all_presets() -> None:

@@ -11,8 +11,8 @@ import pytest
 import fedspan
 from fedspan.reproduction.cells import Cell
 from fedspan.reproduction.presets import Claim
-from fedspan.reproduction.verdicts import CellScore, Judged, JudgedCell, difference, judge, verdict_table
-from fedspan.runs.curves import Point, curve_of, reached, target_of
+from fedspan.reproduction.verdicts import CellScore, Judged, JudgedCell, format_difference, judge, tabulate_verdicts
+from fedspan.runs.curves import Point, compute_target, find_target_round, read_curve
 from fedspan.runs.folder import RunFolder
 from helpers import tiny
 
@@ -71,7 +71,7 @@ def test_less_of_a_loss_is_better_and_a_row_that_failed_leaves_its_cell_out() ->
     assert (found.verdict, [cell.cell for cell in found.cells]) == ("holds", ["iid"])
     (none,) = judge([Claim(statement="s", better="A", worse=["B"], cells={"split": ["skewed"]})], CELLS, scores)
     assert none.why is not None
-    table = verdict_table([found, none])
+    table = tabulate_verdicts([found, none])
     assert [row[1] for row in table.rows] == ["A over B"] * 2
     assert table.rows[0][2].startswith("+1.0")
 
@@ -108,7 +108,7 @@ def test_the_cost_of_coming_to_nine_tenths_of_the_way() -> None:
         (found,) = judge([claim], CELLS[:1], scores)
         assert found.overall is not None
         assert found.overall.mean == pytest.approx(mean)
-        assert verdict_table([found]).rows[0][2].startswith("+")
+        assert tabulate_verdicts([found]).rows[0][2].startswith("+")
     (found,) = judge([claim], CELLS[:1], (score("iid", "A", 0.9, curves=(points(0.9),)), score("iid", "B", 0.8)))
     assert found.verdict == "not runnable here"
     (found,) = judge([claim], CELLS[:1], (scores[0], score("iid", "B", 0.8, 0.8, curves=((), ()))))
@@ -123,9 +123,9 @@ def test_a_row_that_never_comes_there_counts_with_all_that_it_cost() -> None:
     (found,) = judge([one], CELLS[:1], (learns, stuck))
     assert found.overall is not None
     assert (found.verdict, found.overall.mean, found.overall.bound) == ("holds", 2.0, "at least ")
-    assert verdict_table([found]).rows[0][2] == "at least +2.0 ± 0.0 rounds"
+    assert tabulate_verdicts([found]).rows[0][2] == "at least +2.0 ± 0.0 rounds"
     (other,) = judge([one.model_copy(update={"better": "B", "worse": ["A"]})], CELLS[:1], (learns, stuck))
-    assert verdict_table([other]).rows[0][2] == "at most -2.0 ± 0.0 rounds"
+    assert tabulate_verdicts([other]).rows[0][2] == "at most -2.0 ± 0.0 rounds"
     cheap = replace(stuck, curves=(points(0.5, 0.5, 0.5, 0.5, cost=1),) * 2)
     sent = one.model_copy(update={"measure": "bytes_to"})
     for better, worse in (("A", "B"), ("B", "A")):  # B's whole run is cheaper than A's way to the score
@@ -151,17 +151,20 @@ def test_what_is_measured_beside_scores(measure: str, verdict: str) -> None:
 
 
 def test_a_score_is_reached_from_below_or_from_above() -> None:
-    found = [reached(points(0.1, 0.5, 0.4, 0.6), 0.5, True), reached(points(2.0, 1.5, 1.0), 1.6, False)]
+    found = [
+        find_target_round(points(0.1, 0.5, 0.4, 0.6), 0.5, True),
+        find_target_round(points(2.0, 1.5, 1.0), 1.6, False),
+    ]
     assert [point and point.round for point in found] == [2, 2]
-    assert reached(points(0.1), 0.2, True) is None
-    assert target_of([points(2.0, 1.5), points(3.0, 1.0)], higher=False) == pytest.approx(3.0 - 0.9 * 2.0)
-    assert target_of([points(0.5, 0.6), points(0.2, 0.7)], higher=True) == pytest.approx(0.2 + 0.9 * 0.5)
-    assert target_of([points(0.5), ()], higher=True) is None
+    assert find_target_round(points(0.1), 0.2, True) is None
+    assert compute_target([points(2.0, 1.5), points(3.0, 1.0)], higher=False) == pytest.approx(3.0 - 0.9 * 2.0)
+    assert compute_target([points(0.5, 0.6), points(0.2, 0.7)], higher=True) == pytest.approx(0.2 + 0.9 * 0.5)
+    assert compute_target([points(0.5), ()], higher=True) is None
 
 
 def test_a_run_s_curve_is_its_metrics_and_its_ledger(tiny_folder: Path, tmp_path: Path) -> None:
     report = fedspan.run(tiny.config(tiny_folder, evaluation={"every": 2}, federation={"rounds": 3}), tmp_path / "run")
-    curve = curve_of(RunFolder(tmp_path / "run"), report.metric)
+    curve = read_curve(RunFolder(tmp_path / "run"), report.metric)
     assert [point.round for point in curve] == [2, 3]
     assert curve[-1].bytes == report.bytes["down"] + report.bytes["up"]
     assert 0 < curve[0].bytes < curve[-1].bytes
@@ -181,11 +184,14 @@ def test_a_run_s_curve_is_its_metrics_and_its_ledger(tiny_folder: Path, tmp_path
     ],
 )
 def test_a_difference_has_its_own_unit(metric: str, mean: float, shown: str) -> None:
-    assert difference(metric, JudgedCell("all", mean, 0.01, "holds")) == shown
+    assert format_difference(metric, JudgedCell("all", mean, 0.01, "holds")) == shown
 
 
 def test_a_difference_of_costs_has_its_error_in_their_unit() -> None:
     """Of one seed there is none."""
-    assert difference("rounds_to", JudgedCell("all", -2.67, 1.25, "holds")) == "-2.7 ± 1.2 rounds"
-    assert difference("bytes_to", JudgedCell("all", 2.5e6, 4e5, "holds", "at least ")) == "at least +2.500 ± 0.400 MB"
-    assert difference("bytes_to", JudgedCell("all", 2.5e6, None, "holds")) == "+2.500 MB"
+    assert format_difference("rounds_to", JudgedCell("all", -2.67, 1.25, "holds")) == "-2.7 ± 1.2 rounds"
+    assert (
+        format_difference("bytes_to", JudgedCell("all", 2.5e6, 4e5, "holds", "at least "))
+        == "at least +2.500 ± 0.400 MB"
+    )
+    assert format_difference("bytes_to", JudgedCell("all", 2.5e6, None, "holds")) == "+2.500 MB"

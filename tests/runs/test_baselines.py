@@ -13,8 +13,8 @@ from fedspan.config import parse_config
 from fedspan.core.lowrank import LowRank
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
-from fedspan.models.export import layer_updates
-from fedspan.runs.baselines import alone, pooled, train_baseline
+from fedspan.models.export import compute_layer_updates
+from fedspan.runs.baselines import build_local_only, build_pooled, train_baseline
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
@@ -53,19 +53,19 @@ def run_rounds(run: Prepared) -> Progress:
 
 
 def test_centralized_training_has_everybody_s_examples_and_its_own_learning_rate(prepared: Prepared) -> None:
-    made = pooled(replace(prepared, config=prepared.config.model_copy(update={"centralized_lr": 0.003})))
+    made = build_pooled(replace(prepared, config=prepared.config.model_copy(update={"centralized_lr": 0.003})))
     (member,) = made.federation.clients.values()
     for part in ("train", "validation", "test"):
         wanted = np.concatenate([getattr(one, part) for one in prepared.federation.clients.values()])
         assert np.array_equal(np.sort(getattr(member, part)), np.sort(wanted))
     assert made.engine.settings.optimizer.lr == 0.003
     assert made.engine.settings.keep_optimizer
-    assert pooled(prepared).engine.settings.optimizer.lr == prepared.config.training.lr
+    assert build_pooled(prepared).engine.settings.optimizer.lr == prepared.config.training.lr
     assert not prepared.engine.settings.keep_optimizer
 
 
 def test_local_only_training_sends_nothing_and_keeps_a_model_a_client(prepared: Prepared) -> None:
-    made = alone(prepared)
+    made = build_local_only(prepared)
     first = made.federation.run_round(made.federation.begin())
     assert first.cohort == tuple(sorted(tiny.SITES))  # everybody, whatever the run's cohort
     # The initial head reaches everybody once, so that all start alike; after that nothing is transmitted.
@@ -73,7 +73,7 @@ def test_local_only_training_sends_nothing_and_keeps_a_model_a_client(prepared: 
     assert {transfer.payload for transfer in second.transfers} == {0}
     models = list(made.evaluator.models(second.progress))
     assert [ids for ids, _ in models] == [(id,) for id in sorted(tiny.SITES)]
-    updates = [layer_updates(job, second.progress.state.base, made.engine.adapted) for _, job in models]
+    updates = [compute_layer_updates(job, second.progress.state.base, made.engine.adapted) for _, job in models]
     layer = next(iter(updates[0]))
     changes = [update[layer] for update in updates]
     assert all(isinstance(change, LowRank) and change.dense().any() for change in changes)
@@ -103,8 +103,8 @@ def test_baselines_share_hidden_states_with_the_run_and_have_the_same_bits_witho
             train_baseline(run, name, told[number], tmp_path / f"{number}-{name}")
     cache = after.engine.prefixes.cache(after.train)
     assert cache is not None
-    assert cache.computed[pooled(after).federation.clients["all"].train].all()
-    assert pooled(after).engine.prefixes is after.engine.prefixes
+    assert cache.computed[build_pooled(after).federation.clients["all"].train].all()
+    assert build_pooled(after).engine.prefixes is after.engine.prefixes
     assert told[0].losses == told[1].losses
     assert len(told[0].losses) == 6
 

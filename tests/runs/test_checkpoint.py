@@ -17,7 +17,7 @@ from fedspan.core.lowrank import LowRank
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.errors import FedspanError
 from fedspan.logs import Position
-from fedspan.runs.checkpoint import latest, prune, resume, save
+from fedspan.runs.checkpoint import load_latest, prune, resume, save
 from fedspan.runs.checkpoint_format import Checkpoint, load
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.selection import Best, ClientLoss, Selection
@@ -87,7 +87,7 @@ def test_everything_comes_back(tmp_path_factory: pytest.TempPathFactory, checkpo
     run = RunFolder(tmp_path_factory.mktemp("run"))
     folder = save(run, checkpoint)
     assert plain(load(folder)) == plain(checkpoint)
-    assert plain(latest(run)) == plain(checkpoint)
+    assert plain(load_latest(run)) == plain(checkpoint)
 
 
 def test_dtypes_base_and_order_come_back(run: RunFolder) -> None:
@@ -100,7 +100,7 @@ def test_dtypes_base_and_order_come_back(run: RunFolder) -> None:
     }
     checkpoint = Checkpoint(ServerState(2, tensors, base, {"m": torch.tensor(7, dtype=torch.int64)}, {"c": 1.0}, 3))
     save(run, checkpoint)
-    back = latest(run)
+    back = load_latest(run)
     assert back is not None
     assert plain(back) == plain(checkpoint)
     assert list(back.state.tensors) == ["z/A", "a/A", "b"]
@@ -116,7 +116,7 @@ def test_a_tensor_that_a_client_keeps_twice_is_stored_once(run: RunFolder) -> No
 
 
 def test_no_checkpoint_yet(run: RunFolder) -> None:
-    assert latest(run) is None
+    assert load_latest(run) is None
     prune(run)
 
 
@@ -125,7 +125,7 @@ def test_the_newest_by_number(run: RunFolder) -> None:
         save(run, checkpoint_of(round))
     (run.checkpoints / "round-200000.tmp-1").mkdir()
     (run.checkpoints / "notes").mkdir()
-    found = latest(run)
+    found = load_latest(run)
     assert found is not None
     assert found.state.round == 100_000
 
@@ -167,7 +167,7 @@ def test_a_damaged_file_is_named_with_the_way_on(run: RunFolder, name: str, dama
         file.write_bytes({"cut": data[:-1], "longer": data + b"\n", "empty": b""}[damage])
     (run.checkpoints / "round-00004" / "state.safetensors").write_bytes(b"damaged too")
     with pytest.raises(FedspanError) as caught:
-        latest(run)
+        load_latest(run)
     message = str(caught.value)
     assert message.startswith(f"`{file}`: ")
     assert f"Round 3 is intact. Delete {folder} " in message
@@ -177,7 +177,7 @@ def test_a_damaged_file_is_named_with_the_way_on(run: RunFolder, name: str, dama
 def test_nothing_intact_says_so(run: RunFolder) -> None:
     (save(run, checkpoint_of(1)) / "state.safetensors").write_bytes(b"")
     with pytest.raises(FedspanError, match="No older checkpoint is intact"):
-        latest(run)
+        load_latest(run)
 
 
 def test_going_on_from_an_older_one(run: RunFolder) -> None:
@@ -199,7 +199,7 @@ def test_a_format_of_the_future_is_refused(run: RunFolder, monkeypatch: pytest.M
     save(run, checkpoint_of(1))
     monkeypatch.undo()
     with pytest.raises(FedspanError, match="reads format 5"):
-        latest(run)
+        load_latest(run)
 
 
 def test_wire_of_the_future_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_wire_of_the_future_is_refused(run: RunFolder, monkeypatch: pytest.Monke
     save(run, checkpoint_of(1))
     monkeypatch.undo()
     with pytest.raises(FedspanError, match="format 2"):
-        latest(run)
+        load_latest(run)
 
 
 def test_pruning_keeps_the_last_and_the_best(run: RunFolder) -> None:

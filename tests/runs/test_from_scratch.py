@@ -13,8 +13,8 @@ from transformers import AutoModelForImageClassification
 
 from fedspan.config import RunConfig, parse_config
 from fedspan.core.base import materialise
-from fedspan.core.parametrization import dense_change
-from fedspan.core.tensors import slots_of
+from fedspan.core.parametrization import compute_dense_change
+from fedspan.core.tensors import select_slots
 from fedspan.federation.progress import Progress
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
@@ -54,8 +54,8 @@ def weights(made: Prepared, progress: Progress, client: str | None = None) -> di
     found: dict[str, Tensor] = {}
     for layer in adapted.spec.layers:
         base = materialise(adapted.weight(layer.name), progress.state.base, layer.name).double()
-        slots = {slot: value.double() for slot, value in slots_of(job.tensors, layer.name).items()}
-        found[layer.name] = base + dense_change(job.parametrization[layer.name].effective(slots), base)
+        slots = {slot: value.double() for slot, value in select_slots(job.tensors, layer.name).items()}
+        found[layer.name] = base + compute_dense_change(job.parametrization[layer.name].effective(slots), base)
     return found
 
 
@@ -85,7 +85,7 @@ def test_fedloru_builds_convolutions_of_nothing_but_its_factors(pictures: Path, 
     for round in range(3):
         tensors = made.evaluator.job(progress, None).tensors
         for name, weight in weights(made, progress).items():
-            B, A = (slots_of(tensors, name)[slot].double() for slot in "BA")
+            B, A = (select_slots(tensors, name)[slot].double() for slot in "BA")
             assert close(weight, sums[name] + scaling * B @ A)
             assert weight.norm() > 0.1
         result = made.federation.run_round(progress)
@@ -93,7 +93,7 @@ def test_fedloru_builds_convolutions_of_nothing_but_its_factors(pictures: Path, 
             for name, weight in weights(made, result.progress).items():
                 assert torch.linalg.matrix_rank(weight, rtol=1e-5) <= 4  # to rounding of float32
                 sums[name] = weight
-                assert not slots_of(made.evaluator.job(result.progress, None).tensors, name)["B"].any()
+                assert not select_slots(made.evaluator.job(result.progress, None).tensors, name)["B"].any()
         for name, weight in weights(made, result.progress).items():
             assert not close(weight, weights(made, progress)[name], 1e-3)
         progress = result.progress
@@ -111,7 +111,7 @@ def test_fedhm_takes_ranks_above_a_convolution_s_outputs(pictures: Path, tmp_pat
         for id, rank in ranks.items():
             job = made.evaluator.job(progress, id)
             for layer in made.engine.adapted.spec.layers:
-                assert slots_of(job.tensors, layer.name)["U"].shape[1] == min(rank, *layer.rectangle)
+                assert select_slots(job.tensors, layer.name)["U"].shape[1] == min(rank, *layer.rectangle)
         for name, weight in weights(made, progress, "west").items():
             assert close(weight, whole[name])  # of full rank in every layer: nothing is cut
         smaller = weights(made, progress, "south")

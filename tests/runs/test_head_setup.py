@@ -18,7 +18,7 @@ import fedspan
 from fedspan import FedspanError
 from fedspan.cli.run_summary import show_report
 from fedspan.config import parse_config
-from fedspan.deployment.handshake import server_config
+from fedspan.deployment.handshake import build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
@@ -251,7 +251,7 @@ def test_nodes_that_refuse_statistics_do_not_stop_a_deployment(tiny_folder: Path
     def build(config: Any, partition: Any, key: bytes | None, callbacks: Any) -> Prepared:
         return node_service.served(tiny_folder, service, model={"head_init": "auto"})[0]
 
-    config = server_config(node_service.values(tiny_folder, model={"head_init": "auto"}))
+    config = build_server_config(node_service.values(tiny_folder, model={"head_init": "auto"}))
     report = session.run(config, tmp_path / "run", build=build)
     assert (report.rounds, report.start["head_init"]) == (3, "random")
     assert "no statistics of examples leave this node" in report.start["reason"]

@@ -22,7 +22,7 @@ from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.parametrization import Factorised
 from fedspan.core.values import Job
 from fedspan.federation.progress import Progress
-from fedspan.models.merging import export_merged, needs_merging
+from fedspan.models.merging import export_merged, is_merging_required
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.session import write_adapters
 from fedspan.runs.setup import Prepared, prepare
@@ -296,13 +296,13 @@ def test_what_is_no_change_of_the_base_is_written_whole(kind: str, what: str, im
     """Factors in place of the weights, and a base that was scaled: the model on disk computes what the engine does."""
     made, progress = run_rounds(tiny_images.config(images, kind), 1)
     job, base = made.evaluator.job(progress, None), BaseUpdate()
-    assert not needs_merging(job, base)
+    assert not is_merging_required(job, base)
     if what == "factors":
         job = factorised(made, progress)
     else:
         layers = made.engine.adapted.spec.layers
         base = base.add(Increment(1, {one.name: torch.ones(one.shape) / 50 for one in layers}, decay=0.7))
-    assert needs_merging(job, base)
+    assert is_merging_required(job, base)
     adapted = made.engine.adapted
     adapted.set_base(base)
     assert made.test is not None

@@ -15,10 +15,10 @@ from fedspan.config import parse_config
 from fedspan.core.values import ServerState
 from fedspan.errors import FedspanError
 from fedspan.logs import JsonLines, read_lines
-from fedspan.reports.run_data import stories
+from fedspan.reports.run_data import read_runs
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.integrity import describe_config, input_digests, require_intact, require_same_run
+from fedspan.runs.integrity import compute_input_digests, describe_config, require_intact, require_same_run
 from helpers.mistakes.world import World
 
 Damage = Callable[[RunFolder], object]
@@ -110,7 +110,7 @@ def test_a_finished_run_is_neither_read_nor_reported_nor_exported(world: World, 
     with pytest.raises(FedspanError, match=expected):
         fedspan.resume(folder)
     with pytest.raises(FedspanError, match=expected):
-        stories([folder])
+        read_runs([folder])
     with pytest.raises(FedspanError, match=expected):
         fedspan.export(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -119,7 +119,7 @@ def test_a_finished_run_is_neither_read_nor_reported_nor_exported(world: World, 
 def test_a_chosen_learning_rate_cannot_be_edited(world: World, tmp_path: Path) -> None:
     run, config = RunFolder(tmp_path), parse_config(world.values())
     run.learning_rate.write_text('{"lr": 0.1}')
-    kept = Checkpoint(ServerState(1, {}), inputs=input_digests(run), extra={"config": describe_config(config)})
+    kept = Checkpoint(ServerState(1, {}), inputs=compute_input_digests(run), extra={"config": describe_config(config)})
     require_same_run(run, config, kept)
     run.learning_rate.write_text('{"lr": 0.2}')
     with pytest.raises(FedspanError, match=r"learning_rate\.json`: the file was changed after the run began"):
@@ -160,7 +160,7 @@ def test_an_intact_run_is_used_as_before(world: World, tmp_path: Path) -> None:
     moved = tmp_path / "corpus.csv"
     shutil.copyfile(world.tiny / "corpus.csv", moved)
     replaced("config.yaml", str(world.tiny / "corpus.csv"), str(moved))(RunFolder(folder))
-    (run,) = stories([folder])
+    (run,) = read_runs([folder])
     assert run.report is not None
     assert run.rounds == run.report.rounds
     heads = json.loads((folder / "report.json").read_text())["logs"]

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from fedspan.errors import FedspanError
-from fedspan.logs import chain_line, position_of, read_lines
-from fedspan.runs.checkpoint import latest, resume, truncate_logs
+from fedspan.logs import encode_chain_line, position_of, read_lines
+from fedspan.runs.checkpoint import load_latest, resume, truncate_logs
 from fedspan.runs.checkpoint_format import load
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_totals
@@ -54,7 +54,7 @@ def assert_sound(path: Path) -> int:
             behind = 0 if client == "a" else (whole.state.round - int(client[1:])) % 5
             assert torch.equal(memory["l/B"], memory_of(whole.state.round - behind)["l/B"])
         assert len(whole.memories) == 1 + min(5, whole.state.round)
-    checkpoint = latest(run)
+    checkpoint = load_latest(run)
     if checkpoint is None:
         return 0
     round = checkpoint.state.round
@@ -186,7 +186,7 @@ def test_a_round_that_was_not_committed_leaves_no_trace(tmp_path: Path) -> None:
     end = uninterrupted(tmp_path / "run", 3)
     run = RunFolder(tmp_path / "run")
     with run.metrics.open("ab") as metrics, run.ledger.open("ab") as ledger:
-        _, line = chain_line(position_of(run.metrics).head, {"round": 4})
+        _, line = encode_chain_line(position_of(run.metrics).head, {"round": 4})
         metrics.write(line + b'{"rou')
         ledger.write(b'{"round": 4, "client": "a", "dir')
     assert [row["round"] for row in read_lines(run.metrics)] == [1, 2, 3, 4]
@@ -210,4 +210,4 @@ def test_logs_that_do_not_fit_the_checkpoint_are_named(tmp_path: Path, change: s
     data = run.ledger.read_bytes()
     run.ledger.write_bytes(data[:-1] if change == "shortened" else b"x" + data)
     with pytest.raises(FedspanError, match=r"ledger\.jsonl"):
-        truncate_logs(run, latest(run))
+        truncate_logs(run, load_latest(run))

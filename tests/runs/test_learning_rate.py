@@ -11,10 +11,10 @@ import pytest
 
 import fedspan
 from fedspan.config import parse_config
-from fedspan.deployment.handshake import server_config
+from fedspan.deployment.handshake import build_server_config
 from fedspan.errors import FedspanError
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.learning_rate import EXPONENTS, choose_rate, run_range_test, with_rate
+from fedspan.runs.learning_rate import EXPONENTS, choose_rate, run_range_test, set_rate
 from fedspan.runs.setup import prepare
 from helpers import tiny
 
@@ -51,7 +51,7 @@ def test_a_range_test_tries_rates_around_the_default_and_is_repeatable(tiny_fold
     assert len({loss for _, loss in found.losses}) == len(EXPONENTS)
     assert min(loss for _, loss in found.losses) < found.start
     assert run_range_test(prepared, default) == found
-    assert with_rate(prepared, 0.5).federation.training.lr(0, 3) == 0.5
+    assert set_rate(prepared, 0.5).federation.training.lr(0, 3) == 0.5
     assert prepared.federation.training.lr(0, 3) == default
 
 
@@ -108,7 +108,7 @@ def test_it_is_refused_where_no_validation_part_or_no_example_can_be_used(tiny_f
         parse_config({**given, "privacy": {"mechanism": "local", "epsilon": 3.0}})
     remote = {key: value for key, value in given.items() if key not in ("data", "partition")}
     with pytest.raises(FedspanError, match="no examples to test rates on"):
-        server_config({**remote, "data": {"labels": list(tiny.LABELS)}, "partition": {"clients": 2}})
+        build_server_config({**remote, "data": {"labels": list(tiny.LABELS)}, "partition": {"clients": 2}})
     for wrong in (0, -1.0, "fast", True, float("inf"), None):
         with pytest.raises(FedspanError, match="a number above 0, or auto"):
             parse_config(tiny.settings(tiny_folder, training={"lr": wrong}))

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedspan.errors import FedspanError
-from fedspan.logs import EMPTY, JsonLines, chain_line, read_lines
+from fedspan.logs import EMPTY, JsonLines, encode_chain_line, read_lines
 from fedspan.runs.ledger import Ledger, Tally, Totals, read_totals
 
 DIRECTIONS: tuple[Literal["down", "up"], ...] = ("down", "up")
@@ -95,7 +95,7 @@ def test_what_is_not_for_training_is_counted_apart(tmp_path: Path) -> None:
 def test_a_ledger_of_before_there_were_purposes_is_one_of_training(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     path.write_bytes(
-        chain_line(EMPTY.head, {"round": 1, "client": "a", "direction": "up", "bytes": 3, "payload": 2})[1]
+        encode_chain_line(EMPTY.head, {"round": 1, "client": "a", "direction": "up", "bytes": 3, "payload": 2})[1]
     )
     assert read_totals(path).run("up") == Tally(1, 3, 2)
     assert read_totals(path).out_of_round == {}
@@ -164,8 +164,8 @@ def test_no_file_is_no_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", [b"\xff\xfe", b"{", b"[1]", b"null", b"", b"[" * 100_000])
 def test_a_damaged_line_is_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
-    head, first = chain_line(EMPTY.head, {"round": 1})
-    path.write_bytes(first + line + b"\n" + chain_line(head, {"round": 3})[1])
+    head, first = encode_chain_line(EMPTY.head, {"round": 1})
+    path.write_bytes(first + line + b"\n" + encode_chain_line(head, {"round": 3})[1])
     with pytest.raises(FedspanError, match=r"metrics\.jsonl, line 2"):
         list(read_lines(path))
 

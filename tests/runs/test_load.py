@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 
-from fedspan.runs.load import _with_adapter
+from fedspan.runs.load import _load_adapter
 
 
 def test_a_model_that_reads_its_convolutions_attributes(tmp_path: Path) -> None:
@@ -27,5 +27,5 @@ def test_a_model_that_reads_its_convolutions_attributes(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = adapted.merge_and_unload()(pixel_values=pixels).logits
         assert not torch.allclose(base(pixel_values=pixels).logits, expected, rtol=0.01)
-        found = _with_adapter(base, tmp_path / "adapter")(pixel_values=pixels).logits
+        found = _load_adapter(base, tmp_path / "adapter")(pixel_values=pixels).logits
     assert torch.allclose(found, expected, rtol=1e-4)

@@ -16,13 +16,13 @@ pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installe
 
 import fedspan
 from fedspan.config import parse_config
-from fedspan.deployment.handshake import server_config
+from fedspan.deployment.handshake import build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import decode_order, decode_reply
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.privacy_budget import Budget
-from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, epsilon_of
+from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, compute_epsilon
 from helpers import tiny
 
 DP_SGD = {"mechanism": "dp-sgd", "epsilon": 3.0}
@@ -78,16 +78,16 @@ def test_a_budget_is_spent_by_the_last_round_and_written_down(
 
 def test_a_run_ends_before_it_exceeds_its_budget(tiny_folder: Path, tmp_path: Path) -> None:
     one, two = ({Mechanism(0.75, 2.0): count} for count in (1, 2))
-    budget = (epsilon_of(two, 1e-5, "rdp") + epsilon_of({Mechanism(0.75, 2.0): 3}, 1e-5, "rdp")) / 2
+    budget = (compute_epsilon(two, 1e-5, "rdp") + compute_epsilon({Mechanism(0.75, 2.0): 3}, 1e-5, "rdp")) / 2
     listener = Notes()
     privacy = {"mechanism": "central", "noise": 2.0, "epsilon": budget}
     evaluation = {"every": 5}
     report = fedspan.run(run_values(tiny_folder, privacy, evaluation=evaluation), tmp_path / "run", listener=listener)
     assert report.rounds == report.best_round == 2
     assert listener.notes[-1] == "stopped after round 2: the next one would exceed privacy.epsilon"
-    assert report.privacy["epsilon"] == pytest.approx(epsilon_of(two, 1e-5, "rdp"))
+    assert report.privacy["epsilon"] == pytest.approx(compute_epsilon(two, 1e-5, "rdp"))
     assert "validation" in rows(tmp_path / "run")[-1]  # the last round, though it was not meant to be
-    too_little = {**privacy, "epsilon": epsilon_of(one, 1e-5, "rdp") * 0.9}
+    too_little = {**privacy, "epsilon": compute_epsilon(one, 1e-5, "rdp") * 0.9}
     with pytest.raises(FedspanError, match="which one round costs with this noise") as refused:
         fedspan.run(run_values(tiny_folder, too_little), tmp_path / "none")
     assert refused.value.field == "privacy.epsilon"
@@ -179,7 +179,7 @@ def test_the_cost_is_on_the_disk_before_an_order_is_sent(tiny_folder: Path, tmp_
 
 def test_asking_again_stays_within_the_budget(tiny_folder: Path, tmp_path: Path) -> None:
     """A client whose reply gets lost twice: its second order fits, the third is not sent."""
-    once, twice, thrice = (epsilon_of({Mechanism(1.0, 2.5): count}, 1e-5, "rdp") for count in (1, 2, 3))
+    once, twice, thrice = (compute_epsilon({Mechanism(1.0, 2.5): count}, 1e-5, "rdp") for count in (1, 2, 3))
     privacy = {"mechanism": "local", "noise": 5.0, "epsilon": (twice + thrice) / 2, "randomness": "secret"}
     run, transport = served(tiny_folder, NodeService(node(tiny_folder, tmp_path)), privacy=privacy)
     honest = transport.replies
@@ -207,11 +207,11 @@ def test_baselines_are_without_privacy(tiny_folder: Path, tmp_path: Path) -> Non
 
 def test_a_deployment_s_noise_is_secret(tiny_folder: Path) -> None:
     given = {**values(tiny_folder), "privacy": DP_SGD}
-    config = server_config(given)
+    config = build_server_config(given)
     assert config.privacy is not None
     assert config.privacy.randomness == "secret"
     with pytest.raises(FedspanError, match="every node knows the run's seed"):
-        server_config({**given, "privacy": {**DP_SGD, "randomness": "seed"}})
+        build_server_config({**given, "privacy": {**DP_SGD, "randomness": "seed"}})
 
 
 def test_a_node_makes_its_own_noise_and_says_nothing_of_its_loss(tiny_folder: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 import fedspan
 from fedspan.runs import progress_bar
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.progress_bar import ProgressBar, wants_bar
+from fedspan.runs.progress_bar import ProgressBar, is_bar_wanted
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 from helpers import tiny
@@ -120,11 +120,11 @@ class _Terminal(io.StringIO):
 
 def test_a_bar_is_shown_in_a_terminal_or_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    assert wants_bar(True)
-    assert not wants_bar(False)
+    assert is_bar_wanted(True)
+    assert not is_bar_wanted(False)
     for stream, wanted in ((_Terminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr("sys.stderr", stream)
-        assert wants_bar(None) is wanted
+        assert is_bar_wanted(None) is wanted
 
 
 def test_a_call_shows_the_bar_on_standard_error(
@@ -149,4 +149,4 @@ def test_a_call_shows_the_bar_on_standard_error(
     terminal.truncate(0)
     fedspan.run(values, tmp_path / "quiet", progress=False)
     assert terminal.getvalue() == ""
-    assert progress_bar.wants_bar(None)
+    assert progress_bar.is_bar_wanted(None)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fedspan.runs.remaining_time import Effort, describe_stage, once_only
+from fedspan.runs.remaining_time import Effort, describe_stage, get_unrepeated_name
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 from helpers.clock import Clock
@@ -98,6 +98,6 @@ def test_stages_in_words() -> None:
     test = Stage("learning rate", 1, 5, "rates")
     inside = Stage("hidden states", 3, 9, outer=Stage("training", 0, 9, outer=test))
     assert describe_stage(inside) == "range test of the learning rate, 2 of 5"
-    assert once_only(inside) == "learning rate"
-    assert once_only(Stage("training", 3, 9)) is None
+    assert get_unrepeated_name(inside) == "learning rate"
+    assert get_unrepeated_name(Stage("training", 3, 9)) is None
     assert describe_stage(Stage("training", 9, 9)) == "finishing the round"

@@ -15,10 +15,10 @@ from fedspan.federation.serialization import encode_state
 from fedspan.logs import read_lines
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.checkpoint import latest
+from fedspan.runs.checkpoint import load_latest
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_totals
-from fedspan.runs.remote import connect, nodes_folder, reply_as
+from fedspan.runs.remote import connect, get_nodes_folder, reply_as
 from fedspan.runs.session import RunReport
 from fedspan.runs.setup import Prepared
 from helpers import tiny
@@ -51,7 +51,7 @@ def host(*tasks: str, kind: type[Here] = Here) -> session.Host:
     def simulated(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
         transport = kind(place.path.resolve(), list(prepared.federation.clients), tasks)
         rules = prepared.config.federation.build_reply_rules()
-        return played(connect(prepared, transport, rules, nodes=nodes_folder(place.path)))
+        return played(connect(prepared, transport, rules, nodes=get_nodes_folder(place.path)))
 
     return simulated
 
@@ -137,7 +137,7 @@ def test_a_client_that_lost_its_state_is_absent_from_the_round_of_the_loss_only(
     session.run(config, tmp_path / "whole", host=forgetful)
     with pytest.raises(KeyboardInterrupt):
         session.run(config, tmp_path / "resumed", host=forgetful, listener=AfterTheLoss())
-    halfway = latest(RunFolder(tmp_path / "resumed"))
+    halfway = load_latest(RunFolder(tmp_path / "resumed"))
     assert halfway is not None
     assert BAD not in halfway.last_rounds
     assert halfway.last_replies == {BAD: 1}
@@ -147,7 +147,7 @@ def test_a_client_that_lost_its_state_is_absent_from_the_round_of_the_loss_only(
         rows: list[Any] = list(read_lines(tmp_path / name / "metrics.jsonl"))
         assert [row.get("late") for row in rows] == [None] * 5, "every round waited for it"
         assert [[one["client"] for one in row.get("failures", [])] for row in rows] == [[], [], [BAD], [], []]
-        last = latest(RunFolder(tmp_path / name))
+        last = load_latest(RunFolder(tmp_path / name))
         assert last is not None
         assert last.last_rounds[BAD] == 4
         assert last.last_replies == {}

@@ -11,7 +11,7 @@ import pytest
 
 import fedspan
 from fedspan.federation.evaluation import ClientScores
-from fedspan.runs.selection import ClientLoss, Selection, gain_over, rate_round
+from fedspan.runs.selection import ClientLoss, Selection, compute_gain, rate_round
 from fedspan.tasks.metrics import METRICS_OF
 from helpers import tiny
 
@@ -66,13 +66,13 @@ def test_a_gain_is_that_of_all_examples_and_its_error_that_of_the_clients() -> N
     start = {"a": ClientLoss(0.9, 10), "b": ClientLoss(0.5, 20), "c": ClientLoss(0.1, 70), "gone": ClientLoss(9.0, 50)}
     after = {"a": {"loss": 0.4, "examples": 10.0}, "b": {"loss": 0.4, "examples": 20.0}}
     after |= {"c": {"loss": 0.2, "examples": 70.0}, "new": {"loss": 0.0, "examples": 50.0}}
-    gain = gain_over(start, ClientScores({}, after))
+    gain = compute_gain(start, ClientScores({}, after))
     assert gain is not None
     mean = 0.1 * 0.5 + 0.2 * 0.1 - 0.7 * 0.1
     variance = (0.1 * (0.5 - mean)) ** 2 + (0.2 * (0.1 - mean)) ** 2 + (0.7 * (-0.1 - mean)) ** 2
     variance /= 1 - (0.1**2 + 0.2**2 + 0.7**2)
     assert gain == pytest.approx((mean, variance**0.5))
-    assert gain_over({"gone": ClientLoss(9.0, 50)}, ClientScores({}, after)) is None
+    assert compute_gain({"gone": ClientLoss(9.0, 50)}, ClientScores({}, after)) is None
 
 
 @pytest.mark.parametrize("remote", [False, True], ids=["plain", "trimmed"])
@@ -85,7 +85,7 @@ def test_the_standard_error_is_the_deviation_of_the_gain(shares: list[float], re
         rows = {
             id: {"loss": 2.0 - fall, "examples": share} for id, share, fall in zip(start, shares, noise, strict=True)
         }
-        gain = gain_over(start, ClientScores({}, rows, {} if remote else None))
+        gain = compute_gain(start, ClientScores({}, rows, {} if remote else None))
         assert gain is not None
         gains.append(gain)
     means, errors = np.array(gains).T
@@ -96,7 +96,7 @@ def test_the_standard_error_is_the_deviation_of_the_gain(shares: list[float], re
 def test_a_client_that_outweighs_all_others_must_gain_one_per_cent() -> None:
     start = {"a": ClientLoss(0.5, 1e15), "b": ClientLoss(0.5, 1.0)}
     rows = {"a": {"loss": 0.4, "examples": 1e15}, "b": {"loss": 0.5, "examples": 1.0}}
-    assert gain_over(start, ClientScores({}, rows)) == pytest.approx((0.1, 0.005))
+    assert compute_gain(start, ClientScores({}, rows)) == pytest.approx((0.1, 0.005))
 
 
 @pytest.mark.parametrize("present", [5, 4, 3])
@@ -108,8 +108,8 @@ def test_one_client_decides_nothing_where_others_missed_the_start(loss: float, p
 
     start = {f"c{number}": ClientLoss(1.0, 8.0) for number in range(5 - present, 5)}
     honest = rows(0.9, 0.91, 0.92, 0.93, 0.94)
-    better, worse = gain_over(start, rows(0.9, 0.91, 0.92, 0.93, loss)), gain_over(start, rows(*[1.1] * 4, loss))
-    assert gain_over(start, honest) is not None
+    better, worse = compute_gain(start, rows(0.9, 0.91, 0.92, 0.93, loss)), compute_gain(start, rows(*[1.1] * 4, loss))
+    assert compute_gain(start, honest) is not None
     assert better is not None
     assert worse is not None
     assert better.mean > better.standard_error

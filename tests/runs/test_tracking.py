@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import fedspan
 from fedspan import FedspanError, Listener
 from fedspan.cli.app import app
-from fedspan.runs.tracking import numbers
+from fedspan.runs.tracking import select_numbers
 from helpers import tiny
 
 pytest.importorskip("tensorboard", reason="tensorboard is not installed")
@@ -97,7 +97,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(
 
 def test_numbers_of_a_row() -> None:
     row = {"round": 3, "loss": 0.5, "cohort": ["a"], "test": {"accuracy": 1, "f1": float("nan")}, "failures": []}
-    assert numbers(row) == {"loss": 0.5, "test/accuracy": 1.0}
+    assert select_numbers(row) == {"loss": 0.5, "test/accuracy": 1.0}
 
 
 @pytest.mark.parametrize(

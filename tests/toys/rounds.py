@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from fedspan.core.base import BaseUpdate, apply_patch, materialise
-from fedspan.core.method import Memory, Method, scaling_of
-from fedspan.core.parametrization import dense_change
-from fedspan.core.tensors import Tensors, count, slots_of, split_extras
+from fedspan.core.method import Memory, Method, compute_scaling
+from fedspan.core.parametrization import compute_dense_change
+from fedspan.core.tensors import Tensors, count, select_slots, split_extras
 from fedspan.core.values import Client, Job, Message, OptimizerSpec, Reduced, ServerState, Spec, Trained
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.serialization import decode, decode_state, encode, encode_state
-from fedspan.planning.shape_inference import ShapeInference, bare_method, with_bare_method
+from fedspan.planning.shape_inference import ShapeInference, rewrap_method, unwrap_method
 from fedspan.training.jobs import Assignment, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.wrappers.extras import ExtrasPolicy, WithExtras
@@ -115,7 +115,7 @@ class Federation:
         self.parties: dict[str, Party] = {}
         for id, indices in problem.indices.items():
             rank, examples = (ranks or {}).get(id, 2), len(indices)
-            scaling = scaling_of(lora_alpha, rank)
+            scaling = compute_scaling(lora_alpha, rank)
             weight = 1.0 if uniform else float(examples)
             self.parties[id] = Party(Client(id, rank, scaling, examples, weight))
         self.elements: dict[str, tuple[int, int]] = {}
@@ -174,8 +174,8 @@ class Federation:
         """What a layer computes with in the model to evaluate: one dense matrix, (O, I), float64."""
         job = self.job(client)
         base = materialise(self.problem.dense(layer)[layer], self.state.base, layer)
-        effective = job.parametrization[layer].effective(to_double(slots_of(job.tensors, layer)))
-        return base + dense_change(effective, base)
+        effective = job.parametrization[layer].effective(to_double(select_slots(job.tensors, layer)))
+        return base + compute_dense_change(effective, base)
 
     def loss(self, client: str) -> float:
         """A client's loss under the model that it would evaluate, by the engine's own prediction."""
@@ -190,14 +190,14 @@ class Federation:
         The method's own estimate, of 4 bytes an element, or else what its functions give on shapes.
         """
         rank = self.parties[client].client.rank
-        cohort, bare = [party.client.rank for party in self.parties.values()], bare_method(self.method)
+        cohort, bare = [party.client.rank for party in self.parties.values()], unwrap_method(self.method)
         down = up = 0
         for layer in bare.spec.layers:
             if (estimate := self.method.estimate_traffic(layer, rank, round)) is not None:
                 down, up = down + estimate.down // 4, up + estimate.up // 4
                 continue
             single = replace(bare, spec=Spec((layer,), clients=bare.spec.clients))
-            inference = ShapeInference(with_bare_method(self.method, single), cohort)
+            inference = ShapeInference(rewrap_method(self.method, single), cohort)
             *_, last = (inference.run_round(cohort) for _ in range(round + 1))
             exchange = last[rank]
             down, up = down + _elements(exchange.down), up + _elements(exchange.up)

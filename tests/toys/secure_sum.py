@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedspan.core.method import Memory
-from fedspan.core.tensors import generator
+from fedspan.core.tensors import create_generator
 from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained
 from fedspan.errors import FedspanError
 from fedspan.wrappers.wrapper import Wrapper
@@ -68,7 +68,7 @@ class SecureSum(Wrapper):
         total = (value * 2**self.fraction_bits).round().to(torch.int64)
         for other in self.cohort:
             if other != client:
-                rng = generator(self.seed, "mask", round, *sorted((client, other)), name)
+                rng = create_generator(self.seed, "mask", round, *sorted((client, other)), name)
                 mask = torch.randint(MODULUS, value.shape, generator=rng)
                 total = total + mask if client < other else total - mask
         return total % MODULUS

@@ -11,7 +11,7 @@ import torch
 
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.method import Method
-from fedspan.core.tensors import tensor_name
+from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Job, OptimizerState, Spec, Trained
 from fedspan.federation import federation as product
 from fedspan.federation.progress import ClientData
@@ -150,12 +150,12 @@ def test_no_steps_give_the_gradient_and_move_nothing() -> None:
     rng = torch.Generator().manual_seed(0)
     moved = {name: torch.randn(value.shape, generator=rng, dtype=value.dtype) for name, value in job.tensors.items()}
     probe = _train(engine, problem, replace(job, tensors=moved, steps=0))
-    pairs = {one: {s: moved[tensor_name(one, s)] for s in "AB"} for one in LAYERS}
+    pairs = {one: {s: moved[join_tensor_name(one, s)] for s in "AB"} for one in LAYERS}
     head = {name: moved[f"extras/{name}"] for name in HEAD}
     by_pair, by_head = pair_gradients(problem, "client-2", problem.dense(*LAYERS), head, pairs, 2.0)
     for one in LAYERS:
         for s in "AB":
-            assert close(probe.gradient[tensor_name(one, s)], by_pair[one][s])
+            assert close(probe.gradient[join_tensor_name(one, s)], by_pair[one][s])
     for name in HEAD:
         assert close(probe.gradient[f"extras/{name}"], by_head[name])
     assert (probe.steps, probe.lr_sum) == (0, 0.0)
@@ -199,7 +199,7 @@ def test_a_jobs_moments_and_kept_ones_live_side_by_side() -> None:
     problem = Problem()
     engine, job = _engine(problem, adamw(LR))
     first = _train(engine, problem, job)
-    name = tensor_name("fc1", "A")
+    name = join_tensor_name("fc1", "A")
     own = OptimizerState({"exp_avg_sq": {name: torch.ones_like(job.tensors[name])}})
     second = _train(engine, problem, replace(job, optimizer_state=own), kept=first.optimizer_state)
     assert second.optimizer_state.steps["extras/head.bias"] == 2
@@ -223,7 +223,7 @@ def test_a_probes_moments_do_not_leak_into_training(monkeypatch: pytest.MonkeyPa
     assert given[0, "train"] is None  # nothing but the probe has trained
     later = given[2, "train"]
     assert later is not None
-    assert later.steps[tensor_name("fc1", "B")] == 2
+    assert later.steps[join_tensor_name("fc1", "B")] == 2
 
 
 def test_a_model_takes_the_base_of_another_run() -> None:

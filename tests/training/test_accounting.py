@@ -15,7 +15,7 @@ pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installe
 from opacus.accountants import RDPAccountant
 
 from fedspan.errors import FedspanError
-from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, calibrate_noise, epsilon_of
+from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, calibrate_noise, compute_epsilon
 
 
 def exact(noise: float, count: int, delta: float) -> float:
@@ -33,8 +33,8 @@ def exact(noise: float, count: int, delta: float) -> float:
 def test_without_sampling_prv_is_exact_and_rdp_just_above(noise: float, count: int) -> None:
     right = exact(noise, count, 1e-5)
     one = {Mechanism(1.0, noise): count}
-    assert epsilon_of(one, 1e-5, "prv") == pytest.approx(right, abs=0.02)
-    assert right <= epsilon_of(one, 1e-5, "rdp") <= 1.15 * right
+    assert compute_epsilon(one, 1e-5, "prv") == pytest.approx(right, abs=0.02)
+    assert right <= compute_epsilon(one, 1e-5, "rdp") <= 1.15 * right
 
 
 def test_the_figure_of_the_first_paper() -> None:
@@ -43,7 +43,7 @@ def test_the_figure_of_the_first_paper() -> None:
     The conversion of today is tighter, so it must be below, and not by much.
     """
     one = {Mechanism(0.01, 4.0): 10_000}
-    tight, loose = epsilon_of(one, 1e-5, "prv"), epsilon_of(one, 1e-5, "rdp")
+    tight, loose = compute_epsilon(one, 1e-5, "prv"), compute_epsilon(one, 1e-5, "rdp")
     assert 0.8 < tight < loose < 1.26
 
 
@@ -52,7 +52,7 @@ def test_the_figure_of_the_first_paper() -> None:
 def test_rdp_is_opacus_own_or_tighter(rate: float, noise: float, count: int) -> None:
     accountant = RDPAccountant()
     accountant.history = [(noise, rate, count)]
-    theirs, ours = accountant.get_epsilon(1e-5), epsilon_of({Mechanism(rate, noise): count}, 1e-5, "rdp")
+    theirs, ours = accountant.get_epsilon(1e-5), compute_epsilon({Mechanism(rate, noise): count}, 1e-5, "rdp")
     assert ours <= theirs + 1e-9
     assert ours > 0.6 * theirs or theirs < 0.6  # their orders end at 63
 
@@ -63,7 +63,7 @@ def test_calibrated_noise_spends_the_target_and_no_more(
     rate: float, count: int, epsilon: float, accounting: str
 ) -> None:
     noise = calibrate_noise(rate, count, epsilon, 1e-5, accounting)  # pyright: ignore[reportArgumentType]
-    spent = epsilon_of({Mechanism(rate, noise): count}, 1e-5, accounting)  # pyright: ignore[reportArgumentType]
+    spent = compute_epsilon({Mechanism(rate, noise): count}, 1e-5, accounting)  # pyright: ignore[reportArgumentType]
     assert 0.98 * epsilon <= spent <= epsilon
 
 
@@ -74,14 +74,14 @@ def test_the_few_orders_that_calibration_looks_at_leave_nothing_unspent(
     rate: float, count: int, epsilon: float, delta: float
 ) -> None:
     noise = calibrate_noise(rate, count, epsilon, delta, "rdp")
-    spent = epsilon_of({Mechanism(rate, noise): count}, delta, "rdp")
+    spent = compute_epsilon({Mechanism(rate, noise): count}, delta, "rdp")
     assert 0.985 * epsilon <= spent <= epsilon
 
 
 def test_no_noise_has_no_bound_and_nothing_costs_nothing() -> None:
-    assert epsilon_of({}, 1e-5, "rdp") == 0
-    assert epsilon_of({Mechanism(1.0, 2.0): 0}, 1e-5, "rdp") == 0
-    assert epsilon_of({Mechanism(0.1, 0.0): 1}, 1e-5, "rdp") == math.inf
+    assert compute_epsilon({}, 1e-5, "rdp") == 0
+    assert compute_epsilon({Mechanism(1.0, 2.0): 0}, 1e-5, "rdp") == 0
+    assert compute_epsilon({Mechanism(0.1, 0.0): 1}, 1e-5, "rdp") == math.inf
     with pytest.raises(FedspanError, match="with any noise"):
         calibrate_noise(1.0, 10**9, 1e-4, 1e-12, "rdp")
 
@@ -92,7 +92,7 @@ def test_clients_spend_each_their_own() -> None:
     some, more = Mechanism(0.1, 1.0), Mechanism(0.5, 2.0)
     spend.charge((Charge("a", some, 10), Charge("b", more, 3), Charge("a", some, 5)))
     both = {payer: spend.epsilon(payer) for payer in "ab"}
-    assert both["a"] == epsilon_of({some: 15}, 1e-5, "rdp")
+    assert both["a"] == compute_epsilon({some: 15}, 1e-5, "rdp")
     assert spend.worst() == max(both.values())
     assert spend.worst((Charge("c", Mechanism(1.0, 0.5), 1),)) > spend.worst()
     assert spend.epsilon("a", (Charge("a", more, 1),)) > both["a"]

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedspan.core.tensors import generator
-from fedspan.training.batching import epoch_batches, evaluation_batches, training_batches
+from fedspan.core.tensors import create_generator
+from fedspan.training.batching import draw_epoch_batches, draw_training_batches, split_evaluation_batches
 
 LENGTHS = np.random.default_rng(0).integers(2, 60, 1000)
 
@@ -19,14 +19,14 @@ LENGTHS = np.random.default_rng(0).integers(2, 60, 1000)
 def job(indices: np.ndarray, **changes: Any) -> list[list[int]]:
     options: dict[str, Any] = {"batch_size": 4, "epochs": 2, "batches": None, "seed": 1, "key": (0, "a", "train")}
     options = {**options, "group_by_length": True, **changes}
-    return [batch.tolist() for batch in training_batches(indices, LENGTHS, **options)]
+    return [batch.tolist() for batch in draw_training_batches(indices, LENGTHS, **options)]
 
 
 @settings(deadline=None)
 @given(st.integers(0, 100), st.integers(1, 20), st.booleans(), st.integers(0, 5))
 def test_an_epoch_is_every_example_once(count: int, size: int, grouped: bool, seed: int) -> None:
     indices = np.arange(3, 3 + count)
-    batches = epoch_batches(indices, LENGTHS, size, generator(seed, "x"), grouped)
+    batches = draw_epoch_batches(indices, LENGTHS, size, create_generator(seed, "x"), grouped)
     assert sorted(np.concatenate([*batches, np.array([], dtype=int)]).tolist()) == indices.tolist()
     assert len(batches) == -(-count // size)
     assert all(0 < len(batch) <= size for batch in batches)
@@ -77,7 +77,7 @@ def test_no_examples_are_no_batches(options: dict[str, int]) -> None:
 @given(st.integers(0, 50), st.integers(1, 20))
 def test_evaluation_sees_all_by_length(count: int, size: int) -> None:
     indices = np.arange(7, 7 + count)
-    batches = evaluation_batches(indices, LENGTHS, size)
+    batches = split_evaluation_batches(indices, LENGTHS, size)
     ordered = np.concatenate([*batches, np.array([], dtype=int)])
     assert sorted(ordered.tolist()) == indices.tolist()
     assert (np.diff(LENGTHS[ordered.astype(int)]) >= 0).all()

@@ -18,13 +18,19 @@ from torch import Tensor
 
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
-from fedspan.core.noise import key_of_seed
+from fedspan.core.noise import derive_seed_key
 from fedspan.core.values import Job, OptimizerSpec, Trained
 from fedspan.errors import FedspanError
-from fedspan.federation.validation import untrained_jobs
+from fedspan.federation.validation import build_untrained_jobs
 from fedspan.runs.setup import Prepared
-from fedspan.training.batching import job_batches
-from fedspan.training.dp_sgd import PrivateTraining, noise_for, poisson_batches, private_steps, release_of
+from fedspan.training.batching import draw_job_batches
+from fedspan.training.dp_sgd import (
+    PrivateTraining,
+    compute_noise,
+    compute_private_steps,
+    draw_poisson_batches,
+    release_of,
+)
 from fedspan.training.jobs import Assignment, Privacy, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.noisy_sum import NoisySum
@@ -68,7 +74,7 @@ def by_hand(run: Prepared, work: Assignment, privacy: Privacy) -> dict[str, Tens
     settings, job = run.engine.settings, work.job
     tensors = dict(job.tensors)
     expected = settings.batch_size * settings.accumulate
-    for sample in poisson_batches(privacy, settings, work):
+    for sample in draw_poisson_batches(privacy, settings, work):
         total = {name: torch.zeros_like(tensors[name]) for name in job.trainable_names}
         for index in sample.tolist():
             gradient = alone(run, job, tensors, index)
@@ -100,7 +106,7 @@ def test_it_is_the_paper_s_algorithm(key: str, accumulate: int, prepared: Prepar
     assert privacy is not None
     found = engine.train(work, run.train)
     assert engine.private.refusal is None
-    assert found.steps == private_steps(engine.settings, work.job, len(work.indices)) > 2
+    assert found.steps == compute_private_steps(engine.settings, work.job, len(work.indices)) > 2
     assert relative(found, by_hand(run, work, privacy), work.job.tensors) < 1e-4
     engine.private.refusal = "a test"
     singles = engine.train(work, run.train)
@@ -151,7 +157,7 @@ def test_examples_have_the_gradients_that_opacus_finds(prepared: Prepared, tiny_
         assert torch.allclose(theirs, ours[name], rtol=1e-3, atol=1e-6), name
 
 
-def noisy_sum(noise: float, key: bytes = key_of_seed(0), secret: bool = False) -> NoisySum:
+def noisy_sum(noise: float, key: bytes = derive_seed_key(0), secret: bool = False) -> NoisySum:
     like = {"layer/A": torch.zeros(150, 200), "layer/B": torch.zeros(3)}
     job = Job({}, like, ())
     privacy = Privacy("dp-sgd", 0.5, noise, key=key, secret=secret)
@@ -170,7 +176,7 @@ def test_the_noise_has_the_variance_that_the_accountant_is_told() -> None:
     total.add(nothing())
     second = total.pop_mean(1, 10)["layer/A"]
     assert abs(float(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1])) < 0.02
-    other = noisy_sum(2.5, key_of_seed(1))
+    other = noisy_sum(2.5, derive_seed_key(1))
     other.add(nothing())
     assert not torch.equal(other.pop_mean(0, 10)["layer/A"], first)
 
@@ -217,11 +223,11 @@ def test_there_are_as_many_steps_as_without_privacy(
         def __len__(self) -> int:
             return count
 
-    batches = sum(1 for _ in job_batches(plain, 0, work, Lengths()))
-    assert private_steps(plain, job, count) == math.ceil(batches / accumulate)
+    batches = sum(1 for _ in draw_job_batches(plain, 0, work, Lengths()))
+    assert compute_private_steps(plain, job, count) == math.ceil(batches / accumulate)
     privacy = Privacy("dp-sgd", 1.0, 1.0)
-    samples = list(poisson_batches(privacy, plain, work))
-    assert len(samples) == private_steps(plain, job, count)
+    samples = list(draw_poisson_batches(privacy, plain, work))
+    assert len(samples) == compute_private_steps(plain, job, count)
     assert release_of(privacy, plain, [job, job], count)[1] == 2 * len(samples)
     for sample in samples:
         assert len(set(sample.tolist())) == len(sample)
@@ -230,7 +236,7 @@ def test_there_are_as_many_steps_as_without_privacy(
 def test_samples_are_poisson() -> None:
     plain = TrainingSettings(OptimizerSpec(), batch_size=5, steps=4000)
     work = Assignment("a", 0, Job({}, {}, ()), np.arange(100, 125), 0.1)
-    samples = list(poisson_batches(Privacy("dp-sgd", 1.0, 1.0), plain, work))
+    samples = list(draw_poisson_batches(Privacy("dp-sgd", 1.0, 1.0), plain, work))
     sizes = np.array([len(sample) for sample in samples])
     assert sizes.mean() == pytest.approx(5, rel=0.02)
     assert sizes.var() == pytest.approx(25 * 0.2 * 0.8, rel=0.08)
@@ -246,7 +252,7 @@ def test_samples_come_from_the_whole_key(monkeypatch: pytest.MonkeyPatch) -> Non
     work = Assignment("a", 0, Job({}, {}, ()), np.arange(25), 0.1)
     keys = (bytes(32), bytes(31) + b"\1", b"\1" + bytes(31))
     samples = [
-        [sample.tolist() for sample in poisson_batches(Privacy("dp-sgd", 1.0, 1.0, key=key), plain, work)]
+        [sample.tolist() for sample in draw_poisson_batches(Privacy("dp-sgd", 1.0, 1.0, key=key), plain, work)]
         for key in keys
     ]
     assert all(one != other for one, other in itertools.combinations(samples, 2))
@@ -261,7 +267,7 @@ def test_a_secret_sample_serves_one_model() -> None:
     for secret in (True, False):
         privacy = Privacy("dp-sgd", 1.0, 1.0, secret=secret)
         first, again, other = (
-            [sample.tolist() for sample in poisson_batches(privacy, plain, work)] for work in (*works[:1], *works)
+            [sample.tolist() for sample in draw_poisson_batches(privacy, plain, work)] for work in (*works[:1], *works)
         )
         assert first == again
         assert (first != other) == secret
@@ -271,7 +277,7 @@ def test_a_client_trains_on_though_a_sample_is_empty(prepared: Prepared, tiny_fo
     run = run_of(prepared, tiny_folder, {**PRIVACY, "noise": 1.0}, training={"batch_size": 1, "local_steps": 12})
     work, settings = work_of(run, 1.0), run.engine.settings
     assert settings.privacy is not None
-    sizes = [len(sample) for sample in poisson_batches(settings.privacy, settings, work)]
+    sizes = [len(sample) for sample in draw_poisson_batches(settings.privacy, settings, work)]
     assert 0 in sizes
     assert isinstance(run.engine, LoopEngine)
     found = run.engine.train(work, run.train)
@@ -285,10 +291,10 @@ def test_noise_for_a_budget_depends_on_the_client_s_own_examples(prepared: Prepa
     settings, privacy = run.engine.settings, run.engine.settings.privacy
     assert privacy is not None
     jobs = [work_of(run).job]
-    assert noise_for(privacy, settings, jobs, 10) > noise_for(privacy, settings, jobs, 200)
-    assert noise_for(privacy, settings, jobs, 0) == 0
+    assert compute_noise(privacy, settings, jobs, 10) > compute_noise(privacy, settings, jobs, 200)
+    assert compute_noise(privacy, settings, jobs, 0) == 0
     state, member = run.federation.begin().state, run.federation.clients["west"]
-    phases, _ = untrained_jobs(
+    phases, _ = build_untrained_jobs(
         run.federation.method, run.federation.method.sync(state, member.client), member.client, state.round
     )
     assert len(phases) == 1

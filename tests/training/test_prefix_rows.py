@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 import fedspan
-from fedspan.models.prefix import FrozenPrefix, live_modules
+from fedspan.models.prefix import FrozenPrefix, list_live_modules
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.jobs import PrefixSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix import PrefixCache
-from fedspan.training.prefix_rows import next_run, prefix_key, shared_prefixes, store_in_use
+from fedspan.training.prefix_rows import prefix_key, share_prefixes, start_next_run, store_in_use
 from helpers import tiny
 
 SETTINGS = PrefixSettings(1 << 30, None, 8)
@@ -76,10 +76,10 @@ def test_the_next_run_computes_nothing_that_the_last_one_did(tiny_folder: Path, 
     sets = parts(built(tiny_folder))
     alone = filled(cache_of(built(tiny_folder)), sets)
     whole = sum(computed)
-    with shared_prefixes():
+    with share_prefixes():
         for turn in range(3):
             computed.clear()
-            next_run()
+            start_next_run()
             assert same(filled(cache_of(built(tiny_folder)), sets), alone)
             assert (sum(computed) == whole) is (turn == 0)
         assert sum(computed) < whole - sum(map(len, sets)) / 2  # what is left is the trial on a few examples
@@ -92,9 +92,9 @@ def test_another_partition_has_the_bits_that_it_has_alone_and_so_has_the_first_a
     joined = np.concatenate(mine)
     others = [joined[::2], joined[1::2]]
     wanted = [filled(cache_of(built(tiny_folder)), sets) for sets in (mine, others)]
-    with shared_prefixes():
+    with share_prefixes():
         for turn in (0, 1, 0, 0):
-            next_run()
+            start_next_run()
             found = filled(cache_of(prepared), (mine, others)[turn])
             assert same(found, wanted[turn])
 
@@ -106,10 +106,10 @@ def test_a_write_that_breaks_off_leaves_no_rows_to_be_taken_over(
     mine = parts(prepared)
     other = np.concatenate(mine)[::-1].copy()
     wanted = filled(cache_of(built(tiny_folder)), mine)
-    with shared_prefixes():
-        next_run()
+    with share_prefixes():
+        start_next_run()
         filled(cache_of(prepared), mine)
-        next_run()
+        start_next_run()
         cache = cache_of(prepared)
 
         def torn(indices: np.ndarray, hidden: torch.Tensor) -> None:
@@ -128,7 +128,7 @@ def test_a_write_that_breaks_off_leaves_no_rows_to_be_taken_over(
 def test_what_is_computed_is_known_by_all_that_it_depends_on(tiny_folder: Path) -> None:
     prepared = built(tiny_folder)
     adapted = prepared.engine.adapted
-    prefix = FrozenPrefix.search(adapted, live_modules(adapted))
+    prefix = FrozenPrefix.search(adapted, list_live_modules(adapted))
 
     def key(**changes: Any) -> bytes:
         given = {"adapted": adapted, "prefix": prefix, "task": prepared.task, "examples": prepared.train}
@@ -155,15 +155,15 @@ def test_what_is_computed_is_known_by_all_that_it_depends_on(tiny_folder: Path) 
 
 
 def test_what_the_next_run_does_not_need_is_let_go(tiny_folder: Path) -> None:
-    with shared_prefixes():
-        next_run()
+    with share_prefixes():
+        start_next_run()
         prepared = built(tiny_folder)
         rows = weakref.ref(cache_of(prepared)._stored)
         gc.collect()
         assert rows() is not None
         with torch.no_grad():
             prepared.engine.adapted.model.get_parameter("bert.embeddings.word_embeddings.weight").mul_(2)
-        next_run()
+        start_next_run()
         kept = cache_of(prepared)
         gc.collect()
         assert rows() is None

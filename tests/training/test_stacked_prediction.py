@@ -20,7 +20,7 @@ from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.task import Examples
 from fedspan.training import worker
 from fedspan.training.batched import BatchedEngine
-from fedspan.training.stacked_prediction import ModelInputs, prediction_key, stack_models, windows
+from fedspan.training.stacked_prediction import ModelInputs, build_prediction_key, split_windows, stack_models
 from helpers import tiny, tiny_decoders, tiny_images
 
 
@@ -172,7 +172,7 @@ def test_only_the_models_of_a_window_are_in_memory() -> None:
             requested.append(size)
             yield Job({}, {}, ()), np.arange(size)
 
-    made = windows(models(), 8)
+    made = split_windows(models(), 8)
     assert [len(indices) for _, indices in next(made)] == [3, 3, 2]
     assert requested == [3, 3, 2, 9], "one more shows that the window is full"
     assert [[len(indices) for _, indices in window] for window in made] == [[9], [1]]
@@ -183,7 +183,7 @@ def test_stacks_keep_the_batch_size_and_the_kinds_apart() -> None:
         return Job({}, {"layer/A": torch.zeros(rank, 5)}, ())
 
     models = [(job(2), np.arange(3)), (job(4), np.arange(2)), (job(2), np.arange(6)), (job(2), np.arange(2))]
-    assert prediction_key(models[0][0]) != prediction_key(models[1][0])
+    assert build_prediction_key(models[0][0]) != build_prediction_key(models[1][0])
     assert stack_models(models, 8, 12) == [[2, 0], [3], [1]]
     assert stack_models(models, 1, 100) == [[2], [0], [3], [1]]
     assert stack_models([(replace(one), rows[:0]) for one, rows in models[:1]], 4, 4) == [[0]]

@@ -34,7 +34,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[StackingPl
     ) -> float:
         return 1e-9 * seconds.get(StackingPlan(clients_per_pass, len(team)), 9.0)
 
-    monkeypatch.setattr(stacking, "_seconds_a_token", taken)
+    monkeypatch.setattr(stacking, "_measure_token_seconds", taken)
     monkeypatch.setattr(stacking, "_SHARE", 1e9)
     monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path))
     return seconds
@@ -103,7 +103,7 @@ def test_measuring_leaves_the_run_as_it_was(tiny_folder: Path, monkeypatch: pyte
 
 
 def test_short_runs_are_not_worth_measuring(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacking, "_seconds_a_token", None)
+    monkeypatch.setattr(stacking, "_measure_token_seconds", None)
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}))
     prepared.federation.run_round(prepared.federation.begin())
     assert isinstance(prepared.engine, BatchedEngine)

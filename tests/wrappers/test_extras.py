@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedspan.core.parametrization import LoRA
-from fedspan.core.tensors import extra_name
+from fedspan.core.tensors import join_extra_name
 from fedspan.core.values import Client, Contribution, Job, Message
 from fedspan.federation import serialization
 from fedspan.federation.aggregation.reduction import Reducer
@@ -50,7 +50,7 @@ def under(prepared: Prepared, policy: str, lr_scale: float = 1.0) -> Federation:
 
 def statistics(prepared: Prepared) -> dict[str, Tensor]:
     """The model's own buffers, as they are now."""
-    return {extra_name(name): value.clone() for name, value in prepared.engine.adapted.model.named_buffers()}
+    return {join_extra_name(name): value.clone() for name, value in prepared.engine.adapted.model.named_buffers()}
 
 
 def differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> set[str]:
@@ -78,7 +78,7 @@ def test_which_buffers_are_found(resnet: Prepared) -> None:
     assert spec.extras[f"{norms[0]}.running_var"] == (6,)
     assert spec.extras[f"{norms[0]}.num_batches_tracked"] == ()
     job, _ = trained(resnet.federation, resnet.federation.begin(), "east")
-    assert job.buffers == {extra_name(path) for path in spec.buffers}
+    assert job.buffers == {join_extra_name(path) for path in spec.buffers}
     assert not job.buffers & set(job.trainable_names)
 
 
@@ -92,8 +92,8 @@ def test_training_moves_them_as_the_model_itself_does(images: Path) -> None:
     with torch.no_grad():
         plain(pixel_values=batch["pixel_values"])
     for name, value in plain.named_buffers():
-        assert torch.allclose(after[extra_name(name)], value, rtol=1e-5, atol=1e-6), name
-        assert not torch.equal(value, before.tensors[extra_name(name)]), name
+        assert torch.allclose(after[join_extra_name(name)], value, rtol=1e-5, atol=1e-6), name
+        assert not torch.equal(value, before.tensors[join_extra_name(name)]), name
 
 
 @pytest.mark.parametrize("weights", ["examples", "uniform"])
@@ -110,7 +110,7 @@ def test_averaged_statistics_are_means_and_counts_the_largest(resnet: Prepared, 
         replies = {id: trained(federation, progress, id) for id in federation.clients}
         total = sum(federation.clients[id].client.weight for id in replies)
         progress = federation.run_round(progress).progress
-        for name in (extra_name(path) for path in federation.method.spec.buffers):
+        for name in (join_extra_name(path) for path in federation.method.spec.buffers):
             each = {id: tensors[name] for id, (_, tensors) in replies.items()}
             found = progress.state.tensors[name]
             if name.endswith("num_batches_tracked"):
@@ -127,7 +127,7 @@ def test_local_statistics_stay_on_the_client(resnet: Prepared) -> None:
     begun = federation.begin()
     first = {id: trained(federation, begun, id)[1] for id in federation.clients}
     result = federation.run_round(begun)
-    buffers = {extra_name(path) for path in federation.method.spec.buffers}
+    buffers = {join_extra_name(path) for path in federation.method.spec.buffers}
     assert not differing({name: begun.state.tensors[name] for name in buffers}, result.progress.state.tensors)
     for id, own in first.items():
         memory = result.progress.memories[id]
@@ -148,7 +148,7 @@ def test_frozen_statistics_move_nowhere(resnet: Prepared) -> None:
     """The norms are then in evaluation mode: the loss of a step is that of the model as it predicts."""
     federation = under(resnet, "frozen")
     progress = federation.begin()
-    buffers = {extra_name(path) for path in federation.method.spec.buffers}
+    buffers = {join_extra_name(path) for path in federation.method.spec.buffers}
     begun = {name: progress.state.tensors[name] for name in buffers}
     for _ in range(2):
         job, tensors = trained(federation, progress, "north")
@@ -176,7 +176,7 @@ def test_of_some_norms_only_those_that_train_move(images: Path) -> None:
     assert {path.split(".layers.")[0] for path in spec.buffers} == {"resnet.encoder.stages.1"}
     before = statistics(made)
     trained(made.federation, made.federation.begin(), "west")
-    assert differing(before, statistics(made)) == {extra_name(path) for path in spec.buffers}
+    assert differing(before, statistics(made)) == {join_extra_name(path) for path in spec.buffers}
 
 
 def test_evaluation_never_moves_them(resnet: Prepared) -> None:
@@ -191,7 +191,7 @@ def test_evaluation_never_moves_them(resnet: Prepared) -> None:
     evaluator.evaluate_clients(progress)
     evaluator.evaluate_heldout(progress, resnet.test)
     assert not differing(state, progress.state.tensors)
-    installed = {name: progress.state.tensors[name] for name in map(extra_name, federation.method.spec.buffers)}
+    installed = {name: progress.state.tensors[name] for name in map(join_extra_name, federation.method.spec.buffers)}
     assert not differing(installed, statistics(resnet))
     # one image at a time is the same as all together: in evaluation nothing depends on the batch
     alone = resnet.engine.predict(job, resnet.test, np.arange(len(resnet.test)), 1)
@@ -249,7 +249,7 @@ def test_traffic_counts_them(resnet: Prepared) -> None:
     sent = federation.method.sync(begun.state, client)
     extras = {name: value for name, value in sent.tensors.items() if name.startswith("extras/")}
     assert {name: tuple(value.shape) for name, value in extras.items()} == {
-        extra_name(path): shape for path, shape in federation.method.spec.extras.items()
+        join_extra_name(path): shape for path, shape in federation.method.spec.extras.items()
     }
     reply, _ = federation.method.finish(*_finished(federation, begun, "east"))
     assert isinstance(reply, Message)
@@ -319,6 +319,6 @@ def test_a_norm_without_statistics_uses_its_batch() -> None:
 
 
 def _plain(adapted: AdaptedModel) -> Any:
-    from fedspan.methods.registry import method_class
+    from fedspan.methods.registry import get_method_class
 
-    return method_class("fedit")(spec=adapted.spec, seed=0, r=2, lora_alpha=4)
+    return get_method_class("fedit")(spec=adapted.spec, seed=0, r=2, lora_alpha=4)

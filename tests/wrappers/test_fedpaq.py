@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fedspan.core.method import Method
-from fedspan.core.tensors import generator, tensor_name
+from fedspan.core.tensors import create_generator, join_tensor_name
 from fedspan.core.values import Message
 from fedspan.errors import FedspanError
-from fedspan.federation.serialization import encode, payload_size
+from fedspan.federation.serialization import compute_payload_size, encode
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.flora import FLoRA
 from fedspan.methods.local_only import LocalOnly
@@ -58,7 +58,7 @@ def test_rounds_match_quantised_changes_by_hand(name: str) -> None:
     cls = {"fedit": FedIT, "rolora": RoLoRA}[name]
     federation = _federation(problem, cls(spec=problem.adapted().spec, r=2, lora_alpha=4.0))
     W, head = problem.dense(*LAYERS), problem.dense(*HEAD)
-    server = {one: {s: federation.state.tensors[tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
+    server = {one: {s: federation.state.tensors[join_tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
     for number, members in enumerate([(0, 1, 2, 3), (1, 3), (0, 1, 2), (0, 1, 2, 3)]):
         train = "AB" if name == "fedit" else "BA"[number % 2]
         cohort = [problem.client_ids[member] for member in members]
@@ -70,22 +70,22 @@ def test_rounds_match_quantised_changes_by_hand(name: str) -> None:
             descend(problem, id, W, own_head, mine, SCALING, LR, STEPS, train=train)
 
             def estimate(key: str, change: Tensor, id: str = id, number: int = number) -> Tensor:
-                rng = generator(SEED, "fedpaq", number, id, key)
+                rng = create_generator(SEED, "fedpaq", number, id, key)
                 return _by_hand(change, BITS, torch.rand(change.shape, generator=rng, dtype=torch.float64))
 
             for one in LAYERS:
                 for s in train:
                     change = mine[one][s] - server[one][s]
-                    after[one][s] = after[one][s] + shares[id] * estimate(tensor_name(one, s), change)
+                    after[one][s] = after[one][s] + shares[id] * estimate(join_tensor_name(one, s), change)
             for parameter in HEAD:
                 change = own_head[parameter] - head[parameter]
                 head_after[parameter] = head_after[parameter] + shares[id] * estimate(f"extras/{parameter}", change)
-            expected = {tensor_name(one, s) for one in LAYERS for s in train} | {f"extras/{p}" for p in HEAD}
+            expected = {join_tensor_name(one, s) for one in LAYERS for s in train} | {f"extras/{p}" for p in HEAD}
             assert set(federation.replies[id].tensors) == {CHANGE + key for key in expected}
         server, head = after, head_after
         for one in LAYERS:
             for s in "AB":
-                assert close(federation.state.tensors[tensor_name(one, s)], server[one][s], 1e-7)
+                assert close(federation.state.tensors[join_tensor_name(one, s)], server[one][s], 1e-7)
         for parameter in HEAD:
             assert close(federation.state.tensors[f"extras/{parameter}"], head[parameter], 1e-7)
 
@@ -127,14 +127,16 @@ def test_bytes_on_the_wire_are_the_packed_ones(bits: int) -> None:
     federation = Federation(FedPAQ(inner=inner, bits=bits), problem, sgd(LR))
     federation.round()
     reply = federation.replies["client-0"]
-    sizes = {tensor_name(one, s): 2 * width for one, s, width in [("fc1", "A", 5), ("fc1", "B", 8), ("fc2", "A", 8)]}
-    sizes[tensor_name("fc2", "B")] = 12
+    sizes = {
+        join_tensor_name(one, s): 2 * width for one, s, width in [("fc1", "A", 5), ("fc1", "B", 8), ("fc2", "A", 8)]
+    }
+    sizes[join_tensor_name("fc2", "B")] = 12
     assert {name: len(value) for name, value in reply.tensors.items()} == {
         CHANGE + name: 4 + math.ceil(size * bits / 8) for name, size in sizes.items()
     }
-    assert payload_size(reply) == sum(len(value) for value in reply.tensors.values())
+    assert compute_payload_size(reply) == sum(len(value) for value in reply.tensors.values())
     empty = Message({name: value[:0] for name, value in reply.tensors.items()}, reply.scalars)
-    assert len(encode(reply)) - len(encode(empty)) <= payload_size(reply) + 64  # the header's longer numbers
+    assert len(encode(reply)) - len(encode(empty)) <= compute_payload_size(reply) + 64  # the header's longer numbers
 
 
 def test_refused_where_a_change_is_not_what_is_transmitted() -> None:

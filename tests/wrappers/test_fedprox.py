@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedspan.core.penalties import Proximal
-from fedspan.core.tensors import norm, slots_of, tensor_name
+from fedspan.core.tensors import compute_norm, join_tensor_name, select_slots
 from fedspan.core.values import Job, Trained
 from fedspan.methods.fedgalore import FedGaLore
 from fedspan.methods.fedit import FedIT
@@ -34,7 +34,7 @@ def test_matches_the_hand_written_loop() -> None:
     problem = Problem()
     federation = _federation(problem, MU)
     W, head = problem.dense(*LAYERS), problem.dense(*HEAD)
-    server = {one: {s: federation.state.tensors[tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
+    server = {one: {s: federation.state.tensors[join_tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
     for _ in range(2):
         federation.round()
         shares = problem.shares(problem.client_ids)
@@ -49,14 +49,14 @@ def test_matches_the_hand_written_loop() -> None:
                         mine[one][s] = mine[one][s] - LR * (by_pair[one][s] + pull)
                 for name in HEAD:
                     own_head[name] = own_head[name] - LR * (by_head[name] + MU * (own_head[name] - head[name]))
-            flat = {tensor_name(one, s): mine[one][s] for one in LAYERS for s in "AB"}
+            flat = {join_tensor_name(one, s): mine[one][s] for one in LAYERS for s in "AB"}
             models.append((shares[id], {**flat, **own_head}))
         mean = average(models)
-        server = {one: {s: mean[tensor_name(one, s)] for s in "AB"} for one in LAYERS}
+        server = {one: {s: mean[join_tensor_name(one, s)] for s in "AB"} for one in LAYERS}
         head = {name: mean[name] for name in HEAD}
         for one in LAYERS:
             for s in "AB":
-                assert close(federation.state.tensors[tensor_name(one, s)], server[one][s])
+                assert close(federation.state.tensors[join_tensor_name(one, s)], server[one][s])
         for name in HEAD:
             assert close(federation.state.tensors[f"extras/{name}"], head[name])
 
@@ -115,15 +115,17 @@ def test_finished_segments_of_fedgalore_are_held_too(adaptive: int) -> None:
     federation.engine.train = watched  # type: ignore[method-assign]
     federation.round()
     job, trained = seen[0]
-    changes = {layer: job.parametrization[layer].effective(slots_of(trained.tensors, layer)).pair for layer in LAYERS}
+    changes = {
+        layer: job.parametrization[layer].effective(select_slots(trained.tensors, layer)).pair for layer in LAYERS
+    }
     whole = sum(float(pair.dense().square().sum()) for pair in changes.values() if pair is not None)
-    last = sum(float(trained.tensors[tensor_name(layer, "acc")].square().sum()) for layer in LAYERS)
+    last = sum(float(trained.tensors[join_tensor_name(layer, "acc")].square().sum()) for layer in LAYERS)
     term = float(job.penalties[-1].value(trained.tensors))
     assert abs(term - 0.5 * MU * whole) < 1e-5 * term
     assert abs(whole - last) > 0.1 * whole
     plain = Federation(Double(inner=method.inner), problem, adamw(LR, steps=6))
     plain.round()
-    assert norm(changes_of(federation)) < norm(changes_of(plain))
+    assert compute_norm(changes_of(federation)) < compute_norm(changes_of(plain))
 
 
 def changes_of(federation: Federation) -> dict[str, Tensor]:

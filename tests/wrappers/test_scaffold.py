@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedspan.core.method import Method
-from fedspan.core.tensors import tensor_name
+from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import OptimizerSpec, Spec, Trained
 from fedspan.errors import FedspanError
 from fedspan.methods.fedavg import FedAvg
@@ -86,10 +86,10 @@ class OnFactors(Textbook):
     """The same on LoRA's factors and the head."""
 
     def gradients(self, client: str, y: Weights) -> Weights:
-        pairs = {one: {s: y[tensor_name(one, s)] for s in "AB"} for one in LAYERS}
+        pairs = {one: {s: y[join_tensor_name(one, s)] for s in "AB"} for one in LAYERS}
         head = {name: y[f"extras/{name}"] for name in HEAD}
         by_pair, by_head = pair_gradients(self.problem, client, self.problem.dense(*LAYERS), head, pairs, 2.0)
-        flat = {tensor_name(one, s): by_pair[one][s] for one in LAYERS for s in "AB"}
+        flat = {join_tensor_name(one, s): by_pair[one][s] for one in LAYERS for s in "AB"}
         return {**flat, **{f"extras/{name}": by_head[name] for name in HEAD}}
 
 
@@ -161,14 +161,14 @@ def test_factors_that_restart_start_without_variates(variate: str) -> None:
     for key, value in federation.state.memory.items():
         assert value.any() == ("extras/" in key)
     job = federation.job("client-1")
-    assert all(job.gradient_offset[tensor_name(one, s)].count_nonzero() == 0 for one in LAYERS for s in "AB")
+    assert all(job.gradient_offset[join_tensor_name(one, s)].count_nonzero() == 0 for one in LAYERS for s in "AB")
     assert all(job.gradient_offset[f"extras/{name}"].any() for name in HEAD)
     before = federation.parties["client-1"].memory
     federation.round(["client-0"])
     federation.round(["client-0"])  # accumulates again while client-1 is away, with what it kept of round 2
     assert before == federation.parties["client-1"].memory
     again = federation.job("client-1")
-    assert all(again.gradient_offset[tensor_name(one, s)].count_nonzero() == 0 for one in LAYERS for s in "AB")
+    assert all(again.gradient_offset[join_tensor_name(one, s)].count_nonzero() == 0 for one in LAYERS for s in "AB")
 
 
 def test_a_client_that_was_away_corrects_as_one_that_was_there() -> None:
@@ -192,7 +192,7 @@ def test_what_stays_on_a_client_has_no_variate() -> None:
         federation.round()
     assert {key.rpartition("/")[2] for key in federation.state.memory} == {"A", "head.weight", "head.bias"}
     assert set(federation.job("client-0").gradient_offset) == {
-        *(tensor_name(one, "A") for one in LAYERS),
+        *(join_tensor_name(one, "A") for one in LAYERS),
         *(f"extras/{name}" for name in HEAD),
     }
 
@@ -219,7 +219,7 @@ def test_two_phases_make_one_variate(variate: str) -> None:
     assert phases == (["scaffold", "personal", "scaffold", "train"] if variate == "option-I" else ["personal", "train"])
     chosen = [one for one in seen if (one[0] == "scaffold") == (variate == "option-I")]
     (_, first, taken), (_, second, more) = chosen
-    pair, head = tensor_name("fc1", "B"), "extras/head.bias"
+    pair, head = join_tensor_name("fc1", "B"), "extras/head.bias"
     assert close(own[PREFIX + "own/" + pair], second[pair])
     # Option I takes the gradient where the head stands when it first trains; the others the mean over all steps.
     expected = first[head]
@@ -227,7 +227,7 @@ def test_two_phases_make_one_variate(variate: str) -> None:
         expected = (taken * first[head] + more * second[head]) / (taken + more)
     assert not torch.equal(first[head], second[head])
     assert close(own[PREFIX + "own/" + head], expected)
-    assert PREFIX + "own/" + tensor_name("fc1", "L") not in own
+    assert PREFIX + "own/" + join_tensor_name("fc1", "L") not in own
     assert not any("drift" in key or "length" in key for key in own)
 
 

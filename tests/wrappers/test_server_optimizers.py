@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedspan.core.tensors import tensor_name
+from fedspan.core.tensors import join_tensor_name
 from fedspan.errors import FedspanError
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
@@ -93,7 +93,7 @@ def test_fedloru_under_it_matches_the_oracle_and_forgets_at_accumulations(name: 
 
     def fresh(generation: int) -> dict:
         tensors = inner.fresh(generation)
-        return {one: {s: tensors[tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
+        return {one: {s: tensors[join_tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
 
     server = fresh(0)
     servers = {key: oracle() for key in [(one, s) for one in LAYERS for s in "AB"] + list(HEAD)}
@@ -126,7 +126,7 @@ def test_fedloru_under_it_matches_the_oracle_and_forgets_at_accumulations(name: 
             assert kept == {f"extras/{key}" for key in HEAD}  # the head was not re-initialised
         for one in LAYERS:
             for s in "AB":
-                assert close(federation.state.tensors[tensor_name(one, s)].double(), server[one][s])
+                assert close(federation.state.tensors[join_tensor_name(one, s)].double(), server[one][s])
             assert close(federation.weight(one), W[one] + SCALING * server[one]["B"] @ server[one]["A"])
         for key in HEAD:
             assert close(federation.state.tensors[f"extras/{key}"], head[key])
@@ -138,12 +138,12 @@ def test_only_what_was_transmitted_gathers_moments() -> None:
     federation = Federation(Double(inner=wrapped), problem, sgd(LR))
     federation.round()
     assert {name for name in federation.state.memory if "/m/" in name} == {
-        "FedAdam/m/" + tensor_name(one, "B") for one in LAYERS
+        "FedAdam/m/" + join_tensor_name(one, "B") for one in LAYERS
     }
-    frozen = {one: federation.state.tensors[tensor_name(one, "B")] for one in LAYERS}
+    frozen = {one: federation.state.tensors[join_tensor_name(one, "B")] for one in LAYERS}
     federation.round()
     for one in LAYERS:  # the frozen factor does not move by its stale moments
-        assert torch.equal(federation.state.tensors[tensor_name(one, "B")], frozen[one])
+        assert torch.equal(federation.state.tensors[join_tensor_name(one, "B")], frozen[one])
 
 
 def test_fedavgm_without_momentum_is_the_method() -> None:

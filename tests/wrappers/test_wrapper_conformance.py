@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from fedspan.config import parse_config
-from fedspan.core.tensors import extra_name, is_extra, split_extras
+from fedspan.core.tensors import is_extra, join_extra_name, split_extras
 from fedspan.data.partition import Partition
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.progress import Progress
@@ -80,7 +80,7 @@ def test_the_head_is_subject_to_the_wrapper_too(wrapper: str, key: str, run_wrap
     ended, otherwise = run.rounds[-1].after.state.tensors, plain.rounds[-1].after.state.tensors
     assert ended.keys() == otherwise.keys()
     for path in run.federation.method.spec.extras:
-        assert not torch.equal(ended[extra_name(path)], otherwise[extra_name(path)])
+        assert not torch.equal(ended[join_extra_name(path)], otherwise[join_extra_name(path)])
 
 
 @each

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedspan.core.parametrization import dense_change
+from fedspan.core.parametrization import compute_dense_change
 from fedspan.core.spec import Spec
-from fedspan.core.tensors import Tensors, slots_of, split_extras
+from fedspan.core.tensors import Tensors, select_slots, split_extras
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
@@ -56,8 +56,8 @@ def _values(made: Prepared, progress: Progress) -> Iterator[Tensor]:
     yield from split_extras(progress.state.tensors)[0].values()
     job = made.evaluator.job(progress, None)
     for layer in made.engine.adapted.spec.layers:
-        yield dense_change(
-            job.parametrization[layer.name].effective(slots_of(job.tensors, layer.name)),
+        yield compute_dense_change(
+            job.parametrization[layer.name].effective(select_slots(job.tensors, layer.name)),
             made.engine.adapted.weight(layer.name),
         )
         if (delta := progress.state.base.total.get(layer.name)) is not None:

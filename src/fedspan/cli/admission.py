@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedspan.cli.commands import MACHINES, SERVER, ServerFolder, command
+from fedspan.cli.commands import MACHINES, SERVER, ServerFolder, register_command
 
 if TYPE_CHECKING:
     from fedspan.transports.flower.server import ServerLink
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["admit", "renew", "revoke", "warn_of_expiry"]
 
 
-@command(
+@register_command(
     "admit",
     "fedspan admit clinic-a.key.pub --as clinic-a",
     "fedspan admit clinic-a.new.pub --as clinic-a --replace",
@@ -56,7 +56,7 @@ def admit(
     typer.echo(f"admitted {key}" + (f", which must use the id {name}" if name else "") + limit)
 
 
-@command("revoke", 'fedspan revoke clinic-a --why "the machine was stolen"', panel=MACHINES)
+@register_command("revoke", 'fedspan revoke clinic-a --why "the machine was stolen"', panel=MACHINES)
 def revoke(
     node: Annotated[str, typer.Argument(metavar="NODE", help="The node's name, or Flower's id of it.")],
     why: Annotated[str, typer.Option("--why", metavar="TEXT", help="The reason, for the audit log.")] = "",
@@ -76,7 +76,7 @@ def revoke(
         typer.echo(f"revoked the key of {node} (node {id})")
 
 
-@command("renew", "fedspan renew", "fedspan renew --activate", panel=MACHINES)
+@register_command("renew", "fedspan renew", "fedspan renew --activate", panel=MACHINES)
 def renew(
     names: Annotated[
         list[str] | None, typer.Option("--name", help="Additional name or address of this machine; may be repeated.")
@@ -94,18 +94,18 @@ def renew(
     from fedspan.transports.flower import require
 
     require()
-    from fedspan.transports.flower.admissions import audit_log
+    from fedspan.transports.flower.admissions import open_audit_log
     from fedspan.transports.flower.keys import AUTHORITY, activate_authority, renew_authority
     from fedspan.transports.flower.server import link_of
 
     link = link_of(folder)
     if activate:
         activate_authority(folder)
-        audit_log(link).write("certificates activated")
+        open_audit_log(link).write("certificates activated")
         typer.echo("the renewed certificates are in use; resume an interrupted run with fedspan submit --resume")
         return
     path = renew_authority(folder, names or [])
-    audit_log(link).write("certificates renewed")
+    open_audit_log(link).write("certificates renewed")
     typer.echo(
         f"send to every data owner, as a replacement of {AUTHORITY}: {path}\nthen run here: fedspan renew --activate"
     )
@@ -114,12 +114,15 @@ def renew(
 def warn_of_expiry(link: ServerLink) -> None:
     """Print a warning for certificates and admissions that expire soon."""
     from fedspan.transports.flower.admissions import read_admissions
-    from fedspan.transports.flower.keys import AUTHORITY, CERTIFICATE, SOON, days_left
+    from fedspan.transports.flower.keys import AUTHORITY, CERTIFICATE, SOON, compute_days_left
 
     def warn(text: str) -> None:
         typer.secho(f"warning: {text}", fg="yellow", err=True)
 
-    if link.authority is not None and (days := days_left(link.folder / AUTHORITY, link.folder / CERTIFICATE)) < SOON:
+    if (
+        link.authority is not None
+        and (days := compute_days_left(link.folder / AUTHORITY, link.folder / CERTIFICATE)) < SOON
+    ):
         warn(f"the server's certificates expire in {max(0, int(days))} days: fedspan renew")
     for id, admission in read_admissions(link).items():
         if admission.days_left < SOON:

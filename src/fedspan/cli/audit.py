@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.commands import MACHINES, Json, command
+from fedspan.cli.commands import MACHINES, Json, register_command
 from fedspan.errors import FedspanError, escape_controls
 
 __all__ = ["approve", "audit"]
 
 
-@command(
+@register_command(
     "approve",
     "fedspan approve node.yaml",
     "fedspan approve node.yaml 3f9c12",
@@ -53,7 +53,7 @@ def approve(
             typer.echo("".join(f"    {line}\n" for line in one.settings().splitlines()), nl=False)
 
 
-@command("audit", "fedspan audit fedspan-server", "fedspan audit fedspan-node --json", panel=MACHINES)
+@register_command("audit", "fedspan audit fedspan-server", "fedspan audit fedspan-node --json", panel=MACHINES)
 def audit(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a server or a node.")],
     as_json: Json = False,

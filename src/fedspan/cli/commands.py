@@ -16,7 +16,7 @@ import fedspan
 from fedspan.cli.hints import find_page
 from fedspan.errors import FedspanError
 
-__all__ = ["MACHINES", "SERVER", "Json", "Overrides", "ServerFolder", "app", "command"]
+__all__ = ["MACHINES", "SERVER", "Json", "Overrides", "ServerFolder", "app", "register_command"]
 
 MACHINES = "Between machines"
 """Panel of the commands of a deployment."""
@@ -65,7 +65,7 @@ app = typer.Typer(
 )
 
 
-def command(name: str, *examples: str, panel: str | None = None) -> Callable[[_Function], _Function]:
+def register_command(name: str, *examples: str, panel: str | None = None) -> Callable[[_Function], _Function]:
     """Register a function as a command of ``fedspan``; square brackets in its help are text, not rich's markup.
 
     Args:

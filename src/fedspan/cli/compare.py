@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from fedspan.cli.commands import Json, Overrides, command
+from fedspan.cli.commands import Json, Overrides, register_command
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ Seeds = Annotated[str | None, typer.Option("--seeds", metavar="N,N", help="Seeds
 Report = TypeVar("Report")
 
 
-@command(
+@register_command(
     "compare",
     "fedspan compare my.yaml --methods fedit,rolora,flora --seeds 0,1,2 --out runs/three",
     "fedspan compare my.yaml --methods fedit,fedloru --set-for fedloru:method.tau=5 --out runs/two",
@@ -106,7 +106,7 @@ def _compare(
     )
 
 
-@command(
+@register_command(
     "sweep",
     "fedspan sweep my.yaml --over training.lr=1e-4,1e-3,1e-2 --over method.r=4,8 --out runs/sweep",
     "fedspan sweep my.yaml --over training.lr=1e-4..1e-1 --trials 12 --rounds 3 --out runs/search",
@@ -142,7 +142,7 @@ def sweep(
         "sweep",
         folder,
         as_json,
-        lambda watcher: _sweep(config, folder, over, trials, rounds, seeds, overrides, watcher),
+        lambda watcher: _run_sweep(config, folder, over, trials, rounds, seeds, overrides, watcher),
     )
     _show(report, report.table(), as_json)
     if report.best is None:
@@ -154,7 +154,7 @@ def sweep(
         typer.echo(f"run the best settings: fedspan run {shlex.quote(report.best)}")
 
 
-def _sweep(
+def _run_sweep(
     config: Path | None,
     folder: Path,
     over: list[str] | None,
@@ -234,9 +234,9 @@ def _parse_search_space(texts: list[str]) -> dict[str, str]:
 
 def _run_with_view(command: str, folder: Path, quiet: bool, run: Callable[[Watcher], Report]) -> Report:
     """Run a series with its live view; on Ctrl-C, print how to resume."""
-    from fedspan.cli.formatting import console
+    from fedspan.cli.formatting import create_console
 
-    out = console()
+    out = create_console()
     if quiet:
         out.quiet = True
     with out.status("loading torch and Transformers"):
@@ -258,19 +258,19 @@ def _describe_interruption(command: str, folder: Path, done: int, runs: int) -> 
 
 
 def _show(report: CompareReport | SweepReport, table: Table, as_json: bool) -> None:
-    from fedspan.cli.formatting import console
+    from fedspan.cli.formatting import create_console
 
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2, ensure_ascii=False))
     else:
-        print_table(console(), table)
+        print_table(create_console(), table)
 
 
 def print_table(out: Console, table: Table) -> None:
     """Print a table with its notes, the best row in bold."""
-    from fedspan.cli.formatting import plain_table
+    from fedspan.cli.formatting import create_table
 
-    shown = plain_table()
+    shown = create_table()
     for index, title in enumerate(table.head):
         shown.add_column(title, justify="right" if index else "left", overflow="fold", no_wrap=False)
     for index, row in enumerate(table.rows):

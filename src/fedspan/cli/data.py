@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedspan.cli.commands import Json, command
+from fedspan.cli.commands import Json, register_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["data"]
 
 
-@command("data", "fedspan data", "fedspan data sst2", "fedspan data --json")
+@register_command("data", "fedspan data", "fedspan data sst2", "fedspan data --json")
 def data(
     key: Annotated[
         str | None, typer.Argument(metavar="KEY", help="Data set to describe, with a config to paste.")
@@ -25,24 +25,24 @@ def data(
     as_json: Json = False,
 ) -> None:
     """List the data sets of data.dataset: their tasks, licences and locations."""
-    from fedspan.cli.formatting import console
+    from fedspan.cli.formatting import create_console
     from fedspan.data.catalogue import get_dataset_entry, list_datasets
 
     entries = list_datasets() if key is None else (get_dataset_entry(key, "KEY"),)
     if as_json:
         typer.echo(json.dumps([entry.model_dump(mode="json") for entry in entries], indent=2, ensure_ascii=False))
     elif key is None:
-        _show_all(console(), entries)
+        _show_all(create_console(), entries)
     else:
-        _show_entry(console(), entries[0])
+        _show_entry(create_console(), entries[0])
 
 
 def _show_all(out: Console, entries: tuple[DatasetEntry, ...]) -> None:
-    from fedspan.cli.formatting import plain_table
+    from fedspan.cli.formatting import create_table
 
     # One table per task: a column of tasks would leave too little room for hub ids in 80 columns.
     for task in dict.fromkeys(entry.task for entry in entries):
-        table = plain_table()
+        table = create_table()
         table.title, table.title_justify, table.title_style = f"task: {task}", "left", "bold"
         table.add_column("key", style="cyan", no_wrap=True, width=17)
         table.add_column("metric", no_wrap=True, width=11)
@@ -62,13 +62,13 @@ def _show_all(out: Console, entries: tuple[DatasetEntry, ...]) -> None:
 
 
 def _show_entry(out: Console, entry: DatasetEntry) -> None:
-    from fedspan.cli.formatting import plain_table
+    from fedspan.cli.formatting import create_table
     from fedspan.data.catalogue import render_snippet
 
     out.print(f"{entry.title}: {entry.summary}", style="bold")
     if entry.note is not None:
         out.print(entry.note)
-    table = plain_table()
+    table = create_table()
     table.show_header = False
     table.box = None
     table.add_column(style="dim", no_wrap=True)

@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.commands import Overrides, command
+from fedspan.cli.commands import Overrides, register_command
 from fedspan.cli.live_run import find_unused_folder, show_run
 
 __all__ = ["demo"]
 
 
-@command(
+@register_command(
     "demo",
     "fedspan demo",
     "fedspan demo --set method.name=fedsa-lora --out runs/personal",

@@ -12,14 +12,14 @@ from typing import Annotated
 import typer
 
 from fedspan.cli.admission import warn_of_expiry
-from fedspan.cli.commands import MACHINES, SERVER, Overrides, ServerFolder, command
+from fedspan.cli.commands import MACHINES, SERVER, Overrides, ServerFolder, register_command
 from fedspan.cli.live_run import describe_interruption, find_unused_folder
 from fedspan.errors import FedspanError
 
 __all__ = ["join", "server", "submit"]
 
 
-@command("server", "fedspan server --name fl.example.org", "fedspan server -h", panel=MACHINES)
+@register_command("server", "fedspan server --name fl.example.org", "fedspan server -h", panel=MACHINES)
 def server(
     folder: Annotated[
         Path, typer.Option("--folder", help="Folder of the certificates, the secret, the database and the log.")
@@ -69,7 +69,7 @@ def server(
     supervise(folder, link, host, stop, print_instructions)
 
 
-@command("join", "fedspan join --new-key node.key", "fedspan join node.yaml", panel=MACHINES)
+@register_command("join", "fedspan join --new-key node.key", "fedspan join node.yaml", panel=MACHINES)
 def join(
     node: Annotated[Path | None, typer.Argument(metavar="NODE", help="The node's YAML file.")] = None,
     new_key: Annotated[
@@ -99,7 +99,9 @@ def join(
     run_node(node, insecure=insecure, stop=_make_stop_event())
 
 
-@command("submit", "fedspan submit config.yaml --out runs/first", "fedspan submit --resume runs/first", panel=MACHINES)
+@register_command(
+    "submit", "fedspan submit config.yaml --out runs/first", "fedspan submit --resume runs/first", panel=MACHINES
+)
 def submit(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of a new run.")] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Folder of the run.")] = None,
@@ -121,14 +123,14 @@ def submit(
     if resume is not None and overrides:
         problem = "it cannot be combined with --resume, because nodes have agreed to the run's own config"
         raise FedspanError("--set", " ".join(overrides), problem=problem)
-    from fedspan.cli.formatting import console
+    from fedspan.cli.formatting import create_console
     from fedspan.cli.live import RunView
     from fedspan.cli.run_summary import show_report
     from fedspan.deployment.deploy import submit as submit_run
     from fedspan.transports.flower.server import link_of
 
     run_folder = resume or out or find_unused_folder(Path("runs") / (config or Path("run")).stem)
-    screen = console()
+    screen = create_console()
     view = RunView(screen, run_folder)
     logging.getLogger("flwr").setLevel(logging.ERROR)
     try:

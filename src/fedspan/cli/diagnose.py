@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from fedspan.cli.commands import Json, command
+from fedspan.cli.commands import Json, register_command
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["diagnose"]
 
 
-@command("diagnose", "fedspan diagnose runs/first", "fedspan diagnose runs/first --round best --pairs 6 --json")
+@register_command(
+    "diagnose", "fedspan diagnose runs/first", "fedspan diagnose runs/first --round best --pairs 6 --json"
+)
 def diagnose(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     round: Annotated[
@@ -40,9 +42,9 @@ def diagnose(
     Reports interference of averaging, client drift, angles between subspaces, ranks, mismatch of the optimizers'
     moments, and the loss between two clients' models. It costs one round and the printed additional time.
     """
-    from fedspan.cli.formatting import console
+    from fedspan.cli.formatting import create_console
 
-    screen = console()
+    screen = create_console()
     screen.quiet = as_json
     with screen.status("running a round"):
         import fedspan
@@ -94,13 +96,13 @@ def _to_dict(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def _show(out: Console, diagnosis: Diagnosis) -> None:
-    from fedspan.cli.formatting import number, plain_table
+    from fedspan.cli.formatting import create_table, number
     from fedspan.diagnostics.measures import summarize_measures
 
     rows = summarize_measures(diagnosis)
     clients, layers = len(diagnosis.clients), len(diagnosis.layers)
     out.print(f"{diagnosis.method}, round {diagnosis.round}: {clients} clients, {layers} target layers")
-    table = plain_table()
+    table = create_table()
     table.add_column("", style="cyan", no_wrap=True)
     for title in ("mean", "min", "max"):
         table.add_column(title, justify="right", no_wrap=True)
@@ -110,7 +112,7 @@ def _show(out: Console, diagnosis: Diagnosis) -> None:
         table.add_row(row.measure.title, *cells, row.worst or "")
     out.print(table)
     if diagnosis.barriers:
-        table = plain_table()
+        table = create_table()
         table.add_column("loss between two clients' models", style="cyan", overflow="fold")
         for title in ("one", "highest", "other", "barrier"):
             table.add_column(title, justify="right", no_wrap=True)

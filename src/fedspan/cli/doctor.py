@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.commands import Json, command
+from fedspan.cli.commands import Json, register_command
 
 __all__ = ["doctor"]
 
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "missing": ("MISSING", "red")}
 
 
-@command("doctor", "fedspan doctor", "fedspan doctor --folder /data/runs --json")
+@register_command("doctor", "fedspan doctor", "fedspan doctor --folder /data/runs --json")
 def doctor(
     folder: Annotated[Path, typer.Option("--folder", metavar="DIR", help="Folder for runs.")] = Path(),
     as_json: Json = False,
@@ -25,20 +25,20 @@ def doctor(
 
     Exits with 1 if a required component is missing.
     """
-    from fedspan.cli.formatting import console, plain_table
+    from fedspan.cli.formatting import create_console, create_table
 
-    screen = console()
+    screen = create_console()
     screen.quiet = as_json
     with screen.status("checking the installation"):
-        from fedspan.runs.doctor import checks
+        from fedspan.runs.doctor import run_checks
 
-        results = checks(folder)
+        results = run_checks(folder)
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(check) for check in results], indent=2, ensure_ascii=False))
     else:
         from rich.text import Text
 
-        table = plain_table()
+        table = create_table()
         table.add_column("", no_wrap=True)
         table.add_column("component", style="cyan", no_wrap=True)
         table.add_column("found", overflow="fold")

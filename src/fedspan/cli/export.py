@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.commands import command
+from fedspan.cli.commands import register_command
 from fedspan.cli.trained_model import Client
 
 __all__ = ["export"]
@@ -21,7 +21,7 @@ class Form(StrEnum):
     merged = "merged"
 
 
-@command(
+@register_command(
     "export",
     "fedspan export runs/first --out adapter",
     "fedspan export runs/first --out model --form merged",

@@ -6,44 +6,44 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fedspan.runs.formatting import duration, number, one_line, titles
+from fedspan.runs.formatting import format_duration, get_title, number, shorten
 from fedspan.tasks.metrics import METRICS
 
 __all__ = [
-    "console",
-    "duration",
-    "flops",
+    "create_console",
+    "create_table",
+    "format_duration",
+    "format_flop_count",
+    "format_percent",
+    "format_span",
+    "get_title",
     "number",
-    "one_line",
-    "percent",
-    "plain_table",
     "score",
-    "span",
-    "titles",
+    "shorten",
 ]
 
 
-def console() -> Console:
+def create_console() -> Console:
     """Create a console on standard output; it has colours only in a terminal."""
     return Console(highlight=False, markup=False, emoji=False)
 
 
-def plain_table() -> Table:
+def create_table() -> Table:
     """Create a table of minimal width with a rule below its header."""
     return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
 
 
-def percent(value: float | None) -> str:
+def format_percent(value: float | None) -> str:
     """Format 0.8125 as 81.2%; a dash for an unmeasured value."""
     return "-" if value is None else f"{100 * value:.1f}%"
 
 
 def score(metric: str, value: float | None) -> str:
     """Format a metric's value: shares in percent, all else as a number; a dash for an unmeasured value."""
-    return percent(value) if METRICS[metric].percent else number(value)
+    return format_percent(value) if METRICS[metric].percent else number(value)
 
 
-def flops(count: float) -> str:
+def format_flop_count(count: float) -> str:
     """Format floating-point operations: 186 195 787 776 as 186 G."""
     if count < 1000:
         return f"{count:.0f}"
@@ -54,7 +54,7 @@ def flops(count: float) -> str:
     return f"{count / 1000:.3g} Z"
 
 
-def span(seconds: float) -> str:
+def format_span(seconds: float) -> str:
     """Format an approximate time: 0.193 as 0.19 s, 4260 as 71 min, 90 000 as 25 h, 600 000 as 6.9 days."""
     for unit, length, limit in (("s", 1.0, 100.0), ("min", 60.0, 100.0), ("h", 3600.0, 72.0)):
         if seconds < limit * length:

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.commands import command
+from fedspan.cli.commands import register_command
 
 __all__ = ["init"]
 
 
-@command(
+@register_command(
     "init",
     "fedspan init messages.csv --test held-out.csv",
     "fedspan init notes.parquet --text note --label diagnosis --by hospital --out hospitals.yaml",
@@ -55,9 +55,9 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Infer a commented config from the beginning of your own data, and describe the data."""
-    from fedspan.cli.formatting import console
+    from fedspan.cli.formatting import create_console
 
-    screen = console()
+    screen = create_console()
     with screen.status("inspecting the data"):
         from fedspan.config.starter import write_starter_config
 

@@ -10,12 +10,12 @@ from typing import Any, Self
 from rich.console import Console
 from rich.text import Text
 
-from fedspan.cli.formatting import duration, number, one_line, score, titles
-from fedspan.experiments.tables import size
+from fedspan.cli.formatting import format_duration, get_title, number, score, shorten
+from fedspan.experiments.tables import format_size
 from fedspan.logs import read_lines
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.progress_bar import ProgressBar
-from fedspan.runs.remaining_time import STAGES, once_only
+from fedspan.runs.remaining_time import STAGES, get_unrepeated_name
 from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import METRICS
 from fedspan.training.stages import Stage, StageName
@@ -90,7 +90,7 @@ class RunView(ProgressBar):
     def stage_changed(self, stage: Stage | None) -> None:
         before, now = self._stage, self._clock()
         super().stage_changed(stage)
-        if (once := once_only(before)) != once_only(stage):
+        if (once := get_unrepeated_name(before)) != get_unrepeated_name(stage):
             if once is not None:
                 self._one_time[once] = self._one_time.get(once, 0.0) + now - self._since
             self._since = now
@@ -103,7 +103,11 @@ class RunView(ProgressBar):
 
     def round_finished(self, row: Mapping[str, Any]) -> None:
         super().round_finished(row)
-        once = [f"{STAGES[name]} {duration(seconds)}" for name, seconds in self._one_time.items() if seconds >= _SHORT]
+        once = [
+            f"{STAGES[name]} {format_duration(seconds)}"
+            for name, seconds in self._one_time.items()
+            if seconds >= _SHORT
+        ]
         self._one_time.clear()
         if once and self.done < 2:
             self._print(Text(f"before the first round: {', '.join(once)}", "dim"))
@@ -117,7 +121,7 @@ class RunView(ProgressBar):
         super().baseline_round(name, round, loss)
         assert self._baseline is not None
         if round == self._baseline[2]:
-            self._print(Text(f"baseline {titles(name)}: {round} epochs, loss {number(loss)}", "dim"))
+            self._print(Text(f"baseline {get_title(name)}: {round} epochs, loss {number(loss)}", "dim"))
 
     def _print(self, text: Text) -> None:
         self._printed, self._lines = self._clock(), self._lines + 1
@@ -132,7 +136,7 @@ class RunView(ProgressBar):
     def _line(self, cells: tuple[str, ...], style: str = "") -> Text:
         """Format a line of right-aligned cells."""
         widths = self._widths()
-        shown = "".join(one_line(cell, width - 1).rjust(width) for cell, width in zip(cells, widths, strict=True))
+        shown = "".join(shorten(cell, width - 1).rjust(width) for cell, width in zip(cells, widths, strict=True))
         return Text(shown, style)
 
     def _row(self, row: Mapping[str, Any], style: str = "") -> Text:
@@ -148,9 +152,9 @@ class RunView(ProgressBar):
             number(row["loss"]) if "loss" in row else "-",
             score(metric, validation.get(metric)),
             score(metric, test.get(metric)),
-            "-" if worst is None else f"{one_line(worst['client'], name_width)} {score(metric, worst[metric])}",
-            size(traffic["down"]),
-            size(traffic["up"]),
-            duration(row["seconds"]),
+            "-" if worst is None else f"{shorten(worst['client'], name_width)} {score(metric, worst[metric])}",
+            format_size(traffic["down"]),
+            format_size(traffic["up"]),
+            format_duration(row["seconds"]),
         )
         return self._line(cells, style)

@@ -34,9 +34,9 @@ def _select_trackers(track: str | None) -> list[str]:
 
 def show_run(folder: Path, config: Path | None, overrides: Sequence[str] = (), track: str | None = "none") -> None:
     """Start a new run, or resume or extend one if there is no config; then print its summary."""
-    from fedspan.cli.formatting import console
+    from fedspan.cli.formatting import create_console
 
-    out, trackers = console(), _select_trackers(track)
+    out, trackers = create_console(), _select_trackers(track)
     with out.status("loading torch and Transformers"):
         import fedspan
         from fedspan.cli.live import RunView
@@ -56,12 +56,12 @@ def show_run(folder: Path, config: Path | None, overrides: Sequence[str] = (), t
 
 def describe_interruption(folder: Path, rounds: int, command: str = "run") -> str:
     """Describe what an interrupted run has saved, and how to resume it."""
-    from fedspan.runs.checkpoint import last_saved_round
+    from fedspan.runs.checkpoint import read_last_saved_round
     from fedspan.runs.folder import RunFolder
     from fedspan.runs.results import is_run
 
     if not is_run(folder):
         return "stopped before the run began; nothing was written"
-    done = last_saved_round(RunFolder(folder))  # the view may not have received the last round
+    done = read_last_saved_round(RunFolder(folder))  # the view may not have received the last round
     saved = f"{done} of {rounds} rounds are saved" if rounds else "all finished rounds are saved"
     return f"stopped; {saved}. Resume with:\n  fedspan {command} --resume {shlex.quote(str(folder))}"

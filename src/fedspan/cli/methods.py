@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedspan.cli.commands import Json, command
-from fedspan.errors import FedspanError, nearest
+from fedspan.cli.commands import Json, register_command
+from fedspan.errors import FedspanError, suggest_nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["methods"]
 
 
-@command("methods", "fedspan methods", "fedspan methods fedloru", "fedspan methods --json")
+@register_command("methods", "fedspan methods", "fedspan methods fedloru", "fedspan methods --json")
 def methods(
     key: Annotated[
         str | None, typer.Argument(metavar="METHOD", help="Method or wrapper to describe, with its options.")
@@ -31,7 +31,7 @@ def methods(
 
     fedspan plan computes the traffic of a method for a model.
     """
-    from fedspan.cli.formatting import console
+    from fedspan.cli.formatting import create_console
     from fedspan.methods.describe import list_methods
     from fedspan.wrappers.describe import list_wrappers
 
@@ -39,7 +39,9 @@ def methods(
     if key is not None:
         known = [row.key for row in (*rows, *wrappers)]
         if key not in known:
-            raise FedspanError("METHOD", key, problem=f"no method or wrapper is named {key!r}. {nearest(key, known)}")
+            raise FedspanError(
+                "METHOD", key, problem=f"no method or wrapper is named {key!r}. {suggest_nearest(key, known)}"
+            )
         rows = tuple(row for row in rows if row.key == key)
         wrappers = tuple(row for row in wrappers if row.key == key)
     if as_json:
@@ -47,20 +49,20 @@ def methods(
         plain = [{"role": role, **dataclasses.asdict(row)} for role, described in kinds.items() for row in described]
         typer.echo(json.dumps(plain, indent=2, ensure_ascii=False))
     elif key is None:
-        _show_methods(console(), rows)
-        _show_wrappers(console(), wrappers)
+        _show_methods(create_console(), rows)
+        _show_wrappers(create_console(), wrappers)
     elif rows:
-        _show_method(console(), rows[0])
+        _show_method(create_console(), rows[0])
     else:
-        _show_wrapper(console(), wrappers[0])
+        _show_wrapper(create_console(), wrappers[0])
 
 
 def _show_methods(out: Console, rows: tuple[MethodRow, ...]) -> None:
     from rich.text import Text
 
-    from fedspan.cli.formatting import plain_table
+    from fedspan.cli.formatting import create_table
 
-    table = plain_table()
+    table = create_table()
     table.add_column("key", style="cyan", no_wrap=True)
     table.add_column("method", ratio=1, max_width=72)
     for name in ("exact", "personal", "ranks", "reply"):
@@ -107,9 +109,9 @@ def _show_method(out: Console, row: MethodRow) -> None:
 
 
 def _show_options(out: Console, prefix: str, options: tuple[Option, ...]) -> None:
-    from fedspan.cli.formatting import plain_table
+    from fedspan.cli.formatting import create_table
 
-    table = plain_table()
+    table = create_table()
     table.add_column("option", style="bold", no_wrap=True)
     table.add_column("default", no_wrap=True)
     table.add_column("description")
@@ -121,9 +123,9 @@ def _show_options(out: Console, prefix: str, options: tuple[Option, ...]) -> Non
 def _show_wrappers(out: Console, rows: tuple[WrapperRow, ...]) -> None:
     from rich.text import Text
 
-    from fedspan.cli.formatting import plain_table
+    from fedspan.cli.formatting import create_table
 
-    table = plain_table()
+    table = create_table()
     table.add_column("key", style="cyan", no_wrap=True)
     table.add_column("wrapper", ratio=1, max_width=72)
     table.add_column("kind", no_wrap=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedspan.cli.commands import Json, Overrides, command
+from fedspan.cli.commands import Json, Overrides, register_command
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ __all__ = ["partition"]
 _MAX_NAME = 24
 
 
-@command(
+@register_command(
     "partition",
     "fedspan partition my.yaml",
     "fedspan partition my.yaml --set partition.alpha=0.1 --png partition.png",
@@ -34,7 +34,7 @@ def partition(
     as_json: Json = False,
 ) -> None:
     """Show the assignment of examples to clients, without training."""
-    from fedspan.cli.formatting import console
+    from fedspan.cli.formatting import create_console
     from fedspan.config import load_config
     from fedspan.data.duplicates import describe_shared
     from fedspan.data.loading import load
@@ -57,7 +57,7 @@ def partition(
         typer.echo(json.dumps({**content, "dropped": data.dropped}, ensure_ascii=False))
     else:
         test = 0 if data.test is None else len(data.test)
-        _show_partition(console(), parts, rows, data.labels, test)
+        _show_partition(create_console(), parts, rows, data.labels, test)
         natural = settings.partition.partitioner == "natural"
         for remark in (*data.remarks, *describe_shared(data.train, parts, settings.data, natural)):
             typer.echo(remark)
@@ -86,14 +86,14 @@ def _print_counts(
     out: Console, counts: list[tuple[str, ClientRow]], labels: tuple[str, ...], widths: tuple[int, int, int]
 ) -> None:
     """Print a column for each label; rich's own tables are too wide for twenty labels in 80 columns."""
-    from fedspan.cli.formatting import one_line
+    from fedspan.cli.formatting import shorten
 
     names, sizes, digits = widths
     numbers = "".join(str(index).rjust(digits) for index in range(1, len(labels) + 1))
     out.print("client".ljust(names) + "examples".rjust(sizes) + numbers, style="dim")
     for size, row in counts:
         cells = "".join((str(count) if count else ".").rjust(digits) for count in row.counts)
-        out.print(one_line(row.id, names).ljust(names) + size.rjust(sizes) + cells, soft_wrap=True)
+        out.print(shorten(row.id, names).ljust(names) + size.rjust(sizes) + cells, soft_wrap=True)
     out.print()
     if not labels:
         return
@@ -108,9 +108,9 @@ def _print_counts(
 
 def _print_largest(out: Console, counts: list[tuple[str, ClientRow]], labels: tuple[str, ...]) -> None:
     """Print each client's number of labels and its largest ones, if there are too many labels for columns."""
-    from fedspan.cli.formatting import one_line, plain_table
+    from fedspan.cli.formatting import create_table, shorten
 
-    table = plain_table()
+    table = create_table()
     table.add_column("client", no_wrap=True)
     table.add_column("examples", justify="right", no_wrap=True)
     table.add_column("labels", justify="right", no_wrap=True)
@@ -118,5 +118,5 @@ def _print_largest(out: Console, counts: list[tuple[str, ClientRow]], labels: tu
     for size, row in counts:
         held = sorted((-count, index) for index, count in enumerate(row.counts) if count)
         largest = ", ".join(f"{labels[index]} {-count}" for count, index in held[:3])
-        table.add_row(one_line(row.id, _MAX_NAME), size, str(len(held)), largest)
+        table.add_row(shorten(row.id, _MAX_NAME), size, str(len(held)), largest)
     out.print(table)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedspan.cli.commands import Json, Overrides, command
+from fedspan.cli.commands import Json, Overrides, register_command
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _TASK = "sequence-classification"
 _BINARY = 2
 
 
-@command(
+@register_command(
     "plan",
     "fedspan plan --model FacebookAI/roberta-large --clients 50 --rank 4",
     "fedspan plan my.yaml",
@@ -103,13 +103,13 @@ def plan(
         "model.target_modules": None if targets is None else [part.strip() for part in targets.split(",")],
     }
     texts = [f"{path}={json.dumps(value)}" for path, value in changes.items() if value is not None]
-    from fedspan.cli.formatting import console
+    from fedspan.cli.formatting import create_console
     from fedspan.config import read_values
 
     values = _make_config_values(task or _TASK) if config is None else read_values(config)
     if config is None and labels is None and task in (None, _TASK, "image-classification"):
         labels = _BINARY
-    screen = console()
+    screen = create_console()
     screen.quiet = as_json
     activity = "timing some steps on this machine" if device == "here" else "loading torch and Transformers"
     with screen.status(activity):
@@ -170,8 +170,8 @@ def _to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], is_max_length: bool) -> None:
-    from fedspan.cli.formatting import plain_table
-    from fedspan.experiments.tables import size
+    from fedspan.cli.formatting import create_table
+    from fedspan.experiments.tables import format_size
 
     first = next(iter(plans.values()))
     cohort = "all" if first.cohort == first.clients else str(first.cohort)
@@ -181,7 +181,7 @@ def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], i
         f"{cohort} a round, {first.rounds} rounds{steps}",
         style="bold",
     )
-    table = plain_table()
+    table = create_table()
     table.add_column("method", style="cyan", no_wrap=True)
     for title in ("train-\nable", "first\ndown", "first\nup", "later\ndown", "later\nup", "total", "client", "server"):
         table.add_column(title, justify="right", no_wrap=True)
@@ -189,15 +189,15 @@ def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], i
         table.add_row(
             key,
             _format_count(plan.trainable),
-            *map(size, (plan.first_down, plan.first_up, plan.later_down, plan.later_up)),
-            ("" if plan.exact else "~") + size(plan.bytes_down + plan.bytes_up),
-            *map(size, (plan.client.total, plan.server.total)),
+            *map(format_size, (plan.first_down, plan.first_up, plan.later_down, plan.later_up)),
+            ("" if plan.exact else "~") + format_size(plan.bytes_down + plan.bytes_up),
+            *map(format_size, (plan.client.total, plan.server.total)),
         )
     out.print(table)
     _show_compute(out, plans, is_max_length)
     for key, reason in refused.items():
         out.print(f"{key}: {reason}", style="yellow")
-    base, activations = size(first.client.base), size(first.client.activations)
+    base, activations = format_size(first.client.base), format_size(first.client.activations)
     out.print(
         "trainable: parameters per client (M: millions). first, later: bytes of tensor data to and from a client "
         "in the first round and, on average, in a later one. total: both directions, all rounds (~: returning clients "
@@ -207,8 +207,8 @@ def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], i
     )
     if first.head_up:
         out.print(
-            f"Before the first round every client sends {size(first.head_up)} of statistics, which initialize the head "
-            "(model.head_init).",
+            f"Before the first round every client sends {format_size(first.head_up)} of statistics, which initialize "
+            "the head (model.head_init).",
             style="dim",
         )
 
@@ -221,14 +221,14 @@ def _show_compute(out: Console, plans: Mapping[str, Plan], is_max_length: bool) 
         plans: Plans by method.
         is_max_length: Whether the examples' length is the maximum, because no mean was given.
     """
-    from fedspan.cli.formatting import flops, plain_table, span
-    from fedspan.experiments.tables import size
+    from fedspan.cli.formatting import create_table, format_flop_count, format_span
+    from fedspan.experiments.tables import format_size
 
     def format_flops(count: int | None) -> str:
-        return "-" if count is None else flops(count)
+        return "-" if count is None else format_flop_count(count)
 
     def format_time(seconds: float | None) -> str:
-        return "-" if seconds is None else span(seconds)
+        return "-" if seconds is None else format_span(seconds)
 
     first = next(iter(plans.values()))
     time, run = first.time, first.compute.run is not None
@@ -238,18 +238,18 @@ def _show_compute(out: Console, plans: Mapping[str, Plan], is_max_length: bool) 
         titles += ["time\n/ step", *(["time\n/ round", f"time, on\n{workers}", "time, on\none each"] if run else [])]
     if first.transfer is not None:
         titles.append("transfer\n/ round")
-    table = plain_table()
+    table = create_table()
     table.add_column("method", style="cyan", no_wrap=True)
     for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     for key, plan in plans.items():
         compute, estimate = plan.compute, plan.time
-        cells = [flops(compute.step), *(map(format_flops, (compute.client, compute.run)) if run else ())]
+        cells = [format_flop_count(compute.step), *(map(format_flops, (compute.client, compute.run)) if run else ())]
         if estimate is not None:
-            cells.append(span(estimate.step))
+            cells.append(format_span(estimate.step))
             cells += map(format_time, (estimate.client, estimate.simulated, estimate.deployed)) if run else ()
         if plan.transfer is not None:
-            cells.append(span(plan.transfer))
+            cells.append(format_span(plan.transfer))
         table.add_row(key, *cells)
     out.print(table)
     tokens, notes = first.compute.length, []
@@ -262,7 +262,8 @@ def _show_compute(out: Console, plans: Mapping[str, Plan], is_max_length: bool) 
         notes.append("FLOPs: for training. Steps and rounds are one client's.")
     if first.compute.once:
         notes.append(
-            f"In addition {flops(first.compute.once)} once per example, for the layers below the first trainable one."
+            f"In addition {format_flop_count(first.compute.once)} once per example, for the layers below the first "
+            "trainable one."
         )
     if time is not None:
         transfers = "" if first.transfer is None else ", including transfers"
@@ -273,7 +274,7 @@ def _show_compute(out: Console, plans: Mapping[str, Plan], is_max_length: bool) 
     out.print(" ".join(notes), style="dim")
     for key, plan in plans.items():
         if plan.time is not None and plan.time.memory is not None and plan.client.total > plan.time.memory:
-            available, required = size(plan.time.memory), size(plan.client.total)
+            available, required = format_size(plan.time.memory), format_size(plan.client.total)
             out.print(f"{key}: a client needs {required}, and {plan.time.device} has {available}", style="yellow")
 
 

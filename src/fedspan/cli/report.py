@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.commands import command
+from fedspan.cli.commands import register_command
 
 __all__ = ["report"]
 
 
-@command(
+@register_command(
     "report",
     "fedspan report runs/first",
     "fedspan report runs/three --out three.html --diagnose",
@@ -30,9 +30,9 @@ def report(
 
     The report needs no network; runs that differ only in their seed are grouped. Needs fedspan[report].
     """
-    from fedspan.cli.formatting import console
+    from fedspan.cli.formatting import create_console
 
-    screen = console()
+    screen = create_console()
     with screen.status("reading the runs"):
         import fedspan
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from fedspan.cli.commands import Json, Overrides, command
+from fedspan.cli.commands import Json, Overrides, register_command
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["reproduce"]
 
 
-@command(
+@register_command(
     "reproduce",
     "fedspan reproduce",
     "fedspan reproduce rolora-table1 --scale full --dry-run",
@@ -76,31 +76,31 @@ def reproduce(
     elif dry_run:
         if id is None:
             raise FedspanError("ID", None, "a preset together with --dry-run, and no --resume")
-        _dry_run(id, cast("Scale", scale), overrides or [], as_json)
+        _show_dry_run(id, cast("Scale", scale), overrides or [], as_json)
     else:
         _reproduce(id, scale, data, model, out, overrides or [], reuse or [], resume, as_json)
 
 
 def _list(as_json: bool) -> None:
-    from fedspan.cli.formatting import console, plain_table
+    from fedspan.cli.formatting import create_console, create_table
     from fedspan.reproduction.presets import list_presets
 
     presets = list_presets()
     if as_json:
         typer.echo(json.dumps([preset.model_dump(mode="json") for preset in presets], indent=2, ensure_ascii=False))
         return
-    table = plain_table()
+    table = create_table()
     table.add_column("preset", style="cyan", no_wrap=True)
     for title in ("item", "title"):
         table.add_column(title, overflow="fold")
     for preset in presets:
         table.add_row(preset.id, preset.item, preset.title)
-    out = console()
+    out = create_console()
     out.print(table)
     out.print("fedspan reproduce ID --dry-run shows the cost; --scale full: at the paper's size.", style="dim")
 
 
-def _dry_run(id: str, scale: Scale, overrides: list[str], as_json: bool) -> None:
+def _show_dry_run(id: str, scale: Scale, overrides: list[str], as_json: bool) -> None:
     from fedspan.reproduction.rehearsal import dry_run
 
     cells = dry_run(id, scale=scale, overrides=overrides)
@@ -111,12 +111,12 @@ def _dry_run(id: str, scale: Scale, overrides: list[str], as_json: bool) -> None
 
 
 def _show_plan(cells: tuple[PlannedCell, ...]) -> None:
-    from fedspan.cli.formatting import console, plain_table
-    from fedspan.experiments.tables import size
+    from fedspan.cli.formatting import create_console, create_table
+    from fedspan.experiments.tables import format_size
 
-    out = console()
+    out = create_console()
     for cell in dict.fromkeys(planned.cell for planned in cells):
-        table = plain_table()
+        table = create_table()
         table.add_column("method", overflow="fold")
         for title in ("runs", "rounds", "steps", "trains", "down", "up", "client", "server"):
             table.add_column(title, justify="right", no_wrap=True)
@@ -129,10 +129,10 @@ def _show_plan(cells: tuple[PlannedCell, ...]) -> None:
                     str(plan.rounds),
                     "-" if plan.all_steps is None else f"{plan.all_steps:,}",
                     f"{plan.trainable:,}",
-                    ("" if plan.exact else "~") + size(plan.bytes_down),
-                    ("" if plan.exact else "~") + size(plan.bytes_up),
-                    size(plan.client.total),
-                    size(plan.server.total),
+                    ("" if plan.exact else "~") + format_size(plan.bytes_down),
+                    ("" if plan.exact else "~") + format_size(plan.bytes_up),
+                    format_size(plan.client.total),
+                    format_size(plan.server.total),
                 )
         out.print(cell, style="bold")
         out.print(table)
@@ -166,9 +166,9 @@ def _reproduce(
                 )
     elif out is None:
         raise FedspanError("--out", None, "a folder for the runs and the tables, or --dry-run")
-    from fedspan.cli.formatting import console
+    from fedspan.cli.formatting import create_console
 
-    screen = console()
+    screen = create_console()
     screen.quiet = as_json
     with screen.status("loading torch and Transformers"):
         from fedspan.cli.series import SeriesView
@@ -200,10 +200,10 @@ def _reproduce(
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2, ensure_ascii=False))
         return
     from fedspan.cli.compare import print_table
-    from fedspan.reproduction.verdicts import verdict_table
+    from fedspan.reproduction.verdicts import tabulate_verdicts
 
     print_table(screen, report.table())
-    verdicts = verdict_table(report.verdicts)
+    verdicts = tabulate_verdicts(report.verdicts)
     for statement, rows, by, _, verdict in verdicts.rows:  # sentences do not fit into the columns of a narrow terminal
         screen.print(f"{statement} ({rows}, by {by}): ", end="")
         screen.print(verdict, style="bold")

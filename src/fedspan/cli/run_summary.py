@@ -12,9 +12,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedspan.cli.formatting import duration, one_line, plain_table, score, titles
-from fedspan.experiments.tables import size
-from fedspan.models.names import architecture_of, resolve_model
+from fedspan.cli.formatting import create_table, format_duration, get_title, score, shorten
+from fedspan.experiments.tables import format_size
+from fedspan.models.names import get_architecture, resolve_model
 from fedspan.runs.session import RunReport
 from fedspan.tasks.metrics import METRICS
 
@@ -45,7 +45,7 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
             out.print(Text(sentence))
             out.print()
     for line in _list_failures(report):
-        out.print(Text.assemble((f"{'failures':<10}", "dim"), one_line(line, max(40, out.width - 10))))
+        out.print(Text.assemble((f"{'failures':<10}", "dim"), shorten(line, max(40, out.width - 10))))
     for warning in report.warnings:
         out.print(Text.assemble(("warning: ", "bold red"), (warning, "red")), soft_wrap=True)
     if not report.adapters:
@@ -59,7 +59,7 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
     whose = f" --client {shlex.quote(id)}" if own else ""
     facts = {
         "traffic": "; ".join(_describe_traffic(report)),
-        "time": f"{duration(report.seconds)} for {report.rounds} rounds",
+        "time": f"{format_duration(report.seconds)} for {report.rounds} rounds",
         "round": f"{report.best_round}, {selection}",
         f"{kind}s" if own else kind: f"{adapter.parent} (one for each client)" if own else str(adapter),
         **({"privacy": _describe_privacy(report.privacy)} if report.privacy else {}),
@@ -85,9 +85,9 @@ def _describe_privacy(spent: Mapping[str, Any]) -> str:
 
 def _describe_traffic(report: RunReport) -> list[str]:
     """Describe the training's bytes, and the other bytes."""
-    parts = [f"{size(report.bytes['down'])} down, {size(report.bytes['up'])} up"]
+    parts = [f"{format_size(report.bytes['down'])} down, {format_size(report.bytes['up'])} up"]
     for purpose, count in report.other_bytes.items():
-        parts.append(f"to {purpose}: {size(count['down'])} down, {size(count['up'])} up")
+        parts.append(f"to {purpose}: {format_size(count['down'])} down, {format_size(count['up'])} up")
     return parts
 
 
@@ -111,7 +111,7 @@ def _make_score_table(report: RunReport) -> Table:
             [metric, *(name for name in _OTHER_METRICS[report.task] if name in report.scores.get("test", ()))]
         )
     )
-    table = plain_table()
+    table = create_table()
     table.add_column("", no_wrap=True)
     if heldout:
         for name in metrics[:3]:
@@ -133,13 +133,13 @@ def _make_score_table(report: RunReport) -> Table:
         if own:
             clients = scores.get("clients") or {}
             cells += [score(metric, clients.get(metric)), _format_worst(clients, metric)]
-        table.add_row(titles(name), *cells, style="bold" if name == report.method else "")
+        table.add_row(get_title(name), *cells, style="bold" if name == report.method else "")
     return table
 
 
 def _format_worst(scores: Mapping[str, Any], metric: str) -> str:
     worst = scores.get("worst")
-    return "" if worst is None else f"{one_line(worst['client'], 12)} {score(metric, worst[metric])}"
+    return "" if worst is None else f"{shorten(worst['client'], 12)} {score(metric, worst[metric])}"
 
 
 def _describe_gain(report: RunReport) -> str:
@@ -192,7 +192,7 @@ def render_peft_snippet(adapter: Path) -> list[str]:
             f'model = sentence_transformers.SentenceTransformer("{adapter}")  # model.encode(texts): the logits',
         ]
     if not (adapter / "adapter_config.json").is_file():
-        own = ["import fedspan.models.resnet"] if architecture_of(notes["base_model"]) else []
+        own = ["import fedspan.models.resnet"] if get_architecture(notes["base_model"]) else []
         auto, _ = _CLASSES[notes["task"]]
         return ["import transformers", *own, f'model = transformers.{auto}.from_pretrained("{adapter}")']
     revision = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("revision")
@@ -215,7 +215,7 @@ def render_peft_snippet(adapter: Path) -> list[str]:
 def _render_examples(report: RunReport, width: int) -> RenderableType:
     if report.task == "causal-lm":
         return _render_dialogues(report, width)
-    table = plain_table()
+    table = create_table()
     labels = max(len("prediction"), *(len(row[key]) for row in report.examples for key in ("label", "prediction")))
     labels = min(labels, (width - 30) // 2)
     what = "a held-out image" if report.task == "image-classification" else "a held-out text"
@@ -226,7 +226,7 @@ def _render_examples(report: RunReport, width: int) -> RenderableType:
         colour = ""  # a predicted number is neither right nor wrong
         if _TARGET_COLUMN[report.task] == "label":
             colour = "green" if row["label"] == row["prediction"] else "red"
-        cells = [one_line(row[key], 400) for key in ("text", "label", "prediction")]
+        cells = [shorten(row[key], 400) for key in ("text", "label", "prediction")]
         table.add_row(*map(Text, cells[:2]), Text(cells[2], colour))
     return table
 
@@ -239,6 +239,6 @@ def _render_dialogues(report: RunReport, width: int) -> Text:
         prompt = prompt if len(prompt) <= room else "…" + prompt[1 - room :]
         for name, text in (("prompt", prompt), ("answer", row["label"]), ("model", row["prediction"])):
             shown.append(f"{name:<8}", "dim")
-            shown.append(f"{one_line(text, room)}\n", "bold" if name == "model" else "")
+            shown.append(f"{shorten(text, room)}\n", "bold" if name == "model" else "")
         shown.append("\n")
     return shown

@@ -10,7 +10,7 @@ from typing import Self
 from rich.console import Console
 from rich.text import Text
 
-from fedspan.cli.formatting import duration, one_line, score
+from fedspan.cli.formatting import format_duration, score, shorten
 from fedspan.cli.live import compute_report_interval
 from fedspan.experiments.series import Step
 from fedspan.experiments.series_bar import SeriesBar
@@ -47,7 +47,7 @@ class SeriesView(SeriesBar):
 
     def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
         super().run_finished(step, metric, value, seconds, is_new)
-        self._line(step, f"{score(metric, value):>8} {duration(seconds):>8}", "" if is_new else "dim")
+        self._line(step, f"{score(metric, value):>8} {format_duration(seconds):>8}", "" if is_new else "dim")
 
     def run_failed(self, step: Step, why: str) -> None:
         super().run_failed(step, why)
@@ -69,11 +69,11 @@ class SeriesView(SeriesBar):
         if stage is None or self._step is None or self._out.is_terminal:
             return
         if now - self._printed >= compute_report_interval(now - self._began):
-            self._print(Text(one_line(f"  {self._step.label}: {self._run.state()}", self._out.width), "dim"))
+            self._print(Text(shorten(f"  {self._step.label}: {self._run.state()}", self._out.width), "dim"))
 
     def _line(self, step: Step, result: str, style: str) -> None:
         left = f"{self.done:>{len(str(self.runs))}}/{self.runs}  {step.label}"
-        self._print(Text(f"{one_line(left, _LEFT):<{_LEFT}} {result}", style))
+        self._print(Text(f"{shorten(left, _LEFT):<{_LEFT}} {result}", style))
 
     def _note(self, text: str) -> None:
         """Print a remark on the data or the machine, once for all runs."""

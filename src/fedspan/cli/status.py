@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedspan.cli.admission import warn_of_expiry
-from fedspan.cli.commands import MACHINES, SERVER, Json, ServerFolder, command
+from fedspan.cli.commands import MACHINES, SERVER, Json, ServerFolder, register_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +25,7 @@ __all__ = ["status"]
 _COLOURS = {"online": "green", "offline": "yellow", "revoked": "red"}
 
 
-@command("status", "fedspan status", "fedspan status --run runs/first", panel=MACHINES)
+@register_command("status", "fedspan status", "fedspan status --run runs/first", panel=MACHINES)
 def status(
     folder: ServerFolder = SERVER,
     run: Annotated[
@@ -41,18 +41,18 @@ def status(
     from fedspan.transports.flower import require
 
     require()
-    from fedspan.cli.formatting import console
+    from fedspan.cli.formatting import create_console
     from fedspan.deployment.status import load_named_run, read_status
     from fedspan.errors import FedspanError
     from fedspan.transports.flower.admissions import read_admissions, read_revocations
-    from fedspan.transports.flower.server import link_of, nodes_of
+    from fedspan.transports.flower.server import link_of, list_nodes
 
     named_run, link = load_named_run(folder), link_of(folder)
     run_folder = run or (None if named_run is None else named_run.folder)
     admitted = read_admissions(link)
     replaced = {admission.name for admission in admitted.values()}
     names = {id: admission.name for id, admission in read_revocations(link).items() if admission.name not in replaced}
-    nodes = nodes_of(link, names | {id: admission.name for id, admission in admitted.items()})
+    nodes = list_nodes(link, names | {id: admission.name for id, admission in admitted.items()})
     max_examples = {
         str(id): admission.max_examples for id, admission in admitted.items() if admission.max_examples is not None
     }
@@ -71,7 +71,7 @@ def status(
         run_values = None if run_status is None else {"folder": str(run_folder), **dataclasses.asdict(run_status)}
         typer.echo(json.dumps({"nodes": rows, "run": run_values}, indent=2))
         return
-    out = console()
+    out = create_console()
     _show_nodes(out, nodes, known, max_examples, run_status)
     warn_of_expiry(link)
     if run_status is not None and run_folder is not None:
@@ -83,13 +83,13 @@ def _show_nodes(
 ) -> None:
     from rich.text import Text
 
-    from fedspan.cli.formatting import plain_table
+    from fedspan.cli.formatting import create_table
 
     if not nodes:
         out.print("no nodes yet: fedspan admit KEY.pub")
         return
     failures = {} if run_status is None else run_status.failures
-    table = plain_table()
+    table = create_table()
     limit, failed_columns = (("max examples",) if max_examples else ()), (("failures",) if failures else ())
     for title in ("node", "client", "status", "last seen", *limit, *failed_columns):
         table.add_column(title, no_wrap=True)
@@ -110,18 +110,18 @@ def _show_nodes(
 
 
 def _format_last_seen(node: Node) -> str:
-    from fedspan.cli.formatting import duration
+    from fedspan.cli.formatting import format_duration
 
     if node.status == "online":
-        return f"now, for {duration(node.online_seconds)}"
+        return f"now, for {format_duration(node.online_seconds)}"
     return "never" if node.offline_since is None else _format_ago(node.offline_since)
 
 
 def _format_ago(moment: float) -> str:
-    from fedspan.cli.formatting import duration
+    from fedspan.cli.formatting import format_duration
 
     shown = datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M:%S")
-    return f"{shown} ({duration(max(0.0, time.time() - moment))} ago)"
+    return f"{shown} ({format_duration(max(0.0, time.time() - moment))} ago)"
 
 
 def _show_run(out: Console, run_folder: Path, run_status: RunStatus) -> None:

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.commands import Overrides, command
+from fedspan.cli.commands import Overrides, register_command
 from fedspan.cli.live_run import find_unused_folder, show_run
 from fedspan.errors import FedspanError
 
 __all__ = ["run"]
 
 
-@command(
+@register_command(
     "run",
     "fedspan run my.yaml --out runs/first",
     "fedspan run my.yaml --set method.name=ffa-lora --set training.lr=2e-3",

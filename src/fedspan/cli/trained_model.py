@@ -9,7 +9,7 @@ from typing import Annotated, cast
 
 import typer
 
-from fedspan.cli.commands import Json, command
+from fedspan.cli.commands import Json, register_command
 from fedspan.errors import FedspanError
 
 __all__ = ["Client", "evaluate", "predict"]
@@ -20,7 +20,7 @@ Client = Annotated[
 ]
 
 
-@command(
+@register_command(
     "predict",
     'fedspan predict runs/first "Can I move my appointment to Friday?"',
     "fedspan predict runs/first --file messages.txt > labels.tsv",
@@ -93,7 +93,7 @@ def _split_pair(text: str) -> tuple[str, str]:
     return first, second
 
 
-@command(
+@register_command(
     "evaluate",
     "fedspan evaluate runs/first",
     "fedspan evaluate exported/ --data new.csv --text message --label intent",
@@ -192,14 +192,14 @@ def _run_harness(
 ) -> None:
     """Run tasks of lm-evaluation-harness, and print a table or JSON."""
     import fedspan
-    from fedspan.cli.formatting import console, plain_table
+    from fedspan.cli.formatting import create_console, create_table
 
     names = [part.strip() for part in tasks.split(",") if part.strip()]
     results = fedspan.harness(model, names, client, shots=shots, limit=limit, include=include)
     if as_json:
         typer.echo(json.dumps(results, indent=2))
         return
-    table = plain_table()
+    table = create_table()
     table.add_column("task", style="cyan", no_wrap=True)
     for title in ("metric", "value", "error", "examples"):
         table.add_column(title, justify="left" if title == "metric" else "right", no_wrap=True)
@@ -209,4 +209,4 @@ def _run_harness(
             if name != "examples" and "_stderr" not in name:
                 error = metrics.get(name.replace(":", "_stderr:", 1) if ":" in name else f"{name}_stderr")
                 table.add_row(task, name, f"{value:.4f}", "" if error is None else f"{error:.4f}", count)
-    console().print(table)
+    create_console().print(table)

@@ -27,7 +27,7 @@ from fedspan.core.method import Memory, Method
 from fedspan.core.values import Client, Contribution, Job, Message, OptimizerState, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.privacy import order_charges, privatize, training_noise
+from fedspan.federation.privacy import compute_training_noise, order_charges, privatize
 from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Envelope, Order, Part, Reply, ScoredPart, Scores
 from fedspan.federation.secagg.messages import Phase, refuse_phase
@@ -261,7 +261,7 @@ class Host:
         noise = 0.0
         if settings.privacy is not None and settings.privacy.mechanism == "dp-sgd":
             trusted = _set_true_examples(client, data)
-            noise = training_noise(
+            noise = compute_training_noise(
                 settings, settings.privacy, self.method, message, trusted, order.round, stored.memory
             )
         return _Training(order, client, data, stored, job, noise, stored.memory, copy_on_write(stored.moments))

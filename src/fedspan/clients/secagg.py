@@ -31,7 +31,7 @@ from pydantic import Field, ValidationError
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message
 from fedspan.crypto.identity import Identity, compute_fingerprint, verify_signature
-from fedspan.crypto.keys import Keys, derive_pair_seed, new_secret, open_sealed, seal
+from fedspan.crypto.keys import Keys, derive_pair_seed, draw_secret, open_sealed, seal
 from fedspan.crypto.masks import Integers, Ring, add_mask
 from fedspan.crypto.shares import SHARE, split
 from fedspan.errors import FedspanError
@@ -49,13 +49,13 @@ from fedspan.federation.secagg.messages import (
     SharesReply,
     UnmaskOrder,
     UnmaskReply,
+    compute_layout_digest,
     context_of,
+    create_initial_values,
     flatten,
-    initial_values,
-    layout_of,
 )
 from fedspan.federation.validation import change_of, clip_change
-from fedspan.files import disk_errors, read_bytes, write_atomic
+from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 
 __all__ = ["DiskSessionStore", "MemorySessionStore", "SecureClient", "Session", "SessionStore"]
 
@@ -177,7 +177,7 @@ class SecureClient:
             raise FedspanError(
                 "message.session", order.session, f"a number above {last.number}, because every session is new"
             )
-        session = Session(run=order.run, number=order.session, phase="keys", secret=new_secret())
+        session = Session(run=order.run, number=order.session, phase="keys", secret=draw_secret())
         self.sessions.store(self.id, session)
         return KeysReply(id=self.id, session=order.session, keys=self._sign_keys(session))
 
@@ -295,8 +295,8 @@ class SecureClient:
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
         if contribution.weight is not None or contribution.stack:
             raise FedspanError("reply", self.id, "a contribution to a sum, with the client's own weight")
-        origin = initial_values(contribution.sum, started)
-        if layout_of(origin) != agreement.layout:
+        origin = create_initial_values(contribution.sum, started)
+        if compute_layout_digest(origin) != agreement.layout:
             raise FedspanError("reply", self.id, "tensors with the same names and shapes as the other clients'")
         try:
             change = change_of(contribution, origin)
@@ -403,7 +403,7 @@ class DiskSessionStore:
     def store(self, client: str, session: Session) -> None:
         """``SessionStore.store``."""
         path = self._of(client)
-        with disk_errors(self.folder, "free some space; the round can be run again"):
+        with convert_disk_errors(self.folder, "free some space; the round can be run again"):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomic(path, session.model_dump_json().encode(), 0o600)
 

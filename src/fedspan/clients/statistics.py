@@ -8,7 +8,7 @@ from typing import Any, cast, get_args
 import numpy as np
 import torch
 
-from fedspan.core.heads import HeadKind, statistics_shapes, summarize
+from fedspan.core.heads import HeadKind, compute_statistics_shapes, summarize
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Job, Message
 from fedspan.federation.head_start import BOUND, KIND
@@ -76,7 +76,7 @@ def compute_client_statistics(
         NoOutputLayer: If the model's logits are not those of one linear layer.
     """
     layer = find_output_layer(engine.adapted)
-    shapes = statistics_shapes(kind, layer.outputs, layer.features)
+    shapes = compute_statistics_shapes(kind, layer.outputs, layer.features)
     total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     targets, own = torch.from_numpy(cast(Any, examples).labels[indices]), indices
     if class_examples > 1:

@@ -21,12 +21,12 @@ from fedspan.federation.progress import Progress
 from fedspan.federation.serialization import Reader, Writer, expect
 from fedspan.files import (
     DamagedFileError,
-    disk_errors,
+    build_temporary_path,
+    convert_disk_errors,
+    delete_temporary_files,
     fsync_folder,
     read_whole,
     remove,
-    sweep,
-    temporary,
     write_atomic,
     write_file,
 )
@@ -328,7 +328,7 @@ def store(folder: Path, progress: Progress) -> Progress:
                 files[kind.path(folder, key, round)] = (kind, key, value)
         stored.append(StoredMapping(kind, folder, {**rounds, **written}))
     if files:
-        with disk_errors(folder.parent):
+        with convert_disk_errors(folder.parent):
             _write(folder / f"round-{round:05d}", files, round)
     return replace(progress, memories=stored[0], optimizers=stored[1])
 
@@ -342,7 +342,7 @@ def _split_changes(values: Mapping[str, V], clients: Path) -> tuple[Mapping[str,
 
 
 def _write(target: Path, files: Mapping[Path, tuple[Kind[Any], str, Any]], round: int) -> None:
-    partial = temporary(target)
+    partial = build_temporary_path(target)
     remove(partial)  # left by an earlier process with the same id, as in containers
     try:
         partial.mkdir(parents=True)
@@ -372,7 +372,7 @@ def discard(folder: Path, needed: Iterable[Version], among: Iterable[Version] | 
     kinds: dict[str, Kind[Any]] = {kind.name: kind for kind in (MEMORY, MOMENTS)}
     stay = {kinds[name].path(folder, key, round) for name, key, round in needed}
     if among is None:
-        sweep(folder)
+        delete_temporary_files(folder)
         there = set(folder.glob("round-*/*"))
     else:
         there = {kinds[name].path(folder, key, round) for name, key, round in among}
@@ -422,7 +422,7 @@ class DiskClientStore:
         """``ClientStore.store``."""
         own = self._of(client)
         target = STATE.path(own, client, round)
-        with disk_errors(self.folder, "free some space; the last accepted round is intact"):
+        with convert_disk_errors(self.folder, "free some space; the last accepted round is intact"):
             target.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(target, STATE.encode(client, round, state))
             fsync_folder(target.parent)

@@ -12,7 +12,7 @@ import pyarrow as pa
 from fedspan.data.columns import TaskName
 from fedspan.data.dialects import describe_missing_header
 from fedspan.data.images import PICTURES
-from fedspan.data.names import arrow_column, describe_missing_column, read_names
+from fedspan.data.names import describe_missing_column, get_arrow_column, read_names
 from fedspan.data.path_patterns import has_placeholders, list_placeholders
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
@@ -119,7 +119,7 @@ def _find_image_column(sample: datasets.Dataset, requested: str | None) -> str |
 
     likely = [name for name in _IMAGE_COLUMNS if name in sample.column_names]
     for name in [requested] if requested else likely + sample.column_names:
-        values = [value for value in arrow_column(sample, name).to_pylist() if value]
+        values = [value for value in get_arrow_column(sample, name).to_pylist() if value]
         if isinstance(sample.features[name], datasets.Image):
             return name
         if values and all(isinstance(value, str) and PurePath(value).suffix.lower() in PICTURES for value in values):
@@ -149,7 +149,7 @@ def _infer_language_fields(
     answer = options["answer"] or (
         None
         if options["label"]
-        else _find_column(sample, _ANSWER_COLUMNS, lambda name: _mean_text_length(sample, name) > 0)
+        else _find_column(sample, _ANSWER_COLUMNS, lambda name: _compute_mean_text_length(sample, name) > 0)
     )
     if answer is None:
         if task is None:
@@ -189,7 +189,7 @@ def _infer_labelled_fields(
         findings = [f"{task}: image {options['text']!r}, label {label!r}", *client_notes]
         return InferredData(task, fields, by, (*findings, *_list_alternatives(alternatives)))
     remaining = [name for name in remaining if name != label]
-    texts = {name: length for name in remaining if (length := _mean_text_length(sample, name))}
+    texts = {name: length for name in remaining if (length := _compute_mean_text_length(sample, name))}
     text_columns = [
         name for name in texts if _get_numeric_kind(sample, name) is None and not name.startswith("column_")
     ]
@@ -247,7 +247,7 @@ def _list_label_candidates(sample: datasets.Dataset, columns: Sequence[str]) -> 
         for name in columns
         if name not in excluded
         and (
-            _mean_text_length(sample, name)
+            _compute_mean_text_length(sample, name)
             or _get_numeric_kind(sample, name)
             or _has_single_element_lists(sample, name)
         )
@@ -256,7 +256,7 @@ def _list_label_candidates(sample: datasets.Dataset, columns: Sequence[str]) -> 
 
 
 def _has_single_element_lists(sample: datasets.Dataset, column: str) -> bool:
-    values = arrow_column(sample, column)
+    values = get_arrow_column(sample, column)
     if not pa.types.is_list(values.type) or pa.types.is_nested(values.type.value_type):
         return False
     return all(value is not None and len(value) == 1 for value in values.to_pylist())
@@ -273,7 +273,7 @@ def _find_score_column(sample: datasets.Dataset, columns: Sequence[str]) -> str 
     return next(reversed(float_columns or list(numbers)), None)
 
 
-def _mean_text_length(sample: datasets.Dataset, column: str) -> float:
+def _compute_mean_text_length(sample: datasets.Dataset, column: str) -> float:
     """Compute the mean number of characters of a column; 0 if the column is not text."""
     if str(getattr(sample.features[column], "dtype", "")) not in ("string", "large_string"):
         return 0.0

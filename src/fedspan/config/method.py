@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from fedspan.config.options import validate_method_options, validate_wrapper_options
 from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import OptimizerSpec, Spec
-from fedspan.methods.registry import method_class
+from fedspan.methods.registry import get_method_class
 from fedspan.wrappers.extras import ExtrasPolicy, WithExtras
 from fedspan.wrappers.registry import wrap
 
@@ -67,7 +67,7 @@ class MethodConfig(BaseModel):
             FedspanError: If an option is unknown, or its value is invalid.
         """
         options = validate_method_options(self.name, self.options)
-        return method_class(self.name)(spec=spec, seed=seed, **options)
+        return get_method_class(self.name)(spec=spec, seed=seed, **options)
 
     def wrap(
         self,

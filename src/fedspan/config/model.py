@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from fedspan.config.section import Section
 from fedspan.errors import FedspanError
-from fedspan.models.names import architecture_of
+from fedspan.models.names import get_architecture
 
 __all__ = ["ModelConfig"]
 
@@ -132,4 +132,4 @@ class ModelConfig(Section):
     @property
     def is_from_scratch(self) -> bool:
         """Whether all weights are randomly initialized."""
-        return not self.pretrained or architecture_of(self.name) is not None
+        return not self.pretrained or get_architecture(self.name) is not None

@@ -12,8 +12,8 @@ from pydantic import ConfigDict
 
 from fedspan.config.validation_errors import convert_validation_error
 from fedspan.errors import FedspanError
-from fedspan.methods.registry import method_class
-from fedspan.wrappers.registry import WRAPPERS, wrapper_class
+from fedspan.methods.registry import get_method_class
+from fedspan.wrappers.registry import WRAPPERS, get_wrapper_class
 
 __all__ = ["validate_method_options", "validate_wrapper_options"]
 
@@ -30,7 +30,7 @@ def validate_method_options(name: str, values: Mapping[str, Any]) -> dict[str, A
     if name in WRAPPERS:
         problem = f"{name!r} is a wrapper. Put it around a method: method: {{name: fedit, wrappers: [{name}]}}"
         raise FedspanError("method.name", name, problem=problem)
-    return _validate_options(method_class(name), name, values, "method")
+    return _validate_options(get_method_class(name), name, values, "method")
 
 
 def validate_wrapper_options(position: int, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def validate_wrapper_options(position: int, name: str, values: Mapping[str, Any]
         FedspanError: If the wrapper or an option is unknown, or a value has the wrong type or range.
     """
     field = f"method.wrappers.{position}"
-    return _validate_options(wrapper_class(name, field), name, values, field)
+    return _validate_options(get_wrapper_class(name, field), name, values, field)
 
 
 def _validate_options(cls: type[Any], name: str, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:

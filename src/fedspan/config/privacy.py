@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from fedspan.config.federation import FederationConfig
 from fedspan.config.section import Section
 from fedspan.core.method import Claims
-from fedspan.core.noise import key_of_seed
+from fedspan.core.noise import derive_seed_key
 from fedspan.errors import FedspanError
 from fedspan.training.jobs import Privacy
 
@@ -123,6 +123,6 @@ class PrivacyConfig(Section):
             delta=self.delta,
             accounting=self.accountant,
             rounds=rounds,
-            key=key_of_seed(seed) if key is None else key,
+            key=derive_seed_key(seed) if key is None else key,
             secret=key is not None,
         )

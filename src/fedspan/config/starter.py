@@ -18,7 +18,7 @@ from fedspan.data.files import read_source
 from fedspan.data.loading import LoadedData, load
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
-from fedspan.files import disk_errors, write_atomic
+from fedspan.files import convert_disk_errors, write_atomic
 
 __all__ = ["StarterConfig", "write_starter_config"]
 
@@ -105,7 +105,7 @@ def write_starter_config(
         scope = "" if loaded.whole else " in the rows that were read"
         findings.append(f"{len(loaded.labels)} labels{scope}: {names}")
     findings += loaded.remarks
-    with disk_errors(path.parent, "choose another file", "--out"):
+    with convert_disk_errors(path.parent, "choose another file", "--out"):
         write_atomic(path, content.encode())
     return StarterConfig(path, config, tuple(findings))
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pydantic
 from pydantic import BaseModel
 
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError, suggest_nearest
 
 __all__ = ["VARIANT", "convert_validation_error"]
 
@@ -36,7 +36,7 @@ def convert_validation_error(
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
         siblings = _list_fields(root, detail["loc"][:-1])
-        problem = f"there is no such field. {nearest(str(detail['loc'][-1]), siblings)}"
+        problem = f"there is no such field. {suggest_nearest(str(detail['loc'][-1]), siblings)}"
         return FedspanError(field, detail["input"], problem=problem)
     if detail["type"] == "missing":
         return FedspanError(field, None, problem="this field is required")

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from fedspan.core.base import Delta
 from fedspan.core.lowrank import LowRank, assign_values_to_B, concatenate, svd
-from fedspan.core.tensors import tensor_name
+from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import LayerSpec, Reduced
 
-__all__ = ["map_layers", "mean_of_stack", "products", "residual", "smaller_form"]
+__all__ = ["average_stack", "choose_smaller_form", "compute_residual", "map_layers", "sum_products"]
 
 T = TypeVar("T")
 
@@ -39,17 +39,17 @@ def map_layers(function: Callable[[LayerSpec], T], layers: Iterable[LayerSpec]) 
         torch.set_num_threads(threads)
 
 
-def products(layer: str, reduced: Reduced) -> LowRank:
+def sum_products(layer: str, reduced: Reduced) -> LowRank:
     """Compute ``sum_i p_i s_i B_i A_i`` of a stack of LoRA factors as one pair of rank Q.
 
     It is exact for any ranks and scalings. Weight p_i and scaling s_i multiply B alone.
     """
-    a, b = tensor_name(layer, "A"), tensor_name(layer, "B")
+    a, b = join_tensor_name(layer, "A"), join_tensor_name(layer, "B")
     pairs = [LowRank(one.tensors[b], one.tensors[a], one.weight * one.client.scaling) for one in reduced.stack]
     return concatenate(pairs)
 
 
-def mean_of_stack(reduced: Reduced) -> dict[str, Tensor]:
+def average_stack(reduced: Reduced) -> dict[str, Tensor]:
     """Compute the weighted mean of stacked tensors that have one shape for all clients, summed in float64."""
     means: dict[str, Tensor] = {}
     for name, like in reduced.stack[0].tensors.items():
@@ -60,7 +60,7 @@ def mean_of_stack(reduced: Reduced) -> dict[str, Tensor]:
     return means
 
 
-def residual(layer: str, reduced: Reduced, mean_B: Tensor, scaling: float, rank: int | None = None) -> LowRank:
+def compute_residual(layer: str, reduced: Reduced, mean_B: Tensor, scaling: float, rank: int | None = None) -> LowRank:
     """Compute the loss of averaging, ``s (sum_i p_i B_i A_i - B A)`` with means B and A, as a pair of rank (K - 1) R.
 
     With ``sum_i p_i (B_i - B) = 0`` it is ``s sum_{i<K} p_i (B_i - B)(A_i - A_K)``: factors without an SVD.
@@ -72,7 +72,7 @@ def residual(layer: str, reduced: Reduced, mean_B: Tensor, scaling: float, rank:
         scaling: Scaling s.
         rank: Maximum rank of a best approximation by an SVD of the factors; None: the exact residual.
     """
-    a, b = tensor_name(layer, "A"), tensor_name(layer, "B")
+    a, b = join_tensor_name(layer, "A"), join_tensor_name(layer, "B")
     *others, last = reduced.stack
     empty = LowRank(mean_B[:, :0], last.tensors[a][:0])
     pairs = [LowRank(one.tensors[b] - mean_B, one.tensors[a] - last.tensors[a], one.weight * scaling) for one in others]
@@ -82,7 +82,7 @@ def residual(layer: str, reduced: Reduced, mean_B: Tensor, scaling: float, rank:
     return assign_values_to_B(*svd(exact, rank)).to(mean_B.dtype)
 
 
-def smaller_form(pair: LowRank) -> Delta:
+def choose_smaller_form(pair: LowRank) -> Delta:
     """Return the pair, or the dense matrix where that has fewer elements."""
     rows, columns = pair.shape
     return pair if pair.numel() <= rows * columns else pair.dense()

@@ -13,10 +13,18 @@ from torch import Tensor
 
 from fedspan.core.lowrank import LowRank, fix_signs
 
-__all__ = ["Ajive", "View", "ajive", "factor_of_gram", "gram_factor", "nearest_rotation", "procrustes"]
+__all__ = [
+    "Ajive",
+    "View",
+    "compute_ajive",
+    "compute_gram_factor",
+    "factorise_gram",
+    "find_nearest_rotation",
+    "solve_procrustes",
+]
 
 
-def procrustes(source_RI: Tensor, target_RI: Tensor) -> Tensor:
+def solve_procrustes(source_RI: Tensor, target_RI: Tensor) -> Tensor:
     """Solve orthogonal Procrustes: the S with orthonormal rows that maximises ``<S source, target>``.
 
     For ``source`` (R', I), ``target`` (R, I), R <= R', and ``target source^T = U Sigma V^T``: S = U V^T, (R, R').
@@ -26,7 +34,7 @@ def procrustes(source_RI: Tensor, target_RI: Tensor) -> Tensor:
     return U @ Vt
 
 
-def nearest_rotation(matrix_RR: Tensor) -> Tensor:
+def find_nearest_rotation(matrix_RR: Tensor) -> Tensor:
     """Find the rotation (orthogonal, determinant 1) nearest to a matrix in Frobenius norm; it maximises ``<R, M>``.
 
     ``U diag(1, ..., 1, det(U V^T)) V^T`` for ``M = U Sigma V^T`` (Kabsch). In float64.
@@ -36,7 +44,7 @@ def nearest_rotation(matrix_RR: Tensor) -> Tensor:
     return U @ Vt
 
 
-def gram_factor(stack_QK: Tensor) -> Tensor:
+def compute_gram_factor(stack_QK: Tensor) -> Tensor:
     """Compute Lambda^(1/2) P (R', K) of ``stack^T stack = P^T Lambda P``, eigenvalues descending, without forming it.
 
     It uses the SVD of the stack, which retains the digits that squaring would lose; in float64, signs fixed. R' is the
@@ -48,8 +56,8 @@ def gram_factor(stack_QK: Tensor) -> Tensor:
     return (S[:, None] * V_KR.T)[: max(1, present)]
 
 
-def factor_of_gram(gram_KK: Tensor) -> Tensor:
-    """Compute ``gram_factor`` from ``stack^T stack``, which may have a small error; its symmetric part counts.
+def factorise_gram(gram_KK: Tensor) -> Tensor:
+    """Compute the result of ``compute_gram_factor`` from ``stack^T stack``, of which only the symmetric part counts.
 
     In float64. Eigenvalues below the rounding of the largest one, and negative ones, count as 0.
     """
@@ -128,7 +136,7 @@ class Ajive:
         return (U * torch.where(self.thresholds[number] < S, S, 0.0)) @ Vt
 
 
-def ajive(
+def compute_ajive(
     matrices: Sequence[Tensor | LowRank],
     joint_rank: int | None,
     view_rank: int | Sequence[int] | None = None,
@@ -159,13 +167,15 @@ def ajive(
     views = tuple(View.of(matrix) for matrix in matrices)
     means = tuple(view.mean() if center else torch.zeros_like(view.mean()) for view in views)
     ranks = [view_rank] * len(views) if view_rank is None or isinstance(view_rank, int) else list(view_rank)
-    spaces = [_space(view.left - mean, rank) for view, mean, rank in zip(views, means, ranks, strict=True)]
+    spaces = [_build_space(view.left - mean, rank) for view, mean, rank in zip(views, means, ranks, strict=True)]
     U, S, Vt = torch.linalg.svd(torch.cat([space.U for space in spaces], 1), full_matrices=False)
     U = fix_signs(U, Vt)[0]
     cutoff = None
     if joint_rank is None:
         rng = torch.Generator().manual_seed(0) if rng is None else rng
-        cutoff = max(_wedin_bound(views, means, spaces, samples, rng), _random_bound(spaces, samples, rng))
+        cutoff = max(
+            _compute_wedin_bound(views, means, spaces, samples, rng), _compute_random_bound(spaces, samples, rng)
+        )
         joint_rank = int((S.square() > cutoff).sum())
     basis = U[:, :joint_rank]
     thresholds = tuple(space.threshold for space in spaces)
@@ -187,7 +197,7 @@ class _Space:
     threshold: float
 
 
-def _space(left: Tensor, rank: int | None) -> _Space:
+def _build_space(left: Tensor, rank: int | None) -> _Space:
     U, S, Vt = torch.linalg.svd(left, full_matrices=False)
     tiny = S[:1] * max(left.shape) * torch.finfo(S.dtype).eps
     present = int((tiny < S).sum())  # null directions are arbitrary
@@ -197,18 +207,18 @@ def _space(left: Tensor, rank: int | None) -> _Space:
     return _Space(U[:, :retained], S[:retained], Vt[:retained].T, threshold)
 
 
-def _outside(space: Tensor, size: int, count: int, rng: torch.Generator) -> Tensor:
+def _draw_orthogonal(space: Tensor, size: int, count: int, rng: torch.Generator) -> Tensor:
     """Draw ``count`` random directions (size, count) orthogonal to a space (size, R), fewer where there are fewer."""
     normals = torch.randn((size, min(count, size - space.shape[1])), generator=rng, dtype=torch.float64)
     return torch.linalg.qr(normals - space @ (space.T @ normals))[0]
 
 
-def _largest(matrix: Tensor) -> float:
+def _compute_largest_singular_value(matrix: Tensor) -> float:
     """Compute the largest singular value; 0 for an empty matrix."""
     return float(torch.linalg.matrix_norm(matrix, 2)) if matrix.numel() else 0.0
 
 
-def _wedin_bound(
+def _compute_wedin_bound(
     views: Sequence[View], means: Sequence[Tensor], spaces: Sequence[_Space], samples: int, rng: torch.Generator
 ) -> float:
     lost = torch.zeros(samples, dtype=torch.float64)
@@ -219,18 +229,18 @@ def _wedin_bound(
             continue
         V = space.V if view.right is None else view.right.T @ space.V
         for number in range(samples):
-            left = centred.T @ _outside(space.U, len(centred), rank, rng)
-            directions = _outside(V, view.columns, rank, rng)
+            left = centred.T @ _draw_orthogonal(space.U, len(centred), rank, rng)
+            directions = _draw_orthogonal(V, view.columns, rank, rng)
             right = centred @ (directions if view.right is None else view.right @ directions)
-            noise = max(_largest(left), _largest(right))
+            noise = max(_compute_largest_singular_value(left), _compute_largest_singular_value(right))
             lost[number] += min(1.0, noise / float(space.S[-1])) ** 2
     return float(torch.quantile(len(views) - lost, 0.05))
 
 
-def _random_bound(spaces: Sequence[_Space], samples: int, rng: torch.Generator) -> float:
+def _compute_random_bound(spaces: Sequence[_Space], samples: int, rng: torch.Generator) -> float:
     largest = torch.empty(samples, dtype=torch.float64)
     for number in range(samples):
         normals = [torch.randn(space.U.shape, generator=rng, dtype=torch.float64) for space in spaces]
         concatenated = torch.cat([torch.linalg.qr(normal)[0] for normal in normals], 1)
-        largest[number] = _largest(concatenated) ** 2
+        largest[number] = _compute_largest_singular_value(concatenated) ** 2
     return float(torch.quantile(largest, 0.95))

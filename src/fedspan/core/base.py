@@ -16,13 +16,13 @@ from torch import Tensor
 
 from fedspan.core.lowrank import LowRank, concatenate
 
-__all__ = ["BasePatch", "BaseUpdate", "Delta", "Increment", "Total", "apply_patch", "as_dense", "materialise"]
+__all__ = ["BasePatch", "BaseUpdate", "Delta", "Increment", "Total", "apply_patch", "materialise", "to_dense"]
 
 Delta = LowRank | Tensor
 """A layer's weight change, (O, I): a pair of factors, or the dense matrix."""
 
 
-def as_dense(delta: Delta) -> Tensor:
+def to_dense(delta: Delta) -> Tensor:
     """Return either form as the matrix (O, I)."""
     return delta.dense() if isinstance(delta, LowRank) else delta
 
@@ -67,7 +67,7 @@ class Total(Mapping[str, Delta]):
         """Return the sum after one more increment; a layer becomes dense where its factors would outgrow the matrix."""
         total = Total() if increment.decay != 1.0 else Total(self)
         if increment.decay != 1.0:
-            total._parts = {layer: _decay(parts, increment.decay) for layer, parts in self._parts.items()}
+            total._parts = {layer: _scale_parts(parts, increment.decay) for layer, parts in self._parts.items()}
         for layer, delta in increment.deltas.items():
             total._parts[layer] = _accumulate(total._parts.get(layer, ()), delta)
         return total
@@ -75,7 +75,7 @@ class Total(Mapping[str, Delta]):
 
 def _accumulate(parts: tuple[LowRank, ...] | Tensor, delta: Delta) -> tuple[LowRank, ...] | Tensor:
     if isinstance(parts, Tensor):
-        return parts + as_dense(delta)
+        return parts + to_dense(delta)
     if isinstance(delta, LowRank):
         rows, columns = delta.shape
         joined = (*parts, delta.fold_scale())
@@ -84,7 +84,7 @@ def _accumulate(parts: tuple[LowRank, ...] | Tensor, delta: Delta) -> tuple[LowR
     return concatenate(parts).dense() + delta if parts else delta
 
 
-def _decay(parts: tuple[LowRank, ...] | Tensor, factor: float) -> tuple[LowRank, ...] | Tensor:
+def _scale_parts(parts: tuple[LowRank, ...] | Tensor, factor: float) -> tuple[LowRank, ...] | Tensor:
     if isinstance(parts, Tensor):
         return parts * factor
     return tuple(LowRank(pair.B * factor, pair.A, pair.scale) for pair in parts)
@@ -193,4 +193,4 @@ def materialise(weight_OI: Tensor, base: BaseUpdate, layer: str) -> Tensor:
     dtype = torch.promote_types(weight_OI.dtype, torch.float32)
     moved = weight_OI.to(dtype) if base.rho == 1.0 else weight_OI.to(dtype) * base.rho
     delta = base.total.get(layer)
-    return moved if delta is None else moved + as_dense(delta).to(moved.device, dtype)
+    return moved if delta is None else moved + to_dense(delta).to(moved.device, dtype)

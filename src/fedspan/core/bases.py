@@ -11,32 +11,32 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fedspan.core.projectors import random_projector
-from fedspan.core.tensors import generator
+from fedspan.core.projectors import draw_random_projector
+from fedspan.core.tensors import create_generator
 
-__all__ = ["dense_bases", "mixing_keys", "through_mixing"]
+__all__ = ["draw_dense_bases", "draw_mixing_keys", "multiply_by_mixing"]
 
 
 @lru_cache(maxsize=256)
-def dense_bases(shape: tuple[int, int], seed: int, layer: str) -> tuple[Tensor, Tensor]:
+def draw_dense_bases(shape: tuple[int, int], seed: int, layer: str) -> tuple[Tensor, Tensor]:
     """Draw random L (O, K) with orthonormal columns and R (K, I) with orthonormal rows, K = min(O, I); float32.
 
     Both are uniformly distributed. Each takes a QR of a matrix as large as the layer, so the last ones are cached.
     """
     k = min(shape)
-    L_OK = random_projector(shape, k, "left", generator(seed, "L", layer))
-    return L_OK, random_projector(shape, k, "right", generator(seed, "R", layer))
+    L_OK = draw_random_projector(shape, k, "left", create_generator(seed, "L", layer))
+    return L_OK, draw_random_projector(shape, k, "right", create_generator(seed, "R", layer))
 
 
-def mixing_keys(longer: int, shorter: int, seed: int, layer: str) -> tuple[Tensor, Tensor]:
-    """Draw the keys of ``through_mixing``'s basis: K distinct places (K,) int64 of N, and N signs (N,) float32."""
-    rng = generator(seed, "mixing", layer)
+def draw_mixing_keys(longer: int, shorter: int, seed: int, layer: str) -> tuple[Tensor, Tensor]:
+    """Draw the keys of ``multiply_by_mixing``'s basis: K distinct places (K,) int64 of N, and N signs (N,) float32."""
+    rng = create_generator(seed, "mixing", layer)
     positions_K = torch.randperm(longer, generator=rng)[:shorter]
     signs = torch.randint(0, 2, (longer,), generator=rng).float() * 2 - 1
     return positions_K, signs
 
 
-def through_mixing(A_RK: Tensor, positions_K: Tensor, signs_N: Tensor) -> Tensor:
+def multiply_by_mixing(A_RK: Tensor, positions_K: Tensor, signs_N: Tensor) -> Tensor:
     """Compute ``A M`` (R, N) for the basis M = S C D (K, N), which has orthonormal rows and is not formed.
 
     S puts the K columns in their places among N, C is the orthonormal cosine transform (its rows in the order in which

@@ -48,11 +48,11 @@ __all__ = [
     "HeadKind",
     "HeadStatistics",
     "OutputWeights",
-    "cosine_discriminant",
-    "least_squares",
-    "oas_shrinkage",
+    "compute_oas_shrinkage",
+    "compute_statistics_shapes",
+    "fit_cosine_discriminant",
+    "fit_least_squares",
     "solve_head",
-    "statistics_shapes",
     "summarize",
 ]
 
@@ -91,7 +91,7 @@ class HeadStatistics:
         doubles = {name: value.double() for name, value in tensors.items()}
         triangle = doubles.get("products")
         features = doubles["sums"].shape[1]
-        products = None if triangle is None else _whole(triangle, features)
+        products = None if triangle is None else _expand_triangle(triangle, features)
         return cls(doubles["shares"], doubles["sums"], doubles["square"], products, doubles.get("targets"))
 
     def rescaled(self, bound: float) -> HeadStatistics:
@@ -136,7 +136,7 @@ class OutputWeights:
     bias: Tensor
 
 
-def statistics_shapes(kind: HeadKind, outputs: int, features: int) -> dict[str, tuple[int, ...]]:
+def compute_statistics_shapes(kind: HeadKind, outputs: int, features: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the named tensors of ``HeadStatistics.tensors``.
 
     Args:
@@ -184,17 +184,19 @@ def solve_head(kind: HeadKind, statistics: HeadStatistics, examples: float, *, b
             that the outputs at that mean are the same.
     """
     if kind == "least-squares":
-        head = least_squares(statistics, examples)
+        head = fit_least_squares(statistics, examples)
     else:
-        head = cosine_discriminant(statistics, examples, 1.0 if kind == "class-means" else None)
+        head = fit_cosine_discriminant(statistics, examples, 1.0 if kind == "class-means" else None)
     if bias:
         return head
-    g = _mean(statistics)
+    g = _compute_mean(statistics)
     projection = torch.outer(head.bias.double(), g) / g.square().sum().clamp(min=_TINY)
     return OutputWeights((head.weight.double() + projection).float(), torch.zeros_like(head.bias))
 
 
-def cosine_discriminant(statistics: HeadStatistics, examples: float, shrinkage: float | None = None) -> OutputWeights:
+def fit_cosine_discriminant(
+    statistics: HeadStatistics, examples: float, shrinkage: float | None = None
+) -> OutputWeights:
     """Compute a head for classes, with weights along LDA's discriminants and of equal length.
 
     A class without examples has zero weights, and the bias of half an example.
@@ -202,21 +204,21 @@ def cosine_discriminant(statistics: HeadStatistics, examples: float, shrinkage: 
     Args:
         statistics: Pooled statistics; with products if the shrinkage is not 1.
         examples: Number of examples in them.
-        shrinkage: Shrinkage a of the covariance; None: ``oas_shrinkage``.
+        shrinkage: Shrinkage a of the covariance; None: ``compute_oas_shrinkage``.
     """
-    present, means = _class_means(statistics)
+    present, means = _compute_class_means(statistics)
     m, free = means[present].mean(0), examples - int(present.sum())
     centred = torch.where(present[:, None], means - m, 0.0)
     trace = (statistics.square.squeeze() - (statistics.shares * means.square().sum(1)).sum()).clamp(min=0)
-    spread = (statistics.square.squeeze() - 2 * _mean(statistics) @ m + m @ m).clamp(min=0)
+    spread = (statistics.square.squeeze() - 2 * _compute_mean(statistics) @ m + m @ m).clamp(min=0)
     if shrinkage == 1.0 or free <= 0:
         variance = (trace if free > 0 and trace > 1e-9 * spread else spread).clamp(min=_TINY) / len(m)
         d, noise, fitted = centred / variance, trace / variance, torch.zeros_like(trace)
         along = (statistics.shares @ d.square().sum(1)) * variance
     else:
-        W = _within(statistics)
-        a = oas_shrinkage(W, free) if shrinkage is None else shrinkage
-        S = _shrunk(W, a)
+        W = _compute_within_covariance(statistics)
+        a = compute_oas_shrinkage(W, free) if shrinkage is None else shrinkage
+        S = _shrink_covariance(W, a)
         d = torch.linalg.solve(S, centred.T).T
         noise = torch.linalg.solve(S, W).trace()
         fitted = (1 - a) * noise
@@ -248,24 +250,26 @@ def _scale(counts: Tensor, v: Tensor, noise: Tensor, along: Tensor, fitted: Tens
     return torch.minimum(SCALE / (noise + signal).clamp(min=_TINY).sqrt(), signal / length.sqrt() / variance)
 
 
-def least_squares(statistics: HeadStatistics, examples: float, shrinkage: float | None = None) -> OutputWeights:
+def fit_least_squares(statistics: HeadStatistics, examples: float, shrinkage: float | None = None) -> OutputWeights:
     """Compute the head that minimises the squared error, with its ridge relative to the features' variance.
 
     Args:
         statistics: Pooled statistics with products and targets.
         examples: Number of examples in them.
-        shrinkage: Shrinkage a of the covariance; None: ``oas_shrinkage``.
+        shrinkage: Shrinkage a of the covariance; None: ``compute_oas_shrinkage``.
     """
     assert statistics.products is not None
     assert statistics.targets is not None
-    g, y = _mean(statistics), statistics.targets[-2]
+    g, y = _compute_mean(statistics), statistics.targets[-2]
     covariance = statistics.products - torch.outer(g, g)
-    S = _shrunk(covariance, oas_shrinkage(covariance, examples - 1) if shrinkage is None else shrinkage)
+    S = _shrink_covariance(
+        covariance, compute_oas_shrinkage(covariance, examples - 1) if shrinkage is None else shrinkage
+    )
     weight = torch.linalg.solve(S, statistics.targets[:-2] - y * g)[None]
     return _to_weights(weight, y - weight @ g)
 
 
-def oas_shrinkage(covariance: Tensor, examples: float) -> float:
+def compute_oas_shrinkage(covariance: Tensor, examples: float) -> float:
     """Compute OAS's shrinkage of an empirical covariance, from 0 to 1.
 
     Args:
@@ -278,16 +282,16 @@ def oas_shrinkage(covariance: Tensor, examples: float) -> float:
     return 1.0 if rest <= 0 else min(1.0, (square + mean**2) / rest)
 
 
-def _mean(statistics: HeadStatistics) -> Tensor:
+def _compute_mean(statistics: HeadStatistics) -> Tensor:
     """Return the mean of all features, (D,)."""
     return statistics.sums.sum(0) / statistics.shares.sum().clamp(min=_TINY)
 
 
-def _class_means(statistics: HeadStatistics) -> tuple[Tensor, Tensor]:
+def _compute_class_means(statistics: HeadStatistics) -> tuple[Tensor, Tensor]:
     """Return which classes have examples, (C,), and the class means, (C, D); of others, the mean of all."""
     present = statistics.shares > 0
     means = statistics.sums / statistics.shares.clamp(min=_TINY)[:, None]
-    return present, torch.where(present[:, None], means, _mean(statistics))
+    return present, torch.where(present[:, None], means, _compute_mean(statistics))
 
 
 def _log_shares(statistics: HeadStatistics, present: Tensor, examples: float) -> Tensor:
@@ -295,13 +299,13 @@ def _log_shares(statistics: HeadStatistics, present: Tensor, examples: float) ->
     return torch.where(present, statistics.shares, 0.5 / max(1.0, examples)).log()
 
 
-def _within(statistics: HeadStatistics) -> Tensor:
+def _compute_within_covariance(statistics: HeadStatistics) -> Tensor:
     """Return the covariance within classes, (D, D)."""
     assert statistics.products is not None
-    return statistics.products - statistics.sums.T @ _class_means(statistics)[1]
+    return statistics.products - statistics.sums.T @ _compute_class_means(statistics)[1]
 
 
-def _shrunk(covariance: Tensor, shrinkage: float) -> Tensor:
+def _shrink_covariance(covariance: Tensor, shrinkage: float) -> Tensor:
     size = len(covariance)
     mean = covariance.trace() / size
     identity = torch.eye(size, dtype=covariance.dtype)
@@ -309,7 +313,7 @@ def _shrunk(covariance: Tensor, shrinkage: float) -> Tensor:
     return (1 - shrinkage) * covariance + (shrinkage + 1e-6) * mean.clamp(min=1e-30) * identity
 
 
-def _whole(triangle: Tensor, features: int) -> Tensor:
+def _expand_triangle(triangle: Tensor, features: int) -> Tensor:
     rows, columns = torch.triu_indices(features, features)
     whole = triangle.new_zeros(features, features)
     whole[rows, columns] = triangle

@@ -16,10 +16,10 @@ __all__ = [
     "LowRank",
     "assign_values_to_B",
     "balance_factors",
+    "compute_inner_product",
+    "compute_leading_svd",
     "concatenate",
     "fix_signs",
-    "inner",
-    "leading",
     "svd",
 ]
 
@@ -83,7 +83,7 @@ def concatenate(pairs: Sequence[LowRank]) -> LowRank:
     return LowRank(torch.cat([pair.B for pair in folded], 1), torch.cat([pair.A for pair in folded], 0))
 
 
-def inner(left: LowRank, right: LowRank) -> Tensor:
+def compute_inner_product(left: LowRank, right: LowRank) -> Tensor:
     """Compute the Frobenius inner product by R x R Gram matrices, in float64: tr((B_l^T B_r)(A_r A_l^T))."""
     left, right = left.to(torch.float64), right.to(torch.float64)
     return ((left.B.T @ right.B) * (left.A @ right.A.T)).sum() * (left.scale * right.scale)
@@ -120,22 +120,24 @@ def svd(pair: LowRank, rank: int | None = None) -> tuple[Tensor, Tensor, Tensor]
         R_B, R_A = B[0][: pair.rank].triu(), A[0][: pair.rank].triu()
         u, S, vt = torch.linalg.svd(R_B @ R_A.T * pair.scale)
         retained = S.numel() if rank is None else min(rank, S.numel())
-        U = _reflect(*B, u[:, :retained])
+        U = _apply_reflectors(*B, u[:, :retained])
         del B
-        Vt = _reflect(*A, vt[:retained].T).T
+        Vt = _apply_reflectors(*A, vt[:retained].T).T
         del A
     U, Vt = fix_signs(U, Vt)
     return U, S[:retained], Vt
 
 
-def _reflect(reflectors: Tensor, scales: Tensor, core: Tensor) -> Tensor:
+def _apply_reflectors(reflectors: Tensor, scales: Tensor, core: Tensor) -> Tensor:
     """Compute ``Q @ core`` for the thin Q of ``torch.geqrf``, which is never formed."""
     padded = core.new_zeros(reflectors.shape[0], core.shape[1])
     padded[: core.shape[0]] = core
     return torch.ormqr(reflectors, scales, padded)
 
 
-def leading(matrix_OI: Tensor, rank: int, rng: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def compute_leading_svd(
+    matrix_OI: Tensor, rank: int, rng: torch.Generator | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the largest singular triples of a dense matrix, in float64, with deterministic signs.
 
     Args:

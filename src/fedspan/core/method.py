@@ -27,7 +27,16 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["Claims", "Memory", "Method", "RegisteredMethod", "Traffic", "bounded", "decay_rate", "scaling_of"]
+__all__ = [
+    "Claims",
+    "Memory",
+    "Method",
+    "RegisteredMethod",
+    "Traffic",
+    "compute_scaling",
+    "declare_bounded",
+    "declare_decay_rate",
+]
 
 Memory = Tensors
 """Tensors that stay on a client between rounds, by name. They are never transmitted."""
@@ -85,17 +94,17 @@ class Traffic:
     up: int
 
 
-def bounded(default: float, minimum: float, maximum: float = math.inf) -> Any:
+def declare_bounded(default: float, minimum: float, maximum: float = math.inf) -> Any:
     """Declare a method's numeric option with a closed range; without it, an option must be above 0."""
     return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
 
 
-def decay_rate(default: float) -> Any:
+def declare_decay_rate(default: float) -> Any:
     """Declare a method's numeric option from 0 to below 1: the share of an average that is retained."""
     return field(default=default, metadata={"minimum": 0.0, "maximum": 1.0, "below": True})
 
 
-def scaling_of(lora_alpha: float, rank: int, use_rslora: bool = False) -> float:
+def compute_scaling(lora_alpha: float, rank: int, use_rslora: bool = False) -> float:
     """Compute PEFT's factor on B A: alpha / r, or alpha / sqrt(r) with rsLoRA."""
     return lora_alpha / (math.sqrt(rank) if use_rslora else rank)
 
@@ -191,4 +200,4 @@ class RegisteredMethod(Method):
 
     def scaling(self, client: Client | None) -> float:
         """Return the factor on B A of a client, or of the global model."""
-        return scaling_of(self.lora_alpha, self.r, self.use_rslora) if client is None else client.scaling
+        return compute_scaling(self.lora_alpha, self.r, self.use_rslora) if client is None else client.scaling

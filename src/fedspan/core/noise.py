@@ -14,19 +14,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["KEY_BYTES", "digest_tensors", "gaussian", "key_of_seed", "poisson_sample"]
+__all__ = ["KEY_BYTES", "compute_tensor_digest", "derive_seed_key", "draw_gaussian", "draw_poisson_sample"]
 
 KEY_BYTES = 32
 _TERMS = 4
 _BITS = 52  # plus one half, exact in a float64
 
 
-def key_of_seed(seed: int) -> bytes:
+def derive_seed_key(seed: int) -> bytes:
     """Derive the key of a reproducible simulation: anyone with the seed knows all draws."""
     return hashlib.sha256(f"fedspan noise {seed}".encode()).digest()
 
 
-def gaussian(key: bytes, shape: torch.Size, *label: int | str) -> Tensor:
+def draw_gaussian(key: bytes, shape: torch.Size, *label: int | str) -> Tensor:
     """Draw standard normal values, float64 on the CPU.
 
     Args:
@@ -38,12 +38,12 @@ def gaussian(key: bytes, shape: torch.Size, *label: int | str) -> Tensor:
         ValueError: If the key has another length.
     """
     count = shape.numel()
-    uniform = _uniform(key, _TERMS * count, label)
+    uniform = _draw_uniform(key, _TERMS * count, label)
     normals = torch.special.ndtri(uniform).view(_TERMS, count).sum(0) / _TERMS**0.5
     return normals.view(shape)
 
 
-def poisson_sample(key: bytes, rate: float, count: int, *label: int | str) -> Tensor:
+def draw_poisson_sample(key: bytes, rate: float, count: int, *label: int | str) -> Tensor:
     """Draw each of ``count`` positions independently with probability ``rate``.
 
     Args:
@@ -58,10 +58,10 @@ def poisson_sample(key: bytes, rate: float, count: int, *label: int | str) -> Te
     Raises:
         ValueError: If the key has another length.
     """
-    return (_uniform(key, count, label) < rate).nonzero().flatten()
+    return (_draw_uniform(key, count, label) < rate).nonzero().flatten()
 
 
-def _uniform(key: bytes, count: int, label: tuple[int | str, ...]) -> Tensor:
+def _draw_uniform(key: bytes, count: int, label: tuple[int | str, ...]) -> Tensor:
     """Draw values strictly between 0 and 1, (count,), float64."""
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key of {KEY_BYTES} bytes, not {len(key)}")
@@ -73,7 +73,7 @@ def _uniform(key: bytes, count: int, label: tuple[int | str, ...]) -> Tensor:
     return (bits.double() + 0.5) * 2.0**-_BITS
 
 
-def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
+def compute_tensor_digest(tensors: Mapping[str, Tensor]) -> str:
     """Compute the SHA-256 of named tensors on the CPU, in the order of their names."""
     digest = hashlib.sha256()
     for name in sorted(tensors):

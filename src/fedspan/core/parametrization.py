@@ -14,8 +14,8 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from fedspan.core.base import Delta, as_dense
-from fedspan.core.bases import through_mixing
+from fedspan.core.base import Delta, to_dense
+from fedspan.core.bases import multiply_by_mixing
 from fedspan.core.lowrank import LowRank, concatenate
 from fedspan.core.sparse import scatter_entries
 
@@ -35,8 +35,8 @@ __all__ = [
     "Parametrization",
     "Projected",
     "Sparse",
-    "as_convolution",
-    "as_rectangle",
+    "reshape_to_convolution",
+    "reshape_to_rectangle",
 ]
 
 Slots = Mapping[str, Tensor]
@@ -150,7 +150,7 @@ class MixedGram:
 
     def effective(self, slots: Slots) -> Effective:
         A_RK = slots["A"]
-        mixed = through_mixing(A_RK, slots["places"], slots["signs"])
+        mixed = multiply_by_mixing(A_RK, slots["places"], slots["signs"])
         B, A = (A_RK.T, mixed) if self.side == "right" else (mixed.T, A_RK)
         return Effective(LowRank(B, A, self.scaling))
 
@@ -199,7 +199,7 @@ class Factorised:
         return Effective(LowRank(slots["U"], slots["V"]), base=False)
 
 
-def as_rectangle(weight_OI: Tensor, kernel: tuple[int, int]) -> Tensor:
+def reshape_to_rectangle(weight_OI: Tensor, kernel: tuple[int, int]) -> Tensor:
     """Reshape a convolution's weight (O, channels * k1 * k2) to FedHM's matrix (O * k1, channels * k2).
 
     A pair of factors of that matrix is a k2-wide convolution along one axis and a k1-wide one along the other.
@@ -210,8 +210,8 @@ def as_rectangle(weight_OI: Tensor, kernel: tuple[int, int]) -> Tensor:
     return weight_OI.reshape(rows, channels, k1, k2).permute(0, 2, 1, 3).reshape(rows * k1, channels * k2)
 
 
-def as_convolution(matrix: Tensor, kernel: tuple[int, int]) -> Tensor:
-    """Invert ``as_rectangle``."""
+def reshape_to_convolution(matrix: Tensor, kernel: tuple[int, int]) -> Tensor:
+    """Invert ``reshape_to_rectangle``."""
     k1, k2 = kernel
     rows, channels = matrix.shape[0] // k1, matrix.shape[1] // k2
     return matrix.reshape(rows, k1, channels, k2).permute(0, 2, 1, 3).reshape(rows, channels * k1 * k2)
@@ -225,7 +225,7 @@ class FactorisedConv:
     slots: ClassVar[tuple[str, ...]] = ("U", "V")
 
     def effective(self, slots: Slots) -> Effective:
-        return Effective(weight=as_convolution(slots["U"] @ slots["V"], self.kernel), base=False)
+        return Effective(weight=reshape_to_convolution(slots["U"] @ slots["V"], self.kernel), base=False)
 
 
 @dataclass(frozen=True)
@@ -270,11 +270,11 @@ class DenseLoRA:
         return Effective(LowRank(slots["L"], slots["U"], self.personal_scaling), slots["W"], base=False)
 
 
-def dense_change(effective: Effective, weight_OI: Tensor) -> Tensor:
+def compute_dense_change(effective: Effective, weight_OI: Tensor) -> Tensor:
     """Compute the weight change, (O, I), relative to a base weight; for oracles and for exporting dense updates."""
     changed = weight_OI if effective.base else torch.zeros_like(weight_OI)
     if effective.weight is not None:
         changed = effective.weight
     if effective.pair is not None:
-        changed = changed + as_dense(effective.pair).to(changed.dtype)
+        changed = changed + to_dense(effective.pair).to(changed.dtype)
     return changed - weight_OI

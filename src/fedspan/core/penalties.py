@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedspan.core.lowrank import LowRank, inner
+from fedspan.core.lowrank import LowRank, compute_inner_product
 from fedspan.core.parametrization import Projected
-from fedspan.core.tensors import Tensors, tensor_name
+from fedspan.core.tensors import Tensors, join_tensor_name
 
 __all__ = ["Penalty", "ProductDecay", "Proximal", "SlotProduct"]
 
@@ -44,11 +44,17 @@ class Proximal:
     def value(self, tensors: Mapping[str, Tensor]) -> Tensor:
         terms = [(tensors[name] - value.to(tensors[name])).square().sum() for name, value in self.reference.items()]
         for layer, parametrization in self.projected.items():
-            if tensor_name(layer, "done_B") not in tensors:
+            if join_tensor_name(layer, "done_B") not in tensors:
                 continue  # no segment is finished
-            finished = LowRank(tensors[tensor_name(layer, "done_B")], tensors[tensor_name(layer, "done_A")])
-            current = parametrization.pair(tensors[tensor_name(layer, "acc")], tensors[tensor_name(layer, "P")])
-            terms.append((2 * inner(current, finished) + inner(finished, finished)).to(finished.B))
+            finished = LowRank(tensors[join_tensor_name(layer, "done_B")], tensors[join_tensor_name(layer, "done_A")])
+            current = parametrization.pair(
+                tensors[join_tensor_name(layer, "acc")], tensors[join_tensor_name(layer, "P")]
+            )
+            terms.append(
+                (2 * compute_inner_product(current, finished) + compute_inner_product(finished, finished)).to(
+                    finished.B
+                )
+            )
         return 0.5 * self.mu * torch.stack(terms).sum()
 
 
@@ -70,8 +76,8 @@ class SlotProduct:
 
     def value(self, tensors: Mapping[str, Tensor]) -> Tensor:
         products = [
-            torch.linalg.norm(tensors[tensor_name(layer, "B")][:, self.first :])
-            * torch.linalg.norm(tensors[tensor_name(layer, "A")][self.first :])
+            torch.linalg.norm(tensors[join_tensor_name(layer, "B")][:, self.first :])
+            * torch.linalg.norm(tensors[join_tensor_name(layer, "A")][self.first :])
             for layer in self.layers
         ]
         return self.strength * torch.stack(products).sum()

@@ -12,20 +12,27 @@ import torch
 from torch import Tensor
 
 from fedspan.core.lowrank import LowRank, fix_signs, svd
-from fedspan.core.tensors import generator
+from fedspan.core.tensors import create_generator
 
-__all__ = ["draw_projector", "random_projector", "reproject", "side_of", "sketch_projector", "svd_projector"]
+__all__ = [
+    "choose_side",
+    "compute_sketched_projector",
+    "compute_svd_projector",
+    "draw_projector",
+    "draw_random_projector",
+    "reproject",
+]
 
 _OVERSAMPLING = 8
 _POWER_STEPS = 2
 
 
-def side_of(shape: tuple[int, int]) -> str:
+def choose_side(shape: tuple[int, int]) -> str:
     """Apply GaLore's ``std`` rule: project the shorter side; square counts as tall, so ``right``."""
     return "right" if shape[0] >= shape[1] else "left"
 
 
-def svd_projector(gradient: LowRank, rank: int, side: str) -> Tensor:
+def compute_svd_projector(gradient: LowRank, rank: int, side: str) -> Tensor:
     """Compute the top singular directions of a gradient: (R, I) for ``right``, (O, R) for ``left``; float32.
 
     The SVD is that of the factors where their rank is at most half the gradient's shorter side (``lowrank.svd``), else
@@ -39,8 +46,8 @@ def svd_projector(gradient: LowRank, rank: int, side: str) -> Tensor:
     return (Vt if side == "right" else U).float().contiguous()
 
 
-def sketch_projector(gradient: LowRank, rank: int, side: str, rng: torch.Generator) -> Tensor:
-    """Approximate ``svd_projector`` by a randomised SVD (Halko, Martinsson, Tropp, SIAM Review 2011).
+def compute_sketched_projector(gradient: LowRank, rank: int, side: str, rng: torch.Generator) -> Tensor:
+    """Approximate ``compute_svd_projector`` by a randomised SVD (Halko, Martinsson, Tropp, SIAM Review 2011).
 
     8 extra columns and 2 power steps: 6 products of the gradient with R + 8 columns, through its factors (N (O + I) a
     column) or after forming it once (N O I, then O I a column), whichever needs fewer operations.
@@ -71,7 +78,7 @@ def sketch_projector(gradient: LowRank, rank: int, side: str, rng: torch.Generat
     return (P.T if side == "right" else P).contiguous()
 
 
-def random_projector(shape: tuple[int, int], rank: int, side: str, rng: torch.Generator) -> Tensor:
+def draw_random_projector(shape: tuple[int, int], rank: int, side: str, rng: torch.Generator) -> Tensor:
     """Draw a uniformly random orthonormal projector from a CPU generator (QR in float64, signs fixed); float32."""
     size = shape[1] if side == "right" else shape[0]
     Q, R = torch.linalg.qr(torch.randn((size, rank), generator=rng, dtype=torch.float64))
@@ -81,7 +88,7 @@ def random_projector(shape: tuple[int, int], rank: int, side: str, rng: torch.Ge
 
 def draw_projector(layer: str, shape: tuple[int, int], rank: int, side: str, seed: int) -> Tensor:
     """Draw the projector of an integer seed: the server regenerates it, so a client never sends it."""
-    return random_projector(shape, rank, side, generator(seed, "projector", layer))
+    return draw_random_projector(shape, rank, side, create_generator(seed, "projector", layer))
 
 
 def reproject(moment: Tensor, old: Tensor, new: Tensor, side: str, rule: str, second: bool) -> Tensor:

@@ -18,7 +18,7 @@ _NORM = 4  # bytes of a float32
 _AT_ONCE = 2**18  # entries whose bits are expanded at once; a multiple of 8, so that parts end on a byte
 
 
-def levels_of(bits: int) -> int:
+def compute_level_count(bits: int) -> int:
     """Return the number s of magnitude levels for which a code of ``bits`` bits holds the signed levels -s ... s."""
     return 2 ** (bits - 1) - 1
 
@@ -28,7 +28,7 @@ def quantise(value: Tensor, bits: int, rng: torch.Generator) -> tuple[Tensor, Te
 
     The norm is rounded up to float32, so that no entry exceeds it and no level exceeds s.
     """
-    exact, levels = value.double(), levels_of(bits)
+    exact, levels = value.double(), compute_level_count(bits)
     norm = exact.norm()
     rounded = norm.float()
     if rounded.double() < norm:
@@ -41,7 +41,7 @@ def quantise(value: Tensor, bits: int, rng: torch.Generator) -> tuple[Tensor, Te
 
 def pack(levels: Tensor, norm: Tensor, bits: int) -> Tensor:
     """Pack into a uint8 vector: the norm's 4 bytes, then codes level + s of ``bits`` bits, lowest bit first, padded."""
-    codes = levels.flatten() + levels_of(bits)
+    codes = levels.flatten() + compute_level_count(bits)
     return torch.cat([norm.reshape(1).view(torch.uint8), *(_to_bytes(part, bits) for part in codes.split(_AT_ONCE))])
 
 
@@ -49,7 +49,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     """Decode a packed tensor, flat, float32; padding in the last byte may decode to surplus entries at the end."""
     norm, stream = packed[:_NORM].clone().view(torch.float32), packed[_NORM:]
     codes = torch.cat([_from_bytes(part, bits) for part in stream.split(_AT_ONCE * bits // 8)])
-    return (codes - levels_of(bits)).to(torch.float32) * (norm / levels_of(bits))
+    return (codes - compute_level_count(bits)).to(torch.float32) * (norm / compute_level_count(bits))
 
 
 def _to_bytes(codes: Tensor, bits: int) -> Tensor:

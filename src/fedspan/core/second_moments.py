@@ -1,7 +1,7 @@
 """One second moment of Adam out of those of several clients that optimise in low-rank subspaces (FedGaLore's server).
 
 Peng et al., "Rethinking LoRA for Data Heterogeneous Federated Learning: Subspace and State Alignment",
-arXiv:2602.01746; AJIVE is ``alignment.ajive``. For the second moments v_i of one layer and the clients' shares p_i:
+arXiv:2602.01746; AJIVE is ``alignment.compute_ajive``. For the second moments v_i of a layer and the shares p_i:
 
     ajive:        vbar = sum_i p_i (J_i + column means of v_i),  J_i of AJIVE({v_i}) with a joint rank
     average:      vbar = sum_i p_i v_i
@@ -20,11 +20,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedspan.core.alignment import Ajive, ajive
+from fedspan.core.alignment import Ajive, compute_ajive
 from fedspan.core.lowrank import LowRank, concatenate, fix_signs, svd
 from fedspan.core.projectors import reproject
 
-__all__ = ["MomentSynchroniser", "covering_projector"]
+__all__ = ["MomentSynchroniser", "compute_covering_projector"]
 
 _SAMPLES = 200
 
@@ -60,7 +60,7 @@ class MomentSynchroniser:
         """
         rank = moments[0].shape[1]
         if self.rule == "ajive":
-            moments = _joint_parts(self._decompose(moments, rank, rng))
+            moments = _compute_joint_parts(self._decompose(moments, rank, rng))
         v = torch.stack([weight * part for weight, part in zip(weights, moments, strict=True)]).sum(0)
         return self._truncate(v, rank).clamp_min(0.0)
 
@@ -91,12 +91,12 @@ class MomentSynchroniser:
         if self.rule == "ajive":
             decomposition = self._decompose(pairs, rank, rng)
             bases = [view.right for view in decomposition.views if view.right is not None]
-            pairs = [LowRank(v, basis) for v, basis in zip(_joint_parts(decomposition), bases, strict=True)]
+            pairs = [LowRank(v, basis) for v, basis in zip(_compute_joint_parts(decomposition), bases, strict=True)]
         if linear:
             whole = concatenate([LowRank(pair.B, pair.A, weight) for pair, weight in zip(pairs, weights, strict=True)])
             U, S, P_RN = svd(whole, rank)
             return self._truncate(U * S, rank), P_RN
-        P_RN = covering_projector(projectors, weights)
+        P_RN = compute_covering_projector(projectors, weights)
         v = torch.zeros_like(moments[0])
         for pair, P, weight in zip(pairs, projectors, weights, strict=True):
             own = (pair.B @ (pair.A @ P.T)).clamp_min(0.0)
@@ -106,7 +106,7 @@ class MomentSynchroniser:
     def _decompose(self, views: Sequence[Tensor | LowRank], rank: int, rng: torch.Generator) -> Ajive:
         """Decompose the clients' moments (M, R), or their dense ones (M, N) as factors."""
         joint = None if self.estimate_joint_rank else min(self.joint_rank, rank)
-        return ajive(views, joint, self.view_rank, identifiable=self.identifiable, samples=_SAMPLES, rng=rng)
+        return compute_ajive(views, joint, self.view_rank, identifiable=self.identifiable, samples=_SAMPLES, rng=rng)
 
     def _truncate(self, v: Tensor, rank: int) -> Tensor:
         """Compute the nearest matrix of the joint rank, for ``average-svd``."""
@@ -117,12 +117,12 @@ class MomentSynchroniser:
         return (U[:, :joint] * S[:joint]) @ Vt[:joint]
 
 
-def _joint_parts(decomposition: Ajive) -> list[Tensor]:
+def _compute_joint_parts(decomposition: Ajive) -> list[Tensor]:
     """Compute J_i and the column means of every view, (M, R), in the coordinates of the view's ``left``."""
     return [decomposition.joint(number) + mean for number, mean in enumerate(decomposition.means)]
 
 
-def covering_projector(projectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+def compute_covering_projector(projectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Compute the R directions (R, N) that K projectors (R, N) cover best on average."""
     stack = torch.cat([weight**0.5 * P.T for weight, P in zip(weights, projectors, strict=True)], 1)
     U, _, _ = torch.linalg.svd(stack, full_matrices=False)  # three times faster than that of the wide transpose

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedspan.core.tensors import generator
+from fedspan.core.tensors import create_generator
 
-__all__ = ["draw_entries", "entry_count", "scatter_entries"]
+__all__ = ["count_entries", "draw_entries", "scatter_entries"]
 
 
-def entry_count(shape: tuple[int, int], density: float) -> int:
+def count_entries(shape: tuple[int, int], density: float) -> int:
     """Return the number of entries of a weight that a density means: at least one."""
     return max(1, round(density * shape[0] * shape[1]))
 
@@ -24,8 +24,8 @@ def draw_entries(shape: tuple[int, int], density: float, seed: int, layer: str) 
     The same seed gives the same entries.
     """
     rows, columns = shape
-    order = torch.randperm(rows * columns, generator=generator(seed, "mask", layer))
-    return order[: entry_count(shape, density)].sort().values
+    order = torch.randperm(rows * columns, generator=create_generator(seed, "mask", layer))
+    return order[: count_entries(shape, density)].sort().values
 
 
 def scatter_entries(values_N: Tensor, entries_N: Tensor, shape: tuple[int, int]) -> Tensor:

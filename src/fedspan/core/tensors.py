@@ -16,19 +16,19 @@ __all__ = [
     "EXTRAS",
     "Tensors",
     "add",
-    "by_layer",
+    "compute_norm",
     "count",
-    "extra_name",
-    "generator",
+    "create_generator",
+    "group_by_layer",
     "is_extra",
+    "join_extra_name",
+    "join_tensor_name",
     "map_tensors",
-    "norm",
     "scale",
     "select",
-    "slots_of",
+    "select_slots",
     "split_extras",
     "subtract",
-    "tensor_name",
     "to_device",
 ]
 
@@ -37,12 +37,12 @@ Tensors = Mapping[str, Tensor]
 EXTRAS = "extras"
 
 
-def tensor_name(layer: str, slot: str) -> str:
+def join_tensor_name(layer: str, slot: str) -> str:
     """Return ``layer/slot``."""
     return f"{layer}/{slot}"
 
 
-def extra_name(parameter: str) -> str:
+def join_extra_name(parameter: str) -> str:
     """Return ``extras/parameter``."""
     return f"{EXTRAS}/{parameter}"
 
@@ -52,13 +52,13 @@ def is_extra(name: str) -> bool:
     return name.startswith(EXTRAS + "/")
 
 
-def slots_of(tensors: Tensors, layer: str) -> dict[str, Tensor]:
+def select_slots(tensors: Tensors, layer: str) -> dict[str, Tensor]:
     """Return one layer's tensors by slot: ``{"A": ..., "B": ...}``."""
     prefix = layer + "/"
     return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def by_layer(tensors: Tensors) -> dict[str, dict[str, Tensor]]:
+def group_by_layer(tensors: Tensors) -> dict[str, dict[str, Tensor]]:
     """Group all tensors as ``{layer: {slot: tensor}}``."""
     grouped: dict[str, dict[str, Tensor]] = {}
     for name, value in tensors.items():
@@ -109,7 +109,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def norm(tensors: Tensors) -> float:
+def compute_norm(tensors: Tensors) -> float:
     """Compute the Euclidean norm over all tensors together, in float64."""
     return float(sum(float(value.double().square().sum()) for value in tensors.values())) ** 0.5
 
@@ -119,7 +119,7 @@ def count(tensors: Tensors) -> int:
     return sum(value.numel() for value in tensors.values())
 
 
-def generator(seed: int, purpose: str, *keys: int | str) -> torch.Generator:
+def create_generator(seed: int, purpose: str, *keys: int | str) -> torch.Generator:
     """Create a separate CPU generator for one draw, keyed by (seed, purpose, keys): no draw depends on any other.
 
     The key is hashed (SHA-256), so neighbouring seeds or rounds give unrelated streams, and the stream is the

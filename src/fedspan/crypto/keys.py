@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-__all__ = ["SECRET", "Keys", "compute_masking_public", "derive_pair_seed", "new_secret", "open_sealed", "seal"]
+__all__ = ["SECRET", "Keys", "compute_masking_public", "derive_pair_seed", "draw_secret", "open_sealed", "seal"]
 
 SECRET = 32
 """Bytes of every secret and key."""
@@ -26,7 +26,7 @@ SECRET = 32
 _NONCE = 12
 
 
-def new_secret() -> bytes:
+def draw_secret() -> bytes:
     """Draw a fresh secret from the operating system."""
     return secrets.token_bytes(SECRET)
 
@@ -69,7 +69,7 @@ class Keys:
         """Derive the keys of a secret.
 
         Args:
-            secret: Secret from ``new_secret``.
+            secret: Secret from ``draw_secret``.
             context: Identifier of the run and the session.
         """
         return cls(*(_derive(secret, purpose, context) for purpose in ("sealing", "masking", "own mask")))

@@ -19,7 +19,7 @@ import numpy as np
 
 from fedspan.data.config import PartitionConfig
 from fedspan.data.keyed import make_generator
-from fedspan.data.names import arrow_column, describe_missing_column, read_names, sort_names
+from fedspan.data.names import describe_missing_column, get_arrow_column, read_names, sort_names
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -152,12 +152,12 @@ def _get_classes(dataset: datasets.Dataset, config: PartitionConfig, field: str)
     if "label" in dataset.column_names:
         if config.bins is not None:
             raise FedspanError(f"{field}.bins", config.bins, "left out: these examples have labels, not numbers")
-        return arrow_column(dataset, "label").to_numpy()
+        return get_arrow_column(dataset, "label").to_numpy()
     if config.bins is None or "target" not in dataset.column_names:
         remedy = f"regression: set {field}.bins; causal-lm: name a column in data.label"
         expected = f"iid, quantity or natural: these examples have no classes ({remedy})"
         raise FedspanError(f"{field}.partitioner", config.partitioner, expected)
-    numbers = arrow_column(dataset, "target").to_numpy()
+    numbers = get_arrow_column(dataset, "target").to_numpy()
     if config.bins > (distinct := len(np.unique(numbers))):
         raise FedspanError(f"{field}.bins", config.bins, f"at most {distinct}, the number of distinct numbers")
     edges = np.quantile(numbers, np.linspace(0, 1, config.bins + 1)[1:-1])
@@ -247,7 +247,7 @@ def _run_partitioner(partitioner: Partitioner, ids: Sequence[str], rows: dataset
     partitioner.dataset = rows
     with warnings.catch_warnings():  # their warnings are about intended redraws or become errors below
         warnings.simplefilter("ignore")
-        parts = [arrow_column(partitioner.load_partition(index), _ROW).to_numpy() for index in range(len(ids))]
+        parts = [get_arrow_column(partitioner.load_partition(index), _ROW).to_numpy() for index in range(len(ids))]
     owners = np.empty(len(rows), np.int64)
     for number, part in enumerate(parts):
         owners[part] = number

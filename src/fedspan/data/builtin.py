@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError, suggest_nearest
 
 __all__ = ["CORPORA", "PREFIX", "Corpus", "find_corpus_file"]
 
@@ -43,9 +43,11 @@ def find_corpus_file(where: str, split: str, field: str) -> Traversable:
     name = where.removeprefix(PREFIX)
     if name not in CORPORA:
         available = [PREFIX + corpus for corpus in CORPORA]
-        raise FedspanError(field, where, problem=f"no built-in corpus is named {where!r}. {nearest(where, available)}")
+        raise FedspanError(
+            field, where, problem=f"no built-in corpus is named {where!r}. {suggest_nearest(where, available)}"
+        )
     corpus = CORPORA[name]
     if split not in corpus.splits:
-        problem = f"{where} has no split {split!r}. {nearest(split, corpus.splits)}"
+        problem = f"{where} has no split {split!r}. {suggest_nearest(split, corpus.splits)}"
         raise FedspanError(f"{field}_split", split, problem=problem)
     return files("fedspan.data").joinpath("corpus", corpus.folder, f"{split}.csv")

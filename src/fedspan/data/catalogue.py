@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from fedspan.data.dialects import Quoting
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError, suggest_nearest
 
 __all__ = ["Columns", "DatasetEntry", "Files", "Hub", "Rows", "get_dataset_entry", "list_datasets", "render_snippet"]
 
@@ -150,7 +150,7 @@ def get_dataset_entry(key: str, field: str) -> DatasetEntry:
     """
     catalogue = _load_catalogue()
     if key not in catalogue:
-        raise FedspanError(field, key, problem=f"no data set is named {key!r}. {nearest(key, catalogue)}")
+        raise FedspanError(field, key, problem=f"no data set is named {key!r}. {suggest_nearest(key, catalogue)}")
     return catalogue[key]
 
 

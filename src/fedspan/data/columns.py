@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from fedspan.data.config import DataConfig
 from fedspan.data.dialects import describe_missing_header
 from fedspan.data.images import IMAGES
-from fedspan.data.names import arrow_column, describe_missing_column, read_names, trim
+from fedspan.data.names import describe_missing_column, get_arrow_column, read_names, trim
 from fedspan.data.source import Source
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
@@ -69,7 +69,7 @@ def validate_columns(source: Source, config: DataConfig, task: TaskName, field: 
     # The requested column replaces another one that happens to be called "text" or "label".
     for column in source.dataset.column_names:
         if column not in used and column not in _TASK_COLUMNS:
-            columns[column] = arrow_column(source.dataset, column)
+            columns[column] = get_arrow_column(source.dataset, column)
             features[column] = source.dataset.features[column]
     return ValidatedColumns(source, columns, features, names)
 
@@ -95,7 +95,7 @@ class _Reader:
 
     def read_texts(self, column: str, option: str) -> pa.ChunkedArray:
         where = self.require(column, option)
-        texts = arrow_column(self.source.dataset, column)
+        texts = get_arrow_column(self.source.dataset, column)
         if not _is_text(texts.type):
             problem = f"column {column!r} of {self.source.name} holds {texts.type}, not text"
             raise FedspanError(where, column, problem=problem)
@@ -113,7 +113,7 @@ class _Reader:
 
     def read_classes(self, column: str) -> list[str]:
         where = self.require(column, "label")
-        values = arrow_column(self.source.dataset, column)
+        values = get_arrow_column(self.source.dataset, column)
         if pa.types.is_nested(values.type):
             problem = f"column {column!r} of {self.source.name} holds {values.type}, not one label a row"
             raise FedspanError(where, column, problem=problem)
@@ -147,7 +147,7 @@ class _Reader:
 
     def read_images(self, column: str) -> pa.ChunkedArray:
         where = self.require(column, "image")
-        images = arrow_column(self.source.dataset, column)
+        images = get_arrow_column(self.source.dataset, column)
         if _is_text(images.type):  # paths, relative to the file that contains them
             folders = [os.path.dirname(os.path.expanduser(self.source.place(row)[0])) for row in range(len(images))]
             pairs = zip(folders, images.to_pylist(), strict=True)
@@ -179,7 +179,7 @@ class _Reader:
 
     def read_conversations(self, column: str) -> dict[str, pa.ChunkedArray]:
         where = self.require(column, "messages")
-        values = arrow_column(self.source.dataset, column).to_pylist()
+        values = get_arrow_column(self.source.dataset, column).to_pylist()
         parts = [self._read_conversation(where, column, value, row) for row, value in enumerate(values)]
         keys = ("text", "answer", "history")
         return {key: pa.chunked_array([pa.array([part[key] for part in parts], pa.string())]) for key in keys}

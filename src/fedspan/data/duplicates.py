@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedspan.data.config import DataConfig
-from fedspan.data.names import arrow_table, describe_missing_column, read_names, trim
+from fedspan.data.names import describe_missing_column, get_arrow_table, read_names, trim
 from fedspan.data.partition import Partition
 from fedspan.errors import FedspanError
 
@@ -55,7 +55,7 @@ def _make_text_keys(part: datasets.Dataset) -> list[bytes]:
     inputs = part.select_columns([name for name in _INPUTS if name in part.column_names])
     keys: list[bytes] = []
     for start in range(0, len(inputs), _CHUNK):
-        table = arrow_table(inputs, slice(start, start + _CHUNK))
+        table = get_arrow_table(inputs, slice(start, start + _CHUNK))
         columns = [trim(column) for column in table.columns]
         texts = pc.call_function("binary_join_element_wise", [*columns, pa.scalar("\x1f", pa.large_string())])
         keys += [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts.to_pylist()]

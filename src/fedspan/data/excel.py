@@ -13,7 +13,7 @@ from fedspan.data.config import DataConfig
 from fedspan.data.dialects import describe_missing_header, has_header, make_positional_names
 from fedspan.data.json_files import make_table
 from fedspan.data.reading import ReadTable
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError, suggest_nearest
 
 __all__ = ["SUFFIXES", "read_excel"]
 
@@ -47,7 +47,7 @@ def read_excel(path: Path, where: str, config: DataConfig, field: str, option: s
             if not names:
                 raise ValueError("the workbook has no sheet")
             if config.sheet is not None and config.sheet not in names:
-                problem = f"{where} has no sheet {config.sheet!r}. {nearest(config.sheet, names)}"
+                problem = f"{where} has no sheet {config.sheet!r}. {suggest_nearest(config.sheet, names)}"
                 raise FedspanError(f"{field}.sheet", config.sheet, problem=problem)
             sheet = config.sheet or names[0]
             rows = [[_convert_cell(value) for value in row] for row in book.get_sheet_by_name(sheet).to_python()]

@@ -21,11 +21,11 @@ from fedspan.data.folders import TEXTS, describe_left_out, has_texts, make_text_
 from fedspan.data.images import PICTURES, has_images, make_archived_images, read_images
 from fedspan.data.json_files import read_json
 from fedspan.data.multiple_files import read_multiple
-from fedspan.data.names import arrow_table, make_dataset
+from fedspan.data.names import get_arrow_table, make_dataset
 from fedspan.data.path_patterns import has_placeholders, match_paths
 from fedspan.data.reading import ReadTable, read_beginning
 from fedspan.data.source import Source
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError, suggest_nearest
 
 if TYPE_CHECKING:
     import datasets
@@ -285,7 +285,7 @@ def flatten(dataset: datasets.Dataset) -> datasets.Dataset:
         ]
         if not nested:
             return dataset
-        table = arrow_table(dataset)
+        table = get_arrow_table(dataset)
         columns: dict[str, pa.ChunkedArray] = {}
         features: dict[str, Any] = {}
         for name, feature in dataset.features.items():
@@ -322,7 +322,7 @@ def _describe_folder(path: Path) -> str:
     if not files:
         kinds = "csv, tsv, txt, json, jsonl, parquet or Excel file, no images and no folders of text files"
         return f"The folder {folder} holds no {kinds}."
-    return nearest(path.name, files)
+    return suggest_nearest(path.name, files)
 
 
 def make_plain_dataset(table: pa.Table) -> datasets.Dataset:

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from fedspan.data.columns import TaskName, parse_conversation
 from fedspan.data.config import DataConfig
-from fedspan.data.names import arrow_column, read_names
+from fedspan.data.names import get_arrow_column, read_names
 from fedspan.data.source import Source
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
@@ -46,7 +46,7 @@ def drop_invalid_rows(
 
 def _get_values(dataset: datasets.Dataset, column: str, task: TaskName, config: DataConfig) -> Sequence[object]:
     """Return a column's values, falsy where they cannot be used; images (bytes or path) are not converted to text."""
-    values = arrow_column(dataset, column)
+    values = get_arrow_column(dataset, column)
     if column == config.messages:
         return [parse_conversation(value) is not None for value in values.to_pylist()]
     if pa.types.is_struct(values.type):

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from fedspan.data.columns import TaskName
 from fedspan.data.config import DataConfig
-from fedspan.data.names import arrow_table, make_dataset
+from fedspan.data.names import get_arrow_table, make_dataset
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 
@@ -54,7 +54,7 @@ def unwrap_lists(source: Source, config: DataConfig, task: TaskName, field: str)
             notes.append(f"the lists of texts in column {name!r} are joined with spaces")
     if not columns:
         return source
-    table, features = arrow_table(source.dataset), dict(source.dataset.features)
+    table, features = get_arrow_table(source.dataset), dict(source.dataset.features)
     for name, (values, feature) in columns.items():
         table = table.set_column(table.column_names.index(name), name, values)
         features[name] = feature
@@ -62,7 +62,7 @@ def unwrap_lists(source: Source, config: DataConfig, task: TaskName, field: str)
 
 
 def _unwrap_labels(source: Source, column: str, config: DataConfig, field: str) -> list[object]:
-    values: list[list[object] | None] = arrow_table(source.dataset.select_columns([column])).column(0).to_pylist()
+    values: list[list[object] | None] = get_arrow_table(source.dataset.select_columns([column])).column(0).to_pylist()
     invalid_row = next((row for row, value in enumerate(values) if value is not None and len(value) != 1), None)
     if invalid_row is not None and config.invalid == "error":
         count = len(values[invalid_row] or ())

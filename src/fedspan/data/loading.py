@@ -19,9 +19,9 @@ from fedspan.data.groups import draw_groups
 from fedspan.data.invalid_rows import drop_invalid_rows
 from fedspan.data.keyed import make_generator
 from fedspan.data.list_columns import unwrap_lists
-from fedspan.data.names import arrow_column, make_dataset, sort_names, take_rows
+from fedspan.data.names import get_arrow_column, make_dataset, sort_names, take_rows
 from fedspan.data.source import Source
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError, suggest_nearest
 
 if TYPE_CHECKING:
     import datasets
@@ -162,7 +162,9 @@ def _collect_labels(train: ValidatedColumns, config: DataConfig, field: str) -> 
         missing = [label for label in config.labels if label not in available]
         # Without keep_only a label may be absent: one client's file need not contain every class.
         if config.keep_only and missing:
-            problem = f"no row of {train.source.name} has the label {missing[0]!r}. {nearest(missing[0], available)}"
+            problem = (
+                f"no row of {train.source.name} has the label {missing[0]!r}. {suggest_nearest(missing[0], available)}"
+            )
             raise FedspanError(f"{field}.labels", missing[0], problem=problem)
         return tuple(config.labels)
     if len(available) < 2:
@@ -216,7 +218,7 @@ def _make_unknown_label_error(
     label: str, labels: Sequence[str], row: str, config: DataConfig, field: str, part: str
 ) -> FedspanError:
     known = f"{field}.labels" if config.labels is not None else "the training data"
-    problem = f"{row} has the label {label!r}, which is not in {known}. {nearest(label, labels)} "
+    problem = f"{row} has the label {label!r}, which is not in {known}. {suggest_nearest(label, labels)} "
     return FedspanError(
         f"{field}.{part}", label, problem=f"{problem}To leave such rows out, set {field}.invalid: skip."
     )
@@ -244,7 +246,7 @@ def _hold_out(
 
 
 def _get_label_ids(data: datasets.Dataset) -> np.ndarray | None:
-    return arrow_column(data, "label").to_numpy() if "label" in data.column_names else None
+    return get_arrow_column(data, "label").to_numpy() if "label" in data.column_names else None
 
 
 def _limit_examples(data: datasets.Dataset, config: DataConfig, seed: int, part: str) -> datasets.Dataset:

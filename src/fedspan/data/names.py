@@ -12,15 +12,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fedspan.errors import similar
+from fedspan.errors import find_similar
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 __all__ = [
-    "arrow_column",
-    "arrow_table",
     "describe_missing_column",
+    "get_arrow_column",
+    "get_arrow_table",
     "make_dataset",
     "rank_columns",
     "read_names",
@@ -33,12 +33,12 @@ __all__ = [
 _ENCODED = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_floating)
 
 
-def arrow_column(dataset: Dataset, column: str) -> pa.ChunkedArray:
+def get_arrow_column(dataset: Dataset, column: str) -> pa.ChunkedArray:
     """Return one column of a data set as Arrow stores it, with the data set's number of rows."""
-    return arrow_table(dataset.select_columns([column])).column(column)
+    return get_arrow_table(dataset.select_columns([column])).column(column)
 
 
-def arrow_table(dataset: Dataset, rows: slice = slice(None)) -> pa.Table:
+def get_arrow_table(dataset: Dataset, rows: slice = slice(None)) -> pa.Table:
     """Return rows of a data set, in its order, as Arrow stores them (images and the like not decoded)."""
     return cast(pa.Table, dataset.with_format("arrow")[rows])
 
@@ -59,7 +59,7 @@ def make_dataset(table: pa.Table, features: Mapping[str, Any] | None = None) -> 
 
 def take_rows(dataset: Dataset, rows: np.ndarray) -> Dataset:
     """Return some rows as a data set of their own; ``Dataset.select`` looks up every row at each later access."""
-    return make_dataset(arrow_table(dataset).take(rows), dataset.features)
+    return make_dataset(get_arrow_table(dataset).take(rows), dataset.features)
 
 
 def trim(texts: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -77,7 +77,7 @@ def describe_missing_column(name: str, columns: Iterable[str], where: str = "") 
     """
     columns = list(columns)
     available = rank_columns(name, columns)
-    closest = similar(name, columns, 1)
+    closest = find_similar(name, columns, 1)
     suggestion = f" Did you mean {closest[0]!r}?" if closest else ""
     return f"no column named {name!r}{f' in {where}' if where else ''}. The columns are {available}.{suggestion}"
 
@@ -92,7 +92,7 @@ def read_names(dataset: Dataset, column: str) -> list[str | None]:
     """Return each row's value as text; None if it is null, NaN, blank, or an unnamed class number (the hub's -1)."""
     from datasets import ClassLabel
 
-    feature, values = dataset.features[column], arrow_column(dataset, column)
+    feature, values = dataset.features[column], get_arrow_column(dataset, column)
     if isinstance(feature, ClassLabel):
         class_names = feature.names
         return [class_names[at] if at is not None and 0 <= at < len(class_names) else None for at in values.to_pylist()]

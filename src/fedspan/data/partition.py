@@ -16,7 +16,7 @@ from fedspan.data.assign import Shares, assign
 from fedspan.data.config import PartitionConfig
 from fedspan.data.groups import draw_groups
 from fedspan.data.keyed import make_generator
-from fedspan.data.names import arrow_column
+from fedspan.data.names import get_arrow_column
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Partition:
             raise FedspanError("partition", self.fingerprint[:12], expected)
         parts, row_labels = self.parts, np.empty(0, np.int64)
         if labels:
-            row_labels = arrow_column(dataset, "label").to_numpy()[parts.rows]
+            row_labels = get_arrow_column(dataset, "label").to_numpy()[parts.rows]
         ends = parts.bounds[:: len(_SPLITS)].tolist()
         rows = []
         for number, (id, sizes) in enumerate(zip(parts.ids, parts.sizes.tolist(), strict=True)):
@@ -250,7 +250,7 @@ def partition(
         )
     labels = None
     if groups is not None and "label" in dataset.column_names:
-        labels = arrow_column(dataset, "label").to_numpy()
+        labels = get_arrow_column(dataset, "label").to_numpy()
     return Partition(_split(shares, config, seed, groups, labels), len(dataset))
 
 

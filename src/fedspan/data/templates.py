@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Mapping
 
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError, suggest_nearest
 
 __all__ = ["TEMPLATES", "Template", "parse_template"]
 
@@ -75,7 +75,7 @@ def parse_template(prompt: str, field: str) -> Template:
         return Template(TEMPLATES[prompt])
     if "{" not in prompt:
         problem = f"{prompt!r} has no column in braces, such as {{question}}, and no template has that name. "
-        raise FedspanError(field, prompt, problem=problem + nearest(prompt, TEMPLATES))
+        raise FedspanError(field, prompt, problem=problem + suggest_nearest(prompt, TEMPLATES))
     try:
         parsed = list(string.Formatter().parse(prompt))
     except ValueError as error:

@@ -20,10 +20,10 @@ import yaml
 
 from fedspan.deployment.handshake import Invitation
 from fedspan.errors import FedspanError, escape_controls
-from fedspan.files import disk_errors, from_json, read_bytes, to_json, write_atomic
+from fedspan.files import convert_disk_errors, from_json, read_bytes, to_json, write_atomic
 from fedspan.logs import AuditLog
 
-__all__ = ["Approvals", "JobRequest", "NotApprovedError", "job_of"]
+__all__ = ["Approvals", "JobRequest", "NotApprovedError", "compute_job_digest"]
 
 _FOLDER = "jobs"
 _WAITING = 32
@@ -76,11 +76,11 @@ class JobRequest:
             "model": model.get("name"),
             "method": " + ".join(str(name) for name in names if name),
             "rounds": rounds.get("rounds"),
-            "training": _pairs(work),
-            "privacy": _pairs(noise) or "none: updates are sent without noise",
+            "training": _format_pairs(work),
+            "privacy": _format_pairs(noise) or "none: updates are sent without noise",
             "secure sums": "none: the server sees this node's updates"
             if rounds.get("secure") is None
-            else _pairs(rounds["secure"]) or "yes",
+            else _format_pairs(rounds["secure"]) or "yes",
             "evaluation": f"every {evaluation.get('every', 1)} rounds, of this node's validation and test examples",
             "head": f"statistics of features: {model.get('head_init', 'auto')}",
             "decision": self.decision or "waits for fedspan approve",
@@ -93,13 +93,13 @@ class JobRequest:
         return "\n".join(escape_controls(line) for line in text.splitlines())
 
 
-def _pairs(values: object) -> str:
+def _format_pairs(values: object) -> str:
     if not isinstance(values, Mapping):
         return ""
     return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
 
 
-def job_of(invitation: Invitation) -> str:
+def compute_job_digest(invitation: Invitation) -> str:
     """Return the SHA-256 that names the job of an invitation."""
     content = json.dumps([invitation.run, invitation.version, invitation.config])
     return hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()
@@ -123,7 +123,7 @@ class Approvals:
             NotApprovedError: If there is no decision yet.
             FedspanError: If the operator refused, or too many jobs wait.
         """
-        job = job_of(invitation)
+        job = compute_job_digest(invitation)
         path = self._path(job)
         if not path.is_file():
             self._ask(job, invitation)
@@ -177,7 +177,7 @@ class Approvals:
         return self.folder / _FOLDER / f"{job}.json"
 
     def _store(self, request: JobRequest) -> None:
-        with disk_errors(self.folder, "free some space on the node"):
+        with convert_disk_errors(self.folder, "free some space on the node"):
             (self.folder / _FOLDER).mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomic(self._path(request.job), to_json(vars(request), indent=1).encode(errors="replace"), 0o600)
 

@@ -15,17 +15,17 @@ from fedspan import __version__
 from fedspan.config import RunConfig, override, read_values
 from fedspan.config.node import load_node, require_data
 from fedspan.deployment.audit import AuditedTransport
-from fedspan.deployment.handshake import NOWHERE, Introduction, Invitation, base_digest, server_config
+from fedspan.deployment.handshake import NOWHERE, Introduction, Invitation, build_server_config, compute_base_digest
 from fedspan.deployment.status import store_named_run
 from fedspan.deployment.supervisor import Supervisor
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope, read_header
-from fedspan.files import disk_errors, read_bytes, write_atomic
+from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import require_intact
-from fedspan.runs.remote import connect, prepare_server, server_clients
+from fedspan.runs.remote import build_server_clients, connect, prepare_server
 from fedspan.runs.results import is_run, read_report
 from fedspan.runs.session import RunReport
 from fedspan.runs.setup import Prepared
@@ -60,7 +60,7 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
         FedspanError: If the file has an error, or the server refuses this node.
     """
     require()
-    from fedspan.transports.flower.keys import SOON, days_left, load_node_key
+    from fedspan.transports.flower.keys import SOON, compute_days_left, load_node_key
     from fedspan.transports.flower.supernode import Link, serve
 
     node = load_node(path)
@@ -69,7 +69,7 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
             raise FedspanError(field, None, "a file, or --insecure for a trial without TLS and keys")
     keys = None if insecure or node.key is None else load_node_key(Path(node.key))
     authority = None if insecure or node.authority is None else Path(node.authority)
-    if authority is not None and (days := days_left(authority)) < SOON:
+    if authority is not None and (days := compute_days_left(authority)) < SOON:
         log.warning("%s expires in %.0f days: ask the server's operator for a new one (fedspan renew)", authority, days)
     link = Link(node.server, authority, keys, node.limits.message_bytes)
     if trainer is not None:
@@ -109,7 +109,7 @@ def submit(
         FedspanError: If an error occurs that the user can correct.
     """
     require()
-    from fedspan.transports.flower.admissions import audit_log, read_admissions, read_revocations
+    from fedspan.transports.flower.admissions import open_audit_log, read_admissions, read_revocations
     from fedspan.transports.flower.signing import ServerSigner
     from fedspan.transports.flower.transport import attach
 
@@ -121,7 +121,7 @@ def submit(
         if config is None:
             raise FedspanError("config", None, "a config for a new run")
         values = config if isinstance(config, Mapping) else read_values(config)
-        parsed = server_config(override(values, overrides))
+        parsed = build_server_config(override(values, overrides))
 
     def host(run_folder: RunFolder, prepared: Prepared, run_rounds: Any) -> RunReport:
         run = _name(run_folder)
@@ -132,7 +132,7 @@ def submit(
                     link.folder,
                     lambda: {node: admission.key.encode() for node, admission in read_admissions(link).items()},
                 )
-            invitation, audit = _invitation(prepared.config, run), audit_log(link)
+            invitation, audit = _build_invitation(prepared.config, run), open_audit_log(link)
             audit.write(
                 "run submitted", run=run, folder=str(run_folder.path.resolve()), config_sha256=invitation.digest
             )
@@ -141,11 +141,11 @@ def submit(
                 audit.write("joined", run=run, client=id, node=str(node), examples=examples[id])
             from fedspan.transports.flower.transport import GridTransport
 
-            with disk_errors(link.folder):
+            with convert_disk_errors(link.folder):
                 store_named_run(link.folder, run_folder.path, nodes)
             admitted = read_admissions(link)
             max_examples = {id: admitted[node].max_examples for id, node in nodes.items() if node in admitted}
-            clients = server_clients(
+            clients = build_server_clients(
                 *(prepared.config, prepared.engine.adapted.spec, examples),
                 {id: count for id, count in max_examples.items() if count is not None},
             )
@@ -171,12 +171,12 @@ def _name(folder: RunFolder) -> str:
     """Return the run's name for its nodes; it is created at the start of the run."""
     path = folder.path / _NAME
     if not path.is_file():
-        with disk_errors(folder.path):
+        with convert_disk_errors(folder.path):
             write_atomic(path, secrets.token_hex(16).encode())
     return read_bytes(path).decode()
 
 
-def _invitation(config: RunConfig, run: str) -> Invitation:
+def _build_invitation(config: RunConfig, run: str) -> Invitation:
     """Return the invitation to a run."""
     values = config.model_dump(mode="json", exclude={"device", "threads", "baselines"})
     values["data"] = {key: value for key, value in values["data"].items() if value != NOWHERE}
@@ -203,7 +203,7 @@ def _gather_nodes(
     from fedspan.transports.flower.admissions import read_admissions
     from fedspan.transports.flower.transport import invite
 
-    config, base = prepared.config, base_digest(prepared.model)
+    config, base = prepared.config, compute_base_digest(prepared.model)
     nodes: dict[str, int] = {}
     examples: dict[str, int] = {}
     refused: dict[str, str] = {}

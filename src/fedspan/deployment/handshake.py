@@ -23,7 +23,7 @@ from fedspan.models.pooling import PooledClassifier
 from fedspan.runs.model_setup import RunModel
 from fedspan.runs.task_setup import PROBLEMS
 
-__all__ = ["NOWHERE", "Introduction", "Invitation", "base_digest", "node_values", "server_config"]
+__all__ = ["NOWHERE", "Introduction", "Invitation", "build_node_values", "build_server_config", "compute_base_digest"]
 
 NOWHERE = "nodes"
 """Value of ``data.train`` on a server: the nodes have the examples."""
@@ -96,7 +96,7 @@ class Introduction(HeaderPart):
         return Envelope(self.model_dump_json())
 
 
-def server_config(values: Mapping[str, Any]) -> RunConfig:
+def build_server_config(values: Mapping[str, Any]) -> RunConfig:
     """Return the config of a deployment: a run's config without data locations.
 
     Raises:
@@ -141,7 +141,7 @@ def server_config(values: Mapping[str, Any]) -> RunConfig:
     return config
 
 
-def node_values(config: Mapping[str, Any], node: Mapping[str, Any]) -> dict[str, Any]:
+def build_node_values(config: Mapping[str, Any], node: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's config for a node: the server's config, with all of the node's own data as one client.
 
     The server decides neither which of the node's examples are used nor how they are split.
@@ -171,7 +171,7 @@ def node_values(config: Mapping[str, Any], node: Mapping[str, Any]) -> dict[str,
     }
 
 
-def base_digest(model: RunModel) -> str:
+def compute_base_digest(model: RunModel) -> str:
     """Return the SHA-256 of the parts that must be equal on all machines: frozen weights, vocabulary, pooling.
 
     Args:

@@ -22,11 +22,11 @@ from fedspan.deployment.handshake import Invitation
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Order
 from fedspan.federation.secagg.messages import Agreement
-from fedspan.models.names import architecture_of
-from fedspan.runs.client_ranks import client_scaling
+from fedspan.models.names import get_architecture
+from fedspan.runs.client_ranks import compute_client_scaling
 from fedspan.runs.head_setup import STATISTICS_CLIP
 
-__all__ = ["OrderTerms", "config_ranks", "require_config", "require_workload"]
+__all__ = ["OrderTerms", "list_config_ranks", "require_config", "require_workload"]
 
 _LARGEST_OPTION = 1_000_000
 """Largest whole number that an option of a method or a wrapper may have: they count rounds, ranks or segments."""
@@ -49,9 +49,9 @@ def require_config(node: NodeConfig, invitation: Invitation, config: RunConfig) 
         raise FedspanError("version", invitation.version, f"fedspan {__version__}, the version of this node")
     limits, method = node.limits, config.method.name
     if limits.methods is not None and method not in limits.methods:
-        raise _forbidden("limits.methods", method, limits.methods)
+        raise _build_forbidden_error("limits.methods", method, limits.methods)
     _require_model(node, invitation, config)
-    for field, value, limit in _sizes(config, invitation, limits):
+    for field, value, limit in _list_sizes(config, invitation, limits):
         if value > limit:
             problem = f"the run's {field} is {value}, and this node allows at most {limit}"
             raise FedspanError(_LIMIT_OF.get(field, "limits"), value, problem=problem)
@@ -77,18 +77,18 @@ def _require_model(node: NodeConfig, invitation: Invitation, config: RunConfig) 
     patterns = ["builtin:*"] if limits.models is None else limits.models
     full_name = name if revision is None else f"{name}@{revision}"
     if name not in node.models and not any(fnmatchcase(full_name, pattern) for pattern in patterns):
-        raise _forbidden("limits.models", full_name, [*patterns, *node.models])
+        raise _build_forbidden_error("limits.models", full_name, [*patterns, *node.models])
     if adapter is not None and adapter not in node.models:
-        raise _forbidden("limits.models", adapter, list(node.models), "the adapter ")
+        raise _build_forbidden_error("limits.models", adapter, list(node.models), "the adapter ")
     if requested.get("device_map") is not None or requested.get("max_memory"):
         problem = "where a node keeps a base is not the server's to decide"
         raise FedspanError("model.device_map", requested.get("device_map"), "null", problem=problem)
-    if not config.model.pretrained and architecture_of(name) is None and not limits.from_scratch:
+    if not config.model.pretrained and get_architecture(name) is None and not limits.from_scratch:
         problem = "this node does not train models from scratch, whose weights all come from the server"
         raise FedspanError("limits.from_scratch", False, problem=problem)
 
 
-def _forbidden(field: str, value: object, allowed: list[str], subject: str = "") -> FedspanError:
+def _build_forbidden_error(field: str, value: object, allowed: list[str], subject: str = "") -> FedspanError:
     allows = ", ".join(allowed) or "none"
     return FedspanError(field, value, problem=f"this node does not allow {subject}{value!r}. It allows {allows}")
 
@@ -106,7 +106,7 @@ _LIMIT_OF: Mapping[str, str] = {
 }
 
 
-def _sizes(config: RunConfig, invitation: Invitation, limits: NodeLimits) -> Iterator[tuple[str, int, float]]:
+def _list_sizes(config: RunConfig, invitation: Invitation, limits: NodeLimits) -> Iterator[tuple[str, int, float]]:
     """Yield the fields of a config that decide how much work or memory a run takes, with their limits."""
     training, rounds = config.training, math.inf if limits.rounds is None else limits.rounds
     yield "federation.rounds", config.federation.rounds, rounds
@@ -117,7 +117,7 @@ def _sizes(config: RunConfig, invitation: Invitation, limits: NodeLimits) -> Ite
     yield "model.image_size", config.model.image_size or 0, limits.image_size
     yield "method.r", _rank_option(config), limits.rank
     ranks = (invitation.values().get("federation") or {}).get("ranks")
-    yield "federation.ranks", max(_whole_numbers(ranks), default=0) if ranks else 0, limits.rank
+    yield "federation.ranks", max(_list_whole_numbers(ranks), default=0) if ranks else 0, limits.rank
     options = [config.method.options, *(method_options.options for method_options in config.method.wrappers)]
     for name, value in ((name, value) for method_options in options for name, value in method_options.items()):
         if name != "r" and isinstance(value, int):
@@ -129,16 +129,16 @@ def _rank_option(config: RunConfig) -> int:
     return value if isinstance(value, int) else 1
 
 
-def _whole_numbers(value: Any) -> Iterator[int]:
+def _list_whole_numbers(value: Any) -> Iterator[int]:
     """Yield all whole numbers in plain values; ranks may stand in lists, or as keys of an object as text."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from (int(key),) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else ()
             if key != "seed":
-                yield from _whole_numbers(inner)
+                yield from _list_whole_numbers(inner)
     elif isinstance(value, list):
         for inner in value:
-            yield from _whole_numbers(inner)
+            yield from _list_whole_numbers(inner)
     elif isinstance(value, int) and not isinstance(value, bool):
         yield value
 
@@ -165,7 +165,7 @@ def require_workload(config: RunConfig, examples: int, limits: NodeLimits) -> No
             raise FedspanError("limits.steps", limits.steps, problem=f"{problem} ({limits.steps})")
 
 
-def config_ranks(config: RunConfig, method: RegisteredMethod, id: str) -> frozenset[int]:
+def list_config_ranks(config: RunConfig, method: RegisteredMethod, id: str) -> frozenset[int]:
     """Return the ranks that a config can give to a client.
 
     Args:
@@ -255,7 +255,7 @@ class OrderTerms:
         _require_same("client.weight", client.weight, self.weight(task))
         if client.rank not in self.ranks:
             raise FedspanError("message.client.rank", client.rank, f"a rank of the run's config: {sorted(self.ranks)}")
-        _require_same("client.scaling", client.scaling, client_scaling(self.config, self.method, client.rank))
+        _require_same("client.scaling", client.scaling, compute_client_scaling(self.config, self.method, client.rank))
 
 
 def _require_same(name: str, value: float, expected: float) -> None:

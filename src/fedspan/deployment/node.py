@@ -19,25 +19,25 @@ from fedspan.config.node import NodeConfig
 from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Job
 from fedspan.crypto import require_packages
-from fedspan.deployment.approval import Approvals, NotApprovedError, job_of
+from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job_digest
 from fedspan.deployment.audit import describe_envelope
-from fedspan.deployment.handshake import Introduction, Invitation, base_digest, node_values
-from fedspan.deployment.limits import OrderTerms, config_ranks, require_config, require_workload
+from fedspan.deployment.handshake import Introduction, Invitation, build_node_values, compute_base_digest
+from fedspan.deployment.limits import OrderTerms, list_config_ranks, require_config, require_workload
 from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError, escape_controls
-from fedspan.federation.evaluation import coarsen
+from fedspan.federation.evaluation import coarsen_metrics
 from fedspan.federation.protocol import Envelope, Order, decode_reply, read_header
 from fedspan.federation.secagg.messages import Phase, decode_request
-from fedspan.files import disk_errors, read_bytes, write_atomic
+from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.logs import AuditLog
-from fedspan.runs.privacy_budget import has_key, load_noise_key, new_key, store_noise_key
-from fedspan.runs.remote import method_for, secure_client
+from fedspan.runs.privacy_budget import generate_key, has_key, load_noise_key, store_noise_key
+from fedspan.runs.remote import build_method, secure_client
 from fedspan.runs.session import Build
 from fedspan.runs.setup import prepare
 from fedspan.runs.trained_models import write_model
 from fedspan.training.stages import Stages
 
-__all__ = ["AUDIT", "NodeService", "last_serial", "load_invitation"]
+__all__ = ["AUDIT", "NodeService", "load_invitation", "read_last_serial"]
 
 AUDIT = "audit.jsonl"
 """The audit log in a node's folder."""
@@ -139,7 +139,7 @@ class NodeService:
                 self._audit.write("invitation refused", **self._job(invitation), why=describe_error(error)[:4096])
             return introduction.model_copy(update={"refused": describe_error(error)[:4096]})
         folder = self._run_folder(invitation.run)
-        with disk_errors(self.folder, "free some space on the node"):
+        with convert_disk_errors(self.folder, "free some space on the node"):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomic(folder / _INVITATION, invitation.model_dump_json().encode())
         self._loaded = (invitation.run, joined)
@@ -152,13 +152,13 @@ class NodeService:
         if request.task != "evaluate":
             return reply
         decoded, min_examples = decode_reply(reply), self.node.limits.evaluation_examples
-        scores = {part: coarsen(values, min_examples) for part, values in (decoded.scores or {}).items()}
+        scores = {part: coarsen_metrics(values, min_examples) for part, values in (decoded.scores or {}).items()}
         return replace(decoded, scores={part: values for part, values in scores.items() if values}).envelope()
 
     def _job(self, invitation: Invitation) -> dict[str, str]:
         """Return what the audit log says of an invitation."""
         run = escape_controls(invitation.run)
-        return {"run": run, "job": job_of(invitation), "config_sha256": invitation.digest}
+        return {"run": run, "job": compute_job_digest(invitation), "config_sha256": invitation.digest}
 
     def _require_small(self, subject: str, body: bytes) -> None:
         limit = self.node.limits.message_bytes
@@ -174,7 +174,7 @@ class NodeService:
 
     def _values(self, invitation: Invitation) -> dict[str, object]:
         node = self.node.model_dump(include={"data", "validation", "test", "split_seed", "device", "threads"})
-        values = node_values(invitation.values(), node)
+        values = build_node_values(invitation.values(), node)
         model = dict(values.get("model") or {})
         for field in ("name", "adapter"):
             if model.get(field) in self.node.models:
@@ -195,14 +195,14 @@ class NodeService:
         require_workload(config, data.client.examples, self.node.limits)
         store = DiskClientStore(folder / "kept")
         server_config = parse_config({**invitation.values(), "data": config.data.model_dump(mode="json")})
-        plain = method_for(server_config, prepared.engine.adapted.spec)
+        plain = build_method(server_config, prepared.engine.adapted.spec)
         method = config.wrap_method(plain)
 
         def export(job: Job, base: BaseUpdate, round: int) -> None:
             write_model(prepared, job, base, folder / "adapter", round, self.node.id)
             log.info("round %d: own adapter written to %s", round, folder / "adapter")
 
-        ranks = config_ranks(server_config, plain, self.node.id)
+        ranks = list_config_ranks(server_config, plain, self.node.id)
         terms = OrderTerms(server_config, plain, data.client, ranks, invitation.digest)
         owner = dict[str, Any]()
         if config.federation.secure is not None:
@@ -220,7 +220,7 @@ class NodeService:
             None if secure is None else {self.node.id: secure},
             limits=StatisticsLimits(self.node.limits.head_statistics, self.node.limits.class_examples, announced),
         )
-        return _Joined(host, base_digest(prepared.model), terms)
+        return _Joined(host, compute_base_digest(prepared.model), terms)
 
     def _identity(self) -> Any:
         """Return the key that signs this node's session keys of secure sums; None: it has no key.
@@ -240,10 +240,10 @@ class NodeService:
 
     def _key(self, folder: Path, config: RunConfig) -> bytes | None:
         """Return the secret key of this node's noise in a run; it is created at the start of the run."""
-        key = new_key(config)
+        key = generate_key(config)
         if key is None:
             return None
-        with disk_errors(self.folder, "free some space on the node"):
+        with convert_disk_errors(self.folder, "free some space on the node"):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not has_key(folder):
             store_noise_key(folder, key)
@@ -266,20 +266,20 @@ class NodeService:
             FedspanError: If the order is not newer than the last one of its run, or the disk cannot be written.
         """
         path = self._run_folder(order.run) / _SERIAL
-        last = last_serial(path)
+        last = read_last_serial(path)
         if order.serial <= last:
             raise FedspanError(
                 "serial", order.serial, problem=f"order {order.serial} arrived before, or is older than order {last}"
             )
         if path.parent.is_dir():
-            with disk_errors(self.folder, "free some space on the node"):
+            with convert_disk_errors(self.folder, "free some space on the node"):
                 write_atomic(path, str(order.serial).encode())
 
     def _run_folder(self, run: str) -> Path:
         return self.folder / hashlib.sha256(run.encode()).hexdigest()[:32]
 
 
-def last_serial(path: Path) -> int:
+def read_last_serial(path: Path) -> int:
     """Read the serial of the last order from its file; 0: there was none.
 
     Raises:

@@ -15,7 +15,7 @@ import yaml
 from fedspan.errors import FedspanError
 from fedspan.files import from_json, read_bytes, write_atomic
 from fedspan.logs import read_lines
-from fedspan.runs.failures import failures_by_client
+from fedspan.runs.failures import count_failures
 from fedspan.runs.folder import RunFolder
 
 __all__ = ["NamedRun", "RunStatus", "load_named_run", "read_status", "store_named_run"]
@@ -46,7 +46,7 @@ class RunStatus:
         round: The last finished round; 0: none.
         rounds: Number of rounds of the run; None: unknown from its config.
         finished: Time when that round finished, in seconds since 1970; None: no round finished.
-        failures: Failures by client (``failures_by_client``).
+        failures: Failures by client (``count_failures``).
         late: Number of rounds, by client, that did not wait for the client's reply.
     """
 
@@ -100,18 +100,18 @@ def read_status(folder: Path) -> RunStatus:
         for client in clients if isinstance(clients, list) else ():
             late[str(client)] = late.get(str(client), 0) + 1
     round = number if isinstance(number, int) else len(rows)
-    state = "finished" if run.report.is_file() else "at work" if _alive(run.lock) else "stopped"
-    return RunStatus(state, round, _rounds(run), _finished(run, round), failures_by_client(rows), late)
+    state = "finished" if run.report.is_file() else "at work" if _is_alive(run.lock) else "stopped"
+    return RunStatus(state, round, _read_rounds(run), _read_finish_time(run, round), count_failures(rows), late)
 
 
-def _rounds(run: RunFolder) -> int | None:
+def _read_rounds(run: RunFolder) -> int | None:
     try:
         return int(yaml.safe_load(run.config_text())["federation"]["rounds"])
     except (yaml.YAMLError, KeyError, TypeError, ValueError):
         return None
 
 
-def _finished(run: RunFolder, round: int) -> float | None:
+def _read_finish_time(run: RunFolder, round: int) -> float | None:
     """Return the time when a round was committed: its checkpoint is written last and never rewritten."""
     try:
         return (run.checkpoints / f"round-{round:05}").stat().st_mtime
@@ -119,7 +119,7 @@ def _finished(run: RunFolder, round: int) -> float | None:
         return None
 
 
-def _alive(lock: Path) -> bool:
+def _is_alive(lock: Path) -> bool:
     """Check whether the process that a run's lock names is alive; a process on another machine is assumed to be."""
     try:
         pid, host = lock.read_text().split("\n")[:2]

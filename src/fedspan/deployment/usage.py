@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedspan.config.node import NodeConfig, NodeLimits
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Count, Order
-from fedspan.files import disk_errors, read_bytes, write_atomic
+from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.training.accounting import Charge, PrivacySpend
 
 __all__ = ["Account", "UsageBook"]
@@ -98,7 +98,7 @@ class UsageBook:
             FedspanError: If it does not fit.
         """
         account = self.account()
-        if _digest(run) in account.runs:
+        if _compute_digest(run) in account.runs:
             return
         _require_left("runs", len(account.runs), 1, self.limits.runs)
         _require_left("rounds", account.rounds, rounds, self.limits.rounds)
@@ -111,9 +111,9 @@ class UsageBook:
         """
         accounts, digest = self._load()
         account = accounts.get(self._key, self._new)
-        if _digest(run) not in account.runs:
+        if _compute_digest(run) not in account.runs:
             _require_left("runs", len(account.runs), 1, self.limits.runs)
-            runs = {**account.runs, _digest(run): ""}
+            runs = {**account.runs, _compute_digest(run): ""}
             self._store({**accounts, self._key: account.model_copy(update={"runs": runs})}, digest)
 
     def record_order(self, order: Order, charges: tuple[Charge, ...]) -> None:
@@ -131,10 +131,10 @@ class UsageBook:
         update: dict[str, Any] = {}
         if order.task == "train":
             content = f"{order.round} {order.lr!r} {hashlib.sha256(order.body).hexdigest()}"
-            if account.runs.get(_digest(order.run)) != _digest(content):
+            if account.runs.get(_compute_digest(order.run)) != _compute_digest(content):
                 _require_left("rounds", account.rounds, 1, self.limits.rounds)
                 update["rounds"] = account.rounds + 1
-                update["runs"] = {**account.runs, _digest(order.run): _digest(content)}
+                update["runs"] = {**account.runs, _compute_digest(order.run): _compute_digest(content)}
         else:
             _require_left("evaluations", account.evaluations, 1, self.limits.evaluations)
             update["evaluations"] = account.evaluations + 1
@@ -171,7 +171,7 @@ class UsageBook:
 
     def _store(self, accounts: Mapping[str, Account], previous: str) -> None:
         content = _Book(previous=previous, accounts=dict(accounts)).model_dump_json(indent=1).encode()
-        with disk_errors(self.path.parent, _CURE):
+        with convert_disk_errors(self.path.parent, _CURE):
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not previous:  # from now on, a missing book is one that got lost
                 write_atomic(self.marker, hashlib.sha256(content).hexdigest().encode(), 0o600)
@@ -179,7 +179,7 @@ class UsageBook:
             write_atomic(self.marker, hashlib.sha256(content).hexdigest().encode(), 0o600)
 
 
-def _digest(text: str) -> str:
+def _compute_digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
 
 

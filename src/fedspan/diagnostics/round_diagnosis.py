@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fedspan.core.base import BaseUpdate, Delta, materialise
 from fedspan.core.lowrank import LowRank
-from fedspan.core.parametrization import DenseChange, LoRA, Parametrization, dense_change
-from fedspan.core.tensors import generator, is_extra, slots_of, tensor_name
+from fedspan.core.parametrization import DenseChange, LoRA, Parametrization, compute_dense_change
+from fedspan.core.tensors import create_generator, is_extra, join_tensor_name, select_slots
 from fedspan.core.values import Job, Trained
 from fedspan.diagnostics.updates import (
     Shape,
@@ -168,7 +168,7 @@ def diagnose_round(
     models = _make_round_models(federation, record, progress, result)
     layers = models.layers()
     engine.adapted.set_base(progress.state.base)
-    rng = generator(seed, "diagnosis")
+    rng = create_generator(seed, "diagnosis")
     indices = np.sort(torch.randperm(len(held_out), generator=rng)[:examples].numpy())
     ids = sorted(record.by_client)
     barriers = tuple(
@@ -283,7 +283,7 @@ class _RoundModels:
                 mixed = combine([(1 - at, changes[0][name]), (at, changes[1][name])], operator.shape)
                 parametrization[name] = LoRA(mixed.scale) if isinstance(mixed, LowRank) else DenseChange()
                 slots = {"A": mixed.A, "B": mixed.B} if isinstance(mixed, LowRank) else {"D": mixed.float()}
-                tensors |= {tensor_name(name, slot): value for slot, value in slots.items()}
+                tensors |= {join_tensor_name(name, slot): value for slot, value in slots.items()}
             predictions = self.engine.predict(Job(parametrization, tensors, ()), examples, indices, batch_size)
             losses.append(self.engine.task.metrics(predictions, examples, indices.tolist())["loss"])
         return tuple(losses)
@@ -307,9 +307,9 @@ class _RoundModels:
     ) -> Delta:
         """Return the change of a layer relative to a base."""
         with torch.no_grad():
-            effective = parametrization.effective(slots_of(tensors, name))
+            effective = parametrization.effective(select_slots(tensors, name))
             if not effective.base or effective.weight is not None:
-                return dense_change(effective, self._base(name, base))
+                return compute_dense_change(effective, self._base(name, base))
         return torch.zeros(self.engine.adapted.operators[name].shape) if effective.pair is None else effective.pair
 
     def _base(self, name: str, base: BaseUpdate) -> Tensor:
@@ -325,10 +325,10 @@ class _RoundModels:
     def _moments(self, name: str) -> float | None:
         """Return the mean mismatch of the second moments of a layer's tensors; None where there are none."""
         seconds = {id: local.trained.optimizer_state.moments.get("exp_avg_sq", {}) for id, local in self._records()}
-        slots = [slots_of(own, name) for own in seconds.values()]
+        slots = [select_slots(own, name) for own in seconds.values()]
         shared = set.intersection(*(set(own) for own in slots)) if slots else set[str]()
         gaps = [
-            measure_moment_mismatch({id: slots_of(own, name)[slot] for id, own in seconds.items()}, self.weights)
+            measure_moment_mismatch({id: select_slots(own, name)[slot] for id, own in seconds.items()}, self.weights)
             for slot in sorted(shared)
             if len({own[slot].shape for own in slots}) == 1
         ]

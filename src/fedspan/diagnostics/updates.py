@@ -15,8 +15,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from fedspan.core.base import Delta, as_dense
-from fedspan.core.lowrank import LowRank, concatenate, inner, svd
+from fedspan.core.base import Delta, to_dense
+from fedspan.core.lowrank import LowRank, compute_inner_product, concatenate, svd
 
 __all__ = [
     "Shape",
@@ -24,10 +24,10 @@ __all__ = [
     "combine",
     "compare_updates",
     "compute_alignment",
+    "compute_form_inner_product",
     "compute_principal_angles",
     "compute_singular_values",
     "get_shape",
-    "inner_product",
     "measure_moment_mismatch",
     "measure_shape",
 ]
@@ -86,15 +86,15 @@ def combine(parts: Sequence[tuple[float, Delta]], shape: tuple[int, int]) -> Del
         return torch.zeros(shape)
     if len(pairs) == len(parts):
         return concatenate(pairs)
-    return sum((factor * as_dense(part).double() for factor, part in parts), torch.zeros(shape, dtype=torch.float64))
+    return sum((factor * to_dense(part).double() for factor, part in parts), torch.zeros(shape, dtype=torch.float64))
 
 
-def inner_product(left: Delta, right: Delta) -> float:
+def compute_form_inner_product(left: Delta, right: Delta) -> float:
     """Return <left, right>, in float64."""
     if isinstance(left, LowRank) and isinstance(right, LowRank):
-        return float(inner(left, right))
+        return float(compute_inner_product(left, right))
     pair, dense = (left, right) if isinstance(left, LowRank) else (right, left)
-    matrix = as_dense(dense).double()
+    matrix = to_dense(dense).double()
     if isinstance(pair, LowRank):  # <B A, M> = <B, M A^T>
         return float((pair.B.double() * (matrix @ pair.A.double().T)).sum() * pair.scale)
     return float((matrix * pair.double()).sum())
@@ -118,7 +118,7 @@ def compare_updates(
         raise ValueError("updates of no client")
     w = torch.tensor([weights[id] for id in ids], dtype=torch.float64)
     w = w / w.sum()
-    products = [[inner_product(updates[one], updates[other]) for other in ids] for one in ids]
+    products = [[compute_form_inner_product(updates[one], updates[other]) for other in ids] for one in ids]
     gram = torch.tensor(products, dtype=torch.float64)
     mean2 = float(w @ gram @ w)
     with_mean, norms = gram @ w, gram.diagonal().clamp(min=0).sqrt()
@@ -129,8 +129,8 @@ def compare_updates(
         gap = combine([(1.0, whole), *((-float(one), updates[id]) for one, id in zip(w, ids, strict=True))], shape)
         # not ||G||^2 - 2 <G, D> + ||D||^2, which cancels numerically where the two are nearly equal
         error = _divide(float(compute_singular_values(gap).norm()), math.sqrt(max(mean2, 0)))
-        target = torch.tensor([inner_product(updates[id], whole) for id in ids], dtype=torch.float64)
-        target2 = inner_product(whole, whole)
+        target = torch.tensor([compute_form_inner_product(updates[id], whole) for id in ids], dtype=torch.float64)
+        target2 = compute_form_inner_product(whole, whole)
     pairs = list(combinations(range(len(ids)), 2))
     cosines = [_divide(float(gram[i, j]), float(norms[i] * norms[j])) for i, j in pairs]
     frames = [_compute_bases(updates[id]) for id in ids] if pairs else []

@@ -10,26 +10,40 @@ from typing import Any
 
 from fedspan.config import RunConfig, override, parse_config
 from fedspan.config.options import validate_method_options
-from fedspan.errors import FedspanError, nearest
-from fedspan.experiments.execution import ConfigLike, command_line, open_series, plain_values, read_settings, run_step
+from fedspan.errors import FedspanError, suggest_nearest
+from fedspan.experiments.execution import (
+    ConfigLike,
+    format_command_line,
+    open_series,
+    read_settings,
+    run_step,
+    to_plain_values,
+)
 from fedspan.experiments.series import (
     Step,
     Watcher,
-    config_of_seed,
-    finite,
-    mean,
+    compute_deviation,
+    compute_mean,
+    compute_standard_error,
+    get_finite,
     require_comparable,
-    spread,
-    standard_error,
-    valid_seeds,
+    set_seed,
+    validate_seeds,
 )
-from fedspan.experiments.series_bar import watched
-from fedspan.experiments.tables import Table, heading, megabytes, plus_minus, seconds, write_tables
-from fedspan.methods.registry import method_class
+from fedspan.experiments.series_bar import open_watcher
+from fedspan.experiments.tables import (
+    Table,
+    format_heading,
+    format_mean,
+    format_megabytes,
+    format_seconds,
+    write_tables,
+)
+from fedspan.methods.registry import get_method_class
 from fedspan.runs.session import RunReport
 from fedspan.tasks.metrics import METRICS, rank_of
-from fedspan.training.prefix_rows import shared_prefixes
-from fedspan.transports.ray.sharing import shared_teams
+from fedspan.training.prefix_rows import share_prefixes
+from fedspan.transports.ray.sharing import share_teams
 from fedspan.wrappers.registry import WRAPPERS
 
 __all__ = [
@@ -121,12 +135,12 @@ class CompareReport:
         rows = tuple(
             (
                 row.name,
-                plus_minus(metric, row.mean, row.deviation),
-                "" if row.name == self.against else plus_minus(metric, row.difference, row.error, sign=True),
-                plus_minus(metric, row.worst, None),
-                megabytes(row.bytes_down),
-                megabytes(row.bytes_up),
-                seconds(row.seconds),
+                format_mean(metric, row.mean, row.deviation),
+                "" if row.name == self.against else format_mean(metric, row.difference, row.error, sign=True),
+                format_mean(metric, row.worst, None),
+                format_megabytes(row.bytes_down),
+                format_megabytes(row.bytes_up),
+                format_seconds(row.seconds),
             )
             for row in self.rows
         )
@@ -139,7 +153,7 @@ class CompareReport:
         return Table(
             head=(
                 "method",
-                heading(_OWN[self.measured], metric),
+                format_heading(_OWN[self.measured], metric),
                 f"minus {self.against}",
                 "worst client" + (", %" if METRICS[metric].percent else ""),
                 "MB down",
@@ -156,8 +170,8 @@ class CompareReport:
 
     def by_seed(self) -> Table:
         """Return every score, so that the table can be reproduced."""
-        rows = tuple((row.name, *(plus_minus(self.metric, score, None) for score in row.scores)) for row in self.rows)
-        head = (heading(_OWN[self.measured], self.metric), *(f"seed {seed}" for seed in self.seeds))
+        rows = tuple((row.name, *(format_mean(self.metric, score, None) for score in row.scores)) for row in self.rows)
+        head = (format_heading(_OWN[self.measured], self.metric), *(f"seed {seed}" for seed in self.seeds))
         return Table(head=head, rows=rows, best=None, notes=())
 
     def plain(self) -> list[dict[str, object]]:
@@ -218,14 +232,14 @@ def plan_comparison(
             raise FedspanError(
                 "--set-for", f"{key}:{next(iter(texts), '')}", f"one of {', '.join(methods)} before the colon"
             )
-    seeds = valid_seeds(seeds)
-    configs = {key: _config(values, key, methods, overrides_for.get(key, ())) for key in methods}
+    seeds = validate_seeds(seeds)
+    configs = {key: _build_config(values, key, methods, overrides_for.get(key, ())) for key in methods}
     baselines = configs[methods[0]].baselines
     rows = (*methods, *baselines)
     if against is not None and against not in rows:
         raise FedspanError("--against", against, f"a row of the table: {', '.join(rows)}")
     steps = [
-        Step(f"{key}-seed{seed}", f"{key}, seed {seed}", key, seed, config_of_seed(config, seed, seeds[0], index == 0))
+        Step(f"{key}-seed{seed}", f"{key}, seed {seed}", key, seed, set_seed(config, seed, seeds[0], index == 0))
         for index, (key, config) in enumerate(configs.items())
         for seed in seeds
     ]
@@ -236,15 +250,15 @@ def _require_method(key: str) -> None:
     name, *wrappers = key.split("+")
     if name in WRAPPERS:
         raise FedspanError("--methods", key, problem=f"{name} is a wrapper. Put it around a method: fedit+{name}")
-    method_class(name, "--methods")
+    get_method_class(name, "--methods")
     for wrapper in wrappers:
         if wrapper not in WRAPPERS:
             raise FedspanError(
-                "--methods", key, problem=f"no wrapper is named {wrapper!r}. {nearest(wrapper, WRAPPERS)}"
+                "--methods", key, problem=f"no wrapper is named {wrapper!r}. {suggest_nearest(wrapper, WRAPPERS)}"
             )
 
 
-def _config(values: Mapping[str, Any], key: str, methods: Sequence[str], own: Sequence[str]) -> RunConfig:
+def _build_config(values: Mapping[str, Any], key: str, methods: Sequence[str], own: Sequence[str]) -> RunConfig:
     """Return the config of one method: the shared options that it has, and its own overrides."""
     section = values.get("method", {})
     if not isinstance(section, Mapping):
@@ -254,7 +268,7 @@ def _config(values: Mapping[str, Any], key: str, methods: Sequence[str], own: Se
     all_options = set[str]().union(*options_by_row.values())
     for option, value in section.items():
         if option not in ("name", "wrappers") and option not in all_options:
-            problem = f"none of {', '.join(methods)} has this option. {nearest(str(option), all_options)}"
+            problem = f"none of {', '.join(methods)} has this option. {suggest_nearest(str(option), all_options)}"
             raise FedspanError(f"method.{option}", value, problem=problem)
     options = {option: value for option, value in section.items() if option in options_by_row[key]}
     wrappers = section.get("wrappers", [])
@@ -271,14 +285,14 @@ def _config(values: Mapping[str, Any], key: str, methods: Sequence[str], own: Se
     return require_comparable(parse_config({**values, "method": {}}), config, "--set-for", argument)
 
 
-def compared_scores(report: RunReport) -> str:
+def select_compared_scores(report: RunReport) -> str:
     """Return which scores of a report are compared: ``test`` (held-out set), or ``clients`` if there is no such set."""
     return "test" if "test" in report.scores else "clients"
 
 
-def heldout_score(report: RunReport) -> float | None:
+def get_heldout_score(report: RunReport) -> float | None:
     """Return the score of a run that a comparison uses."""
-    return finite(report.scores.get(compared_scores(report)), report.metric)
+    return get_finite(report.scores.get(select_compared_scores(report)), report.metric)
 
 
 def build_report(comparison: Comparison, reports: Mapping[str, RunReport], folder: str) -> CompareReport:
@@ -291,14 +305,14 @@ def build_report(comparison: Comparison, reports: Mapping[str, RunReport], folde
     """
     runs = {key: [reports[step.name] for step in comparison.steps if step.group == key] for key in comparison.methods}
     first = runs[comparison.methods[0]]
-    metric, measured = first[0].metric, compared_scores(first[0])
+    metric, measured = first[0].metric, select_compared_scores(first[0])
     scores: dict[str, list[Mapping[str, Any]]] = {
         key: [report.scores for report in row_reports] for key, row_reports in runs.items()
     }
     for name in first[0].baselines:
         scores[name] = [run.baselines[name]["scores"] for run in first]
     values = {
-        name: [finite(own_scores.get(measured), metric) for own_scores in row_scores]
+        name: [get_finite(own_scores.get(measured), metric) for own_scores in row_scores]
         for name, row_scores in scores.items()
     }
     reference = values[comparison.against]
@@ -313,16 +327,16 @@ def build_report(comparison: Comparison, reports: Mapping[str, RunReport], folde
             CompareRow(
                 name=name,
                 scores=tuple(own),
-                mean=mean(own),
-                deviation=spread(own),
-                difference=mean(differences),
-                error=standard_error(differences),
-                worst=mean(
-                    [finite((own_scores.get("clients") or {}).get("worst"), metric) for own_scores in row_scores]
+                mean=compute_mean(own),
+                deviation=compute_deviation(own),
+                difference=compute_mean(differences),
+                error=compute_standard_error(differences),
+                worst=compute_mean(
+                    [get_finite((own_scores.get("clients") or {}).get("worst"), metric) for own_scores in row_scores]
                 ),
-                bytes_down=mean([run.bytes["down"] for run in row_reports]),
-                bytes_up=mean([run.bytes["up"] for run in row_reports]),
-                seconds=mean([run.seconds for run in row_reports]),
+                bytes_down=compute_mean([run.bytes["down"] for run in row_reports]),
+                bytes_up=compute_mean([run.bytes["up"] for run in row_reports]),
+                seconds=compute_mean([run.seconds for run in row_reports]),
             )
         )
     higher = METRICS[metric].higher
@@ -374,14 +388,14 @@ def compare(
         FedspanError: If the input is invalid in a way that the user can correct.
     """
     settings = {
-        "command": command_line(sys.argv),
+        "command": format_command_line(sys.argv),
         "methods": list(methods),
         "seeds": list(seeds),
         "against": against,
         "for": {key: list(texts) for key, texts in (overrides_for or {}).items()},
-        "config": plain_values(config, overrides),
+        "config": to_plain_values(config, overrides),
     }
-    with watched(listener, progress) as watcher:
+    with open_watcher(listener, progress) as watcher:
         return _run(settings, Path(folder), watcher)
 
 
@@ -400,7 +414,7 @@ def resume_compare(
         FedspanError: If the folder holds no comparison, and as ``compare`` does.
     """
     settings = read_settings(Path(folder), COMPARE, _SETTINGS)
-    with watched(listener, progress) as watcher:
+    with open_watcher(listener, progress) as watcher:
         return _run({**settings, "against": against or settings["against"]}, Path(folder), watcher)
 
 
@@ -410,8 +424,8 @@ def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Compare
     )
     open_series(folder, COMPARE, settings, plan.steps)
     watcher.series_started(plan.steps)
-    with shared_prefixes(), shared_teams():
-        reports = {step.name: run_step(step, folder, watcher, heldout_score) for step in plan.steps}
+    with share_prefixes(), share_teams():
+        reports = {step.name: run_step(step, folder, watcher, get_heldout_score) for step in plan.steps}
     report = build_report(plan, reports, str(folder))
     title = f"Comparison of {', '.join(plan.methods)}"
     names = [step.name for step in plan.steps]

@@ -22,25 +22,32 @@ from fedspan.data.images import has_images
 from fedspan.data.path_patterns import has_placeholders, match_paths
 from fedspan.errors import FedspanError
 from fedspan.experiments.series import Step, Watcher
-from fedspan.files import disk_errors, is_temporary, read_bytes, sweep, temporary, write_atomic
+from fedspan.files import (
+    build_temporary_path,
+    convert_disk_errors,
+    delete_temporary_files,
+    is_temporary,
+    read_bytes,
+    write_atomic,
+)
 from fedspan.runs import train
-from fedspan.runs.environment import same_environment
+from fedspan.runs.environment import is_same_environment
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_config
 from fedspan.runs.privacy_budget import is_secret
 from fedspan.runs.results import is_run
 from fedspan.runs.session import RunReport
-from fedspan.training.prefix_rows import next_run
+from fedspan.training.prefix_rows import start_next_run
 
 __all__ = [
     "ConfigLike",
     "FinishedRuns",
-    "command_line",
-    "finished_runs",
+    "format_command_line",
     "open_series",
-    "plain_values",
     "read_settings",
+    "reuse_finished_runs",
     "run_step",
+    "to_plain_values",
 ]
 
 
@@ -67,7 +74,7 @@ class FinishedRuns:
                 config = parse_config(parse_yaml(place.config_text(), str(place.config)))
                 place.read_json(place.report)
                 place.read_json(place.environment)
-                self._places.setdefault(_key(config), []).append(place.path)
+                self._places.setdefault(_build_key(config), []).append(place.path)
 
     def copy(self, config: RunConfig, folder: Path) -> bool:
         """Fill the folder of a run with a copy of a finished run that had the same config, versions and machine.
@@ -85,16 +92,16 @@ class FinishedRuns:
         """
         if folder.exists() or is_secret(config):
             return False
-        sources = self._places.get(_key(config), [])
+        sources = self._places.get(_build_key(config), [])
         since = _read_since(config) if sources else 0.0
         for source in sources:
             place = RunFolder(source)
             if not place.config.is_file() or place.config.stat().st_mtime < since:
                 continue
-            if same_environment(place, config):
-                partial = temporary(folder)
+            if is_same_environment(place, config):
+                partial = build_temporary_path(folder)
                 try:
-                    with disk_errors(folder.parent, "choose another folder"):
+                    with convert_disk_errors(folder.parent, "choose another folder"):
                         shutil.copytree(source, partial, ignore=shutil.ignore_patterns(place.lock.name))
                         partial.rename(folder)
                 except FedspanError:
@@ -104,7 +111,7 @@ class FinishedRuns:
         return False
 
 
-def _key(config: RunConfig) -> str:
+def _build_key(config: RunConfig) -> str:
     return json.dumps(config.model_dump(mode="json"), sort_keys=True)
 
 
@@ -126,7 +133,7 @@ _RUNS: ContextVar[FinishedRuns | None] = ContextVar("fedspan_finished_runs", def
 
 
 @contextmanager
-def finished_runs(folders: Iterable[Path]) -> Generator[None]:
+def reuse_finished_runs(folders: Iterable[Path]) -> Generator[None]:
     """Copy runs of a series within this context if they are finished in one of the folders or earlier in the context.
 
     Args:
@@ -139,7 +146,7 @@ def finished_runs(folders: Iterable[Path]) -> Generator[None]:
         _RUNS.reset(token)
 
 
-def runs_in_use() -> FinishedRuns | None:
+def get_reusable_runs() -> FinishedRuns | None:
     """Return the finished runs of the context; None outside of one."""
     return _RUNS.get()
 
@@ -149,7 +156,7 @@ _SHORT = 1.0  # seconds; models of shorter runs are too small to matter, and a c
 ConfigLike = RunConfig | Mapping[str, Any] | str | Path
 
 
-def plain_values(config: ConfigLike, overrides: Sequence[str]) -> dict[str, Any]:
+def to_plain_values(config: ConfigLike, overrides: Sequence[str]) -> dict[str, Any]:
     """Return a config's values with overrides, not validated: they may hold options that only some methods have.
 
     Raises:
@@ -160,7 +167,7 @@ def plain_values(config: ConfigLike, overrides: Sequence[str]) -> dict[str, Any]
     return override(config if isinstance(config, Mapping) else read_values(config), overrides)
 
 
-def command_line(arguments: Sequence[str]) -> list[str]:
+def format_command_line(arguments: Sequence[str]) -> list[str]:
     """Return the command line for a table, as typed but without the program's folder."""
     program = Path(arguments[0]).name if arguments else ""
     return ["fedspan" if program in ("", "__main__.py") else program, *arguments[1:]]
@@ -236,9 +243,9 @@ def open_series(folder: Path, name: str, settings: Mapping[str, Any], steps: Seq
         if read_config(folder / entry) != expected[entry]:
             problem = f"the run {entry} in {str(folder)!r} began with another config. Use that config or another folder"
             raise FedspanError("config", str(folder), problem=problem)
-    with disk_errors(folder, "choose another folder"):
+    with convert_disk_errors(folder, "choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)
-        sweep(folder)
+        delete_temporary_files(folder)
         try:
             text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
         except yaml.YAMLError as error:
@@ -247,7 +254,7 @@ def open_series(folder: Path, name: str, settings: Mapping[str, Any], steps: Seq
 
 
 def run_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunReport], float | None]) -> RunReport:
-    """Start or resume one run of a series, or read it if it is finished, here or in ``reuse.finished_runs``.
+    """Start or resume one run of a series, or read it if it is finished here or in ``reuse_finished_runs``.
 
     Args:
         step: The run.
@@ -258,13 +265,13 @@ def run_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunRep
     Raises:
         FedspanError: If the run fails; the message names the run.
     """
-    place, known = folder / step.name, runs_in_use()
+    place, known = folder / step.name, get_reusable_runs()
     watcher.run_started(step)
     if known is not None:
         known.copy(step.config, place)
     finished = RunFolder(place).report.is_file()
     if not finished:
-        next_run()
+        start_next_run()
     try:
         report = train.run(step.config, place, resume=True, listener=watcher, progress=False)
     except FedspanError as error:

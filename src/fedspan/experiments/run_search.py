@@ -10,17 +10,24 @@ from typing import Any, cast
 import yaml
 
 from fedspan.errors import FedspanError
-from fedspan.experiments.execution import ConfigLike, command_line, open_series, plain_values, read_settings, run_step
-from fedspan.experiments.search import Sweep, SweepReport, plan_sweep, trials_of, validation_score
+from fedspan.experiments.execution import (
+    ConfigLike,
+    format_command_line,
+    open_series,
+    read_settings,
+    run_step,
+    to_plain_values,
+)
+from fedspan.experiments.search import Sweep, SweepReport, get_validation_score, plan_sweep, rank_trials
 from fedspan.experiments.series import Step, Watcher
-from fedspan.experiments.series_bar import watched
+from fedspan.experiments.series_bar import open_watcher
 from fedspan.experiments.tables import write_tables
-from fedspan.files import disk_errors, write_atomic
+from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.session import RunReport
 from fedspan.tasks.metrics import METRICS
-from fedspan.training.prefix_rows import shared_prefixes
-from fedspan.transports.ray.sharing import shared_teams
+from fedspan.training.prefix_rows import share_prefixes
+from fedspan.transports.ray.sharing import share_teams
 
 __all__ = ["BEST", "SWEEP", "resume_sweep", "sweep"]
 
@@ -71,14 +78,14 @@ def sweep(
         FedspanError: If the input is invalid in a way that the user can correct.
     """
     settings = {
-        "command": command_line(sys.argv),
+        "command": format_command_line(sys.argv),
         "over": {path: values if isinstance(values, str) else list(values) for path, values in over.items()},
         "trials": trials,
         "rounds": rounds,
         "seeds": list(seeds),
-        "config": plain_values(config, overrides),
+        "config": to_plain_values(config, overrides),
     }
-    with watched(listener, progress) as watcher:
+    with open_watcher(listener, progress) as watcher:
         return _run(settings, Path(folder), watcher)
 
 
@@ -94,7 +101,7 @@ def resume_sweep(folder: str | Path, *, listener: Watcher | None = None, progres
         FedspanError: If the folder holds no sweep, and as ``sweep`` does.
     """
     settings = read_settings(Path(folder), SWEEP, _SETTINGS)
-    with watched(listener, progress) as watcher:
+    with open_watcher(listener, progress) as watcher:
         return _run(settings, Path(folder), watcher)
 
 
@@ -102,15 +109,15 @@ def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> SweepRe
     plan = plan_sweep(settings["config"], settings["over"], settings["trials"], settings["rounds"], settings["seeds"])
     open_series(folder, SWEEP, settings, plan.steps)
     watcher.series_started(plan.steps)
-    with shared_prefixes(), shared_teams():
+    with share_prefixes(), share_teams():
         reports, failures = _run_trials(plan, folder, watcher)
-    trials = trials_of(plan, reports, failures)
+    trials = rank_trials(plan, reports, failures)
     best = None if trials[0].failed else folder / BEST
     higher = METRICS[plan.metric].higher
     report = SweepReport(plan.metric, higher, plan.seeds, trials, str(folder), None if best is None else str(best))
     if best is not None:
         values = plan.configs[trials[0].number - 1].model_dump(mode="json")
-        with disk_errors(folder):
+        with convert_disk_errors(folder):
             write_atomic(best, yaml.safe_dump(values, sort_keys=False, allow_unicode=True).encode())
     names = [step.name for step in plan.steps if step.name in reports]
     title = f"Sweep over {', '.join(trials[0].values)}"
@@ -130,7 +137,7 @@ def _run_trials(plan: Sweep, folder: Path, watcher: Watcher) -> tuple[dict[str, 
             continue
         if step.name not in failures:
             try:
-                reports[step.name] = _require_validation(step, run_step(step, folder, watcher, validation_score))
+                reports[step.name] = _require_validation(step, run_step(step, folder, watcher, get_validation_score))
                 continue
             except FedspanError as error:
                 if error.field != "training.lr":  # the one error of training itself: divergence

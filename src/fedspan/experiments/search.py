@@ -15,13 +15,21 @@ import yaml
 
 from fedspan.config import RunConfig, override, parse_config
 from fedspan.errors import FedspanError
-from fedspan.experiments.search_space import combinations, space_of
-from fedspan.experiments.series import Step, config_of_seed, finite, mean, require_comparable, spread, valid_seeds
-from fedspan.experiments.tables import Table, heading, plus_minus, seconds
+from fedspan.experiments.search_space import list_combinations, parse_space
+from fedspan.experiments.series import (
+    Step,
+    compute_deviation,
+    compute_mean,
+    get_finite,
+    require_comparable,
+    set_seed,
+    validate_seeds,
+)
+from fedspan.experiments.tables import Table, format_heading, format_mean, format_seconds
 from fedspan.runs.session import RunReport
 from fedspan.tasks.metrics import METRICS, METRICS_OF, rank_of
 
-__all__ = ["Sweep", "SweepReport", "Trial", "plan_sweep", "trials_of", "validation_score"]
+__all__ = ["Sweep", "SweepReport", "Trial", "get_validation_score", "plan_sweep", "rank_trials"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ def plan_sweep(
 
     Args:
         values: Values of the config.
-        over: The search space, as for ``space_of``.
+        over: The search space, as for ``parse_space``.
         trials: Number of combinations to draw; None for all.
         rounds: Number of rounds of a trial; None for the config's.
         seeds: Seeds of every trial.
@@ -63,14 +71,14 @@ def plan_sweep(
         FedspanError: If the input is invalid in a way that the user can correct.
     """
     base = parse_config(values)
-    seeds = valid_seeds(seeds)
+    seeds = validate_seeds(seeds)
     first, several = seeds[0], len(seeds) > 1
     if base.partition.validation == 0:
         expected = "a share above 0, because settings are chosen on the clients' validation parts, never on a test set"
         raise FedspanError("partition.validation", base.partition.validation, expected)
     if rounds is not None and (isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1):
         raise FedspanError("--rounds", rounds, "a whole number from 1")
-    settings = combinations(space_of(over), trials, base.seed)
+    settings = list_combinations(parse_space(over), trials, base.seed)
     configs: list[RunConfig] = []
     steps: list[Step] = []
     for number, setting in enumerate(settings, 1):
@@ -79,7 +87,7 @@ def plan_sweep(
         short = own
         if rounds is not None and "federation.rounds" not in setting:
             short = own.model_copy(update={"federation": own.federation.model_copy(update={"rounds": rounds})})
-        configs_by_seed = [config_of_seed(short, seed, first, baselines=False) for seed in seeds]
+        configs_by_seed = [set_seed(short, seed, first, baselines=False) for seed in seeds]
         steps += [
             Step(
                 f"trial-{number:03}-seed{seed}",
@@ -159,8 +167,8 @@ class SweepReport:
             (
                 str(trial.number),
                 *(str(trial.values[path]) for path in paths),
-                "failed" if trial.failed else plus_minus(self.metric, trial.mean, trial.deviation),
-                seconds(trial.seconds),
+                "failed" if trial.failed else format_mean(self.metric, trial.mean, trial.deviation),
+                format_seconds(trial.seconds),
             )
             for trial in self.trials
         )
@@ -168,7 +176,7 @@ class SweepReport:
         numbers = ", ".join(map(str, self.seeds))
         subject = f"mean ± standard deviation over the seeds {numbers}" if several else f"one seed ({numbers})"
         return Table(
-            head=("trial", *paths, heading("validation", self.metric), "seconds"),
+            head=("trial", *paths, format_heading("validation", self.metric), "seconds"),
             rows=rows,
             best=None if self.best is None else 0,
             notes=(
@@ -194,12 +202,12 @@ class SweepReport:
         ]
 
 
-def validation_score(report: RunReport) -> float | None:
+def get_validation_score(report: RunReport) -> float | None:
     """Return the score of a run that a sweep uses."""
-    return finite(report.scores.get("validation"), report.metric)
+    return get_finite(report.scores.get("validation"), report.metric)
 
 
-def trials_of(sweep: Sweep, reports: Mapping[str, RunReport], failures: Mapping[str, str]) -> tuple[Trial, ...]:
+def rank_trials(sweep: Sweep, reports: Mapping[str, RunReport], failures: Mapping[str, str]) -> tuple[Trial, ...]:
     """Rank all trials: best first (ties by the smaller validation loss), failed ones last.
 
     Args:
@@ -211,12 +219,12 @@ def trials_of(sweep: Sweep, reports: Mapping[str, RunReport], failures: Mapping[
     for number, values in enumerate(sweep.values, 1):
         names = [step.name for step in sweep.steps if step.group == str(number)]
         finished = [reports[name] for name in names if name in reports]
-        scores = [validation_score(report) for report in finished]
+        scores = [get_validation_score(report) for report in finished]
         failed = next((failures[name] for name in names if name in failures), None)
-        score, loss = None, mean([finite(report.scores.get("validation"), "loss") for report in finished])
+        score, loss = None, compute_mean([get_finite(report.scores.get("validation"), "loss") for report in finished])
         losses[number] = math.inf if loss is None else loss
         if failed is None:
-            score = mean(scores)
+            score = compute_mean(scores)
             if score is None:
                 failed = f"{METRICS[metric].title} has no value on the validation parts"
         trials.append(
@@ -225,7 +233,7 @@ def trials_of(sweep: Sweep, reports: Mapping[str, RunReport], failures: Mapping[
                 values=values,
                 scores=tuple(scores),
                 mean=score,
-                deviation=None if failed else spread(scores),
+                deviation=None if failed else compute_deviation(scores),
                 seconds=None if failed else sum(report.seconds for report in finished),
                 failed=failed,
             )

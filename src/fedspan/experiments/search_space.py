@@ -14,7 +14,7 @@ import yaml
 from fedspan.data.keyed import make_generator
 from fedspan.errors import FedspanError
 
-__all__ = ["Range", "Space", "combinations", "space_of"]
+__all__ = ["Range", "Space", "list_combinations", "parse_space"]
 
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"\s*({_NUMBER})\.\.({_NUMBER})\s*")
@@ -51,7 +51,7 @@ Space = Mapping[str, Range | tuple[Any, ...]]
 """Values to try, by path in the config."""
 
 
-def space_of(over: Mapping[str, str | Sequence[Any]]) -> dict[str, Range | tuple[Any, ...]]:
+def parse_space(over: Mapping[str, str | Sequence[Any]]) -> dict[str, Range | tuple[Any, ...]]:
     """Parse the values to try for each field.
 
     Args:
@@ -62,17 +62,17 @@ def space_of(over: Mapping[str, str | Sequence[Any]]) -> dict[str, Range | tuple
     """
     if not over:
         raise FedspanError("--over", None, "at least one field with values to try, such as training.lr=1e-4,1e-3")
-    return {path: _values(path, candidates) for path, candidates in over.items()}
+    return {path: _parse_values(path, candidates) for path, candidates in over.items()}
 
 
-def _values(path: str, candidates: str | Sequence[Any]) -> Range | tuple[Any, ...]:
+def _parse_values(path: str, candidates: str | Sequence[Any]) -> Range | tuple[Any, ...]:
     argument = f"{path}={candidates}"
     if not path or not all(path.split(".")):
         raise FedspanError("--over", argument, "section.field=value,value,...")
     values: Any = candidates
     if isinstance(candidates, str):
         if match := _RANGE.fullmatch(candidates):
-            return _range(argument, match[1], match[2])
+            return _parse_range(argument, match[1], match[2])
         try:
             values = yaml.safe_load(f"[{candidates}]")
         except (yaml.YAMLError, ValueError, RecursionError):
@@ -85,7 +85,7 @@ def _values(path: str, candidates: str | Sequence[Any]) -> Range | tuple[Any, ..
     return tuple(values)
 
 
-def _range(argument: str, low: str, high: str) -> Range:
+def _parse_range(argument: str, low: str, high: str) -> Range:
     whole = all(re.fullmatch(r"[+-]?\d+", end) for end in (low, high))
     parsed = Range(int(low), int(high)) if whole else Range(float(low), float(high))
     if not -(2**62) < parsed.low < parsed.high < 2**62:
@@ -95,7 +95,7 @@ def _range(argument: str, low: str, high: str) -> Range:
     return parsed
 
 
-def combinations(space: Space, trials: int | None, seed: int) -> list[dict[str, Any]]:
+def list_combinations(space: Space, trials: int | None, seed: int) -> list[dict[str, Any]]:
     """Return the values of every trial: all combinations, or a number of distinct random ones.
 
     Args:
@@ -119,7 +119,7 @@ def combinations(space: Space, trials: int | None, seed: int) -> list[dict[str, 
         return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*lists)]
     if isinstance(trials, bool) or not isinstance(trials, int) or trials < 1:
         raise FedspanError("--trials", trials, "a whole number from 1")
-    count = math.prod(_size(candidates) for candidates in space.values())
+    count = math.prod(_count_values(candidates) for candidates in space.values())
     if trials > count:
         raise FedspanError(
             "--trials", trials, f"at most {count}, the number of combinations, or no --trials, to try all"
@@ -136,7 +136,7 @@ def combinations(space: Space, trials: int | None, seed: int) -> list[dict[str, 
     )
 
 
-def _size(candidates: Range | tuple[Any, ...]) -> float:
+def _count_values(candidates: Range | tuple[Any, ...]) -> float:
     """Return the number of distinct values; infinite for a continuous range."""
     if not isinstance(candidates, Range):
         return len(candidates)

@@ -17,13 +17,13 @@ __all__ = [
     "Step",
     "Watcher",
     "Watchers",
-    "config_of_seed",
-    "finite",
-    "mean",
+    "compute_deviation",
+    "compute_mean",
+    "compute_standard_error",
+    "get_finite",
     "require_comparable",
-    "spread",
-    "standard_error",
-    "valid_seeds",
+    "set_seed",
+    "validate_seeds",
 ]
 
 _SHARED = ("task", "seed", "data", "partition", "baselines", "centralized_lr")
@@ -88,7 +88,7 @@ class Watchers(Listeners, Watcher):
             one.run_failed(step, why)
 
 
-def valid_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
+def validate_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
     """Validate the seeds of a series.
 
     Raises:
@@ -106,7 +106,7 @@ def valid_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
     return tuple(seeds)
 
 
-def config_of_seed(config: RunConfig, seed: int, first: int, baselines: bool) -> RunConfig:
+def set_seed(config: RunConfig, seed: int, first: int, baselines: bool) -> RunConfig:
     """Return a run's config with a seed, on the partition of the first seed unless the config sets its seed.
 
     Args:
@@ -144,25 +144,25 @@ def require_comparable(shared: RunConfig, config: RunConfig, field: str, value: 
     return config
 
 
-def finite(scores: Mapping[str, Any] | None, metric: str) -> float | None:
+def get_finite(scores: Mapping[str, Any] | None, metric: str) -> float | None:
     """Return the value of a metric; None if it is missing or not finite."""
     value = (scores or {}).get(metric)
     return None if value is None or not math.isfinite(value) else float(value)
 
 
-def mean(values: Sequence[float | None]) -> float | None:
+def compute_mean(values: Sequence[float | None]) -> float | None:
     """Return the mean; None if any value is missing, as a mean over fewer seeds is a different quantity."""
     present = [value for value in values if value is not None]
     return float(np.mean(present)) if present and len(present) == len(values) else None
 
 
-def spread(values: Sequence[float | None]) -> float | None:
+def compute_deviation(values: Sequence[float | None]) -> float | None:
     """Return the sample standard deviation (n - 1); None for fewer than two values, or if any is missing."""
     present = [value for value in values if value is not None]
     return float(np.std(present, ddof=1)) if len(present) == len(values) > 1 else None
 
 
-def standard_error(values: Sequence[float | None]) -> float | None:
+def compute_standard_error(values: Sequence[float | None]) -> float | None:
     """Return the standard error of the mean: the deviation over the square root of n; None without a deviation."""
-    deviation = spread(values)
+    deviation = compute_deviation(values)
     return None if deviation is None else deviation / math.sqrt(len(values))

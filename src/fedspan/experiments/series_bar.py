@@ -11,12 +11,12 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from fedspan.experiments.series import Step, Watcher, Watchers
-from fedspan.runs.formatting import duration, one_line
-from fedspan.runs.progress_bar import LiveBar, ProgressBar, wants_bar
+from fedspan.runs.formatting import format_duration, shorten
+from fedspan.runs.progress_bar import LiveBar, ProgressBar, is_bar_wanted
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 
-__all__ = ["SeriesBar", "watched"]
+__all__ = ["SeriesBar", "open_watcher"]
 
 
 class SeriesBar(LiveBar, Watcher):
@@ -68,24 +68,24 @@ class SeriesBar(LiveBar, Watcher):
 
     def footer(self) -> RenderableType:
         """Render the current run, its bars, and the time of the whole series."""
-        elapsed = duration(self._clock() - self._began)
+        elapsed = format_duration(self._clock() - self._began)
         if self._ended:
             return Text(f"{self.done} runs in {elapsed}")
         if self._step is None:
             return Text("")
         now = f"run {min(self.done + 1, self.runs)} of {self.runs}: {self._step.label}; all: {elapsed}"
-        return Group("", Text(one_line(now, self._out.width)), self._run.footer())
+        return Group("", Text(shorten(now, self._out.width)), self._run.footer())
 
 
 @contextmanager
-def watched(listener: Watcher | None, progress: bool | None) -> Generator[Watcher]:
+def open_watcher(listener: Watcher | None, progress: bool | None) -> Generator[Watcher]:
     """Yield a watcher that forwards all events to the caller's watcher, and to progress bars if they are requested.
 
     Args:
         listener: The caller's watcher, or None.
         progress: Whether to show bars; None: if standard error is a terminal, or in a notebook.
     """
-    if not wants_bar(progress):
+    if not is_bar_wanted(progress):
         yield listener or Watcher()
         return
     with SeriesBar() as bar:

@@ -12,11 +12,20 @@ from pathlib import Path
 from typing import Any, cast
 
 from fedspan.errors import FedspanError
-from fedspan.files import disk_errors, write_atomic
+from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.runs.folder import RunFolder
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["Table", "heading", "markdown", "megabytes", "plus_minus", "seconds", "size", "write_tables"]
+__all__ = [
+    "Table",
+    "format_heading",
+    "format_markdown",
+    "format_mean",
+    "format_megabytes",
+    "format_seconds",
+    "format_size",
+    "write_tables",
+]
 
 _MACHINE = ("platform", "machine", "accelerator", "threads")
 _OTHER = (*_MACHINE, "seed", "command")
@@ -39,12 +48,12 @@ class Table:
     notes: tuple[str, ...]
 
 
-def heading(quantity: str, metric: str) -> str:
+def format_heading(quantity: str, metric: str) -> str:
     """Return a column title with the metric and its unit."""
     return f"{quantity} {METRICS[metric].title}{', %' if METRICS[metric].percent else ''}"
 
 
-def plus_minus(metric: str, value: float | None, error: float | None, sign: bool = False) -> str:
+def format_mean(metric: str, value: float | None, error: float | None, sign: bool = False) -> str:
     """Format ``95.4 ± 0.7`` for a metric in percent, four decimals for any other; without the error if it is None.
 
     Args:
@@ -60,12 +69,12 @@ def plus_minus(metric: str, value: float | None, error: float | None, sign: bool
     return text if error is None else f"{text} ± {factor * error:.{digits}f}"
 
 
-def megabytes(count: float | None) -> str:
+def format_megabytes(count: float | None) -> str:
     """Format bytes in millions, with three decimals for small numbers."""
     return "-" if count is None else f"{count / 1e6:.{1 if count >= 1e7 else 3}f}"
 
 
-def size(count: float) -> str:
+def format_size(count: float) -> str:
     """Format bytes in decimal units: 3 412 345 as 3.4 MB."""
     if count < 1000:
         return f"{count:.0f} B"
@@ -76,7 +85,7 @@ def size(count: float) -> str:
     return f"{count / 1000:.1f} TB"
 
 
-def seconds(value: float | None) -> str:
+def format_seconds(value: float | None) -> str:
     """Format seconds with one decimal."""
     return "-" if value is None else f"{value:.1f}"
 
@@ -104,15 +113,15 @@ def write_tables(
     Raises:
         FedspanError: If the folder cannot be written, or the runs used different data.
     """
-    lines = [f"# {title}", "", *_provenance(folder, command, runs), "", *markdown(table)]
+    lines = [f"# {title}", "", *_describe_provenance(folder, command, runs), "", *format_markdown(table)]
     if extra is not None:
-        lines += ["", *markdown(extra)]
-    with disk_errors(folder):
+        lines += ["", *format_markdown(extra)]
+    with convert_disk_errors(folder):
         write_atomic(folder / "table.md", ("\n".join(lines) + "\n").encode())
-        write_atomic(folder / "table.csv", _csv(plain).encode())
+        write_atomic(folder / "table.csv", _format_csv(plain).encode())
 
 
-def _csv(plain: Sequence[Mapping[str, object]]) -> str:
+def _format_csv(plain: Sequence[Mapping[str, object]]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, list(plain[0]), lineterminator="\n")
     writer.writeheader()
@@ -120,7 +129,7 @@ def _csv(plain: Sequence[Mapping[str, object]]) -> str:
     return text.getvalue()
 
 
-def markdown(table: Table) -> list[str]:
+def format_markdown(table: Table) -> list[str]:
     """Return the Markdown lines of a table with its notes."""
 
     def line(cells: Sequence[str]) -> str:
@@ -133,7 +142,7 @@ def markdown(table: Table) -> list[str]:
     return [line(table.head), rule, *rows, "", *[note + "  " for note in table.notes[:-1]], *table.notes[-1:]]
 
 
-def _provenance(folder: Path, command: Sequence[str], runs: Sequence[str]) -> list[str]:
+def _describe_provenance(folder: Path, command: Sequence[str], runs: Sequence[str]) -> list[str]:
     """Return the provenance of the numbers, read from the runs so that a regenerated table states the same."""
     folders = [RunFolder(folder / name) for name in runs]
     environments = [cast(dict[str, Any], entry.read_json(entry.environment)) for entry in folders]
@@ -150,13 +159,13 @@ def _provenance(folder: Path, command: Sequence[str], runs: Sequence[str]) -> li
     finished = [entry.report.stat().st_mtime for entry in folders if entry.report.is_file()]
     if finished:
         lines.append(f"Date: {datetime.fromtimestamp(max(finished), UTC):%Y-%m-%d}.  ")
-    for index, environment in enumerate(dict.fromkeys(_environment(values) for values in environments)):
+    for index, environment in enumerate(dict.fromkeys(_describe_environment(values) for values in environments)):
         lines.append(f"{'Machine' if index == 0 else 'Also on'}: {environment}.  ")
     lines += [f"Same partition of the data in all runs: {next(iter(partitions))[:16]}."] if partitions else []
     return lines
 
 
-def _environment(environment: Mapping[str, Any]) -> str:
+def _describe_environment(environment: Mapping[str, Any]) -> str:
     machine = [f"{environment[name]}" for name in _MACHINE[:-1] if environment.get(name)]
     versions = [f"{name} {value}" for name, value in environment.items() if name not in _OTHER and value]
     return f"{', '.join(machine)}, threads {environment.get('threads')}; {', '.join(versions)}"

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedspan.core.method import Method
 from fedspan.core.values import Client, Contribution, Message
 
-__all__ = ["ENOUGH_REPLIES", "ChangeSize", "measure_change", "norm_limits", "shrink_reply"]
+__all__ = ["ENOUGH_REPLIES", "ChangeSize", "compute_norm_limits", "measure_change", "shrink_reply"]
 
 ENOUGH_REPLIES = 3
 """Minimum number of replies that are compared with each other."""
@@ -56,19 +56,19 @@ def measure_change(
         client: The client.
     """
     measured, untrained = message.tensors, expected.tensors
-    if not _stacks(contribution):
+    if not _is_stacked(contribution):
         measured, untrained = contribution.sum, method.contribute(expected, client).sum
     directions = method.declared().directions
     total, entries = 0.0, 0
     for name, value in measured.items():
-        if not value.is_floating_point() or _slot(name) in directions:
+        if not value.is_floating_point() or _get_slot(name) in directions:
             continue
         total += float((value.double() - _start(value, untrained[name])).square().sum())
         entries += value.numel()
     return ChangeSize(math.sqrt(total), entries)
 
 
-def norm_limits(sizes: Mapping[str, ChangeSize], ratio: float) -> dict[str, float]:
+def compute_norm_limits(sizes: Mapping[str, ChangeSize], ratio: float) -> dict[str, float]:
     """Return the norm that each client's change may have, by client.
 
     It is ``ratio`` times the median of the cohort's norms; of clients with more entries, as many times the square root
@@ -103,10 +103,10 @@ def shrink_reply(
         client: The client.
         factor: Factor on the change, from 0 to 1.
     """
-    if _stacks(contribution):
+    if _is_stacked(contribution):
         directions = method.declared().directions
         tensors = {
-            name: value if _slot(name) in directions else _scale(value, expected.tensors[name], factor)
+            name: value if _get_slot(name) in directions else _scale(value, expected.tensors[name], factor)
             for name, value in message.tensors.items()
         }
         return method.contribute(replace(message, tensors=tensors), client)
@@ -117,12 +117,12 @@ def shrink_reply(
     )
 
 
-def _stacks(contribution: Contribution) -> bool:
+def _is_stacked(contribution: Contribution) -> bool:
     """Check whether the server needs numbers of this reply one by one."""
     return any(value.is_floating_point() for value in contribution.stack.values())
 
 
-def _slot(name: str) -> str:
+def _get_slot(name: str) -> str:
     return name.rpartition("/")[2]
 
 

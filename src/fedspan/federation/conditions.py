@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedspan.core.tensors import generator
+from fedspan.core.tensors import create_generator
 from fedspan.core.values import Message
 
-__all__ = ["PHASES", "Conditions", "FaultKind", "Faults", "Speed", "corrupt"]
+__all__ = ["PHASES", "Conditions", "FaultKind", "Faults", "Speed", "corrupt_reply"]
 
 FaultKind = Literal["nan", "noise", "sign-flip", "scale", "label-flip"]
 
@@ -80,7 +80,7 @@ class Conditions:
             phases: Exchanges of an attempt, in their order.
         """
         rate = self.dropout if isinstance(self.dropout, float | int) else self.dropout.get(client, 0.0)
-        rng = generator(self.seed, "dropout", round, attempt, client)
+        rng = create_generator(self.seed, "dropout", round, attempt, client)
         if not float(torch.rand((), generator=rng, dtype=torch.float64)) < rate:
             return None
         return phases[int(torch.randint(len(phases), (), generator=rng))]
@@ -95,7 +95,7 @@ class Conditions:
         speed = self.speed
         if speed is None:
             return 0.0
-        rng = generator(self.seed, "speed", client)
+        rng = create_generator(self.seed, "speed", client)
         if speed.distribution == "lognormal":
             factor = speed.spread ** float(torch.randn((), generator=rng, dtype=torch.float64))
         elif speed.distribution == "uniform":
@@ -114,11 +114,11 @@ class Conditions:
         if self.faults is None:
             return frozenset()
         count = round(self.faults.share * len(ids))
-        order: list[int] = torch.randperm(len(ids), generator=generator(self.seed, "faults")).tolist()
+        order: list[int] = torch.randperm(len(ids), generator=create_generator(self.seed, "faults")).tolist()
         return frozenset(ids[index] for index in order[:count])
 
 
-def corrupt(faults: Faults, reply: Message, honest_start: Message, *key: int | str) -> Message:
+def corrupt_reply(faults: Faults, reply: Message, honest_start: Message, *key: int | str) -> Message:
     """Return the reply of a faulty client.
 
     Args:
@@ -144,7 +144,7 @@ def corrupt(faults: Faults, reply: Message, honest_start: Message, *key: int | s
         change = value.double() - start.double().nan_to_num(0.0, 0.0, 0.0)
         if faults.kind == "noise":
             seed, *label = key
-            rng = generator(int(seed), "noise", *label, name)
+            rng = create_generator(int(seed), "noise", *label, name)
             scale = factor * float(change.square().mean().sqrt())
             change = scale * torch.randn(change.shape, generator=rng, dtype=torch.float64)
         else:

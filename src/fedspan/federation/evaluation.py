@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from fedspan.core.method import Memory
-from fedspan.core.tensors import generator
+from fedspan.core.tensors import create_generator
 from fedspan.core.values import Job
 from fedspan.federation import serialization
 from fedspan.federation.absences import Awaited
 from fedspan.federation.federation import Federation
-from fedspan.federation.plausibility import possible_metrics
+from fedspan.federation.plausibility import drop_impossible_metrics
 from fedspan.federation.progress import ClientData, Failure, Progress, Transfer
 from fedspan.federation.protocol import Envelope, OrderEncoder, Orders, ScoredPart, Scores, open_reply
 from fedspan.federation.weights import weight_limit
@@ -31,9 +31,9 @@ __all__ = [
     "Evaluator",
     "RemoteEvaluator",
     "ReportedEvaluator",
-    "coarsen",
+    "coarsen_metrics",
+    "count_trimmed_clients",
     "summarize",
-    "trimmed_clients",
 ]
 
 Metrics = Mapping[str, float]
@@ -86,7 +86,7 @@ def summarize(by_client: Mapping[str, Metrics], metric: str) -> dict[str, Any]:
     return summary
 
 
-def coarsen(scores: Metrics, examples: int) -> dict[str, float]:
+def coarsen_metrics(scores: Metrics, examples: int) -> dict[str, float]:
     """Round metrics so that no group of fewer than half of ``examples`` shows in one of them.
 
     Args:
@@ -109,11 +109,11 @@ def _draw_clients(federation: Federation, count: int | None) -> tuple[str, ...]:
     ids = tuple(federation.clients)
     if count is None or count >= len(ids):
         return ids
-    rng = generator(federation.settings.seed, "evaluation")
+    rng = create_generator(federation.settings.seed, "evaluation")
     return tuple(sorted(ids[index] for index in torch.randperm(len(ids), generator=rng)[:count].tolist()))
 
 
-def _evaluated_parts(data: ClientData) -> tuple[np.ndarray, np.ndarray]:
+def _get_evaluated_parts(data: ClientData) -> tuple[np.ndarray, np.ndarray]:
     return data.validation, data.test
 
 
@@ -159,7 +159,7 @@ class Evaluator:
         """Evaluate the clients' models on their own validation and test parts (None where no client has the part)."""
         clients, examples, engine = self.federation.clients, self.federation.examples, self.federation.engine
         scored: tuple[dict[str, tuple[Tensor, np.ndarray]], ...] = ({}, {})
-        total = sum(len(rows) for id in self.ids for rows in _evaluated_parts(clients[id]))
+        total = sum(len(rows) for id in self.ids for rows in _get_evaluated_parts(clients[id]))
         with engine.stages.stage("evaluation", total):
             requested: deque[list[tuple[str, int, np.ndarray]]] = deque()
 
@@ -168,7 +168,7 @@ class Evaluator:
                     parts = [
                         (id, part, rows)
                         for id in ids
-                        for part, rows in enumerate(_evaluated_parts(clients[id]))
+                        for part, rows in enumerate(_get_evaluated_parts(clients[id]))
                         if len(rows)
                     ]
                     if not parts:
@@ -235,7 +235,9 @@ class ReportedEvaluator(Evaluator):
             client = federation.client(id, progress) if personal else None
             message = method.sync(state, client)
             encoded = encoder.order("evaluate", state.round, id, client, message)
-            federation.record(Transfer(id, "down", len(encoded.body), serialization.payload_size(message), "evaluate"))
+            federation.record(
+                Transfer(id, "down", len(encoded.body), serialization.compute_payload_size(message), "evaluate")
+            )
             return encoded.envelope()
 
         stages, measured = federation.engine.stages, set[str]()
@@ -272,7 +274,7 @@ class ReportedEvaluator(Evaluator):
         that have them. What does not count is recorded with the client's name.
         """
         reported = {id: by_client[id] for id in sorted(by_client) if by_client[id].get("examples", 0) > 0}
-        rows, impossible = possible_metrics(reported)
+        rows, impossible = drop_impossible_metrics(reported)
         for id, reason in impossible:
             self.federation.record(Failure(id, 0, f"of its {part} part, {reason}", "evaluate"))
         counts = Counter(name for row in rows.values() for name in row)
@@ -287,9 +289,11 @@ class ReportedEvaluator(Evaluator):
             return None
         weights = self._weights(part, {id: reported[id]["examples"] for id in rows})
         pooled = {
-            name: _weighted_mean(rows, weights, name) for name in names if any(name in row for row in rows.values())
+            name: _compute_weighted_mean(rows, weights, name)
+            for name in names
+            if any(name in row for row in rows.values())
         }
-        trimmed = {name: _weighted_mean(_trim(rows, name), weights, name) for name in pooled}
+        trimmed = {name: _compute_weighted_mean(_trim(rows, name), weights, name) for name in pooled}
         by_client = {id: {**row, "examples": weights[id]} for id, row in rows.items()}
         return ClientScores({**pooled, "examples": sum(weights.values())}, by_client, trimmed)
 
@@ -348,18 +352,18 @@ class RemoteEvaluator(ReportedEvaluator):
         return super().models(progress, clients)
 
 
-def _weighted_mean(rows: Mapping[str, Metrics], weights: Mapping[str, float], name: str) -> float:
+def _compute_weighted_mean(rows: Mapping[str, Metrics], weights: Mapping[str, float], name: str) -> float:
     ids = [id for id, row in rows.items() if name in row]
     return float(np.average([rows[id][name] for id in ids], weights=[weights[id] for id in ids]))
 
 
-def trimmed_clients(count: int) -> int:
+def count_trimmed_clients(count: int) -> int:
     """Return how many of ``count`` clients do not count at each end of a trimmed mean: a tenth, rounded up."""
     return math.ceil(count / 10) if count >= _TRIMMED_FROM else 0
 
 
 def _trim(rows: Mapping[str, Metrics], name: str) -> dict[str, Metrics]:
-    """Return the clients that have a metric, without ``trimmed_clients`` at each end."""
+    """Return the clients that have a metric, without the trimmed ones at each end (``count_trimmed_clients``)."""
     order = sorted((id for id, row in rows.items() if name in row), key=lambda id: rows[id][name])
-    dropped = trimmed_clients(len(order))
+    dropped = count_trimmed_clients(len(order))
     return {id: rows[id] for id in sorted(order[dropped : len(order) - dropped])}

@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 
 from fedspan.core.method import Method
-from fedspan.core.tensors import generator
+from fedspan.core.tensors import create_generator
 from fedspan.core.values import Client
 from fedspan.federation.absences import Absences
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext
-from fedspan.federation.privacy import poisson_cohort, round_charges
+from fedspan.federation.privacy import draw_poisson_cohort, round_charges
 from fedspan.federation.progress import (
     ClientData,
     Failure,
@@ -30,7 +30,7 @@ from fedspan.federation.protocol import (
     Transport,
     open_reply,
 )
-from fedspan.federation.round import OnCharge, OnClient, Round, client_charges, order_transfer
+from fedspan.federation.round import OnCharge, OnClient, Round, compute_client_charges, order_transfer
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.tasks.task import Examples
@@ -39,7 +39,7 @@ from fedspan.training.engine import Engine
 from fedspan.training.jobs import TrainingSettings
 from fedspan.training.stages import StageName, Stages
 
-__all__ = ["Federation", "clients_by_id", "clients_stage", "draw_cohort"]
+__all__ = ["Federation", "draw_cohort", "open_clients_stage", "sort_clients"]
 
 
 def draw_cohort(seed: int, round: int, clients: int, size: int | None, extra: int = 0) -> list[int]:
@@ -54,7 +54,7 @@ def draw_cohort(seed: int, round: int, clients: int, size: int | None, extra: in
     """
     if size is None or size >= clients:
         return list(range(clients))
-    return torch.randperm(clients, generator=generator(seed, "cohort", round))[: size + extra].tolist()
+    return torch.randperm(clients, generator=create_generator(seed, "cohort", round))[: size + extra].tolist()
 
 
 STRICT = ReplyRules(retries=0, norm_factor=None, validate=False)
@@ -94,7 +94,7 @@ class Federation:
     ) -> None:
         self.method = method
         self.engine = engine
-        self.clients = clients_by_id(clients)
+        self.clients = sort_clients(clients)
         self.examples = examples
         self.settings = settings
         self.transport, self.rules, self.new_aggregation = transport, rules or STRICT, new_aggregation
@@ -151,7 +151,7 @@ class Federation:
         if self.settings.privacy is None or charges:
             return charges
         context = self._context(progress)
-        by_client = client_charges(context, {id: self.clients[id].client for id in context.ids})
+        by_client = compute_client_charges(context, {id: self.clients[id].client for id in context.ids})
         return tuple(charge for costs in by_client.values() for charge in costs)
 
     def cohort(self, round: int) -> tuple[str, ...]:
@@ -163,7 +163,7 @@ class Federation:
         ids = list(self.clients)
         size, privacy = self.settings.cohort, self.settings.privacy
         if privacy is not None and privacy.mechanism == "central":
-            return [ids[index] for index in poisson_cohort(privacy, self.settings, len(ids), round)]
+            return [ids[index] for index in draw_poisson_cohort(privacy, self.settings, len(ids), round)]
         return [ids[index] for index in draw_cohort(self.settings.seed, round, len(ids), size, extra)]
 
     def run_round(
@@ -186,7 +186,7 @@ class Federation:
         """
         context = self._context(progress)
         units = {id: self.training.workload(self.clients[id].client.examples) for id in context.ids}
-        with clients_stage(self.engine.stages, "training", units) as finished:
+        with open_clients_stage(self.engine.stages, "training", units) as finished:
 
             def replied(id: str, loss: float) -> None:
                 finished(id)
@@ -273,7 +273,7 @@ class Federation:
 
 
 @contextmanager
-def clients_stage(stages: Stages, name: StageName, units: Mapping[str, int]) -> Generator[Callable[[str], None]]:
+def open_clients_stage(stages: Stages, name: StageName, units: Mapping[str, int]) -> Generator[Callable[[str], None]]:
     """Open a stage of clients' work, and yield a function to call with each client whose reply is accepted.
 
     Engines in this process count every batch; of clients elsewhere only their replies are seen.
@@ -293,7 +293,7 @@ def clients_stage(stages: Stages, name: StageName, units: Mapping[str, int]) -> 
         yield finished
 
 
-def clients_by_id(clients: Sequence[ClientData] | Mapping[str, ClientData]) -> Mapping[str, ClientData]:
+def sort_clients(clients: Sequence[ClientData] | Mapping[str, ClientData]) -> Mapping[str, ClientData]:
     """Return the clients by sorted id; a mapping is already in that order."""
     if isinstance(clients, Mapping):
         return clients

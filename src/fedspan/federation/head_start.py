@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedspan.core.base import as_dense
-from fedspan.core.heads import HeadKind, HeadStatistics, solve_head, statistics_shapes
+from fedspan.core.base import to_dense
+from fedspan.core.heads import HeadKind, HeadStatistics, compute_statistics_shapes, solve_head
 from fedspan.core.lowrank import LowRank
 from fedspan.core.method import Claims, Memory, Method, Traffic
-from fedspan.core.parametrization import dense_change
-from fedspan.core.tensors import by_layer, extra_name
+from fedspan.core.parametrization import compute_dense_change
+from fedspan.core.tensors import group_by_layer, join_extra_name
 from fedspan.core.values import (
     Client,
     Contribution,
@@ -34,13 +34,13 @@ from fedspan.core.values import (
     Weights,
 )
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext
-from fedspan.federation.federation import Federation, clients_stage
+from fedspan.federation.federation import Federation, open_clients_stage
 from fedspan.federation.progress import ClientData, Progress, TooFewReplies
 from fedspan.federation.round import Round
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.head import OutputLayer
 
-__all__ = ["BOUND", "KIND", "HeadStart", "StatisticsExchange", "check_statistics", "head_tensors", "start_head"]
+__all__ = ["BOUND", "KIND", "HeadStart", "StatisticsExchange", "check_statistics", "compute_head_tensors", "start_head"]
 
 KIND, BOUND = "head/kind", "head/bound"
 """Scalars of an order: the kind of start, and the norm to which features are clipped (0: they are not)."""
@@ -69,7 +69,7 @@ class HeadStart:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors in a client's reply."""
-        return statistics_shapes(self.kind, self.layer.outputs, self.layer.features)
+        return compute_statistics_shapes(self.kind, self.layer.outputs, self.layer.features)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
         TooFewReplies: If too few clients reply, or none of them counts any class.
     """
     state, method = progress.state, federation.method
-    pretrained = starts_pretrained(method, state, federation.engine.adapted)
+    pretrained = is_start_pretrained(method, state, federation.engine.adapted)
     exchange, clients = (
         StatisticsExchange(head=head, inner=method, pretrained=pretrained),
         _ByExamples(federation.clients),
@@ -176,7 +176,7 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
     )
     counts = {id: clients[id].client.examples for id in ids}
     federation.transport.begin(progress)
-    with clients_stage(federation.engine.stages, "statistics", counts) as finished:
+    with open_clients_stage(federation.engine.stages, "statistics", counts) as finished:
         round = Round(context, head.new_aggregation, Progress(progress.state), {}, lambda id, _: finished(id))
         try:
             reduced, _ = round.reduce()
@@ -189,11 +189,11 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
     if not float(statistics.shares.sum()) > 0:
         raise TooFewReplies("model.head_init", head.kind, "random", problem="no client sent statistics of any class")
     counted = max(1, int(examples * float(statistics.shares.sum()) + 0.5))
-    tensors = {**state.tensors, **head_tensors(head, statistics.normalized(), counted)}
+    tensors = {**state.tensors, **compute_head_tensors(head, statistics.normalized(), counted)}
     return replace(progress, state=replace(state, tensors=tensors))
 
 
-def head_tensors(head: HeadStart, statistics: HeadStatistics, examples: int) -> dict[str, Tensor]:
+def compute_head_tensors(head: HeadStart, statistics: HeadStatistics, examples: int) -> dict[str, Tensor]:
     """Compute the output layer, as named tensors of a state.
 
     Args:
@@ -202,14 +202,14 @@ def head_tensors(head: HeadStart, statistics: HeadStatistics, examples: int) -> 
         examples: Number of examples in them.
     """
     weights = solve_head(head.kind, statistics, examples, bias=head.layer.bias)
-    tensors = {extra_name(f"{head.layer.path}.weight"): weights.weight}
-    return tensors | ({extra_name(f"{head.layer.path}.bias"): weights.bias} if head.layer.bias else {})
+    tensors = {join_extra_name(f"{head.layer.path}.weight"): weights.weight}
+    return tensors | ({join_extra_name(f"{head.layer.path}.bias"): weights.bias} if head.layer.bias else {})
 
 
-def starts_pretrained(method: Method, state: ServerState, adapted: AdaptedModel) -> bool:
+def is_start_pretrained(method: Method, state: ServerState, adapted: AdaptedModel) -> bool:
     """Check whether a method's first model computes as the pretrained one, to rounding."""
     job = method.start(method.sync(state, None), None, {}, state.round)
-    slots = by_layer(job.tensors)
+    slots = group_by_layer(job.tensors)
     for layer, parametrization in job.parametrization.items():
         effective = parametrization.effective(slots[layer])
         pair, update = effective.pair, state.base.total.get(layer)
@@ -217,9 +217,9 @@ def starts_pretrained(method: Method, state: ServerState, adapted: AdaptedModel)
         if effective.base and update is None and (is_zero or pair is None):
             continue
         W = adapted.weight(layer).double()
-        change = dense_change(effective, W.float()).double()
+        change = compute_dense_change(effective, W.float()).double()
         if update is not None:
-            change = change + as_dense(update).double()
+            change = change + to_dense(update).double()
         if float(change.norm()) > _SAME * float(W.norm()):
             return False
     return state.base.rho == 1.0

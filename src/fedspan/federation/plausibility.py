@@ -10,13 +10,15 @@ from fedspan.federation.changes import ENOUGH_REPLIES
 from fedspan.federation.protocol import Reply, Scores
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["possible_losses", "possible_metrics"]
+__all__ = ["drop_impossible_losses", "drop_impossible_metrics"]
 
 _FAR = 1000.0
 """Multiple of the median beyond which a loss or perplexity is not believed."""
 
 
-def possible_metrics(reported: Mapping[str, Scores]) -> tuple[dict[str, dict[str, float]], list[tuple[str, str]]]:
+def drop_impossible_metrics(
+    reported: Mapping[str, Scores],
+) -> tuple[dict[str, dict[str, float]], list[tuple[str, str]]]:
     """Remove metrics that no client can have.
 
     Impossible are values outside the metric's range and, of metrics without an upper bound, those of more than 1000
@@ -43,8 +45,8 @@ def possible_metrics(reported: Mapping[str, Scores]) -> tuple[dict[str, dict[str
     return rows, impossible
 
 
-def possible_losses(replies: Mapping[str, Reply]) -> tuple[dict[str, Reply], list[tuple[str, str]]]:
-    """Remove replies with a training loss that no client can have (``possible_metrics``).
+def drop_impossible_losses(replies: Mapping[str, Reply]) -> tuple[dict[str, Reply], list[tuple[str, str]]]:
+    """Remove replies with a training loss that no client can have (``drop_impossible_metrics``).
 
     Args:
         replies: Replies by client.
@@ -54,7 +56,7 @@ def possible_losses(replies: Mapping[str, Reply]) -> tuple[dict[str, Reply], lis
     """
     losses = {id: [part.loss for part in reply.parts] for id, reply in replies.items() if reply.parts}
     # of several phases the least plausible one: a negative loss, or else the largest
-    rows, impossible = possible_metrics({id: {"loss": min(all, key=_sign_first)} for id, all in losses.items()})
+    rows, impossible = drop_impossible_metrics({id: {"loss": min(all, key=_sign_first)} for id, all in losses.items()})
     plausible = {id: reply for id, reply in replies.items() if rows.get(id) or id not in losses}
     return plausible, [(id, f"of its training, {reason}") for id, reason in impossible]
 

@@ -24,34 +24,34 @@ from dataclasses import replace
 from torch import Tensor
 
 from fedspan.core.method import Memory, Method
-from fedspan.core.noise import digest_tensors, gaussian, poisson_sample
+from fedspan.core.noise import compute_tensor_digest, draw_gaussian, draw_poisson_sample
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.settings import RoundSettings
-from fedspan.federation.validation import apply_change, change_of, clip_change, untrained_jobs
+from fedspan.federation.validation import apply_change, build_untrained_jobs, change_of, clip_change
 from fedspan.training.accounting import Charge, Mechanism, calibrate_noise
-from fedspan.training.dp_sgd import noise_for, release_of
+from fedspan.training.dp_sgd import compute_noise, release_of
 from fedspan.training.jobs import Privacy, TrainingSettings
 
 __all__ = [
-    "expected_charges",
+    "compute_expected_charges",
+    "compute_private_mean",
+    "compute_sampling_rate",
+    "compute_training_noise",
+    "draw_poisson_cohort",
     "order_charges",
-    "poisson_cohort",
-    "private_mean",
     "privatize",
     "round_charges",
-    "sampling_rate",
-    "training_noise",
 ]
 
 
-def sampling_rate(settings: RoundSettings, clients: int) -> float:
+def compute_sampling_rate(settings: RoundSettings, clients: int) -> float:
     """Return the probability that a client is in a round's cohort."""
     return 1.0 if settings.cohort is None else min(1.0, settings.cohort / max(1, clients))
 
 
-def poisson_cohort(privacy: Privacy, settings: RoundSettings, clients: int, round: int) -> list[int]:
+def draw_poisson_cohort(privacy: Privacy, settings: RoundSettings, clients: int, round: int) -> list[int]:
     """Return the positions of a round's clients, each drawn independently; possibly none.
 
     Args:
@@ -60,14 +60,14 @@ def poisson_cohort(privacy: Privacy, settings: RoundSettings, clients: int, roun
         clients: Number of clients in the federation.
         round: Number of the round, from 0.
     """
-    rate = sampling_rate(settings, clients)
+    rate = compute_sampling_rate(settings, clients)
     if rate == 1.0:
         return list(range(clients))
     # Of the noise's key: clients know the run's seed, and a known cohort removes the protection of sampling.
-    return poisson_sample(privacy.key, rate, clients, "cohort", round).tolist()
+    return draw_poisson_sample(privacy.key, rate, clients, "cohort", round).tolist()
 
 
-def client_noise(privacy: Privacy, rate: float) -> float:
+def compute_client_noise(privacy: Privacy, rate: float) -> float:
     """Return the noise multiplier of ``central`` or ``local``: the configured one, or the smallest within the budget.
 
     Args:
@@ -87,8 +87,8 @@ def round_charges(settings: RoundSettings, clients: int) -> tuple[Charge, ...]:
     privacy = settings.privacy
     if privacy is None or privacy.mechanism != "central":
         return ()
-    rate = sampling_rate(settings, clients)
-    return (Charge("", Mechanism(rate, client_noise(privacy, rate)), 1),)
+    rate = compute_sampling_rate(settings, clients)
+    return (Charge("", Mechanism(rate, compute_client_noise(privacy, rate)), 1),)
 
 
 def order_charges(
@@ -114,13 +114,13 @@ def order_charges(
     if privacy is None or privacy.mechanism == "central":
         return ()
     if privacy.mechanism == "local":
-        return (Charge(client.id, Mechanism(1.0, client_noise(privacy, 1.0) / 2), 1),)
-    jobs, _ = untrained_jobs(method, sent, client, round, memory)
+        return (Charge(client.id, Mechanism(1.0, compute_client_noise(privacy, 1.0) / 2), 1),)
+    jobs, _ = build_untrained_jobs(method, sent, client, round, memory)
     mechanism, steps = release_of(privacy, training, jobs, client.examples)
     return (Charge(client.id, mechanism, steps),)
 
 
-def expected_charges(
+def compute_expected_charges(
     privacy: Privacy | None, training: TrainingSettings, method: Method, state: ServerState, client: Client
 ) -> tuple[Charge, ...]:
     """Return the privacy cost of a training order as the server knows it, independent of the client's stored state.
@@ -136,7 +136,7 @@ def expected_charges(
     return order_charges(privacy, training, method, method.sync(state, new_client), new_client, state.round)
 
 
-def training_noise(
+def compute_training_noise(
     training: TrainingSettings,
     privacy: Privacy,
     method: Method,
@@ -146,7 +146,9 @@ def training_noise(
     memory: Memory | None = None,
 ) -> float:
     """Return the DP-SGD noise of an order's jobs (arguments as in ``order_charges``)."""
-    return noise_for(privacy, training, untrained_jobs(method, sent, client, round, memory)[0], client.examples)
+    return compute_noise(
+        privacy, training, build_untrained_jobs(method, sent, client, round, memory)[0], client.examples
+    )
 
 
 def privatize(privacy: Privacy, started: Tensors, client: Client, reply: Message, round: int) -> Message:
@@ -173,11 +175,11 @@ def privatize(privacy: Privacy, started: Tensors, client: Client, reply: Message
         change = clip_change(change_of(Contribution(sum=reply.tensors), origin), privacy.clip)
     except ValueError as error:
         raise FedspanError("reply", client.id, problem=f"noise cannot protect this reply: {error}") from error
-    noisy = _add_noise(change, privacy, client_noise(privacy, 1.0), "local", round, client.id)
+    noisy = _add_noise(change, privacy, compute_client_noise(privacy, 1.0), "local", round, client.id)
     return replace(reply, tensors=apply_change(noisy, origin))
 
 
-def private_mean(
+def compute_private_mean(
     total: Mapping[str, Tensor], origin: Tensors, privacy: Privacy, rate: float, expected: float, round: int
 ) -> dict[str, Tensor]:
     """Add noise to the sum of a round's clipped changes and divide it by the expected number of clients.
@@ -190,7 +192,7 @@ def private_mean(
         expected: Mean number of clients in a cohort.
         round: Number of the round, from 0.
     """
-    noisy = _add_noise(total, privacy, client_noise(privacy, rate), "central", round)
+    noisy = _add_noise(total, privacy, compute_client_noise(privacy, rate), "central", round)
     return apply_change({name: value / expected for name, value in noisy.items()}, origin)
 
 
@@ -198,5 +200,5 @@ def _add_noise(change: Mapping[str, Tensor], privacy: Privacy, noise: float, *la
     """Add noise to every entry of a change."""
     std = noise * privacy.clip
     if privacy.secret:  # a repeated order yields either the same reply or one with different noise
-        label = (*label, digest_tensors(change), repr(std))
-    return {name: value + std * gaussian(privacy.key, value.shape, *label, name) for name, value in change.items()}
+        label = (*label, compute_tensor_digest(change), repr(std))
+    return {name: value + std * draw_gaussian(privacy.key, value.shape, *label, name) for name, value in change.items()}

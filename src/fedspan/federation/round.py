@@ -11,8 +11,8 @@ from fedspan.core.values import Client, Message, Reduced
 from fedspan.federation import serialization
 from fedspan.federation.absences import Awaited
 from fedspan.federation.aggregation.aggregation import AggregationFactory, RoundContext, Tally
-from fedspan.federation.plausibility import possible_losses
-from fedspan.federation.privacy import expected_charges, round_charges
+from fedspan.federation.plausibility import drop_impossible_losses
+from fedspan.federation.privacy import compute_expected_charges, round_charges
 from fedspan.federation.progress import (
     Failure,
     Progress,
@@ -33,7 +33,7 @@ from fedspan.federation.protocol import (
 )
 from fedspan.training.accounting import Charge
 
-__all__ = ["OnCharge", "OnClient", "Round", "client_charges", "order_transfer"]
+__all__ = ["OnCharge", "OnClient", "Round", "compute_client_charges", "order_transfer"]
 
 OnClient = Callable[[str, float], None]
 """Takes a client's id and its training loss."""
@@ -102,7 +102,7 @@ class Round:
                 for id in tally.lost & self._last_rounds.keys():
                     self._last_replies[id] = self._last_rounds.pop(id)
             return reduced, attempt
-        raise _too_few(context, aggregation.succeeded(), tally.failures, aggregation.quorum)
+        raise _build_too_few_error(context, aggregation.succeeded(), tally.failures, aggregation.quorum)
 
     def _client(self, id: str) -> Client:
         return replace(self.context.clients[id].client, last_round=self._last_rounds.get(id))
@@ -157,7 +157,9 @@ class Round:
             return {}
         shared = round_charges(context.settings, len(context.clients)) if attempt == 0 else ()
         self._charges += shared
-        costs = {} if privacy.mechanism == "central" else client_charges(context, {id: clients[id] for id in ids})
+        costs = (
+            {} if privacy.mechanism == "central" else compute_client_charges(context, {id: clients[id] for id in ids})
+        )
         if self.on_charge is not None:
             self.on_charge((*shared, *(charge for client_costs in costs.values() for charge in client_costs)))
         return costs
@@ -169,7 +171,7 @@ class Round:
         failed = {failure.client for failure in tally.failures if failure.attempt == attempt}
         reported = replies
         if context.rules.validate:
-            reported, impossible = possible_losses(replies)
+            reported, impossible = drop_impossible_losses(replies)
             tally.failures += [Failure(id, attempt, reason, context.task) for id, reason in impossible]
         memories, optimizers = context.transport.accept_replies(replies)
         return RoundResult(
@@ -183,7 +185,7 @@ class Round:
             transfers=tally.sorted_transfers(),
             cohort=context.ids,
             lr=self.lr,
-            loss=_mean_loss(reported.values(), context.settings.max_weight_ratio),
+            loss=_compute_mean_loss(reported.values(), context.settings.max_weight_ratio),
             failures=tally.sorted_failures(),
             charges=tuple(self._charges),
             simulated_seconds=context.transport.simulated_seconds(),
@@ -193,7 +195,7 @@ class Round:
         )
 
 
-def client_charges(context: RoundContext, clients: Mapping[str, Client]) -> dict[str, tuple[Charge, ...]]:
+def compute_client_charges(context: RoundContext, clients: Mapping[str, Client]) -> dict[str, tuple[Charge, ...]]:
     """Return the privacy cost of a training order for each client; it depends on rank and examples alone."""
     by_kind: dict[tuple[int, int], tuple[Charge, ...]] = {}
     charges: dict[str, tuple[Charge, ...]] = {}
@@ -201,12 +203,12 @@ def client_charges(context: RoundContext, clients: Mapping[str, Client]) -> dict
         kind = (client.rank, client.examples)
         if kind not in by_kind:
             privacy, state = context.settings.privacy, context.state
-            by_kind[kind] = expected_charges(privacy, context.training, context.method, state, client)
+            by_kind[kind] = compute_expected_charges(privacy, context.training, context.method, state, client)
         charges[id] = tuple(replace(charge, payer=id) for charge in by_kind[kind])
     return charges
 
 
-def _mean_loss(replies: Iterable[Reply], ratio: float | None) -> float:
+def _compute_mean_loss(replies: Iterable[Reply], ratio: float | None) -> float:
     """Return the mean training loss over the examples that clients trained on; NaN if no client reported one.
 
     Args:
@@ -232,10 +234,10 @@ def order_transfer(id: str, body: bytes, message: Message, purpose: Purpose = "t
         message: The message.
         purpose: Purpose of the order.
     """
-    return Transfer(id, "down", len(body), serialization.payload_size(message), purpose)
+    return Transfer(id, "down", len(body), serialization.compute_payload_size(message), purpose)
 
 
-def _too_few(
+def _build_too_few_error(
     context: RoundContext, succeeded: Collection[str], failures: Sequence[Failure], quorum: int
 ) -> TooFewReplies:
     """Create the error of a round with too few accepted replies.

@@ -26,7 +26,7 @@ from fedspan.core.lowrank import LowRank
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Message, Scalar, ServerState
 
-__all__ = ["Reader", "Writer", "decode", "decode_state", "encode", "encode_state", "expect", "payload_size"]
+__all__ = ["Reader", "Writer", "compute_payload_size", "decode", "decode_state", "encode", "encode_state", "expect"]
 
 FORMAT = 1
 """Version of the structure below; a reader rejects any other."""
@@ -261,7 +261,7 @@ def decode(data: bytes) -> Message:
     )
 
 
-def payload_size(message: Message) -> int:
+def compute_payload_size(message: Message) -> int:
     """Return the bytes of tensor data in a message, including its base update, without names and structure."""
     tensors = list(message.tensors.values())
     if message.base is not None:

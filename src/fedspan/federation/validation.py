@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 
 from fedspan.core.method import Memory, Method
-from fedspan.core.tensors import Tensors, is_extra, norm
+from fedspan.core.tensors import Tensors, compute_norm, is_extra
 from fedspan.core.values import Client, Contribution, Job, Message, OptimizerState, Trained
 from fedspan.errors import FedspanError
-from fedspan.federation.changes import ChangeSize, measure_change, norm_limits
+from fedspan.federation.changes import ChangeSize, compute_norm_limits, measure_change
 from fedspan.federation.protocol import Reply
 
 __all__ = [
     "ReplyRules",
     "ValidatedReply",
     "apply_change",
+    "build_untrained_jobs",
+    "build_untrained_reply",
     "change_of",
     "clip_change",
+    "compute_origin",
     "find_outliers",
-    "origin_of",
     "require_requested",
-    "untrained_jobs",
-    "untrained_reply",
     "validate_reply",
 ]
 
@@ -69,7 +69,7 @@ class ReplyRules:
         return min(cohort, required)
 
 
-def untrained_reply(method: Method, sent: Message, client: Client, round: int) -> Message:
+def build_untrained_reply(method: Method, sent: Message, client: Client, round: int) -> Message:
     """Return the reply of a client without memory whose training changes nothing.
 
     Args:
@@ -78,10 +78,10 @@ def untrained_reply(method: Method, sent: Message, client: Client, round: int) -
         client: The client.
         round: Number of the round, from 0.
     """
-    return untrained_jobs(method, sent, client, round)[1]
+    return build_untrained_jobs(method, sent, client, round)[1]
 
 
-def untrained_jobs(
+def build_untrained_jobs(
     method: Method, sent: Message, client: Client, round: int, memory: Memory | None = None
 ) -> tuple[list[Job], Message]:
     """Return the jobs of a client whose training changes nothing, phase by phase, and its reply.
@@ -213,7 +213,7 @@ def _require_structure(message: Message, expected: Message, shrinks: bool) -> No
 
 def find_outliers(changes: Mapping[str, ChangeSize], factor: float | None) -> dict[str, str]:
     """Return the clients whose replies are too far from the untrained one, compared with the others, with reasons."""
-    limits = {} if factor is None else norm_limits(changes, factor)
+    limits = {} if factor is None else compute_norm_limits(changes, factor)
     return {
         id: f"its change has a norm of {change.norm:.3g}; the cohort's median is {limits[id] / (factor or 1):.3g}, the "
         f"limit {limits[id]:.3g}"
@@ -222,7 +222,7 @@ def find_outliers(changes: Mapping[str, ChangeSize], factor: float | None) -> di
     }
 
 
-def origin_of(method: Method, sent: Message, client: Client, round: int) -> Tensors:
+def compute_origin(method: Method, sent: Message, client: Client, round: int) -> Tensors:
     """Return the contribution of a client that received a message and trained nothing.
 
     Args:
@@ -234,7 +234,7 @@ def origin_of(method: Method, sent: Message, client: Client, round: int) -> Tens
     Raises:
         ValueError: If the method stacks replies instead of summing them.
     """
-    contribution = method.contribute(untrained_reply(method, sent, client, round), client)
+    contribution = method.contribute(build_untrained_reply(method, sent, client, round), client)
     if contribution.stack:
         raise ValueError("replies that are stacked have no sum")
     return contribution.sum
@@ -245,7 +245,7 @@ def change_of(contribution: Contribution, origin: Mapping[str, Tensor]) -> dict[
 
     Args:
         contribution: Contribution of a reply.
-        origin: Result of ``origin_of``.
+        origin: Result of ``compute_origin``.
 
     Raises:
         ValueError: If it has a tensor that the origin lacks, another shape, a stacked part or a value that is not
@@ -273,5 +273,5 @@ def apply_change(change: Mapping[str, Tensor], origin: Mapping[str, Tensor]) -> 
 
 def clip_change(change: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
     """Scale a change as a whole so that its norm is at most ``limit``."""
-    change_norm = norm(change)
+    change_norm = compute_norm(change)
     return {name: value * (limit / change_norm) if change_norm > limit else value for name, value in change.items()}

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MethodRow", "Option", "describe", "list_methods", "options_of", "title_of"]
+__all__ = ["MethodRow", "Option", "describe", "list_methods", "list_options", "read_title"]
 
 _TABLE = "table.json"
 
@@ -80,7 +80,7 @@ def describe() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for key, cls in sorted(METHODS.items()):
         claims = cls.claims
-        name, idea = title_of(cls)
+        name, idea = read_title(cls)
         row = MethodRow(
             key=key,
             name=name,
@@ -92,23 +92,23 @@ def describe() -> list[dict[str, Any]]:
             heterogeneous_ranks=claims.heterogeneous_ranks,
             reduction=claims.reduction,
             extras=claims.extras,
-            options=tuple(options_of(cls, frozenset({"spec", "seed"}))),
+            options=tuple(list_options(cls, frozenset({"spec", "seed"}))),
         )
         rows.append(dataclasses.asdict(row))
     return json.loads(json.dumps(rows))
 
 
-def title_of(cls: type[Any]) -> tuple[str, str]:
+def read_title(cls: type[Any]) -> tuple[str, str]:
     """Return name and idea from the first line of the docstring of a class's module."""
     name, _, idea = (inspect.getdoc(inspect.getmodule(cls)) or "").split("\n\n")[0].partition(": ")
     return name, " ".join(idea.split())
 
 
-def options_of(cls: type[Any], hidden: frozenset[str]) -> list[Option]:
+def list_options(cls: type[Any], hidden: frozenset[str]) -> list[Option]:
     """List the fields of a class except the hidden ones, with help from the docstrings of the class and its bases."""
     helps: dict[str, str] = {}
     for ancestor in reversed(cls.__mro__):
-        helps |= _arguments(ancestor.__doc__ or "")
+        helps |= _parse_arguments(ancestor.__doc__ or "")
     return [
         Option(field.name, str(field.type), field.default, helps.get(field.name, ""))
         for field in dataclasses.fields(cls)
@@ -116,7 +116,7 @@ def options_of(cls: type[Any], hidden: frozenset[str]) -> list[Option]:
     ]
 
 
-def _arguments(docstring: str) -> Mapping[str, str]:
+def _parse_arguments(docstring: str) -> Mapping[str, str]:
     """Parse the ``Args`` section of a docstring, by name."""
     section = inspect.cleandoc(docstring).partition("\nArgs:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)

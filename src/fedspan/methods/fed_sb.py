@@ -24,11 +24,11 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from fedspan.core.factors import names, reply
-from fedspan.core.lowrank import leading
+from fedspan.core.factors import list_tensor_names, reply
+from fedspan.core.lowrank import compute_leading_svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.parametrization import Core, DenseChange
-from fedspan.core.tensors import Tensors, select, tensor_name
+from fedspan.core.tensors import Tensors, join_tensor_name, select
 from fedspan.core.values import (
     Client,
     Contribution,
@@ -72,14 +72,14 @@ class FedSB(RegisteredMethod):
             return Message()
         has_factors = client is not None and client.last_round is not None and client.last_round > 0
         slots = ("R",) if has_factors else ("A", "B", "R")
-        return Message(select(state.tensors, names(self.spec, *slots)))
+        return Message(select(state.tensors, list_tensor_names(self.spec, *slots)))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         if not round:
             return Job(
                 parametrization={layer.name: DenseChange() for layer in self.spec.layers},
-                tensors={tensor_name(layer.name, "D"): torch.zeros(layer.shape) for layer in self.spec.layers},
-                trainable=(Group(names(self.spec, "D")),),
+                tensors={join_tensor_name(layer.name, "D"): torch.zeros(layer.shape) for layer in self.spec.layers},
+                trainable=(Group(list_tensor_names(self.spec, "D")),),
                 steps=0,
                 phase=PROBE,
                 extras=False,
@@ -87,14 +87,14 @@ class FedSB(RegisteredMethod):
         return Job(
             parametrization={layer.name: Core(self.scaling(client)) for layer in self.spec.layers},
             tensors={**memory, **message.tensors},
-            trainable=(Group(names(self.spec, "R")),),
+            trainable=(Group(list_tensor_names(self.spec, "R")),),
         )
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         if job.phase == PROBE:
-            gradients = {layer.name: trained.gradient[tensor_name(layer.name, "D")] for layer in self.spec.layers}
-            return Message({tensor_name(layer, "gradient"): value for layer, value in gradients.items()}), memory
-        return reply(job, trained), select(job.tensors, names(self.spec, "A", "B"))
+            gradients = {layer.name: trained.gradient[join_tensor_name(layer.name, "D")] for layer in self.spec.layers}
+            return Message({join_tensor_name(layer, "gradient"): value for layer, value in gradients.items()}), memory
+        return reply(job, trained), select(job.tensors, list_tensor_names(self.spec, "A", "B"))
 
     def contribute(self, message: Message, client: Client) -> Contribution:
         return Contribution(sum=message.tensors)
@@ -106,9 +106,9 @@ class FedSB(RegisteredMethod):
         """Compute B, R and A of the first step."""
         tensors: dict[str, Tensor] = {}
         for layer in self.spec.layers:
-            gradient = gradients[tensor_name(layer.name, "gradient")]
-            U, S, Vt = leading(-self.init_step * torch.sign(gradient), self.r)
+            gradient = gradients[join_tensor_name(layer.name, "gradient")]
+            U, S, Vt = compute_leading_svd(-self.init_step * torch.sign(gradient), self.r)
             parts = {"A": Vt, "B": U, "R": torch.diag(S / self.scaling(None))}
             for slot, value in parts.items():
-                tensors[tensor_name(layer.name, slot)] = value.to(gradient.dtype).contiguous()
+                tensors[join_tensor_name(layer.name, slot)] = value.to(gradient.dtype).contiguous()
         return tensors

@@ -17,10 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from fedspan.core.factors import names, reply
+from fedspan.core.factors import list_tensor_names, reply
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.parametrization import Dense
-from fedspan.core.tensors import tensor_name
+from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import (
     Client,
     Contribution,
@@ -50,7 +50,7 @@ class FedAvg(RegisteredMethod):
 
     def init(self, weights: Weights) -> ServerState:
         return ServerState(
-            tensors={tensor_name(layer.name, "W"): weights.weight(layer.name) for layer in self.spec.layers}
+            tensors={join_tensor_name(layer.name, "W"): weights.weight(layer.name) for layer in self.spec.layers}
         )
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
@@ -60,7 +60,7 @@ class FedAvg(RegisteredMethod):
         return Job(
             parametrization={layer.name: Dense() for layer in self.spec.layers},
             tensors=message.tensors,
-            trainable=(Group(names(self.spec, "W")),),
+            trainable=(Group(list_tensor_names(self.spec, "W")),),
         )
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:

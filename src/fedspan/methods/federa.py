@@ -19,9 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
-from fedspan.core.aggregation import map_layers, products
+from fedspan.core.aggregation import map_layers, sum_products
 from fedspan.core.base import BaseUpdate
-from fedspan.core.factors import Singular, by_slot, lora_job, principal, reply
+from fedspan.core.factors import Singular, compute_principal_factors, create_lora_job, flatten_pairs, reply
 from fedspan.core.lowrank import LowRank, balance_factors, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
@@ -54,7 +54,7 @@ class FeDeRA(RegisteredMethod):
         return replace(self.claims, reduction="stack", reinitialises=True)
 
     def init(self, weights: Weights) -> ServerState:
-        tensors, increment = principal(self, weights, self.singular)
+        tensors, increment = compute_principal_factors(self, weights, self.singular)
         return ServerState(tensors=tensors, base=BaseUpdate().add(increment))
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
@@ -62,7 +62,7 @@ class FeDeRA(RegisteredMethod):
         return Message(state.tensors, {"generation": state.generation}, state.base.since(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        return lora_job(self, message.tensors, client, ("A", "B"), int(message.scalars["generation"]))
+        return create_lora_job(self, message.tensors, client, ("A", "B"), int(message.scalars["generation"]))
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory
@@ -77,9 +77,9 @@ class FeDeRA(RegisteredMethod):
             return state.next(tensors=reduced.mean)
 
         def decompose(layer: LayerSpec) -> LowRank:
-            stacked = products(layer.name, reduced)
+            stacked = sum_products(layer.name, reduced)
             U, S, Vt = svd(stacked, self.r)
             return balance_factors(U, S / self.scaling(None), Vt).to(stacked.B.dtype)
 
-        tensors = by_slot(map_layers(decompose, self.spec.layers))
+        tensors = flatten_pairs(map_layers(decompose, self.spec.layers))
         return state.next(tensors=tensors, generation=state.generation + 1)

@@ -18,11 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
-from fedspan.core.aggregation import map_layers, mean_of_stack, residual, smaller_form
+from fedspan.core.aggregation import average_stack, choose_smaller_form, compute_residual, map_layers
 from fedspan.core.base import Delta, Increment
-from fedspan.core.factors import a_factors, b_factors, lora_job, reply
+from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, reply
 from fedspan.core.method import Claims, Memory, RegisteredMethod
-from fedspan.core.tensors import tensor_name
+from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 
 __all__ = ["FedExLoRA"]
@@ -50,13 +50,13 @@ class FedExLoRA(RegisteredMethod):
         return self.claims if self.residual_rank is None else replace(self.claims, exact=False)
 
     def init(self, weights: Weights) -> ServerState:
-        return ServerState(tensors={**a_factors(self, self.r), **b_factors(self.spec, self.r)})
+        return ServerState(tensors={**draw_a_factors(self, self.r), **create_b_factors(self.spec, self.r)})
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         return Message(state.tensors, base=state.base.since(None if client is None else client.last_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        return lora_job(self, message.tensors, client, train=("A", "B"))
+        return create_lora_job(self, message.tensors, client, train=("A", "B"))
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory
@@ -65,11 +65,11 @@ class FedExLoRA(RegisteredMethod):
         return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        means, s = mean_of_stack(reduced), self.scaling(None)
+        means, s = average_stack(reduced), self.scaling(None)
 
         def lost(layer: LayerSpec) -> Delta:
-            return smaller_form(
-                residual(layer.name, reduced, means[tensor_name(layer.name, "B")], s, self.residual_rank)
+            return choose_smaller_form(
+                compute_residual(layer.name, reduced, means[join_tensor_name(layer.name, "B")], s, self.residual_rank)
             )
 
         deltas = {name: delta for name, delta in map_layers(lost, self.spec.layers).items() if delta.numel()}

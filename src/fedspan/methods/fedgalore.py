@@ -33,13 +33,13 @@ import torch
 from torch import Tensor
 
 from fedspan.core.base import Delta, Increment
-from fedspan.core.factors import names
+from fedspan.core.factors import list_tensor_names
 from fedspan.core.lowrank import LowRank, concatenate
-from fedspan.core.method import Claims, Memory, RegisteredMethod, bounded
+from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounded
 from fedspan.core.parametrization import Projected
-from fedspan.core.projectors import draw_projector, side_of
+from fedspan.core.projectors import choose_side, draw_projector
 from fedspan.core.second_moments import MomentSynchroniser
-from fedspan.core.tensors import Tensors, generator, slots_of, tensor_name
+from fedspan.core.tensors import Tensors, create_generator, join_tensor_name, select_slots
 from fedspan.core.values import (
     Client,
     Contribution,
@@ -67,9 +67,9 @@ _ROUND = "round"
 """Layer name of the counts of a round in a reply."""
 
 
-def _tall(value: Tensor, layer: LayerSpec) -> Tensor:
+def _transpose_wide(value: Tensor, layer: LayerSpec) -> Tensor:
     """Transpose a wide layer's tensor, so that the projector is always on the right; its own inverse."""
-    return value if side_of(layer.shape) == "right" else value.T
+    return value if choose_side(layer.shape) == "right" else value.T
 
 
 @final
@@ -107,19 +107,19 @@ class FedGaLore(RegisteredMethod):
     )
 
     projectors: Literal["rsvd", "svd"] = "rsvd"
-    adaptive_refreshes: int = bounded(5, minimum=0)
+    adaptive_refreshes: int = declare_bounded(5, minimum=0)
     adaptive_in: Literal["run", "round"] = "run"
-    steps: int = bounded(0, minimum=0)
-    period: int = bounded(0, minimum=0)
+    steps: int = declare_bounded(0, minimum=0)
+    period: int = declare_bounded(0, minimum=0)
     rounds_per_seed: int = 1
     moments: Literal["squared", "linear", "keep"] = "squared"
     scale: float = 1.0
     bias_correction: bool = False
     decay_base: bool = True
     synchronisation: Literal["ajive", "average", "average-svd", "none"] = "ajive"
-    joint_rank: int = bounded(0, minimum=0)
+    joint_rank: int = declare_bounded(0, minimum=0)
     estimate_joint_rank: bool = False
-    view_rank: int = bounded(0, minimum=0)
+    view_rank: int = declare_bounded(0, minimum=0)
     identifiable: bool = False
 
     def __post_init__(self) -> None:
@@ -144,13 +144,15 @@ class FedGaLore(RegisteredMethod):
 
     def seed_of(self, round: int) -> int:
         """Return the seed of a round's first projector; later projectors have the next integers."""
-        rng = generator(self.seed, "projector seed", max(0, round) // self.rounds_per_seed)
+        rng = create_generator(self.seed, "projector seed", max(0, round) // self.rounds_per_seed)
         return int(torch.randint(2**62, (), generator=rng))
 
     def projector(self, layer: LayerSpec, round: int, segment: int) -> Tensor:
         """Draw a seeded projector, (R, n) whatever the layer's orientation."""
-        rank, side = min(self.r, *layer.shape), side_of(layer.shape)
-        return _tall(draw_projector(layer.name, layer.shape, rank, side, self.seed_of(round) + segment), layer)
+        rank, side = min(self.r, *layer.shape), choose_side(layer.shape)
+        return _transpose_wide(
+            draw_projector(layer.name, layer.shape, rank, side, self.seed_of(round) + segment), layer
+        )
 
     def init(self, weights: Weights) -> ServerState:
         return ServerState(scalars={"steps": 0})
@@ -164,16 +166,16 @@ class FedGaLore(RegisteredMethod):
         tensors: dict[str, Tensor] = {}
         second: dict[str, Tensor] = {}
         for layer in self.spec.layers:
-            slots, acc = slots_of(message.tensors, layer.name), tensor_name(layer.name, "acc")
+            slots, acc = select_slots(message.tensors, layer.name), join_tensor_name(layer.name, "acc")
             P = slots["P"] if "P" in slots else self.projector(layer, round - 1, self.segments - 1)
-            tensors[acc] = _tall(torch.zeros(max(layer.shape), len(P)), layer)
-            tensors[tensor_name(layer.name, "P")] = _tall(P, layer)
+            tensors[acc] = _transpose_wide(torch.zeros(max(layer.shape), len(P)), layer)
+            tensors[join_tensor_name(layer.name, "P")] = _transpose_wide(P, layer)
             if "v" in slots:
-                second[acc] = _tall(slots["v"], layer)
+                second[acc] = _transpose_wide(slots["v"], layer)
         return Job(
-            parametrization={layer.name: Projected(side_of(layer.shape), self.scale) for layer in self.spec.layers},
+            parametrization={layer.name: Projected(choose_side(layer.shape), self.scale) for layer in self.spec.layers},
             tensors=tensors,
-            trainable=(Group(names(self.spec, "acc"), weight_decay=None if self.decay_base else 0.0),),
+            trainable=(Group(list_tensor_names(self.spec, "acc"), weight_decay=None if self.decay_base else 0.0),),
             steps=self.steps or None,
             optimizer={"name": "adamw", "bias_correction": (self.bias_correction, self.bias_correction)},
             optimizer_state=OptimizerState({"exp_avg_sq": second}, dict.fromkeys(second, steps)) if second else None,
@@ -187,20 +189,20 @@ class FedGaLore(RegisteredMethod):
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         adaptive, reply = self.adaptive(round), dict[str, Tensor]()
         for layer in self.spec.layers:
-            accs, Ps = self._concatenate_segments(layer, slots_of(trained.tensors, layer.name))
-            reply[tensor_name(layer.name, "acc")] = accs
+            accs, Ps = self._concatenate_segments(layer, select_slots(trained.tensors, layer.name))
+            reply[join_tensor_name(layer.name, "acc")] = accs
             if adaptive:  # the other projectors follow from the seed
-                reply[tensor_name(layer.name, "P")] = Ps[: adaptive * min(self.r, *layer.shape)]
+                reply[join_tensor_name(layer.name, "P")] = Ps[: adaptive * min(self.r, *layer.shape)]
             if self.synchronisation != "none":
-                moment = trained.optimizer_state.moments["exp_avg_sq"][tensor_name(layer.name, "acc")]
-                reply[tensor_name(layer.name, "v")] = _tall(moment, layer)
+                moment = trained.optimizer_state.moments["exp_avg_sq"][join_tensor_name(layer.name, "acc")]
+                reply[join_tensor_name(layer.name, "v")] = _transpose_wide(moment, layer)
         return Message(reply, {"decay": trained.decay, "steps": trained.steps}), memory
 
     def _concatenate_segments(self, layer: LayerSpec, slots: Tensors) -> tuple[Tensor, Tensor]:
         """Return the round's accumulators (m, J R) and projectors (J R, n)."""
-        accs, Ps = Projected(side_of(layer.shape)).finished
-        pairs = [(_tall(slots[accs], layer), _tall(slots[Ps], layer))] if accs in slots else []
-        parts = [*pairs, (_tall(slots["acc"], layer), _tall(slots["P"], layer))]
+        accs, Ps = Projected(choose_side(layer.shape)).finished
+        pairs = [(_transpose_wide(slots[accs], layer), _transpose_wide(slots[Ps], layer))] if accs in slots else []
+        parts = [*pairs, (_transpose_wide(slots["acc"], layer), _transpose_wide(slots["P"], layer))]
         return torch.cat([acc for acc, _ in parts], 1), torch.cat([P for _, P in parts], 0)
 
     def contribute(self, message: Message, client: Client) -> Contribution:
@@ -208,7 +210,7 @@ class FedGaLore(RegisteredMethod):
         if not 0.0 <= decay <= 1.0 or not 0 <= steps <= (self.steps or _MOST_STEPS):
             raise ValueError(f"a decay of {decay:g} after {steps} steps")
         for layer in self.spec.layers:
-            P = message.tensors.get(tensor_name(layer.name, "P"))
+            P = message.tensors.get(join_tensor_name(layer.name, "P"))
             if P is not None and P.numel() and not float(P.double().square().sum(1).max()) <= _LONGEST:
                 raise ValueError(f"a projector of {layer.name} whose rows are longer than 1")
         counts = {name: torch.tensor(float(message.scalars[name]), dtype=torch.float64) for name in ("decay", "steps")}
@@ -221,8 +223,8 @@ class FedGaLore(RegisteredMethod):
         if (synchroniser := self._synchroniser()) is not None:
             for layer in self.spec.layers:
                 joined = self._join_moments(synchroniser, layer, reduced.stack, state.round)
-                dtype = reduced.stack[0].tensors[tensor_name(layer.name, "v")].dtype
-                moments |= {tensor_name(layer.name, slot): value.to(dtype) for slot, value in joined.items()}
+                dtype = reduced.stack[0].tensors[join_tensor_name(layer.name, "v")].dtype
+                moments |= {join_tensor_name(layer.name, slot): value.to(dtype) for slot, value in joined.items()}
         return state.next(
             memory=moments,
             base=state.base.add(Increment(state.round + 1, deltas, mean["decay"])),
@@ -232,7 +234,7 @@ class FedGaLore(RegisteredMethod):
 
     def _delta(self, layer: LayerSpec, stack: Sequence[StackItem], round: int) -> Delta:
         """sum_i p_i (W_i - rho_i W): accumulators under the seed's projectors add up, the others stay separate."""
-        acc, P = tensor_name(layer.name, "acc"), tensor_name(layer.name, "P")
+        acc, P = join_tensor_name(layer.name, "acc"), join_tensor_name(layer.name, "P")
         own, rank = self.adaptive(round) * min(self.r, *layer.shape), min(self.r, *layer.shape)
         pairs = [LowRank(item.tensors[acc][:, :own], item.tensors[P], item.weight) for item in stack] if own else []
         for segment in range(self.adaptive(round), self.segments):
@@ -241,7 +243,7 @@ class FedGaLore(RegisteredMethod):
             shared = self.projector(layer, round, segment)
             pairs.append(LowRank(summed.to(stack[0].tensors[acc].dtype), shared.to(stack[0].tensors[acc].dtype)))
         tall = concatenate([LowRank(pair.B, pair.A, pair.scale * self.scale) for pair in pairs])
-        pair = tall if side_of(layer.shape) == "right" else LowRank(tall.A.T, tall.B.T)
+        pair = tall if choose_side(layer.shape) == "right" else LowRank(tall.A.T, tall.B.T)
         return pair if pair.numel() <= layer.out_features * layer.in_features else pair.dense()
 
     def _synchroniser(self) -> MomentSynchroniser | None:
@@ -259,11 +261,11 @@ class FedGaLore(RegisteredMethod):
         self, synchroniser: MomentSynchroniser, layer: LayerSpec, stack: Sequence[StackItem], round: int
     ) -> dict[str, Tensor]:
         """Return vbar as ``v`` (m, R), and ``P`` (R, n) where its coordinates are not a seeded projector's."""
-        moments = [item.tensors[tensor_name(layer.name, "v")].double() for item in stack]
-        weights, rng = [item.weight for item in stack], generator(self.seed, "ajive", layer.name, round)
+        moments = [item.tensors[join_tensor_name(layer.name, "v")].double() for item in stack]
+        weights, rng = [item.weight for item in stack], create_generator(self.seed, "ajive", layer.name, round)
         if not self.fits_basis(round):  # one projector for all, or unchanged coordinates
             return {"v": synchroniser.join(moments, weights, rng)}
         rank = moments[0].shape[1]
-        Ps = [item.tensors[tensor_name(layer.name, "P")][-rank:].double() for item in stack]
+        Ps = [item.tensors[join_tensor_name(layer.name, "P")][-rank:].double() for item in stack]
         v, P = synchroniser.join_projected(moments, Ps, weights, rng, linear=self.moments == "linear")
         return {"v": v, "P": P}

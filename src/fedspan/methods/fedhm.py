@@ -26,12 +26,12 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from fedspan.core.aggregation import map_layers
-from fedspan.core.factors import kaiming, names, reply
-from fedspan.core.lowrank import LowRank, balance_factors, concatenate, leading, svd
-from fedspan.core.method import Claims, Memory, RegisteredMethod, bounded
-from fedspan.core.parametrization import Factorised, FactorisedConv, as_rectangle
+from fedspan.core.factors import draw_kaiming, list_tensor_names, reply
+from fedspan.core.lowrank import LowRank, balance_factors, compute_leading_svd, concatenate, svd
+from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounded
+from fedspan.core.parametrization import Factorised, FactorisedConv, reshape_to_rectangle
 from fedspan.core.penalties import ProductDecay
-from fedspan.core.tensors import Tensors, generator, tensor_name
+from fedspan.core.tensors import Tensors, create_generator, join_tensor_name
 from fedspan.core.values import (
     Client,
     Contribution,
@@ -49,13 +49,16 @@ __all__ = ["FedHM"]
 
 
 def _pair(tensors: Tensors, layer: LayerSpec, scale: float = 1.0) -> LowRank:
-    return LowRank(tensors[tensor_name(layer.name, "U")], tensors[tensor_name(layer.name, "V")], scale)
+    return LowRank(tensors[join_tensor_name(layer.name, "U")], tensors[join_tensor_name(layer.name, "V")], scale)
 
 
-def _by_slot(pairs: Mapping[str, LowRank]) -> dict[str, Tensor]:
+def _flatten_pairs(pairs: Mapping[str, LowRank]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for layer, pair in pairs.items():
-        tensors[tensor_name(layer, "U")], tensors[tensor_name(layer, "V")] = pair.B.contiguous(), pair.A.contiguous()
+        tensors[join_tensor_name(layer, "U")], tensors[join_tensor_name(layer, "V")] = (
+            pair.B.contiguous(),
+            pair.A.contiguous(),
+        )
     return tensors
 
 
@@ -80,21 +83,21 @@ class FedHM(RegisteredMethod):
         sends="other",
     )
 
-    frobenius_decay: float = bounded(0.0, 0.0)
+    frobenius_decay: float = declare_bounded(0.0, 0.0)
     keep_global: bool = False
 
     def init(self, weights: Weights) -> ServerState:
         def factorise(layer: LayerSpec) -> LowRank:
-            matrix = as_rectangle(weights.weight(layer.name), layer.kernel)
-            return balance_factors(*leading(matrix, min(matrix.shape))).to(matrix.dtype)
+            matrix = reshape_to_rectangle(weights.weight(layer.name), layer.kernel)
+            return balance_factors(*compute_leading_svd(matrix, min(matrix.shape))).to(matrix.dtype)
 
-        return ServerState(tensors=_by_slot(map_layers(factorise, self.spec.layers)))
+        return ServerState(tensors=_flatten_pairs(map_layers(factorise, self.spec.layers)))
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         if client is None:
             return Message(state.tensors)
         pairs = {layer.name: self._cut(state, layer, client.rank) for layer in self.spec.layers}
-        return Message(_by_slot(pairs), {"generation": state.generation})
+        return Message(_flatten_pairs(pairs), {"generation": state.generation})
 
     def _cut(self, state: ServerState, layer: LayerSpec, rank: int) -> LowRank:
         """Return the first ``rank`` components of a layer, padded with components that add nothing."""
@@ -103,15 +106,17 @@ class FedHM(RegisteredMethod):
         missing = min(rank, rows, columns) - retained.rank
         if missing <= 0:
             return retained
-        random = kaiming(missing, columns, generator(self.seed, "V", layer.name, state.round)).to(retained.A)
+        random = draw_kaiming(missing, columns, create_generator(self.seed, "V", layer.name, state.round)).to(
+            retained.A
+        )
         return concatenate([retained, LowRank(retained.B.new_zeros(rows, missing), random)])
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         decay = ProductDecay(
             self.frobenius_decay,
-            tuple((tensor_name(layer.name, "U"), tensor_name(layer.name, "V")) for layer in self.spec.layers),
+            tuple((join_tensor_name(layer.name, "U"), join_tensor_name(layer.name, "V")) for layer in self.spec.layers),
         )
-        own = Group(names(self.spec, "U", "V"), weight_decay=0.0 if self.frobenius_decay else None)
+        own = Group(list_tensor_names(self.spec, "U", "V"), weight_decay=0.0 if self.frobenius_decay else None)
         return Job(
             parametrization={
                 layer.name: Factorised() if layer.kernel == (1, 1) else FactorisedConv(layer.kernel)
@@ -140,4 +145,4 @@ class FedHM(RegisteredMethod):
             return balance_factors(*svd(mean)).to(mean.B.dtype)
 
         pairs = map_layers(average, self.spec.layers)
-        return state.next(tensors=_by_slot(pairs), generation=state.generation + 1)
+        return state.next(tensors=_flatten_pairs(pairs), generation=state.generation + 1)

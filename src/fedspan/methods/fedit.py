@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from fedspan.core.factors import a_factors, b_factors, lora_job, reply
+from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, reply
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.values import (
     Client,
@@ -44,13 +44,13 @@ class FedIT(RegisteredMethod):
     )
 
     def init(self, weights: Weights) -> ServerState:
-        return ServerState(tensors={**a_factors(self, self.r), **b_factors(self.spec, self.r)})
+        return ServerState(tensors={**draw_a_factors(self, self.r), **create_b_factors(self.spec, self.r)})
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         return Message(state.tensors)
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        return lora_job(self, message.tensors, client, train=("A", "B"))
+        return create_lora_job(self, message.tensors, client, train=("A", "B"))
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory

@@ -26,12 +26,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedspan.core.aggregation import smaller_form
+from fedspan.core.aggregation import choose_smaller_form
 from fedspan.core.base import BaseUpdate, Increment
-from fedspan.core.factors import a_factors, b_factors, kaiming, lora_job, reply
+from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, draw_kaiming, reply
 from fedspan.core.lowrank import LowRank
 from fedspan.core.method import Claims, Memory, RegisteredMethod
-from fedspan.core.tensors import generator, tensor_name
+from fedspan.core.tensors import create_generator, join_tensor_name
 from fedspan.core.values import (
     Client,
     Contribution,
@@ -75,12 +75,14 @@ class FedLoRU(RegisteredMethod):
         """Create A and B after ``generation`` accumulations."""
         key = (generation,) if generation else ()  # generation 0 starts where FedIT does
         if generation or not self.from_scratch:
-            return {**a_factors(self, self.r, *key), **b_factors(self.spec, self.r)}
+            return {**draw_a_factors(self, self.r, *key), **create_b_factors(self.spec, self.r)}
         random_B = {
-            tensor_name(layer.name, "B"): kaiming(layer.out_features, self.r, generator(self.seed, "B", layer.name))
+            join_tensor_name(layer.name, "B"): draw_kaiming(
+                layer.out_features, self.r, create_generator(self.seed, "B", layer.name)
+            )
             for layer in self.spec.layers
         }
-        return {**a_factors(self, self.r), **random_B}
+        return {**draw_a_factors(self, self.r), **random_B}
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         known_round = None if client is None else client.last_round
@@ -92,7 +94,7 @@ class FedLoRU(RegisteredMethod):
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         generation = int(message.scalars["generation"])
         tensors = message.tensors or self.fresh(generation)
-        return lora_job(self, tensors, client, train=("A", "B"), generation=generation)
+        return create_lora_job(self, tensors, client, train=("A", "B"), generation=generation)
 
     def finish(
         self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
@@ -106,10 +108,10 @@ class FedLoRU(RegisteredMethod):
         if (state.round + 1) % self.tau:
             return state.next(tensors=reduced.mean)
         deltas = {
-            layer.name: smaller_form(
+            layer.name: choose_smaller_form(
                 LowRank(
-                    reduced.mean[tensor_name(layer.name, "B")],
-                    reduced.mean[tensor_name(layer.name, "A")],
+                    reduced.mean[join_tensor_name(layer.name, "B")],
+                    reduced.mean[join_tensor_name(layer.name, "A")],
                     self.scaling(None),
                 )
             )

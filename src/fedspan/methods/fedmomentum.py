@@ -23,13 +23,13 @@ from typing import ClassVar, final
 
 import torch
 
-from fedspan.core.aggregation import map_layers, products, smaller_form
+from fedspan.core.aggregation import choose_smaller_form, map_layers, sum_products
 from fedspan.core.base import Delta, Increment
-from fedspan.core.factors import a_factors, b_factors, by_slot, lora_job, reply, resize_factors
+from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, flatten_pairs, reply, resize_factors
 from fedspan.core.lowrank import LowRank, assign_values_to_B, balance_factors, concatenate, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.parametrization import PairSum
-from fedspan.core.tensors import map_tensors, tensor_name
+from fedspan.core.tensors import join_tensor_name, map_tensors
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 
 __all__ = ["FedMomentum"]
@@ -50,7 +50,7 @@ class FedMomentum(RegisteredMethod):
     )
 
     def init(self, weights: Weights) -> ServerState:
-        return ServerState(tensors={**a_factors(self, self.r), **b_factors(self.spec, self.r)})
+        return ServerState(tensors={**draw_a_factors(self, self.r), **create_b_factors(self.spec, self.r)})
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         known_round = None if client is None else client.last_round
@@ -60,12 +60,12 @@ class FedMomentum(RegisteredMethod):
         rank, scaling = self.rank(client), self.scaling(client)
         share = (self.scaling(None) / scaling) ** 0.5
         tensors = map_tensors(lambda factor: factor * share, resize_factors(self, message.tensors, rank))
-        job = lora_job(self, tensors, client, ("A", "B"), int(message.scalars["generation"]))
+        job = create_lora_job(self, tensors, client, ("A", "B"), int(message.scalars["generation"]))
         if rank >= self.r:
             return job
         for layer in self.spec.layers:
-            tensors[tensor_name(layer.name, "L")] = message.tensors[tensor_name(layer.name, "B")][:, rank:]
-            tensors[tensor_name(layer.name, "U")] = message.tensors[tensor_name(layer.name, "A")][rank:]
+            tensors[join_tensor_name(layer.name, "L")] = message.tensors[join_tensor_name(layer.name, "B")][:, rank:]
+            tensors[join_tensor_name(layer.name, "U")] = message.tensors[join_tensor_name(layer.name, "A")][rank:]
         pair_sum = PairSum(scaling, self.scaling(None))
         return replace(job, parametrization=dict.fromkeys(job.parametrization, pair_sum), tensors=tensors)
 
@@ -78,27 +78,27 @@ class FedMomentum(RegisteredMethod):
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         def split(layer: LayerSpec) -> tuple[LowRank, Delta]:
             U, S, Vt = svd(self._sum(layer.name, state, reduced))
-            dtype = state.tensors[tensor_name(layer.name, "B")].dtype
+            dtype = state.tensors[join_tensor_name(layer.name, "B")].dtype
             retained = balance_factors(U[:, : self.r], S[: self.r] / self.scaling(None), Vt[: self.r])
             rest = assign_values_to_B(U[:, self.r :], S[self.r :], Vt[self.r :])
-            return retained.to(dtype), smaller_form(rest).to(dtype).contiguous()
+            return retained.to(dtype), choose_smaller_form(rest).to(dtype).contiguous()
 
         parts = map_layers(split, self.spec.layers)
         increment = Increment(state.round + 1, {name: rest for name, (_, rest) in parts.items() if rest.numel()})
         return state.next(
-            tensors=by_slot({name: retained for name, (retained, _) in parts.items()}),
+            tensors=flatten_pairs({name: retained for name, (retained, _) in parts.items()}),
             base=state.base.add(increment),
             generation=state.generation + 1,
         )
 
     def _sum(self, layer: str, state: ServerState, reduced: Reduced) -> LowRank:
         """Compute D, including the frozen components."""
-        trained, frozen = products(layer, reduced), self._frozen(layer, state, reduced)
+        trained, frozen = sum_products(layer, reduced), self._frozen(layer, state, reduced)
         return concatenate([trained, frozen]) if frozen.rank else trained
 
     def _frozen(self, layer: str, state: ServerState, reduced: Reduced) -> LowRank:
         """Sum the frozen components with weights p_i: component j counts for the clients of rank j or less."""
-        B, A = state.tensors[tensor_name(layer, "B")], state.tensors[tensor_name(layer, "A")]
+        B, A = state.tensors[join_tensor_name(layer, "B")], state.tensors[join_tensor_name(layer, "A")]
         minimum = min(self.r, *(contribution.client.rank for contribution in reduced.stack))
         shares = [
             sum(contribution.weight for contribution in reduced.stack if contribution.client.rank <= j)

@@ -26,10 +26,10 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from fedspan.core.alignment import nearest_rotation
-from fedspan.core.factors import a_factors, b_factors, lora_job, reply
-from fedspan.core.method import Claims, Memory, RegisteredMethod, bounded
-from fedspan.core.tensors import tensor_name
+from fedspan.core.alignment import find_nearest_rotation
+from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, reply
+from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounded
+from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained, Weights
 
 __all__ = ["FedRotLoRA"]
@@ -49,30 +49,30 @@ class FedRotLoRA(RegisteredMethod):
         exact=False,
     )
 
-    strength: float = bounded(0.5, 0.0, 1.0)
+    strength: float = declare_bounded(0.5, 0.0, 1.0)
 
     def init(self, weights: Weights) -> ServerState:
-        return ServerState(tensors={**a_factors(self, self.r), **b_factors(self.spec, self.r)})
+        return ServerState(tensors={**draw_a_factors(self, self.r), **create_b_factors(self.spec, self.r)})
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         return Message(state.tensors)
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        return lora_job(self, message.tensors, client, ("A", "B"), round)
+        return create_lora_job(self, message.tensors, client, ("A", "B"), round)
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         if round == 0:
             return reply(job, trained), memory
         turned: dict[str, Tensor] = {}
         for layer in self.spec.layers:
-            a, b = tensor_name(layer.name, "A"), tensor_name(layer.name, "B")
+            a, b = join_tensor_name(layer.name, "A"), join_tensor_name(layer.name, "B")
             A, B = trained.tensors[a].double(), trained.tensors[b].double()
             # R^T is the rotation that takes the client's factor to the global one.
             if round % 2:
-                rotation = nearest_rotation(job.tensors[a].double() @ A.T)
+                rotation = find_nearest_rotation(job.tensors[a].double() @ A.T)
             else:
-                rotation = nearest_rotation(job.tensors[b].double().T @ B)
-            Rt = nearest_rotation(torch.lerp(torch.eye(len(A), dtype=A.dtype), rotation, self.strength))
+                rotation = find_nearest_rotation(job.tensors[b].double().T @ B)
+            Rt = find_nearest_rotation(torch.lerp(torch.eye(len(A), dtype=A.dtype), rotation, self.strength))
             turned |= {a: (Rt @ A).to(trained.tensors[a].dtype), b: (B @ Rt.T).to(trained.tensors[b].dtype)}
         return reply(job, replace(trained, tensors={**trained.tensors, **turned})), memory
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from fedspan.core.factors import a_factors, b_factors, lora_job, names
+from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, list_tensor_names
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.tensors import select
 from fedspan.core.values import (
@@ -46,18 +46,18 @@ class FedSALoRA(RegisteredMethod):
     )
 
     def init(self, weights: Weights) -> ServerState:
-        return ServerState(tensors=a_factors(self, self.r))
+        return ServerState(tensors=draw_a_factors(self, self.r))
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         return Message(state.tensors)
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        own = memory or b_factors(self.spec, self.r)
-        return lora_job(self, {**own, **message.tensors}, client, train=("A", "B"))
+        own = memory or create_b_factors(self.spec, self.r)
+        return create_lora_job(self, {**own, **message.tensors}, client, train=("A", "B"))
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
-        shared = select(trained.tensors, names(self.spec, "A"))
-        return Message(shared), select(trained.tensors, names(self.spec, "B"))
+        shared = select(trained.tensors, list_tensor_names(self.spec, "A"))
+        return Message(shared), select(trained.tensors, list_tensor_names(self.spec, "B"))
 
     def contribute(self, message: Message, client: Client) -> Contribution:
         return Contribution(sum=message.tensors)

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from fedspan.core.aggregation import map_layers
-from fedspan.core.factors import Init, a_factors, b_factors, by_slot, lora_job, reply
+from fedspan.core.factors import Init, create_b_factors, create_lora_job, draw_a_factors, flatten_pairs, reply
 from fedspan.core.lowrank import LowRank, assign_values_to_B, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod
-from fedspan.core.tensors import tensor_name
+from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 
 __all__ = ["FedSVD"]
@@ -47,13 +47,15 @@ class FedSVD(RegisteredMethod):
     init_A: Init = "kaiming"
 
     def init(self, weights: Weights) -> ServerState:
-        return ServerState(tensors={**a_factors(self, self.r, init=self.init_A), **b_factors(self.spec, self.r)})
+        return ServerState(
+            tensors={**draw_a_factors(self, self.r, init=self.init_A), **create_b_factors(self.spec, self.r)}
+        )
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         return Message(state.tensors, {"generation": state.generation})
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        return lora_job(self, message.tensors, client, ("B",), int(message.scalars["generation"]))
+        return create_lora_job(self, message.tensors, client, ("B",), int(message.scalars["generation"]))
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory
@@ -63,8 +65,8 @@ class FedSVD(RegisteredMethod):
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         def decompose(layer: LayerSpec) -> LowRank:
-            B, A = reduced.mean[tensor_name(layer.name, "B")], state.tensors[tensor_name(layer.name, "A")]
+            B, A = reduced.mean[join_tensor_name(layer.name, "B")], state.tensors[join_tensor_name(layer.name, "A")]
             return assign_values_to_B(*svd(LowRank(B, A))).to(B.dtype)
 
         pairs = map_layers(decompose, self.spec.layers)
-        return state.next(tensors=by_slot(pairs), generation=state.generation + 1)
+        return state.next(tensors=flatten_pairs(pairs), generation=state.generation + 1)

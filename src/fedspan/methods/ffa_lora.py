@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from fedspan.core.factors import Init, a_factors, b_factors, lora_job, reply
+from fedspan.core.factors import Init, create_b_factors, create_lora_job, draw_a_factors, reply
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.values import (
     Client,
@@ -51,14 +51,14 @@ class FFALoRA(RegisteredMethod):
     init_A: Init = "kaiming"
 
     def init(self, weights: Weights) -> ServerState:
-        return ServerState(tensors=b_factors(self.spec, self.r))
+        return ServerState(tensors=create_b_factors(self.spec, self.r))
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         return Message(state.tensors)
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        frozen = a_factors(self, self.r, init=self.init_A)
-        return lora_job(self, {**frozen, **message.tensors}, client, train=("B",))
+        frozen = draw_a_factors(self, self.r, init=self.init_A)
+        return create_lora_job(self, {**frozen, **message.tensors}, client, train=("B",))
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory

@@ -23,11 +23,11 @@ from typing import ClassVar, Literal, final
 
 from torch import Tensor
 
-from fedspan.core.aggregation import map_layers, products
-from fedspan.core.factors import by_slot, lora_job, reply, resize_factors
+from fedspan.core.aggregation import map_layers, sum_products
+from fedspan.core.factors import create_lora_job, flatten_pairs, reply, resize_factors
 from fedspan.core.lowrank import LowRank, assign_values_to_B, balance_factors, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod
-from fedspan.core.tensors import tensor_name
+from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 
 __all__ = ["FlexLoRA"]
@@ -60,14 +60,14 @@ class FlexLoRA(RegisteredMethod):
         rank, share = self.rank(client), self.scaling(client) ** (1.0 if self.split == "B" else 0.5)
         cut: dict[str, Tensor] = {}
         for layer in self.spec.layers if state.tensors else ():
-            a, b = tensor_name(layer.name, "A"), tensor_name(layer.name, "B")
+            a, b = join_tensor_name(layer.name, "A"), join_tensor_name(layer.name, "B")
             A, B = state.tensors[a][:rank], state.tensors[b][:, :rank]
             cut |= {a: A if self.split == "B" else A / share, b: B / share}
         return Message(cut, {"generation": state.generation})
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         tensors = resize_factors(self, message.tensors, self.rank(client))
-        return lora_job(self, tensors, client, ("A", "B"), int(message.scalars["generation"]))
+        return create_lora_job(self, tensors, client, ("A", "B"), int(message.scalars["generation"]))
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory
@@ -83,8 +83,8 @@ class FlexLoRA(RegisteredMethod):
         share = assign_values_to_B if self.split == "B" else balance_factors
 
         def decompose(layer: LayerSpec) -> LowRank:
-            stacked = products(layer.name, reduced)
+            stacked = sum_products(layer.name, reduced)
             return share(*svd(stacked, largest)).to(stacked.B.dtype)
 
-        tensors = by_slot(map_layers(decompose, self.spec.layers))
+        tensors = flatten_pairs(map_layers(decompose, self.spec.layers))
         return state.next(tensors=tensors, scalars={"rank": largest}, generation=state.generation + 1)

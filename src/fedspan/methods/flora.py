@@ -17,9 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from fedspan.core.aggregation import map_layers, products, smaller_form
+from fedspan.core.aggregation import choose_smaller_form, map_layers, sum_products
 from fedspan.core.base import Increment
-from fedspan.core.factors import a_factors, b_factors, lora_job, reply
+from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, reply
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.values import (
     Client,
@@ -60,8 +60,10 @@ class FLoRA(RegisteredMethod):
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         rank = self.rank(client)
-        fresh = a_factors(self, rank, round, "" if client is None else client.id)
-        return lora_job(self, {**fresh, **b_factors(self.spec, rank)}, client, train=("A", "B"), generation=round)
+        fresh = draw_a_factors(self, rank, round, "" if client is None else client.id)
+        return create_lora_job(
+            self, {**fresh, **create_b_factors(self.spec, rank)}, client, train=("A", "B"), generation=round
+        )
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory
@@ -70,6 +72,6 @@ class FLoRA(RegisteredMethod):
         return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        deltas = map_layers(lambda layer: smaller_form(products(layer.name, reduced)), self.spec.layers)
+        deltas = map_layers(lambda layer: choose_smaller_form(sum_products(layer.name, reduced)), self.spec.layers)
         base = state.base.add(Increment(state.round + 1, deltas))
         return state.next(base=base, generation=state.generation + 1)

@@ -32,15 +32,15 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from fedspan.core.alignment import factor_of_gram, gram_factor, procrustes
+from fedspan.core.alignment import compute_gram_factor, factorise_gram, solve_procrustes
 from fedspan.core.base import BaseUpdate, Increment
-from fedspan.core.bases import dense_bases, mixing_keys
-from fedspan.core.factors import names, reply
+from fedspan.core.bases import draw_dense_bases, draw_mixing_keys
+from fedspan.core.factors import list_tensor_names, reply
 from fedspan.core.lowrank import LowRank
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.parametrization import Gram, MixedGram, Parametrization
-from fedspan.core.projectors import random_projector
-from fedspan.core.tensors import Tensors, generator, slots_of, tensor_name
+from fedspan.core.projectors import draw_random_projector
+from fedspan.core.tensors import Tensors, create_generator, join_tensor_name, select_slots
 from fedspan.core.values import (
     Client,
     Contribution,
@@ -86,24 +86,24 @@ class FLoRG(RegisteredMethod):
 
     def first_A(self, layer: LayerSpec) -> Tensor:
         """Draw A_1 (R, K), float32."""
-        rng, k = generator(self.seed, "A", layer.name), min(layer.shape)
+        rng, k = create_generator(self.seed, "A", layer.name), min(layer.shape)
         if self.init_A == "gaussian":
             return self.init_std * torch.randn(self.r, k, generator=rng)
-        rows = random_projector((k, k), min(self.r, k), "right", rng)
+        rows = draw_random_projector((k, k), min(self.r, k), "right", rng)
         return self.init_std * math.sqrt(k) * torch.cat([rows, rows.new_zeros(self.r - len(rows), k)])
 
     def fixed(self, layer: LayerSpec) -> tuple[Parametrization, dict[str, Tensor]]:
         """Return the layer's parametrization and its slots for L and R, all from the seed."""
         scaling = self.scaling(None)
         if self.bases == "dense":
-            L_OK, R_KI = dense_bases(layer.shape, self.seed, layer.name)
+            L_OK, R_KI = draw_dense_bases(layer.shape, self.seed, layer.name)
             return Gram(scaling), {"L": L_OK, "R": R_KI}
-        positions, signs = mixing_keys(max(layer.shape), min(layer.shape), self.seed, layer.name)
+        positions, signs = draw_mixing_keys(max(layer.shape), min(layer.shape), self.seed, layer.name)
         side = "right" if layer.out_features <= layer.in_features else "left"
         return MixedGram(scaling, side), {"places": positions, "signs": signs}
 
     def init(self, weights: Weights) -> ServerState:
-        tensors = {tensor_name(layer.name, "A"): self.first_A(layer) for layer in self.spec.layers}
+        tensors = {join_tensor_name(layer.name, "A"): self.first_A(layer) for layer in self.spec.layers}
         if not self.center:
             return ServerState(tensors=tensors)
         products = {layer.name: self._product(layer, tensors) for layer in self.spec.layers}
@@ -112,7 +112,7 @@ class FLoRG(RegisteredMethod):
 
     def _product(self, layer: LayerSpec, tensors: Tensors) -> LowRank:
         parametrization, fixed = self.fixed(layer)
-        pair = parametrization.effective({**slots_of(tensors, layer.name), **fixed}).pair
+        pair = parametrization.effective({**select_slots(tensors, layer.name), **fixed}).pair
         assert isinstance(pair, LowRank)
         return pair
 
@@ -125,8 +125,8 @@ class FLoRG(RegisteredMethod):
         tensors = dict(message.tensors)
         for layer in self.spec.layers:
             parametrization[layer.name], fixed = self.fixed(layer)
-            tensors |= {tensor_name(layer.name, slot): value for slot, value in fixed.items()}
-        return Job(parametrization, tensors, trainable=(Group(names(self.spec, "A")),), generation=round)
+            tensors |= {join_tensor_name(layer.name, slot): value for slot, value in fixed.items()}
+        return Job(parametrization, tensors, trainable=(Group(list_tensor_names(self.spec, "A")),), generation=round)
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory
@@ -136,14 +136,14 @@ class FLoRG(RegisteredMethod):
             return Contribution(stack=message.tensors)
         sums: dict[str, Tensor] = {}
         for layer in self.spec.layers:
-            A = message.tensors[tensor_name(layer.name, "A")].double()
-            sums[tensor_name(layer.name, "gram")] = A.T @ A
+            A = message.tensors[join_tensor_name(layer.name, "A")].double()
+            sums[join_tensor_name(layer.name, "gram")] = A.T @ A
         return Contribution(sum=sums)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         tensors: dict[str, Tensor] = {}
         for layer in self.spec.layers:
-            name = tensor_name(layer.name, "A")
+            name = join_tensor_name(layer.name, "A")
             dtype = (state if self.gram_sums else reduced.stack[0]).tensors[name].dtype
             tensors[name] = self._align(self._mean(layer, reduced), state.tensors[name].double()).to(dtype)
         return state.next(tensors=tensors, generation=state.generation + (self.alignment == "none"))
@@ -151,12 +151,14 @@ class FLoRG(RegisteredMethod):
     def _mean(self, layer: LayerSpec, reduced: Reduced) -> Tensor:
         """Compute A~ of the replies."""
         if self.gram_sums:
-            return factor_of_gram(reduced.mean[tensor_name(layer.name, "gram")])
-        name = tensor_name(layer.name, "A")
-        return gram_factor(torch.cat([math.sqrt(item.weight) * item.tensors[name].double() for item in reduced.stack]))
+            return factorise_gram(reduced.mean[join_tensor_name(layer.name, "gram")])
+        name = join_tensor_name(layer.name, "A")
+        return compute_gram_factor(
+            torch.cat([math.sqrt(item.weight) * item.tensors[name].double() for item in reduced.stack])
+        )
 
     def _align(self, A_tilde: Tensor, before_RK: Tensor) -> Tensor:
         source = A_tilde if self.alignment == "paper" else A_tilde[: self.r]
         if self.alignment == "none":
             return torch.cat([source, source.new_zeros(self.r - len(source), source.shape[1])])
-        return procrustes(source, before_RK) @ source
+        return solve_procrustes(source, before_RK) @ source

@@ -22,12 +22,12 @@ from typing import ClassVar, Literal, final
 
 import torch
 
-from fedspan.core.aggregation import smaller_form
+from fedspan.core.aggregation import choose_smaller_form
 from fedspan.core.base import BaseUpdate, Delta, Increment
-from fedspan.core.factors import Singular, lora_job, names, principal, reply
+from fedspan.core.factors import Singular, compute_principal_factors, create_lora_job, list_tensor_names, reply
 from fedspan.core.lowrank import LowRank
 from fedspan.core.method import Claims, Memory, RegisteredMethod
-from fedspan.core.tensors import select, tensor_name
+from fedspan.core.tensors import join_tensor_name, select
 from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained, Weights
 
 __all__ = ["FRLoRA"]
@@ -57,7 +57,7 @@ class FRLoRA(RegisteredMethod):
         return self.claims if self.train == "both" else replace(self.claims, exact=True)
 
     def init(self, weights: Weights) -> ServerState:
-        tensors, increment = principal(self, weights, self.singular)
+        tensors, increment = compute_principal_factors(self, weights, self.singular)
         return ServerState(tensors=tensors, base=BaseUpdate().add(increment))
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
@@ -67,10 +67,10 @@ class FRLoRA(RegisteredMethod):
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         slots = ("A", "B") if self.train == "both" else ("B",)
-        return lora_job(self, {**memory, **message.tensors}, client, slots, int(message.scalars["generation"]))
+        return create_lora_job(self, {**memory, **message.tensors}, client, slots, int(message.scalars["generation"]))
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
-        return reply(job, trained), select(job.tensors, names(self.spec, "A", "B"))
+        return reply(job, trained), select(job.tensors, list_tensor_names(self.spec, "A", "B"))
 
     def contribute(self, message: Message, client: Client) -> Contribution:
         return Contribution(sum=message.tensors)
@@ -82,9 +82,9 @@ class FRLoRA(RegisteredMethod):
 
     def _learnt(self, layer: str, state: ServerState, reduced: Reduced) -> Delta:
         """Compute ``s (B A - B0 A0)`` from differences, so that no large terms cancel."""
-        a, b = tensor_name(layer, "A"), tensor_name(layer, "B")
+        a, b = join_tensor_name(layer, "A"), join_tensor_name(layer, "B")
         A0, B0, B = state.tensors[a], state.tensors[b], reduced.mean[b]
         if self.train == "B":
-            return smaller_form(LowRank(B - B0, A0, self.scaling(None)))
+            return choose_smaller_form(LowRank(B - B0, A0, self.scaling(None)))
         A = reduced.mean[a]
-        return smaller_form(LowRank(torch.cat([B - B0, B0], 1), torch.cat([A, A - A0]), self.scaling(None)))
+        return choose_smaller_form(LowRank(torch.cat([B - B0, B0], 1), torch.cat([A, A - A0]), self.scaling(None)))

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fedspan.core.factors import a_factors, b_factors, cut_slots, initial_A, lora_job, reply
-from fedspan.core.lowrank import LowRank, inner
-from fedspan.core.method import Claims, Memory, RegisteredMethod, bounded
+from fedspan.core.factors import create_b_factors, create_lora_job, cut_slots, draw_a_factors, draw_initial_A, reply
+from fedspan.core.lowrank import LowRank, compute_inner_product
+from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounded
 from fedspan.core.penalties import SlotProduct
-from fedspan.core.tensors import Tensors, generator, tensor_name
+from fedspan.core.tensors import Tensors, create_generator, join_tensor_name
 from fedspan.core.values import (
     Client,
     Contribution,
@@ -81,12 +81,12 @@ class HetLoRA(RegisteredMethod):
         shrinks=True,
     )
 
-    gamma: float = bounded(0.99, 0.0, 1.0)
-    penalty: float = bounded(1e-3, 0.0)
+    gamma: float = declare_bounded(0.99, 0.0, 1.0)
+    penalty: float = declare_bounded(1e-3, 0.0)
     weighting: Literal["norm", "examples"] = "norm"
 
     def init(self, weights: Weights) -> ServerState:
-        return ServerState(tensors={**a_factors(self, self.r), **b_factors(self.spec, self.r)})
+        return ServerState(tensors={**draw_a_factors(self, self.r), **create_b_factors(self.spec, self.r)})
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         rank = self.r if client is None else int(state.scalars.get(f"rank/{client.id}", client.rank))
@@ -101,8 +101,11 @@ class HetLoRA(RegisteredMethod):
             return dict(tensors)
         wide: dict[str, Tensor] = {}
         for layer in self.spec.layers:
-            a, b = tensor_name(layer.name, "A"), tensor_name(layer.name, "B")
-            rows = [initial_A(layer, 1, generator(self.seed, "A", layer.name, "slot", k)) for k in range(known, rank)]
+            a, b = join_tensor_name(layer.name, "A"), join_tensor_name(layer.name, "B")
+            rows = [
+                draw_initial_A(layer, 1, create_generator(self.seed, "A", layer.name, "slot", k))
+                for k in range(known, rank)
+            ]
             wide[a] = torch.cat([tensors[a], torch.cat(rows).to(tensors[a])])
             wide[b] = pad(tensors[b], (0, rank - known))
         return wide
@@ -110,7 +113,7 @@ class HetLoRA(RegisteredMethod):
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         rank = _rank(message.tensors)
         pruned = 0 if client is None else client.rank - rank  # moments of more slots do not fit any longer
-        job = lora_job(self, message.tensors, client, train=("A", "B"), generation=pruned)
+        job = create_lora_job(self, message.tensors, client, train=("A", "B"), generation=pruned)
         first = math.floor(self.gamma * rank)
         tail = SlotProduct(self.penalty, first, tuple(layer.name for layer in self.spec.layers))
         return replace(job, penalties=(tail,)) if 0 < first < rank else job
@@ -127,7 +130,7 @@ class HetLoRA(RegisteredMethod):
     def contribute(self, message: Message, client: Client) -> Contribution:
         rank = _rank(message.tensors)
         for layer in self.spec.layers:
-            a, b = (message.tensors[tensor_name(layer.name, slot)] for slot in ("A", "B"))
+            a, b = (message.tensors[join_tensor_name(layer.name, slot)] for slot in ("A", "B"))
             if (
                 not 0 < rank <= client.rank
                 or a.shape != (rank, layer.in_features)
@@ -144,7 +147,7 @@ class HetLoRA(RegisteredMethod):
         ranks = {item.client.id: _rank(item.tensors) for item in reduced.stack}
         tensors = self._widen(state.tensors, max(ranks.values()))
         for layer in self.spec.layers:
-            a, b = tensor_name(layer.name, "A"), tensor_name(layer.name, "B")
+            a, b = join_tensor_name(layer.name, "A"), join_tensor_name(layer.name, "B")
             pairs = list(zip(reduced.stack, sizes, strict=True))
             rows = [(size / total, item.tensors[a]) for item, size in pairs]
             columns = [(size / total * self.scaling(item.client) / scaling, item.tensors[b].T) for item, size in pairs]
@@ -161,7 +164,7 @@ class HetLoRA(RegisteredMethod):
         """Compute ``||s_i B_i A_i||_F`` over all layers."""
         square = 0.0
         for layer in self.spec.layers:
-            a, b = tensor_name(layer.name, "A"), tensor_name(layer.name, "B")
+            a, b = join_tensor_name(layer.name, "A"), join_tensor_name(layer.name, "B")
             pair = LowRank(item.tensors[b], item.tensors[a], self.scaling(item.client))
-            square += float(inner(pair, pair))
+            square += float(compute_inner_product(pair, pair))
         return math.sqrt(max(square, 0.0))

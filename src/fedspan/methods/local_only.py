@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from fedspan.core.factors import a_factors, b_factors, lora_job
+from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.values import (
     Client,
@@ -48,8 +48,8 @@ class LocalOnly(RegisteredMethod):
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         rank = self.rank(client)
-        own = memory or {**a_factors(self, rank), **b_factors(self.spec, rank)}
-        return lora_job(self, own, client, train=("A", "B"))
+        own = memory or {**draw_a_factors(self, rank), **create_b_factors(self.spec, rank)}
+        return create_lora_job(self, own, client, train=("A", "B"))
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return Message(), trained.tensors

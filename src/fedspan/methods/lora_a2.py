@@ -24,9 +24,16 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from fedspan.core.factors import a_factors, alternating_factor, alternating_since, b_factors, lora_job, names
+from fedspan.core.factors import (
+    create_b_factors,
+    create_lora_job,
+    draw_a_factors,
+    get_alternating_factor,
+    list_alternating_factors,
+    list_tensor_names,
+)
 from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
-from fedspan.core.tensors import Tensors, select, tensor_name
+from fedspan.core.tensors import Tensors, join_tensor_name, select
 from fedspan.core.values import (
     Client,
     Contribution,
@@ -89,15 +96,15 @@ class LoRAA2(RegisteredMethod):
         return ServerState(tensors=self._initial())
 
     def _initial(self) -> dict[str, Tensor]:
-        return {**a_factors(self, self.r), **b_factors(self.spec, self.r)}
+        return {**draw_a_factors(self, self.r), **create_b_factors(self.spec, self.r)}
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        slots = alternating_since(state.round, None if client is None else client.last_round)
-        return Message(select(state.tensors, names(self.spec, *slots)))
+        slots = list_alternating_factors(state.round, None if client is None else client.last_round)
+        return Message(select(state.tensors, list_tensor_names(self.spec, *slots)))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        active = alternating_factor(round)
-        job = lora_job(self, {**(memory or self._initial()), **message.tensors}, None, train=(active,))
+        active = get_alternating_factor(round)
+        job = create_lora_job(self, {**(memory or self._initial()), **message.tensors}, None, train=(active,))
         groups = (Group(job.trainable_names, lr_scale=self.b_lr_scale if active == "B" else 1.0),)
         scalars = {"active": active}
         return replace(job, trainable=groups, epochs=1, phase="probe", extras=False, scalars=scalars)
@@ -113,24 +120,24 @@ class LoRAA2(RegisteredMethod):
         for name, mask in job.masks.items():
             layer = name.partition("/")[0]
             slots = mask.any(1 - axis).nonzero()[:, 0]
-            tensors[tensor_name(layer, "slots")] = slots.to(torch.int32)
-            tensors[tensor_name(layer, "d" + active)] = (trained.tensors[name] - job.tensors[name]).index_select(
+            tensors[join_tensor_name(layer, "slots")] = slots.to(torch.int32)
+            tensors[join_tensor_name(layer, "d" + active)] = (trained.tensors[name] - job.tensors[name]).index_select(
                 axis, slots
             )
-        return Message(tensors, {"active": active}), select(job.tensors, names(self.spec, "A", "B"))
+        return Message(tensors, {"active": active}), select(job.tensors, list_tensor_names(self.spec, "A", "B"))
 
     def _masks(self, before: Tensors, probed: Tensors, active: str, rank: int) -> dict[str, Tensor]:
         """Build masks with 1 in the most important slots, ``rank`` per layer on average; ties go to the first."""
         importance: list[Tensor] = []
         for layer in self.spec.layers:
-            now = {slot: before[tensor_name(layer.name, slot)] for slot in ("A", "B")}
-            now[active] = probed[tensor_name(layer.name, active)] - now[active]
+            now = {slot: before[join_tensor_name(layer.name, slot)] for slot in ("A", "B")}
+            now[active] = probed[join_tensor_name(layer.name, active)] - now[active]
             importance.append(now["B"].norm(dim=0) * now["A"].norm(dim=1))
         selected = torch.cat(importance).argsort(descending=True, stable=True)[: rank * len(importance)]
         flags = torch.zeros(self.r * len(importance)).index_fill(0, selected, 1.0).split(self.r)
         masks: dict[str, Tensor] = {}
         for layer, flag in zip(self.spec.layers, flags, strict=True):
-            name = tensor_name(layer.name, active)
+            name = join_tensor_name(layer.name, active)
             masks[name] = (flag if active == "B" else flag[:, None]).expand_as(before[name])
         return masks
 
@@ -138,23 +145,25 @@ class LoRAA2(RegisteredMethod):
         active = str(message.scalars["active"])
         axis, sums = _SLOT_AXIS[active], dict[str, Tensor]()
         for layer in self.spec.layers:
-            name = tensor_name(layer.name, "d" + active)  # a change: its name differs from that of the changed tensor
-            change, slots = message.tensors[name], message.tensors[tensor_name(layer.name, "slots")]
+            name = join_tensor_name(
+                layer.name, "d" + active
+            )  # a change: its name differs from that of the changed tensor
+            change, slots = message.tensors[name], message.tensors[join_tensor_name(layer.name, "slots")]
             shape = (layer.out_features, self.r) if active == "B" else (self.r, layer.in_features)
             _require_slots(slots, change, shape, axis)
             sums[name] = change.new_zeros(shape).index_copy(axis, slots.long(), change)
         return Contribution(sum=sums)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        active = alternating_factor(state.round)
+        active = get_alternating_factor(state.round)
         moved = {
-            name: state.tensors[name] + reduced.mean[tensor_name(name.partition("/")[0], "d" + active)]
-            for name in names(self.spec, active)
+            name: state.tensors[name] + reduced.mean[join_tensor_name(name.partition("/")[0], "d" + active)]
+            for name in list_tensor_names(self.spec, active)
         }
         return state.next(tensors={**state.tensors, **moved})
 
     def estimate_traffic(self, layer: LayerSpec, rank: int, round: int) -> Traffic:
         # Slots are selected over all layers together: ``up`` is that of the mean layer, exact if all are selected.
         sizes, budget = {"A": layer.in_features, "B": layer.out_features}, min(rank, self.r)
-        down = self.r * sizes[alternating_factor(round - 1)] if round else 0
-        return Traffic(down=4 * down, up=4 * budget * (sizes[alternating_factor(round)] + 1))
+        down = self.r * sizes[get_alternating_factor(round - 1)] if round else 0
+        return Traffic(down=4 * down, up=4 * budget * (sizes[get_alternating_factor(round)] + 1))

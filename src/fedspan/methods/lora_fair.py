@@ -25,11 +25,11 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from fedspan.core.aggregation import map_layers, mean_of_stack, products
-from fedspan.core.factors import a_factors, b_factors, lora_job, reply
-from fedspan.core.lowrank import inner
+from fedspan.core.aggregation import average_stack, map_layers, sum_products
+from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, reply
+from fedspan.core.lowrank import compute_inner_product
 from fedspan.core.method import Claims, Memory, RegisteredMethod
-from fedspan.core.tensors import tensor_name
+from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 
 __all__ = ["LoRAFAIR", "descend_to_cosine"]
@@ -88,13 +88,13 @@ class LoRAFAIR(RegisteredMethod):
     server_lr: float = 0.1
 
     def init(self, weights: Weights) -> ServerState:
-        return ServerState(tensors={**a_factors(self, self.r), **b_factors(self.spec, self.r)})
+        return ServerState(tensors={**draw_a_factors(self, self.r), **create_b_factors(self.spec, self.r)})
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         return Message(state.tensors)
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        return lora_job(self, message.tensors, client, train=("A", "B"))
+        return create_lora_job(self, message.tensors, client, train=("A", "B"))
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory
@@ -103,18 +103,18 @@ class LoRAFAIR(RegisteredMethod):
         return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        means = mean_of_stack(reduced)
+        means = average_stack(reduced)
 
         def correct(layer: LayerSpec) -> Tensor:
-            stacked = products(layer.name, reduced).to(torch.float64)  # s D: s cancels in the cosine
-            mean = means[tensor_name(layer.name, "B")]
-            A, B = means[tensor_name(layer.name, "A")].double(), mean.double()
+            stacked = sum_products(layer.name, reduced).to(torch.float64)  # s D: s cancels in the cosine
+            mean = means[join_tensor_name(layer.name, "B")]
+            A, B = means[join_tensor_name(layer.name, "A")].double(), mean.double()
             scaling = self.scaling(None)
             C, G = stacked.B @ (stacked.A @ A.T) / scaling, A @ A.T
             if self.objective == "frobenius":
                 ridge = G + self.lam * torch.eye(len(G), dtype=G.dtype)
                 return (B + torch.linalg.solve(ridge, C - B @ G, left=False)).to(mean.dtype)
-            size = float(inner(stacked, stacked).sqrt()) / scaling
+            size = float(compute_inner_product(stacked, stacked).sqrt()) / scaling
             if not size * float((B @ G * B).sum()) > 0:  # no direction to compare with
                 return mean
             exponent = 1 if self.penalty == "norm" else 2
@@ -123,4 +123,4 @@ class LoRAFAIR(RegisteredMethod):
             )
 
         by_layer = map_layers(correct, self.spec.layers)
-        return state.next(tensors=means | {tensor_name(layer, "B"): B for layer, B in by_layer.items()})
+        return state.next(tensors=means | {join_tensor_name(layer, "B"): B for layer, B in by_layer.items()})

@@ -23,10 +23,10 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from fedspan.core.factors import kaiming, names
+from fedspan.core.factors import draw_kaiming, list_tensor_names
 from fedspan.core.method import Claims, Memory
 from fedspan.core.parametrization import LoRA, Nested
-from fedspan.core.tensors import generator, slots_of, tensor_name
+from fedspan.core.tensors import create_generator, join_tensor_name, select_slots
 from fedspan.core.values import Client, Contribution, Group, Job, Message, Reduced, ServerState, StackItem
 from fedspan.methods.fedloru import FedLoRU
 
@@ -60,10 +60,10 @@ class MFedLoRU(FedLoRU):
         tensors = dict(job.tensors)
         for layer in self.spec.layers:
             for slot, rows, columns in (("A", self.r, layer.in_features), ("B", layer.out_features, self.r)):
-                rng = generator(self.seed, f"{slot}_u", layer.name, round, client.id)
-                tensors[tensor_name(layer.name, f"{slot}_d")] = torch.zeros(rows, client.rank)
-                tensors[tensor_name(layer.name, f"{slot}_u")] = kaiming(client.rank, columns, rng)
-        nested = Group(names(self.spec, "A_d", "A_u", "B_d", "B_u"))
+                rng = create_generator(self.seed, f"{slot}_u", layer.name, round, client.id)
+                tensors[join_tensor_name(layer.name, f"{slot}_d")] = torch.zeros(rows, client.rank)
+                tensors[join_tensor_name(layer.name, f"{slot}_u")] = draw_kaiming(client.rank, columns, rng)
+        nested = Group(list_tensor_names(self.spec, "A_d", "A_u", "B_d", "B_u"))
         # Nested factors are new every round, so moments of an earlier round are invalid.
         return replace(job, tensors=tensors, trainable=(nested,), generation=round)
 
@@ -84,8 +84,8 @@ class MFedLoRU(FedLoRU):
         if isinstance(parametrization, LoRA):
             return dict(item.tensors)
         return {
-            tensor_name(layer.name, slot): parametrization.outer(
-                {**slots_of(state.tensors, layer.name), **slots_of(item.tensors, layer.name)}, slot
+            join_tensor_name(layer.name, slot): parametrization.outer(
+                {**select_slots(state.tensors, layer.name), **select_slots(item.tensors, layer.name)}, slot
             )
             for layer in self.spec.layers
             for slot in ("A", "B")

@@ -22,10 +22,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
-from fedspan.core.factors import names, personal_pair
+from fedspan.core.factors import draw_personal_pair, list_tensor_names
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.parametrization import DenseLoRA
-from fedspan.core.tensors import select, tensor_name
+from fedspan.core.tensors import join_tensor_name, select
 from fedspan.core.values import (
     Client,
     Contribution,
@@ -66,19 +66,19 @@ class PFedLoRA(RegisteredMethod):
 
     def init(self, weights: Weights) -> ServerState:
         return ServerState(
-            tensors={tensor_name(layer.name, "W"): weights.weight(layer.name) for layer in self.spec.layers}
+            tensors={join_tensor_name(layer.name, "W"): weights.weight(layer.name) for layer in self.spec.layers}
         )
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         return Message(state.tensors)
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        own = memory or personal_pair(self, self.rank(client), client)
+        own = memory or draw_personal_pair(self, self.rank(client), client)
         is_joint = self.variant == 2
         return Job(
             parametrization={layer.name: DenseLoRA(self.scaling(client)) for layer in self.spec.layers},
             tensors={**message.tensors, **own},
-            trainable=(Group(names(self.spec, *(("W", "L", "U") if is_joint else ("L", "U")))),),
+            trainable=(Group(list_tensor_names(self.spec, *(("W", "L", "U") if is_joint else ("L", "U")))),),
             epochs=None if is_joint else self.personal_epochs,
             phase="train" if is_joint else PERSONAL,
             extras=is_joint,
@@ -88,11 +88,11 @@ class PFedLoRA(RegisteredMethod):
         self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
     ) -> tuple[Job | Message, Memory]:
         if job.phase == PERSONAL:
-            shared = (Group(names(self.spec, "W")),)
+            shared = (Group(list_tensor_names(self.spec, "W")),)
             tensors = trained.tensors
             return replace(job, tensors=tensors, trainable=shared, epochs=None, phase="train", extras=True), memory
-        own = select(trained.tensors, names(self.spec, "L", "U"))
-        return Message(select(trained.tensors, names(self.spec, "W"))), own
+        own = select(trained.tensors, list_tensor_names(self.spec, "L", "U"))
+        return Message(select(trained.tensors, list_tensor_names(self.spec, "W"))), own
 
     def contribute(self, message: Message, client: Client) -> Contribution:
         return Contribution(sum=message.tensors)

@@ -20,8 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
-from fedspan.core.factors import names, personal_pair, reply
-from fedspan.core.method import Claims, Memory, scaling_of
+from fedspan.core.factors import draw_personal_pair, list_tensor_names, reply
+from fedspan.core.method import Claims, Memory, compute_scaling
 from fedspan.core.parametrization import PairSum
 from fedspan.core.tensors import select
 from fedspan.core.values import Client, Group, Job, Message, Trained
@@ -51,14 +51,14 @@ class PFedLoRU(FedLoRU):
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         job = super().start(message, client, {}, round)
-        own = memory or personal_pair(self, self.personal_r, client)
-        personal_scaling = scaling_of(self.personal_alpha, self.personal_r, self.use_rslora)
+        own = memory or draw_personal_pair(self, self.personal_r, client)
+        personal_scaling = compute_scaling(self.personal_alpha, self.personal_r, self.use_rslora)
         parametrization = PairSum(self.scaling(client), personal_scaling)
         return replace(
             job,
             parametrization={layer.name: parametrization for layer in self.spec.layers},
             tensors={**job.tensors, **own},
-            trainable=(Group(names(self.spec, "L", "U")),),
+            trainable=(Group(list_tensor_names(self.spec, "L", "U")),),
             epochs=self.personal_epochs,
             phase=PERSONAL,
             extras=False,
@@ -68,7 +68,7 @@ class PFedLoRU(FedLoRU):
         self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
     ) -> tuple[Job | Message, Memory]:
         if job.phase == PERSONAL:
-            shared = (Group(names(self.spec, "A", "B")),)
+            shared = (Group(list_tensor_names(self.spec, "A", "B")),)
             tensors = trained.tensors
             return replace(job, tensors=tensors, trainable=shared, epochs=None, phase="train", extras=True), memory
-        return reply(job, trained), select(trained.tensors, names(self.spec, "L", "U"))
+        return reply(job, trained), select(trained.tensors, list_tensor_names(self.spec, "L", "U"))

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fedspan.core.method import Claims, RegisteredMethod
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.methods.fed_sb import FedSB
 from fedspan.methods.fedavg import FedAvg
 from fedspan.methods.federa import FeDeRA
@@ -43,7 +43,7 @@ from fedspan.methods.pfedloru import PFedLoRU
 from fedspan.methods.rolora import RoLoRA
 from fedspan.methods.slora import SLoRA
 
-__all__ = ["GROUP", "METHODS", "method_class", "register"]
+__all__ = ["GROUP", "METHODS", "get_method_class", "register"]
 
 GROUP = "fedspan.methods"
 """Group of the entry points."""
@@ -116,7 +116,7 @@ def _require_method(key: str, cls: Any) -> None:
         raise FedspanError("method.name", key, problem=f"{cls!r} declares no claims (a ClassVar[Claims])")
 
 
-def method_class(key: str, field: str = "method.name") -> type[RegisteredMethod]:
+def get_method_class(key: str, field: str = "method.name") -> type[RegisteredMethod]:
     """Return the class registered under a key, here or by an installed package.
 
     Args:
@@ -135,5 +135,5 @@ def method_class(key: str, field: str = "method.name") -> type[RegisteredMethod]
                 raise FedspanError(field, key, problem=f"{entry_point.value} cannot be imported ({why})") from error
             register(key, cls)
             return cls
-        raise FedspanError(field, key, problem=f"no method is named {key!r}. {nearest(key, METHODS)}")
+        raise FedspanError(field, key, problem=f"no method is named {key!r}. {suggest_nearest(key, METHODS)}")
     return METHODS[key]

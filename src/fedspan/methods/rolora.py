@@ -22,12 +22,12 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from fedspan.core.factors import (
-    a_factors,
-    alternating_factor,
-    alternating_since,
-    b_factors,
-    lora_job,
-    names,
+    create_b_factors,
+    create_lora_job,
+    draw_a_factors,
+    get_alternating_factor,
+    list_alternating_factors,
+    list_tensor_names,
     reply,
 )
 from fedspan.core.method import Claims, Memory, RegisteredMethod
@@ -61,18 +61,18 @@ class RoLoRA(RegisteredMethod):
         return ServerState(tensors=self._initial())
 
     def _initial(self) -> dict[str, Tensor]:
-        return {**a_factors(self, self.r), **b_factors(self.spec, self.r)}
+        return {**draw_a_factors(self, self.r), **create_b_factors(self.spec, self.r)}
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        slots = alternating_since(state.round, None if client is None else client.last_round)
-        return Message(select(state.tensors, names(self.spec, *slots)))
+        slots = list_alternating_factors(state.round, None if client is None else client.last_round)
+        return Message(select(state.tensors, list_tensor_names(self.spec, *slots)))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         tensors = {**(memory or self._initial()), **message.tensors}
-        return lora_job(self, tensors, client, train=(alternating_factor(round),))
+        return create_lora_job(self, tensors, client, train=(get_alternating_factor(round),))
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
-        return reply(job, trained), select(job.tensors, names(self.spec, "A", "B"))
+        return reply(job, trained), select(job.tensors, list_tensor_names(self.spec, "A", "B"))
 
     def contribute(self, message: Message, client: Client) -> Contribution:
         return Contribution(sum=message.tensors)

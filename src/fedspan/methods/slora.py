@@ -22,12 +22,12 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from fedspan.core.factors import lora_job, names, reply
-from fedspan.core.lowrank import leading
-from fedspan.core.method import Claims, Memory, RegisteredMethod, bounded
+from fedspan.core.factors import create_lora_job, list_tensor_names, reply
+from fedspan.core.lowrank import compute_leading_svd
+from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounded
 from fedspan.core.parametrization import Sparse
-from fedspan.core.sparse import draw_entries, entry_count, scatter_entries
-from fedspan.core.tensors import Tensors, tensor_name
+from fedspan.core.sparse import count_entries, draw_entries, scatter_entries
+from fedspan.core.tensors import Tensors, join_tensor_name
 from fedspan.core.values import (
     Client,
     Contribution,
@@ -61,7 +61,7 @@ class SLoRA(RegisteredMethod):
     )
 
     sparse_rounds: int = 5
-    density: float = bounded(0.01, 1e-9, 1.0)
+    density: float = declare_bounded(0.01, 1e-9, 1.0)
     sparse_lr_scale: float = 1.0
 
     def init(self, weights: Weights) -> ServerState:
@@ -69,7 +69,7 @@ class SLoRA(RegisteredMethod):
 
     def _zeros(self) -> dict[str, Tensor]:
         return {
-            tensor_name(layer.name, "values"): torch.zeros(entry_count(layer.shape, self.density))
+            join_tensor_name(layer.name, "values"): torch.zeros(count_entries(layer.shape, self.density))
             for layer in self.spec.layers
         }
 
@@ -82,12 +82,12 @@ class SLoRA(RegisteredMethod):
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         if round >= self.sparse_rounds:
-            return lora_job(self, message.tensors, client, train=("A", "B"), generation=1)
-        entries = {tensor_name(layer.name, "entries"): self._entries(layer) for layer in self.spec.layers}
+            return create_lora_job(self, message.tensors, client, train=("A", "B"), generation=1)
+        entries = {join_tensor_name(layer.name, "entries"): self._entries(layer) for layer in self.spec.layers}
         return Job(
             parametrization={layer.name: Sparse(layer.shape) for layer in self.spec.layers},
             tensors={**(message.tensors or self._zeros()), **entries},
-            trainable=(Group(names(self.spec, "values"), lr_scale=self.sparse_lr_scale),),
+            trainable=(Group(list_tensor_names(self.spec, "values"), lr_scale=self.sparse_lr_scale),),
         )
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
@@ -105,8 +105,8 @@ class SLoRA(RegisteredMethod):
         """Compute A and B from the first stage's values."""
         tensors: dict[str, Tensor] = {}
         for layer in self.spec.layers:
-            own = values[tensor_name(layer.name, "values")]
-            U, S, Vt = leading(scatter_entries(own.double(), self._entries(layer), layer.shape), self.r)
-            tensors[tensor_name(layer.name, "A")] = Vt.to(own.dtype).contiguous()
-            tensors[tensor_name(layer.name, "B")] = (U * S / self.scaling(None)).to(own.dtype)
+            own = values[join_tensor_name(layer.name, "values")]
+            U, S, Vt = compute_leading_svd(scatter_entries(own.double(), self._entries(layer), layer.shape), self.r)
+            tensors[join_tensor_name(layer.name, "A")] = Vt.to(own.dtype).contiguous()
+            tensors[join_tensor_name(layer.name, "B")] = (U * S / self.scaling(None)).to(own.dtype)
         return tensors

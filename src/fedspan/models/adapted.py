@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from fedspan.core.base import BaseUpdate
 from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import Parametrization
-from fedspan.core.tensors import EXTRAS, by_layer, extra_name
+from fedspan.core.tensors import EXTRAS, group_by_layer, join_extra_name
 from fedspan.core.values import Spec
 from fedspan.models.layer import AdaptedLayer, Dropout
-from fedspan.models.offload import device_of
+from fedspan.models.offload import get_device
 from fedspan.models.operators import Operator
 from fedspan.models.precision import keep_in_float32
 from fedspan.models.targets import is_batch_norm, make_spec
@@ -63,7 +63,7 @@ class AdaptedModel:
     @property
     def device(self) -> torch.device:
         """Device of the model."""
-        return device_of(self.model)
+        return get_device(self.model)
 
     @property
     def base(self) -> BaseUpdate:
@@ -134,14 +134,14 @@ class AdaptedModel:
         live: dict[str, Tensor] = {}
         for adapted in self.layers.values():
             adapted.shrink = 1.0
-        for layer, slots in by_layer(tensors).items():
+        for layer, slots in group_by_layer(tensors).items():
             if layer == EXTRAS:
                 continue
             for slot, value in slots.items():
                 name = f"{layer}/{slot}"
                 live[name] = value.detach().to(self.device, copy=True).requires_grad_(name in trainable)
         for path, value in self.values().items():
-            name = extra_name(path)
+            name = join_extra_name(path)
             value.grad = None
             with torch.no_grad():
                 value.copy_(tensors.get(name, self._initial_extras[path]))
@@ -153,7 +153,7 @@ class AdaptedModel:
 
     def bind(self, parametrization: Mapping[str, Parametrization], live: Mapping[str, Tensor]) -> None:
         """Point the target layers at live tensors; call this again after a tensor was replaced."""
-        grouped = by_layer(live)
+        grouped = group_by_layer(live)
         for name, layer in self.layers.items():
             layer.parametrization = parametrization.get(name)
             layer.slots = grouped.get(name, {})
@@ -174,7 +174,7 @@ class AdaptedModel:
         """Enter training mode, except for norms with buffers outside ``moving``, whose statistics must not change."""
         self.model.train()
         for name, norm in self._norms.items():
-            norm.train(extra_name(f"{name}.running_mean") in moving)
+            norm.train(join_extra_name(f"{name}.running_mean") in moving)
 
     def set_dropout(self, dropout: Dropout | None) -> None:
         """Set the dropout on the input of the adapter pairs (``lora_dropout``); None removes it."""

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedspan.models.offload import device_of
+from fedspan.models.offload import get_device
 
 __all__ = [
     "DROPOUTS",
     "HIDDEN",
     "Call",
-    "block_chains",
-    "evaluating",
-    "hidden_of",
+    "build_tiny_batch",
+    "enter_evaluation",
+    "find_block_chains",
+    "get_hidden",
     "replace_forward",
-    "tiny_batch",
     "trace_calls",
 ]
 
@@ -65,7 +65,7 @@ class Call:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Generator[None]:
+def enter_evaluation(model: nn.Module) -> Generator[None]:
     """Enter evaluation mode without gradients; on exit, restore the mode of every module."""
     modes = {module: module.training for module in model.modules()}
     try:
@@ -77,7 +77,7 @@ def evaluating(model: nn.Module) -> Generator[None]:
             module.training = training
 
 
-def hidden_of(args: Sequence[Any], options: Mapping[str, Any]) -> Tensor | None:
+def get_hidden(args: Sequence[Any], options: Mapping[str, Any]) -> Tensor | None:
     """Return the hidden states that a block is called with (its first argument); None if that is no tensor."""
     value = args[0] if args else options.get(HIDDEN)
     return value if isinstance(value, Tensor) else None
@@ -104,7 +104,7 @@ def trace_calls(model: nn.Module) -> tuple[dict[nn.Module, int], dict[nn.Module,
         moment += 1
         entered.setdefault(module, moment)
         if module in calls:
-            calls[module].append(Call(moment, hidden_of(args, options), (*args, *options.values())))
+            calls[module].append(Call(moment, get_hidden(args, options), (*args, *options.values())))
 
     def leave(module: nn.Module, args: Any, result: Any) -> None:
         calls[module][-1].result = result
@@ -112,27 +112,27 @@ def trace_calls(model: nn.Module) -> tuple[dict[nn.Module, int], dict[nn.Module,
     handles = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.modules()]
     handles += [module.register_forward_hook(leave) for module in calls]
     try:
-        with evaluating(model):
-            model(**tiny_batch(model))
+        with enter_evaluation(model):
+            model(**build_tiny_batch(model))
     finally:
         for handle in handles:
             handle.remove()
     return entered, calls
 
 
-def block_chains(model: nn.Module, calls: Mapping[nn.Module, Sequence[Call]]) -> list[list[nn.Module]]:
+def find_block_chains(model: nn.Module, calls: Mapping[nn.Module, Sequence[Call]]) -> list[list[nn.Module]]:
     """Return the lists of blocks that hand on hidden states (examples, tokens, features), each in call order."""
-    return [chain for blocks in _outer_lists(model) if (chain := _chain(blocks, calls))]
+    return [chain for blocks in _list_outer_lists(model) if (chain := _order_chain(blocks, calls))]
 
 
-def _outer_lists(model: nn.Module) -> list[nn.ModuleList]:
+def _list_outer_lists(model: nn.Module) -> list[nn.ModuleList]:
     """Return the module lists that are not nested in an element of another list."""
     lists = [outer for outer in model.modules() if isinstance(outer, nn.ModuleList)]
     inside = {module for outer in lists for element in outer for module in element.modules()}
     return [outer for outer in lists if outer not in inside]
 
 
-def _chain(blocks: nn.ModuleList, calls: Mapping[nn.Module, Sequence[Call]]) -> list[nn.Module] | None:
+def _order_chain(blocks: nn.ModuleList, calls: Mapping[nn.Module, Sequence[Call]]) -> list[nn.Module] | None:
     """Return a list's blocks in call order if each is called once, with hidden states of the one before; else None."""
     used = sorted((block for block in blocks if calls[block]), key=lambda block: calls[block][0].entered)
     if not used or any(len(calls[block]) > 1 for block in used):
@@ -158,16 +158,16 @@ def replace_forward(module: nn.Module, forward: Any) -> Generator[None]:
             module.forward = own
 
 
-def tiny_batch(model: nn.Module) -> dict[str, Tensor]:
+def build_tiny_batch(model: nn.Module) -> dict[str, Tensor]:
     """Build a batch of two texts of three tokens, or of two images; only its shape matters."""
     name, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
     parameter = next(model.parameters())
     if name == "input_ids":
-        return {name: torch.ones(2, 3, dtype=torch.int64, device=device_of(model))}
+        return {name: torch.ones(2, 3, dtype=torch.int64, device=get_device(model))}
     if name != "pixel_values":
         raise ValueError("the model takes neither tokens nor images")
     size = getattr(config, "image_size", None) or 32
     rows, columns = (size, size) if isinstance(size, int) else size
     colours = getattr(config, "num_channels", 3)
     floating = getattr(model, "dtype", parameter.dtype)
-    return {name: torch.zeros(2, colours, rows, columns, dtype=floating, device=device_of(model))}
+    return {name: torch.zeros(2, colours, rows, columns, dtype=floating, device=get_device(model))}

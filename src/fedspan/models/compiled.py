@@ -10,7 +10,7 @@ from torch import nn
 
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.calls import block_chains, replace_forward, trace_calls
+from fedspan.models.calls import find_block_chains, replace_forward, trace_calls
 
 __all__ = ["CompiledBlocks"]
 
@@ -29,7 +29,7 @@ class CompiledBlocks:
     def __init__(self, adapted: AdaptedModel) -> None:
         model = adapted.model
         try:
-            chains = block_chains(model, trace_calls(model)[1])
+            chains = find_block_chains(model, trace_calls(model)[1])
         except Exception:  # a model may raise anything on a batch that it does not expect
             chains = []
         blocks: list[nn.Module] = [block for chain in chains for block in chain] or [model]

@@ -15,8 +15,8 @@ from transformers import AutoConfig
 from transformers.initialization import no_init_weights
 
 from fedspan.errors import FedspanError
-from fedspan.models.loading import Head, build_from_config, prepare_config, source_of
-from fedspan.models.names import MODEL_NAMES, architecture_of, image_model
+from fedspan.models.loading import Head, build_from_config, get_source, prepare_config
+from fedspan.models.names import MODEL_NAMES, describe_image_model_problem, get_architecture
 from fedspan.models.pooling import Pooling
 from fedspan.models.resnet import SmallResNetConfig
 
@@ -60,14 +60,14 @@ def load_empty(
     Raises:
         FedspanError: If no config can be read, or its model has no such head.
     """
-    shape = architecture_of(name)
+    shape = get_architecture(name)
     if shape and head != "image-classification":
-        raise FedspanError("model.name", name, problem=image_model(name))
+        raise FedspanError("model.name", name, problem=describe_image_model_problem(name))
     try:
         if shape:
             config: Any = SmallResNetConfig(shape["widths"], shape["depths"])
         elif architecture is None:
-            config = AutoConfig.from_pretrained(source_of(name), revision=revision)
+            config = AutoConfig.from_pretrained(get_source(name), revision=revision)
         else:
             config = AutoConfig.for_model(**architecture)
         prepare_config(config, head, labels)

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from fedspan.core.base import BaseUpdate, Delta
 from fedspan.core.lowrank import LowRank, concatenate, svd
-from fedspan.core.method import scaling_of
-from fedspan.core.parametrization import dense_change
-from fedspan.core.tensors import by_layer, extra_name
+from fedspan.core.method import compute_scaling
+from fedspan.core.parametrization import compute_dense_change
+from fedspan.core.tensors import group_by_layer, join_extra_name
 from fedspan.core.values import Job, Weights
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.operators import Operator
 from fedspan.models.pooling import HEAD, PooledClassifier, read_output_layer, write_modules
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 __all__ = [
     "NOTES",
     "StartingAdapter",
+    "compute_layer_updates",
     "export_adapter",
-    "job_extras",
-    "layer_updates",
+    "get_job_extras",
     "read_adapter",
     "truncate_adapter",
 ]
@@ -63,7 +63,7 @@ class StartingAdapter:
     extras: Mapping[str, Tensor]
 
 
-def layer_updates(
+def compute_layer_updates(
     job: Job, base: BaseUpdate, weights: Weights, adopted: Mapping[str, LowRank] | None = None
 ) -> dict[str, LowRank]:
     """Return everything that a model adds to its pretrained weights, by target layer, as one exact pair of factors.
@@ -87,7 +87,7 @@ def layer_updates(
             "a merged model",
             problem="the method scales the base's own weights, which no adapter can express",
         )
-    slots = by_layer(job.tensors)
+    slots = group_by_layer(job.tensors)
     updates: dict[str, LowRank] = {}
     for layer, parametrization in job.parametrization.items():
         effective = parametrization.effective(slots[layer])
@@ -97,10 +97,10 @@ def layer_updates(
         if layer in base.total:
             parts.append(base.total[layer])
         if not effective.base:
-            parts.append(dense_change(effective, weights.weight(layer)))
+            parts.append(compute_dense_change(effective, weights.weight(layer)))
         elif effective.pair is not None:
             parts.append(effective.pair)
-        updates[layer] = _exact_pair([part for part in parts if not _is_zero(part)], parts[0])
+        updates[layer] = _build_exact_pair([part for part in parts if not _is_zero(part)], parts[0])
     return updates
 
 
@@ -110,7 +110,7 @@ def _is_zero(delta: Delta) -> bool:
     return not delta.any()
 
 
-def _exact_pair(parts: list[Delta], like: Delta) -> LowRank:
+def _build_exact_pair(parts: list[Delta], like: Delta) -> LowRank:
     rows, columns = like.shape
     if not parts:
         return LowRank(torch.zeros(rows, 1), torch.zeros(1, columns))
@@ -161,13 +161,13 @@ def export_adapter(
         weight, bias = (tensors.pop(f"{_PREFIX}{HEAD}.{name}") for name in ("weight", "bias"))
         within = f"{pooled.base_model_prefix}."
         own = {_PREFIX + name.removeprefix(_PREFIX + within): value for name, value in tensors.items()}
-        _write(folder, own, _encoder_config(config, [layer.removeprefix(within) for layer in updates]), rank)
+        _write(folder, own, _build_encoder_config(config, [layer.removeprefix(within) for layer in updates]), rank)
         write_modules(folder, pooled.pooling, weight, bias, int(str(notes["max_length"])))
     _write_notes(folder, notes)
     return rank
 
 
-def _encoder_config(config: LoraConfig, layers: list[str]) -> LoraConfig:
+def _build_encoder_config(config: LoraConfig, layers: list[str]) -> LoraConfig:
     """Return PEFT's description of the target layers for the encoder alone, whose paths lack the model's prefix."""
     from peft import TaskType
 
@@ -240,9 +240,9 @@ def truncate_adapter(folder: Path, rank: int) -> None:
     _write_notes(folder, {**notes, "relative_error": errors})
 
 
-def job_extras(job: Job, model: AdaptedModel) -> dict[str, Tensor]:
+def get_job_extras(job: Job, model: AdaptedModel) -> dict[str, Tensor]:
     """Return the values of extras and buffers in a job, or as loaded if the job does not contain them, by path."""
-    return {path: job.tensors.get(extra_name(path), model.extra(path)) for path in model.spec.extras}
+    return {path: job.tensors.get(join_extra_name(path), model.extra(path)) for path in model.spec.extras}
 
 
 def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = None) -> StartingAdapter:
@@ -298,7 +298,8 @@ def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = No
                 "model.adapter",
                 layer,
                 problem=(
-                    f"it adapts the layer {layer!r}, which is not in model.target_modules. {nearest(layer, operators)}"
+                    f"it adapts the layer {layer!r}, which is not in model.target_modules. "
+                    f"{suggest_nearest(layer, operators)}"
                 ),
             )
         operator = operators[layer]
@@ -306,7 +307,7 @@ def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = No
         if not _fit(B, A, operator.shape):
             raise FedspanError("model.adapter", layer, f"factors of a weight of shape {operator.shape}")
         try:
-            scaling = _scaling(config, layer)
+            scaling = _compute_scaling(config, layer)
         except (ValueError, TypeError, AttributeError, ArithmeticError, re.error) as error:
             expected = f"an adapter_config.json with numbers above 0 for r and lora_alpha ({error})"
             raise FedspanError("model.adapter", folder, expected) from None
@@ -328,11 +329,11 @@ def _fit(B: Tensor, A: Tensor, shape: tuple[int, int]) -> bool:
     return B.ndim == A.ndim == 2 and (B.shape[0], A.shape[1]) == shape and B.shape[1] == A.shape[0] > 0
 
 
-def _scaling(config: LoraConfig, layer: str) -> float:
+def _compute_scaling(config: LoraConfig, layer: str) -> float:
     """Return alpha / r of a layer, with PEFT's per-layer patterns."""
     from peft.utils.other import get_pattern_key
 
     ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
     rank = int(ranks.get(get_pattern_key(list(ranks), layer), config.r))
     alpha = float(alphas.get(get_pattern_key(list(alphas), layer), config.lora_alpha))
-    return scaling_of(alpha, rank, config.use_rslora)
+    return compute_scaling(alpha, rank, config.use_rslora)

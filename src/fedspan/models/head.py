@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.precision import tolerance
+from fedspan.models.precision import compute_tolerance
 
 __all__ = ["FeatureTap", "NoOutputLayer", "OutputLayer", "find_output_layer", "find_untrained_head"]
 
@@ -113,7 +113,7 @@ class FeatureTap:
             rows = torch.arange(len(logits), device=output.device)
             features, output = features[rows, token], output[rows, token]
         shape = (len(logits), self._layer.features)
-        bound = tolerance(self._model) * float(logits.float().abs().max())
+        bound = compute_tolerance(self._model) * float(logits.float().abs().max())
         if tuple(features.shape) != shape or float((output.float() - logits.float()).abs().max()) > bound:
             raise NoOutputLayer(f"its logits are not the outputs of {self._layer.path}")
         return features.float()

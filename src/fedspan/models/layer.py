@@ -15,7 +15,7 @@ from fedspan.core.lowrank import LowRank, concatenate
 from fedspan.core.parametrization import Effective, Parametrization
 from fedspan.errors import FedspanError
 from fedspan.models.offload import is_offloaded, read_bias, read_weight
-from fedspan.models.operators import operator_of
+from fedspan.models.operators import build_operator
 from fedspan.models.quantized import dequantize, is_quantized
 
 __all__ = ["AdaptedLayer", "Dropout"]
@@ -34,7 +34,7 @@ class AdaptedLayer:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = module
-        self.operator = operator_of(module)
+        self.operator = build_operator(module)
         self.parametrization: Parametrization | None = None
         self.slots: Mapping[str, Tensor] = {}
         self.adopted: LowRank | None = None

@@ -74,7 +74,7 @@ def pack_bins(lengths: np.ndarray) -> list[Bins]:
         if at < len(room):
             left, number = room.pop(at)
         else:
-            left, number = _width(length), len(widths)
+            left, number = _round_width(length), len(widths)
             widths.append(left)
             contents.append([])
         contents[number].append(text)
@@ -85,7 +85,7 @@ def pack_bins(lengths: np.ndarray) -> list[Bins]:
     ]
 
 
-def _width(length: int) -> int:
+def _round_width(length: int) -> int:
     step = 32 if length <= 128 else 64 if length <= 512 else 128
     return -(-length // step) * step
 

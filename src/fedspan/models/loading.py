@@ -29,10 +29,10 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from fedspan.errors import FedspanError
-from fedspan.models.names import MODEL_NAMES, architecture_of, image_model, resolve_model
+from fedspan.models.names import MODEL_NAMES, describe_image_model_problem, get_architecture, resolve_model
 from fedspan.models.offload import Offload, remove_with
-from fedspan.models.pooling import HEAD, PooledClassifier, Pooling, encoder_options
-from fedspan.models.quantized import Quantization, prevent_repacking, quantization_options
+from fedspan.models.pooling import HEAD, PooledClassifier, Pooling, get_encoder_options
+from fedspan.models.quantized import Quantization, get_quantization_options, prevent_repacking
 from fedspan.models.resnet import SmallResNetConfig
 
 __all__ = [
@@ -42,10 +42,10 @@ __all__ = [
     "Processor",
     "adopt_loaded",
     "build_from_config",
+    "get_source",
     "load_pretrained",
     "load_scratch",
     "prepare_config",
-    "source_of",
 ]
 
 Processor = Any
@@ -120,17 +120,17 @@ def load_pretrained(
     Raises:
         FedspanError: If the model can't be found or read, has no such head, or bitsandbytes is missing.
     """
-    source = source_of(name)
-    if architecture_of(name) is not None:
+    source = get_source(name)
+    if get_architecture(name) is not None:
         raise FedspanError(
             "model.name", name, "a pretrained model", problem=f"{name!r} is an architecture without weights"
         )
-    options = {} if quantization is None else quantization_options(quantization, dtype, keep, device)
-    with _quiet():
+    options = {} if quantization is None else get_quantization_options(quantization, dtype, keep, device)
+    with _silence_transformers():
         try:
             config = AutoConfig.from_pretrained(source, revision=revision)
             prepare_config(config, head, labels)
-            processor = _processor(source, head, revision, image_size)
+            processor = _load_processor(source, head, revision, image_size)
             with torch.random.fork_rng():
                 torch.manual_seed(seed)  # Transformers draws new heads from the global generator
                 kind = CLASSES[head] if pooling is None else AutoModel
@@ -145,16 +145,16 @@ def load_pretrained(
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # a head for other labels is replaced by a new one
                     **options,
-                    **({} if pooling is None else encoder_options(config)),
+                    **({} if pooling is None else get_encoder_options(config)),
                 )
                 if offload is not None:
                     remove_with(model, options["offload_folder"])
                 if pooling is not None:
                     model = PooledClassifier(model, pooling)
-                    info = _within(info, model.base_model_prefix)
+                    info = _rename_encoder_keys(info, model.base_model_prefix)
         # Transformers, its tokenizers (a bare Exception) or the hub's client may raise anything on the files there.
         except Exception as error:
-            problem = f"{name!r} cannot be loaded ({_reason(error)})"
+            problem = f"{name!r} cannot be loaded ({_describe_reason(error)})"
             raise FedspanError("model.name", name, MODEL_NAMES, problem=problem) from error
     _prepare(model, processor, name)
     mismatched = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}
@@ -208,9 +208,9 @@ def adopt_loaded(
     name = model.name_or_path or kind
     if processor is None:
         try:
-            processor = _processor(name, head, None, None)
+            processor = _load_processor(name, head, None, None)
         except Exception as error:
-            raise FedspanError("tokenizer", None, f"the model's tokenizer ({_reason(error)})") from error
+            raise FedspanError("tokenizer", None, f"the model's tokenizer ({_describe_reason(error)})") from error
     model = copy.deepcopy(model)  # training changes weights, and the caller's model stays as it is
     prepare_config(model.config, head, labels)
     _prepare(model, processor, name)
@@ -252,10 +252,10 @@ def load_scratch(
     Raises:
         FedspanError: If there is no such architecture, or it has no such head.
     """
-    source, shape = source_of(name), architecture_of(name)
+    source, shape = get_source(name), get_architecture(name)
     if shape and head != "image-classification":
-        raise FedspanError("model.name", name, problem=image_model(name))
-    with _quiet():
+        raise FedspanError("model.name", name, problem=describe_image_model_problem(name))
+    with _silence_transformers():
         try:
             config = (
                 SmallResNetConfig(shape["widths"], shape["depths"])
@@ -269,7 +269,7 @@ def load_scratch(
                 config.num_channels, config.image_size = 3, size
                 processor = ViTImageProcessorPil(size={"height": height, "width": width})
             else:
-                processor = _processor(source, head, revision, None)
+                processor = _load_processor(source, head, revision, None)
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 options = {} if attention is None else {"attn_implementation": attention}
@@ -277,7 +277,7 @@ def load_scratch(
         except Exception as error:
             expected = "a model whose architecture has the head that the task needs"
             raise FedspanError(
-                "model.name", name, expected, problem=f"{name!r} cannot be built ({_reason(error)})"
+                "model.name", name, expected, problem=f"{name!r} cannot be built ({_describe_reason(error)})"
             ) from error
     _prepare(model, processor, name)
     model = model if device is None else model.to(device)
@@ -295,17 +295,17 @@ def build_from_config(config: Any, head: Head, pooling: Pooling | None, **option
     """
     if pooling is None:
         return CLASSES[head].from_config(config, **options)
-    return PooledClassifier(AutoModel.from_config(config, **encoder_options(config), **options), pooling)
+    return PooledClassifier(AutoModel.from_config(config, **get_encoder_options(config), **options), pooling)
 
 
-def source_of(name: str) -> str:
+def get_source(name: str) -> str:
     """Return the argument for ``from_pretrained``: that of `resolve_model`, with ``~`` expanded in local folders."""
     source = resolve_model(name)
     # os.path, since Path raises for names that are too long for the disk and for homes of unknown users.
     return os.path.expanduser(source) if os.path.isdir(os.path.expanduser(source)) else source
 
 
-def _processor(source: str, head: Head, revision: str | None, image_size: int | None) -> Processor:
+def _load_processor(source: str, head: Head, revision: str | None, image_size: int | None) -> Processor:
     if head != "image-classification":
         return AutoTokenizer.from_pretrained(source, revision=revision)
     # Pillow's resizing on every machine: torchvision, if installed, gives other pixels.
@@ -327,7 +327,7 @@ def _prepare(model: Any, processor: Processor, name: str) -> None:
         _prepare_tokenizer(processor, model, name)
 
 
-def _within(info: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _rename_encoder_keys(info: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Rename an encoder's keys to those of the classifier around it, whose output layer is new."""
 
     def renamed(key: Any) -> Any:
@@ -337,7 +337,7 @@ def _within(info: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {"missing_keys": missing, "mismatched_keys": [renamed(key) for key in info["mismatched_keys"]]}
 
 
-def _reason(error: Exception) -> str:
+def _describe_reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     if not text or isinstance(error, LookupError):  # the text of a KeyError is only the key
         text = f"{type(error).__name__} {text}".strip()
@@ -350,7 +350,7 @@ def _is_body(key: str, model: Any) -> bool:
 
 
 @contextmanager
-def _quiet() -> Generator[None]:
+def _silence_transformers() -> Generator[None]:
     """Silence Transformers' progress bars and warnings (a new head is expected here)."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()

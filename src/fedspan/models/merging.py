@@ -12,34 +12,34 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from fedspan.core.base import BaseUpdate, as_dense, materialise
-from fedspan.core.parametrization import dense_change
-from fedspan.core.tensors import by_layer
+from fedspan.core.base import BaseUpdate, materialise, to_dense
+from fedspan.core.parametrization import compute_dense_change
+from fedspan.core.tensors import group_by_layer
 from fedspan.core.values import Job
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.export import NOTES
-from fedspan.models.loading import Processor, source_of
-from fedspan.models.names import architecture_of
+from fedspan.models.loading import Processor, get_source
+from fedspan.models.names import get_architecture
 from fedspan.models.pooling import HEAD, PooledClassifier, write_modules
 from fedspan.models.quantized import is_quantized
 
-__all__ = ["export_merged", "merged_weights", "needs_merging", "save_model"]
+__all__ = ["export_merged", "is_merging_required", "merge_weights", "save_model"]
 
 
-def needs_merging(job: Job, base: BaseUpdate) -> bool:
+def is_merging_required(job: Job, base: BaseUpdate) -> bool:
     """Check whether a model is more than pretrained weights plus a change: they were scaled or are replaced by factors.
 
     Args:
         job: The model as a job (``start(sync(state, client), client, memory)``).
         base: The state's base update.
     """
-    slots = by_layer(job.tensors)
+    slots = group_by_layer(job.tensors)
     effective = (parametrization.effective(slots[layer]) for layer, parametrization in job.parametrization.items())
     return base.rho != 1.0 or any(not one.base and one.weight is None for one in effective)
 
 
-def merged_weights(adapted: AdaptedModel, job: Job, base: BaseUpdate) -> dict[str, Tensor]:
+def merge_weights(adapted: AdaptedModel, job: Job, base: BaseUpdate) -> dict[str, Tensor]:
     """Return all weights of the model by path: target layers as they compute, extras and buffers as in the job.
 
     They are on the CPU, as a job's tensors are.
@@ -49,16 +49,16 @@ def merged_weights(adapted: AdaptedModel, job: Job, base: BaseUpdate) -> dict[st
     """
     adapted.install(job.parametrization, job.tensors, frozenset())
     weights = {path: value.detach().cpu() for path, value in adapted.model.state_dict().items()}
-    slots = by_layer(job.tensors)
+    slots = group_by_layer(job.tensors)
     for name, layer in adapted.layers.items():
         if is_quantized(layer.module):
             expected = "null: what this method trains is no adapter of the base, and is written as a model of its own"
             raise FedspanError("model.quantization", type(layer.module).__name__, expected)
         W_OI = materialise(layer.original().cpu(), base, name)
         if name in job.parametrization:
-            W_OI = W_OI + dense_change(job.parametrization[name].effective(slots[name]), W_OI)
+            W_OI = W_OI + compute_dense_change(job.parametrization[name].effective(slots[name]), W_OI)
         if layer.adopted is not None:
-            W_OI = W_OI + as_dense(layer.adopted).cpu()
+            W_OI = W_OI + to_dense(layer.adopted).cpu()
         weights[f"{name}.weight"] = layer.operator.stored(W_OI).to(layer.stored_weight.dtype).contiguous()
     return weights
 
@@ -84,7 +84,7 @@ def export_merged(
         revision: Revision of a base from the hub.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    weights = merged_weights(adapted, job, base)
+    weights = merge_weights(adapted, job, base)
     length = int(str(notes["max_length"])) if isinstance(adapted.model, PooledClassifier) else 0
     save_model(folder, adapted.model, processor, str(notes["base_model"]), revision, weights, max_length=length)
     (folder / NOTES).write_text(json.dumps(notes, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -121,8 +121,8 @@ def save_model(
         weights = {path.removeprefix(within): value for path, value in values.items() if path.startswith(within)}
         model = model.encoder
     dropout = {key: value for key, value in model.config.to_dict().items() if "drop" in key}
-    if architecture_of(name) is None:
-        for key, value in AutoConfig.from_pretrained(source_of(name), revision=revision).to_dict().items():
+    if get_architecture(name) is None:
+        for key, value in AutoConfig.from_pretrained(get_source(name), revision=revision).to_dict().items():
             if "drop" in key and isinstance(value, float):
                 setattr(model.config, key, value)
     transformers_logging.disable_progress_bar()

@@ -72,9 +72,9 @@ class Meter(TorchDispatchMode):
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
-        inputs = {_address(value) for value in _tensors((args, kwargs))}
-        for value in _tensors(result):
-            if (address := _address(value)) not in inputs and address not in self._sizes:
+        inputs = {_get_address(value) for value in _list_tensors((args, kwargs))}
+        for value in _list_tensors(result):
+            if (address := _get_address(value)) not in inputs and address not in self._sizes:
                 self._count(address, value.untyped_storage())
         return result
 
@@ -88,10 +88,10 @@ class Meter(TorchDispatchMode):
         self._now -= self._sizes.pop(address)
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def _list_tensors(values: Any) -> list[Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
-def _address(value: Tensor) -> int:
+def _get_address(value: Tensor) -> int:
     """Return an identifier of a storage that holds nothing, and so has no pointer to data."""
     return value.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError, suggest_nearest
 
 __all__ = [
     "ARCHITECTURES",
     "BUILTIN_MODELS",
     "FROM_PYTHON",
     "MODEL_NAMES",
-    "architecture_of",
-    "image_model",
-    "published_name",
+    "describe_image_model_problem",
+    "get_architecture",
+    "get_published_name",
     "resolve_model",
 ]
 
@@ -53,18 +53,18 @@ ARCHITECTURES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
 """Shapes of `fedspan.models.resnet` by the name behind ``builtin:``; there are no weights to load."""
 
 
-def architecture_of(name: str) -> Mapping[str, tuple[int, ...]] | None:
+def get_architecture(name: str) -> Mapping[str, tuple[int, ...]] | None:
     """Return the shape of a ``builtin:`` model that is only an architecture; None for all others."""
     key = name.removeprefix("builtin:")
     return ARCHITECTURES.get(key) if key != name else None
 
 
-def image_model(name: str) -> str:
+def describe_image_model_problem(name: str) -> str:
     """Return the problem of an error: a model of images for a task of texts."""
     return f"{name!r} is a model of images, and the task needs a model of texts (or task: image-classification)"
 
 
-def _sha256(path: Path) -> str:
+def _compute_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -73,7 +73,7 @@ FROM_PYTHON = "python:"
 """Prefix of the name of a model that was passed from Python; behind it is its ``name_or_path``."""
 
 
-def published_name(name: str) -> str:
+def get_published_name(name: str) -> str:
     """Return the public name of a model: the hub id of a ``builtin:`` one, else the name without ``python:``."""
     name = name.removeprefix(FROM_PYTHON)
     key = name.removeprefix("builtin:")
@@ -99,7 +99,7 @@ def resolve_model(name: str) -> str:
     if key not in BUILTIN_MODELS:
         candidates = [*BUILTIN_MODELS, *ARCHITECTURES]
         raise FedspanError(
-            "model.name", name, problem=f"no built-in model is named {key!r}. {nearest(key, candidates)}"
+            "model.name", name, problem=f"no built-in model is named {key!r}. {suggest_nearest(key, candidates)}"
         )
     packaged = BUILTIN_MODELS[key]
     module = importlib.util.find_spec(packaged.package)
@@ -109,7 +109,7 @@ def resolve_model(name: str) -> str:
         )
     folder = Path(module.origin).parent / packaged.folder
     weights = folder / "model.safetensors"
-    if not weights.is_file() or _sha256(weights) != packaged.sha256:
+    if not weights.is_file() or _compute_sha256(weights) != packaged.sha256:
         raise FedspanError(
             "model.name",
             name,

@@ -20,7 +20,7 @@ from accelerate.utils import align_module_device, get_max_memory, has_offloaded_
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
-__all__ = ["Offload", "device_of", "is_offloaded", "read_bias", "read_weight", "remove_with"]
+__all__ = ["Offload", "get_device", "is_offloaded", "read_bias", "read_weight", "remove_with"]
 
 _GIB = 1 << 30
 _HEADS = ("classifier", "pre_classifier", "score")
@@ -85,7 +85,7 @@ def remove_with(model: nn.Module, folder: str) -> None:
     weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
 
 
-def device_of(model: nn.Module) -> torch.device:
+def get_device(model: nn.Module) -> torch.device:
     """Return the device that a model computes on, even if all of its weights are offloaded."""
     first = next(model.parameters()).device
     if first.type != "meta":

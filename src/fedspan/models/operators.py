@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from fedspan.core.base import Delta
 from fedspan.core.lowrank import LowRank
 
-__all__ = ["TARGET_TYPES", "Convolution", "Linear", "Lookup", "Operator", "operator_of", "unfit"]
+__all__ = ["TARGET_TYPES", "Convolution", "Linear", "Lookup", "Operator", "build_operator", "explain_unfit"]
 
 
 class Operator(ABC):
@@ -235,10 +235,10 @@ class Lookup(Operator):
 
 
 TARGET_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D, nn.Conv2d, nn.Embedding)
-"""Types of modules that can be target layers unless `unfit` gives a reason against."""
+"""Types of modules that can be target layers unless `explain_unfit` gives a reason against."""
 
 
-def unfit(module: nn.Module) -> str | None:
+def explain_unfit(module: nn.Module) -> str | None:
     """Return the reason why a module can't be a target layer; None if it can."""
     if isinstance(module, nn.Conv2d):
         if module.groups != 1:
@@ -260,8 +260,8 @@ def unfit(module: nn.Module) -> str | None:
     return None
 
 
-def operator_of(module: nn.Module) -> Operator:
-    """Return the operator of a module that `unfit` accepts."""
+def build_operator(module: nn.Module) -> Operator:
+    """Return the operator of a module that `explain_unfit` accepts."""
     if isinstance(module, nn.Conv2d):
         return Convolution(module)
     return Lookup(module) if isinstance(module, nn.Embedding) else Linear(module)

@@ -25,7 +25,7 @@ from transformers import MODEL_MAPPING
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.hub import cached_file
 
-from fedspan.models.offload import device_of
+from fedspan.models.offload import get_device
 
 __all__ = [
     "DENSE",
@@ -34,8 +34,8 @@ __all__ = [
     "Pooling",
     "PoolingMode",
     "PoolingSearch",
-    "encoder_options",
     "find_pooling",
+    "get_encoder_options",
     "read_output_layer",
     "write_modules",
 ]
@@ -108,7 +108,7 @@ class PooledClassifier(nn.Module):
         self.pooling = pooling
         setattr(self, self.base_model_prefix, encoder)
         size, outputs = self.config.hidden_size, self.config.num_labels
-        self.classifier = nn.Linear(size, outputs, dtype=encoder.dtype, device=device_of(encoder))
+        self.classifier = nn.Linear(size, outputs, dtype=encoder.dtype, device=get_device(encoder))
 
     @property
     def encoder(self) -> Any:
@@ -200,7 +200,7 @@ def read_output_layer(folder: Path) -> dict[str, Tensor] | None:
     return {f"{HEAD}.{name}": tensors[f"linear.{name}"] for name in ("weight", "bias")}
 
 
-def encoder_options(config: Any) -> dict[str, Any]:
+def get_encoder_options(config: Any) -> dict[str, Any]:
     """Return the options of ``AutoModel`` that omit the pooler of an encoder, which pooled classifiers do not use.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["keep_in_float32", "tolerance"]
+__all__ = ["compute_tolerance", "keep_in_float32"]
 
 
 def keep_in_float32(model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
@@ -23,7 +23,7 @@ def keep_in_float32(model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
         trained: Parameters that an optimizer will update.
     """
     ids = {id(parameter) for parameter in trained}
-    for module in _owners(model, ids):
+    for module in _list_owners(model, ids):
         narrow = {parameter.dtype for parameter in module.parameters() if _is_narrow(parameter)}
         if narrow:
             module.float()
@@ -35,14 +35,14 @@ def _is_narrow(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.element_size() < 4
 
 
-def _owners(module: nn.Module, trained: set[int]) -> list[nn.Module]:
+def _list_owners(module: nn.Module, trained: set[int]) -> list[nn.Module]:
     """Return the topmost modules that contain only trained parameters, or own one directly."""
     inside = [id(parameter) in trained for parameter in module.parameters()]
     if not any(inside):
         return []
     if all(inside) or any(id(parameter) in trained for parameter in module.parameters(recurse=False)):
         return [module]
-    return [owner for child in module.children() for owner in _owners(child, trained)]
+    return [owner for child in module.children() for owner in _list_owners(child, trained)]
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -70,6 +70,6 @@ def _cast_back(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
     return cast
 
 
-def tolerance(model: nn.Module) -> float:
+def compute_tolerance(model: nn.Module) -> float:
     """Return the relative rounding tolerance of predictions in the number format of a model's weights."""
     return 5e-2 if torch.finfo(next(model.parameters()).dtype).bits == 16 else 1e-3

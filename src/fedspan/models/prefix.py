@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.calls import DROPOUTS, HIDDEN, Call, block_chains, hidden_of, replace_forward, trace_calls
+from fedspan.models.calls import DROPOUTS, HIDDEN, Call, find_block_chains, get_hidden, replace_forward, trace_calls
 
-__all__ = ["FrozenPrefix", "NoPrefix", "Recording", "live_modules"]
+__all__ = ["FrozenPrefix", "NoPrefix", "Recording", "list_live_modules"]
 
 
 class NoPrefix(Exception):
@@ -69,12 +69,12 @@ class FrozenPrefix:
             raise NoPrefix(f"a forward pass to look at failed ({type(error).__name__}: {error})") from error
         if not live:
             raise NoPrefix("nothing in the model is trained")
-        first, culprit = min((_entry(model, path, entered), path) for path in live)
-        candidates = block_chains(model, calls)
+        first, culprit = min((_get_entry(model, path, entered), path) for path in live)
+        candidates = find_block_chains(model, calls)
         if not candidates:
             raise NoPrefix("the model has no list of blocks that hand on hidden states (examples, tokens, features)")
-        prefixes = [_before(chain, first, calls) for chain in candidates]
-        best = max(prefixes, key=lambda chain: sum(_size(block) for block in chain[:-1]))
+        prefixes = [_list_blocks_before(chain, first, calls) for chain in candidates]
+        best = max(prefixes, key=lambda chain: sum(_get_size(block) for block in chain[:-1]))
         if len(best) < 2:
             raise NoPrefix(f"{culprit} changes, and it is used in the first block or before it")
         end = calls[best[-1]][0].entered
@@ -127,7 +127,7 @@ class FrozenPrefix:
         recording = Recording(torch.empty(0))
 
         def stop(*args: Any, **options: Any) -> Any:
-            hidden = hidden_of(args, options)
+            hidden = get_hidden(args, options)
             assert hidden is not None
             recording.hidden = hidden.detach()
             raise _Stopped
@@ -152,7 +152,7 @@ class FrozenPrefix:
         forward = self._first.forward
 
         def begin(*args: Any, **options: Any) -> Any:
-            own = hidden_of(args, options)
+            own = get_hidden(args, options)
             if own is None or own.shape != hidden.shape:
                 shape = None if own is None else tuple(own.shape)
                 raise ValueError(f"hidden states of shape {tuple(hidden.shape)} for a batch of shape {shape}")
@@ -167,7 +167,7 @@ class FrozenPrefix:
             yield
 
 
-def live_modules(adapted: AdaptedModel) -> frozenset[str]:
+def list_live_modules(adapted: AdaptedModel) -> frozenset[str]:
     """Return the paths of modules whose values may differ between jobs: target layers and owners of extras."""
     return frozenset(adapted.layers) | {path.rpartition(".")[0] for path in (*adapted.extras, *adapted.buffers)}
 
@@ -176,13 +176,13 @@ def _pass_through(width: int | None) -> Any:
     """Return a forward that returns its hidden states unchanged, in the block's own return format."""
 
     def forward(*args: Any, **options: Any) -> Any:
-        hidden = hidden_of(args, options)
+        hidden = get_hidden(args, options)
         return hidden if width is None else (hidden, *[None] * (width - 1))
 
     return forward
 
 
-def _entry(model: nn.Module, path: str, entered: Mapping[nn.Module, int]) -> int:
+def _get_entry(model: nn.Module, path: str, entered: Mapping[nn.Module, int]) -> int:
     """Return when a module's weights may first be used: at its first call, or that of a module with tied weights.
 
     A module that is never called itself (another module reads its weights) counts from the call of its parent.
@@ -200,10 +200,12 @@ def _entry(model: nn.Module, path: str, entered: Mapping[nn.Module, int]) -> int
     return min(moments)
 
 
-def _before(chain: Sequence[nn.Module], moment: int, calls: Mapping[nn.Module, Sequence[Call]]) -> Sequence[nn.Module]:
+def _list_blocks_before(
+    chain: Sequence[nn.Module], moment: int, calls: Mapping[nn.Module, Sequence[Call]]
+) -> Sequence[nn.Module]:
     """Return the blocks that end before a moment and the one after them (the last block, if all end before it)."""
     return chain[: max(1, sum(calls[block][0].entered <= moment for block in chain))]
 
 
-def _size(module: nn.Module) -> int:
+def _get_size(module: nn.Module) -> int:
     return sum(weight.numel() for weight in module.parameters())

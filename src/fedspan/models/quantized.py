@@ -16,22 +16,22 @@ from fedspan.errors import FedspanError
 __all__ = [
     "Quantization",
     "dequantize",
+    "get_quantization_options",
     "is_quantized",
+    "list_unquantized_modules",
     "prevent_repacking",
-    "quantization_options",
-    "unquantized_modules",
 ]
 
 Quantization = Literal["nf4", "int8"]
 _HEADS = (".*classifier", ".*score", "lm_head", "embed_out")  # regexes of what trains or is tied to the embeddings
 
 
-def unquantized_modules(keep: Sequence[str]) -> list[str]:
+def list_unquantized_modules(keep: Sequence[str]) -> list[str]:
     """Return regexes of the paths of modules that are not quantised: heads and the modules in ``keep``."""
     return [*_HEADS, *(rf"(?:.*\.)?{re.escape(name)}" for name in keep)]
 
 
-def quantization_options(
+def get_quantization_options(
     quantization: Quantization, dtype: torch.dtype, keep: Sequence[str], device: torch.device | None
 ) -> dict[str, Any]:
     """Return the keyword arguments of ``from_pretrained`` for a quantised model.
@@ -48,7 +48,7 @@ def quantization_options(
     if importlib.util.find_spec("bitsandbytes") is None:
         problem = f"{quantization} needs bitsandbytes. Run: pip install 'fedspan[quantization]'"
         raise FedspanError("model.quantization", quantization, problem=problem)
-    skipped = unquantized_modules(keep)
+    skipped = list_unquantized_modules(keep)
     config = (
         BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
         if quantization == "int8"

@@ -18,15 +18,15 @@ from torch.func import functional_call, vmap
 
 from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import Effective, Parametrization
-from fedspan.core.tensors import EXTRAS, by_layer
+from fedspan.core.tensors import EXTRAS, group_by_layer
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.layer import AdaptedLayer
 from fedspan.models.layout import TokenLayout
 from fedspan.models.operators import Linear, Operator
 from fedspan.models.targets import is_batch_norm
-from fedspan.models.unpadded import current_layout
+from fedspan.models.unpadded import get_current_layout
 
-__all__ = ["StackedModel", "Unstackable", "add_product", "apply", "can_add", "product"]
+__all__ = ["StackedModel", "Unstackable", "add_product", "apply", "apply_stacked_change", "can_add"]
 
 
 def stack_effective(parametrization: Parametrization, slots: Mapping[str, Tensor], clients: int) -> Effective:
@@ -82,14 +82,14 @@ def add_product(y_CNO: Tensor, pair: StackedPair, x_CB: Tensor) -> Tensor:
     return torch.baddbmm(y_CNO, h_CNR, (pair.B * pair.scale).mT)
 
 
-def product(operator: Operator, pair: Any, x_CB: Tensor, like: torch.dtype) -> Tensor:
+def apply_stacked_change(operator: Operator, pair: Any, x_CB: Tensor, like: torch.dtype) -> Tensor:
     """Apply each client's change of weight to its rows, (C, B, ..., O): ``Operator.product`` client by client."""
     factors = isinstance(pair, StackedPair)
     if isinstance(operator, Linear):
         if not factors:
-            return _linear(x_CB.to(pair.dtype), pair).to(like)
-        h = _linear(x_CB.to(pair.A.dtype), pair.A)
-        return _linear(h, pair.B * pair.scale).to(like)
+            return _apply_stacked_linear(x_CB.to(pair.dtype), pair).to(like)
+        h = _apply_stacked_linear(x_CB.to(pair.A.dtype), pair.A)
+        return _apply_stacked_linear(h, pair.B * pair.scale).to(like)
     if factors:
         return vmap(lambda B, A, x: operator.product(LowRank(B, A, pair.scale), x, like))(pair.B, pair.A, x_CB)
     return vmap(lambda matrix, x: operator.product(matrix, x, like))(pair, x_CB)
@@ -98,11 +98,11 @@ def product(operator: Operator, pair: Any, x_CB: Tensor, like: torch.dtype) -> T
 def apply(operator: Operator, weight_COI: Tensor, x_CB: Tensor) -> Tensor:
     """Apply each client's own whole weight to its rows, without a bias."""
     if isinstance(operator, Linear):
-        return _linear(x_CB, weight_COI)
+        return _apply_stacked_linear(x_CB, weight_COI)
     return vmap(lambda matrix, x: operator.apply(x, matrix))(weight_COI, x_CB)
 
 
-def _linear(x_CB: Tensor, matrix_COI: Tensor) -> Tensor:
+def _apply_stacked_linear(x_CB: Tensor, matrix_COI: Tensor) -> Tensor:
     """Compute ``x @ W_c^T`` client by client, as one batched product: (C, B, ..., I) -> (C, B, ..., O)."""
     product = torch.bmm(x_CB.flatten(1, -2), matrix_COI.mT)
     return product.unflatten(1, x_CB.shape[1:-1])
@@ -153,7 +153,7 @@ class StackedLayer:
         elif effective.weight is not None:
             y = self._add_bias(self._ungroup(apply(operator, effective.weight.to(dtype), grouped), x))
         else:
-            y, pair = self._add_bias(self._ungroup(product(operator, pair, dropped, dtype), x)), None
+            y, pair = self._add_bias(self._ungroup(apply_stacked_change(operator, pair, dropped, dtype), x)), None
         for fixed in (layer.adopted, layer.moved if effective.base else None):
             if fixed is not None:
                 y = y + operator.product(fixed, x, dtype)
@@ -161,7 +161,7 @@ class StackedLayer:
             return y
         if can_add(operator, pair, dropped, y) and isinstance(pair, StackedPair) and self._packed_layout(x) is None:
             return add_product(y.view(self.clients, -1, y.shape[-1]), pair, dropped).view(y.shape)
-        return y + self._ungroup(product(operator, pair, dropped, dtype), x)
+        return y + self._ungroup(apply_stacked_change(operator, pair, dropped, dtype), x)
 
     def _group(self, x: Tensor) -> Tensor:
         """Reshape (rows, ...) -> (C, B, ...); tokens may be flattened into the rows (some models) or stand in a row."""
@@ -178,7 +178,7 @@ class StackedLayer:
 
     def _packed_layout(self, x: Tensor) -> TokenLayout | None:
         """Return the layout of an input without padding; None if it is padded."""
-        layout = current_layout()
+        layout = get_current_layout()
         return layout if layout is not None and layout.holds(x) else None
 
     def _base(self, x: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ class StackedModel:
         Raises:
             Unstackable: If a forward pass within the context has rows in an unexpected place.
         """
-        grouped = by_layer(tensors)
+        grouped = group_by_layer(tensors)
         extras = grouped.pop(EXTRAS, {})
         owned: dict[str, dict[str, Tensor]] = {}
         for path in (*self.adapted.extras, *self.adapted.buffers):

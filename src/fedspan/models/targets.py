@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from fedspan.core.values import LayerSpec, Spec
-from fedspan.errors import FedspanError, nearest
-from fedspan.models.operators import operator_of, unfit
+from fedspan.errors import FedspanError, suggest_nearest
+from fedspan.models.operators import build_operator, explain_unfit
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -25,13 +25,15 @@ __all__ = [
 ]
 
 
-def _suffixes(model: nn.Module, config: LoraConfig) -> list[str]:
+def _list_suffixes(model: nn.Module, config: LoraConfig) -> list[str]:
     """Return the last name parts of likely targets: layers outside the saved modules, except embeddings."""
     saved = {f".{name}." for name in config.modules_to_save or ()}
     fit = [
         name
         for name, module in model.named_modules()
-        if unfit(module) is None and not isinstance(module, nn.Embedding) and _why_tied(model, name, module) is None
+        if explain_unfit(module) is None
+        and not isinstance(module, nn.Embedding)
+        and _explain_tied(model, name, module) is None
     ]
     return sorted({name.rpartition(".")[2] for name in fit if not any(part in f".{name}." for part in saved)})
 
@@ -55,7 +57,7 @@ def suggest_targets(model: nn.Module, outputs: int) -> list[str] | None:
     if getattr(getattr(model, "config", None), "model_type", None) in defaults:
         return None
     heads = [name for name, module in model.named_modules() if getattr(module, "out_features", None) == outputs]
-    names = [name for name in _suffixes(model, LoraConfig(modules_to_save=heads)) if not name.isdecimal()]
+    names = [name for name in _list_suffixes(model, LoraConfig(modules_to_save=heads)) if not name.isdecimal()]
     return next((pair for pair in _ATTENTION if set(pair) <= set(names)), names) or None
 
 
@@ -82,7 +84,7 @@ def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
             raise FedspanError(
                 "model.target_modules",
                 None,
-                f"names of modules, for example {', '.join(_suffixes(model, config)[:6])}",
+                f"names of modules, for example {', '.join(_list_suffixes(model, config)[:6])}",
                 problem=f"PEFT has no default for the architecture {architecture!r}",
             )
         default = defaults[architecture]
@@ -94,9 +96,9 @@ def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
         match = check_target_module_exists(config, name)
         if not match:  # PEFT marks excluded modules with a falsy value of its own
             continue
-        why = unfit(module) or _why_tied(model, name, module)
+        why = explain_unfit(module) or _explain_tied(model, name, module)
         if why is not None:
-            expected = f"other modules, for example {', '.join(_suffixes(model, config)[:6])}"
+            expected = f"other modules, for example {', '.join(_list_suffixes(model, config)[:6])}"
             raise FedspanError("model.target_modules", name, expected, problem=f"{name!r} {why}")
         targets[name] = module
     if not targets:
@@ -104,20 +106,20 @@ def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
         raise FedspanError(
             "model.target_modules",
             names,
-            problem=f"{names!r} matches no layer{_layers_hint(config)}. "
-            f"{nearest(names.split(',')[0], _suffixes(model, config))}",
+            problem=f"{names!r} matches no layer{_format_layers_hint(config)}. "
+            f"{suggest_nearest(names.split(',')[0], _list_suffixes(model, config))}",
         )
     return targets
 
 
-def _why_tied(model: nn.Module, name: str, module: nn.Module) -> str | None:
+def _explain_tied(model: nn.Module, name: str, module: nn.Module) -> str | None:
     for other, another in model.named_modules(remove_duplicate=False):
         if other != name and getattr(another, "weight", None) is module.weight:
             return f"shares its weight with {other}, and an update of one would separate them. Target neither"
     return None
 
 
-def _layers_hint(config: LoraConfig) -> str:
+def _format_layers_hint(config: LoraConfig) -> str:
     layers = config.layers_to_transform
     return "" if layers is None else f" among layers_to_transform={layers}"
 
@@ -140,7 +142,9 @@ def find_extras(model: nn.Module, modules_to_save: Sequence[str]) -> dict[str, n
         if suffix not in matched:
             candidates = {name.rpartition(".")[2] for name, _ in model.named_modules() if name}
             raise FedspanError(
-                "model.modules_to_save", suffix, problem=f"{suffix!r} matches no module. {nearest(suffix, candidates)}"
+                "model.modules_to_save",
+                suffix,
+                problem=f"{suffix!r} matches no module. {suggest_nearest(suffix, candidates)}",
             )
     return parameters
 
@@ -173,7 +177,7 @@ def make_spec(
     """Build the methods' view of the model: target layers as matrices, shapes of the extras, names of their buffers."""
     layers: list[LayerSpec] = []
     for name, module in targets.items():
-        operator = operator_of(module)
+        operator = build_operator(module)
         layers.append(LayerSpec(name, *operator.shape, operator.kernel))
     buffers = buffers or {}
     shapes = {path: tuple(value.shape) for path, value in {**extras, **buffers}.items()}

@@ -25,26 +25,26 @@ except ImportError:  # PyTorch before 2.10
     varlen_attn = None
 
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.calls import DROPOUTS, HIDDEN, block_chains, hidden_of, replace_forward, trace_calls
+from fedspan.models.calls import DROPOUTS, HIDDEN, find_block_chains, get_hidden, replace_forward, trace_calls
 from fedspan.models.layout import Padded, TokenLayout
 from fedspan.models.operators import Linear
 
-__all__ = ["Unpadded", "current_layout"]
+__all__ = ["Unpadded", "get_current_layout"]
 
 _ATTENTION = "fedspan_unpadded"
 
 _CURRENT: ContextVar[TokenLayout | None] = ContextVar("layout", default=None)
 
 
-def current_layout() -> TokenLayout | None:
+def get_current_layout() -> TokenLayout | None:
     """Return the layout of this thread's current forward pass, if it runs without padding."""
     return None if torch.compiler.is_compiling() else _CURRENT.get()  # compiled blocks are padded
 
 
-def _attention(
+def _run_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    layout = current_layout()
+    layout = get_current_layout()
     if layout is None or query.shape[:3:2] != (1, layout.places) or key.shape[2] != layout.places:
         raise Padded("its attention is not one that Transformers lets be replaced")
     if layout.variable:
@@ -89,13 +89,13 @@ def _mask(*args: Any, **options: Any) -> Any:
 
     Transformers would leave it out where no text is padded, for which the host has to wait for the device.
     """
-    layout = current_layout()
+    layout = get_current_layout()
     if layout is not None and layout.variable:
         return None
     return eager_mask(*args, **{**options, "allow_is_bidirectional_skip": False})
 
 
-AttentionInterface.register(_ATTENTION, _attention)
+AttentionInterface.register(_ATTENTION, _run_attention)
 AttentionMaskInterface.register(_ATTENTION, _mask)
 
 
@@ -124,7 +124,7 @@ class Unpadded:
             _, calls = trace_calls(model)
         except Exception as error:  # a model may raise anything on a batch that it does not expect
             raise Padded(f"a forward pass to look at failed ({type(error).__name__}: {error})") from error
-        chains = block_chains(model, calls)
+        chains = find_block_chains(model, calls)
         if not chains:
             raise Padded("the model has no list of blocks that hand on hidden states (examples, tokens, features)")
         self._blocks = max(chains, key=lambda chain: sum(p.numel() for block in chain for p in block.parameters()))
@@ -158,7 +158,7 @@ class Unpadded:
             with ExitStack() as contexts:
                 for block in self._blocks:
                     last = block is self._blocks[-1]
-                    contexts.enter_context(replace_forward(block, _packed_forward(block.forward, layout, last)))
+                    contexts.enter_context(replace_forward(block, _wrap_packed_forward(block.forward, layout, last)))
                 self._config._attn_implementation = _ATTENTION
                 yield
         finally:
@@ -166,11 +166,11 @@ class Unpadded:
             _CURRENT.reset(token)
 
 
-def _packed_forward(forward: Callable[..., Any], layout: TokenLayout, last: bool) -> Callable[..., Any]:
+def _wrap_packed_forward(forward: Callable[..., Any], layout: TokenLayout, last: bool) -> Callable[..., Any]:
     """Wrap a block's forward to pack inputs that are still padded; the last block's output is padded again."""
 
     def packed(*args: Any, **options: Any) -> Any:
-        hidden = hidden_of(args, options)
+        hidden = get_hidden(args, options)
         if hidden is None or hidden.ndim != 3:
             raise Padded("a block is given no hidden states (examples, tokens, features)")
         if hidden.shape[:2] != (1, layout.places):

@@ -15,7 +15,7 @@ from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 from fedspan.planning.compute import Compute
 
-__all__ = ["ACCELERATORS", "HERE", "UTILISATION", "Accelerator", "Duration", "Speed", "accelerator_speed"]
+__all__ = ["ACCELERATORS", "HERE", "UTILISATION", "Accelerator", "Duration", "Speed", "get_accelerator_speed"]
 
 HERE = "here"
 UTILISATION = 0.35
@@ -151,7 +151,7 @@ class Speed:
         )
 
 
-def accelerator_speed(name: str, dtype: str, utilization: float = UTILISATION) -> Speed:
+def get_accelerator_speed(name: str, dtype: str, utilization: float = UTILISATION) -> Speed:
     """Return the speed of a GPU of the table.
 
     Args:

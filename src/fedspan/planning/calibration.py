@@ -18,7 +18,7 @@ import torch
 
 from fedspan.config import RunConfig
 from fedspan.core.parametrization import LoRA
-from fedspan.core.tensors import extra_name
+from fedspan.core.tensors import join_extra_name
 from fedspan.core.values import Group, Job, LayerSpec
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
@@ -28,7 +28,7 @@ from fedspan.planning.compute import PlannedPasses, Trains
 from fedspan.planning.layer_counts import Computation
 from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.model_setup import empty_model
-from fedspan.runs.setup import choose_device, max_length
+from fedspan.runs.setup import choose_device, compute_max_length
 from fedspan.runs.task_setup import PROBLEMS, Facts
 from fedspan.tasks.causal import EncodedPrompts
 from fedspan.tasks.encoding import EncodedText, Ragged
@@ -117,22 +117,22 @@ class _Bench:
     ) -> None:
         self._config = config
         adapted = empty_model(config, labels, architecture, device, depth)
-        longest = max_length(config, None, adapted.model)
+        longest = compute_max_length(config, None, adapted.model)
         passes = PlannedPasses(config, empty_model(config, labels, architecture, META, depth))
         length = None if passes.longest is None else length or longest
         facts = Facts.of(config, labels, longest, adapted.model)
-        task = PROBLEMS[config.task].task(_processor(adapted), facts, config)
+        task = PROBLEMS[config.task].task(_get_processor_attributes(adapted), facts, config)
         settings = replace(config.build_training_settings(), privacy=None)
         self.engine: Engine = make_engine(config, adapted, task, settings)
         self._batch = settings.batch_size * settings.accumulate
-        self._examples: Any = _examples(config, adapted, len(labels), length, longest, self._batch * _STEPS)
+        self._examples: Any = _build_examples(config, adapted, len(labels), length, longest, self._batch * _STEPS)
         rank = config.build_method(adapted.spec).r
         kinds = {LayerSpec("", *layer.shape, layer.kernel) for layer in adapted.spec.layers}
         computations = {kind: Computation(rank=rank, moves=frozenset("AB")) for kind in kinds}
         prefix = passes.prefix if config.engine.prefix_cache else None
         cost = passes.cost(Trains(computations, bool(adapted.extras)), settings.batch_size, length, prefix)
         self._step = (cost.forward + cost.backward) * settings.accumulate
-        self._job = _job(adapted, rank)
+        self._job = _build_job(adapted, rank)
 
     def time_single(self) -> float:
         """Measure the FLOP/s of one client."""
@@ -175,7 +175,7 @@ class _Bench:
         return time.perf_counter() - began
 
 
-def _processor(adapted: AdaptedModel) -> Any:
+def _get_processor_attributes(adapted: AdaptedModel) -> Any:
     """Return the attributes of a tokenizer or an image processor that tasks read for encoded examples."""
     padding = int(getattr(getattr(adapted.model, "config", None), "pad_token_id", None) or 0)
     return SimpleNamespace(
@@ -183,21 +183,21 @@ def _processor(adapted: AdaptedModel) -> Any:
     )
 
 
-def _job(adapted: AdaptedModel, rank: int) -> Job:
+def _build_job(adapted: AdaptedModel, rank: int) -> Job:
     """Build a job of LoRA for all target layers, and the extras."""
     rng = torch.Generator().manual_seed(0)
-    tensors = {extra_name(path): adapted.initial(path).cpu() for path in adapted.values()}
+    tensors = {join_extra_name(path): adapted.initial(path).cpu() for path in adapted.values()}
     for layer in adapted.spec.layers:
         outputs, inputs = layer.shape
         tensors[f"{layer.name}/A"] = torch.randn(rank, inputs, generator=rng) / inputs
         tensors[f"{layer.name}/B"] = torch.zeros(outputs, rank)
-    moving = tuple(name for name in tensors if name not in {extra_name(path) for path in adapted.buffers})
-    buffers = frozenset(extra_name(path) for path in adapted.buffers)
+    moving = tuple(name for name in tensors if name not in {join_extra_name(path) for path in adapted.buffers})
+    buffers = frozenset(join_extra_name(path) for path in adapted.buffers)
     parametrization = {layer.name: LoRA(1.0) for layer in adapted.spec.layers}
     return Job(parametrization, tensors, (Group(moving),), buffers=buffers)
 
 
-def _examples(
+def _build_examples(
     config: RunConfig, adapted: AdaptedModel, labels: int, length: int | None, longest: int, count: int
 ) -> Any:
     """Build examples for the task; lengths are evenly spaced from half to one and a half times the mean length."""

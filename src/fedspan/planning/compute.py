@@ -18,18 +18,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedspan.config import RunConfig
-from fedspan.core.tensors import extra_name
+from fedspan.core.tensors import join_extra_name
 from fedspan.core.values import LayerSpec
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.metering import Meter, PassCost, meter_pass
-from fedspan.models.prefix import FrozenPrefix, live_modules
+from fedspan.models.prefix import FrozenPrefix, list_live_modules
 from fedspan.planning.layer_counts import Computation, StandIn
-from fedspan.runs.setup import max_length
+from fedspan.runs.setup import compute_max_length
 from fedspan.tasks.losses import widen
 from fedspan.training.jobs import TrainingSettings
 
-__all__ = ["Compute", "LocalTraining", "PlannedPasses", "Trains", "local_training"]
+__all__ = ["Compute", "LocalTraining", "PlannedPasses", "Trains", "compute_training_cost"]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,9 @@ class PlannedPasses:
     def __init__(self, config: RunConfig, adapted: AdaptedModel) -> None:
         self._adapted, self._name = adapted, config.model.name
         self._task, self._packing = config.task, config.data.packing
-        self.longest = None if config.task == "image-classification" else max_length(config, None, adapted.model)
+        self.longest = (
+            None if config.task == "image-classification" else compute_max_length(config, None, adapted.model)
+        )
         """Maximum tokens of an example; None for images."""
         self._size = config.model.image_size
         self._known: dict[tuple[object, ...], PassCost] = {}
@@ -156,9 +158,9 @@ class PlannedPasses:
             for slot, shape in standin.shapes(*layer.shape).items():
                 tensors[f"{layer.name}/{slot}"] = torch.empty(shape, device="meta")
             names |= {f"{layer.name}/{slot}" for slot in computation.moves}
-        moving = frozenset(extra_name(path) for path in adapted.buffers) if trains.extras else frozenset[str]()
+        moving = frozenset(join_extra_name(path) for path in adapted.buffers) if trains.extras else frozenset[str]()
         if trains.extras:
-            names |= {extra_name(path) for path in adapted.extras}
+            names |= {join_extra_name(path) for path in adapted.extras}
         adapted.train_mode(moving)
         live = adapted.install(parametrization, tensors, frozenset(names))
         return [value for value in (*live.values(), *adapted.extras.values()) if value.requires_grad]
@@ -197,7 +199,7 @@ class PlannedPasses:
         if not self._searched and not self._packing and self.longest is not None:
             self._install(Trains({}, False))
             with Meter(), torch.no_grad():
-                frozen = FrozenPrefix.find(self._adapted, live_modules(self._adapted))
+                frozen = FrozenPrefix.find(self._adapted, list_live_modules(self._adapted))
                 if frozen is not None:
                     with frozen.record() as recorded:
                         self._outputs(self._inputs(1, 2))
@@ -229,7 +231,7 @@ class LocalTraining:
     cache: int
 
 
-def local_training(
+def compute_training_cost(
     config: RunConfig,
     passes: PlannedPasses,
     trains: Trains,
@@ -256,7 +258,7 @@ def local_training(
             raise FedspanError("--length", length, problem="images have no length. Leave the option out")
         raise FedspanError("--length", length, f"a whole number from 1 to {longest}")
     length, settings, batch = length or longest, config.build_training_settings(), config.training.batch_size
-    examples_seen = _examples_of_round(settings, examples)
+    examples_seen = _count_round_examples(settings, examples)
     own = examples_seen if examples is None else examples
     prefix = passes.prefix if config.engine.prefix_cache else None
     cache = 0 if prefix is None or length is None else prefix.nbytes(math.ceil((own or 0) * length))
@@ -274,7 +276,7 @@ def local_training(
     return LocalTraining(compute, passes.cost(trains, batch, longest, prefix).peak, cache)
 
 
-def _examples_of_round(settings: TrainingSettings, examples: float | None) -> float | None:
+def _count_round_examples(settings: TrainingSettings, examples: float | None) -> float | None:
     """Return the examples that a client trains on in a round, counting repetitions."""
     if settings.steps is not None:
         return settings.steps * settings.batch_size * settings.accumulate

@@ -13,14 +13,14 @@ from fedspan.data.partition import partition
 from fedspan.data.path_patterns import has_placeholders
 from fedspan.errors import FedspanError
 from fedspan.experiments.comparison import plan_comparison
-from fedspan.experiments.execution import ConfigLike, plain_values
+from fedspan.experiments.execution import ConfigLike, to_plain_values
 from fedspan.methods.registry import METHODS
-from fedspan.planning.accelerators import HERE, UTILISATION, Speed, accelerator_speed
+from fedspan.planning.accelerators import HERE, UTILISATION, Speed, get_accelerator_speed
 from fedspan.planning.calibration import measure_speed
 from fedspan.planning.plan import Plan, add_time, plan_run, prepare_model
 from fedspan.runs.task_setup import PROBLEMS
 
-__all__ = ["known_examples", "known_labels", "plan", "plan_methods"]
+__all__ = ["get_known_examples", "get_known_labels", "plan", "plan_methods"]
 
 
 def plan(
@@ -61,15 +61,15 @@ def plan(
         FedspanError: If the config, the data or an argument has an error that the user can correct.
     """
     checked = (
-        config if isinstance(config, RunConfig) and not overrides else parse_config(plain_values(config, overrides))
+        config if isinstance(config, RunConfig) and not overrides else parse_config(to_plain_values(config, overrides))
     )
-    clients, examples, labels = _facts(checked, clients, examples, labels)
+    clients, examples, labels = _collect_facts(checked, clients, examples, labels)
     _require_device(device, utilization)
-    model = prepare_model(_with_device(checked, device), labels, architecture)
+    model = prepare_model(_set_device(checked, device), labels, architecture)
     estimate = plan_run(checked, model, clients, examples, length=length, mbit=mbit)
     if device is None:
         return estimate
-    return add_time(estimate, _speed(checked, estimate, device, utilization, labels, architecture), checked)
+    return add_time(estimate, _get_speed(checked, estimate, device, utilization, labels, architecture), checked)
 
 
 def plan_methods(
@@ -108,12 +108,12 @@ def plan_methods(
     Raises:
         FedspanError: If an error affects every method.
     """
-    values = plain_values(config, overrides)
+    values = to_plain_values(config, overrides)
     steps = plan_comparison(values, tuple(METHODS) if methods is None else methods, [0], {}, None).steps
     first = steps[0].config
-    clients, examples, labels = _facts(first, clients, examples, labels)
+    clients, examples, labels = _collect_facts(first, clients, examples, labels)
     _require_device(device, utilization)
-    model = prepare_model(_with_device(first, device), labels, architecture)
+    model = prepare_model(_set_device(first, device), labels, architecture)
     plans: dict[str, Plan | FedspanError] = {}
     speed: Speed | None = None
     for step in steps:
@@ -123,20 +123,20 @@ def plan_methods(
             plans[step.group] = error
             continue
         if device is not None:
-            speed = speed or _speed(step.config, estimate, device, utilization, labels, architecture)
+            speed = speed or _get_speed(step.config, estimate, device, utilization, labels, architecture)
             estimate = add_time(estimate, speed, step.config)
         plans[step.group] = estimate
     return plans
 
 
-def _facts(
+def _collect_facts(
     config: RunConfig, clients: int | None, examples: int | None, labels: int | None
 ) -> tuple[int | None, int | None, int]:
     """Return clients, examples and labels as given, from the config or the catalogue, or as counted in a local file."""
     for name, value in (("clients", clients), ("examples", examples), ("labels", labels)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise FedspanError(name, value, "a whole number from 1")
-    in_catalogue = _entry(config) is not None
+    in_catalogue = _get_entry(config) is not None
     natural = clients is None and config.partition.partitioner == "natural"
     unnamed = labels is None and not config.data.labels
     if natural or (not in_catalogue and (unnamed or examples is None)):
@@ -145,8 +145,8 @@ def _facts(
             clients = counts[0] if natural else clients
             examples = counts[1] if examples is None else examples
             labels = counts[2] if labels is None else labels
-    examples = known_examples(config) if examples is None else examples
-    return clients, examples, known_labels(config) if labels is None else labels
+    examples = get_known_examples(config) if examples is None else examples
+    return clients, examples, get_known_labels(config) if labels is None else labels
 
 
 def _count_local(config: RunConfig) -> tuple[int, int, int] | None:
@@ -166,13 +166,13 @@ def _require_device(device: str | None, utilization: float | None) -> None:
         raise FedspanError("--utilization", utilization, problem="it needs the name of a GPU (--device; device=)")
 
 
-def _with_device(config: RunConfig, device: str | None) -> RunConfig:
+def _set_device(config: RunConfig, device: str | None) -> RunConfig:
     """Return the config for clients with a GPU of the table, where the attention implementation may differ."""
     has_gpu = device not in (None, HERE) and config.device == "auto"
     return config.model_copy(update={"device": "cuda"}) if has_gpu else config
 
 
-def _speed(
+def _get_speed(
     config: RunConfig,
     estimate: Plan,
     device: str,
@@ -182,7 +182,7 @@ def _speed(
 ) -> Speed:
     """Return the speed of a device by its name, or of this machine."""
     if device != HERE:
-        return accelerator_speed(device, config.model.dtype, UTILISATION if utilization is None else utilization)
+        return get_accelerator_speed(device, config.model.dtype, UTILISATION if utilization is None else utilization)
     return measure_speed(
         config,
         config.data.labels or [str(number) for number in range(labels)],
@@ -194,7 +194,7 @@ def _speed(
     )
 
 
-def known_labels(config: RunConfig) -> int:
+def get_known_labels(config: RunConfig) -> int:
     """Return the number of classes in the data of a config; 0 if the task has none.
 
     Raises:
@@ -202,7 +202,7 @@ def known_labels(config: RunConfig) -> int:
     """
     if not PROBLEMS[config.task].classifies:
         return 0
-    data, entry = config.data, _entry(config)
+    data, entry = config.data, _get_entry(config)
     count = len(data.labels) if data.labels else entry.classes if entry else None
     if count is None:
         expected = "the labels, a data set of fedspan data in data.dataset, or the number of labels (--labels; labels=)"
@@ -210,9 +210,9 @@ def known_labels(config: RunConfig) -> int:
     return count if data.first_labels is None else min(count, data.first_labels)
 
 
-def known_examples(config: RunConfig) -> int | None:
+def get_known_examples(config: RunConfig) -> int | None:
     """Return the number of training examples without reading any; None if it is unknown."""
-    data, entry = config.data, _entry(config)
+    data, entry = config.data, _get_entry(config)
     if entry is None or data.first_labels is not None:
         return data.max_examples
     count = entry.rows.train
@@ -221,5 +221,5 @@ def known_examples(config: RunConfig) -> int | None:
     return count if data.max_examples is None else min(count, data.max_examples)
 
 
-def _entry(config: RunConfig) -> DatasetEntry | None:
+def _get_entry(config: RunConfig) -> DatasetEntry | None:
     return None if config.data.dataset is None else get_dataset_entry(config.data.dataset, "data.dataset")

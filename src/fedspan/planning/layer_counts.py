@@ -12,7 +12,7 @@ from torch import Tensor
 from fedspan.core.lowrank import LowRank
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.parametrization import Effective
-from fedspan.core.tensors import by_layer, count
+from fedspan.core.tensors import count, group_by_layer
 from fedspan.core.values import Job, LayerSpec, Spec
 from fedspan.planning.shape_inference import ShapeInference
 
@@ -105,17 +105,17 @@ def count_layer(method: RegisteredMethod, layer: LayerSpec, rank: int) -> LayerC
         trained=tuple(sum(job.tensors[name].numel() for name in job.trainable_names) for job in jobs),
         held=count(jobs[0].tensors),
         stored=count(state.tensors) + count(state.memory) + base,
-        computation=_computation(jobs[0], layer.name),
+        computation=_build_computation(jobs[0], layer.name),
     )
 
 
-def _computation(job: Job, layer: str) -> Computation:
+def _build_computation(job: Job, layer: str) -> Computation:
     parametrization = job.parametrization.get(layer)
     if parametrization is None:
         return Computation()
     slots = {
         slot: value.detach().requires_grad_(f"{layer}/{slot}" in job.trainable_names)
-        for slot, value in by_layer(job.tensors).get(layer, {}).items()
+        for slot, value in group_by_layer(job.tensors).get(layer, {}).items()
     }
     with torch.enable_grad():
         effective = parametrization.effective(slots)
@@ -128,14 +128,14 @@ def _computation(job: Job, layer: str) -> Computation:
         tensors["W"] = effective.weight
     return Computation(
         base=effective.base,
-        weight=_source(effective.weight, slots),
-        matrix=_source(tensors.get("D"), slots),
+        weight=_classify_source(effective.weight, slots),
+        matrix=_classify_source(tensors.get("D"), slots),
         rank=len(pair.A) if isinstance(pair, LowRank) else 0,
         moves=frozenset(name for name, value in tensors.items() if value.requires_grad),
     )
 
 
-def _source(value: Tensor | None, slots: Mapping[str, Tensor]) -> Source:
+def _classify_source(value: Tensor | None, slots: Mapping[str, Tensor]) -> Source:
     if value is None:
         return None
     return "held" if any(value is one for one in slots.values()) else "made"

@@ -11,20 +11,20 @@ from typing import Any
 import torch
 
 from fedspan.config import RunConfig
-from fedspan.core.heads import statistics_shapes
+from fedspan.core.heads import compute_statistics_shapes
 from fedspan.core.values import Job
 from fedspan.data.assign import make_client_ids
 from fedspan.errors import FedspanError
 from fedspan.federation.federation import draw_cohort
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.head import NoOutputLayer, find_output_layer
-from fedspan.models.quantized import unquantized_modules
+from fedspan.models.quantized import list_unquantized_modules
 from fedspan.planning.accelerators import Duration, Speed
-from fedspan.planning.compute import Compute, PlannedPasses, Trains, local_training
-from fedspan.planning.traffic import RankCounts, extras_of, plan_traffic
-from fedspan.runs.client_ranks import client_ranks
+from fedspan.planning.compute import Compute, PlannedPasses, Trains, compute_training_cost
+from fedspan.planning.traffic import RankCounts, list_extras, plan_traffic
+from fedspan.runs.client_ranks import compute_client_ranks
 from fedspan.runs.model_setup import empty_model
-from fedspan.training.dp_sgd import private_steps
+from fedspan.training.dp_sgd import compute_private_steps
 
 __all__ = ["ClientMemory", "Plan", "PlannedModel", "ServerMemory", "add_time", "plan_run", "prepare_model"]
 
@@ -171,15 +171,17 @@ def prepare_model(config: RunConfig, labels: int, architecture: Mapping[str, Any
     base = sum(
         value.numel() * value.element_size() for value in (*adapted.model.parameters(), *adapted.model.buffers())
     )
-    return PlannedModel(adapted, base - _quantising_savings(config, adapted.model), PlannedPasses(config, adapted))
+    return PlannedModel(
+        adapted, base - _compute_quantising_savings(config, adapted.model), PlannedPasses(config, adapted)
+    )
 
 
-def _quantising_savings(config: RunConfig, model: torch.nn.Module) -> int:
+def _compute_quantising_savings(config: RunConfig, model: torch.nn.Module) -> int:
     """Return the bytes that quantisation saves; the scales of the blocks, about 1 %, are ignored."""
     bits = {None: None, "nf4": 4, "int8": 8}[config.model.quantization]
     if bits is None:
         return 0
-    whole = re.compile("|".join(unquantized_modules(config.model.modules_to_save)))
+    whole = re.compile("|".join(list_unquantized_modules(config.model.modules_to_save)))
     weights = [
         module.weight
         for path, module in model.named_modules()
@@ -221,25 +223,25 @@ def plan_run(
     spec = replace(planned.adapted.spec, clients=count)
     method = config.build_method(spec)
     ids = make_client_ids(count)
-    by_client = client_ranks(config, method, ids)
+    by_client = compute_client_ranks(config, method, ids)
     ranks = [by_client[id] for id in ids]
     counts = {rank: RankCounts.of(method, rank) for rank in sorted(set(ranks))}
     rounds = plan_traffic(config, planned.adapted, method, ranks)
     first, later = rounds[0], rounds[1:]
     messages = sum(traffic.clients for traffic in later) or 1
-    largest, extras = counts[max(counts)], extras_of(config, planned.adapted, method)
+    largest, extras = counts[max(counts)], list_extras(config, planned.adapted, method)
     trainable = largest.trained + (0 if extras.policy == "frozen" else extras.trained)
     moments = _MOMENTS[config.training.optimizer]
     if config.training.optimizer == "sgd" and not config.training.momentum:
         moments = 0
     own = _own_examples(config, count, examples)
-    steps = _steps(config, own)
+    steps = _compute_steps(config, own)
     trains = Trains(largest.computations, extras.policy != "frozen" and bool(planned.adapted.extras))
     cohorts = [
         draw_cohort(config.seed, number, count, config.federation.clients_per_round)
         for number in range(config.federation.rounds)
     ]
-    local = local_training(config, planned.passes, trains, own, length, cohorts)
+    local = compute_training_cost(config, planned.passes, trains, own, length, cohorts)
     bytes_down, bytes_up = sum(traffic.down for traffic in rounds), sum(traffic.up for traffic in rounds)
     orders = sum(traffic.clients for traffic in rounds)
     transfer = None if mbit is None else 8 * (bytes_down + bytes_up) / orders / (mbit * 1e6)
@@ -259,7 +261,7 @@ def plan_run(
         later_up=sum(traffic.up for traffic in later) / messages,
         bytes_down=bytes_down,
         bytes_up=bytes_up,
-        head_up=_head_bytes(config, planned.adapted),
+        head_up=_compute_head_bytes(config, planned.adapted),
         exact=first.clients == count,
         steps=steps,
         all_steps=None if steps is None else steps * orders,
@@ -286,7 +288,7 @@ def add_time(plan: Plan, speed: Speed, config: RunConfig) -> Plan:
     return replace(plan, time=speed.duration(plan.compute, plan.client.base, config, plan.transfer))
 
 
-def _head_bytes(config: RunConfig, adapted: AdaptedModel) -> int:
+def _compute_head_bytes(config: RunConfig, adapted: AdaptedModel) -> int:
     """Return the bytes of a client's statistics for the head's start; 0 if the head starts at random."""
     kind, _ = config.head_kind
     if kind is None:
@@ -295,7 +297,9 @@ def _head_bytes(config: RunConfig, adapted: AdaptedModel) -> int:
         layer = find_output_layer(adapted)
     except NoOutputLayer:
         return 0
-    return _FLOAT * sum(math.prod(shape) for shape in statistics_shapes(kind, layer.outputs, layer.features).values())
+    return _FLOAT * sum(
+        math.prod(shape) for shape in compute_statistics_shapes(kind, layer.outputs, layer.features).values()
+    )
 
 
 def _own_examples(config: RunConfig, clients: int, examples: int | None) -> int | None:
@@ -306,9 +310,9 @@ def _own_examples(config: RunConfig, clients: int, examples: int | None) -> int 
     return max(1, round(examples * left / clients))
 
 
-def _steps(config: RunConfig, own: int | None) -> int | None:
+def _compute_steps(config: RunConfig, own: int | None) -> int | None:
     """Return the optimizer steps of a client in a round; with epochs, of a client with this many examples."""
     settings = config.build_training_settings()
     if settings.steps is not None:
         return settings.steps
-    return None if own is None else private_steps(settings, Job({}, {}, ()), own)
+    return None if own is None else compute_private_steps(settings, Job({}, {}, ()), own)

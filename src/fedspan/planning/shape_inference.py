@@ -33,65 +33,65 @@ from fedspan.core.values import (
     StackItem,
     Trained,
 )
-from fedspan.federation.serialization import payload_size
+from fedspan.federation.serialization import compute_payload_size
 from fedspan.training.engine import close_segment
 from fedspan.wrappers.wrapper import Wrapper
 
-__all__ = ["Exchange", "ShapeInference", "bare_method", "count_traffic", "with_bare_method"]
+__all__ = ["Exchange", "ShapeInference", "count_traffic", "rewrap_method", "unwrap_method"]
 
 
-def _svd(matrix: Tensor, full_matrices: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+def _infer_svd(matrix: Tensor, full_matrices: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = matrix.shape
     rank = min(rows, columns)
     U, Vt = (rows, rows if full_matrices else rank), (columns if full_matrices else rank, columns)
     return matrix.new_empty(U), matrix.new_empty(rank), matrix.new_empty(Vt)
 
 
-def _qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _infer_qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = matrix.shape
     return matrix.new_empty(rows, min(rows, columns)), matrix.new_empty(min(rows, columns), columns)
 
 
-def _geqrf(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _infer_geqrf(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(matrix), matrix.new_empty(min(matrix.shape))
 
 
-def _elementwise(left: Any, right: Any, *, alpha: float = 1) -> Tensor:
-    return torch.empty(_broadcast(left, right), dtype=torch.result_type(left, right))
+def _infer_elementwise(left: Any, right: Any, *, alpha: float = 1) -> Tensor:
+    return torch.empty(_broadcast_shapes(left, right), dtype=torch.result_type(left, right))
 
 
-def _comparison(left: Any, right: Any) -> Tensor:
-    return torch.empty(_broadcast(left, right), dtype=torch.bool)
+def _infer_comparison(left: Any, right: Any) -> Tensor:
+    return torch.empty(_broadcast_shapes(left, right), dtype=torch.bool)
 
 
-def _broadcast(*values: Any) -> torch.Size:
+def _broadcast_shapes(*values: Any) -> torch.Size:
     shapes = {value.shape for value in values if isinstance(value, Tensor)}
     return torch.broadcast_shapes(*shapes) if len(shapes) > 1 else shapes.pop()
 
 
-def _same_shape(value: Tensor, *arguments: float) -> Tensor:
+def _infer_same_shape(value: Tensor, *arguments: float) -> Tensor:
     return torch.empty_like(value)
 
 
-def _norm(value: Tensor, *arguments: Any, **options: Any) -> Tensor:
+def _infer_norm(value: Tensor, *arguments: Any, **options: Any) -> Tensor:
     return Tensor.norm(value, *arguments, **options) if arguments or options else value.new_empty(())
 
 
-def _arange(*limits: int, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
+def _infer_arange(*limits: int, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
     return torch.empty(len(range(*limits)), dtype=dtype or torch.int64)
 
 
 _SHAPES: Mapping[Any, Callable[..., Any]] = {
-    torch.arange: _arange,
-    torch.geqrf: _geqrf,
-    torch.linalg.qr: _qr,
-    torch.linalg.svd: _svd,
-    Tensor.norm: _norm,
-    **dict.fromkeys((Tensor.clamp_min, Tensor.floor, Tensor.sign), _same_shape),
-    **dict.fromkeys((Tensor.lt, Tensor.gt), _comparison),
-    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _elementwise),
-    **dict.fromkeys((Tensor.add, Tensor.sub, Tensor.__sub__), _elementwise),
-    **dict.fromkeys((Tensor.__and__, Tensor.__lshift__, Tensor.__rshift__), _elementwise),
+    torch.arange: _infer_arange,
+    torch.geqrf: _infer_geqrf,
+    torch.linalg.qr: _infer_qr,
+    torch.linalg.svd: _infer_svd,
+    Tensor.norm: _infer_norm,
+    **dict.fromkeys((Tensor.clamp_min, Tensor.floor, Tensor.sign), _infer_same_shape),
+    **dict.fromkeys((Tensor.lt, Tensor.gt), _infer_comparison),
+    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _infer_elementwise),
+    **dict.fromkeys((Tensor.add, Tensor.sub, Tensor.__sub__), _infer_elementwise),
+    **dict.fromkeys((Tensor.__and__, Tensor.__lshift__, Tensor.__rshift__), _infer_elementwise),
 }
 """Frequent operations whose shapes the meta device computes slowly, and one (``geqrf``) that it lacks."""
 
@@ -143,7 +143,7 @@ class Exchange:
     @property
     def traffic(self) -> Traffic:
         """Bytes of both messages."""
-        return Traffic(payload_size(self.down), payload_size(self.up))
+        return Traffic(compute_payload_size(self.down), compute_payload_size(self.up))
 
 
 class ShapeInference:
@@ -195,7 +195,7 @@ class ShapeInference:
         with _to_meta():
             while True:
                 result, memory = self._method.finish(
-                    jobs[-1], _pretend_training(jobs[-1]), client, memory, self.state.round
+                    jobs[-1], _simulate_training(jobs[-1]), client, memory, self.state.round
                 )
                 if isinstance(result, Message):
                     break
@@ -214,7 +214,7 @@ class ShapeInference:
         return Reduced(mean, stack, len(cohort))
 
 
-def _pretend_training(job: Job) -> Trained:
+def _simulate_training(job: Job) -> Trained:
     """Return a job's tensors as training leaves them: projector refreshes are all that changes a shape."""
     tensors, steps = dict(job.tensors), 1 if job.steps is None else job.steps
     if job.refresh is not None and job.refresh.period:
@@ -227,7 +227,7 @@ def _pretend_training(job: Job) -> Trained:
     return Trained(tensors, moments, steps, 1.0, trained if job.want_gradient or not steps else {})
 
 
-def bare_method(method: Method) -> RegisteredMethod:
+def unwrap_method(method: Method) -> RegisteredMethod:
     """Return the method inside its wrappers."""
     while isinstance(method, Wrapper):
         method = method.inner
@@ -235,9 +235,9 @@ def bare_method(method: Method) -> RegisteredMethod:
     return method
 
 
-def with_bare_method(method: Method, bare: RegisteredMethod) -> Method:
+def rewrap_method(method: Method, bare: RegisteredMethod) -> Method:
     """Put a method's wrappers around another method."""
-    return replace(method, inner=with_bare_method(method.inner, bare)) if isinstance(method, Wrapper) else bare
+    return replace(method, inner=rewrap_method(method.inner, bare)) if isinstance(method, Wrapper) else bare
 
 
 def count_traffic(
@@ -275,7 +275,7 @@ def _count_traffic(
             {rank: traffic for rank in ranks if (traffic := method.estimate_traffic(layers[0], rank, number))}
             for number in range(len(cohorts))
         )
-    bare = bare_method(method)
+    bare = unwrap_method(method)
     options = [getattr(bare, option.name) for option in fields(bare) if option.name not in ("seed", "r")]
     largest = max([2, *(value for value in options if type(value) is int)])
     values = {path: torch.empty(shape, dtype=dtype, device="meta") for path, shape, dtype in extras}
@@ -283,7 +283,7 @@ def _count_traffic(
     rows: list[Mapping[int, Traffic]] = []
     alike = len({tuple(sorted(cohort)) for cohort in cohorts}) == 1
     for number, cohort in enumerate(cohorts):
-        period = _period(rows, largest) if alike and number >= 2 * largest + 4 else None
+        period = _find_period(rows, largest) if alike and number >= 2 * largest + 4 else None
         if period is not None:
             rows.append(rows[-period])
         else:
@@ -291,7 +291,7 @@ def _count_traffic(
     return tuple(rows)
 
 
-def _period(rows: Sequence[object], largest: int) -> int | None:
+def _find_period(rows: Sequence[object], largest: int) -> int | None:
     """Return the shortest period, at most ``largest``, with which the last ``largest + 2`` rows repeat earlier ones."""
     tail = range(len(rows) - largest - 2, len(rows))
     return next((period for period in range(1, largest + 1) if all(rows[at] == rows[at - period] for at in tail)), None)

@@ -13,14 +13,14 @@ from fedspan.core.method import RegisteredMethod
 from fedspan.core.tensors import Tensors, count
 from fedspan.core.values import LayerSpec, Message, Spec
 from fedspan.federation.federation import draw_cohort
-from fedspan.federation.serialization import payload_size
+from fedspan.federation.serialization import compute_payload_size
 from fedspan.methods.fedavg import FedAvg
 from fedspan.models.adapted import AdaptedModel
 from fedspan.planning.layer_counts import Computation, count_layer
-from fedspan.planning.shape_inference import count_traffic, with_bare_method
+from fedspan.planning.shape_inference import count_traffic, rewrap_method
 from fedspan.wrappers.extras import ExtrasPolicy
 
-__all__ = ["Extras", "RankCounts", "Sent", "extras_of", "plan_traffic"]
+__all__ = ["Extras", "RankCounts", "Sent", "list_extras", "plan_traffic"]
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class Extras:
     @property
     def bytes(self) -> int:
         """Bytes of the parameters and their buffers."""
-        return payload_size(Message(self.values))
+        return compute_payload_size(Message(self.values))
 
 
-def extras_of(config: RunConfig, adapted: AdaptedModel, method: RegisteredMethod) -> Extras:
+def list_extras(config: RunConfig, adapted: AdaptedModel, method: RegisteredMethod) -> Extras:
     """Return the extras of a run's model under the run's policy, or the method's own."""
     values = {path: value.float() if value.is_floating_point() else value for path, value in adapted.values().items()}
     return Extras(config.model.extras or method.claims.extras, count(adapted.extras), values)
@@ -83,7 +83,9 @@ class RankCounts:
     @classmethod
     def of(cls, method: RegisteredMethod, rank: int) -> Self:
         """Count a method's target layers; layers of one shape are counted once."""
-        counts = [(kind, count_layer(method, kind, rank), number) for kind, number in kinds_of(method.spec).items()]
+        counts = [
+            (kind, count_layer(method, kind, rank), number) for kind, number in count_layer_shapes(method.spec).items()
+        ]
 
         def total(elements: Sequence[int]) -> int:
             return sum(number * each for (_, _, number), each in zip(counts, elements, strict=True))
@@ -94,7 +96,7 @@ class RankCounts:
         return cls({kind: layer.computation for kind, layer, _ in counts}, trained, held, stored)
 
 
-def kinds_of(spec: Spec) -> Counter[LayerSpec]:
+def count_layer_shapes(spec: Spec) -> Counter[LayerSpec]:
     """Count the target layers of each shape."""
     return Counter(LayerSpec("", *layer.shape, layer.kernel) for layer in spec.layers)
 
@@ -110,7 +112,7 @@ def plan_traffic(
         method: The run's method, without wrappers.
         ranks: Ranks of the clients, in the order of their ids.
     """
-    federation, wrapped, extras = config.federation, config.wrap_method(method), extras_of(config, adapted, method)
+    federation, wrapped, extras = config.federation, config.wrap_method(method), list_extras(config, adapted, method)
     cohorts = [
         sorted(draw_cohort(config.seed, number, len(ranks), federation.clients_per_round))
         for number in range(federation.rounds)
@@ -119,7 +121,7 @@ def plan_traffic(
 
     def count_bytes(bare: RegisteredMethod, values: Tensors = MappingProxyType({})) -> list[tuple[int, int]]:
         """Count the bytes to and from all clients of each round; ``values`` are those of the extras of the spec."""
-        rows = count_traffic(with_bare_method(wrapped, bare), ranks, by_rank, values)
+        rows = count_traffic(rewrap_method(wrapped, bare), ranks, by_rank, values)
         return [
             (sum(row[rank].down for rank in cohort), sum(row[rank].up for rank in cohort))
             for row, cohort in zip(rows, by_rank, strict=True)
@@ -127,7 +129,7 @@ def plan_traffic(
 
     layers = [
         (number, count_bytes(replace(method, spec=Spec((kind,), clients=len(ranks)))))
-        for kind, number in kinds_of(method.spec).items()
+        for kind, number in count_layer_shapes(method.spec).items()
     ]
     # Extras are transmitted alike around every method; FedAvg supports every wrapper.
     beside = count_bytes(FedAvg(spec=replace(method.spec, layers=())), extras.values)

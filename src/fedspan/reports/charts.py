@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 
 from fedspan.diagnostics.measures import MEASURES
 from fedspan.diagnostics.round_diagnosis import Diagnosis
-from fedspan.reports.groups import Curve, Group, curve
+from fedspan.reports.groups import Curve, Group, summarize_curve
 from fedspan.reports.run_data import RunData
 from fedspan.tasks.metrics import METRICS
 
@@ -22,17 +22,17 @@ __all__ = [
     "COLOURS",
     "MAX_LISTED_CLIENTS",
     "Figure",
-    "by_client",
-    "by_layer",
-    "course",
-    "loss_of",
-    "menu",
-    "privacy",
+    "build_menu",
+    "compute_tick_step",
+    "draw_clients",
+    "draw_course",
+    "draw_layers",
+    "draw_privacy",
+    "draw_spectra",
+    "draw_traffic",
+    "get_losses",
     "score_of",
-    "spectra",
     "style",
-    "traffic",
-    "whole_rounds",
 ]
 
 Figure = go.Figure
@@ -45,19 +45,19 @@ MAX_LISTED_CLIENTS = 60
 """Number of clients above which individual clients are not readable."""
 
 
-def faint(colour: str) -> str:
+def fade(colour: str) -> str:
     """Return a translucent colour for a band behind a line of the same colour."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.15)"
 
 
-def menu(buttons: Sequence[Mapping[str, Any]], *, y: float = 1.02) -> dict[str, Any]:
+def build_menu(buttons: Sequence[Mapping[str, Any]], *, y: float = 1.02) -> dict[str, Any]:
     """Return a row of buttons above a figure."""
     place = {"x": 0, "xanchor": "left", "y": y, "yanchor": "bottom", "pad": {"b": 4}}
     return {"type": "buttons", "direction": "right", "buttons": list(buttons), "showactive": True, **place}
 
 
-def whole_rounds(last: int) -> int:
+def compute_tick_step(last: int) -> int:
     """Return the whole number of rounds between two ticks."""
     return max(1, math.ceil(last / 12))
 
@@ -83,12 +83,14 @@ def score_of(run: RunData) -> dict[int, float]:
     return {int(row["round"]): score for row in run.rows if (score := run.score(row)) is not None}
 
 
-def loss_of(run: RunData) -> dict[int, float]:
+def get_losses(run: RunData) -> dict[int, float]:
     """Return the training losses by round."""
     return {int(row["round"]): float(row["loss"]) for row in run.rows if isinstance(row.get("loss"), int | float)}
 
 
-def course(groups: Sequence[Group], values: Mapping[str, Mapping[int, float]], title: str, percent: bool) -> Figure:
+def draw_course(
+    groups: Sequence[Group], values: Mapping[str, Mapping[int, float]], title: str, percent: bool
+) -> Figure:
     """Draw a quantity by round; buttons replace rounds by bytes or time.
 
     Args:
@@ -97,13 +99,13 @@ def course(groups: Sequence[Group], values: Mapping[str, Mapping[int, float]], t
         title: Title of the quantity.
         percent: Whether the quantity is a share.
     """
-    figure, curves = go.Figure(), [curve(group, values) for group in groups]
+    figure, curves = go.Figure(), [summarize_curve(group, values) for group in groups]
     axes = {"rounds": [], "bytes": [], "time": []}
     for at, (group, summary) in enumerate(zip(groups, curves, strict=True)):
         colour = COLOURS[at % len(COLOURS)]
         if len(group.runs) > 1:
-            _band(figure, summary, colour, group.label)
-            _lengthen(axes, summary, 2)
+            _draw_band(figure, summary, colour, group.label)
+            _extend_axes(axes, summary, 2)
         has_markers = len(summary.rounds) <= 40
         figure.add_scatter(
             x=summary.rounds,
@@ -114,20 +116,20 @@ def course(groups: Sequence[Group], values: Mapping[str, Mapping[int, float]], t
             marker={"symbol": MARKS[at % len(MARKS)], "size": 7},
             hovertemplate=f"%{{y{':.1%' if percent else ':.4g'}}} at %{{x}}<extra>{group.label}</extra>",
         )
-        _lengthen(axes, summary, 1)
+        _extend_axes(axes, summary, 1)
     titles = {"rounds": "round", "bytes": "megabytes transmitted, both ways", "time": "seconds of rounds"}
-    tick = whole_rounds(max((summary.rounds[-1] for summary in curves if summary.rounds), default=1))
+    tick = compute_tick_step(max((summary.rounds[-1] for summary in curves if summary.rounds), default=1))
     figure.update_xaxes(title=titles["rounds"], dtick=tick)
     figure.update_yaxes(title=title, tickformat=".0%" if percent else None)
     buttons: list[dict[str, Any]] = []
     for name, x in axes.items():
         axis = {"xaxis.title.text": titles[name], "xaxis.dtick": tick if name == "rounds" else None}
         buttons.append({"label": f"by {name}", "method": "update", "args": [{"x": x}, axis]})
-    figure.update_layout(updatemenus=[menu(buttons)])
+    figure.update_layout(updatemenus=[build_menu(buttons)])
     return style(figure)
 
 
-def _band(figure: Figure, curve: Curve, colour: str, label: str) -> None:
+def _draw_band(figure: Figure, curve: Curve, colour: str, label: str) -> None:
     for edge, fill in ((curve.low, None), (curve.high, "tonexty")):
         figure.add_scatter(
             x=curve.rounds,
@@ -135,23 +137,23 @@ def _band(figure: Figure, curve: Curve, colour: str, label: str) -> None:
             mode="lines",
             line={"width": 0, "color": colour},
             fill=fill,
-            fillcolor=faint(colour),
+            fillcolor=fade(colour),
             hoverinfo="skip",
             showlegend=False,
             legendgroup=label,
         )
 
 
-def _lengthen(axes: Mapping[str, list[Any]], curve: Curve, times: int) -> None:
+def _extend_axes(axes: Mapping[str, list[Any]], curve: Curve, times: int) -> None:
     for _ in range(times):
         axes["rounds"].append(list(curve.rounds))
         axes["bytes"].append([count / 1e6 for count in curve.bytes])
         axes["time"].append(list(curve.seconds))
 
 
-def by_client(groups: Sequence[Group], metric: str) -> Figure | None:
+def draw_clients(groups: Sequence[Group], metric: str) -> Figure | None:
     """Draw every client's score on its own test part, worst at the bottom; for many clients, their distribution."""
-    scores = {group.label: _client_scores(group, metric) for group in groups}
+    scores = {group.label: _compute_client_scores(group, metric) for group in groups}
     ids = list(dict.fromkeys(id for own in scores.values() for id in own))
     if not ids:
         return None
@@ -183,7 +185,7 @@ def by_client(groups: Sequence[Group], metric: str) -> Figure | None:
     return style(figure, height=max(300, 22 * len(ids) + 140))
 
 
-def _client_scores(group: Group, metric: str) -> dict[str, float]:
+def _compute_client_scores(group: Group, metric: str) -> dict[str, float]:
     """Return the mean score of every client over the group's runs that measured it."""
     found: dict[str, list[float]] = {}
     for run in group.runs:
@@ -193,7 +195,7 @@ def _client_scores(group: Group, metric: str) -> dict[str, float]:
     return {id: sum(values) / len(values) for id, values in found.items()}
 
 
-def traffic(groups: Sequence[Group]) -> Figure:
+def draw_traffic(groups: Sequence[Group]) -> Figure:
     """Draw the megabytes of a run, down and up."""
     figure = go.Figure()
     for at, direction in enumerate(("down", "up")):
@@ -212,7 +214,7 @@ def traffic(groups: Sequence[Group]) -> Figure:
     return style(figure, height=max(240, 60 * len(groups) + 140))
 
 
-def privacy(runs: Sequence[RunData]) -> Figure | None:
+def draw_privacy(runs: Sequence[RunData]) -> Figure | None:
     """Draw epsilon by round, and the budget."""
     figure = go.Figure()
     for at, run in enumerate(runs):
@@ -232,12 +234,12 @@ def privacy(runs: Sequence[RunData]) -> Figure | None:
             )
     if not figure.data:
         return None
-    figure.update_xaxes(title="round", dtick=whole_rounds(max(run.rounds for run in runs)))
+    figure.update_xaxes(title="round", dtick=compute_tick_step(max(run.rounds for run in runs)))
     figure.update_yaxes(title="epsilon spent", rangemode="tozero")
     return style(figure)
 
 
-def spectra(values: Mapping[str, Sequence[float]]) -> Figure | None:
+def draw_spectra(values: Mapping[str, Sequence[float]]) -> Figure | None:
     """Draw the singular values of an adapter's layers, relative to the largest one of each layer.
 
     Args:
@@ -262,7 +264,7 @@ def spectra(values: Mapping[str, Sequence[float]]) -> Figure | None:
     return style(figure)
 
 
-def by_layer(diagnoses: Mapping[str, Diagnosis]) -> Figure:
+def draw_layers(diagnoses: Mapping[str, Diagnosis]) -> Figure:
     """Draw every diagnostic by layer; a menu selects the diagnostic.
 
     Args:
@@ -284,7 +286,7 @@ def by_layer(diagnoses: Mapping[str, Diagnosis]) -> Figure:
         visible = [number * count <= trace < (number + 1) * count for trace in range(len(MEASURES) * count)]
         args = [{"visible": visible}, {"xaxis.title.text": measure.title}]
         buttons.append({"label": measure.title, "method": "update", "args": args})
-    figure.update_layout(updatemenus=[{**menu(buttons), "type": "dropdown", "direction": "down"}])
+    figure.update_layout(updatemenus=[{**build_menu(buttons), "type": "dropdown", "direction": "down"}])
     figure.update_xaxes(title=MEASURES[0].title, rangemode="tozero")
     figure.update_yaxes(type="category", autorange="reversed", tickfont={"size": 10})
     layers = max(len(diagnosis.layers) for diagnosis in diagnoses.values())

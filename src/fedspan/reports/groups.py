@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedspan.experiments.series import mean, spread
+from fedspan.experiments.series import compute_deviation, compute_mean
 from fedspan.reports.run_data import RunData
-from fedspan.runs.curves import sent_until
+from fedspan.runs.curves import compute_sent_bytes
 
-__all__ = ["Curve", "Group", "curve", "differences", "group_runs"]
+__all__ = ["Curve", "Group", "group_runs", "list_differences", "summarize_curve"]
 
 _SEEDS = ("seed", "baselines")
 
@@ -35,12 +35,12 @@ class Group:
     @property
     def mean(self) -> float | None:
         """Mean of the scores; None if one is missing."""
-        return mean(self.scores)
+        return compute_mean(self.scores)
 
     @property
     def deviation(self) -> float | None:
         """Standard deviation (n - 1) of the scores; None for one run."""
-        return spread(self.scores)
+        return compute_deviation(self.scores)
 
 
 @dataclass(frozen=True)
@@ -68,25 +68,27 @@ def group_runs(runs: Sequence[RunData]) -> tuple[Group, ...]:
     """Group the runs, in the order of their first runs."""
     by_settings: dict[str, list[RunData]] = {}
     for run in runs:
-        flat = {path: value for path, value in _flat(run.config.model_dump(mode="json")).items() if path not in _SEEDS}
+        flat = {
+            path: value for path, value in _flatten(run.config.model_dump(mode="json")).items() if path not in _SEEDS
+        }
         by_settings.setdefault(repr(sorted(flat.items())), []).append(run)
     sets = [sorted(members, key=lambda run: run.config.seed) for members in by_settings.values()]
-    differ = differences([members[0] for members in sets])
+    differ = list_differences([members[0] for members in sets])
     labels = [_label(members[0], {path: row[at] for path, row in differ.items()}) for at, members in enumerate(sets)]
     if len(set(labels)) < len(labels):
         labels = [members[0].name for members in sets]
     return tuple(Group(label, tuple(members)) for label, members in zip(labels, sets, strict=True))
 
 
-def differences(runs: Sequence[RunData]) -> dict[str, tuple[Any, ...]]:
+def list_differences(runs: Sequence[RunData]) -> dict[str, tuple[Any, ...]]:
     """Return the fields in which configurations differ, with every run's value (None if missing), except seeds."""
-    flats = [_flat(run.config.model_dump(mode="json")) for run in runs]
+    flats = [_flatten(run.config.model_dump(mode="json")) for run in runs]
     paths = dict.fromkeys(path for flat in flats for path in flat if path not in _SEEDS)
     rows = {path: tuple(flat.get(path) for flat in flats) for path in paths}
     return {path: row for path, row in rows.items() if any(value != row[0] for value in row)}
 
 
-def curve(group: Group, values: Mapping[str, Mapping[int, float]]) -> Curve:
+def summarize_curve(group: Group, values: Mapping[str, Mapping[int, float]]) -> Curve:
     """Summarize a quantity by round over the runs of a group.
 
     Args:
@@ -96,7 +98,7 @@ def curve(group: Group, values: Mapping[str, Mapping[int, float]]) -> Curve:
     series = [values[run.name] for run in group.runs]
     rounds = sorted(set[int].intersection(*(set(own) for own in series))) if series else []
     columns = [[own[round] for own in series] for round in rounds]
-    bytes_by_round = [sent_until(run.totals, run.rounds) for run in group.runs]
+    bytes_by_round = [compute_sent_bytes(run.totals, run.rounds) for run in group.runs]
     seconds_by_round = [{int(row["round"]): float(row.get("seconds", 0.0)) for row in run.rows} for run in group.runs]
     count = max(1, len(series))
     return Curve(
@@ -120,11 +122,11 @@ def _label(run: RunData, own: Mapping[str, Any]) -> str:
     return " ".join([run.config.method.title, *settings[:3], *(["..."] if len(settings) > 3 else [])])
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= _flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat

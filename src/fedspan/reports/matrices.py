@@ -9,10 +9,10 @@ import plotly.graph_objects as go
 
 from fedspan.data.partition import ClientRow
 from fedspan.diagnostics.measures import MEASURES
-from fedspan.reports.charts import MAX_LISTED_CLIENTS, Figure, menu, style, whole_rounds
+from fedspan.reports.charts import MAX_LISTED_CLIENTS, Figure, build_menu, compute_tick_step, style
 from fedspan.reports.run_data import RunData
 
-__all__ = ["by_round", "participation", "partition"]
+__all__ = ["draw_participation", "draw_rounds", "partition"]
 
 
 def partition(rows: Sequence[ClientRow], labels: Sequence[str]) -> Figure:
@@ -36,9 +36,9 @@ def partition(rows: Sequence[ClientRow], labels: Sequence[str]) -> Figure:
     return style(figure, height=min(1200, max(280, 20 * len(rows) + 160)))
 
 
-def participation(run: RunData) -> Figure:
+def draw_participation(run: RunData) -> Figure:
     """Draw the clients that participated in every round, and those whose reply failed."""
-    ids = list(dict.fromkeys(id for row in run.rows for id in (*row.get("cohort", ()), *_failed(row))))
+    ids = list(dict.fromkeys(id for row in run.rows for id in (*row.get("cohort", ()), *_list_failed_clients(row))))
     ids.sort()
     rows = [row for row in run.rows if row["round"]]
     rounds = [int(row["round"]) for row in rows]
@@ -48,7 +48,7 @@ def participation(run: RunData) -> Figure:
     for column, row in enumerate(rows):
         for id in row.get("cohort", ()):
             z[positions[id]][column], marks[positions[id]][column] = 1.0, "took part"
-        for id in _failed(row):
+        for id in _list_failed_clients(row):
             z[positions[id]][column], marks[positions[id]][column] = 0.5, "failed"
     figure = go.Figure(
         go.Heatmap(
@@ -67,16 +67,16 @@ def participation(run: RunData) -> Figure:
             hovertemplate="%{y}, round %{x}: %{customdata}<extra></extra>",
         )
     )
-    figure.update_xaxes(title="round", dtick=whole_rounds(len(rounds)))
+    figure.update_xaxes(title="round", dtick=compute_tick_step(len(rounds)))
     figure.update_yaxes(type="category", autorange="reversed", showticklabels=len(ids) <= MAX_LISTED_CLIENTS)
     return style(figure, height=min(1000, max(240, 16 * len(ids) + 140)))
 
 
-def _failed(row: Mapping[str, Any]) -> list[str]:
+def _list_failed_clients(row: Mapping[str, Any]) -> list[str]:
     return [str(item["client"]) for item in row.get("failures", ()) if isinstance(item, Mapping) and "client" in item]
 
 
-def by_round(run: RunData) -> Figure | None:
+def draw_rounds(run: RunData) -> Figure | None:
     """Draw every diagnostic of a run by round and layer, from metrics.jsonl; a menu selects the diagnostic."""
     by_number = {int(row["round"]): row["diagnostics"]["layers"] for row in run.rows if "diagnostics" in row}
     layers = list(dict.fromkeys(name for own in by_number.values() for name in own))
@@ -98,7 +98,7 @@ def by_round(run: RunData) -> Figure | None:
         )
         visible = [at == number for at in range(len(measures))]
         buttons.append({"label": measure.title, "method": "update", "args": [{"visible": visible}]})
-    figure.update_layout(updatemenus=[{**menu(buttons), "type": "dropdown", "direction": "down"}])
+    figure.update_layout(updatemenus=[{**build_menu(buttons), "type": "dropdown", "direction": "down"}])
     figure.update_xaxes(title="round", type="category")
     figure.update_yaxes(type="category", autorange="reversed", tickfont={"size": 10})
     return style(figure, height=min(1400, max(320, 20 * len(layers) + 180)))

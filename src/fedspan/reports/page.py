@@ -13,12 +13,12 @@ from plotly.offline import get_plotlyjs
 from fedspan.data.partition import ClientRow
 from fedspan.diagnostics.measures import MEASURES
 from fedspan.diagnostics.round_diagnosis import Diagnosis
-from fedspan.experiments.tables import size
+from fedspan.experiments.tables import format_size
 from fedspan.reports import charts, matrices
 from fedspan.reports.charts import Figure
-from fedspan.reports.groups import Group, differences
+from fedspan.reports.groups import Group, list_differences
 from fedspan.reports.run_data import RunData
-from fedspan.reports.summary import score_text, sentences
+from fedspan.reports.summary import score_text, write_sentences
 from fedspan.tasks.metrics import METRICS
 
 __all__ = ["OutOfRoundEvents", "page"]
@@ -53,7 +53,7 @@ class _Page:
     def figure(self, figure: Figure, description: str) -> str:
         """Return the placeholder of a figure; ``description`` is its description for screen readers."""
         number = len(self.figures)
-        self.figures.append(_script_safe(figure.to_json()))
+        self.figures.append(_escape_script(figure.to_json()))
         return f'<div class="figure" id="figure-{number}" role="img" aria-label="{html.escape(description)}"></div>'
 
 
@@ -69,55 +69,57 @@ def page(groups: Sequence[Group], events: OutOfRoundEvents, title: str, version:
     sections, runs = _Page(), [run for group in groups for run in group.runs]
     metric = runs[0].metric
     percent = METRICS[metric].percent
-    sections.parts.append(f'<p class="verdict">{html.escape(" ".join(sentences(groups)))}</p>')
-    sections.section("Runs", _summary(groups))
+    sections.parts.append(f'<p class="verdict">{html.escape(" ".join(write_sentences(groups)))}</p>')
+    sections.section("Runs", _render_summary(groups))
     scores = {run.name: charts.score_of(run) for run in runs}
-    losses = {run.name: charts.loss_of(run) for run in runs}
+    losses = {run.name: charts.get_losses(run) for run in runs}
     if any(scores.values()):
-        figure = charts.course(groups, scores, METRICS[metric].title, percent)
+        figure = charts.draw_course(groups, scores, METRICS[metric].title, percent)
         sections.section("Score", sections.figure(figure, f"{metric} by round"), _note(groups))
     if any(losses.values()):
         sections.section(
-            "Training loss", sections.figure(charts.course(groups, losses, "loss", False), "loss by round")
+            "Training loss", sections.figure(charts.draw_course(groups, losses, "loss", False), "loss by round")
         )
-    if (figure := charts.by_client(groups, metric)) is not None:
+    if (figure := charts.draw_clients(groups, metric)) is not None:
         note = "<p>Of the best round's models, on each client's own test part; the worst stands at the bottom.</p>"
         sections.section("Clients", sections.figure(figure, f"{metric} of every client"), note)
     if events.partition is not None:
         name, rows, labels = events.partition
         figure = sections.figure(matrices.partition(rows, labels), "examples of each label by client")
         sections.section("Who holds what", f"<p>{html.escape(name)}</p>", figure)
-    sections.section("Traffic", sections.figure(charts.traffic(groups), "bytes down and up"), _ledger(groups))
+    sections.section(
+        "Traffic", sections.figure(charts.draw_traffic(groups), "bytes down and up"), _render_ledger(groups)
+    )
     participated = [group.runs[0] for group in groups if any("cohort" in row for row in group.runs[0].rows)]
     if participated:
-        figure = matrices.participation(participated[0])
+        figure = matrices.draw_participation(participated[0])
         note = f"<p>{html.escape(participated[0].name)}; dark: took part, x: its reply did not count.</p>"
         sections.section("Participation", note, sections.figure(figure, "who took part in which round"))
-    _diagnostics(sections, groups, events.diagnoses)
-    if events.spectra is not None and (figure := charts.spectra(events.spectra[1])) is not None:
+    _add_diagnostics(sections, groups, events.diagnoses)
+    if events.spectra is not None and (figure := charts.draw_spectra(events.spectra[1])) is not None:
         note = f"<p>{html.escape(events.spectra[0])}: the adapter's update by layer.</p>"
         sections.section("Singular values of the update", note, sections.figure(figure, "singular values"))
-    if (figure := charts.privacy(runs)) is not None:
+    if (figure := charts.draw_privacy(runs)) is not None:
         sections.section("Privacy", sections.figure(figure, "epsilon by round"))
-    sections.section("Configuration", _configuration(groups))
-    return _html(sections, title, version)
+    sections.section("Configuration", _render_configuration(groups))
+    return _render_html(sections, title, version)
 
 
-def _diagnostics(sections: _Page, groups: Sequence[Group], diagnoses: Mapping[str, Diagnosis] | None) -> None:
+def _add_diagnostics(sections: _Page, groups: Sequence[Group], diagnoses: Mapping[str, Diagnosis] | None) -> None:
     """Add the diagnostics recorded during one run of each group, and those of one additional round."""
     parts: list[str] = []
     for run in (group.runs[0] for group in groups):
-        if (figure := matrices.by_round(run)) is not None:
+        if (figure := matrices.draw_rounds(run)) is not None:
             parts += [
                 f"<p>{html.escape(run.name)}, by round.</p>",
                 sections.figure(figure, f"diagnostics of {run.name}"),
             ]
     if diagnoses:
-        figure = sections.figure(charts.by_layer(diagnoses), "diagnostics by layer")
+        figure = sections.figure(charts.draw_layers(diagnoses), "diagnostics by layer")
         parts += ["<p>Of one more round after the last.</p>", figure]
     if parts:
-        table = _table(("measure", "how to read it", "source"), [(m.title, m.reads, m.source) for m in MEASURES])
-        sections.section("Diagnostics", *parts, _details("How to read", table))
+        table = _render_table(("measure", "how to read it", "source"), [(m.title, m.reads, m.source) for m in MEASURES])
+        sections.section("Diagnostics", *parts, _render_details("How to read", table))
 
 
 def _note(groups: Sequence[Group]) -> str:
@@ -125,58 +127,60 @@ def _note(groups: Sequence[Group]) -> str:
     return "<p>Lines are means over the seeds, bands reach from the least to the most.</p>" if bands else ""
 
 
-def _summary(groups: Sequence[Group]) -> str:
+def _render_summary(groups: Sequence[Group]) -> str:
     metric = groups[0].runs[0].metric
     rows: list[tuple[str, ...]] = []
     for group in groups:
         for run in group.runs:
             state = "finished" if run.report is not None else f"after round {run.rounds}"
             best = "-" if run.report is None else str(run.report.best_round)
-            worst = _worst(run, metric)
-            cells = (score_text(metric, run.final), worst, best, size(run.bytes), f"{run.seconds:.0f} s")
-            rows.append((group.label, str(run.config.seed), *cells, _epsilon(run), state))
+            worst = _format_worst(run, metric)
+            cells = (score_text(metric, run.final), worst, best, format_size(run.bytes), f"{run.seconds:.0f} s")
+            rows.append((group.label, str(run.config.seed), *cells, _format_epsilon(run), state))
     title = METRICS[metric].title
-    return _table(("run", "seed", title, "worst client", "best round", "bytes", "rounds' time", "epsilon", ""), rows)
+    return _render_table(
+        ("run", "seed", title, "worst client", "best round", "bytes", "rounds' time", "epsilon", ""), rows
+    )
 
 
-def _worst(run: RunData, metric: str) -> str:
+def _format_worst(run: RunData, metric: str) -> str:
     worst: Any = (run.report.scores.get("clients") or {}).get("worst") if run.report is not None else None
     return "-" if not isinstance(worst, Mapping) else f"{score_text(metric, worst.get(metric))} ({worst['client']})"
 
 
-def _epsilon(run: RunData) -> str:
+def _format_epsilon(run: RunData) -> str:
     epsilon = None if run.report is None else run.report.privacy.get("epsilon")
     return "-" if not isinstance(epsilon, int | float) else f"{epsilon:.3g}"
 
 
-def _ledger(groups: Sequence[Group]) -> str:
+def _render_ledger(groups: Sequence[Group]) -> str:
     rows: list[tuple[str, ...]] = []
     for group in groups:
         for run in group.runs:
             for direction in ("down", "up"):
                 tally = run.totals.run(direction)
                 mean = tally.bytes / tally.messages if tally.messages else 0.0
-                sizes = (size(tally.bytes), size(tally.payload), size(mean))
+                sizes = (format_size(tally.bytes), format_size(tally.payload), format_size(mean))
                 rows.append((f"{group.label}, seed {run.config.seed}", direction, str(tally.messages), *sizes))
             for purpose, count in run.totals.out_of_round.items():
                 rows.append(
-                    (f"{group.label}, seed {run.config.seed}", purpose, "-", size(sum(count.values())), "-", "-")
+                    (f"{group.label}, seed {run.config.seed}", purpose, "-", format_size(sum(count.values())), "-", "-")
                 )
     head = ("run", "what", "messages", "as sent", "tensor data in it", "a message")
-    return _details("The ledger", _table(head, rows))
+    return _render_details("The ledger", _render_table(head, rows))
 
 
-def _configuration(groups: Sequence[Group]) -> str:
+def _render_configuration(groups: Sequence[Group]) -> str:
     first = [group.runs[0] for group in groups]
-    differing = differences(first)
+    differing = list_differences(first)
     parts: list[str] = []
     if len(groups) > 1:
         rows = [(path, *(_format(value) for value in values)) for path, values in differing.items()]
         head = ("what differs", *(group.label for group in groups))
-        parts.append(_table(head, rows) if rows else "<p>All runs have one configuration.</p>")
+        parts.append(_render_table(head, rows) if rows else "<p>All runs have one configuration.</p>")
     for group in groups:
         text = json.dumps(group.runs[0].config.model_dump(mode="json"), indent=1, ensure_ascii=False)
-        parts.append(_details(group.label, f"<pre>{html.escape(text)}</pre>"))
+        parts.append(_render_details(group.label, f"<pre>{html.escape(text)}</pre>"))
     return "".join(parts)
 
 
@@ -184,17 +188,17 @@ def _format(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def _details(title: str, content: str) -> str:
+def _render_details(title: str, content: str) -> str:
     return f"<details><summary>{html.escape(title)}</summary>{content}</details>"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     titles = "".join(f"<th>{html.escape(title)}</th>" for title in head)
     lines = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
-def _script_safe(text: str | None) -> str:
+def _escape_script(text: str | None) -> str:
     """Return JSON that is safe within a script element, whatever names it holds."""
     return (text or "{}").replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
@@ -216,7 +220,7 @@ figures.forEach((figure, number) => Plotly.newPlot("figure-" + number, figure.da
 """
 
 
-def _html(sections: _Page, title: str, version: str) -> str:
+def _render_html(sections: _Page, title: str, version: str) -> str:
     figures = ",\n".join(sections.figures)
     escaped = html.escape(title)
     return "\n".join(

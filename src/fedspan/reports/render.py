@@ -15,9 +15,9 @@ from fedspan.data.partition import ClientRow, Partition
 from fedspan.diagnostics.round_diagnosis import Diagnosis
 from fedspan.diagnostics.updates import compute_singular_values
 from fedspan.errors import FedspanError
-from fedspan.files import disk_errors, read_bytes, write_atomic
+from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.reports.groups import Group, group_runs
-from fedspan.reports.run_data import RunData, stories
+from fedspan.reports.run_data import RunData, read_runs
 from fedspan.runs.diagnose import diagnose
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.task_setup import PROBLEMS
@@ -53,7 +53,7 @@ def report(
         raise FedspanError(
             "report", None, problem=f"a report needs plotly ({error}). Run: pip install 'fedspan[report]'"
         ) from None
-    data_of_runs = stories([runs] if isinstance(runs, str | Path) else runs)
+    data_of_runs = read_runs([runs] if isinstance(runs, str | Path) else runs)
     for run in data_of_runs:
         if run.metric != data_of_runs[0].metric:
             problem = f"{data_of_runs[0].name} is judged by {data_of_runs[0].metric}, and {run.name} by {run.metric}"
@@ -63,12 +63,12 @@ def report(
     groups, path = group_runs(data_of_runs), Path(out)
     events = OutOfRoundEvents(
         partition=_read_partition(data_of_runs[0]) if data else None,
-        spectra=_spectra(data_of_runs),
-        diagnoses=_diagnoses(groups) if diagnostics else None,
+        spectra=_compute_spectra(data_of_runs),
+        diagnoses=_diagnose_groups(groups) if diagnostics else None,
     )
     title = f"{groups[0].label}" if len(groups) == 1 else f"{len(data_of_runs)} runs of {len(groups)} configurations"
     text = page(groups, events, title, fedspan.__version__)
-    with disk_errors(path.parent, "choose another file", "out"):
+    with convert_disk_errors(path.parent, "choose another file", "out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text.encode())
     return path
@@ -89,17 +89,17 @@ def _read_partition(run: RunData) -> tuple[str, Sequence[ClientRow], Sequence[st
         return None
 
 
-def _spectra(runs: Sequence[RunData]) -> tuple[str, Mapping[str, Sequence[float]]] | None:
+def _compute_spectra(runs: Sequence[RunData]) -> tuple[str, Mapping[str, Sequence[float]]] | None:
     """Return a run's name and the singular values of the first exported adapter's layers; None without an adapter."""
     for run in runs:
         for name in run.report.adapters.values() if run.report is not None else ():
             file = run.folder / name / _WEIGHTS
-            if file.is_file() and (layers := _layers(load_file(file))):
+            if file.is_file() and (layers := _list_layers(load_file(file))):
                 return run.name, layers
     return None
 
 
-def _layers(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
+def _list_layers(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
     values: dict[str, list[float]] = {}
     for name, A in tensors.items():
         layer, separator, rest = name.partition(".lora_A")
@@ -110,6 +110,6 @@ def _layers(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
     return values
 
 
-def _diagnoses(groups: Sequence[Group]) -> Mapping[str, Diagnosis]:
+def _diagnose_groups(groups: Sequence[Group]) -> Mapping[str, Diagnosis]:
     """Diagnose one run of each group."""
     return {group.label: diagnose(group.runs[0].folder, pairs=0) for group in groups}

@@ -19,7 +19,7 @@ from fedspan.runs.model_card import RunReport
 from fedspan.runs.results import read_report
 from fedspan.tasks.metrics import METRICS, METRICS_OF
 
-__all__ = ["Row", "RunData", "stories"]
+__all__ = ["Row", "RunData", "read_runs"]
 
 Row = Mapping[str, Any]
 
@@ -81,7 +81,7 @@ class RunData:
         return float(self.rows[-1].get("seconds", math.nan)) if self.rows else math.nan
 
 
-def stories(folders: Sequence[str | Path]) -> tuple[RunData, ...]:
+def read_runs(folders: Sequence[str | Path]) -> tuple[RunData, ...]:
     """Read the runs in some folders; a folder of a series (compare, sweep, reproduce) stands for all runs below it.
 
     Raises:
@@ -99,15 +99,15 @@ def stories(folders: Sequence[str | Path]) -> tuple[RunData, ...]:
             raise FedspanError("run folder", str(folder), "the folder of a run, or a folder with runs in it")
         resolved |= dict.fromkeys(entry.resolve() for entry in inside)
     paths = list(resolved)
-    names = _names(paths)
-    return tuple(_story(name, run_path) for name, run_path in zip(names, paths, strict=True))
+    names = _build_names(paths)
+    return tuple(_read_run(name, run_path) for name, run_path in zip(names, paths, strict=True))
 
 
 def _is_run(path: Path) -> bool:
     return (path / "config.yaml").is_file() and (path / "environment.json").is_file()
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
+def _build_names(paths: Sequence[Path]) -> list[str]:
     """Return as many last parts of each path as make the names unique."""
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-depth:]) for path in paths]
@@ -116,7 +116,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-def _story(name: str, folder: Path) -> RunData:
+def _read_run(name: str, folder: Path) -> RunData:
     run_folder = RunFolder(folder)
     require_intact(run_folder)
     config = read_config(folder)

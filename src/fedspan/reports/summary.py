@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fedspan.experiments.tables import plus_minus, size
+from fedspan.experiments.tables import format_mean, format_size
 from fedspan.experiments.verdict import compare_pairs
 from fedspan.reports.groups import Group
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["score_text", "sentences"]
+__all__ = ["score_text", "write_sentences"]
 
 _BEHIND = 0.1
 """Gap below the clients' mean at which a client is left behind: absolute for a share, else relative to that mean."""
@@ -19,15 +19,15 @@ _BEHIND = 0.1
 def score_text(metric: str, value: float | None, deviation: float | None = None) -> str:
     """Format a score as ``84.2 %``, ``84.2 ± 0.3 %`` or ``0.1234``; a dash for a score that was not measured."""
     unit = " %" if value is not None and METRICS[metric].percent else ""
-    return f"{plus_minus(metric, value, deviation)}{unit}"
+    return f"{format_mean(metric, value, deviation)}{unit}"
 
 
-def _gap(metric: str, value: float) -> str:
+def _format_gap(metric: str, value: float) -> str:
     """Format a difference, in percentage points for shares."""
     return f"{100 * abs(value):.1f} points" if METRICS[metric].percent else f"{abs(value):.4f}"
 
 
-def sentences(groups: Sequence[Group]) -> tuple[str, ...]:
+def write_sentences(groups: Sequence[Group]) -> tuple[str, ...]:
     """Write the verdict.
 
     Args:
@@ -42,35 +42,35 @@ def sentences(groups: Sequence[Group]) -> tuple[str, ...]:
     return tuple(
         sentence
         for sentence in (
-            _best(ranked, metric),
-            _against(ranked, metric, sign),
-            _thrift(ranked, metric, sign),
-            _behind(ranked[0], metric, sign),
-            _unfinished(ranked[0]),
-            _failures(groups),
+            _describe_best(ranked, metric),
+            _compare_baseline(ranked, metric, sign),
+            _describe_savings(ranked, metric, sign),
+            _describe_worst_clients(ranked[0], metric, sign),
+            _describe_unfinished(ranked[0]),
+            _describe_failures(groups),
         )
         if sentence
     )
 
 
-def _best(ranked: Sequence[Group], metric: str) -> str:
+def _describe_best(ranked: Sequence[Group], metric: str) -> str:
     best = ranked[0]
     seeds = f" (mean of {len(best.runs)} seeds)" if len(best.runs) > 1 else " (one seed)"
     title = METRICS[metric].title
     first = f"{best.label} has the best {title}," if len(ranked) > 1 else f"The {title} of {best.label} is"
-    return f"{first} {score_text(metric, best.mean, best.deviation)}{seeds}, after {_rounds(best)}."
+    return f"{first} {score_text(metric, best.mean, best.deviation)}{seeds}, after {_describe_rounds(best)}."
 
 
-def _rounds(group: Group) -> str:
+def _describe_rounds(group: Group) -> str:
     counts = sorted({run.rounds for run in group.runs})
     return f"{counts[0]} rounds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} rounds"
 
 
-def _against(ranked: Sequence[Group], metric: str, sign: int) -> str:
+def _compare_baseline(ranked: Sequence[Group], metric: str, sign: int) -> str:
     if len(ranked) < 2:
         return ""
     best, second = ranked[:2]
-    gap = _gap(metric, (best.mean or 0.0) - (second.mean or 0.0))
+    gap = _format_gap(metric, (best.mean or 0.0) - (second.mean or 0.0))
     seeds = [run.config.seed for run in best.runs]
     if len(seeds) < 2 or seeds != [run.config.seed for run in second.runs]:
         return f"{second.label} is {gap} behind; more seeds in common would tell whether that is more than chance."
@@ -79,7 +79,7 @@ def _against(ranked: Sequence[Group], metric: str, sign: int) -> str:
     return f"{second.label} is {gap} behind, which is {sure} of the difference, paired by seed."
 
 
-def _thrift(ranked: Sequence[Group], metric: str, sign: int) -> str:
+def _describe_savings(ranked: Sequence[Group], metric: str, sign: int) -> str:
     if len(ranked) < 2:
         return ""
 
@@ -88,14 +88,14 @@ def _thrift(ranked: Sequence[Group], metric: str, sign: int) -> str:
 
     best, smallest = ranked[0], min(ranked, key=bytes_of)
     if smallest is best or not bytes_of(smallest):
-        return f"It also sends the least, {size(bytes_of(best))} a run."
+        return f"It also sends the least, {format_size(bytes_of(best))} a run."
     times = bytes_of(best) / bytes_of(smallest)
     saving = f"{1 - 1 / times:.0%} less" if times < 2 else f"{times:.1f} times less"
-    gap = _gap(metric, (best.mean or 0.0) - (smallest.mean or 0.0))
-    return f"{smallest.label} sends the least, {size(bytes_of(smallest))} a run ({saving}), and is {gap} behind."
+    gap = _format_gap(metric, (best.mean or 0.0) - (smallest.mean or 0.0))
+    return f"{smallest.label} sends the least, {format_size(bytes_of(smallest))} a run ({saving}), and is {gap} behind."
 
 
-def _behind(best: Group, metric: str, sign: int) -> str:
+def _describe_worst_clients(best: Group, metric: str, sign: int) -> str:
     worst: list[tuple[float, float, str]] = []
     for run in best.runs:
         scores = {
@@ -112,18 +112,18 @@ def _behind(best: Group, metric: str, sign: int) -> str:
         return ""
     gap, unit, id = max(worst)
     if gap < _BEHIND * unit:
-        return f"No client is left behind: the worst is {_gap(metric, gap)} from the clients' mean."
-    return f"{id} is left behind, {_gap(metric, gap)} from the clients' mean."
+        return f"No client is left behind: the worst is {_format_gap(metric, gap)} from the clients' mean."
+    return f"{id} is left behind, {_format_gap(metric, gap)} from the clients' mean."
 
 
-def _unfinished(best: Group) -> str:
+def _describe_unfinished(best: Group) -> str:
     last = [run for run in best.runs if run.report is not None and run.report.best_round == run.report.rounds]
     if best.runs and len(last) == len(best.runs):
         return "Its best round was its last: more rounds may bring more."
     return ""
 
 
-def _failures(groups: Sequence[Group]) -> str:
+def _describe_failures(groups: Sequence[Group]) -> str:
     counts: dict[str, int] = {}
     for run in (run for group in groups for run in group.runs if run.report is not None):
         assert run.report is not None

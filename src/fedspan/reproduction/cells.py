@@ -15,7 +15,7 @@ from fedspan.errors import FedspanError
 from fedspan.experiments.tables import Table
 from fedspan.reproduction.presets import Preset, Scale, Where, merge
 
-__all__ = ["DATA", "MODEL", "Cell", "cells_of", "row_folders", "settings_table"]
+__all__ = ["DATA", "MODEL", "Cell", "list_cells", "name_row_folders", "tabulate_settings"]
 
 DATA, MODEL = "{data}", "{model}"
 """Placeholders in presets for the data folder and for the folder of a model that no package provides."""
@@ -39,7 +39,7 @@ class Cell:
     configs: Mapping[str, Mapping[str, Any]]
 
 
-def cells_of(
+def list_cells(
     preset: Preset,
     scale: Scale,
     data: str | None = None,
@@ -66,7 +66,7 @@ def cells_of(
     cells: list[Cell] = []
     for combination in itertools.product(*(values.items() for values in axes.values())):
         values = {axis: name for axis, (name, _) in zip(axes, combination, strict=True)}
-        if scale == "small" and any(_within(values, skipped) for skipped in preset.small.skip):
+        if scale == "small" and any(_is_within(values, skipped) for skipped in preset.small.skip):
             continue
         shared = base
         for _, changes in combination:
@@ -75,7 +75,7 @@ def cells_of(
         for label in preset.labels_at(scale):
             config = shared
             for patch in wheres:
-                if _applies(patch, values, label):
+                if _is_applicable(patch, values, label):
                     config = merge(config, patch.set)
             entry = preset.methods[label]
             config = merge(config, entry.set)
@@ -83,14 +83,14 @@ def cells_of(
                 config = merge(config, preset.small.methods.get(label, {}))
             method = {**config.get("method", {}), "name": entry.key}
             configs[label] = override(_fill({**config, "method": method}, paths), overrides)
-        cells.append(Cell(_folder(values.values()), values, configs))
+        cells.append(Cell(_build_folder_name(values.values()), values, configs))
     names = [cell.name for cell in cells]
     if len(set(names)) != len(names):
         raise FedspanError(preset.id, names, "values of axes whose names differ in letters or digits")
     return tuple(cells)
 
 
-def settings_table(cells: Sequence[Cell]) -> Table:
+def tabulate_settings(cells: Sequence[Cell]) -> Table:
     """Tabulate the settings of each cell: at the small scale, names are the paper's, but what runs under them differs.
 
     Raises:
@@ -128,11 +128,11 @@ def settings_table(cells: Sequence[Cell]) -> Table:
     return Table(head, tuple(rows), None, ())
 
 
-def row_folders(labels: Iterable[str]) -> dict[str, str]:
+def name_row_folders(labels: Iterable[str]) -> dict[str, str]:
     """Name a folder for each row, numbered if two names would be equal (FedGaLore and the paper's FedGaLore-)."""
     names: dict[str, str] = {}
     for label in labels:
-        name = _folder([label])
+        name = _build_folder_name([label])
         numbered = (f"{name}-{number}" for number in itertools.count(2))
         names[label] = next(
             candidate for candidate in itertools.chain([name], numbered) if candidate not in names.values()
@@ -140,16 +140,16 @@ def row_folders(labels: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _folder(values: Iterable[str]) -> str:
+def _build_folder_name(values: Iterable[str]) -> str:
     """Build a folder name from labels: letters, digits and dots stay, everything else becomes dashes."""
     return "-".join(re.sub(r"[^A-Za-z0-9.]+", "-", value).strip("-").lower() for value in values) or "all"
 
 
-def _applies(where: Where, values: Mapping[str, str], label: str) -> bool:
-    return _within(values, where.cells) and (not where.methods or label in where.methods)
+def _is_applicable(where: Where, values: Mapping[str, str], label: str) -> bool:
+    return _is_within(values, where.cells) and (not where.methods or label in where.methods)
 
 
-def _within(values: Mapping[str, str], cells: Mapping[str, Sequence[str]]) -> bool:
+def _is_within(values: Mapping[str, str], cells: Mapping[str, Sequence[str]]) -> bool:
     """Return whether a cell is one of these cells; an axis left out matches every value."""
     return all(values[axis] in names for axis, names in cells.items())
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from fedspan.core.tensors import norm, split_extras, subtract
+from fedspan.core.tensors import compute_norm, split_extras, subtract
 from fedspan.logs import read_lines
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import load as load_checkpoint
@@ -35,7 +35,7 @@ def measure(folder: Path, names: Collection[str]) -> dict[str, float | None]:
         names: Names of the measures.
     """
     values: dict[str, float | None] = {}
-    recorded = _recorded_alignments(RunFolder(folder)) if "alignment" in names else []
+    recorded = _list_recorded_alignments(RunFolder(folder)) if "alignment" in names else []
     if recorded:
         values["alignment"] = sum(recorded) / len(recorded)
     if "barrier" in names or ("alignment" in names and not recorded):
@@ -46,18 +46,18 @@ def measure(folder: Path, names: Collection[str]) -> dict[str, float | None]:
     if "exact_match" in names:
         values["exact_match"] = read_report(folder).scores.get("test", {}).get("exact_match")
     if "state_step" in names:
-        values["state_step"] = _state_step(RunFolder(folder))
+        values["state_step"] = _compute_state_step(RunFolder(folder))
     return {name: values[name] for name in names}
 
 
-def _recorded_alignments(run_folder: RunFolder) -> list[float]:
+def _list_recorded_alignments(run_folder: RunFolder) -> list[float]:
     """Return the alignment in the examined rounds of the second half that have a value."""
     rows = cast("Sequence[Mapping[str, Any]]", list(read_lines(run_folder.metrics)))
     alignments = [row["diagnostics"].get("alignment") for row in rows[len(rows) // 2 :] if "diagnostics" in row]
     return [float(value) for value in alignments if isinstance(value, int | float) and math.isfinite(value)]
 
 
-def _state_step(run_folder: RunFolder) -> float | None:
+def _compute_state_step(run_folder: RunFolder) -> float | None:
     last = load_checkpoint(checkpoints.select_checkpoint(run_folder, "last")).state
     if last.round < 2:
         return None
@@ -65,5 +65,5 @@ def _state_step(run_folder: RunFolder) -> float | None:
     old, new = (split_extras(state.tensors)[0] for state in (before, last))
     if set(old) != set(new) or any(old[name].shape != new[name].shape for name in old):
         return None
-    size = norm(old)
-    return norm(subtract(new, old)) / size if size > 0 else None
+    size = compute_norm(old)
+    return compute_norm(subtract(new, old)) / size if size > 0 else None

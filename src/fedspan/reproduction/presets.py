@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedspan.config.validation_errors import convert_validation_error
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.methods.registry import METHODS
 
 __all__ = [
@@ -27,10 +27,10 @@ __all__ = [
     "Preset",
     "Record",
     "Scale",
-    "architectures",
     "list_presets",
+    "load_preset",
     "merge",
-    "preset_of",
+    "read_architectures",
     "require_scale",
 ]
 
@@ -201,7 +201,9 @@ class Preset(Record):
     def _consistent(self) -> Self:
         for label, entry in self.methods.items():
             if entry.key not in METHODS:
-                raise ValueError(f"methods.{label}.key {entry.key!r} is no method. {nearest(entry.key, METHODS)}")
+                raise ValueError(
+                    f"methods.{label}.key {entry.key!r} is no method. {suggest_nearest(entry.key, METHODS)}"
+                )
         for axis in self.small.axes:
             self._require("small.axes", axis, self.axes)
         for label in (*self.small.methods, *self.small.leave_out):
@@ -266,7 +268,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _texts() -> Mapping[str, str]:
+def _read_texts() -> Mapping[str, str]:
     folder = files("fedspan").joinpath("presets")
     return {
         entry.name.removesuffix(".yaml"): entry.read_text(encoding="utf-8")
@@ -276,21 +278,21 @@ def _texts() -> Mapping[str, str]:
 
 
 @cache
-def architectures() -> Mapping[str, Mapping[str, Any]]:
+def read_architectures() -> Mapping[str, Mapping[str, Any]]:
     """Return the Transformers configs of the models that presets name, as plain values, by name."""
-    return yaml.safe_load(_texts()["_architectures"])
+    return yaml.safe_load(_read_texts()["_architectures"])
 
 
-def _values(name: str) -> Values:
+def _read_values(name: str) -> Values:
     """Return a file's values over those of the file that it extends; notes are appended.
 
     Files that begin with ``_`` are not presets themselves.
     """
-    values = yaml.safe_load(_texts()[name])
+    values = yaml.safe_load(_read_texts()[name])
     base = values.pop("extends", None)
     if base is None:
         return values
-    below = _values(base)
+    below = _read_values(base)
     result: Values = {**merge(below, values), "notes": [*below.get("notes", []), *values.get("notes", [])]}
     for part in (result, result.get("small", {})):  # a null removes an axis, one of its values or a row
         if "axes" in part:
@@ -306,16 +308,16 @@ def _drop_none(values: Values) -> Values:
 
 
 @cache
-def preset_of(id: str) -> Preset:
+def load_preset(id: str) -> Preset:
     """Return a preset.
 
     Raises:
         FedspanError: If the id is unknown, or its file does not fit the schema.
     """
-    ids = [name for name in _texts() if not name.startswith("_")]
+    ids = [name for name in _read_texts() if not name.startswith("_")]
     if id not in ids:
-        raise FedspanError("ID", id, problem=f"no preset is named {id!r}. {nearest(id, ids)}")
-    return read_preset({"id": id, **_values(id)}, id)
+        raise FedspanError("ID", id, problem=f"no preset is named {id!r}. {suggest_nearest(id, ids)}")
+    return read_preset({"id": id, **_read_values(id)}, id)
 
 
 def read_preset(values: Mapping[str, Any], where: str) -> Preset:
@@ -332,4 +334,4 @@ def read_preset(values: Mapping[str, Any], where: str) -> Preset:
 
 def list_presets() -> tuple[Preset, ...]:
     """Return all presets, by id."""
-    return tuple(preset_of(name) for name in _texts() if not name.startswith("_"))
+    return tuple(load_preset(name) for name in _read_texts() if not name.startswith("_"))

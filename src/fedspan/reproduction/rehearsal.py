@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedspan.config import RunConfig, parse_config
-from fedspan.planning.estimate import known_examples, known_labels
+from fedspan.planning.estimate import get_known_examples, get_known_labels
 from fedspan.planning.plan import Plan, PlannedModel, plan_run, prepare_model
-from fedspan.reproduction.cells import cells_of
-from fedspan.reproduction.presets import Scale, architectures, preset_of, require_scale
+from fedspan.reproduction.cells import list_cells
+from fedspan.reproduction.presets import Scale, load_preset, read_architectures, require_scale
 
 __all__ = ["PlannedCell", "dry_run"]
 
@@ -43,7 +43,7 @@ def dry_run(id: str, *, scale: Scale = "small", overrides: Sequence[str] = ()) -
     Raises:
         FedspanError: If the preset or scale is unknown, or an override does not fit.
     """
-    preset = preset_of(id)
+    preset = load_preset(id)
     require_scale(scale)
     count = 1
     for values in preset.sweep_at(scale).values():
@@ -52,12 +52,12 @@ def dry_run(id: str, *, scale: Scale = "small", overrides: Sequence[str] = ()) -
     swept = count - (not preset.timed) if count > 1 else 0
     runs = swept + len(preset.seeds_at(scale))
     planned_cells: list[PlannedCell] = []
-    for cell in cells_of(preset, scale, overrides=overrides):
+    for cell in list_cells(preset, scale, overrides=overrides):
         for label, values in cell.configs.items():
             config = parse_config(values)
             # in a natural partition, the data determine the clients; a preset states how many it expects
             clients = config.partition.clients
-            planned = plan_run(config, _prepare_model(config), clients=clients, examples=known_examples(config))
+            planned = plan_run(config, _prepare_model(config), clients=clients, examples=get_known_examples(config))
             planned_cells.append(PlannedCell(cell.name, label, runs, planned))
     return tuple(planned_cells)
 
@@ -67,9 +67,9 @@ _models: dict[str, PlannedModel] = {}
 
 
 def _prepare_model(config: RunConfig) -> PlannedModel:
-    labels = known_labels(config)
+    labels = get_known_labels(config)
     section = config.model.model_dump(mode="json", exclude={"extras", "extras_lr_scale"})
     key = json.dumps([config.task, config.device, config.data.packing, labels, section], sort_keys=True)
     if key not in _models:
-        _models[key] = prepare_model(config, labels, architectures().get(config.model.name))
+        _models[key] = prepare_model(config, labels, read_architectures().get(config.model.name))
     return _models[key]

@@ -17,20 +17,20 @@ import yaml
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.experiments.comparison import compare
-from fedspan.experiments.execution import command_line, finished_runs, read_settings
+from fedspan.experiments.execution import format_command_line, read_settings, reuse_finished_runs
 from fedspan.experiments.run_search import sweep
 from fedspan.experiments.series import Watcher
-from fedspan.experiments.series_bar import watched
-from fedspan.experiments.tables import Table, markdown, megabytes, plus_minus, seconds
-from fedspan.files import disk_errors, write_atomic
-from fedspan.reproduction.cells import DATA, MODEL, Cell, cells_of, row_folders, settings_table
+from fedspan.experiments.series_bar import open_watcher
+from fedspan.experiments.tables import Table, format_markdown, format_mean, format_megabytes, format_seconds
+from fedspan.files import convert_disk_errors, write_atomic
+from fedspan.reproduction.cells import DATA, MODEL, Cell, list_cells, name_row_folders, tabulate_settings
 from fedspan.reproduction.measurement import MEASURED, measure
-from fedspan.reproduction.presets import Preset, Scale, preset_of, require_scale
-from fedspan.reproduction.verdicts import COSTS, CellScore, Judged, judge, verdict_table
-from fedspan.runs.curves import curve_of
+from fedspan.reproduction.presets import Preset, Scale, load_preset, require_scale
+from fedspan.reproduction.verdicts import COSTS, CellScore, Judged, judge, tabulate_verdicts
+from fedspan.runs.curves import read_curve
 from fedspan.runs.folder import RunFolder
-from fedspan.training.prefix_rows import shared_prefixes
-from fedspan.transports.ray.sharing import shared_teams
+from fedspan.training.prefix_rows import share_prefixes
+from fedspan.transports.ray.sharing import share_teams
 
 __all__ = ["Reproduction", "reproduce", "resume_reproduction"]
 
@@ -76,11 +76,11 @@ class Reproduction:
             (
                 score.cell,
                 score.method,
-                score.failed or plus_minus(score.metric, score.mean, score.deviation),
+                score.failed or format_mean(score.metric, score.mean, score.deviation),
                 ", ".join(f"{path.rpartition('.')[2]} {value}" for path, value in score.selected.items()) or "-",
-                megabytes(score.bytes_down),
-                megabytes(score.bytes_up),
-                seconds(score.seconds),
+                format_megabytes(score.bytes_down),
+                format_megabytes(score.bytes_up),
+                format_seconds(score.seconds),
             )
             for score in self.scores
         )
@@ -128,7 +128,7 @@ def reproduce(
         if not Path(folder_of_runs).is_dir():
             raise FedspanError("--reuse", str(folder_of_runs), "a folder that holds finished runs")
     settings = {
-        "command": command_line(sys.argv),
+        "command": format_command_line(sys.argv),
         "id": id,
         "scale": scale,
         # absolute paths: configs of another working directory are not treated as equal
@@ -137,7 +137,7 @@ def reproduce(
         "overrides": list(overrides),
         "reuse": [os.path.abspath(folder) for folder in reuse],
     }
-    with watched(listener, progress) as watcher:
+    with open_watcher(listener, progress) as watcher:
         return _run(settings, Path(folder), watcher)
 
 
@@ -156,29 +156,29 @@ def resume_reproduction(
     """
     settings = read_settings(Path(folder), REPRODUCE, _SETTINGS, _LATER)
     existing = [path for path in settings["reuse"] if Path(path).is_dir()]  # other runs are rerun
-    with watched(listener, progress) as watcher:
+    with open_watcher(listener, progress) as watcher:
         return _run({**settings, "reuse": existing}, Path(folder), watcher)
 
 
 def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Reproduction:
-    preset, scale = preset_of(settings["id"]), settings["scale"]
+    preset, scale = load_preset(settings["id"]), settings["scale"]
     require_scale(scale)
-    cells = cells_of(preset, scale, settings["data"], settings["model"], settings["overrides"])
+    cells = list_cells(preset, scale, settings["data"], settings["model"], settings["overrides"])
     for cell in cells:
         for values in cell.configs.values():
             _require_paths(values)
             parse_config(values)
     reusable = [*map(Path, settings["reuse"]), *([folder] if folder.is_dir() else [])]
-    with shared_prefixes(), shared_teams(), nullcontext() if preset.timed else finished_runs(reusable):
+    with share_prefixes(), share_teams(), nullcontext() if preset.timed else reuse_finished_runs(reusable):
         _open_folder(folder, settings)
         scores = tuple(
-            _row(preset, scale, cell, label, folder / cell.name / name, watcher)
+            _run_row(preset, scale, cell, label, folder / cell.name / name, watcher)
             for cell in cells
-            for label, name in row_folders(cell.configs).items()
+            for label, name in name_row_folders(cell.configs).items()
         )
     verdicts = judge(preset.claims, cells, scores)
     report = Reproduction(
-        preset.id, scale, preset.seeds_at(scale), scores, verdicts, str(folder), settings_table(cells)
+        preset.id, scale, preset.seeds_at(scale), scores, verdicts, str(folder), tabulate_settings(cells)
     )
     _write(report, preset, settings["command"])
     return report
@@ -207,12 +207,12 @@ def _open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
                     str(folder),
                     problem=f"{str(folder)!r} was begun with {name} {stored[name]!r}. Choose another folder",
                 )
-    with disk_errors(folder, "choose another folder"):
+    with convert_disk_errors(folder, "choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(path, yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True).encode())
 
 
-def _row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path, watcher: Watcher) -> CellScore:
+def _run_row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path, watcher: Watcher) -> CellScore:
     """Run one row in one cell: the sweep, if there are several values to try, and the seeds."""
     config: Any = cell.configs[label]
     candidates, seeds = preset.sweep_at(scale), preset.seeds_at(scale)
@@ -250,18 +250,18 @@ def _row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path, wat
         bytes_up=row.bytes_up,
         seconds=row.seconds,
         measured={name: tuple(own[name] for own in measurements) for name in sorted(measures & MEASURED)},
-        curves=tuple(curve_of(run_folder, report.metric) for run_folder in runs) if measures & set(COSTS) else (),
+        curves=tuple(read_curve(run_folder, report.metric) for run_folder in runs) if measures & set(COSTS) else (),
     )
 
 
 def _write(report: Reproduction, preset: Preset, command: Sequence[str]) -> None:
     folder = Path(report.folder)
     lines = [f"# {preset.paper}: {preset.item}", "", preset.title, "", f"Command: `{' '.join(command)}`", ""]
-    for table in (report.settings, report.table(), verdict_table(report.verdicts)):
-        lines += [*markdown(table), ""]
+    for table in (report.settings, report.table(), tabulate_verdicts(report.verdicts)):
+        lines += [*format_markdown(table), ""]
     lines += ["Notes:", ""]
     lines += [f"- {' '.join(note.split())}" for note in preset.notes]
-    with disk_errors(folder):
+    with convert_disk_errors(folder):
         write_atomic(folder / "table.md", ("\n".join(lines) + "\n").encode())
         plain = json.dumps(dataclasses.asdict(report), indent=2, ensure_ascii=False)
         write_atomic(folder / "table.json", (plain + "\n").encode())

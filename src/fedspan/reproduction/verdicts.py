@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fedspan.experiments.tables import Table, plus_minus
+from fedspan.experiments.tables import Table, format_mean
 from fedspan.experiments.verdict import Within, compare_pairs, compare_to
 from fedspan.reproduction.cells import Cell
 from fedspan.reproduction.presets import Claim
-from fedspan.runs.curves import Point, reached, target_of
+from fedspan.runs.curves import Point, compute_target, find_target_round
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["CellScore", "Judged", "JudgedCell", "difference", "judge", "verdict_table"]
+__all__ = ["CellScore", "Judged", "JudgedCell", "format_difference", "judge", "tabulate_verdicts"]
 
 Verdict = Literal["holds", "contradicted", "inconclusive", "not runnable here"]
 
@@ -22,7 +22,7 @@ COSTS: Mapping[str, Callable[[Point], float]] = {
     "bytes_to": lambda point: float(point.bytes),
     "seconds_to": lambda point: point.seconds,
 }
-"""Costs of reaching a score (``runs.curves.target_of`` both rows of a pair), seed by seed; less is better."""
+"""Costs of reaching the score of both rows of a pair (``runs.curves.compute_target``), by seed; less is better."""
 Bound = Literal["", "at least ", "at most ", "about "]
 _SIGNS = {"exact_match": 1.0, "alignment": 1.0, "barrier": -1.0, "state_step": -1.0}
 """Direction of other measures: 1 if higher is better, -1 if lower is better."""
@@ -145,21 +145,21 @@ def _judge_pair(claim: Claim, worse: str, cells: Sequence[Cell], scores: Mapping
     for cell in fitting:
         if claim.measure in COSTS:
             rows = (scores.get((cell.name, claim.better)), scores.get((cell.name, worse)))
-            *pair, bounds[cell.name] = _costs(COSTS[claim.measure], *rows)
+            *pair, bounds[cell.name] = _get_costs(COSTS[claim.measure], *rows)
         else:
-            pair = [_values(claim, cell, label, cells, scores) for label in (claim.better, worse)]
+            pair = [_get_values(claim, cell, label, cells, scores) for label in (claim.better, worse)]
         if pair[0] is not None and pair[1] is not None:
             pairs[cell.name] = (pair[0], pair[1])
     if not pairs:
         return unjudged("no cell of it is run, or measured, at this scale, or a row of it failed everywhere")
-    rule = _rule(claim)
-    single = tuple(_cell(name, rule(*pair), bounds.get(name, "")) for name, pair in pairs.items())
-    mean = [_means([pair[side] for pair in pairs.values()]) for side in (0, 1)]
-    overall = _cell("all", rule(mean[0], mean[1]), _bound({bounds.get(name, "") for name in pairs}))
+    rule = _describe_rule(claim)
+    single = tuple(_judge_cell(name, rule(*pair), bounds.get(name, "")) for name, pair in pairs.items())
+    mean = [_average_columns([pair[side] for pair in pairs.values()]) for side in (0, 1)]
+    overall = _judge_cell("all", rule(mean[0], mean[1]), _bound({bounds.get(name, "") for name in pairs}))
     return Judged(claim.statement, claim.better, worse, metric, overall.verdict, overall, single)
 
 
-def _rule(claim: Claim) -> Callable[[Sequence[float], Sequence[float]], Within]:
+def _describe_rule(claim: Claim) -> Callable[[Sequence[float], Sequence[float]], Within]:
     within = claim.within
     if within is None:
         return compare_pairs
@@ -168,7 +168,7 @@ def _rule(claim: Claim) -> Callable[[Sequence[float], Sequence[float]], Within]:
     )
 
 
-def _cell(name: str, result: Within, bound: Bound) -> JudgedCell:
+def _judge_cell(name: str, result: Within, bound: Bound) -> JudgedCell:
     """Judge a cell; a bound on the wrong side is inconclusive: a run that missed the score may have been cheaper."""
     is_inconclusive = (result.verdict == "holds" and bound in ("at most ", "about ")) or (
         result.verdict == "contradicted" and bound in ("at least ", "about ")
@@ -183,7 +183,7 @@ def _bound(bounds: Collection[Bound]) -> Bound:
     return "about " if len(distinct) > 1 else distinct.pop() if distinct else ""
 
 
-def _values(
+def _get_values(
     claim: Claim, cell: Cell, label: str, cells: Sequence[Cell], scores: Mapping[tuple[str, str], CellScore]
 ) -> list[float] | None:
     """Return the compared values, one for each seed, so that more is better; None if something is missing."""
@@ -200,7 +200,7 @@ def _values(
     return [end - start for start, end in zip(values[0], values[1], strict=True)]
 
 
-def _costs(
+def _get_costs(
     cost: Callable[[Point], float], better: CellScore | None, worse: CellScore | None
 ) -> tuple[list[float] | None, list[float] | None, Bound]:
     """Return the negated costs of reaching the pair's score for both rows, one for each seed, and the bound."""
@@ -208,12 +208,12 @@ def _costs(
     bounds: set[Bound] = set()
     for pair in zip(() if better is None else better.curves, () if worse is None else worse.curves, strict=False):
         assert better is not None
-        target = target_of(pair, better.higher)
+        target = compute_target(pair, better.higher)
         if target is None:
             return None, None, ""
         bounds_of_pair: tuple[Bound, Bound] = ("at most ", "at least ")
         for own, curve, bound in zip(costs, pair, bounds_of_pair, strict=True):
-            point = reached(curve, target, better.higher)
+            point = find_target_round(curve, target, better.higher)
             own.append(-cost(point or curve[-1]))
             bounds |= {bound} if point is None else set()
     return costs[0] or None, costs[1] or None, _bound(bounds)
@@ -232,17 +232,17 @@ def _orient(score: CellScore | None, measure: str) -> list[float] | None:
     return [sign * value for value in score.scores if value is not None]
 
 
-def _means(rows: Sequence[Sequence[float]]) -> list[float]:
+def _average_columns(rows: Sequence[Sequence[float]]) -> list[float]:
     return [sum(column) / len(column) for column in zip(*rows, strict=True)]
 
 
-def verdict_table(judged: Sequence[Judged]) -> Table:
+def tabulate_verdicts(judged: Sequence[Judged]) -> Table:
     """Tabulate the verdicts for people to read."""
     rows = tuple(
         (
             judgement.statement,
             f"{judgement.better} over {judgement.worse}",
-            "-" if judgement.overall is None else difference(judgement.metric, judgement.overall),
+            "-" if judgement.overall is None else format_difference(judgement.metric, judgement.overall),
             f"{sum(cell.verdict == 'holds' for cell in judgement.cells)} of {len(judgement.cells)}"
             if judgement.cells
             else "-",
@@ -259,7 +259,7 @@ def verdict_table(judged: Sequence[Judged]) -> Table:
     )
 
 
-def difference(metric: str, cell: JudgedCell) -> str:
+def format_difference(metric: str, cell: JudgedCell) -> str:
     """Format the advantage of the better row with its unit: positive in the paper's direction."""
     if metric in ("bytes_up", "bytes_down"):
         return f"{cell.mean / 1e6:+.3f} MB"
@@ -271,4 +271,4 @@ def difference(metric: str, cell: JudgedCell) -> str:
         return f"{cell.bound}{cell.mean:+.1f}{error} {metric.removesuffix('_to')}"
     if metric in _SIGNS and metric not in METRICS:
         return f"{cell.mean:+.3g}" + ("" if cell.error is None else f" ± {cell.error:.2g}")
-    return plus_minus(metric, cell.mean, cell.error, sign=True)
+    return format_mean(metric, cell.mean, cell.error, sign=True)

@@ -16,44 +16,44 @@ from fedspan.core.values import Client
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData, Progress
-from fedspan.files import disk_errors, remove
+from fedspan.files import convert_disk_errors, remove
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.callbacks import Listener, final_scores
+from fedspan.runs.callbacks import Listener, compute_final_scores
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.head_setup import baseline_head, begin, begin_locally
-from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, with_rate
+from fedspan.runs.head_setup import begin, begin_locally, compute_baseline_head
+from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, set_rate
 from fedspan.runs.selection import Selection, has_stalled
 from fedspan.runs.setup import Prepared
 from fedspan.transports.in_process import simulate
 
-__all__ = ["BASELINES", "alone", "pooled", "train_baseline"]
+__all__ = ["BASELINES", "build_local_only", "build_pooled", "train_baseline"]
 
 
-def pooled(prepared: Prepared) -> Prepared:
+def build_pooled(prepared: Prepared) -> Prepared:
     """Build the centralized baseline: all training examples on one client, optimizer moments stored.
 
     The pooled validation parts of the clients select the epoch; its model is evaluated on each client's own test part.
     """
     clients = prepared.federation.clients
-    changed, method = _with_method(prepared, "fedit")
+    changed, method = _set_method(prepared, "fedit")
     parts = [(data.train, data.validation, data.test) for data in clients.values()]
     train, validation, test = (np.concatenate(part) for part in zip(*parts, strict=True))
     client = Client("all", method.r, method.scaling(None), len(train), 1.0)
     data = ClientData(client, train, validation, test)
-    variant = _variant(prepared, changed, method, [data], changed.centralized_lr)
+    variant = _build_variant(prepared, changed, method, [data], changed.centralized_lr)
     federation = variant.federation
     # Client by client: the same bits, whether or not the federation did it before.
     variant.engine.prepare(prepared.train, [indices for indices, _, _ in parts])
     judged = simulate(federation.method, variant.engine, clients, prepared.train, federation.settings)
-    return replace(variant, evaluator=_evaluator(judged, changed))
+    return replace(variant, evaluator=_build_evaluator(judged, changed))
 
 
-def alone(prepared: Prepared) -> Prepared:
+def build_local_only(prepared: Prepared) -> Prepared:
     """Build the local-only baseline: every client trains LoRA on its own examples, optimizer moments stored."""
-    changed, method = _with_method(prepared, "local-only")
+    changed, method = _set_method(prepared, "local-only")
     clients = prepared.federation.clients
     ids = tuple(clients)
 
@@ -61,10 +61,10 @@ def alone(prepared: Prepared) -> Prepared:
         data = clients[ids[index]]
         return replace(data, client=replace(data.client, rank=method.r, scaling=method.scaling(None)))
 
-    return _variant(prepared, changed, method, LazyMapping(ids, same), None)
+    return _build_variant(prepared, changed, method, LazyMapping(ids, same), None)
 
 
-def _with_method(prepared: Prepared, name: str) -> tuple[RunConfig, RegisteredMethod]:
+def _set_method(prepared: Prepared, name: str) -> tuple[RunConfig, RegisteredMethod]:
     """Return the run's config with another method of the same rank and scaling and its own head, and that method."""
     config = prepared.config
     options = {key: value for key, value in config.method.options.items() if key in ("r", "lora_alpha", "use_rslora")}
@@ -74,7 +74,7 @@ def _with_method(prepared: Prepared, name: str) -> tuple[RunConfig, RegisteredMe
     return changed, changed.build_method(prepared.engine.adapted.spec)
 
 
-def _variant(
+def _build_variant(
     prepared: Prepared,
     config: RunConfig,
     method: RegisteredMethod,
@@ -88,16 +88,16 @@ def _variant(
     engine = make_engine(config, prepared.engine.adapted, prepared.task, settings, shared_with=prepared.engine)
     rounds = replace(config.build_round_settings(), cohort=None)
     federation = simulate(config.wrap_method(method), engine, members, prepared.train, rounds)
-    evaluator = _evaluator(federation, config)
-    head = baseline_head(prepared.head)
+    evaluator = _build_evaluator(federation, config)
+    head = compute_baseline_head(prepared.head)
     return replace(prepared, config=config, engine=engine, federation=federation, evaluator=evaluator, head=head)
 
 
-def _evaluator(federation: Federation, config: RunConfig) -> Evaluator:
+def _build_evaluator(federation: Federation, config: RunConfig) -> Evaluator:
     return Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
 
 
-BASELINES = {"local": alone, "centralized": pooled}
+BASELINES = {"local": build_local_only, "centralized": build_pooled}
 _BEGINNINGS = {"local": begin_locally, "centralized": begin}
 
 
@@ -123,7 +123,7 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     config, tested = variant.config, run_folder.learning_rate
     if name == "centralized" and config.training.lr == "auto" and config.centralized_lr is None:
         untested = variant
-        variant = with_rate(variant, load_or_choose(tested, lambda: run_range_test(untested, config.default_lr)))
+        variant = set_rate(variant, load_or_choose(tested, lambda: run_range_test(untested, config.default_lr)))
     federation, evaluator = variant.federation, variant.evaluator
     listener.baseline_started(name, federation.settings.rounds)
     stored = checkpoints.resume(run_folder) if folder.is_dir() else None
@@ -165,12 +165,12 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     best = selection.best
     if best is not None and best.round != progress.state.round:
         progress = load_checkpoint(run_folder.best).progress
-    scores, by_client = final_scores(variant, progress)
+    scores, by_client = compute_final_scores(variant, progress)
     report: dict[str, Any] = {"best_round": progress.state.round, "scores": scores, "by_client": by_client}
     if tested.is_file():
         report["learning_rate"] = read_range_test(tested)
     run_folder.write_sealed(run_folder.report, report)
-    with disk_errors(folder):  # as large as the run's own checkpoints, and nothing resumes from them
+    with convert_disk_errors(folder):  # as large as the run's own checkpoints, and nothing resumes from them
         remove(run_folder.checkpoints)
         remove(run_folder.clients)
         remove(run_folder.best)

@@ -12,7 +12,7 @@ from fedspan.federation.progress import Progress
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 
-__all__ = ["Listener", "Listeners", "final_scores", "sample_predictions"]
+__all__ = ["Listener", "Listeners", "compute_final_scores", "sample_predictions"]
 
 
 class Listener:
@@ -85,7 +85,7 @@ class Listeners(Listener):
             listener.baseline_round(name, round, loss)
 
 
-def final_scores(prepared: Prepared, progress: Progress) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+def compute_final_scores(prepared: Prepared, progress: Progress) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """Compute the final scores: on the held-out set and on the clients' own test parts."""
     metric, scores = prepared.task.metric, dict[str, Any]()
     validation, own = prepared.evaluator.evaluate_clients(progress)

@@ -14,13 +14,13 @@ from fedspan.clients.store import Version, discard, store
 from fedspan.errors import FedspanError
 from fedspan.files import (
     DamagedFileError,
-    disk_errors,
+    build_temporary_path,
+    convert_disk_errors,
+    delete_temporary_files,
     fsync_folder,
     read_bytes,
     remove,
     require_no_link,
-    sweep,
-    temporary,
     write_file,
 )
 from fedspan.logs import EMPTY, require_position
@@ -29,10 +29,10 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.selection import Selection
 
 __all__ = [
-    "last_saved_round",
-    "latest",
-    "newest_index",
+    "load_latest",
     "prune",
+    "read_last_saved_round",
+    "read_newest_index",
     "read_selection",
     "resume",
     "save",
@@ -44,11 +44,11 @@ __all__ = [
 _FOLDER = re.compile(r"round-(\d{5,})$")
 
 
-def _folder_of(run: RunFolder, round: int) -> Path:
+def _get_folder(run: RunFolder, round: int) -> Path:
     return run.checkpoints / f"round-{round:05d}"
 
 
-def _rounds(run: RunFolder) -> dict[int, Path]:
+def _list_rounds(run: RunFolder) -> dict[int, Path]:
     """List the checkpoints by round, ascending; temporary folders do not match.
 
     Raises:
@@ -62,9 +62,9 @@ def _rounds(run: RunFolder) -> dict[int, Path]:
     return dict(sorted(folders.items()))
 
 
-def last_saved_round(run: RunFolder) -> int:
+def read_last_saved_round(run: RunFolder) -> int:
     """Return the number of rounds that a run has finished, from its newest checkpoint."""
-    return max(_rounds(run), default=0)
+    return max(_list_rounds(run), default=0)
 
 
 def read_selection(run: RunFolder) -> Selection:
@@ -73,7 +73,7 @@ def read_selection(run: RunFolder) -> Selection:
     Raises:
         FedspanError: If that checkpoint is damaged, or was written by another version of fedspan.
     """
-    rounds = _rounds(run)
+    rounds = _list_rounds(run)
     return Selection.from_json(read_index(rounds[max(rounds)])["selection"]) if rounds else Selection()
 
 
@@ -87,7 +87,7 @@ def select_checkpoint(run: RunFolder, round: int | str) -> Path:
     Raises:
         FedspanError: If there is no such checkpoint.
     """
-    folders = _rounds(run)
+    folders = _list_rounds(run)
     if not folders:
         raise FedspanError("run folder", str(run.path), problem="the run has no finished round yet")
     if round == "best" and run.best.is_dir():
@@ -99,13 +99,13 @@ def select_checkpoint(run: RunFolder, round: int | str) -> Path:
     return folders[number]
 
 
-def newest_index(run: RunFolder) -> dict[str, Any] | None:
+def read_newest_index(run: RunFolder) -> dict[str, Any] | None:
     """Read the index of a run's newest checkpoint, while any process may work on the run; None: there is none.
 
     Raises:
         FedspanError: As ``read_index``.
     """
-    while rounds := _rounds(run):
+    while rounds := _list_rounds(run):
         newest = rounds[max(rounds)]
         try:
             return read_index(newest)
@@ -131,19 +131,19 @@ def save(run: RunFolder, checkpoint: Checkpoint) -> Path:
         FedspanError: If the disk is full or cannot be written; the previous checkpoint is then still the latest.
         ValueError: If the round already has a checkpoint, or a tensor cannot be stored.
     """
-    target = _folder_of(run, checkpoint.state.round)
+    target = _get_folder(run, checkpoint.state.round)
     if target.exists():
         raise ValueError(f"round {checkpoint.state.round} has a checkpoint already: {target}")
     stored = store(run.clients, checkpoint.progress)
     files = pack(replace(checkpoint, memories=stored.memories, optimizer_states=stored.optimizers))
-    with disk_errors(run.path):
+    with convert_disk_errors(run.path):
         _commit(target, files)
         _show_best(run, checkpoint)
     return target
 
 
 def _commit(target: Path, files: Mapping[str, bytes]) -> None:
-    partial = temporary(target)
+    partial = build_temporary_path(target)
     remove(partial)  # left by an earlier process with the same id, as in containers
     try:
         partial.mkdir(parents=True)
@@ -158,7 +158,7 @@ def _commit(target: Path, files: Mapping[str, bytes]) -> None:
     fsync_folder(target.parent)
 
 
-def _same_file(left: Path, right: Path) -> bool:
+def _is_same_file(left: Path, right: Path) -> bool:
     return left.exists() and right.exists() and left.samefile(right)
 
 
@@ -167,11 +167,11 @@ def _show_best(run: RunFolder, checkpoint: Checkpoint | None) -> None:
     if checkpoint is None or checkpoint.selection.best is None:
         remove(run.best)
         return
-    source = _folder_of(run, checkpoint.selection.best.round)
+    source = _get_folder(run, checkpoint.selection.best.round)
     names = sorted(entry.name for entry in source.iterdir()) if source.is_dir() else []
-    if all(_same_file(run.best / name, source / name) for name in names):
+    if all(_is_same_file(run.best / name, source / name) for name in names):
         return
-    partial, old = temporary(run.best), temporary(run.path / "best-old")
+    partial, old = build_temporary_path(run.best), build_temporary_path(run.path / "best-old")
     remove(partial)
     remove(old)
     partial.mkdir()
@@ -189,14 +189,14 @@ def _show_best(run: RunFolder, checkpoint: Checkpoint | None) -> None:
     fsync_folder(run.path)
 
 
-def latest(run: RunFolder) -> Checkpoint | None:
+def load_latest(run: RunFolder) -> Checkpoint | None:
     """Load the newest checkpoint and check every byte of it; None if no round is finished.
 
     Raises:
         FedspanError: If it is damaged (names the file, and the newest older checkpoint that is intact), or was written
             by another version of fedspan.
     """
-    rounds = _rounds(run)
+    rounds = _list_rounds(run)
     if not rounds:
         return None
     newest, *older = sorted(rounds, reverse=True)
@@ -222,7 +222,7 @@ def truncate_logs(run: RunFolder, checkpoint: Checkpoint | None) -> None:
     for path in (run.metrics, run.ledger):
         position = checkpoint.positions.get(path.name, EMPTY) if checkpoint else EMPTY
         require_position(path, position)
-        with disk_errors(run.path):
+        with convert_disk_errors(run.path):
             if path.exists() and path.stat().st_size > position.length:
                 with path.open("r+b") as file:
                     file.truncate(position.length)
@@ -240,16 +240,16 @@ def resume(run: RunFolder, keep: int = 2) -> Checkpoint | None:
         keep: Number of checkpoints to keep, as for ``prune``.
 
     Raises:
-        FedspanError: If ``latest`` or ``truncate_logs`` raises it.
+        FedspanError: If ``load_latest`` or ``truncate_logs`` raises it.
     """
-    checkpoint = latest(run)
+    checkpoint = load_latest(run)
     truncate_logs(run, checkpoint)
-    with disk_errors(run.path):
-        sweep(run.path)
+    with convert_disk_errors(run.path):
+        delete_temporary_files(run.path)
         _show_best(run, checkpoint)
     prune(run, keep)
-    with disk_errors(run.path):
-        discard(run.clients, _needed(_rounds(run).values()))
+    with convert_disk_errors(run.path):
+        discard(run.clients, _list_needed_files(_list_rounds(run).values()))
     return checkpoint
 
 
@@ -266,22 +266,22 @@ def prune(run: RunFolder, keep: int = 2) -> None:
     """
     if keep < 1:
         raise ValueError(f"keep at least 1 checkpoint, not {keep}")
-    rounds, best = _rounds(run), read_selection(run).best
+    rounds, best = _list_rounds(run), read_selection(run).best
     retained = {*sorted(rounds)[-keep:], *(() if best is None else (best.round,))}
     removed = [folder for round, folder in rounds.items() if round not in retained]
-    stale = _needed(removed)
-    with disk_errors(run.path):
+    stale = _list_needed_files(removed)
+    with convert_disk_errors(run.path):
         for folder in removed:
             # Renamed first: a folder with a checkpoint's name is always complete.
-            trash = temporary(folder)
+            trash = build_temporary_path(folder)
             remove(trash)
             folder.rename(trash)
-        sweep(run.checkpoints)
+        delete_temporary_files(run.checkpoints)
         if stale:
-            discard(run.clients, _needed(rounds[round] for round in rounds if round in retained), stale)
+            discard(run.clients, _list_needed_files(rounds[round] for round in rounds if round in retained), stale)
 
 
-def _needed(folders: Iterable[Path]) -> set[Version]:
+def _list_needed_files(folders: Iterable[Path]) -> set[Version]:
     """Collect the clients' files that checkpoints name; an unreadable checkpoint needs no files."""
     needed: set[Version] = set()
     for folder in folders:

@@ -90,13 +90,13 @@ def _decode_clients(
     return expect(table, "last_rounds", dict), expect(table, "last_replies", dict), memories, moments
 
 
-def _digest(data: bytes) -> str:
+def _compute_digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
 def _seal_index(index: Mapping[str, Any]) -> bytes:
     """Encode checkpoint.json: the index with the digest of its own text; NaN is written as in Python."""
-    digest = _digest(json.dumps(index).encode())
+    digest = _compute_digest(json.dumps(index).encode())
     return (json.dumps({**index, "sha256": digest}, indent=1) + "\n").encode()
 
 
@@ -117,7 +117,7 @@ def pack(checkpoint: Checkpoint) -> dict[str, bytes]:
         "positions": {name: list(position) for name, position in checkpoint.positions.items()},
         "inputs": dict(checkpoint.inputs),
         "extra": dict(checkpoint.extra),
-        "files": {name: _digest(data) for name, data in files.items()},
+        "files": {name: _compute_digest(data) for name, data in files.items()},
     }
     return {**files, _INDEX: _seal_index(index)}
 
@@ -157,7 +157,7 @@ def load(folder: Path) -> Checkpoint:
         FedspanError: If the files were written by another version of fedspan.
     """
     index = read_index(folder)
-    data = _contents(folder, index)
+    data = _parse_contents(folder, index)
     clients = RunFolder(folder.parent if folder.name == "best" else folder.parent.parent).clients
     try:
         state = decode_state(data[_STATE])
@@ -188,12 +188,12 @@ def read_positions(index: Mapping[str, Any]) -> dict[str, Position]:
     return {name: Position(*position) for name, position in index["positions"].items()}
 
 
-def _contents(folder: Path, index: Mapping[str, Any], only: Collection[str] | None = None) -> dict[str, bytes]:
+def _parse_contents(folder: Path, index: Mapping[str, Any], only: Collection[str] | None = None) -> dict[str, bytes]:
     data: dict[str, bytes] = {}
     for name, digest in index["files"].items():
         if only is None or name in only:
             data[name] = read_whole(folder / name)
-            if _digest(data[name]) != digest:
+            if _compute_digest(data[name]) != digest:
                 raise DamagedFileError(folder / name, f"does not have the SHA-256 {digest}")
     return data
 
@@ -204,6 +204,6 @@ def read_versions(folder: Path) -> set[Version]:
     Raises:
         FedspanError: If the files are damaged or of another version, as in ``load``; the server state is not read.
     """
-    data = _contents(folder, read_index(folder), (_CLIENTS,))
+    data = _parse_contents(folder, read_index(folder), (_CLIENTS,))
     *_, memories, moments = _decode_clients(data[_CLIENTS], folder)
     return memories.versions() | moments.versions()

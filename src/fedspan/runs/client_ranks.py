@@ -10,18 +10,18 @@ import torch
 
 from fedspan.config import RunConfig
 from fedspan.config.federation import FractionRanks, RandomRanks
-from fedspan.core.method import RegisteredMethod, scaling_of
-from fedspan.core.tensors import generator
-from fedspan.errors import FedspanError, nearest
+from fedspan.core.method import RegisteredMethod, compute_scaling
+from fedspan.core.tensors import create_generator
+from fedspan.errors import FedspanError, suggest_nearest
 
 if TYPE_CHECKING:
     pass
 
 
-__all__ = ["client_ranks", "client_scaling"]
+__all__ = ["compute_client_ranks", "compute_client_scaling"]
 
 
-def client_ranks(config: RunConfig, method: RegisteredMethod, ids: Sequence[str]) -> dict[str, int]:
+def compute_client_ranks(config: RunConfig, method: RegisteredMethod, ids: Sequence[str]) -> dict[str, int]:
     """Determine the rank of every client.
 
     Args:
@@ -33,13 +33,13 @@ def client_ranks(config: RunConfig, method: RegisteredMethod, ids: Sequence[str]
         FedspanError: If a client does not exist, a rank is larger than the layers allow, or ranks differ and the method
             supports only one.
     """
-    requested = _requested_ranks(config, ids)
-    most, whose = _max_rank(method)
+    requested = _get_requested_ranks(config, ids)
+    most, whose = _compute_max_rank(method)
     known = set(ids)
     for id, rank in requested.items():
         field = f"federation.ranks.{id}"
         if id not in known:
-            raise FedspanError(field, rank, problem=f"no client is named {id!r}. {nearest(id, ids)}")
+            raise FedspanError(field, rank, problem=f"no client is named {id!r}. {suggest_nearest(id, ids)}")
         if rank > most:
             raise FedspanError(field, rank, f"a rank from 1 to {most}, {whose}")
         if rank != method.r and not method.claims.heterogeneous_ranks:
@@ -47,13 +47,13 @@ def client_ranks(config: RunConfig, method: RegisteredMethod, ids: Sequence[str]
     return {id: requested.get(id, method.r) for id in ids}
 
 
-def client_scaling(config: RunConfig, method: RegisteredMethod, rank: int) -> float:
+def compute_client_scaling(config: RunConfig, method: RegisteredMethod, rank: int) -> float:
     """Return the factor on a client's B A."""
     counted = method.r if config.federation.scaling == "equal" else rank
-    return scaling_of(method.lora_alpha, counted, method.use_rslora)
+    return compute_scaling(method.lora_alpha, counted, method.use_rslora)
 
 
-def _max_rank(method: RegisteredMethod) -> tuple[int, str]:
+def _compute_max_rank(method: RegisteredMethod) -> tuple[int, str]:
     """Return the highest rank and its source: adapters have one rank for all layers, full weights one per layer."""
     layers = method.spec.layers
     if method.claims.adapter:
@@ -61,7 +61,7 @@ def _max_rank(method: RegisteredMethod) -> tuple[int, str]:
     return max(min(layer.rectangle) for layer in layers), "the full rank of the largest layer"
 
 
-def _requested_ranks(config: RunConfig, ids: Sequence[str]) -> Mapping[str, int]:
+def _get_requested_ranks(config: RunConfig, ids: Sequence[str]) -> Mapping[str, int]:
     match config.federation.ranks:
         case None:
             return {}
@@ -72,10 +72,12 @@ def _requested_ranks(config: RunConfig, ids: Sequence[str]) -> Mapping[str, int]
         case RandomRanks() as drawn:
             seed = config.data_seed if drawn.seed is None else drawn.seed
             count = len(drawn.of)
-            return {id: drawn.of[int(torch.randint(count, (), generator=generator(seed, "rank", id)))] for id in ids}
+            return {
+                id: drawn.of[int(torch.randint(count, (), generator=create_generator(seed, "rank", id)))] for id in ids
+            }
         case FractionRanks() as fractions:
             seed = config.data_seed if fractions.seed is None else fractions.seed
-            order = torch.randperm(len(ids), generator=generator(seed, "ranks")).tolist()
+            order = torch.randperm(len(ids), generator=create_generator(seed, "ranks")).tolist()
             ranks = _allocate(fractions.of, len(ids))
             return {ids[int(at)]: rank for at, rank in zip(order, ranks, strict=True)}
 

@@ -14,14 +14,14 @@ from fedspan.federation.federation import Federation
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.session import RunReport
-from fedspan.runs.setup import Prepared, build_trainer, choose_device, simulated_federation
+from fedspan.runs.setup import Prepared, build_simulated_federation, build_trainer, choose_device
 from fedspan.tasks.task import Examples
 from fedspan.transports.in_process import InProcess
 
 if TYPE_CHECKING:
     from fedspan.transports.ray.team import Resources, Team
 
-__all__ = ["WorkerKit", "build_host", "connect_workers", "resources_of", "simulate_on_cluster"]
+__all__ = ["WorkerKit", "build_host", "connect_workers", "get_resources", "simulate_on_cluster"]
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,16 @@ def build_host(kit: WorkerKit) -> Host:
     device = choose_device("cuda" if config.cluster.gpus_per_worker else "cpu")
     clients = len(kit.partition.clients)
     trainer = build_trainer(config, kit.labels, clients, device, kit.key, targets=kit.targets)
-    return host_of(simulated_federation(config, trainer, kit.partition, kit.examples, kit.key))
+    return build_simulated_host(build_simulated_federation(config, trainer, kit.partition, kit.examples, kit.key))
 
 
-def host_of(federation: Federation) -> Host:
+def build_simulated_host(federation: Federation) -> Host:
     """Return the host of all clients of a simulation in this process."""
     assert isinstance(federation.transport, InProcess)
     return federation.transport.host
 
 
-def resources_of(config: RunConfig) -> Resources:
+def get_resources(config: RunConfig) -> Resources:
     """Return where a config's workers run and what each of them takes."""
     from fedspan.transports.ray.team import Resources
 
@@ -114,5 +114,5 @@ def simulate_on_cluster(
     """
     from fedspan.transports.ray.team import open_team
 
-    with open_team(resources_of(prepared.config)) as team:
+    with open_team(get_resources(prepared.config)) as team:
         return run_rounds(connect_workers(prepared, team, load_noise_key(run_folder.path, prepared.config)))

@@ -12,7 +12,7 @@ from fedspan.logs import read_lines
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import Totals, read_totals
 
-__all__ = ["Point", "curve_of", "reached", "score_of", "sent_until", "target_of"]
+__all__ = ["Point", "compute_sent_bytes", "compute_target", "find_target_round", "read_curve", "score_of"]
 
 SHARE = 0.9
 """Target score, as a share of the distance from the worst first score to the best score."""
@@ -35,11 +35,11 @@ class Point:
     seconds: float
 
 
-def curve_of(run_folder: RunFolder, metric: str) -> tuple[Point, ...]:
+def read_curve(run_folder: RunFolder, metric: str) -> tuple[Point, ...]:
     """Return the rounds of a run that have a score, ascending."""
     rows = cast("Sequence[Mapping[str, Any]]", list(read_lines(run_folder.metrics)))
     last = int(rows[-1]["round"]) if rows else 0
-    sent, points = sent_until(read_totals(run_folder.ledger), last), list[Point]()
+    sent, points = compute_sent_bytes(read_totals(run_folder.ledger), last), list[Point]()
     for row in rows:
         if (score := score_of(row, metric)) is not None:
             number = int(row["round"])
@@ -53,7 +53,7 @@ def score_of(scores: Mapping[str, Any], metric: str) -> float | None:
     return float(score) if isinstance(score, int | float) and math.isfinite(score) else None
 
 
-def sent_until(totals: Totals, rounds: int) -> list[int]:
+def compute_sent_bytes(totals: Totals, rounds: int) -> list[int]:
     """Return the cumulative bytes of the training messages, both directions, at the start and after each of the rounds.
 
     Args:
@@ -64,7 +64,7 @@ def sent_until(totals: Totals, rounds: int) -> list[int]:
     return list(accumulate(each, initial=0))
 
 
-def target_of(curves: Sequence[Sequence[Point]], higher: bool) -> float | None:
+def compute_target(curves: Sequence[Sequence[Point]], higher: bool) -> float | None:
     """Compute the target score of several runs: nine tenths of the way from the worst first score to the best score.
 
     The best score that all runs reach is no useful target: if one run learns nothing, it is the score of an untrained
@@ -84,6 +84,6 @@ def target_of(curves: Sequence[Sequence[Point]], higher: bool) -> float | None:
     return worst_start + SHARE * (best(point.score for curve in curves for point in curve) - worst_start)
 
 
-def reached(curve: Sequence[Point], target: float, higher: bool) -> Point | None:
+def find_target_round(curve: Sequence[Point], target: float, higher: bool) -> Point | None:
     """Return the first round that reaches the target score; None if no round does."""
     return next((point for point in curve if (point.score >= target if higher else point.score <= target)), None)

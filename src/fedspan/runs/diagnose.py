@@ -11,7 +11,7 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_resolved_config, require_intact
-from fedspan.runs.objects import objects_of
+from fedspan.runs.objects import collect_objects
 from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.results import is_run, read_partition
 from fedspan.runs.setup import prepare
@@ -63,7 +63,7 @@ def diagnose(
             problem="the data of this run's clients are on other machines",
         )
     require_intact(run_files)
-    objects = objects_of(config, "fedspan.diagnose", data, model, tokenizer)
+    objects = collect_objects(config, "fedspan.diagnose", data, model, tokenizer)
     checkpoint = load_checkpoint(checkpoints.select_checkpoint(run_files, round))
     prepared = prepare(config, read_partition(folder), load_noise_key(run_files.path, config), objects=objects)
     return diagnose_round(

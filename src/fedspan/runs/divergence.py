@@ -37,7 +37,7 @@ def find_divergence(rows: Iterable[Mapping[str, Any]], metric: str, lr: float) -
                 f"Training diverged: the training loss rose from {before:.4g} in round {first} to {after:.4g} in round "
                 f"{last}. {advice}"
             )
-    scored = [(int(row["round"]), _finite(row["validation"])) for row in rounds if row.get("validation")]
+    scored = [(int(row["round"]), _select_finite(row["validation"])) for row in rounds if row.get("validation")]
     if scored:
         (first, before), (last, after) = scored[0], scored[-1]
         if rank_of(metric, after) < rank_of(metric, before) and not rank_of("loss", after) >= rank_of("loss", before):
@@ -49,7 +49,7 @@ def find_divergence(rows: Iterable[Mapping[str, Any]], metric: str, lr: float) -
     return tuple(remarks)
 
 
-def _finite(scores: Mapping[str, float | None]) -> dict[str, float]:
+def _select_finite(scores: Mapping[str, float | None]) -> dict[str, float]:
     """Return the scores that have a value; JSON has none for numbers that are not finite."""
     return {name: value for name, value in scores.items() if value is not None}
 

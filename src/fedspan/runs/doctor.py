@@ -14,7 +14,7 @@ from typing import Literal
 
 from packaging.requirements import Requirement
 
-__all__ = ["Check", "checks"]
+__all__ = ["Check", "run_checks"]
 
 _LEAST_MEMORY = 4.0
 """Free memory in GiB: torch, Transformers and a small model."""
@@ -41,50 +41,58 @@ class Check:
     cure: str = ""
 
 
-def checks(folder: Path) -> tuple[Check, ...]:
+def run_checks(folder: Path) -> tuple[Check, ...]:
     """Run all checks.
 
     Args:
         folder: Folder that runs would be written to.
     """
-    return (*_packages(), *_torch(), _memory(), _disk(folder), _port(), _model(), _hub())
+    return (
+        *_check_packages(),
+        *_check_torch(),
+        _check_memory(),
+        _check_disk(folder),
+        _check_port(),
+        _check_model(),
+        _check_hub(),
+    )
 
 
-def _packages() -> Iterator[Check]:
+def _check_packages() -> Iterator[Check]:
     """Check the core packages, and the packages of each extra, with one result for each group."""
     core: list[Requirement] = []
     extras: dict[str, list[Requirement]] = {}
     for text in requires("fedspan") or ():
         requirement = Requirement(text)
-        name = _extra(requirement)
+        name = _get_extra(requirement)
         if name is None:
             core.append(requirement)
         elif name not in _NOT_FOR_USERS:
             extras.setdefault(name, []).append(requirement)
-    wrong = _wrong(core)
+    wrong = _describe_wrong(core)
     found = (
         "; ".join(wrong) or f"{version('fedspan')} with torch {version('torch')}, Python {platform.python_version()}"
     )
     yield Check("fedspan", "missing" if wrong else "ok", found, "pip install --upgrade fedspan" if wrong else "")
     for name, requirements in sorted(extras.items()):
-        wrong = _wrong(requirements)
+        wrong = _describe_wrong(requirements)
         found = "; ".join(wrong) or ", ".join(f"{one.name} {version(one.name)}" for one in requirements)
         yield Check(
             f"extra {name}", "note" if wrong else "ok", found, f"pip install 'fedspan[{name}]'" if wrong else ""
         )
 
 
-def _extra(requirement: Requirement) -> str | None:
+def _get_extra(requirement: Requirement) -> str | None:
     """Return the extra that a requirement belongs to; None: the core."""
     _, separator, rest = str(requirement.marker or "").partition("extra ==")
     return rest.strip(" \"'") if separator else None
 
 
-def _wrong(requirements: Sequence[Requirement]) -> list[str]:
+def _describe_wrong(requirements: Sequence[Requirement]) -> list[str]:
     """Describe the requirements that are missing or have another version."""
     wrong: list[str] = []
     for requirement in requirements:
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": _extra(requirement) or ""}):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": _get_extra(requirement) or ""}):
             continue
         try:
             installed = version(requirement.name)
@@ -94,11 +102,11 @@ def _wrong(requirements: Sequence[Requirement]) -> list[str]:
         if not requirement.specifier.contains(installed, prereleases=True):
             wrong.append(f"{requirement.name} is {installed}, not {requirement.specifier}")
         nested = [Requirement(text) for text in (requires(requirement.name) or ()) if requirement.extras]
-        wrong += _wrong([one for one in nested if _extra(one) in requirement.extras])
+        wrong += _describe_wrong([one for one in nested if _get_extra(one) in requirement.extras])
     return wrong
 
 
-def _torch() -> Iterator[Check]:
+def _check_torch() -> Iterator[Check]:
     import torch
 
     if torch.cuda.is_available():
@@ -113,7 +121,7 @@ def _torch() -> Iterator[Check]:
         yield Check("accelerator", "note", description, built)
 
 
-def _memory() -> Check:
+def _check_memory() -> Check:
     names = ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES", "SC_PAGE_SIZE")
     try:
         free, total, page = (os.sysconf(name) for name in names)
@@ -125,7 +133,7 @@ def _memory() -> Check:
     return Check("memory", "note" if low else "ok", f"{free:.1f} of {total:.1f} GiB free", cure)
 
 
-def _disk(folder: Path) -> Check:
+def _check_disk(folder: Path) -> Check:
     existing = next((parent for parent in (folder, *folder.resolve().parents) if parent.is_dir()), Path("/"))
     free = shutil.disk_usage(existing).free / 2**30
     if not os.access(existing, os.W_OK):
@@ -139,7 +147,7 @@ def _disk(folder: Path) -> Check:
     )
 
 
-def _port() -> Check:
+def _check_port() -> Check:
     with socket.socket() as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -150,7 +158,7 @@ def _port() -> Check:
     return Check("port", "ok", f"{_PORT} is free for fedspan server")
 
 
-def _model() -> Check:
+def _check_model() -> Check:
     """Check the model of the demo and of configs that name no model."""
     from fedspan.errors import FedspanError
     from fedspan.models.names import resolve_model
@@ -162,7 +170,7 @@ def _model() -> Check:
     return Check("demo model", "ok", "all-MiniLM-L6-v2, its weights as published")
 
 
-def _hub() -> Check:
+def _check_hub() -> Check:
     cache = os.environ.get("HF_HOME") or str(Path.home() / ".cache" / "huggingface")
     offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
     description = "offline by HF_HUB_OFFLINE" if offline else "asked when a config names a model or data set of it"

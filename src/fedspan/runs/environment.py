@@ -13,24 +13,24 @@ import fedspan
 from fedspan.config import RunConfig
 from fedspan.runs.folder import RunFolder
 
-__all__ = ["extend_command", "is_command", "record_environment", "same_environment"]
+__all__ = ["extend_command", "is_command", "is_same_environment", "record_environment"]
 
 _PACKAGES = ("transformers", "peft", "safetensors", "datasets", "flwr")
 
 
-def _version(package: str) -> str | None:
+def _read_version(package: str) -> str | None:
     try:
         return version(package)  # from the metadata: importing transformers takes seconds
     except PackageNotFoundError:
         return None
 
 
-def _environment(seed: int, command: Sequence[str]) -> dict[str, object]:
+def _describe_environment(seed: int, command: Sequence[str]) -> dict[str, object]:
     return {
         "fedspan": fedspan.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{package: _version(package) for package in _PACKAGES},
+        **{package: _read_version(package) for package in _PACKAGES},
         "platform": platform.platform(),
         "machine": platform.machine(),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -55,11 +55,11 @@ def record_environment(folder: RunFolder, seed: int, command: Sequence[str]) -> 
     Raises:
         FedspanError: If the file cannot be written, or exists and cannot be read.
     """
-    now = _environment(seed, command)
+    now = _describe_environment(seed, command)
     if not folder.environment.exists():
         folder.write_json(folder.environment, now)
         return {}
-    return _changes(folder, now)
+    return _list_changes(folder, now)
 
 
 def is_command(command: Sequence[str]) -> bool:
@@ -85,17 +85,17 @@ def extend_command(folder: RunFolder, changes: Iterable[str]) -> None:
         folder.write_json(folder.environment, {**recorded, "command": [*command, *options]})
 
 
-def same_environment(folder: RunFolder, config: RunConfig) -> bool:
+def is_same_environment(folder: RunFolder, config: RunConfig) -> bool:
     """Check whether a run had the current versions, a machine like this one, and the threads of this config.
 
     Raises:
         FedspanError: If its environment.json cannot be read.
     """
-    now = _environment(config.seed, ())
-    return not _changes(folder, now if config.threads is None else now | {"threads": config.threads})
+    now = _describe_environment(config.seed, ())
+    return not _list_changes(folder, now if config.threads is None else now | {"threads": config.threads})
 
 
-def _changes(folder: RunFolder, now: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+def _list_changes(folder: RunFolder, now: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     recorded = folder.read_json(folder.environment)
     before = recorded if isinstance(recorded, dict) else {}
     return {name: (before.get(name), now[name]) for name in now if name != "command" and before.get(name) != now[name]}

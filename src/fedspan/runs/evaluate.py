@@ -18,7 +18,7 @@ from fedspan.data.objects import read_objects
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 from fedspan.runs.integrity import read_config
-from fedspan.runs.load import adapter_folder, load_served
+from fedspan.runs.load import find_adapter_folder, load_served
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.objects import require_named_data
 from fedspan.runs.results import is_run
@@ -71,21 +71,21 @@ def evaluate(
     Raises:
         FedspanError: If `load_served` raises it, there is no test set, or the file does not fit the model.
     """
-    served_from = adapter_folder(folder, client)  # cheap mistakes before slow loading
+    served_from = find_adapter_folder(folder, client)  # cheap mistakes before slow loading
     if data is not None:
         facts = facts_of(served_from, read_notes(served_from))
         columns = {"text": text, "image": image, "label": label, "text_pair": text_pair, "answer": answer}
-        source = None if isinstance(data, str | Path) else _examples(data)
-        rows = _load_labelled(_file_config(IN_MEMORY if source else data, facts, columns), facts.task, source)
+        source = None if isinstance(data, str | Path) else _load_examples(data)
+        rows = _load_labelled(_build_file_config(IN_MEMORY if source else data, facts, columns), facts.task, source)
     else:
-        rows = _held_out_examples(folder, served_from, run_data)
+        rows = _load_held_out_examples(folder, served_from, run_data)
     served = load_served(folder, client, objects=ModelObjects(model, tokenizer))
     examples = served.task.encode(rows)
     metrics = served.task.metrics(served.predictions(examples, generate=generate), examples, range(len(examples)))
     return {**{name: metrics[name] for name in order_metrics(metrics)}, "examples": float(len(examples))}
 
 
-def _file_config(data: str | Path, facts: Facts, columns: Mapping[str, str | None]) -> DataConfig:
+def _build_file_config(data: str | Path, facts: Facts, columns: Mapping[str, str | None]) -> DataConfig:
     named = {option: column for option, column in columns.items() if column is not None}
     if facts.task == "causal-lm":
         named = {**named, "prompt": facts.prompt or "{text}"}
@@ -98,13 +98,13 @@ def _file_config(data: str | Path, facts: Facts, columns: Mapping[str, str | Non
         raise mistake.at(field, str(data)) from None
 
 
-def _examples(data: Any) -> Source:
+def _load_examples(data: Any) -> Source:
     """Return examples in memory: the test split, if there is one."""
     sources = read_objects(data, 0).sources
     return sources.get("test", sources["train"])
 
 
-def _held_out_examples(folder: str | Path, adapter: Path, data: Any) -> datasets.Dataset:
+def _load_held_out_examples(folder: str | Path, adapter: Path, data: Any) -> datasets.Dataset:
     if not is_run(folder):
         raise FedspanError(
             "data", None, "a file to measure on", problem="no data are given, and only a run folder names a test set"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError
 
 from fedspan.errors import FedspanError
-from fedspan.files import remove, temporary
+from fedspan.files import build_temporary_path, remove
 from fedspan.models.export import NOTES, truncate_adapter
 from fedspan.models.merging import save_model
 from fedspan.models.pooling import PooledClassifier
@@ -20,10 +20,10 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_resolved_config, require_intact
-from fedspan.runs.load import ADAPTER, adapter_folder, load_served
-from fedspan.runs.model_card import CARD, cut_card, merged_card
+from fedspan.runs.load import ADAPTER, find_adapter_folder, load_served
+from fedspan.runs.model_card import CARD, convert_card, cut_card
 from fedspan.runs.model_setup import ModelObjects
-from fedspan.runs.objects import objects_of
+from fedspan.runs.objects import collect_objects
 from fedspan.runs.results import is_run, read_partition, read_report, require_client
 from fedspan.runs.setup import prepare
 from fedspan.runs.trained_models import write_adapters
@@ -76,9 +76,9 @@ def export(
     if os.path.exists(out) and (not out.is_dir() or any(out.iterdir())):
         raise FedspanError("out", str(out), "an empty folder, or one that does not exist")
     with tempfile.TemporaryDirectory(prefix="fedspan-") as scratch:
-        partial = temporary(out)
+        partial = build_temporary_path(out)
         try:
-            source = _source(Path(run_folder), client, round, Path(scratch), (data, model, tokenizer))
+            source = _find_source(Path(run_folder), client, round, Path(scratch), (data, model, tokenizer))
             out.parent.mkdir(parents=True, exist_ok=True)
             remove(partial)
             is_whole = not (source / ADAPTER).is_file()
@@ -88,7 +88,7 @@ def export(
                 shutil.copytree(source, partial)
                 if rank is not None:
                     truncate_adapter(partial, rank)
-                    _recast(source, partial, lambda text: cut_card(text, rank))
+                    _rewrite_card(source, partial, lambda text: cut_card(text, rank))
             else:
                 _merge(source, partial, ModelObjects(model, tokenizer))
             if out.exists():
@@ -102,10 +102,12 @@ def export(
     return out
 
 
-def _source(folder: Path, client: str | None, round: int | str, scratch: Path, objects: tuple[Any, Any, Any]) -> Path:
+def _find_source(
+    folder: Path, client: str | None, round: int | str, scratch: Path, objects: tuple[Any, Any, Any]
+) -> Path:
     """Return the adapter's folder: the one that the run exported at its end, or a new one from a checkpoint."""
     if not is_run(folder):
-        return adapter_folder(folder, client)
+        return find_adapter_folder(folder, client)
     run_files = RunFolder(folder)
     require_intact(run_files)
     if client is not None:
@@ -114,9 +116,9 @@ def _source(folder: Path, client: str | None, round: int | str, scratch: Path, o
         report = read_report(folder)
         is_available = client is None or "global" in report.adapters or client in report.adapters
         if is_available and round in ("best", report.best_round):
-            return adapter_folder(folder, client)
+            return find_adapter_folder(folder, client)
     checkpoint, config = load_checkpoint(checkpoints.select_checkpoint(run_files, round)), read_resolved_config(folder)
-    passed = objects_of(config, "fedspan.export", *objects)
+    passed = collect_objects(config, "fedspan.export", *objects)
     progress, prepared = checkpoint.progress, prepare(config, read_partition(folder), objects=passed)
     adapters = write_adapters(prepared, progress, RunFolder(scratch), () if client is None else (client,))
     if "global" in adapters:
@@ -136,10 +138,10 @@ def _merge(adapter: Path, out: Path, objects: ModelObjects) -> None:
         model = model.merge_and_unload()
     save_model(out, model, served.processor, served.notes["base_model"], served.revision, max_length=length)
     shutil.copyfile(served.folder / NOTES, out / NOTES)
-    _recast(served.folder, out, lambda text: merged_card(text, served.facts.task, served.facts.pooling))
+    _rewrite_card(served.folder, out, lambda text: convert_card(text, served.facts.task, served.facts.pooling))
 
 
-def _recast(source: Path, out: Path, recast: Callable[[str], str]) -> None:
+def _rewrite_card(source: Path, out: Path, recast: Callable[[str], str]) -> None:
     """Write the model card of a derived model from that of its source, if the source has one."""
     if (source / CARD).is_file():
         (out / CARD).write_text(recast((source / CARD).read_text(encoding="utf-8")), encoding="utf-8")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
-from fedspan.files import disk_errors, remove, write_atomic
+from fedspan.files import convert_disk_errors, remove, write_atomic
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.environment import extend_command
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.integrity import config_text, differences, require_intact
+from fedspan.runs.integrity import format_config, list_differences, require_intact
 from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
 from fedspan.runs.selection import has_stalled
 
@@ -33,14 +33,14 @@ def require_extensible(run_folder: RunFolder, stored: RunConfig, changed: RunCon
     Raises:
         FedspanError: If it may not; the error names the field, and what to do.
     """
-    for field, (before, after) in differences(stored, changed).items():
+    for field, (before, after) in list_differences(stored, changed).items():
         if field not in (_ROUNDS, _PATIENCE):
             problem = (
                 f"the config with which this run began has {before!r}, and only {_ROUNDS} and {_PATIENCE} can change "
                 "in a run. Start a new run in another folder"
             )
             raise FedspanError(field, after, problem=problem)
-    done, before, after = checkpoints.last_saved_round(run_folder), stored.federation, changed.federation
+    done, before, after = checkpoints.read_last_saved_round(run_folder), stored.federation, changed.federation
     if after.rounds != before.rounds:
         if after.rounds <= done:
             raise FedspanError(_ROUNDS, after.rounds, f"more than {done}, the rounds that this run has finished")
@@ -77,20 +77,20 @@ def extend(run_folder: RunFolder, stored: RunConfig, changed: RunConfig, listene
     """
     require_intact(run_folder)
     require_extensible(run_folder, stored, changed)
-    changes = differences(stored, changed)
+    changes = list_differences(stored, changed)
     if not changes:
         return
     trained = run_folder.baselines.is_dir()
-    with disk_errors(run_folder.path):
+    with convert_disk_errors(run_folder.path):
         remove(run_folder.report)
         remove(run_folder.baselines)
         texts = {field: "null" if after is None else after for field, (_, after) in changes.items()}
         extend_command(run_folder, [f"{field}={text}" for field, text in texts.items()])
-        write_atomic(run_folder.config, config_text(changed).encode())
+        write_atomic(run_folder.config, format_config(changed).encode())
     for field, (before, after) in changes.items():
         listener.noted(f"{field} is {after} from now on, and was {before}")
     if trained:
         listener.noted("the baselines are trained again, because their number of epochs is that of the rounds")
     last, every = stored.federation.rounds, stored.evaluation.every
-    if checkpoints.last_saved_round(run_folder) == last < changed.federation.rounds and last % every:
+    if checkpoints.read_last_saved_round(run_folder) == last < changed.federation.rounds and last % every:
         listener.noted(f"round {last} was measured as the last one, though evaluation.every is {every}")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from fedspan.federation.progress import Failure
 
-__all__ = ["failures_by_client"]
+__all__ = ["count_failures"]
 
 
-def failures_by_client(
+def count_failures(
     rows: Iterable[Mapping[str, object]], last: int = 0, more: Iterable[Failure] = ()
 ) -> dict[str, dict[str, Any]]:
     """Count the failures by client, sorted by client id.

@@ -33,7 +33,15 @@ from typing import Any, Self
 from filelock import FileLock, SoftFileLock, Timeout
 
 from fedspan.errors import FedspanError
-from fedspan.files import disk_errors, from_json, read_bytes, require_no_link, sweep, to_json, write_atomic
+from fedspan.files import (
+    convert_disk_errors,
+    delete_temporary_files,
+    from_json,
+    read_bytes,
+    require_no_link,
+    to_json,
+    write_atomic,
+)
 
 __all__ = ["RunFolder"]
 
@@ -85,14 +93,14 @@ class RunFolder:
             FedspanError: If the folder is not empty, another process uses it, or it cannot be written.
         """
         run = cls(path)
-        with disk_errors(run.path, "choose another folder"):
+        with convert_disk_errors(run.path, "choose another folder"):
             run.require_empty()  # before the lock, so that no lock file is written to a foreign folder
             run.path.mkdir(parents=True, exist_ok=True)
             run._acquire()
         try:
-            with disk_errors(run.path, "choose another folder"):
+            with convert_disk_errors(run.path, "choose another folder"):
                 run.require_empty()  # again: another process may have been faster
-                sweep(run.path)
+                delete_temporary_files(run.path)
                 write_atomic(run.config, config.encode())
         except BaseException:
             run.close()
@@ -107,7 +115,7 @@ class RunFolder:
             FedspanError: If the folder holds no run, another process uses it, or it cannot be written.
         """
         run = cls(path)
-        with disk_errors(run.path):
+        with convert_disk_errors(run.path):
             if not os.path.isfile(run.config):  # Path's own raises for a name that is too long for the disk
                 raise FedspanError(
                     "run folder",
@@ -207,7 +215,7 @@ class RunFolder:
         Raises:
             FedspanError: If the disk is full or cannot be written.
         """
-        with disk_errors(self.path):
+        with convert_disk_errors(self.path):
             write_atomic(path, (to_json(value, indent=2) + "\n").encode())
 
     def write_sealed(self, path: Path, values: Mapping[str, object]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["duration", "number", "one_line", "titles"]
+__all__ = ["format_duration", "get_title", "number", "shorten"]
 
 
 def number(value: float | None) -> str:
@@ -10,19 +10,19 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:.3g}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format 75 as 1:15, 3675 as 1:01:15."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def one_line(text: str, width: int) -> str:
+def shorten(text: str, width: int) -> str:
     """Shorten a text to one line of at most ``width`` characters."""
     text = " ".join(text.split())
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"
 
 
-def titles(name: str) -> str:
+def get_title(name: str) -> str:
     """Return the title of a baseline."""
     return {"local": "local only", "centralized": "centralized"}.get(name, name)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.runs.load import load_served
 
 __all__ = ["harness"]
@@ -69,7 +69,7 @@ def harness(
         manager = TaskManager(include_path=None if include is None else str(include))
     for task in tasks:
         if task not in manager.all_tasks:
-            problem = f"lm-evaluation-harness has no task {task!r}. {nearest(task, manager.all_tasks)}"
+            problem = f"lm-evaluation-harness has no task {task!r}. {suggest_nearest(task, manager.all_tasks)}"
             raise FedspanError("tasks", task, problem=problem)
     served = load_served(folder, client)
     if served.facts.task != "causal-lm":
@@ -94,10 +94,10 @@ def harness(
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise FedspanError("tasks", list(tasks), problem=f"the tasks cannot be evaluated here ({reason})") from error
     counts = results.get("n-samples", {})
-    return {task: _plain(values, counts.get(task)) for task, values in results["results"].items()}
+    return {task: _list_numbers(values, counts.get(task)) for task, values in results["results"].items()}
 
 
-def _plain(values: Mapping[str, Any], counts: Mapping[str, int] | None) -> dict[str, float]:
+def _list_numbers(values: Mapping[str, Any], counts: Mapping[str, int] | None) -> dict[str, float]:
     """Return the numbers of a task; ``none``, the filter that filters nothing, is dropped from ``acc,none``."""
     metrics: dict[str, float] = {}
     for key, value in values.items():

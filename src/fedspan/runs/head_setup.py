@@ -14,16 +14,23 @@ from fedspan.crypto import require_packages
 from fedspan.errors import FedspanError
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation
 from fedspan.federation.federation import Federation
-from fedspan.federation.head_start import HeadStart, head_tensors, start_head
+from fedspan.federation.head_start import HeadStart, compute_head_tensors, start_head
 from fedspan.federation.progress import Progress
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.calls import evaluating, tiny_batch
+from fedspan.models.calls import build_tiny_batch, enter_evaluation
 from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_output_layer
 from fedspan.models.names import FROM_PYTHON
 from fedspan.models.pooling import PooledClassifier
 from fedspan.runs.model_setup import RunModel
 
-__all__ = ["STATISTICS_CLIP", "aggregation_of", "baseline_head", "begin", "begin_locally", "head_start_of"]
+__all__ = [
+    "STATISTICS_CLIP",
+    "begin",
+    "begin_locally",
+    "build_aggregation",
+    "build_head_start",
+    "compute_baseline_head",
+]
 
 STATISTICS_CLIP = 2.0
 """Norm to which a client's statistics are clipped in a secure sum; with features of norm 1 it is 3 ** 0.5 at most."""
@@ -32,7 +39,7 @@ _AS_PASSED = (
 )
 
 
-def aggregation_of(config: RunConfig, clip: float | None = None) -> AggregationFactory:
+def build_aggregation(config: RunConfig, clip: float | None = None) -> AggregationFactory:
     """Return the aggregation that a config selects.
 
     Args:
@@ -51,7 +58,7 @@ def aggregation_of(config: RunConfig, clip: float | None = None) -> AggregationF
     return partial(SecureAggregation, secure=secure if clip is None else replace(secure, clip=clip))
 
 
-def head_start_of(config: RunConfig, model: RunModel) -> tuple[HeadStart | None, tuple[str, ...]]:
+def build_head_start(config: RunConfig, model: RunModel) -> tuple[HeadStart | None, tuple[str, ...]]:
     """Return how the run's head starts (None: as loaded), and remarks for the user.
 
     Raises:
@@ -60,7 +67,7 @@ def head_start_of(config: RunConfig, model: RunModel) -> tuple[HeadStart | None,
     requested = config.model.head_init
     kind, reason = config.head_kind
     try:
-        layer = _output_layer(model.adapted) if kind is not None else None
+        layer = _find_output_layer(model.adapted) if kind is not None else None
     except NoOutputLayer as error:
         kind, reason, layer = None, str(error), None
         if requested != "auto":
@@ -72,15 +79,15 @@ def head_start_of(config: RunConfig, model: RunModel) -> tuple[HeadStart | None,
         return None, (_AS_PASSED.format(kind),) if config.model.name.startswith(FROM_PYTHON) else ()
     if kind is None or layer is None:
         return None, (f"the head starts at random: {reason}",) if reason else ()
-    return HeadStart(kind, layer, _bound(config, model.adapted, layer), aggregation_of(config, STATISTICS_CLIP)), ()
+    return HeadStart(kind, layer, _bound(config, model.adapted, layer), build_aggregation(config, STATISTICS_CLIP)), ()
 
 
-def _output_layer(adapted: AdaptedModel) -> OutputLayer:
+def _find_output_layer(adapted: AdaptedModel) -> OutputLayer:
     """Find the output layer of a model, and check on a forward pass of a tiny batch that it computes the logits."""
     layer = find_output_layer(adapted)
     tap = FeatureTap(adapted.model, layer)
-    with evaluating(adapted.model), tap.record():
-        tap.take(adapted.model(**tiny_batch(adapted.model)).logits)
+    with enter_evaluation(adapted.model), tap.record():
+        tap.take(adapted.model(**build_tiny_batch(adapted.model)).logits)
     return layer
 
 
@@ -98,7 +105,7 @@ def _bound(config: RunConfig, adapted: AdaptedModel, layer: OutputLayer) -> floa
     return 2.0 * layer.features**0.5
 
 
-def baseline_head(head: HeadStart | None) -> HeadStart | None:
+def compute_baseline_head(head: HeadStart | None) -> HeadStart | None:
     """Return the head's start of a baseline, whose data are in this process: in plaintext and not clipped."""
     return None if head is None else replace(head, bound=0.0, new_aggregation=PlaintextAggregation)
 
@@ -134,5 +141,5 @@ def begin_locally(federation: Federation, head: HeadStart | None) -> Progress:
             if not len(data.train):
                 continue
             statistics = compute_client_statistics(engine, None, federation.examples, data.train, head.kind, 0.0, 1)
-            memories[id] = {**loaded, **head_tensors(head, HeadStatistics.of(statistics), len(data.train))}
+            memories[id] = {**loaded, **compute_head_tensors(head, HeadStatistics.of(statistics), len(data.train))}
     return replace(progress, memories=memories, last_rounds=dict.fromkeys(memories, 0))

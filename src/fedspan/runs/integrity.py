@@ -26,10 +26,10 @@ from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
 
 __all__ = [
     "RESOLVED",
-    "config_text",
+    "compute_input_digests",
     "describe_config",
-    "differences",
-    "input_digests",
+    "format_config",
+    "list_differences",
     "read_config",
     "read_resolved_config",
     "require_intact",
@@ -52,7 +52,7 @@ _CHANGEABLE = {
 waits for whom."""
 
 
-def config_text(config: RunConfig) -> str:
+def format_config(config: RunConfig) -> str:
     """Return the text of a run's config.yaml, with all defaults filled in."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, explicit_end=True)
 
@@ -96,29 +96,29 @@ def describe_config(config: RunConfig) -> str:
     return json.dumps(config.model_dump(mode="json"), separators=(",", ":"))
 
 
-def input_digests(run_folder: RunFolder) -> dict[str, str]:
+def compute_input_digests(run_folder: RunFolder) -> dict[str, str]:
     """Return the SHA-256 of the run's files that no round changes, by name; only of those that the run has."""
     files = (run_folder.partition, run_folder.learning_rate, run_folder.pooling)
-    return {path.name: _digest(path) for path in files if path.is_file()}
+    return {path.name: _compute_digest(path) for path in files if path.is_file()}
 
 
-def _digest(path: Path) -> str:
+def _compute_digest(path: Path) -> str:
     return hashlib.sha256(read_bytes(path)).hexdigest()
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{prefix}{name}.")
+            found |= _flatten(value, f"{prefix}{name}.")
         else:
             found[f"{prefix}{name}"] = value
     return found
 
 
-def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
+def list_differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return the fields in which two configs differ, by path, each with both values."""
-    then, now = (_flat(config.model_dump(mode="json")) for config in (before, after))
+    then, now = (_flatten(config.model_dump(mode="json")) for config in (before, after))
     names = dict.fromkeys((*then, *now))
     return {name: (then.get(name), now.get(name)) for name in names if then.get(name) != now.get(name)}
 
@@ -134,13 +134,13 @@ def _require_same_config(run_folder: RunFolder, config: RunConfig, then: str) ->
     that was extended (``extension``) and has no new round yet.
     """
     stored = parse_config(json.loads(then))
-    for name, (before, after) in differences(stored, config).items():
+    for name, (before, after) in list_differences(stored, config).items():
         if (
             name == ROUNDS_FIELD
             and not run_folder.report.is_file()
-            and after > checkpoints.last_saved_round(run_folder)
+            and after > checkpoints.read_last_saved_round(run_folder)
         ):
-            require_independent_rounds(checkpoints.last_saved_round(run_folder), stored, config)
+            require_independent_rounds(checkpoints.read_last_saved_round(run_folder), stored, config)
         elif not _is_changeable(name):
             problem = f"it is {after!r} now, and the run began with {before!r}"
             expected = f"{before!r} again, or another folder (only paths, deadlines and engine may change)"
@@ -149,7 +149,7 @@ def _require_same_config(run_folder: RunFolder, config: RunConfig, then: str) ->
 
 def _require_same_inputs(run_folder: RunFolder, digests: Mapping[str, str]) -> None:
     for name, digest in digests.items():
-        if _digest(run_folder.path / name) != digest:
+        if _compute_digest(run_folder.path / name) != digest:
             problem = "the file was changed after the run began: its SHA-256 is not the one that the checkpoint names"
             raise FedspanError(str(run_folder.path / name), name, problem=f"{problem}. Restore the file")
 
@@ -178,7 +178,7 @@ def require_intact(run_folder: RunFolder) -> None:
     Raises:
         FedspanError: If a file is not what the run wrote; the error names the file, and the line of a log.
     """
-    config, index = read_resolved_config(run_folder.path), checkpoints.newest_index(run_folder)
+    config, index = read_resolved_config(run_folder.path), checkpoints.read_newest_index(run_folder)
     positions: dict[str, Position] = {}
     if index is not None:
         _require_same_config(run_folder, config, str(index["extra"]["config"]))

@@ -17,15 +17,15 @@ from typing import Any, cast
 from fedspan.errors import FedspanError
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress
-from fedspan.files import disk_errors, from_json, read_bytes, to_json, write_atomic
+from fedspan.files import convert_disk_errors, from_json, read_bytes, to_json, write_atomic
 from fedspan.runs.engine_setup import make_engine
-from fedspan.runs.head_setup import baseline_head, begin
+from fedspan.runs.head_setup import begin, compute_baseline_head
 from fedspan.runs.setup import Prepared
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.jobs import TrainingSettings
 from fedspan.transports.in_process import simulate
 
-__all__ = ["RangeTest", "choose_rate", "load_or_choose", "read_range_test", "run_range_test", "with_rate"]
+__all__ = ["RangeTest", "choose_rate", "load_or_choose", "read_range_test", "run_range_test", "set_rate"]
 
 EXPONENTS = (-2, -1, 0, 1, 2)
 """Exponents of the square root of 10 in the candidates."""
@@ -95,22 +95,22 @@ def run_range_test(prepared: Prepared, default: float) -> RangeTest:
 
 
 def _test_rates(prepared: Prepared, trial: Federation, short: TrainingSettings, default: float) -> RangeTest:
-    first = begin(trial, baseline_head(prepared.head))
+    first = begin(trial, compute_baseline_head(prepared.head))
     losses: list[tuple[float, float]] = []
     for exponent in EXPONENTS:
         lr = default * 10 ** (exponent / 2)
-        federation = trial.with_training(_with_lr(short, lr))
+        federation = trial.with_training(_set_lr(short, lr))
         try:
             progress = first
             for _ in range(min(ROUNDS, trial.settings.rounds)):
                 progress = federation.run_round(progress).progress
-            losses.append((lr, _validation_loss(prepared, progress)))
+            losses.append((lr, _compute_validation_loss(prepared, progress)))
         except FedspanError as error:
             if error.field != "training.lr":  # the one error of training itself: divergence
                 raise
             losses.append((lr, math.inf))
         trial.engine.stages.advance("learning rate")
-    start = _validation_loss(prepared, first)
+    start = _compute_validation_loss(prepared, first)
     return RangeTest(choose_rate(start, tuple(losses)), start, tuple(losses))
 
 
@@ -145,23 +145,23 @@ def load_or_choose(path: Path, find: Callable[[], RangeTest]) -> float:
     if stored := read_range_test(path):
         return float(stored["lr"])
     result = find()
-    with disk_errors(path.parent):
+    with convert_disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, (to_json(result.values(), indent=2) + "\n").encode())
     return result.lr
 
 
-def with_rate(prepared: Prepared, lr: float) -> Prepared:
+def set_rate(prepared: Prepared, lr: float) -> Prepared:
     """Return a run whose orders have another peak learning rate."""
     federation = prepared.federation
-    return replace(prepared, federation=federation.with_training(_with_lr(federation.training, lr)))
+    return replace(prepared, federation=federation.with_training(_set_lr(federation.training, lr)))
 
 
-def _with_lr(settings: TrainingSettings, lr: float) -> TrainingSettings:
+def _set_lr(settings: TrainingSettings, lr: float) -> TrainingSettings:
     return replace(settings, optimizer=replace(settings.optimizer, lr=lr))
 
 
-def _validation_loss(prepared: Prepared, progress: Progress) -> float:
+def _compute_validation_loss(prepared: Prepared, progress: Progress) -> float:
     validation, _ = prepared.evaluator.evaluate_clients(progress)
     if validation is None:
         problem = "no client has a validation part to test rates on"

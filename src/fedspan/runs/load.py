@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fedspan.data.templates import parse_template
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.export import NOTES
 from fedspan.models.loading import Loaded, Processor, adopt_loaded, load_pretrained
 from fedspan.models.pooling import DENSE, PooledClassifier, read_output_layer
@@ -24,13 +24,13 @@ from fedspan.runs.results import is_run, read_report, require_client
 from fedspan.runs.setup import choose_device
 from fedspan.runs.task_setup import PROBLEMS, Facts, facts_of, read_notes
 from fedspan.tasks.task import Examples, RunTask
-from fedspan.training.batching import evaluation_batches
+from fedspan.training.batching import split_evaluation_batches
 
 if TYPE_CHECKING:
     import datasets
     from peft import PeftModel
 
-__all__ = ["ADAPTER", "Served", "adapter_folder", "load_served", "predict"]
+__all__ = ["ADAPTER", "Served", "find_adapter_folder", "load_served", "predict"]
 
 ADAPTER = "adapter_config.json"
 _BATCH = 64
@@ -64,14 +64,14 @@ class Served:
     def predictions(self, examples: Examples, *, generate: bool = True) -> Tensor:
         """Compute the predictions, one row per example, float32 on the CPU; if ``generate``, with generated text."""
         rows: dict[int, Tensor] = {}
-        for indices in evaluation_batches(np.arange(len(examples)), examples.lengths, _BATCH):
+        for indices in split_evaluation_batches(np.arange(len(examples)), examples.lengths, _BATCH):
             batch = self.task.batch(examples, indices.tolist(), self.device)
             made = self.task.predict(self.model, batch, generate=generate).float().cpu()
             rows.update(zip(indices.tolist(), made, strict=True))
         return torch.stack([rows[index] for index in range(len(examples))])
 
 
-def adapter_folder(folder: str | Path, client: str | None) -> Path:
+def find_adapter_folder(folder: str | Path, client: str | None) -> Path:
     """Find the folder of the model to use: for a run, the adapter of its best round; else the folder itself.
 
     Args:
@@ -95,9 +95,8 @@ def adapter_folder(folder: str | Path, client: str | None) -> Path:
         names = ", ".join(sorted(adapters)[:6])
         raise FedspanError("client", None, f"one of {names}, ..., because every client of this run has its own model")
     if client not in adapters:
-        problem = (
-            f"the run wrote no model of {client!r}. {nearest(client, adapters)} Or use fedspan export --client first"
-        )
+        similar = suggest_nearest(client, adapters)
+        problem = f"the run wrote no model of {client!r}. {similar} Or use fedspan export --client first"
         raise FedspanError("client", client, problem=problem)
     return folder / adapters[client]
 
@@ -117,7 +116,7 @@ def _require_export(folder: Path, client: str | None) -> None:
         raise FedspanError("client", client, problem=f"this model is {whose}. Leave the client out")
 
 
-def _unreadable(adapter_path: Path, error: Exception) -> FedspanError:
+def _build_unreadable_error(adapter_path: Path, error: Exception) -> FedspanError:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return FedspanError("folder", str(adapter_path), problem=f"PEFT cannot read this adapter ({reason})")
 
@@ -140,11 +139,11 @@ def load_served(
         objects: The base that the model was trained on and its tokenizer, if they were passed from Python.
 
     Raises:
-        FedspanError: If `adapter_folder` raises it, or the pretrained model or the adapter cannot be loaded.
+        FedspanError: If `find_adapter_folder` raises it, or the pretrained model or the adapter cannot be loaded.
     """
     from peft import PeftConfig
 
-    adapter_path = adapter_folder(folder, client)
+    adapter_path = find_adapter_folder(folder, client)
     notes, target = read_notes(adapter_path), choose_device(device)
     facts = facts_of(adapter_path, notes)
     if facts.task == "trainer":
@@ -157,7 +156,7 @@ def load_served(
         try:
             revision = PeftConfig.from_pretrained(str(adapter_path)).revision
         except Exception as error:
-            raise _unreadable(adapter_path, error) from error
+            raise _build_unreadable_error(adapter_path, error) from error
         if objects is not None and objects.model is not None:
             loaded = adopt_loaded(objects.model, objects.tokenizer, problem.head, facts.labels, target)
         else:
@@ -165,9 +164,9 @@ def load_served(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # caused by PEFT's own calls, not by the user
-                model = _with_adapter(loaded.model, adapter_path)
+                model = _load_adapter(loaded.model, adapter_path)
         except Exception as error:
-            raise _unreadable(adapter_path, error) from error
+            raise _build_unreadable_error(adapter_path, error) from error
     else:
         loaded = load_pretrained(str(adapter_path), problem.head, facts.labels, pooling=facts.pooling, device=target)
         if isinstance(loaded.model, PooledClassifier):
@@ -204,18 +203,18 @@ def _load_base(
         raise error.at(note="If the model was passed from Python, pass it again as model=.") from None
 
 
-def _with_adapter(model: Any, adapter_path: Path) -> Any:
+def _load_adapter(model: Any, adapter_path: Path) -> Any:
     """Return a model with an adapter; an adapter of a pooled classifier is one of its encoder."""
     from peft import PeftModel
 
     if not isinstance(model, PooledClassifier):
-        return _with_attributes(PeftModel.from_pretrained(model, str(adapter_path)))
+        return _copy_attributes(PeftModel.from_pretrained(model, str(adapter_path)))
     model.replace_encoder(PeftModel.from_pretrained(model.encoder, str(adapter_path)))
     _load_output_layer(model, adapter_path)
     return model
 
 
-def _with_attributes(model: PeftModel) -> PeftModel:
+def _copy_attributes(model: PeftModel) -> PeftModel:
     """Give PEFT's wrappers of convolutions the attributes of a convolution, which MobileNet's padding reads."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -271,7 +270,7 @@ def predict(
     served = load_served(folder, client, objects=ModelObjects(model, tokenizer))
     if not texts:
         return []
-    predictions = served.predictions(served.task.encode(_rows(served.facts, texts)))
+    predictions = served.predictions(served.task.encode(_build_rows(served.facts, texts)))
     if served.facts.task == "regression":
         return predictions[:, 0].tolist()
     answers = served.task.answers(predictions)
@@ -280,7 +279,7 @@ def predict(
     return list(zip(answers, predictions.softmax(1).amax(1).tolist(), strict=True))
 
 
-def _rows(facts: Facts, inputs: Sequence[str | os.PathLike[str] | tuple[str, str]]) -> datasets.Dataset:
+def _build_rows(facts: Facts, inputs: Sequence[str | os.PathLike[str] | tuple[str, str]]) -> datasets.Dataset:
     """Arrange the inputs in the columns that the task encodes; unknown answers are blank."""
     import datasets
 

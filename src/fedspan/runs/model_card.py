@@ -17,14 +17,14 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from fedspan.config import RunConfig
 from fedspan.data.catalogue import get_dataset_entry
-from fedspan.models.names import published_name
+from fedspan.models.names import get_published_name
 from fedspan.models.pooling import DENSE, Pooling
 from fedspan.runs.environment import is_command
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import METRICS, order_metrics
 
-__all__ = ["CARD", "RunReport", "card", "cut_card", "merged_card", "write_cards"]
+__all__ = ["CARD", "RunReport", "convert_card", "cut_card", "write_card", "write_cards"]
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,11 @@ def write_cards(prepared: Prepared, report: RunReport, run_folder: RunFolder) ->
     recorded: Any = run_folder.read_json(run_folder.environment) if run_folder.environment.is_file() else {}
     command = recorded.get("command", []) if isinstance(recorded, Mapping) else []
     for folder in (run_folder.path / name for name in report.adapters.values()):
-        text = card(prepared, report, command, adapter=(folder / "adapter_config.json").is_file())
+        text = write_card(prepared, report, command, adapter=(folder / "adapter_config.json").is_file())
         (folder / CARD).write_text(text, encoding="utf-8")
 
 
-def card(prepared: Prepared, report: RunReport, command: Sequence[str], *, adapter: bool = True) -> str:
+def write_card(prepared: Prepared, report: RunReport, command: Sequence[str], *, adapter: bool = True) -> str:
     """Write the text of a card.
 
     Args:
@@ -108,27 +108,27 @@ def card(prepared: Prepared, report: RunReport, command: Sequence[str], *, adapt
         adapter: Whether the card is for an adapter, not for a whole model.
     """
     config = prepared.config
-    base = _base(config)
+    base = _get_base(config)
     data = ModelCardData(
         base_model=base,
         library_name="peft" if adapter else "transformers",
         pipeline_tag=_PIPELINES.get(config.task),
         tags=["federated-learning", "fedspan", *(["lora"] if adapter else []), *config.method.title.split("+")],
         model_name=f"{base.rpartition('/')[2]} by {config.method.title}",
-        eval_results=_results(prepared, report) or None,
+        eval_results=_format_results(prepared, report) or None,
     )
-    parts = [f"---\n{data.to_yaml()}\n---\n", f"# {data.model_name}\n", _introduction(config, base, adapter)]
-    parts.append("## Training\n\n" + _list(_training(prepared, report)))
-    parts.append("## Scores\n\n" + _scores(report))
+    parts = [f"---\n{data.to_yaml()}\n---\n", f"# {data.model_name}\n", _describe_model(config, base, adapter)]
+    parts.append("## Training\n\n" + _list(_describe_training(prepared, report)))
+    parts.append("## Scores\n\n" + _describe_scores(report))
     if report.privacy:
-        parts.append("## Privacy\n\n" + _list(_privacy(report)))
+        parts.append("## Privacy\n\n" + _list(_describe_privacy(report)))
     parts.append("## Use\n\n" + _use(config.task, base, adapter, pooled=prepared.facts.pooling))
     if command:
-        parts.append(_command(command))
+        parts.append(_write_command(command))
     return "\n".join(parts)
 
 
-def merged_card(text: str, task: str, pooling: Pooling | None = None) -> str:
+def convert_card(text: str, task: str, pooling: Pooling | None = None) -> str:
     """Turn an adapter's card into that of the model that the adapter was merged into.
 
     Args:
@@ -160,13 +160,13 @@ def cut_card(text: str, rank: int) -> str:
     return str(card)
 
 
-def _base(config: RunConfig) -> str:
+def _get_base(config: RunConfig) -> str:
     """Return the base model's name; for a local folder, the last part only."""
-    name = published_name(config.model.name)
+    name = get_published_name(config.model.name)
     return Path(name).name if Path(name).is_absolute() else name
 
 
-def _introduction(config: RunConfig, base: str, adapter: bool) -> str:
+def _describe_model(config: RunConfig, base: str, adapter: bool) -> str:
     kind = "A PEFT adapter" if adapter else "A model"
     return (
         f"{kind} for `{base}`, trained by [fedspan](https://pypi.org/project/fedspan/) across data owners whose data "
@@ -174,7 +174,7 @@ def _introduction(config: RunConfig, base: str, adapter: bool) -> str:
     )
 
 
-def _training(prepared: Prepared, report: RunReport) -> dict[str, str]:
+def _describe_training(prepared: Prepared, report: RunReport) -> dict[str, str]:
     config = prepared.config
     clients = [data.client for data in prepared.federation.clients.values()]
     sizes, ranks = [client.examples for client in clients], sorted({client.rank for client in clients})
@@ -197,7 +197,7 @@ def _training(prepared: Prepared, report: RunReport) -> dict[str, str]:
     return facts
 
 
-def _scores(report: RunReport) -> str:
+def _describe_scores(report: RunReport) -> str:
     rows: list[str] = []
     for part, title in (("test", "held-out examples"), ("clients", "the clients' own test parts, mean over clients")):
         scores = report.scores.get(part)
@@ -207,11 +207,11 @@ def _scores(report: RunReport) -> str:
     return ("\n".join(rows) or "Nothing was held out.") + "\n"
 
 
-def _privacy(report: RunReport) -> dict[str, str]:
+def _describe_privacy(report: RunReport) -> dict[str, str]:
     return {key: str(value) for key, value in report.privacy.items() if isinstance(value, str | int | float)}
 
 
-def _results(prepared: Prepared, report: RunReport) -> list[EvalResult]:
+def _format_results(prepared: Prepared, report: RunReport) -> list[EvalResult]:
     """Return the held-out scores in the hub's format."""
     scores, name = report.scores.get("test"), prepared.config.data.dataset
     if not isinstance(scores, Mapping):
@@ -238,7 +238,7 @@ logits = model.encode(["a text", "another"])  # by label, in the order of fedspa
 """
 
 
-def _pooled_by_hand(base: str, pooling: Pooling) -> str:
+def _write_pooling_code(base: str, pooling: Pooling) -> str:
     """Write the lines that compute a pooled classifier's logits without sentence-transformers."""
     pooled = {
         "mean": "(hidden * mask).sum(1) / mask.sum(1)",
@@ -264,7 +264,7 @@ def _use(task: str, base: str, adapter: bool, *, pooled: Pooling | None = None) 
     if pooled is not None and not adapter:
         return _POOLED
     if pooled is not None:
-        return f"{_POOLED}\nor, without sentence-transformers:\n\n{_pooled_by_hand(base, pooled)}"
+        return f"{_POOLED}\nor, without sentence-transformers:\n\n{_write_pooling_code(base, pooled)}"
     if task == "trainer":
         return (
             f"```python\nfrom peft import PeftModel\n\n# base: the model `{base}` as the clients' trainers had it\n"
@@ -289,16 +289,16 @@ def _use(task: str, base: str, adapter: bool, *, pooled: Pooling | None = None) 
     )
 
 
-def _command(command: Sequence[str]) -> str:
+def _write_command(command: Sequence[str]) -> str:
     """Return the section with the command line, or with the call in Python if no command of fedspan made the run."""
     if not is_command(command):
         call = 'import fedspan\n\nfedspan.run("config.yaml", "run")'
         return f"## Python\n\nWith the run folder's `config.yaml`:\n\n```python\n{call}\n```\n"
-    words = ["fedspan", *map(_without_path, command[1:])]
+    words = ["fedspan", *map(_remove_path, command[1:])]
     return f"## Command\n\n```\n{' '.join(words)}\n```\n"
 
 
-def _without_path(word: str) -> str:
+def _remove_path(word: str) -> str:
     """Remove folders, and values of data options, from a word of a command."""
     key, equals, value = word.rpartition("=")
     return f"{key}=..." if key.startswith("data.") else f"{key}{equals}{PurePath(value).name or value}"

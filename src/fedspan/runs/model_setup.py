@@ -18,8 +18,8 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.models.empty import META, load_empty
 from fedspan.models.export import StartingAdapter, read_adapter
 from fedspan.models.head import find_untrained_head
-from fedspan.models.loading import Loaded, Processor, adopt_loaded, load_pretrained, load_scratch, source_of
-from fedspan.models.names import FROM_PYTHON, architecture_of, published_name
+from fedspan.models.loading import Loaded, Processor, adopt_loaded, get_source, load_pretrained, load_scratch
+from fedspan.models.names import FROM_PYTHON, get_architecture, get_published_name
 from fedspan.models.offload import Offload, is_offloaded
 from fedspan.models.pooling import Pooling, find_pooling
 from fedspan.models.targets import find_buffers, find_extras, find_other_parameters, find_targets
@@ -36,7 +36,7 @@ __all__ = [
     "adopt_adapter",
     "build_model",
     "empty_model",
-    "pooling_of",
+    "get_pooling",
     "require_size",
     "resolve_pooling",
 ]
@@ -149,16 +149,16 @@ def empty_model(
         architecture=architecture,
         revision=settings.revision,
         dtype=getattr(torch, settings.dtype),
-        attention=_attention(config, _planned_device(config.device)),
+        attention=_choose_attention(config, _get_planned_device(config.device)),
         image_size=settings.image_size,
-        pooling=pooling_of(config),
+        pooling=get_pooling(config),
         device=device,
         depth=depth,
     )
     return adapt_model(config, model, ())[0]
 
 
-def _planned_device(name: str) -> torch.device:
+def _get_planned_device(name: str) -> torch.device:
     """Return the kind of device that a run will use; this machine may lack it."""
     return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
@@ -177,7 +177,7 @@ def adapt_model(
     Raises:
         FedspanError: If the model has no such layers.
     """
-    saved = [] if config.model.is_from_scratch else _modules_to_save(config, model, new)
+    saved = [] if config.model.is_from_scratch else _list_modules_to_save(config, model, new)
     peft_config = None
     if named is not None:  # without PEFT, whose import takes 50 MB of each worker
         targets = {path: model.get_submodule(path) for path in named}
@@ -202,7 +202,7 @@ def adapt_model(
 def _find_targets(config: RunConfig, model: Any, saved: list[str]) -> tuple[LoraConfig, dict[str, nn.Module]]:
     """Find target layers by PEFT's rules, and build PEFT's description of them."""
     try:
-        peft_config = _lora_config(config, saved)
+        peft_config = _build_lora_config(config, saved)
         return peft_config, find_targets(model, peft_config)
     # PEFT's own checks, and patterns that are not valid regexes; the last two: a{9999999999}, ((((...
     except (ValueError, re.error, OverflowError, RecursionError) as error:
@@ -238,15 +238,15 @@ def _load_named(config: RunConfig, labels: tuple[str, ...], device: torch.device
         labels,
         revision=settings.revision,
         dtype=getattr(torch, settings.dtype),
-        attention=_attention(config, device),
+        attention=_choose_attention(config, device),
         seed=config.seed,
         image_size=settings.image_size,
-        pooling=pooling_of(config),
+        pooling=get_pooling(config),
         device=device,
     )
 
 
-def pooling_of(config: RunConfig) -> Pooling | None:
+def get_pooling(config: RunConfig) -> Pooling | None:
     """Return the pooling that a run's classifier uses; None: the one of Transformers' own classifier."""
     resolved = resolve_pooling(config)[0].model
     if resolved.pooling in ("auto", "stock"):
@@ -260,11 +260,11 @@ def resolve_pooling(config: RunConfig) -> tuple[RunConfig, str | None]:
     A config without a choice (another task, an architecture, a model that was passed from Python) is returned as it is.
     """
     settings = config.model
-    if settings.name.startswith(FROM_PYTHON) or architecture_of(settings.name) is not None:
+    if settings.name.startswith(FROM_PYTHON) or get_architecture(settings.name) is not None:
         return config, None
     if config.task not in _POOLED_TASKS or settings.pooling == "stock" or settings.pooling_normalize is not None:
         return config, None
-    known = find_pooling(source_of(settings.name), settings.revision)
+    known = find_pooling(get_source(settings.name), settings.revision)
     normalize, note = known.pooling is not None and known.pooling.normalize, None
     if settings.pooling != "auto":
         changes = {"pooling_normalize": normalize}
@@ -280,14 +280,14 @@ def resolve_pooling(config: RunConfig) -> tuple[RunConfig, str | None]:
     return config.model_copy(update={"model": settings.model_copy(update=changes)}), note
 
 
-def _attention(config: RunConfig, device: torch.device) -> str | None:
+def _choose_attention(config: RunConfig, device: torch.device) -> str | None:
     if config.model.attention != "auto":
         return config.model.attention
     # On a CPU the backward pass of fused attention takes longer than the three small products that it replaces.
     return "eager" if device.type == "cpu" else None
 
 
-def _modules_to_save(config: RunConfig, model: nn.Module, new: Sequence[str]) -> list[str]:
+def _list_modules_to_save(config: RunConfig, model: nn.Module, new: Sequence[str]) -> list[str]:
     """List the modules that train in full: the head, those that the user names, and others with new weights."""
     new_head = PROBLEMS[config.task].head != "language-model"
     # PEFT's test: pre_classifier too
@@ -297,14 +297,14 @@ def _modules_to_save(config: RunConfig, model: nn.Module, new: Sequence[str]) ->
     return list(dict.fromkeys([*heads, *config.model.modules_to_save, *uncovered]))
 
 
-def _lora_config(config: RunConfig, modules_to_save: list[str]) -> LoraConfig:
+def _build_lora_config(config: RunConfig, modules_to_save: list[str]) -> LoraConfig:
     """Build PEFT's config with the run's target modules."""
     from peft import LoraConfig, TaskType
 
     model = config.model
     return LoraConfig(
         task_type=None if (kind := PROBLEMS[config.task].peft) is None else TaskType(kind),
-        base_model_name_or_path=published_name(model.name),
+        base_model_name_or_path=get_published_name(model.name),
         revision=model.revision,
         target_modules=model.target_modules,
         exclude_modules=model.exclude_modules,

@@ -12,13 +12,13 @@ from fedspan.models.names import FROM_PYTHON
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.setup import Objects
 
-__all__ = ["objects_of", "require_named_data", "require_named_model"]
+__all__ = ["collect_objects", "require_named_data", "require_named_model"]
 
 
 _PASSED = "the {} passed from Python: pass {} again as {}= of {} (the command line has no such option)"
 
 
-def objects_of(config: RunConfig, call: str, data: Any, model: Any, tokenizer: Any) -> Objects:
+def collect_objects(config: RunConfig, call: str, data: Any, model: Any, tokenizer: Any) -> Objects:
     """Collect the objects that a run was started from.
 
     Args:

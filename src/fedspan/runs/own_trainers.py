@@ -21,7 +21,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import ReportedEvaluator
 from fedspan.models.head import find_untrained_head
 from fedspan.runs.model_setup import RunModel, adapt_model, adopt_adapter
-from fedspan.runs.setup import Prepared, RunTrainer, require_private_model, simulated_federation
+from fedspan.runs.setup import Prepared, RunTrainer, build_simulated_federation, require_private_model
 from fedspan.runs.task_setup import Facts
 from fedspan.tasks.metrics import METRICS_OF
 from fedspan.tasks.trainer import TrainerExamples, TrainerTask
@@ -193,7 +193,9 @@ class TrainerRuns:
             engine = TrainerEngine(owners, task, settings, config.seed, stages, config.evaluation.metric)
             method = config.build_method(replace(model.adapted.spec, clients=len(owners)))
             train = TrainerExamples(parts.examples)
-            federation = simulated_federation(config, RunTrainer(model, facts, task, engine, method), parts, train, key)
+            federation = build_simulated_federation(
+                config, RunTrainer(model, facts, task, engine, method), parts, train, key
+            )
             evaluator = ReportedEvaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
             self._restore = restore.pop_all()
         return Prepared(

@@ -11,10 +11,10 @@ from typing import Any
 from fedspan.config import RunConfig
 from fedspan.core.noise import KEY_BYTES
 from fedspan.errors import FedspanError
-from fedspan.files import disk_errors, from_json, fsync_folder, read_bytes, to_json, write_all, write_atomic
+from fedspan.files import convert_disk_errors, from_json, fsync_folder, read_bytes, to_json, write_all, write_atomic
 from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, require_opacus
 
-__all__ = ["Budget", "has_key", "load_noise_key", "new_key", "store_noise_key"]
+__all__ = ["Budget", "generate_key", "has_key", "load_noise_key", "store_noise_key"]
 
 _KEY = "noise.key"
 
@@ -24,7 +24,7 @@ def is_secret(config: RunConfig) -> bool:
     return config.privacy is not None and config.privacy.randomness == "secret"
 
 
-def new_key(config: RunConfig) -> bytes | None:
+def generate_key(config: RunConfig) -> bytes | None:
     """Generate a key for the noise of a new run; None if the noise follows from the seed."""
     return secrets.token_bytes(KEY_BYTES) if is_secret(config) else None
 
@@ -37,7 +37,7 @@ def store_noise_key(folder: Path, key: bytes | None) -> None:
     """
     if key is None:
         return
-    with disk_errors(folder):
+    with convert_disk_errors(folder):
         descriptor = os.open(folder / _KEY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             write_all(descriptor, key)
@@ -113,28 +113,31 @@ class Budget:
         """
         if self._spend is None or self._config is None:
             return
-        announced = _add(self._now, _totals(charges))
+        announced = _add(self._now, _count_charges(charges))
         total = self._with_earlier(announced)
-        if self._config.epsilon is not None and (cost := self._spend.worst(_charges(total))) > self._config.epsilon:
+        if (
+            self._config.epsilon is not None
+            and (cost := self._spend.worst(_list_charges(total))) > self._config.epsilon
+        ):
             problem = f"asking again in round {round + 1} would cost {cost:.4g}. The state before the round is stored"
             raise FedspanError("privacy.epsilon", self._config.epsilon, problem=problem)
         self._now = announced
         if self._path is not None:
             rows = [[payer, kind.rate, kind.noise, count] for (payer, kind), count in sorted(total.items())]
-            with disk_errors(self._path.parent):
+            with convert_disk_errors(self._path.parent):
                 write_atomic(self._path, to_json({"round": round, "releases": rows}).encode())
 
     def count(self, charges: tuple[Charge, ...]) -> None:
         """Charge the cost of a finished round."""
         if self._spend is not None:
-            self._spend.charge(_charges(self._with_earlier(_totals(charges))))
+            self._spend.charge(_list_charges(self._with_earlier(_count_charges(charges))))
             self._earlier, self._now = {}, {}
 
     def allows(self, charges: tuple[Charge, ...]) -> bool:
         """Check whether the budget covers a round with these charges."""
         if self._spend is None or self._config is None or self._config.epsilon is None:
             return True
-        return self._spend.worst(_charges(self._with_earlier(_totals(charges)))) <= self._config.epsilon
+        return self._spend.worst(_list_charges(self._with_earlier(_count_charges(charges)))) <= self._config.epsilon
 
     def _with_earlier(self, totals: _Totals) -> _Totals:
         assert self._config is not None
@@ -175,7 +178,7 @@ class Budget:
         return json.dumps({} if self._spend is None else self._spend.dump())
 
 
-def _totals(charges: tuple[Charge, ...]) -> _Totals:
+def _count_charges(charges: tuple[Charge, ...]) -> _Totals:
     totals: _Totals = {}
     for charge in charges:
         totals[charge.payer, charge.mechanism] = totals.get((charge.payer, charge.mechanism), 0) + charge.count
@@ -186,7 +189,7 @@ def _add(totals: _Totals, other: _Totals) -> _Totals:
     return {key: totals.get(key, 0) + other.get(key, 0) for key in {**totals, **other}}
 
 
-def _charges(totals: _Totals) -> tuple[Charge, ...]:
+def _list_charges(totals: _Totals) -> tuple[Charge, ...]:
     return tuple(Charge(payer, kind, count) for (payer, kind), count in totals.items())
 
 

@@ -16,15 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.formatting import duration, number, one_line, titles
+from fedspan.runs.formatting import format_duration, get_title, number, shorten
 from fedspan.runs.remaining_time import Effort, describe_stage
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 
-__all__ = ["LiveBar", "ProgressBar", "wants_bar"]
+__all__ = ["LiveBar", "ProgressBar", "is_bar_wanted"]
 
 
-def wants_bar(progress: bool | None) -> bool:
+def is_bar_wanted(progress: bool | None) -> bool:
     """Return whether a call shows a bar; None: if standard error is a terminal, or in a notebook."""
     if progress is not None:
         return progress
@@ -106,7 +106,7 @@ class ProgressBar(LiveBar, Listener):
         assert self._effort is not None
         self._effort.finish("closing" if self._baseline is None else self._baseline[0])
         self._baseline = (name, 0, rounds, 0.0)
-        self._now = f"for comparison, {titles(name)}"
+        self._now = f"for comparison, {get_title(name)}"
 
     def baseline_round(self, name: str, round: int, loss: float) -> None:
         assert self._baseline is not None
@@ -117,7 +117,7 @@ class ProgressBar(LiveBar, Listener):
     def footer(self) -> RenderableType:
         """Render the current progress: bars, losses so far, elapsed time and time left."""
         if self._ended:
-            return Text(f"{self.done} rounds in {duration(self._clock() - self._began)}")
+            return Text(f"{self.done} rounds in {format_duration(self._clock() - self._began)}")
         state = Spinner("dots", Text(self.state(), "dim", no_wrap=True, overflow="ellipsis"))
         return state if self._prepared is None else Group("", *self._bars(self._prepared), state)
 
@@ -127,12 +127,12 @@ class ProgressBar(LiveBar, Listener):
         if stage is not None:
             now, bars = describe_stage(stage), self._prepared is not None and self._out.is_terminal
             if self._baseline is not None and not bars:
-                now = f"for comparison, {titles(self._baseline[0])}: {now}"
+                now = f"for comparison, {get_title(self._baseline[0])}: {now}"
             if stage.total and stage.done < stage.total and not bars:
                 now += f", {stage.done} of {stage.total} {stage.unit}"
         left = None if self._effort is None else self._effort.left()
-        times = f"elapsed {duration(self._clock() - self._began)}"
-        return f"{now}, {times}" + ("" if left is None else f", about {duration(left)} left")
+        times = f"elapsed {format_duration(self._clock() - self._began)}"
+        return f"{now}, {times}" + ("" if left is None else f", about {format_duration(left)} left")
 
     def _bars(self, prepared: Prepared) -> list[Table]:
         bars = Table.grid(padding=(0, 1))
@@ -142,7 +142,9 @@ class ProgressBar(LiveBar, Listener):
         bars.add_column(no_wrap=True, overflow="ellipsis")
         if self._baseline is not None:
             name, round, rounds, loss = self._baseline
-            bars.add_row(titles(name), f"{round}/{rounds}", Bar(rounds, round), f"loss {number(loss)}" if round else "")
+            bars.add_row(
+                get_title(name), f"{round}/{rounds}", Bar(rounds, round), f"loss {number(loss)}" if round else ""
+            )
         elif self.done < self.rounds:
             bars.add_row("round", f"{self.done + 1}/{self.rounds}", Bar(self.rounds, self.done), "")
         stage = self._stage
@@ -150,7 +152,7 @@ class ProgressBar(LiveBar, Listener):
         bar = None if stage is None or not stage.total else Bar(stage.total, min(stage.done, stage.total))
         if self._baseline is None and self.done < self.rounds and (training or bar is None):
             cohort, losses = len(prepared.federation.cohort(self.done)), list(self._losses.values())
-            description = f"loss {number(sum(losses) / len(losses))}  {one_line(self._last, 20)}" if losses else ""
+            description = f"loss {number(sum(losses) / len(losses))}  {shorten(self._last, 20)}" if losses else ""
             bars.add_row("clients", f"{len(losses)}/{cohort}", bar or Bar(cohort, len(losses)), Text(description))
         elif stage is not None and stage.total:
             bars.add_row(stage.unit, f"{min(stage.done, stage.total)}/{stage.total}", bar, "")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage, StageName
 
-__all__ = ["STAGES", "Effort", "describe_stage", "once_only"]
+__all__ = ["STAGES", "Effort", "describe_stage", "get_unrepeated_name"]
 
 _TRAINING = 3.0  # cost of a forward and a backward pass, in forward passes
 
@@ -45,7 +45,7 @@ def describe_stage(stage: Stage) -> str:
     return STAGES[stage.name] + (" (once)" if stage.name == "hidden states" else "")
 
 
-def once_only(stage: Stage | None) -> StageName | None:
+def get_unrepeated_name(stage: Stage | None) -> StageName | None:
     """Return the name of a stage that the first round waits for and later ones do not repeat; None for any other."""
     if stage is None:
         return None
@@ -94,7 +94,7 @@ class Effort:
 
     def stage(self, stage: Stage | None) -> None:
         """Count what a stage has done of the current part."""
-        if stage is not None and once_only(stage) is not None:
+        if stage is not None and get_unrepeated_name(stage) is not None:
             if self._once is None:
                 self._stopped_at = self._clock()
             if self._once is None or self._once[0].name != stage.name or self._once[0].done > stage.done:

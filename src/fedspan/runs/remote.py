@@ -23,15 +23,15 @@ from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Envelope, Transport
 from fedspan.federation.secagg.messages import decode_request
 from fedspan.federation.validation import ReplyRules
-from fedspan.runs.client_ranks import client_ranks, client_scaling
+from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scaling
 from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.head_setup import aggregation_of, head_start_of
+from fedspan.runs.head_setup import build_aggregation, build_head_start
 from fedspan.runs.integrity import read_resolved_config
 from fedspan.runs.model_setup import build_model
 from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.session import RunReport, load_partition
-from fedspan.runs.setup import Prepared, choose_device, max_length, prepare, require_private_model
+from fedspan.runs.setup import Prepared, choose_device, compute_max_length, prepare, require_private_model
 from fedspan.runs.task_setup import PROBLEMS, Facts
 from fedspan.training.stages import Stages
 from fedspan.transports.in_process import simulate
@@ -41,18 +41,18 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "build_method",
+    "build_server_clients",
     "connect",
-    "method_for",
-    "nodes_folder",
+    "get_nodes_folder",
     "prepare_server",
     "reply_as",
     "secure_client",
-    "server_clients",
     "simulate_with_flower",
 ]
 
 
-def nodes_folder(run: Path) -> Path:
+def get_nodes_folder(run: Path) -> Path:
     """Return the folder where the clients of a simulation store their state."""
     return run / "nodes"
 
@@ -83,11 +83,13 @@ def prepare_server(config: RunConfig, key: bytes | None = None, stages: Stages |
     with stages.stage("model"):
         model = build_model(config, labels, choose_device(config.device))
     require_private_model(config, model.adapted)
-    facts = Facts.of(config, labels, max_length(config, model.processor, model.adapted.model), model.adapted.model)
+    facts = Facts.of(
+        config, labels, compute_max_length(config, model.processor, model.adapted.model), model.adapted.model
+    )
     task = PROBLEMS[config.task].task(model.processor, facts, config)
-    method = config.wrap_method(method_for(config, model.adapted.spec))
+    method = config.wrap_method(build_method(config, model.adapted.spec))
     engine = make_engine(config, model.adapted, task, config.build_training_settings(key), stages)
-    head, notes = head_start_of(config, model)
+    head, notes = build_head_start(config, model)
     no_data = Nothing()
     federation = simulate(method, engine, {}, no_data, config.build_round_settings(key))
     evaluator = Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
@@ -96,12 +98,12 @@ def prepare_server(config: RunConfig, key: bytes | None = None, stages: Stages |
     )
 
 
-def method_for(config: RunConfig, spec: Spec) -> RegisteredMethod:
+def build_method(config: RunConfig, spec: Spec) -> RegisteredMethod:
     """Build the run's method with the federation's number of clients, which a node's own config does not contain."""
     return config.build_method(replace(spec, clients=config.partition.clients))
 
 
-def server_clients(
+def build_server_clients(
     config: RunConfig, spec: Spec, examples: Mapping[str, int], max_examples: Mapping[str, int] | None = None
 ) -> dict[str, ClientData]:
     """Build the client data of a server: ranks, scalings and weights, without data indices.
@@ -112,13 +114,13 @@ def server_clients(
         examples: Number of training examples that each client declared, by client id.
         max_examples: Number of examples up to which a declared one counts, by client id; others count in full.
     """
-    method, no_indices = method_for(config, spec), np.zeros(0, np.int64)
+    method, no_indices = build_method(config, spec), np.zeros(0, np.int64)
     ids = sorted(examples)
-    ranks = client_ranks(config, method, ids)
+    ranks = compute_client_ranks(config, method, ids)
     clients: dict[str, ClientData] = {}
     for id in ids:
         weight = 1.0 if config.federation.weights == "uniform" else float(examples[id])
-        client = Client(id, ranks[id], client_scaling(config, method, ranks[id]), examples[id], weight)
+        client = Client(id, ranks[id], compute_client_scaling(config, method, ranks[id]), examples[id], weight)
         clients[id] = ClientData(client, no_indices, no_indices, no_indices, (max_examples or {}).get(id))
     return clients
 
@@ -157,7 +159,7 @@ def connect(
         replace(here.settings, agreed=agreed),
         transport,
         rules,
-        aggregation_of(config),
+        build_aggregation(config),
         run,
         exporting=nodes is None,
         training=here.training,
@@ -209,7 +211,7 @@ def reply_as(run: str, threads: int, number: int, envelope: Envelope) -> Envelop
     """
     order = decode_request(envelope)
     try:
-        host = _host(run)
+        host = _load_host(run)
         torch.set_num_threads(threads)  # not the number that the config sets for the whole run
         return host.reply(order)
     except Exception as error:  # any error: the server receives a refusal
@@ -217,11 +219,11 @@ def reply_as(run: str, threads: int, number: int, envelope: Envelope) -> Envelop
 
 
 @lru_cache(maxsize=1)
-def _host(run: str) -> Host:
+def _load_host(run: str) -> Host:
     run_folder = RunFolder(run)
     config = read_resolved_config(run_folder.path)
     prepared = prepare(config, load_partition(run_folder), load_noise_key(run_folder.path, config))
-    federation, folder = prepared.federation, nodes_folder(run_folder.path)
+    federation, folder = prepared.federation, get_nodes_folder(run_folder.path)
     secure: Mapping[str, SecureClient] | None = None
     if config.federation.secure is not None:
         halves = {id: secure_client(config, id, folder) for id in federation.clients}
@@ -254,7 +256,7 @@ def simulate_with_flower(
 
     def run_server(transport: Transport) -> RunReport:
         rules = prepared.config.federation.build_reply_rules()
-        return run_rounds(connect(prepared, transport, rules, nodes=nodes_folder(run_folder.path)))
+        return run_rounds(connect(prepared, transport, rules, nodes=get_nodes_folder(run_folder.path)))
 
     return simulate(
         list(prepared.federation.clients), answer, run_server, actors=actors, gpus=1 / actors if cuda else 0.0

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from fedspan.data.partition import Partition
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.files import read_bytes
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.model_card import RunReport
@@ -63,4 +63,6 @@ def require_client(folder: str | Path, client: str) -> None:
     """
     ids = [part.id for part in read_partition(folder).clients]
     if client not in ids:
-        raise FedspanError("client", client, problem=f"{folder} has no client {client!r}. {nearest(client, ids)}")
+        raise FedspanError(
+            "client", client, problem=f"{folder} has no client {client!r}. {suggest_nearest(client, ids)}"
+        )

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedspan.config import RunConfig
-from fedspan.federation.evaluation import ClientScores, trimmed_clients
+from fedspan.federation.evaluation import ClientScores, count_trimmed_clients
 from fedspan.tasks.metrics import rank_of
 
-__all__ = ["Best", "ClientLoss", "Gain", "Selection", "gain_over", "has_stalled", "rate_round"]
+__all__ = ["Best", "ClientLoss", "Gain", "Selection", "compute_gain", "has_stalled", "rate_round"]
 
 _WORST = -1e308
 _MARGIN = 0.01
@@ -101,10 +101,10 @@ class Selection:
         rated = plain = rate_round(metric, number, None if scores is None else scores.deciding)
         start = self.start
         if metric == "loss" and scores is not None:
-            start = _losses(scores) if number == 0 else start
+            start = _select_losses(scores) if number == 0 else start
             if start:
-                gain = gain_over(start, scores)
-                bound = _WORST if gain is None else _finite(gain.mean - gain.standard_error)
+                gain = compute_gain(start, scores)
+                bound = _WORST if gain is None else _to_finite(gain.mean - gain.standard_error)
                 rated = plain._replace(score=bound if number else 0.0)
         best, improved = self.best, self.improved
         if scores is not None and not self.measured:
@@ -151,31 +151,31 @@ def rate_round(metric: str, number: int, validation: Mapping[str, float] | None)
     """
     if validation is None:
         return Best(float(number), 0.0, number)
-    return Best(_finite(rank_of(metric, validation)), _finite(rank_of("loss", validation)), number)
+    return Best(_to_finite(rank_of(metric, validation)), _to_finite(rank_of("loss", validation)), number)
 
 
-def gain_over(start: Mapping[str, ClientLoss], scores: ClientScores) -> Gain | None:
+def compute_gain(start: Mapping[str, ClientLoss], scores: ClientScores) -> Gain | None:
     """Compute what a round's validation loss gains on the start; None if no client has both losses.
 
-    Clients are the samples: of d_i, what the loss of client i fell, with its share w_i of the examples, the mean is
-    sum_i w_i d_i and the squared standard error sum_i w_i^2 (d_i - mean)^2 / (1 - sum_i w_i^2). Of K clients that
-    measure themselves, the d_i of c at each end count as the next one does, and the error of this winsorized mean is
-    larger by (K - 1) / (K - 2 c - 1). c are the ``trimmed_clients`` of all that were measured before or after, so that
-    an absent one does not end the trimming. Where only one client is left to decide, the error is 1 % of the median
-    loss of the start.
+    The clients are the samples. Let d_i be the decrease of client i's loss, and w_i its share of the examples. The
+    mean is sum_i w_i d_i, with the squared standard error sum_i w_i^2 (d_i - mean)^2 / (1 - sum_i w_i^2). If K clients
+    measure their own losses, the c smallest and the c largest d_i are replaced by the next value, and the error of
+    this winsorized mean is larger by (K - 1) / (K - 2 c - 1). ``count_trimmed_clients`` gives c for all clients that
+    were measured before or after the round, so an absent client does not end the trimming. If only one client
+    decides, the error is 1 % of the median loss of the start.
 
     Args:
         start: Validation losses of the start by client.
         scores: The round's scores.
     """
-    after = _losses(scores)
+    after = _select_losses(scores)
     ids = sorted(start.keys() & after.keys())
     if not ids:
         return None
     d = np.array([start[id].loss - after[id].loss for id in ids])
     w = np.array([after[id].examples for id in ids])
     w, count = w / w.sum(), len(ids)
-    trimmed = 0 if scores.trimmed is None else trimmed_clients(len(start.keys() | after.keys()))
+    trimmed = 0 if scores.trimmed is None else count_trimmed_clients(len(start.keys() | after.keys()))
     cut = min(trimmed, (count - 1) // 2)
     if cut:
         order = np.sort(d)
@@ -188,7 +188,7 @@ def gain_over(start: Mapping[str, ClientLoss], scores: ClientScores) -> Gain | N
     return Gain(mean, error * (count - 1) / left)
 
 
-def _losses(scores: ClientScores) -> dict[str, ClientLoss]:
+def _select_losses(scores: ClientScores) -> dict[str, ClientLoss]:
     """Return the losses that are finite, of clients with examples."""
     return {
         id: ClientLoss(row["loss"], row["examples"])
@@ -197,6 +197,6 @@ def _losses(scores: ClientScores) -> dict[str, ClientLoss]:
     }
 
 
-def _finite(rank: float) -> float:
+def _to_finite(rank: float) -> float:
     """Return a rank as a finite number, as JSON requires; NaN is the worst."""
     return _WORST if math.isnan(rank) else min(max(_WORST, rank), -_WORST)

@@ -18,33 +18,33 @@ from fedspan.diagnostics.measures import DiagnosticsRecorder
 from fedspan.errors import FedspanError
 from fedspan.federation.head_start import start_head
 from fedspan.federation.progress import Progress, RoundResult, TooFewReplies, Transfer
-from fedspan.files import disk_errors, read_bytes, remove, write_atomic
+from fedspan.files import convert_disk_errors, read_bytes, remove, write_atomic
 from fedspan.logs import JsonLines, read_lines
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.baselines import train_baseline
-from fedspan.runs.callbacks import Listener, final_scores, sample_predictions
+from fedspan.runs.callbacks import Listener, compute_final_scores, sample_predictions
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.divergence import find_divergence
 from fedspan.runs.engine_setup import describe_refusal, keep_stacking_plan
 from fedspan.runs.environment import record_environment
 from fedspan.runs.extension import extend
-from fedspan.runs.failures import failures_by_client
+from fedspan.runs.failures import count_failures
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import (
     RESOLVED,
-    config_text,
+    compute_input_digests,
     describe_config,
-    input_digests,
+    format_config,
     read_config,
     read_resolved_config,
     require_same_run,
 )
-from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, with_rate
+from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, set_rate
 from fedspan.runs.ledger import Ledger
 from fedspan.runs.model_card import RunReport, write_cards
 from fedspan.runs.model_setup import resolve_pooling
-from fedspan.runs.privacy_budget import Budget, load_noise_key, new_key, store_noise_key
+from fedspan.runs.privacy_budget import Budget, generate_key, load_noise_key, store_noise_key
 from fedspan.runs.selection import Selection, has_stalled
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.suspects import find_limited
@@ -108,10 +108,10 @@ def run(
     if config.evaluation.diagnostics is not None and host is not None:
         problem = "diagnostics need engine.name batched or loop, because no other process sees both ends of an update"
         raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, problem=problem)
-    with disk_errors(Path(folder), "choose another folder"):
+    with convert_disk_errors(Path(folder), "choose another folder"):
         RunFolder(folder).require_empty()  # before a model is loaded in vain
-    written, unresolved, (config, note) = config_text(config), config.model, resolve_pooling(config)
-    key = new_key(config)
+    written, unresolved, (config, note) = format_config(config), config.model, resolve_pooling(config)
+    key = generate_key(config)
     # Before the folder is created: an invalid config leaves no files.
     prepared = build(config, None, key, Stages(listener.stage_changed))
     with RunFolder.create(folder, written) as run_folder:
@@ -140,7 +140,7 @@ def _run(
         stages = Stages(listener.stage_changed)
         prepared = build(config, load_partition(run_folder), load_noise_key(run_folder.path, config), stages)
     if prepared.partition is not None and not run_folder.partition.exists():
-        with disk_errors(run_folder.path):
+        with convert_disk_errors(run_folder.path):
             write_atomic(run_folder.partition, (prepared.partition.to_json() + "\n").encode())
 
     if prepared.base_digest is not None:
@@ -149,7 +149,7 @@ def _run(
     if config.training.lr == "auto":
         tested = prepared
         lr = load_or_choose(run_folder.learning_rate, lambda: run_range_test(tested, config.default_lr))
-        prepared = with_rate(prepared, lr)
+        prepared = set_rate(prepared, lr)
 
     def run_rounds(prepared: Prepared) -> RunReport:
         with JsonLines(run_folder.metrics) as metrics, Ledger(run_folder.ledger) as ledger:
@@ -183,7 +183,7 @@ class _Session:
         self.seconds = 0.0
         self.selection = Selection()
         self.budget = Budget(prepared.config, path=run_folder.privacy)
-        self.inputs = input_digests(run_folder)
+        self.inputs = compute_input_digests(run_folder)
         interval = prepared.config.evaluation.diagnostics
         self.diagnostics = None if interval is None else DiagnosticsRecorder(prepared.federation, interval)
 
@@ -371,8 +371,8 @@ class _Session:
         best = self.selection.best
         if best is not None and best.round != progress.state.round:
             best_round, progress = best.round, load_checkpoint(run_folder.best).progress
-        scores, by_client = final_scores(prepared, progress)
-        with disk_errors(run_folder.path), prepared.engine.stages.stage("export"):
+        scores, by_client = compute_final_scores(prepared, progress)
+        with convert_disk_errors(run_folder.path), prepared.engine.stages.stage("export"):
             remove(run_folder.adapter)  # of a run before it was extended
             adapters = write_adapters(prepared, progress, run_folder, prepared.evaluator.ids)
         failures = prepared.federation.conclude(progress)
@@ -404,7 +404,7 @@ class _Session:
             examples=examples,
             privacy=self.budget.report(),
             other_bytes=totals.out_of_round,
-            failures=failures_by_client(read_lines(run_folder.metrics), best_round, (*events.failures, *failures)),
+            failures=count_failures(read_lines(run_folder.metrics), best_round, (*events.failures, *failures)),
             learning_rate=read_range_test(run_folder.learning_rate),
             warnings=(
                 *find_divergence(
@@ -414,7 +414,7 @@ class _Session:
             ),
             start={key: start[key] for key in ("head_init", "reason", "validation", "clients", "test") if key in start},
         )
-        with disk_errors(run_folder.path):
+        with convert_disk_errors(run_folder.path):
             write_cards(prepared, report, run_folder)
         content = {key: getattr(report, key) for key in report.__dataclass_fields__}
         run_folder.write_sealed(run_folder.report, {**content, "logs": logs})

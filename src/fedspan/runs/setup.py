@@ -25,9 +25,9 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.head_start import HeadStart
 from fedspan.federation.progress import ClientData
 from fedspan.models.adapted import AdaptedModel
-from fedspan.runs.client_ranks import client_ranks, client_scaling
+from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scaling
 from fedspan.runs.engine_setup import make_engine
-from fedspan.runs.head_setup import aggregation_of, head_start_of
+from fedspan.runs.head_setup import build_aggregation, build_head_start
 from fedspan.runs.model_setup import ModelObjects, RunModel, build_model, require_size
 from fedspan.runs.task_setup import PROBLEMS, Facts
 from fedspan.tasks.encoding import EncodedText
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Prepared",
     "RunTrainer",
+    "build_simulated_federation",
     "build_trainer",
     "choose_device",
-    "max_length",
+    "compute_max_length",
     "prepare",
     "require_private_model",
-    "simulated_federation",
 ]
 
 
@@ -163,12 +163,12 @@ def prepare(
     trainer = build_trainer(config, data.labels, len(parts.clients), device, key, stages, objects.model)
     built, facts, task, engine = trainer.model, trainer.facts, trainer.task, trainer.engine
     with stages.stage("model"):
-        head, notes = head_start_of(config, built)
+        head, notes = build_head_start(config, built)
     with stages.stage("encoding"):
         train = task.encode(data.train)
         test = None if data.test is None else task.encode(data.test)
     require_size(config, built.adapted.model, task, train, device)
-    federation = simulated_federation(config, trainer, parts, train, key)
+    federation = build_simulated_federation(config, trainer, parts, train, key)
     return Prepared(
         config=config,
         labels=data.labels,
@@ -180,7 +180,7 @@ def prepare(
         evaluator=Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients),
         train=train,
         test=test,
-        test_names=() if data.test is None else _names(data.test),
+        test_names=() if data.test is None else _get_names(data.test),
         model=built,
         remarks=(
             *data.remarks,
@@ -241,14 +241,14 @@ def build_trainer(
         built = build_model(config, labels, device, objects, targets)
     adapted = built.adapted
     require_private_model(config, adapted)
-    facts = Facts.of(config, labels, max_length(config, built.processor, adapted.model), adapted.model)
+    facts = Facts.of(config, labels, compute_max_length(config, built.processor, adapted.model), adapted.model)
     task = PROBLEMS[config.task].task(built.processor, facts, config)
     method = config.build_method(replace(adapted.spec, clients=clients))
     engine = make_engine(config, adapted, task, config.build_training_settings(key), stages)
     return RunTrainer(built, facts, task, engine, method)
 
 
-def simulated_federation(
+def build_simulated_federation(
     config: RunConfig, trainer: RunTrainer, parts: Partition, train: Examples, key: bytes | None
 ) -> Federation:
     """Build a run's federation, with all clients in this process.
@@ -263,7 +263,7 @@ def simulated_federation(
     Raises:
         FedspanError: If the config does not fit the clients.
     """
-    clients, conditions = _members(config, trainer.method, parts), None
+    clients, conditions = _build_members(config, trainer.method, parts), None
     if config.simulation is not None:
         conditions = config.simulation.build_conditions(config.seed)
     return simulate(
@@ -273,7 +273,7 @@ def simulated_federation(
         _flip_labels(train, clients, conditions, len(trainer.facts.labels)),
         config.build_round_settings(key),
         config.build_simulation_rules(),
-        aggregation_of(config),
+        build_aggregation(config),
         _secure_clients(config, clients),
         conditions,
     )
@@ -316,7 +316,7 @@ def require_private_model(config: RunConfig, adapted: AdaptedModel) -> None:
         raise FedspanError("privacy", config.privacy.mechanism, problem=problem)
 
 
-def _names(examples: datasets.Dataset) -> tuple[str, ...]:
+def _get_names(examples: datasets.Dataset) -> tuple[str, ...]:
     """Return the display names of examples: their texts, or the files of images."""
     import datasets
 
@@ -326,7 +326,7 @@ def _names(examples: datasets.Dataset) -> tuple[str, ...]:
     return tuple(path or f"image {number}" for number, path in enumerate(paths, start=1))
 
 
-def max_length(config: RunConfig, tokenizer: object, model: torch.nn.Module) -> int:
+def compute_max_length(config: RunConfig, tokenizer: object, model: torch.nn.Module) -> int:
     """Return the maximum number of tokens of an example that the config, the tokenizer and the model allow."""
     limits = [
         config.model.max_length,
@@ -340,17 +340,17 @@ def max_length(config: RunConfig, tokenizer: object, model: torch.nn.Module) -> 
     return int(min(limits))
 
 
-def _members(config: RunConfig, method: RegisteredMethod, parts: Partition) -> LazyMapping[ClientData]:
+def _build_members(config: RunConfig, method: RegisteredMethod, parts: Partition) -> LazyMapping[ClientData]:
     ids = parts.parts.ids
     cohort = config.federation.clients_per_round
     if cohort is not None and cohort > len(ids):
         raise FedspanError("federation.clients_per_round", cohort, f"at most {len(ids)}, the number of clients")
-    ranks = np.fromiter(client_ranks(config, method, ids).values(), np.int64, len(ids))
+    ranks = np.fromiter(compute_client_ranks(config, method, ids).values(), np.int64, len(ids))
 
     def member(at: int) -> ClientData:
         part, rank = parts.parts[at], int(ranks[at])
         weight = 1.0 if config.federation.weights == "uniform" else float(len(part.train))
-        client = Client(part.id, rank, client_scaling(config, method, rank), len(part.train), weight)
+        client = Client(part.id, rank, compute_client_scaling(config, method, rank), len(part.train), weight)
         return ClientData(client, part.train, part.validation, part.test)
 
     return LazyMapping(ids, member)

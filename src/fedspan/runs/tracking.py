@@ -18,7 +18,7 @@ from fedspan.runs.callbacks import Listener, Listeners
 from fedspan.runs.setup import Prepared
 from fedspan.runs.trackers import TRACKERS, require_trackers
 
-__all__ = ["TrackingListener", "numbers"]
+__all__ = ["TrackingListener", "select_numbers"]
 
 _PROJECT = "fedspan"
 _MADE: Mapping[str, Callable[[Path], Any]] = {
@@ -48,7 +48,7 @@ class TrackingListener(Listeners):
     def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
         super().started(prepared, done, resumed)
         PartialState()  # Accelerate's trackers ask it whether they are the main process
-        config = _flat(prepared.config.model_dump(mode="json"))
+        config = _flatten(prepared.config.model_dump(mode="json"))
 
         def begun(name: str) -> None:
             tracker = _MADE[name](self.folder)
@@ -61,7 +61,7 @@ class TrackingListener(Listeners):
             self._try(name, lambda name=name: begun(name))
 
     def round_finished(self, row: Mapping[str, Any]) -> None:
-        values = numbers(row)
+        values = select_numbers(row)
         for name, tracker in list(self._trackers.items()):
             self._try(name, lambda tracker=tracker: tracker.log(values, step=int(row["round"])))
         super().round_finished(row)
@@ -82,9 +82,9 @@ class TrackingListener(Listeners):
             self.inner.noted(f"{name} does not follow this run any more ({reason}); metrics.jsonl has all numbers")
 
 
-def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+def select_numbers(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of a line of metrics.jsonl, by path: ``test/accuracy``."""
-    flat = {name: value for name, value in _flat(row, "/").items() if isinstance(value, int | float)}
+    flat = {name: value for name, value in _flatten(row, "/").items() if isinstance(value, int | float)}
     return {
         name: float(value)
         for name, value in flat.items()
@@ -92,12 +92,12 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _flat(values: Mapping[str, Any], joined: str = ".", prefix: str = "") -> dict[str, Any]:
+def _flatten(values: Mapping[str, Any], joined: str = ".", prefix: str = "") -> dict[str, Any]:
     """Flatten nested values by path; values that are neither number nor text are converted to text."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found |= _flat(cast("Mapping[str, Any]", value), joined, f"{prefix}{key}{joined}")
+            found |= _flatten(cast("Mapping[str, Any]", value), joined, f"{prefix}{key}{joined}")
         elif isinstance(value, str | int | float):
             found[f"{prefix}{key}"] = value
         elif value is not None:

@@ -19,8 +19,8 @@ from fedspan.runs.cluster import simulate_on_cluster
 from fedspan.runs.extension import require_extensible
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_config, require_intact
-from fedspan.runs.objects import objects_of
-from fedspan.runs.progress_bar import ProgressBar, wants_bar
+from fedspan.runs.objects import collect_objects
+from fedspan.runs.progress_bar import ProgressBar, is_bar_wanted
 from fedspan.runs.remote import simulate_with_flower
 from fedspan.runs.results import is_run, read_report
 from fedspan.runs.session import RunReport
@@ -67,11 +67,11 @@ def run(
     Raises:
         FedspanError: If the run fails for a reason that the user can correct.
     """
-    config, build = _with_objects(_values(config, overrides), data, model, tokenizer)
+    config, build = _set_objects(_to_values(config, overrides), data, model, tokenizer)
     if resume and is_run(folder):
         return _resume(folder, config, listener, track, progress, build)
-    with _with_reporting(listener, track, folder, progress) as listeners:
-        return session.run(config, folder, listener=listeners, host=_host(config), build=build)
+    with _open_listener(listener, track, folder, progress) as listeners:
+        return session.run(config, folder, listener=listeners, host=_open_host(config), build=build)
 
 
 def simulate(
@@ -112,51 +112,51 @@ def simulate(
     )  # imports PEFT and Transformers' trainer
 
     adopted = adopt_trainers(trainers)
-    given = _values(config, overrides)
-    values = _with_trainers(given, next(iter(adopted.values())).model)
+    given = _to_values(config, overrides)
+    values = _set_trainers(given, next(iter(adopted.values())).model)
     written = given.model_dump(exclude_unset=True) if isinstance(given, RunConfig) else given
-    require_used(values, is_complete=_section(written, "data").get("train") == FROM_TRAINERS)
+    require_used(values, is_complete=_get_section(written, "data").get("train") == FROM_TRAINERS)
     with closing(TrainerRuns(adopted)) as built:
         if resume and is_run(folder):
             return _resume(folder, values, listener, track, progress, built.prepare)
-        with _with_reporting(listener, track, folder, progress) as listeners:
+        with _open_listener(listener, track, folder, progress) as listeners:
             return session.run(values, folder, listener=listeners, build=built.prepare)
 
 
-def _with_trainers(config: RunConfig | dict[str, Any], model: Any) -> RunConfig:
+def _set_trainers(config: RunConfig | dict[str, Any], model: Any) -> RunConfig:
     """Return the config of a run whose clients train with their own trainers.
 
     Raises:
         FedspanError: If the config is invalid, or contradicts the trainers.
     """
     values = config.model_dump(mode="json", exclude_unset=True) if isinstance(config, RunConfig) else dict(config)
-    data = _section(values, "data")
+    data = _get_section(values, "data")
     if data.get("train", FROM_TRAINERS) != FROM_TRAINERS or data.get("test") is not None or data.get("dataset"):
         problem = "the examples of this run are the trainers' own; leave data out"
         raise FedspanError("data", data.get("train") or data.get("dataset"), problem=problem)
     if values.get("task", "trainer") != "trainer":
         problem = "the task of this run is what the trainers define; leave task out"
         raise FedspanError("task", values["task"], problem=problem)
-    named = _section(values, "model")
+    named = _get_section(values, "model")
     if str(named.get("name", "")).startswith(FROM_PYTHON):
         named.pop("name")
     dtype = str(getattr(model, "dtype", "float32")).removeprefix("torch.")
     if named.get("dtype", dtype) != dtype:
         problem = f"the trainers' models have the number format {dtype}; leave model.dtype out"
         raise FedspanError("model.dtype", named["dtype"], problem=problem)
-    partition = _natural(_section(values, "partition"))
+    partition = _build_natural_partition(_get_section(values, "partition"))
     values |= {"task": "trainer", "data": {**data, "train": FROM_TRAINERS}, "partition": partition}
-    return parse_config({**values, "model": _model_section(named, model)})
+    return parse_config({**values, "model": _build_model_section(named, model)})
 
 
 @contextmanager
-def _with_reporting(
+def _open_listener(
     listener: Listener | None, track: Sequence[str], folder: str | Path, progress: bool | None
 ) -> Generator[Listener]:
     """Yield a listener that forwards all events to the given one, to a progress bar, and to trackers, where wanted."""
     with ExitStack() as stack:
         listeners = listener or Listener()
-        if wants_bar(progress):
+        if is_bar_wanted(progress):
             listeners = Listeners(listeners, stack.enter_context(ProgressBar()))
         if track:
             from fedspan.runs.tracking import TrackingListener
@@ -165,14 +165,16 @@ def _with_reporting(
         yield listeners
 
 
-def _values(config: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> RunConfig | dict[str, Any]:
+def _to_values(
+    config: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]
+) -> RunConfig | dict[str, Any]:
     """Return a config as plain values with the overrides; a ``RunConfig`` without any as it is."""
     if isinstance(config, RunConfig):
         return override(config.model_dump(mode="json"), overrides) if overrides else config
     return override(config if isinstance(config, Mapping) else read_values(config), overrides)
 
 
-def _with_objects(
+def _set_objects(
     config: RunConfig | dict[str, Any], data: Any, model: Any, tokenizer: Any
 ) -> tuple[RunConfig, session.Build]:
     """Return the config of a run with objects passed from Python, and the function that builds the run.
@@ -184,11 +186,11 @@ def _with_objects(
         return config if isinstance(config, RunConfig) else parse_config(config), prepare
     values = config.model_dump(mode="json", exclude_unset=True) if isinstance(config, RunConfig) else dict(config)
     if data is not None:
-        section = {**_section(values, "data"), "train": IN_MEMORY}
+        section = {**_get_section(values, "data"), "train": IN_MEMORY}
         section.pop("test", None)
         values["data"] = section
     if model is not None:
-        values["model"] = _model_section(_section(values, "model"), model)
+        values["model"] = _build_model_section(_get_section(values, "model"), model)
     parsed = parse_config(values)
     if parsed.engine.name == "flower-sim":
         problem = "Flower's simulation runs in other processes, to which objects cannot be passed"
@@ -196,21 +198,21 @@ def _with_objects(
     if parsed.cluster is not None and (model is not None or tokenizer is not None):
         problem = "workers load the model themselves, by its name; only data can be passed to a run on a cluster"
         raise FedspanError("model" if model is not None else "tokenizer", None, problem=problem)
-    objects = objects_of(parsed, "fedspan.run", data, model, tokenizer)
+    objects = collect_objects(parsed, "fedspan.run", data, model, tokenizer)
     if objects.data is not None:
         if "test" in objects.data.sources:
             values["data"] = {**values["data"], "test": IN_MEMORY}
         if objects.data.by_client:
-            values["partition"] = _natural(_section(values, "partition"))
+            values["partition"] = _build_natural_partition(_get_section(values, "partition"))
     return parse_config(values), partial(prepare, objects=objects)
 
 
-def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _get_section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     section = values.get(name) or {}
     return dict(section) if isinstance(section, Mapping) else {"": section}  # reported by the parser
 
 
-def _model_section(section: Mapping[str, Any], model: Any) -> dict[str, Any]:
+def _build_model_section(section: Mapping[str, Any], model: Any) -> dict[str, Any]:
     for option in ("name", "revision", "quantization"):
         if section.get(option) is not None:
             problem = f"a model was passed from Python; leave model.{option} out"
@@ -223,7 +225,7 @@ def _model_section(section: Mapping[str, Any], model: Any) -> dict[str, Any]:
     return {**section, "name": f"{FROM_PYTHON}{name}", "dtype": dtype}
 
 
-def _natural(section: Mapping[str, Any]) -> dict[str, Any]:
+def _build_natural_partition(section: Mapping[str, Any]) -> dict[str, Any]:
     if section.get("partitioner", "natural") != "natural" or section.get("column", CLIENT) != CLIENT:
         problem = "the data were passed by client, which is their partition; leave partitioner and column out"
         raise FedspanError("partition.partitioner", section.get("partitioner"), problem=problem)
@@ -266,7 +268,7 @@ def resume(
         config = parse_config(override(read_config(folder).model_dump(mode="json"), overrides))
     if not is_run(folder) or (config is None and RunFolder(folder).report.is_file()):
         return _resume(folder, config, listener, track, progress, prepare)
-    objects = objects_of(read_config(folder), "fedspan.resume", data, model, tokenizer)
+    objects = collect_objects(read_config(folder), "fedspan.resume", data, model, tokenizer)
     return _resume(folder, config, listener, track, progress, partial(prepare, objects=objects))
 
 
@@ -287,12 +289,12 @@ def _resume(
     elif stored is not None and RunFolder(folder).report.is_file():
         require_intact(RunFolder(folder))
         return read_report(folder)
-    host = None if stored is None else _host(stored)
-    with _with_reporting(listener, track, folder, progress) as listeners:
+    host = None if stored is None else _open_host(stored)
+    with _open_listener(listener, track, folder, progress) as listeners:
         return session.run(config, folder, resume=True, listener=listeners, host=host, build=build)
 
 
-def _host(config: RunConfig) -> session.Host | None:
+def _open_host(config: RunConfig) -> session.Host | None:
     """Return the host that connects a run to its clients; None: they are simulated in this process."""
     if config.cluster is not None:
         require_ray()

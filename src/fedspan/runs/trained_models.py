@@ -9,9 +9,9 @@ from pathlib import Path
 from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Job
 from fedspan.federation.progress import Progress
-from fedspan.files import folder_name
-from fedspan.models.export import export_adapter, job_extras, layer_updates
-from fedspan.models.merging import export_merged, needs_merging
+from fedspan.files import build_folder_name
+from fedspan.models.export import compute_layer_updates, export_adapter, get_job_extras
+from fedspan.models.merging import export_merged, is_merging_required
 from fedspan.models.names import FROM_PYTHON
 from fedspan.models.pooling import PooledClassifier
 from fedspan.runs.folder import RunFolder
@@ -40,7 +40,7 @@ def write_adapters(
     folders: dict[str, Path] = {}
     for ids, job in prepared.evaluator.models(progress, clients):
         key = ids[0] if personal else "global"
-        folder = run_folder.adapter / folder_name(key) if personal else run_folder.adapter
+        folder = run_folder.adapter / build_folder_name(key) if personal else run_folder.adapter
         write_model(prepared, job, progress.state.base, folder, progress.state.round, ids[0] if personal else None)
         folders[key] = folder
     return folders
@@ -72,10 +72,10 @@ def write_model(
         "client": client,
     }
     built, settings = prepared.model, prepared.config.model
-    if settings.is_from_scratch or needs_merging(job, base):
+    if settings.is_from_scratch or is_merging_required(job, base):
         export_merged(folder, adapted, job, base, built.processor, notes, settings.revision)
     else:
-        updates, extras = layer_updates(job, base, adapted, built.adopted), job_extras(job, adapted)
+        updates, extras = compute_layer_updates(job, base, adapted, built.adopted), get_job_extras(job, adapted)
         pooled = adapted.model if isinstance(adapted.model, PooledClassifier) else None
         assert built.lora_config is not None, "only workers, which export nothing, build models without PEFT"
         export_adapter(folder, updates, extras, adapted.operators, built.lora_config, notes, pooled)

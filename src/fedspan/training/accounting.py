@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from fedspan.errors import FedspanError
 
-__all__ = ["Accounting", "Charge", "Mechanism", "PrivacySpend", "calibrate_noise", "epsilon_of", "require_opacus"]
+__all__ = ["Accounting", "Charge", "Mechanism", "PrivacySpend", "calibrate_noise", "compute_epsilon", "require_opacus"]
 
 Accounting = Literal["rdp", "prv"]
 
@@ -80,7 +80,7 @@ class PrivacySpend:
         counts = dict(self._counts.get(payer, {}))
         for release in further:
             counts[release.mechanism] = counts.get(release.mechanism, 0) + release.count
-        return epsilon_of(counts, self.delta, self.accounting)
+        return compute_epsilon(counts, self.delta, self.accounting)
 
     def worst(self, further: tuple[Charge, ...] = ()) -> float:
         """Compute the largest epsilon of all payers; they do not add up, since each payer has its own data."""
@@ -126,7 +126,7 @@ def require_opacus() -> None:
         ) from None
 
 
-def epsilon_of(counts: Mapping[Mechanism, int], delta: float, accounting: Accounting) -> float:
+def compute_epsilon(counts: Mapping[Mechanism, int], delta: float, accounting: Accounting) -> float:
     """Compute the epsilon of a composition; infinite if anything was released without noise.
 
     Args:
@@ -140,11 +140,15 @@ def epsilon_of(counts: Mapping[Mechanism, int], delta: float, accounting: Accoun
     if any(mechanism.noise <= 0 for mechanism in releases):
         return math.inf
     parts = tuple(sorted(releases.items()))
-    return _tight(parts, delta) if accounting == "prv" else _renyi_bound(parts, delta, _ORDERS)[0]
+    return (
+        _compute_tight_epsilon(parts, delta)
+        if accounting == "prv"
+        else _compute_renyi_epsilon(parts, delta, _ORDERS)[0]
+    )
 
 
 @lru_cache(maxsize=4096)
-def _tight(releases: tuple[tuple[Mechanism, int], ...], delta: float) -> float:
+def _compute_tight_epsilon(releases: tuple[tuple[Mechanism, int], ...], delta: float) -> float:
     require_opacus()
     from opacus.accountants import PRVAccountant
 
@@ -154,14 +158,14 @@ def _tight(releases: tuple[tuple[Mechanism, int], ...], delta: float) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _renyi_bound(
+def _compute_renyi_epsilon(
     releases: tuple[tuple[Mechanism, int], ...], delta: float, orders: tuple[float, ...]
 ) -> tuple[float, float]:
     """Compute the epsilon by the best of some orders, and that order: a bound that more orders can only tighten."""
     require_opacus()
     from opacus.accountants.analysis.rdp import get_privacy_spent
 
-    total = sum(count * _renyi(mechanism, orders) for mechanism, count in releases)
+    total = sum(count * _compute_renyi_divergences(mechanism, orders) for mechanism, count in releases)
     with warnings.catch_warnings():
         # The warning that the best order is the first or the last: the result is still a bound.
         warnings.simplefilter("ignore", UserWarning)
@@ -170,7 +174,7 @@ def _renyi_bound(
 
 
 @lru_cache(maxsize=4096)
-def _renyi(mechanism: Mechanism, orders: tuple[float, ...]) -> Any:
+def _compute_renyi_divergences(mechanism: Mechanism, orders: tuple[float, ...]) -> Any:
     """Compute the Renyi divergences of one release; those of several releases add up."""
     from opacus.accountants.analysis.rdp import compute_rdp
 
@@ -196,8 +200,8 @@ def calibrate_noise(rate: float, count: int, epsilon: float, delta: float, accou
     def cost(noise: float, orders: tuple[float, ...]) -> float:
         release = Mechanism(rate, noise)
         if accounting == "prv":
-            return epsilon_of({release: count}, delta, accounting)
-        return _renyi_bound(((release, count),), delta, orders)[0]
+            return compute_epsilon({release: count}, delta, accounting)
+        return _compute_renyi_epsilon(((release, count),), delta, orders)[0]
 
     coarse = tuple(sorted({*_ORDERS[::_COARSE], *_ORDERS[-_COARSE:]}))  # the last orders are far apart
     high = 1.0
@@ -211,7 +215,7 @@ def calibrate_noise(rate: float, count: int, epsilon: float, delta: float, accou
     if accounting == "prv":
         return high
     # Epsilon has one minimum over the orders: the best order of all lies near the best coarse one.
-    best = _renyi_bound(((Mechanism(rate, high), count),), delta, coarse)[1]
+    best = _compute_renyi_epsilon(((Mechanism(rate, high), count),), delta, coarse)[1]
     at = coarse.index(best)
     first, last = coarse[max(0, at - 1)], coarse[min(at + 1, len(coarse) - 1)]
     fine = tuple(order for order in _ORDERS if first <= order <= last)

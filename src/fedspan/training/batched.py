@@ -21,11 +21,11 @@ from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.stacked import Unstackable
 from fedspan.tasks.task import Examples, Task
-from fedspan.training.batching import evaluation_batches
+from fedspan.training.batching import split_evaluation_batches
 from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix import PrefixCaches
-from fedspan.training.stacked_prediction import ModelInputs, stack_models, windows
+from fedspan.training.stacked_prediction import ModelInputs, split_windows, stack_models
 from fedspan.training.stacking import DEFAULT, PROBE_CLIENTS, StackingPlan, StackingRequest, tune
 from fedspan.training.stages import Stages
 from fedspan.training.worker import Worker
@@ -148,7 +148,7 @@ class BatchedEngine:
         self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
     ) -> Tensor:
         """``Engine.predict``."""
-        batches = evaluation_batches(indices, examples.lengths, batch_size)
+        batches = split_evaluation_batches(indices, examples.lengths, batch_size)
         workers = self._get_workers(min(1 if self.stacking is None else self.stacking.workers, len(batches)))
         rows: dict[int, Tensor] = {}
 
@@ -177,7 +177,7 @@ class BatchedEngine:
             self.request.clients_per_pass or DEFAULT.clients_per_pass, self.request.workers or 1
         )
         most = 1 if self._predicts_alone or self._workers[0].refusal is not None else plan.clients_per_pass
-        for window in windows(models, plan.workers * batch_size):
+        for window in split_windows(models, plan.workers * batch_size):
             stacks = [stack for stack in stack_models(window, most, batch_size) if len(stack) > 1]
             predictions = self._predict_stacks(window, stacks, plan.workers, examples)
             for at, (job, indices) in enumerate(window):
@@ -249,13 +249,13 @@ def run_parallel(calls: Sequence[Callable[[], None]]) -> None:
     if len(calls) == 1:
         calls[0]()
         return
-    with _threads(max(1, torch.get_num_threads() // len(calls))), ThreadPoolExecutor(len(calls)) as pool:
+    with _limit_threads(max(1, torch.get_num_threads() // len(calls))), ThreadPoolExecutor(len(calls)) as pool:
         for future in [pool.submit(call) for call in calls]:
             future.result()
 
 
 @contextmanager
-def _threads(count: int) -> Generator[None]:
+def _limit_threads(count: int) -> Generator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)  # the initial value in the pool's threads
     try:

@@ -12,21 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedspan.core.tensors import generator
+from fedspan.core.tensors import create_generator
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.calls import evaluating
+from fedspan.models.calls import enter_evaluation
 from fedspan.models.layout import Padded, TokenLayout
-from fedspan.models.precision import tolerance
+from fedspan.models.precision import compute_tolerance
 from fedspan.models.unpadded import Unpadded
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.jobs import Assignment, TrainingSettings
 
-__all__ = ["Padding", "epoch_batches", "evaluation_batches", "job_batches", "training_batches"]
+__all__ = ["Padding", "draw_epoch_batches", "draw_job_batches", "draw_training_batches", "split_evaluation_batches"]
 
 _WINDOW = 8
 
 
-def epoch_batches(
+def draw_epoch_batches(
     indices: np.ndarray, lengths: np.ndarray, batch_size: int, rng: torch.Generator, group_by_length: bool
 ) -> list[np.ndarray]:
     """Draw the batches of one epoch: every index once, ``batch_size`` at a time (the last batch may be smaller).
@@ -46,7 +46,7 @@ def epoch_batches(
     return [batches[int(at)] for at in torch.randperm(len(batches), generator=rng)]
 
 
-def training_batches(
+def draw_training_batches(
     indices: np.ndarray,
     lengths: np.ndarray,
     *,
@@ -62,8 +62,8 @@ def training_batches(
     if not len(indices):  # no number of epochs would ever yield a batch
         return
     while epoch < epochs if batches is None else count < batches:
-        rng = generator(seed, "batches", *key, epoch)
-        for batch in epoch_batches(indices, lengths, batch_size, rng, group_by_length):
+        rng = create_generator(seed, "batches", *key, epoch)
+        for batch in draw_epoch_batches(indices, lengths, batch_size, rng, group_by_length):
             if batches is not None and count == batches:
                 return
             yield batch
@@ -71,14 +71,14 @@ def training_batches(
         epoch += 1
 
 
-def job_batches(
+def draw_job_batches(
     settings: TrainingSettings, seed: int, assignment: Assignment, examples: Examples
 ) -> Iterator[np.ndarray]:
     """Yield an assignment's batches: epochs or steps as set by its job, or else by the run; one epoch for a probe."""
     job = assignment.job
     steps = settings.steps if job.steps is None and job.epochs is None else job.steps
     epochs = settings.epochs if job.epochs is None else job.epochs
-    return training_batches(
+    return draw_training_batches(
         assignment.indices,
         examples.lengths,
         batch_size=settings.batch_size,
@@ -90,7 +90,7 @@ def job_batches(
     )
 
 
-def evaluation_batches(indices: np.ndarray, lengths: np.ndarray, batch_size: int) -> list[np.ndarray]:
+def split_evaluation_batches(indices: np.ndarray, lengths: np.ndarray, batch_size: int) -> list[np.ndarray]:
     """Split all indices into batches of similar length."""
     ordered = indices[np.argsort(lengths[indices], kind="stable")]
     return [ordered[at : at + batch_size] for at in range(0, len(ordered), batch_size)]
@@ -166,7 +166,7 @@ class Padding:
         """
         if self._unpadded is None or self._state.refusal is not None:
             return nullcontext()
-        layout = layout_of(batch, lengths, clients, real)
+        layout = build_layout(batch, lengths, clients, real)
         return nullcontext() if layout is None or layout.padding < _WORTH else self._unpadded.within(layout)
 
     def _verify(self, own: Unpadded, examples: Examples) -> None:
@@ -181,10 +181,10 @@ class Padding:
         sample = order[np.unique(np.linspace(0, len(order) - 1, _SAMPLE).astype(np.int64))].tolist()
         self.adapted.install({}, {}, frozenset())
         batch = self.task.batch(examples, sample, self.adapted.device)
-        layout = layout_of(batch, examples.lengths[sample])
+        layout = build_layout(batch, examples.lengths[sample])
         if layout is None or not _is_padded_right(batch, examples.lengths[sample]):
             raise Padded("its batches have no attention mask with padding on the right")
-        with evaluating(self.adapted.model):
+        with enter_evaluation(self.adapted.model):
             expected = self.task.losses(self.adapted.model, batch, torch.eye(len(sample)).to(self.adapted.device))
             try:
                 with own.within(layout):
@@ -194,7 +194,7 @@ class Padding:
             except Exception as error:  # blocks may fail in any way on tokens in one row
                 raise Padded(f"a forward pass without padding failed ({type(error).__name__}: {error})") from error
         difference = float((losses - expected).norm() / expected.norm())
-        if not difference < tolerance(self.adapted.model):
+        if not difference < compute_tolerance(self.adapted.model):
             raise Padded(f"losses differ by {difference:.1e} without padding")
 
 
@@ -205,7 +205,7 @@ class _State:
         self.refusal, self.verified, self.variable, self.lock = refusal, False, True, Lock()
 
 
-def layout_of(
+def build_layout(
     batch: Mapping[str, Tensor], lengths: np.ndarray, clients: int = 1, real: np.ndarray | None = None
 ) -> TokenLayout | None:
     """Return the layout of a batch that is padded on the right; None if it has no mask by token."""

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedspan.core.tensors import EXTRAS, by_layer, generator, is_extra, to_device
+from fedspan.core.tensors import EXTRAS, create_generator, group_by_layer, is_extra, to_device
 from fedspan.core.values import OptimizerState, Trained
 from fedspan.tasks.task import Examples
-from fedspan.training.batching import job_batches
-from fedspan.training.jobs import Assignment, TrainingSettings, not_finite
-from fedspan.training.optimizers import Layout, join_states, spec_of
+from fedspan.training.batching import draw_job_batches
+from fedspan.training.jobs import Assignment, TrainingSettings, build_not_finite_error
+from fedspan.training.optimizers import Layout, build_optimizer_spec, join_states
 
 __all__ = ["ClientSlot", "perturb", "select_group", "stack_frozen"]
 
@@ -45,8 +45,8 @@ class ClientSlot:
         job = assignment.job
         self.logit_offsets = logit_offsets
         self.assignment, self.layout, self.settings = assignment, layout, settings
-        self.spec = spec_of(assignment, settings)
-        self.batches = list(job_batches(settings, seed, assignment, examples))
+        self.spec = build_optimizer_spec(assignment, settings)
+        self.batches = list(draw_job_batches(settings, seed, assignment, examples))
         self.costs = [int(examples.lengths[batch].max()) for batch in self.batches]
         self.batches_done = 0  # batches used so far
         self.steps = 0  # optimizer steps so far
@@ -151,7 +151,7 @@ class ClientSlot:
         losses = torch.stack(self._losses).double().tolist()
         for value in losses:
             if not math.isfinite(value):
-                raise not_finite(assignment, value)
+                raise build_not_finite_error(assignment, value)
         sizes = [len(batch) for batch in self.batches]
         moments = {kind: dict(values) for kind, values in self._initial.moments.items()}
         counts = dict(self._initial.steps)
@@ -179,7 +179,7 @@ def _order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Order a job's tensors as an installed model does: layer by layer, then the extras."""
     ordered = {
         f"{layer}/{slot}": value
-        for layer, slots in by_layer(tensors).items()
+        for layer, slots in group_by_layer(tensors).items()
         if layer != EXTRAS
         for slot, value in slots.items()
     }
@@ -235,7 +235,7 @@ def perturb(tensors: Mapping[str, Tensor], names: Iterable[str], key: str) -> di
         names: Names of the trainable ones.
         key: Key of the random draw, which differs between clients.
     """
-    rng = generator(0, "verify", key)
+    rng = create_generator(0, "verify", key)
     tensors = {name: value.clone() for name, value in tensors.items()}
     for name in names:
         noise = torch.randn(tensors[name].shape, generator=rng) * 0.02

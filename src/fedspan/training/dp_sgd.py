@@ -19,26 +19,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedspan.core.noise import digest_tensors, gaussian, key_of_seed, poisson_sample
-from fedspan.core.tensors import Tensors, norm, subtract
+from fedspan.core.noise import compute_tensor_digest, derive_seed_key, draw_gaussian, draw_poisson_sample
+from fedspan.core.tensors import Tensors, compute_norm, subtract
 from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError
-from fedspan.models.precision import tolerance
+from fedspan.models.precision import compute_tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples
 from fedspan.training.accounting import Mechanism, calibrate_noise, require_opacus
 from fedspan.training.engine import Trainer
-from fedspan.training.jobs import Assignment, Privacy, TrainingSettings, not_finite
+from fedspan.training.jobs import Assignment, Privacy, TrainingSettings, build_not_finite_error
 
-__all__ = ["PrivateTraining", "noise_for", "poisson_batches", "private_steps", "release_of"]
+__all__ = ["PrivateTraining", "compute_noise", "compute_private_steps", "draw_poisson_batches", "release_of"]
 
 
-def expected_batch(settings: TrainingSettings, count: int) -> int:
+def compute_expected_batch(settings: TrainingSettings, count: int) -> int:
     """Compute the average number of examples of an optimizer step for a client with ``count`` examples."""
     return min(count, settings.batch_size * settings.accumulate)
 
 
-def private_steps(settings: TrainingSettings, job: Job, count: int) -> int:
+def compute_private_steps(settings: TrainingSettings, job: Job, count: int) -> int:
     """Compute the optimizer steps of a job over ``count`` examples: as many as without privacy."""
     if not count:
         return 0
@@ -49,7 +49,7 @@ def private_steps(settings: TrainingSettings, job: Job, count: int) -> int:
     return math.ceil(math.ceil(count / settings.batch_size) * epochs / settings.accumulate)
 
 
-def noise_for(privacy: Privacy, settings: TrainingSettings, jobs: Sequence[Job], count: int) -> float:
+def compute_noise(privacy: Privacy, settings: TrainingSettings, jobs: Sequence[Job], count: int) -> float:
     """Compute a client's noise over the clipping norm: the run's, or the smallest noise that its budget allows.
 
     Args:
@@ -61,21 +61,21 @@ def noise_for(privacy: Privacy, settings: TrainingSettings, jobs: Sequence[Job],
     if privacy.noise is not None:
         return privacy.noise
     assert privacy.epsilon is not None  # the config has noise or epsilon
-    steps = privacy.rounds * sum(private_steps(settings, job, count) for job in jobs)
+    steps = privacy.rounds * sum(compute_private_steps(settings, job, count) for job in jobs)
     if not steps:
         return 0.0
-    rate = expected_batch(settings, count) / count
+    rate = compute_expected_batch(settings, count) / count
     return calibrate_noise(rate, steps, privacy.epsilon, privacy.delta, privacy.accounting)
 
 
 def release_of(privacy: Privacy, settings: TrainingSettings, jobs: Sequence[Job], count: int) -> tuple[Mechanism, int]:
     """Return what a round's jobs release about a client with ``count`` examples: the mechanism and how often."""
-    rate = expected_batch(settings, count) / max(1, count)
-    steps = sum(private_steps(settings, job, count) for job in jobs)
-    return Mechanism(rate, noise_for(privacy, settings, jobs, count)), steps
+    rate = compute_expected_batch(settings, count) / max(1, count)
+    steps = sum(compute_private_steps(settings, job, count) for job in jobs)
+    return Mechanism(rate, compute_noise(privacy, settings, jobs, count)), steps
 
 
-def poisson_batches(privacy: Privacy, settings: TrainingSettings, assignment: Assignment) -> Iterator[np.ndarray]:
+def draw_poisson_batches(privacy: Privacy, settings: TrainingSettings, assignment: Assignment) -> Iterator[np.ndarray]:
     """Yield the samples of a job, drawing each example independently; a sample may be empty.
 
     With a secret key they depend on the job's tensors and the rate as well, as its noise does on its scale: a server
@@ -83,11 +83,11 @@ def poisson_batches(privacy: Privacy, settings: TrainingSettings, assignment: As
     """
     count = len(assignment.indices)
     label = ("poisson", assignment.round, assignment.client, assignment.job.phase)
-    rate = expected_batch(settings, count) / max(1, count)
+    rate = compute_expected_batch(settings, count) / max(1, count)
     if privacy.secret:
-        label = (*label, digest_tensors(assignment.job.tensors), repr(rate))
-    for step in range(private_steps(settings, assignment.job, count)):
-        yield assignment.indices[poisson_sample(privacy.key, rate, count, *label, step).numpy()]
+        label = (*label, compute_tensor_digest(assignment.job.tensors), repr(rate))
+    for step in range(compute_private_steps(settings, assignment.job, count)):
+        yield assignment.indices[draw_poisson_sample(privacy.key, rate, count, *label, step).numpy()]
 
 
 class PrivateTraining:
@@ -125,9 +125,9 @@ class PrivateTraining:
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
         optimizer = trainer.make_optimizer(assignment, live)
         noisy = NoisySum(self.privacy, assignment, {name: live[name] for name in optimizer.names})
-        expected = expected_batch(settings, len(assignment.indices))
+        expected = compute_expected_batch(settings, len(assignment.indices))
         loss_sum, decay, examples_seen, steps = 0.0, 1.0, 0, 0
-        for sample in poisson_batches(self.privacy, settings, assignment):
+        for sample in draw_poisson_batches(self.privacy, settings, assignment):
             passes = range(0, max(1, len(sample)), settings.batch_size)
             for number, start in enumerate(passes):
                 indices = sample[start : start + settings.batch_size]
@@ -135,7 +135,7 @@ class PrivateTraining:
                 losses, gradients = self._gradients(assignment, live, optimizer.names, examples, indices)
                 value = float(losses.sum())
                 if not math.isfinite(value):
-                    raise not_finite(assignment, value)
+                    raise build_not_finite_error(assignment, value)
                 loss_sum, examples_seen = loss_sum + value, examples_seen + len(indices)
                 trainer.stages.advance("training", len(indices))
                 noisy.add({name: self._masked(job, name, value) for name, value in gradients.items()})
@@ -213,13 +213,13 @@ class PrivateTraining:
         before = {name: live[name].detach().clone() for name in names}
         with torch.no_grad():  # where B is 0, A has a zero gradient, which would hide errors
             for name in names:
-                noise = gaussian(key_of_seed(0), live[name].shape, "verify", name) * 0.02
+                noise = draw_gaussian(derive_seed_key(0), live[name].shape, "verify", name) * 0.02
                 live[name].add_(noise.to(live[name]))
         try:
             _, shared = self._stacked_gradients(assignment, live, names, examples, indices)
             _, alone = self._single_gradients(live, names, examples, indices)
-            error_norm = norm(subtract(shared, alone)) / max(norm(alone), 1e-30)
-            if not error_norm < tolerance(self.trainer.adapted.model):
+            error_norm = compute_norm(subtract(shared, alone)) / max(compute_norm(alone), 1e-30)
+            if not error_norm < compute_tolerance(self.trainer.adapted.model):
                 self.refusal = f"gradients differ by {error_norm:.1e} when two examples share a pass"
         except Unstackable as error:
             self.refusal = str(error)

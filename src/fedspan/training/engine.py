@@ -12,16 +12,16 @@ from torch import Tensor
 
 from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import Projected
-from fedspan.core.projectors import draw_projector, reproject, sketch_projector, svd_projector
-from fedspan.core.tensors import generator, tensor_name, to_device
+from fedspan.core.projectors import compute_sketched_projector, compute_svd_projector, draw_projector, reproject
+from fedspan.core.tensors import create_generator, join_tensor_name, to_device
 from fedspan.core.values import Job, Refresh, Trained
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.head import FeatureTap, find_output_layer
 from fedspan.tasks.labelling import Labelling, class_offsets
 from fedspan.tasks.task import Examples, Task
-from fedspan.training.batching import Padding, evaluation_batches
+from fedspan.training.batching import Padding, split_evaluation_batches
 from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
-from fedspan.training.optimizers import LocalOptimizer, clip, join_states, spec_of
+from fedspan.training.optimizers import LocalOptimizer, build_optimizer_spec, clip, join_states
 from fedspan.training.prefix import PrefixCaches
 from fedspan.training.stacked_prediction import ModelInputs
 from fedspan.training.stages import Stages
@@ -31,7 +31,7 @@ __all__ = [
     "Moments",
     "Trainer",
     "close_segment",
-    "dropout_mask",
+    "draw_dropout_mask",
     "refresh_due",
     "refresh_projectors",
     "train_one_by_one",
@@ -222,7 +222,7 @@ class Trainer:
         """Make the optimizer of a job whose tensors are installed."""
         job = assignment.job
         return LocalOptimizer(
-            spec_of(assignment, self.settings),
+            build_optimizer_spec(assignment, self.settings),
             job.trainable,
             live,
             join_states(assignment.moments, job.optimizer_state),
@@ -232,7 +232,7 @@ class Trainer:
     @torch.no_grad()
     def decay_frozen(self, assignment: Assignment, live: Mapping[str, Tensor]) -> float:
         """Apply the job's decoupled weight decay to what does not train: the frozen base and finished segments."""
-        job, spec = assignment.job, spec_of(assignment, self.settings)
+        job, spec = assignment.job, build_optimizer_spec(assignment, self.settings)
         if not job.decay_base or job.steps == 0:
             return 1.0
         factor = 1 - spec.lr * spec.weight_decay
@@ -250,7 +250,7 @@ class Trainer:
             return
 
         def dropout(x: Tensor, layer: str) -> Tensor:
-            mask = dropout_mask(x.shape, rate, self.seed, round, client, phase, step, layer)
+            mask = draw_dropout_mask(x.shape, rate, self.seed, round, client, phase, step, layer)
             return x * to_device(mask, x.device).to(x.dtype) / (1 - rate)
 
         self.adapted.set_dropout(dropout)
@@ -283,7 +283,9 @@ class Trainer:
         self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
     ) -> Tensor:
         """Predict some examples: one row each, in the order of ``indices``, float32 on the CPU."""
-        rows = self.rows(job, examples, evaluation_batches(indices, examples.lengths, batch_size), generate=generate)
+        rows = self.rows(
+            job, examples, split_evaluation_batches(indices, examples.lengths, batch_size), generate=generate
+        )
         return torch.stack([rows[index] for index in indices.tolist()])
 
     def predict_each(self, models: Iterable[ModelInputs], examples: Examples, batch_size: int) -> Iterator[Tensor]:
@@ -339,19 +341,19 @@ class Trainer:
 
     def features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
         """``Engine.features``."""
-        batches = evaluation_batches(indices, examples.lengths, batch_size)
+        batches = split_evaluation_batches(indices, examples.lengths, batch_size)
         rows = self.rows(job, examples, batches, tap=FeatureTap(self.adapted.model, find_output_layer(self.adapted)))
         return torch.stack([rows[index] for index in indices.tolist()])
 
 
-def dropout_mask(shape: Sequence[int], rate: float, *key: int | str) -> Tensor:
+def draw_dropout_mask(shape: Sequence[int], rate: float, *key: int | str) -> Tensor:
     """Draw the dropout mask of a layer's input; true: the entry is kept.
 
     The key identifies the draw (seed, round, client, phase, micro-batch, layer), and the mask is drawn on the CPU, so
     every engine draws the same mask.
     """
     seed, *label = key
-    rng = generator(int(seed), "dropout", *label)
+    rng = create_generator(int(seed), "dropout", *label)
     return torch.rand(tuple(shape), generator=rng) >= rate
 
 
@@ -384,16 +386,19 @@ def refresh_projectors(
     number = step // refresh.period if refresh.period else 0
     layers = {name: projected for name, projected in job.parametrization.items() if isinstance(projected, Projected)}
     if refresh.rule == "random" or (refresh.until is not None and number >= refresh.until):
-        new = {name: _random(refresh.seed + number, name, projected, live) for name, projected in layers.items()}
+        new = {
+            name: _draw_random_projector(refresh.seed + number, name, projected, live)
+            for name, projected in layers.items()
+        }
     else:
         new = _from_gradients(trainer, refresh, layers, live, number, examples, batch_indices)
     for layer, parametrization in layers.items():
-        side, old = parametrization.side, live[tensor_name(layer, "P")]
+        side, old = parametrization.side, live[join_tensor_name(layer, "P")]
         if step:
             close_segment(live, layer, parametrization)
-        live[tensor_name(layer, "P")] = P = new[layer].to(old) if layer in new else old
+        live[join_tensor_name(layer, "P")] = P = new[layer].to(old) if layer in new else old
         for kind, second in (("exp_avg", False), ("exp_avg_sq", True)):
-            moment = optimizer.moment(kind, tensor_name(layer, "acc"))
+            moment = optimizer.moment(kind, join_tensor_name(layer, "acc"))
             moment.copy_(reproject(moment, old, P, side, refresh.moments, second))
     trainer.adapted.bind(job.parametrization, live)
 
@@ -403,8 +408,8 @@ def refresh_due(refresh: Refresh, step: int) -> bool:
     return refresh.at_start if step == 0 else bool(refresh.period) and step % (refresh.period or 1) == 0
 
 
-def _random(seed: int, layer: str, parametrization: Projected, live: dict[str, Tensor]) -> Tensor:
-    acc, P = live[tensor_name(layer, "acc")], live[tensor_name(layer, "P")]
+def _draw_random_projector(seed: int, layer: str, parametrization: Projected, live: dict[str, Tensor]) -> Tensor:
+    acc, P = live[join_tensor_name(layer, "acc")], live[join_tensor_name(layer, "P")]
     rows, columns = parametrization.pair(acc, P).shape
     return draw_projector(layer, (rows, columns), _rank(P, parametrization.side), parametrization.side, seed)
 
@@ -415,9 +420,9 @@ def _rank(P: Tensor, side: str) -> int:
 
 def close_segment(live: dict[str, Tensor], layer: str, parametrization: Projected) -> None:
     """Move a layer's ``acc, P`` to its finished segments ``done_B, done_A``, in ``live``; ``acc`` restarts at 0."""
-    acc, P = live[tensor_name(layer, "acc")], live[tensor_name(layer, "P")]
+    acc, P = live[join_tensor_name(layer, "acc")], live[join_tensor_name(layer, "P")]
     segment = parametrization.pair(acc.detach().clone(), P)
-    name_B, name_A = tensor_name(layer, "done_B"), tensor_name(layer, "done_A")
+    name_B, name_A = join_tensor_name(layer, "done_B"), join_tensor_name(layer, "done_A")
     done_B, done_A = live.get(name_B), live.get(name_A)
     live[name_B] = segment.B if done_B is None else torch.cat([done_B, segment.B], 1)
     live[name_A] = segment.A if done_A is None else torch.cat([done_A, segment.A], 0)
@@ -444,12 +449,12 @@ def _from_gradients(
         if layer not in layers:
             return
         side = layers[layer].side
-        rank = _rank(live[tensor_name(layer, "P")], side)
+        rank = _rank(live[join_tensor_name(layer, "P")], side)
         if refresh.rule == "svd":
-            projectors[layer] = svd_projector(gradient, rank, side)
+            projectors[layer] = compute_svd_projector(gradient, rank, side)
         else:
-            rng = generator(refresh.seed + number, "sketch", layer)
-            projectors[layer] = sketch_projector(gradient, rank, side, rng)
+            rng = create_generator(refresh.seed + number, "sketch", layer)
+            projectors[layer] = compute_sketched_projector(gradient, rank, side, rng)
 
     adapted = trainer.adapted
     adapted.set_dropout(None)

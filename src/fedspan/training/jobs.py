@@ -9,12 +9,12 @@ from typing import Literal
 
 import numpy as np
 
-from fedspan.core.noise import key_of_seed
+from fedspan.core.noise import derive_seed_key
 from fedspan.core.values import Job, OptimizerSpec, OptimizerState
 from fedspan.errors import FedspanError
 from fedspan.training.accounting import Accounting
 
-__all__ = ["Assignment", "PrefixSettings", "Privacy", "TrainingSettings", "not_finite"]
+__all__ = ["Assignment", "PrefixSettings", "Privacy", "TrainingSettings", "build_not_finite_error"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Privacy:
     delta: float = 1e-5
     accounting: Accounting = "rdp"
     rounds: int = 1
-    key: bytes = key_of_seed(0)
+    key: bytes = derive_seed_key(0)
     secret: bool = False
 
 
@@ -146,7 +146,7 @@ class Assignment:
     noise: float = 0.0
 
 
-def not_finite(assignment: Assignment, value: float) -> FedspanError:
+def build_not_finite_error(assignment: Assignment, value: float) -> FedspanError:
     """Build the error for a loss that is infinite or NaN."""
     problem = (
         f"the loss of client {assignment.client} in round {assignment.round + 1} became {value} with {assignment.lr:g}"

@@ -15,10 +15,10 @@ from torch import Tensor
 from fedspan.core.values import Job, Trained
 from fedspan.tasks.labelling import OFFSETS
 from fedspan.tasks.task import Examples
-from fedspan.training.batching import job_batches
+from fedspan.training.batching import draw_job_batches
 from fedspan.training.dp_sgd import PrivateTraining
 from fedspan.training.engine import Trainer, refresh_projectors, train_one_by_one
-from fedspan.training.jobs import Assignment, not_finite
+from fedspan.training.jobs import Assignment, build_not_finite_error
 from fedspan.training.optimizers import LocalOptimizer
 
 __all__ = ["LoopEngine"]
@@ -56,7 +56,7 @@ class LoopEngine(Trainer):
         loss_sum = examples_seen = 0.0
         steps = micro = 0
         decay = 1.0
-        for batch_indices in job_batches(settings, self.seed, assignment, examples):
+        for batch_indices in draw_job_batches(settings, self.seed, assignment, examples):
             if job.refresh is not None and micro % settings.accumulate == 0:
                 refresh_projectors(self, job, live, optimizer, steps, examples, batch_indices)
             self.set_dropout(assignment, micro)
@@ -70,7 +70,7 @@ class LoopEngine(Trainer):
                 loss = self.task.loss(adapted.model, batch)
             value = float(loss.detach())
             if not math.isfinite(value):
-                raise not_finite(assignment, value)
+                raise build_not_finite_error(assignment, value)
             loss_sum, examples_seen = loss_sum + value * len(batch_indices), examples_seen + len(batch_indices)
             share = len(batch_indices) / len(indices) if probing else 1 / settings.accumulate
             (loss * share).backward()

@@ -13,7 +13,7 @@ import torch
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 
-from fedspan.core.noise import digest_tensors, gaussian
+from fedspan.core.noise import compute_tensor_digest, draw_gaussian
 from fedspan.training.jobs import Assignment, Privacy
 
 __all__ = ["NoisySum"]
@@ -31,11 +31,11 @@ class _Keyed(DPOptimizer):
         """``DPOptimizer.add_noise``."""
         sums: dict[str, Tensor] = dict(zip(self.names, (_sum_of(p) for p in self.params), strict=True))
         if self.secret:  # the same noise at two scales would cancel
-            label = (*self.label, digest_tensors(sums), repr(self.noise_multiplier * self.max_grad_norm))
+            label = (*self.label, compute_tensor_digest(sums), repr(self.noise_multiplier * self.max_grad_norm))
         else:
             label = self.label
         for (name, total), p in zip(sums.items(), self.params, strict=True):
-            noise = gaussian(self.key, p.shape, *label, name) * (self.noise_multiplier * self.max_grad_norm)
+            noise = draw_gaussian(self.key, p.shape, *label, name) * (self.noise_multiplier * self.max_grad_norm)
             p.grad = (total + noise.to(total)).view_as(p)
 
 

@@ -15,10 +15,19 @@ from fedspan.core.tensors import to_device
 from fedspan.core.values import Group, Job, OptimizerSpec, OptimizerState
 from fedspan.training.jobs import Assignment, TrainingSettings
 
-__all__ = ["Layout", "LocalOptimizer", "clip", "clip_rows", "fused_step", "join_states", "spec_of", "step_rows"]
+__all__ = [
+    "Layout",
+    "LocalOptimizer",
+    "build_optimizer_spec",
+    "clip",
+    "clip_rows",
+    "join_states",
+    "run_fused_step",
+    "step_rows",
+]
 
 
-def spec_of(assignment: Assignment, settings: TrainingSettings) -> OptimizerSpec:
+def build_optimizer_spec(assignment: Assignment, settings: TrainingSettings) -> OptimizerSpec:
     """Return the optimizer settings of a job."""
     return replace(settings.optimizer, lr=assignment.lr, **assignment.job.optimizer)  # pyright: ignore[reportArgumentType]
 
@@ -281,14 +290,16 @@ def step_rows(
         ones = np.ones(steps.shape)
         correct1 = 1 - beta1 ** (steps - before) if spec.bias_correction[0] else ones
         correct2 = 1 - beta2**steps if spec.bias_correction[1] else ones
-        root2 = _columns(1 / np.sqrt(correct2), layout, segment_values, segment)
+        root2 = _expand_columns(1 / np.sqrt(correct2), layout, segment_values, segment)
         denominator = second.sqrt().mul_(root2).add_(spec.eps)
-        segment_values.sub_(first / denominator * _columns(segment.lr / correct1, layout, segment_values, segment))
+        segment_values.sub_(
+            first / denominator * _expand_columns(segment.lr / correct1, layout, segment_values, segment)
+        )
     if masks is not None and values_before is not None:
         values.copy_(torch.where(masks.bool(), values, values_before))
 
 
-def fused_step(
+def run_fused_step(
     spec: OptimizerSpec,
     layout: Layout,
     values: Sequence[Tensor],
@@ -327,7 +338,7 @@ def fused_step(
         )
 
 
-def _columns(factors: np.ndarray, layout: Layout, like: Tensor, segment: Segment) -> Tensor:
+def _expand_columns(factors: np.ndarray, layout: Layout, like: Tensor, segment: Segment) -> Tensor:
     """Expand factors (C, N): to (C, 1) if all tensors of each client share one factor, else to one a column."""
     columns = to_device(torch.from_numpy(factors).to(like.dtype), like.device)
     if (factors == factors[:, :1]).all():

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from fedspan.core.tensors import to_device
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.calls import evaluating
+from fedspan.models.calls import enter_evaluation
 from fedspan.models.offload import is_offloaded
-from fedspan.models.prefix import FrozenPrefix, NoPrefix, live_modules
+from fedspan.models.prefix import FrozenPrefix, NoPrefix, list_live_modules
 from fedspan.tasks.task import Examples, Task
-from fedspan.training.batching import evaluation_batches
+from fedspan.training.batching import split_evaluation_batches
 from fedspan.training.jobs import PrefixSettings
 from fedspan.training.prefix_rows import PrefixRows, PrefixStore, prefix_key, store_in_use
 from fedspan.training.stages import Stages
@@ -71,7 +71,7 @@ class PrefixCache:
             raise NoPrefix("there are no examples")
         extremes = [int(lengths.argmin()), int(lengths.argmax())]
         states = [self._compute([index]) for index in extremes]
-        self.tokens = _tokens(lengths, extremes, [hidden.shape[1] for hidden in states])
+        self.tokens = _compute_token_counts(lengths, extremes, [hidden.shape[1] for hidden in states])
         """Number of hidden states of each example, int64, (N,)."""
         self._tokens = torch.from_numpy(self.tokens)
         self._starts = 1 + self._tokens.cumsum(0) - self._tokens  # the first row is zero: padding points at it
@@ -121,7 +121,7 @@ class PrefixCache:
         try:
             if getattr(task, "packing", False):
                 raise NoPrefix("a batch's examples are packed into one row")
-            prefix = FrozenPrefix.search(adapted, live_modules(adapted) if live is None else live)
+            prefix = FrozenPrefix.search(adapted, list_live_modules(adapted) if live is None else live)
             adapted.install({}, {}, frozenset())
             cache = cls(prefix, adapted, task, examples, budget=budget, file=file, store=store)
             cache.verify()
@@ -162,7 +162,7 @@ class PrefixCache:
                     continue
                 self._claimed[claimed] = True
             try:
-                for batch in evaluation_batches(claimed, self.tokens, batch_size):
+                for batch in split_evaluation_batches(claimed, self.tokens, batch_size):
                     if not self._stored.holds(batch):
                         hidden = self._compute(batch.tolist()).cpu()
                         self._stored.invalidate(batch)
@@ -206,17 +206,17 @@ class PrefixCache:
         self.ensure(sample, 2)
         batch = self.task.batch(self.examples, sample.tolist(), self.adapted.device)
         hidden = self.hidden(sample.tolist())
-        with evaluating(self.adapted.model):
+        with enter_evaluation(self.adapted.model):
             expected = self._logits(batch, sample)
             with self.prefix.feed(hidden):
                 logits = self._logits(batch, sample)
-        error = _relative_error(logits, expected)
-        if not error <= _tolerance(hidden.dtype):
+        error = _compute_relative_error(logits, expected)
+        if not error <= _get_tolerance(hidden.dtype):
             raise NoPrefix(f"logits differ by {error:.1e} when hidden states are taken from the cache")
         in_evaluation = self._compute(sample.tolist())
         for _ in range(2):
-            error = _relative_error(self._compute(sample.tolist(), training=True), in_evaluation)
-            if not error <= _tolerance(hidden.dtype):
+            error = _compute_relative_error(self._compute(sample.tolist(), training=True), in_evaluation)
+            if not error <= _get_tolerance(hidden.dtype):
                 raise NoPrefix(f"hidden states differ by {error:.1e} between training and evaluation")
 
     def _logits(self, batch: object, sample: np.ndarray) -> Tensor:
@@ -237,7 +237,7 @@ class PrefixCache:
         """Compute the prefix's output, (examples, T, D)."""
         model, device = self.adapted.model, self.adapted.device
         cards = [device] if device.type == "cuda" else []
-        with evaluating(model), torch.random.fork_rng(cards, enabled=training):  # verify() only
+        with enter_evaluation(model), torch.random.fork_rng(cards, enabled=training):  # verify() only
             if training:
                 self.adapted.train_mode(frozenset())
             with self.prefix.record() as recorded:
@@ -257,7 +257,7 @@ class PrefixCache:
         self._rows.index_copy_(0, rows[rows > 0], hidden[rows > 0])
 
 
-def _tokens(lengths: np.ndarray, extremes: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+def _compute_token_counts(lengths: np.ndarray, extremes: Sequence[int], counts: Sequence[int]) -> np.ndarray:
     """Derive the number of hidden states of each example from those of the shortest and the longest."""
     if list(counts) == lengths[list(extremes)].tolist():
         return lengths.astype(np.int64)
@@ -266,12 +266,12 @@ def _tokens(lengths: np.ndarray, extremes: Sequence[int], counts: Sequence[int])
     raise NoPrefix(f"examples of lengths {lengths[list(extremes)].tolist()} have {list(counts)} hidden states")
 
 
-def _relative_error(value: Tensor, expected: Tensor) -> float:
+def _compute_relative_error(value: Tensor, expected: Tensor) -> float:
     """Compute the relative distance."""
     return float((value.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
 
 
-def _tolerance(dtype: torch.dtype) -> float:
+def _get_tolerance(dtype: torch.dtype) -> float:
     """Return the relative tolerance for the effect of padding in a number format.
 
     In float64 it is float32's rounding: many decoders compute softmax and norms in float32, whatever their format.

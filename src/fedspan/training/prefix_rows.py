@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.prefix import FrozenPrefix, NoPrefix, live_modules
+from fedspan.models.prefix import FrozenPrefix, NoPrefix, list_live_modules
 from fedspan.tasks.task import Examples, Task
 
-__all__ = ["PrefixRows", "PrefixStore", "next_run", "prefix_key", "shared_prefixes", "store_in_use"]
+__all__ = ["PrefixRows", "PrefixStore", "prefix_key", "share_prefixes", "start_next_run", "store_in_use"]
 
 _CHUNK = 256  # examples of a batch that is only read
 
@@ -107,8 +107,8 @@ _STORE: ContextVar[PrefixStore | None] = ContextVar("fedspan_prefix_store", defa
 
 
 @contextmanager
-def shared_prefixes() -> Generator[None]:
-    """Let each run within this context reuse hidden states of the previous one (``next_run``); it may be nested."""
+def share_prefixes() -> Generator[None]:
+    """Let each run within this context reuse hidden states of the one before (``start_next_run``); it may be nested."""
     token = _STORE.set(_STORE.get() or PrefixStore())
     try:
         yield
@@ -121,7 +121,7 @@ def store_in_use() -> PrefixStore | None:
     return _STORE.get()
 
 
-def next_run() -> None:
+def start_next_run() -> None:
     """Tell the store of the context, if there is one, that a run begins."""
     if (store := _STORE.get()) is not None:
         store.begin_run()
@@ -137,7 +137,7 @@ def prefix_key(adapted: AdaptedModel, prefix: FrozenPrefix, task: Task, examples
     config: Any = getattr(adapted.model, "config", None)
     add(type(adapted.model), None if config is None else config.to_json_string(use_diff=False))
     add(getattr(config, "_attn_implementation", None), prefix.paths, adapted.device, torch.get_num_threads())
-    live = tuple(f"{path}." for path in live_modules(adapted))
+    live = tuple(f"{path}." for path in list_live_modules(adapted))
     for name, value in (*adapted.model.named_parameters(), *adapted.model.named_buffers()):
         if not name.startswith(live):
             add(name)

@@ -8,19 +8,19 @@ import numpy as np
 
 from fedspan.core.values import Job
 
-__all__ = ["ModelInputs", "prediction_key", "stack_models", "windows"]
+__all__ = ["ModelInputs", "build_prediction_key", "split_windows", "stack_models"]
 
 ModelInputs = tuple[Job, np.ndarray]
 """A model, and the indices of the examples that it predicts, (examples,)."""
 
 
-def prediction_key(job: Job) -> tuple[object, ...]:
+def build_prediction_key(job: Job) -> tuple[object, ...]:
     """Return the key of a model: models with equal keys can share a pass."""
     shapes = tuple((name, value.shape, value.dtype) for name, value in sorted(job.tensors.items()))
     return tuple(job.parametrization.items()), shapes
 
 
-def windows(models: Iterable[ModelInputs], examples: int) -> Iterator[list[ModelInputs]]:
+def split_windows(models: Iterable[ModelInputs], examples: int) -> Iterator[list[ModelInputs]]:
     """Yield consecutive models with at most ``examples`` examples together, at least one: only these are in memory."""
     window: list[ModelInputs] = []
     count = 0
@@ -44,7 +44,7 @@ def stack_models(window: Sequence[ModelInputs], most: int, batch_size: int) -> l
     """
     kinds: dict[tuple[object, ...], list[int]] = {}
     for at, (job, _) in enumerate(window):
-        kinds.setdefault(prediction_key(job), []).append(at)
+        kinds.setdefault(build_prediction_key(job), []).append(at)
     stacks: list[list[int]] = []
     for positions in kinds.values():
         ordered = sorted(positions, key=lambda at: -len(window[at][1]))

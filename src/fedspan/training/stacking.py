@@ -24,7 +24,7 @@ import torch
 
 from fedspan.models.stacked import Unstackable
 from fedspan.tasks.task import Examples
-from fedspan.training.batching import job_batches
+from fedspan.training.batching import draw_job_batches
 from fedspan.training.client_slot import ClientSlot, select_group
 from fedspan.training.jobs import Assignment
 from fedspan.training.worker import Worker
@@ -152,31 +152,31 @@ def tune(
     )
     if probe is None or first.refusal is not None:
         return default
-    per_client = float(np.mean([_tokens(first, assignment, examples) for assignment in assignments]))
+    per_client = float(np.mean([_count_tokens(first, assignment, examples) for assignment in assignments]))
     planned = float("inf") if rounds is None else _SHARE * rounds * clients * per_client
-    budget = Budget(planned, _tokens(first, assignments[0], examples) / len(probe.batches))
-    if not budget.affords(_first_plans(request, clients, threads)):
+    budget = Budget(planned, _count_tokens(first, assignments[0], examples) / len(probe.batches))
+    if not budget.affords(_list_first_plans(request, clients, threads)):
         return default
-    key = _key(request, first, probe, clients, examples, budget)
+    key = _build_key(request, first, probe, clients, examples, budget)
     if (cached := read_plans().get(key)) is not None:
         return cached
 
     def seconds(stacking: StackingPlan, passes: int) -> float:
         team = workers(stacking.workers)
-        return _seconds_a_token(team, run_parallel, assignments, stacking.clients_per_pass, examples, passes)
+        return _measure_token_seconds(team, run_parallel, assignments, stacking.clients_per_pass, examples, passes)
 
     plan = search(request, clients, threads, seconds, budget) or default
     _store(key, plan)
     return plan
 
 
-def _tokens(worker: Worker, assignment: Assignment, examples: Examples) -> int:
+def _count_tokens(worker: Worker, assignment: Assignment, examples: Examples) -> int:
     """Count the tokens of a job."""
-    batches = job_batches(worker.settings, worker.seed, assignment, examples)
+    batches = draw_job_batches(worker.settings, worker.seed, assignment, examples)
     return sum(int(examples.lengths[batch].sum()) for batch in batches)
 
 
-def _first_plans(request: StackingRequest, clients: int, threads: int) -> list[StackingPlan]:
+def _list_first_plans(request: StackingRequest, clients: int, threads: int) -> list[StackingPlan]:
     """The plans that a search compares first."""
     best = StackingPlan(request.clients_per_pass or min(4, clients), request.workers or 1)
     if request.workers is None and threads > 1 and clients > 1:
@@ -192,7 +192,7 @@ def search(
     budget: Budget,
 ) -> StackingPlan | None:
     """Search the fastest plan among those that the budget allows to measure; None: there was time for one alone."""
-    first = _first_plans(request, clients, threads)
+    first = _list_first_plans(request, clients, threads)
     best, best_seconds = first[0], 0.0
 
     def seconds(plan: StackingPlan) -> float:
@@ -241,7 +241,7 @@ def wait_for(device: torch.device) -> None:
         torch.get_device_module(device).synchronize()
 
 
-def _seconds_a_token(
+def _measure_token_seconds(
     team: Sequence[Worker],
     run_parallel: Callable[[Sequence[Callable[[], None]]], None],
     assignments: Sequence[Assignment],
@@ -312,7 +312,7 @@ def _open_slots(
     return [slot for slot in slots if slot is not None]
 
 
-def _key(
+def _build_key(
     request: StackingRequest, worker: Worker, slot: ClientSlot, clients: int, examples: Examples, budget: Budget
 ) -> str:
     """Compute the cache key from everything that the plan depends on: machine, model, jobs."""

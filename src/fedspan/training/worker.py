@@ -14,16 +14,16 @@ from torch import Tensor
 from fedspan.core.tensors import to_device
 from fedspan.core.values import Job, Trained
 from fedspan.models.compiled import CompiledBlocks
-from fedspan.models.precision import tolerance
+from fedspan.models.precision import compute_tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.labelling import OFFSETS
 from fedspan.tasks.task import Examples
 from fedspan.training.client_slot import ClientSlot, perturb, select_group, stack_frozen
-from fedspan.training.engine import dropout_mask, refresh_due, refresh_projectors
+from fedspan.training.engine import draw_dropout_mask, refresh_due, refresh_projectors
 from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
-from fedspan.training.optimizers import Layout, clip_rows, fused_step, spec_of, step_rows
-from fedspan.training.stacked_prediction import ModelInputs, prediction_key
+from fedspan.training.optimizers import Layout, build_optimizer_spec, clip_rows, run_fused_step, step_rows
+from fedspan.training.stacked_prediction import ModelInputs, build_prediction_key
 
 __all__ = ["Worker"]
 
@@ -128,7 +128,7 @@ class Worker:
 
     def open_slot(self, assignment: Assignment, examples: Examples) -> ClientSlot | None:
         """Open a client slot for a job; None if the job must train alone."""
-        spec = spec_of(assignment, self.settings)
+        spec = build_optimizer_spec(assignment, self.settings)
         layout = Layout.of(assignment.job, spec)
         reasons = {
             "its trainable tensors have several number formats": layout is None,
@@ -251,7 +251,7 @@ class Worker:
         rows, spec = [slot.values for slot in group], group[0].spec
         if mask is None and all(slot.has_equal_steps for slot in group):
             kinds = {kind: [slot.moments[kind] for slot in group] for kind in group[0].moments}
-            fused_step(spec, layout, rows, gradients, kinds, [int(slot.counts[0]) for slot in group])
+            run_fused_step(spec, layout, rows, gradients, kinds, [int(slot.counts[0]) for slot in group])
             return
         values = torch.stack(rows)
         moments = {kind: torch.stack([slot.moments[kind] for slot in group]) for kind in group[0].moments}
@@ -270,7 +270,7 @@ class Worker:
         """Predict with several models in one forward pass.
 
         Args:
-            models: Models with one ``prediction_key``, each with the indices of its examples.
+            models: Models with equal keys (``build_prediction_key``), each with the indices of its examples.
             examples: The data set that the indices point into.
 
         Returns:
@@ -293,7 +293,7 @@ class Worker:
             counted[number * size : number * size + len(own)] = True
             rows += own + own[:1] * (size - len(own))  # filler: all models need equally many rows
         batch, lengths = self.task.batch(examples, rows, adapted.device), examples.lengths[rows]
-        kind = self._kinds.setdefault(("prediction", *prediction_key(job)), len(self._kinds))
+        kind = self._kinds.setdefault(("prediction", *build_prediction_key(job)), len(self._kinds))
         if kind not in self._verified:
             pair = [perturb(one.tensors, one.trainable_names, str(at)) for at, (one, _) in enumerate(models[:2])]
             pair = [{name: to_device(value, adapted.device) for name, value in tensors.items()} for tensors in pair]
@@ -337,7 +337,7 @@ class Worker:
                 shape = [count, *tokens_shape, *x.shape[2:]]
                 key = (self.seed, assignment.round, assignment.client, assignment.job.phase, slot.batches_done, layer)
                 first = number * size
-                mask[first : first + count, : tokens_shape[0]] = dropout_mask(shape, rate, *key)
+                mask[first : first + count, : tokens_shape[0]] = draw_dropout_mask(shape, rate, *key)
             return x * to_device(mask, x.device).to(x.dtype) / (1 - rate)
 
         self.adapted.set_dropout(dropout)
@@ -378,6 +378,6 @@ class Worker:
             alone = self.task.predict(self.adapted.model, {name: value[rows] for name, value in batch.items()})
             is_real = torch.from_numpy(counted[rows]).to(alone.device)
             error = float((shared[rows] - alone)[is_real].norm() / alone[is_real].norm())
-            if not error < tolerance(self.adapted.model):
+            if not error < compute_tolerance(self.adapted.model):
                 raise Unstackable(f"predictions differ by {error:.1e} when two clients share a pass")
         self._verified.add(kind)

@@ -12,13 +12,13 @@ from fedspan.core.method import Memory, Method
 from fedspan.core.values import Message, OptimizerState, ServerState
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation
 from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
-from fedspan.federation.conditions import PHASES, Conditions, corrupt
-from fedspan.federation.federation import Federation, clients_by_id
+from fedspan.federation.conditions import PHASES, Conditions, corrupt_reply
+from fedspan.federation.federation import Federation, sort_clients
 from fedspan.federation.progress import ClientData, Progress
 from fedspan.federation.protocol import Envelope, OnReply, OnTrained, Order, Orders, Reply, Transport, decode_order
 from fedspan.federation.secagg.messages import decode_phase
 from fedspan.federation.settings import RoundSettings
-from fedspan.federation.validation import ReplyRules, untrained_jobs
+from fedspan.federation.validation import ReplyRules, build_untrained_jobs
 from fedspan.tasks.task import Examples
 from fedspan.training.engine import Engine
 
@@ -254,8 +254,8 @@ class InProcess(Transport):
         memory = (
             {} if order.client.last_round is None else self.host.store.load(order.to, order.client.last_round).memory
         )
-        start = untrained_jobs(self.host.method, order_message, order.client, order.round, memory)[1]
-        return corrupt(self._faults, reply, start, self.conditions.seed, order.round, order.to)
+        start = build_untrained_jobs(self.host.method, order_message, order.client, order.round, memory)[1]
+        return corrupt_reply(self._faults, reply, start, self.conditions.seed, order.round, order.to)
 
 
 def simulate(
@@ -282,7 +282,7 @@ def simulate(
         secure: Each client's half of secure aggregation; None: the run has none.
         conditions: Simulated conditions; None: every client replies at once.
     """
-    by_id = clients_by_id(clients)
+    by_id = sort_clients(clients)
     store = ProgressStore(Progress(ServerState()))
     host = Host(method, engine, by_id, examples, store, batch_size=1, secure=secure, reveals_losses=True)
     return Federation(method, engine, by_id, examples, settings, InProcess(host, conditions), rules, new_aggregation)

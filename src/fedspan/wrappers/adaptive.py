@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedspan.core.method import decay_rate
+from fedspan.core.method import declare_decay_rate
 from fedspan.core.tensors import Tensors
 from fedspan.wrappers.server_optimizer import ServerOptimizer
 
@@ -32,7 +32,7 @@ class Adaptive(ServerOptimizer):
     moments: ClassVar[tuple[str, ...]] = ("m", "v")
 
     lr: float = 1e-2
-    beta1: float = decay_rate(0.9)
+    beta1: float = declare_decay_rate(0.9)
     tau: float = 1e-3
 
     @abstractmethod

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fedspan.methods.describe import Option, options_of, title_of
+from fedspan.methods.describe import Option, list_options, read_title
 
 __all__ = ["WrapperRow", "describe", "list_wrappers"]
 
@@ -54,8 +54,8 @@ def describe() -> list[dict[str, Any]]:
 
     rows: list[dict[str, Any]] = []
     for key, cls in sorted(WRAPPERS.items()):
-        name, idea = title_of(cls)
-        options = tuple(options_of(cls, _HIDDEN))
+        name, idea = read_title(cls)
+        options = tuple(list_options(cls, _HIDDEN))
         rows.append(dataclasses.asdict(WrapperRow(key, name, cls.__name__, idea, cls.paper, cls.kind, options)))
     return json.loads(json.dumps(rows))
 

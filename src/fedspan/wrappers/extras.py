@@ -17,7 +17,7 @@ from typing import Literal, final
 import torch
 
 from fedspan.core.method import Claims, Memory
-from fedspan.core.tensors import Tensors, extra_name, is_extra, split_extras
+from fedspan.core.tensors import Tensors, is_extra, join_extra_name, split_extras
 from fedspan.core.values import Client, Contribution, Group, Job, Message, Reduced, ServerState, Trained, Weights
 from fedspan.wrappers.wrapper import Wrapper
 
@@ -46,7 +46,7 @@ class WithExtras(Wrapper):
 
     def init(self, weights: Weights) -> ServerState:
         state = self.inner.init(weights)
-        extras = {extra_name(parameter): weights.extra(parameter) for parameter in self.spec.extras}
+        extras = {join_extra_name(parameter): weights.extra(parameter) for parameter in self.spec.extras}
         return replace(state, tensors={**state.tensors, **extras})
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
@@ -104,7 +104,7 @@ class WithExtras(Wrapper):
             return job
         groups = job.trainable
         if self.policy != "frozen" and job.extras:
-            buffers = frozenset(extra_name(path) for path in self.spec.buffers)
+            buffers = frozenset(join_extra_name(path) for path in self.spec.buffers)
             groups = (*groups, Group(tuple(name for name in extras if name not in buffers), lr_scale=self.lr_scale))
             job = replace(job, buffers=buffers)
         return replace(job, tensors={**job.tensors, **extras}, trainable=groups)

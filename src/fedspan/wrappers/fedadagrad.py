@@ -16,7 +16,7 @@ from typing import final
 
 from torch import Tensor
 
-from fedspan.core.method import decay_rate
+from fedspan.core.method import declare_decay_rate
 from fedspan.wrappers.adaptive import Adaptive
 
 __all__ = ["FedAdagrad"]
@@ -27,7 +27,7 @@ __all__ = ["FedAdagrad"]
 class FedAdagrad(Adaptive):
     """Adagrad on the server."""
 
-    beta1: float = decay_rate(0.0)
+    beta1: float = declare_decay_rate(0.0)
 
     def second(self, v: Tensor, squared: Tensor) -> Tensor:
         return v + squared

@@ -18,7 +18,7 @@ from typing import final
 
 from torch import Tensor
 
-from fedspan.core.method import decay_rate
+from fedspan.core.method import declare_decay_rate
 from fedspan.wrappers.adaptive import Adaptive
 
 __all__ = ["FedAdam"]
@@ -33,7 +33,7 @@ class FedAdam(Adaptive):
         beta2: Share of the second moment that is retained.
     """
 
-    beta2: float = decay_rate(0.99)
+    beta2: float = declare_decay_rate(0.99)
 
     def second(self, v: Tensor, squared: Tensor) -> Tensor:
         return self.beta2 * v + (1 - self.beta2) * squared

@@ -17,7 +17,7 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from fedspan.core.method import decay_rate
+from fedspan.core.method import declare_decay_rate
 from fedspan.core.tensors import Tensors
 from fedspan.wrappers.server_optimizer import ServerOptimizer
 
@@ -41,7 +41,7 @@ class FedAvgM(ServerOptimizer):
     moments: ClassVar[tuple[str, ...]] = ("v",)
 
     lr: float = 1.0
-    momentum: float = decay_rate(0.9)
+    momentum: float = declare_decay_rate(0.9)
 
     def initial(self, moment: str) -> float:
         return 0.0

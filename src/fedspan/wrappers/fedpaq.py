@@ -20,12 +20,12 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from fedspan.core.method import Claims, Memory, bounded
+from fedspan.core.method import Claims, Memory, declare_bounded
 from fedspan.core.quantise import pack, quantise, unpack
-from fedspan.core.tensors import generator
+from fedspan.core.tensors import create_generator
 from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained
 from fedspan.errors import FedspanError
-from fedspan.wrappers.wrapper import RegisteredWrapper, common_start, with_prefix, without_prefix
+from fedspan.wrappers.wrapper import RegisteredWrapper, add_prefix, compute_common_start, split_prefix
 
 __all__ = ["FedPAQ"]
 
@@ -48,7 +48,7 @@ class FedPAQ(RegisteredWrapper):
     )
     kind: ClassVar[str] = "compression"
 
-    bits: int = bounded(8, 2, 16)
+    bits: int = declare_bounded(8, 2, 16)
 
     def declared(self) -> Claims:
         return replace(self.inner.declared(), exact=False, sends="other")
@@ -61,34 +61,34 @@ class FedPAQ(RegisteredWrapper):
         return None
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        return self.inner.start(message, client, without_prefix(START, memory)[1], round)
+        return self.inner.start(message, client, split_prefix(START, memory)[1], round)
 
     def finish(
         self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
     ) -> tuple[Job | Message, Memory]:
         # In a later phase job.tensors are that phase's initial values; the round's wait in the memory between phases.
-        stashed, own = without_prefix(START, memory)
+        stashed, own = split_prefix(START, memory)
         start = stashed or job.tensors
         result, own = self.inner.finish(job, trained, client, own, round)
         if isinstance(result, Job):
-            return result, {**own, **with_prefix(START, start)}
+            return result, {**own, **add_prefix(START, start)}
         tensors: dict[str, Tensor] = {}
         for name, value in result.tensors.items():
             if name not in start or start[name].shape != value.shape:
                 raise FedspanError(
                     "method.wrappers", "fedpaq", problem=f"the reply's {name} is no tensor that was sent"
                 )
-            rng = generator(self.seed, "fedpaq", round, client.id, name)
+            rng = create_generator(self.seed, "fedpaq", round, client.id, name)
             tensors[name] = pack(*quantise(value - start[name], self.bits, rng), self.bits)
-        return replace(result, tensors=with_prefix(CHANGE, tensors)), own
+        return replace(result, tensors=add_prefix(CHANGE, tensors)), own
 
     def contribute(self, message: Message, client: Client) -> Contribution:
         # For methods that ``refusal`` admits, the method's own contribution would be the unchanged tensors.
         return Contribution(sum={name: unpack(value, self.bits) for name, value in message.tensors.items()})
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        start = common_start(self.inner, state)
-        changes, _ = without_prefix(CHANGE, reduced.mean)
+        start = compute_common_start(self.inner, state)
+        changes, _ = split_prefix(CHANGE, reduced.mean)
         mean = {
             name: start[name] + change[: start[name].numel()].view_as(start[name]) for name, change in changes.items()
         }

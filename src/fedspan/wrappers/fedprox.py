@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
-from fedspan.core.method import Claims, Memory, bounded
+from fedspan.core.method import Claims, Memory, declare_bounded
 from fedspan.core.parametrization import Projected
 from fedspan.core.penalties import Penalty, Proximal
 from fedspan.core.tensors import Tensors
@@ -40,7 +40,7 @@ class FedProx(RegisteredWrapper):
     paper: ClassVar[str] = "Federated Optimization in Heterogeneous Networks (MLSys 2020, arXiv:1812.06127)"
     kind: ClassVar[str] = "proximal term"
 
-    mu: float = bounded(0.01, 0.0)
+    mu: float = declare_bounded(0.01, 0.0)
 
     def refusal(self, claims: Claims) -> str | None:
         if claims.sends == "nothing":

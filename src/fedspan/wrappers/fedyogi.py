@@ -17,7 +17,7 @@ from typing import final
 
 from torch import Tensor
 
-from fedspan.core.method import decay_rate
+from fedspan.core.method import declare_decay_rate
 from fedspan.wrappers.adaptive import Adaptive
 
 __all__ = ["FedYogi"]
@@ -32,7 +32,7 @@ class FedYogi(Adaptive):
         beta2: 1 - beta2 is the share of the squared change by which the second moment moves.
     """
 
-    beta2: float = decay_rate(0.99)
+    beta2: float = declare_decay_rate(0.99)
 
     def second(self, v: Tensor, squared: Tensor) -> Tensor:
         return v - (1 - self.beta2) * squared * (v - squared).sign()

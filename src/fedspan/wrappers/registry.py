@@ -8,7 +8,7 @@ from typing import Any
 
 from fedspan.core.method import Method
 from fedspan.core.values import OptimizerSpec
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.methods.registry import METHODS
 from fedspan.wrappers.fedadagrad import FedAdagrad
 from fedspan.wrappers.fedadam import FedAdam
@@ -19,7 +19,7 @@ from fedspan.wrappers.fedyogi import FedYogi
 from fedspan.wrappers.scaffold import Scaffold
 from fedspan.wrappers.wrapper import RegisteredWrapper
 
-__all__ = ["WRAPPERS", "wrap", "wrapper_class"]
+__all__ = ["WRAPPERS", "get_wrapper_class", "wrap"]
 
 WRAPPERS: Mapping[str, type[RegisteredWrapper]] = MappingProxyType(
     {
@@ -34,7 +34,7 @@ WRAPPERS: Mapping[str, type[RegisteredWrapper]] = MappingProxyType(
 )
 
 
-def wrapper_class(key: str, field: str = "method.wrappers") -> type[RegisteredWrapper]:
+def get_wrapper_class(key: str, field: str = "method.wrappers") -> type[RegisteredWrapper]:
     """Return the class registered under a key.
 
     Args:
@@ -48,7 +48,7 @@ def wrapper_class(key: str, field: str = "method.wrappers") -> type[RegisteredWr
         return WRAPPERS[key]
     if key in METHODS:
         raise FedspanError(field, key, problem=f"{key!r} is a method, not a wrapper. Put it into method.name")
-    raise FedspanError(field, key, problem=f"no wrapper is named {key!r}. {nearest(key, WRAPPERS)}")
+    raise FedspanError(field, key, problem=f"no wrapper is named {key!r}. {suggest_nearest(key, WRAPPERS)}")
 
 
 def wrap(
@@ -72,7 +72,7 @@ def wrap(
     """
     kinds: dict[str, str] = {}
     for position, (key, options) in enumerate(wrappers):
-        field, cls = f"method.wrappers.{position}", wrapper_class(key)
+        field, cls = f"method.wrappers.{position}", get_wrapper_class(key)
         if cls.kind in kinds:
             raise FedspanError(
                 field, key, problem=f"a method takes one {cls.kind}, and {kinds[cls.kind]} already is one"

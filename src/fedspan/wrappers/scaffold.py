@@ -43,7 +43,7 @@ from fedspan.core.values import (
     Weights,
 )
 from fedspan.errors import FedspanError
-from fedspan.wrappers.wrapper import RegisteredWrapper, with_prefix, without_prefix
+from fedspan.wrappers.wrapper import RegisteredWrapper, add_prefix, split_prefix
 
 __all__ = ["Scaffold"]
 
@@ -104,14 +104,14 @@ class Scaffold(RegisteredWrapper):
         missed = {name: value for name, value in variates.items() if changed[name] > known_round}
         return replace(
             message,
-            tensors={**message.tensors, **with_prefix(PREFIX, missed)},
+            tensors={**message.tensors, **add_prefix(PREFIX, missed)},
             scalars={**message.scalars, PREFIX + GENERATION: state.generation},
         )
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        variates, inner_tensors = without_prefix(PREFIX, message.tensors)
+        variates, inner_tensors = split_prefix(PREFIX, message.tensors)
         scalars, generation = _split_scalars(message.scalars)
-        stored, inner_memory = without_prefix(PREFIX, memory)
+        stored, inner_memory = split_prefix(PREFIX, memory)
         job = self.inner.start(replace(message, tensors=inner_tensors, scalars=scalars), client, inner_memory, round)
         if job.gradient_offset:
             raise FedspanError("method.wrappers", "scaffold", problem="this method already corrects the gradient")
@@ -124,17 +124,17 @@ class Scaffold(RegisteredWrapper):
     def finish(
         self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
     ) -> tuple[Job | Message, Memory]:
-        stored, inner_memory = without_prefix(PREFIX, memory)
+        stored, inner_memory = split_prefix(PREFIX, memory)
         scalars, generation = _split_scalars(job.scalars)
         offsets, stored = job.gradient_offset, dict(stored)
         if job.phase == PROBE:
             stored = {
-                **with_prefix(DRIFT, trained.gradient),
+                **add_prefix(DRIFT, trained.gradient),
                 **stored,
             }  # tensors of an earlier phase retain its gradient
-            return self._next_phase(_real(job), offsets, stored, generation), {
+            return self._next_phase(_restore_phase(job), offsets, stored, generation), {
                 **inner_memory,
-                **with_prefix(PREFIX, stored),
+                **add_prefix(PREFIX, stored),
             }
         inner_job = replace(job, gradient_offset={}, scalars=scalars)
         result, inner_memory = self.inner.finish(inner_job, trained, client, inner_memory, round)
@@ -143,10 +143,10 @@ class Scaffold(RegisteredWrapper):
         if isinstance(result, Job):
             return self._next_phase(result, offsets, stored, generation), {
                 **inner_memory,
-                **with_prefix(PREFIX, stored),
+                **add_prefix(PREFIX, stored),
             }
         own, changes = _valid(stored, OWN, generation), dict[str, Tensor]()
-        for name, drift in without_prefix(DRIFT, stored)[0].items():
+        for name, drift in split_prefix(DRIFT, stored)[0].items():
             if name not in result.tensors:
                 continue  # it stays on the client, so it has no drift
             after = drift / stored[LENGTH + name].to(drift) if LENGTH + name in stored else drift
@@ -156,12 +156,12 @@ class Scaffold(RegisteredWrapper):
             own[name] = after
         pending = {name: value for name, value in offsets.items() if name not in changes}
         own_memory = {
-            **with_prefix(OWN, own),
-            **with_prefix(OFFSET, pending),
+            **add_prefix(OWN, own),
+            **add_prefix(OFFSET, pending),
             GENERATION: torch.tensor(generation),
         }
-        reply = replace(result, tensors={**result.tensors, **with_prefix(PREFIX, changes)})
-        return reply, {**inner_memory, **with_prefix(PREFIX, own_memory)}
+        reply = replace(result, tensors={**result.tensors, **add_prefix(PREFIX, changes)})
+        return reply, {**inner_memory, **add_prefix(PREFIX, own_memory)}
 
     def _next_phase(self, job: Job, offsets: Tensors, stored: Mapping[str, Tensor], generation: int) -> Job:
         """Add the correction to a phase; under option I, insert a phase that takes the gradient of its new tensors."""
@@ -189,13 +189,13 @@ class Scaffold(RegisteredWrapper):
                 stored[LENGTH + name] = before + length
 
     def contribute(self, message: Message, client: Client) -> Contribution:
-        changes, inner_tensors = without_prefix(PREFIX, message.tensors)
+        changes, inner_tensors = split_prefix(PREFIX, message.tensors)
         contribution = self.inner.contribute(replace(message, tensors=inner_tensors), client)
-        return replace(contribution, sum={**contribution.sum, **with_prefix(PREFIX, changes)})
+        return replace(contribution, sum={**contribution.sum, **add_prefix(PREFIX, changes)})
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         state, variates, changed = _split(state)
-        changes, means = without_prefix(PREFIX, reduced.mean)
+        changes, means = split_prefix(PREFIX, reduced.mean)
         after = self.inner.update(state, replace(reduced, mean=means))
         now = {**variates}
         for name, change in changes.items():
@@ -208,14 +208,14 @@ class Scaffold(RegisteredWrapper):
         rounds = {**changed, **dict.fromkeys(moved_names, after.round)}
         return replace(
             after,
-            memory={**after.memory, **with_prefix(PREFIX, now)},
+            memory={**after.memory, **add_prefix(PREFIX, now)},
             scalars={**after.scalars, **{PREFIX + name: round for name, round in rounds.items()}},
         )
 
 
 def _split(state: ServerState) -> tuple[ServerState, Tensors, dict[str, int]]:
     """Split a state into ``(wrapped method's state, variates, round of the first state with each current variate)``."""
-    variates, memory = without_prefix(PREFIX, state.memory)
+    variates, memory = split_prefix(PREFIX, state.memory)
     changed = {name[len(PREFIX) :]: int(at) for name, at in state.scalars.items() if name.startswith(PREFIX)}
     scalars = {name: value for name, value in state.scalars.items() if not name.startswith(PREFIX)}
     return replace(state, memory=memory, scalars=scalars), variates, changed
@@ -229,12 +229,12 @@ def _split_scalars(scalars: Mapping[str, Scalar]) -> tuple[dict[str, Scalar], in
 
 def _valid(stored: Tensors, prefix: str, generation: int) -> dict[str, Tensor]:
     """Return a client's stored tensors with a prefix, without factors that have been re-initialized since."""
-    values = without_prefix(prefix, stored)[0]
+    values = split_prefix(prefix, stored)[0]
     is_current = GENERATION in stored and int(stored[GENERATION]) == generation
     return {name: value for name, value in values.items() if is_current or is_extra(name)}
 
 
-def _real(job: Job) -> Job:
+def _restore_phase(job: Job) -> Job:
     """Restore the phase that a probe precedes."""
     steps = int(job.scalars[PROBE + " steps"])
     scalars = {name: value for name, value in job.scalars.items() if not name.startswith(PROBE + " ")}

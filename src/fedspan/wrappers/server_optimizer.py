@@ -16,7 +16,7 @@ from fedspan.core.method import Claims
 from fedspan.core.tensors import Tensors, is_extra
 from fedspan.core.values import Reduced, ServerState
 from fedspan.errors import FedspanError
-from fedspan.wrappers.wrapper import RegisteredWrapper, common_start, with_prefix, without_prefix
+from fedspan.wrappers.wrapper import RegisteredWrapper, add_prefix, compute_common_start, split_prefix
 
 __all__ = ["ServerOptimizer"]
 
@@ -56,9 +56,9 @@ class ServerOptimizer(RegisteredWrapper):
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         prefix = f"{type(self).__name__}/"
-        own, inner_memory = without_prefix(prefix, state.memory)
+        own, inner_memory = split_prefix(prefix, state.memory)
         inner_state = replace(state, memory=inner_memory)
-        start = common_start(self.inner, inner_state)
+        start = compute_common_start(self.inner, inner_state)
         stored, stepped = dict(own), dict[str, Tensor]()
         for name, mean in reduced.mean.items():
             if name not in start:
@@ -73,4 +73,4 @@ class ServerOptimizer(RegisteredWrapper):
         result = self.inner.update(inner_state, replace(reduced, mean=stepped))
         if result.generation != state.generation:
             stored = {key: value for key, value in stored.items() if is_extra(key.partition("/")[2])}
-        return replace(result, memory={**result.memory, **with_prefix(prefix, stored)})
+        return replace(result, memory={**result.memory, **add_prefix(prefix, stored)})

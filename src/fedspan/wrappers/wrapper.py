@@ -22,7 +22,7 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["RegisteredWrapper", "Wrapper", "common_start", "with_prefix", "without_prefix"]
+__all__ = ["RegisteredWrapper", "Wrapper", "add_prefix", "compute_common_start", "split_prefix"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,17 +94,17 @@ class RegisteredWrapper(Wrapper):
         return None
 
 
-def common_start(method: Method, state: ServerState) -> Tensors:
+def compute_common_start(method: Method, state: ServerState) -> Tensors:
     """Return the initial tensors that all clients of a round share: those of the global model."""
     return method.start(method.sync(state, None), None, {}, state.round).tensors
 
 
-def with_prefix(prefix: str, tensors: Tensors) -> Tensors:
+def add_prefix(prefix: str, tensors: Tensors) -> Tensors:
     """Prefix tensor names with a wrapper's own prefix, which distinguishes them from the model's."""
     return {prefix + name: value for name, value in tensors.items()}
 
 
-def without_prefix(prefix: str, tensors: Tensors) -> tuple[Tensors, Tensors]:
+def split_prefix(prefix: str, tensors: Tensors) -> tuple[Tensors, Tensors]:
     """Split tensors into ``(tensors with the prefix, which is removed; all others)``."""
     own = {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
     return own, {name: value for name, value in tensors.items() if not name.startswith(prefix)}

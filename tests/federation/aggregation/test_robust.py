@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from fedspan.config import parse_config
 from fedspan.core.values import Client, Contribution, Reduced
 from fedspan.errors import FedspanError
-from fedspan.federation.aggregation.reducers import reducer_for
+from fedspan.federation.aggregation.reducers import create_reducer
 from fedspan.federation.aggregation.reduction import Reducer
-from fedspan.federation.aggregation.robust import geometric_median, largest_cluster, multi_krum
+from fedspan.federation.aggregation.robust import compute_geometric_median, find_largest_cluster, select_by_multi_krum
 from fedspan.federation.settings import RoundSettings
 
 RULES = ("median", "trimmed-mean", "multi-krum", "geometric-median", "flame")
@@ -26,7 +26,7 @@ WEIGHTLESS = ("median", "trimmed-mean", "multi-krum", "flame")
 
 
 def reducer_of(clients: list[Client], origin: torch.Tensor | None = None, **settings: Any) -> Reducer:
-    return reducer_for(
+    return create_reducer(
         RoundSettings(1, **settings),
         clients,
         len(clients),
@@ -77,7 +77,7 @@ def test_multi_krum_selects_by_the_definition(count: int, hostile: int, rng: Any
             for i in range(count)
         ]
         expected = sorted(sorted(range(count), key=scores.__getitem__)[: count - known])
-    assert multi_krum(rows, hostile) == expected
+    assert select_by_multi_krum(rows, hostile) == expected
 
 
 @given(st.integers(1, 7), st.randoms(use_true_random=False))
@@ -92,20 +92,20 @@ def test_the_geometric_median_minimizes_the_weighted_distances(count: int, rng: 
 
     starts = [rows.mean(0).numpy(), *rows.numpy()]
     best = min(scipy.optimize.minimize(cost, start, method="Nelder-Mead", tol=1e-9).fun for start in starts)
-    assert cost(geometric_median(rows, weights)) <= best * (1 + 1e-3) + 1e-9
+    assert cost(compute_geometric_median(rows, weights)) <= best * (1 + 1e-3) + 1e-9
 
 
 def test_the_geometric_median_of_two_is_the_heavier_one_however_little_heavier() -> None:
     rows = torch.tensor([[1.5410, -0.2934, -2.1788], [0.5684, -1.0845, -1.3986]], dtype=torch.float64)
-    assert torch.equal(geometric_median(rows, torch.tensor([0.4973, 0.5027], dtype=torch.float64)), rows[1])
+    assert torch.equal(compute_geometric_median(rows, torch.tensor([0.4973, 0.5027], dtype=torch.float64)), rows[1])
 
 
 def test_the_geometric_median_of_a_line_is_the_weighted_median() -> None:
     rows = torch.tensor([[0.0], [1.0], [10.0], [1e9]], dtype=torch.float64)
     weights = torch.tensor([0.2, 0.4, 0.2, 0.2], dtype=torch.float64)
-    assert float(geometric_median(rows, weights)) == pytest.approx(1.0, abs=1e-4)
+    assert float(compute_geometric_median(rows, weights)) == pytest.approx(1.0, abs=1e-4)
     same = torch.ones(3, 2, dtype=torch.float64)
-    assert torch.equal(geometric_median(same, torch.full((3,), 1 / 3, dtype=torch.float64)), same[0])
+    assert torch.equal(compute_geometric_median(same, torch.full((3,), 1 / 3, dtype=torch.float64)), same[0])
 
 
 def test_flame_keeps_the_majority_by_direction_clips_to_the_median_norm_and_adds_little_noise() -> None:
@@ -115,7 +115,7 @@ def test_flame_keeps_the_majority_by_direction_clips_to_the_median_norm_and_adds
     honest[0] = 50 * honest[0]  # a long one in the same direction
     hostile = [-honest[1], -honest[2]]
     rows = torch.stack([*honest, *hostile]).double()
-    kept = largest_cluster(rows)
+    kept = find_largest_cluster(rows)
     assert set(kept) <= set(range(6))
     assert len(kept) >= 5
     norms = sorted(rows.norm(dim=1).tolist())
@@ -124,7 +124,7 @@ def test_flame_keeps_the_majority_by_direction_clips_to_the_median_norm_and_adds
     found = reduced([origin + change for change in (*honest, *hostile)], origin=origin, reduction="flame")
     difference = found.mean["layer/A"] - origin - torch.stack(clipped).mean(0)
     assert float(difference.std()) == pytest.approx(0.001 * limit, rel=0.3)
-    assert largest_cluster(rows[:2]) == [0, 1]  # too few to compare
+    assert find_largest_cluster(rows[:2]) == [0, 1]  # too few to compare
 
 
 def test_a_seed_decides_the_noise_of_flame() -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
 from fedspan.config import parse_config
-from fedspan.core.tensors import norm as norm_of
+from fedspan.core.tensors import compute_norm as norm_of
 from fedspan.core.values import Reduced
 from fedspan.errors import FedspanError
 from fedspan.federation.settings import SecureSettings

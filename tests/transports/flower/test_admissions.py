@@ -213,7 +213,7 @@ def test_a_limit_on_examples_outlives_a_revoked_and_an_ended_key(
 def test_a_lost_list_is_read_from_the_audit_log_once(link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run asks for it at every poll, and the log has an entry for every order."""
     assert admissions.read_admissions(link) == {}
-    monkeypatch.setattr(admissions, "audit_log", None)
+    monkeypatch.setattr(admissions, "open_audit_log", None)
     assert admissions.read_revocations(link) == {}
 
 

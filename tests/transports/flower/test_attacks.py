@@ -112,11 +112,11 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 def received_order(scene: Scene) -> Any:
     """Send the hostile node an order, which it receives: the message without its content, and its objects' tree."""
-    from fedspan.transports.flower.messages import new_salt, to_records
+    from fedspan.transports.flower.messages import draw_salt, to_records
     from fedspan.transports.flower.transport import Message
 
     sealed = scene.transport.signer.seal(Envelope("{}", b"order"), scene.hostile.node)
-    sent = Message(to_records(sealed, new_salt()), dst_node_id=scene.hostile.node, message_type="train", ttl=600)
+    sent = Message(to_records(sealed, draw_salt()), dst_node_id=scene.hostile.node, message_type="train", ttl=600)
     (id,) = scene.transport.grid.push_messages([sent])
     until = time.monotonic() + 60
     while (pulled := scene.hostile.pull()) is None or pulled[0].metadata.message_id != id:
@@ -312,7 +312,7 @@ def test_a_message_that_the_server_did_not_sign_is_not_carried_out(scene: Scene)
 
 def test_a_revoked_node_is_out_while_the_server_runs(scene: Scene, tmp_path: Path) -> None:
     """No restart: its key is refused at the door within seconds, stays refused, and the others go on."""
-    from fedspan.transports.flower.admissions import admit_node, audit_log, read_admissions, revoke_node
+    from fedspan.transports.flower.admissions import admit_node, open_audit_log, read_admissions, revoke_node
     from fedspan.transports.flower.keys import load_node_key, make_node_key
     from fedspan.transports.flower.server import link_of
 
@@ -335,7 +335,7 @@ def test_a_revoked_node_is_out_while_the_server_runs(scene: Scene, tmp_path: Pat
         stolen.close()
     (link.folder / "nodes.json").unlink()
     assert {one.name for one in read_admissions(link).values()} == {"honest", "hostile"}
-    assert [row["event"] for row in audit_log(link).read()][-2:] == ["admitted", "revoked"]
+    assert [row["event"] for row in open_audit_log(link).read()][-2:] == ["admitted", "revoked"]
     scene.require_work()
 
 
@@ -365,13 +365,13 @@ def suppressed(send: Any) -> None:
 
 
 def test_nobody_takes_the_order_of_another_or_claims_to_have_received_it(scene: Scene, order: Any) -> None:
-    from fedspan.transports.flower.messages import new_salt, to_records
+    from fedspan.transports.flower.messages import draw_salt, to_records
     from fedspan.transports.flower.transport import Message
 
     status, _ = scene.hostile.post_own("take-order", str(scene.honest).encode(), b"")
     assert status == 403
     sealed = scene.transport.signer.seal(Envelope("{}", b"for the honest node"), scene.honest)
-    message = Message(to_records(sealed, new_salt()), dst_node_id=scene.honest, message_type="train", ttl=600)
+    message = Message(to_records(sealed, draw_salt()), dst_node_id=scene.honest, message_type="train", ttl=600)
     (id,) = scene.transport.grid.push_messages([message])
     with suppress(httpx.ReadTimeout):  # nothing is waiting for it
         assert scene.hostile.post_own("take-order", *own(scene, id), cut=2.0)[1] == b""
@@ -399,13 +399,13 @@ def test_a_reply_with_its_objects_is_the_node_s_own_and_its_objects_belong_to_it
 
 def test_a_reply_to_the_order_of_another_node_deletes_nothing(scene: Scene, order: Any) -> None:
     """A confirmation in the name of another: the order stays, and its own node answers it."""
-    from fedspan.transports.flower.messages import new_salt, to_records
+    from fedspan.transports.flower.messages import draw_salt, to_records
     from fedspan.transports.flower.transport import Message
 
     message, _ = order
     large = Envelope("{}", os.urandom(3 * 2**20))
     sealed = scene.transport.signer.seal(large, scene.honest)
-    sent = Message(to_records(sealed, new_salt()), dst_node_id=scene.honest, message_type="train", ttl=600)
+    sent = Message(to_records(sealed, draw_salt()), dst_node_id=scene.honest, message_type="train", ttl=600)
     (id,) = scene.transport.grid.push_messages([sent])
     head = scene.hostile.announcement(message, tree_of(id_of(b"root")), reply_to_message_id=id).SerializeToString()
     scene.hostile.post_own("send-reply", head)

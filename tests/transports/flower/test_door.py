@@ -159,7 +159,7 @@ def test_other_machines_reach_the_node_api_only(client: tuple[str, int] | None) 
 
 @pytest.mark.parametrize("owner", [0, None, 12345])
 def test_this_machine_s_other_users_reach_the_node_api_only(owner: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "peer_uid", lambda *_: owner)
+    monkeypatch.setattr(door, "get_peer_uid", lambda *_: owner)
     for client in (HERE, ("::1", 7), ("::ffff:127.0.0.1", 7)):
         assert status("/v1/control/start-run", client=client) == (200 if owner == 0 else 403)
 
@@ -428,7 +428,7 @@ def test_a_node_that_does_not_read_its_orders_is_sent_few_at_once() -> None:
 
 
 def test_a_run_s_requests_need_its_token_and_the_operator_s_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "peer_uid", lambda *_: 0)
+    monkeypatch.setattr(door, "get_peer_uid", lambda *_: 0)
     token = ((b"flwr-task-token", b"token"),)
 
     def run_status(name: str, *parts: bytes, **options: Any) -> int:
@@ -448,12 +448,12 @@ def test_a_run_s_requests_need_its_token_and_the_operator_s_user(monkeypatch: py
     assert run_status("other", b"head") == 404
     assert run_status("send-orders") == 404
     assert run_status("take-replies", b"soon") == 409
-    monkeypatch.setattr(door, "peer_uid", lambda *_: 12345)
+    monkeypatch.setattr(door, "get_peer_uid", lambda *_: 12345)
     assert run_status("send-orders", b"head") == 403
 
 
 def test_flower_s_own_requests_wake_up_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "peer_uid", lambda *_: 0)
+    monkeypatch.setattr(door, "get_peer_uid", lambda *_: 0)
     monkeypatch.setattr(door, "read_pushed_reply", lambda *_: reply())
     exchange = Exchange()
     made = door.Door(Behind(), exchange=exchange)

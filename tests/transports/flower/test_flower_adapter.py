@@ -503,7 +503,7 @@ serve(Link(sys.argv[1], None, None, 2**22), lambda envelope: envelope, threading
 
 def test_a_message_goes_to_a_node_and_back_through_a_superlink(tmp_path: Path) -> None:
     """The SuperLink's arguments, Flower's commands, the run that is taken over, both ends of the messages."""
-    from fedspan.transports.flower.server import call_flower, nodes_of, prepare_folder
+    from fedspan.transports.flower.server import call_flower, list_nodes, prepare_folder
     from fedspan.transports.flower.superlink import supervise
     from fedspan.transports.flower.transport import GridTransport, attach, invite
 
@@ -519,7 +519,7 @@ def test_a_message_goes_to_a_node_and_back_through_a_superlink(tmp_path: Path) -
         with attach(link, 2**23) as grid:
             [(id, reply)] = [next(invite(grid, Envelope("hello"), 60.0))]
             assert reply == Envelope("hello")
-            assert [one.status for one in nodes_of(link, {})] == ["online"]
+            assert [one.status for one in list_nodes(link, {})] == ["online"]
             transport = GridTransport(grid, {"a": id})
             for size in (2**10, 3 * 2**20):
                 order = Envelope("{}", bytes(size))

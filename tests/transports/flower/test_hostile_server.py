@@ -19,7 +19,7 @@ from stage import Deployment
 
 from fedspan import __version__
 from fedspan.crypto.identity import compute_fingerprint
-from fedspan.deployment.handshake import Introduction, Invitation, server_config
+from fedspan.deployment.handshake import Introduction, Invitation, build_server_config
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import (
     Envelope,
@@ -32,7 +32,7 @@ from fedspan.federation.protocol import (
     serial,
 )
 from fedspan.federation.secagg.messages import UnmaskReply, decode_request
-from fedspan.runs.remote import connect, prepare_server, server_clients
+from fedspan.runs.remote import build_server_clients, connect, prepare_server
 from helpers.reply_transport import exchanged
 from helpers.sites import SITES, run_values, site_files
 
@@ -78,8 +78,8 @@ class Scene(NamedTuple):
         values = {**self.values, "federation": {**self.values["federation"], **federation}}
         met = self.invite(run, values)
         assert {introduction.refused for _, introduction in met.values()} == {None}
-        prepared = prepare_server(server_config(values))
-        clients = server_clients(
+        prepared = prepare_server(build_server_config(values))
+        clients = build_server_clients(
             prepared.config,
             prepared.engine.adapted.spec,
             {id: introduction.examples for id, (_, introduction) in met.items()},

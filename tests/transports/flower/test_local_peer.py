@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedspan.transports.flower.local_peer import peer_uid
+from fedspan.transports.flower.local_peer import get_peer_uid
 
 pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="this system has no /proc/net/tcp")
 
@@ -36,10 +36,10 @@ def test_a_connection_of_this_process_is_of_this_user(host: str) -> None:
         with accepted:
             ends = address[:2], server.getsockname()[:2]
             assert client.getsockname()[:2] == ends[0]
-            assert peer_uid(*ends) == os.getuid()
+            assert get_peer_uid(*ends) == os.getuid()
             if ":" not in host:
-                assert peer_uid((f"::ffff:{host}", address[1]), ends[1]) == os.getuid()
-            assert peer_uid(ends[0], (host, 1)) is None
+                assert get_peer_uid((f"::ffff:{host}", address[1]), ends[1]) == os.getuid()
+            assert get_peer_uid(ends[0], (host, 1)) is None
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
@@ -52,7 +52,7 @@ def test_a_connection_of_another_user_is_that_user_s() -> None:
             server.settimeout(30)
             accepted, address = server.accept()
             with accepted:
-                assert peer_uid(address, server.getsockname()) == 65534
+                assert get_peer_uid(address, server.getsockname()) == 65534
         finally:
             process.kill()
             process.wait()
@@ -60,4 +60,4 @@ def test_a_connection_of_another_user_is_that_user_s() -> None:
 
 @pytest.mark.parametrize("ends", [(None, None), (("", 1), ("", 2)), (("127.0.0.1", 1), ("127.0.0.1", 2))])
 def test_no_connection_has_no_owner(ends: tuple[tuple[str, int] | None, tuple[str, int] | None]) -> None:
-    assert peer_uid(*ends) is None
+    assert get_peer_uid(*ends) is None

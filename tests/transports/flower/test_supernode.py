@@ -22,9 +22,9 @@ from fedspan.transports.flower.adapter import (
     ReceivedOrder,
     RunNotRunningException,
     deflate_message,
-    tree_ids,
+    list_tree_ids,
 )
-from fedspan.transports.flower.messages import new_salt, to_records
+from fedspan.transports.flower.messages import draw_salt, to_records
 from fedspan.transports.flower.signing import UnsignedSigner
 
 pytestmark = pytest.mark.usefixtures("identity")
@@ -56,7 +56,7 @@ class Connection:
         self.received, self.confirmed, self.sent = list[str](), list[str](), list[Message]()
         for header in ("first", "second"):
             sealed = UnsignedSigner().seal(Envelope(header), 1)
-            message = Message(to_records(sealed, new_salt()), dst_node_id=1, message_type="train")
+            message = Message(to_records(sealed, draw_salt()), dst_node_id=1, message_type="train")
             tree, objects = deflate_message(message)
             self.messages.append((message, tree))
             self.contents |= objects
@@ -72,7 +72,7 @@ class Connection:
         if not self.messages:
             return None
         message, tree = self.messages.pop(0)
-        along = tree_ids(tree)[: self._along]
+        along = list_tree_ids(tree)[: self._along]
         return ReceivedOrder(message, tree, {id: self.contents[id] for id in along})
 
     def pull_object(self, run: int, id: str) -> bytes:

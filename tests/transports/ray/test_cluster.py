@@ -23,7 +23,7 @@ from fedspan.runs import checkpoint
 from fedspan.runs.cluster import WorkerKit
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import prepare
-from fedspan.transports.ray.sharing import shared_teams
+from fedspan.transports.ray.sharing import share_teams
 from fedspan.transports.ray.worker import BaseVersion, Worker
 from helpers import tiny, tiny_decoders, tiny_images
 from helpers.run_content import content
@@ -36,7 +36,7 @@ WORKERS = {"cluster": {"workers": 2}}
 @pytest.fixture(scope="module", autouse=True)
 def workers() -> Iterator[None]:
     """Two workers for all tests here: their processes take seconds to start."""
-    with shared_teams():
+    with share_teams():
         yield
 
 

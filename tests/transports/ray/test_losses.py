@@ -21,9 +21,9 @@ from ray.cluster_utils import Cluster
 
 import fedspan
 from fedspan.federation.progress import RoundResult
-from fedspan.runs.cluster import build_host, connect_workers, resources_of
+from fedspan.runs.cluster import build_host, connect_workers, get_resources
 from fedspan.runs.setup import Prepared, prepare
-from fedspan.transports.ray.sharing import shared_teams
+from fedspan.transports.ray.sharing import share_teams
 from fedspan.transports.ray.team import open_team
 from helpers import tiny
 from helpers.plain_data import plain
@@ -67,7 +67,7 @@ def test_workers_that_die_are_started_again_in_this_run_and_the_next(tiny_folder
         for handle in team.handles:
             ray.kill(handle.actor)
 
-    with open_team(resources_of(prepared.config)) as team:
+    with open_team(get_resources(prepared.config)) as team:
         require_same_rounds(prepared, connect_workers(prepared, team), kill)
         assert [handle.deaths for handle in team.handles] == [1, 1]
         for handle in team.handles:
@@ -84,7 +84,7 @@ def test_a_run_does_not_wait_for_the_work_of_an_aborted_one(tiny_folder: Path) -
     def abort(client: str, loss: float) -> None:
         raise KeyboardInterrupt
 
-    with open_team(resources_of(prepared.config)) as team:
+    with open_team(get_resources(prepared.config)) as team:
         aborted = connect_workers(prepared, team).federation
         actors = [handle.actor for handle in team.handles]
         with pytest.raises(KeyboardInterrupt):
@@ -95,10 +95,10 @@ def test_a_run_does_not_wait_for_the_work_of_an_aborted_one(tiny_folder: Path) -
 
 
 def test_runs_of_a_series_may_differ_in_their_workers(tiny_folder: Path) -> None:
-    with shared_teams():
+    with share_teams():
         for workers in (1, 2):
             prepared = prepare(config(tiny_folder, workers=workers))
-            with open_team(resources_of(prepared.config)) as team:
+            with open_team(get_resources(prepared.config)) as team:
                 connected = connect_workers(prepared, team).federation
                 assert connected.run_round(connected.begin()).failures == ()
 
@@ -118,7 +118,7 @@ def machines() -> Iterator[Cluster]:
 
 def test_a_machine_that_dies_costs_its_workers_stacks(machines: Cluster, tiny_folder: Path) -> None:
     prepared = prepare(config(tiny_folder, address=machines.address))
-    with open_team(resources_of(prepared.config)) as team:
+    with open_team(get_resources(prepared.config)) as team:
         connected = connect_workers(prepared, team, build=build_host)
         node = machines.list_all_nodes()[-1]
         require_same_rounds(prepared, connected, lambda: machines.remove_node(node, allow_graceful=False))
@@ -151,7 +151,7 @@ def test_a_driver_that_is_killed_continues_to_the_same_bits(tiny_folder: Path, t
 
 def test_a_process_without_the_token_is_not_let_in(tiny_folder: Path) -> None:
     code = "import sys, ray; ray.init(address=sys.argv[1], logging_level='error')"
-    with open_team(resources_of(config(tiny_folder))):
+    with open_team(get_resources(config(tiny_folder))):
         address = ray.get_runtime_context().gcs_address
         stranger = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
         for variables, admitted in ((stranger, False), (dict(os.environ), True)):

@@ -12,19 +12,19 @@ from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message, Reduced, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.aggregation.reducers import reducer_for
+from fedspan.federation.aggregation.reducers import create_reducer
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
-from fedspan.federation.changes import ChangeSize, measure_change, norm_limits, shrink_reply
+from fedspan.federation.changes import ChangeSize, compute_norm_limits, measure_change, shrink_reply
 from fedspan.federation.progress import ClientData, Failure, TooFew, Transfer
 from fedspan.federation.protocol import Masking, Reply, Transport
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import (
     ReplyRules,
+    build_untrained_reply,
+    compute_origin,
     find_outliers,
-    origin_of,
     require_requested,
-    untrained_reply,
     validate_reply,
 )
 from fedspan.federation.weights import limit_weights
@@ -197,7 +197,9 @@ class PlaintextAggregation:
             id: weights[id] / data.client.weight for id, data in selected.items() if weights[id] < data.client.weight
         }
         clients = [replace(data.client, last_round=None, weight=weights[id]) for id, data in selected.items()]
-        self._reducer: Reducer = reducer_for(settings, clients, len(context.clients), context.state.round, self._origin)
+        self._reducer: Reducer = create_reducer(
+            settings, clients, len(context.clients), context.state.round, self._origin
+        )
 
     def missing(self) -> tuple[str, ...]:
         """``Aggregation.missing``."""
@@ -220,7 +222,7 @@ class PlaintextAggregation:
             self._changes[client.id] = self._measure_change(message, client)
             self._buffer.store(client.id, reply.body)
         self.replies[client.id] = replace(reply, body=b"")
-        size, payload = len(reply.body), serialization.payload_size(message)
+        size, payload = len(reply.body), serialization.compute_payload_size(message)
         self.tally.transfers.append(Transfer(client.id, "up", size, payload, context.task))
         return not self._folds and len(self.counted()) >= context.target
 
@@ -242,7 +244,7 @@ class PlaintextAggregation:
             self._expected.clear()  # replies come one by one
             new_client = replace(client, last_round=None)
             order = context.method.sync(context.state, new_client)
-            self._expected[key] = untrained_reply(context.method, order, new_client, context.state.round)
+            self._expected[key] = build_untrained_reply(context.method, order, new_client, context.state.round)
         return self._expected[key]
 
     def _outliers(self) -> dict[str, str]:
@@ -279,7 +281,7 @@ class PlaintextAggregation:
             limits = dict.fromkeys(self._changes, settings.max_norm)
         else:
             assert settings.clip_ratio is not None
-            limits = norm_limits(self._changes, settings.clip_ratio)
+            limits = compute_norm_limits(self._changes, settings.clip_ratio)
         return {
             id: limits[id] / change.norm for id, change in self._changes.items() if limits and limits[id] < change.norm
         }
@@ -339,6 +341,6 @@ class PlaintextAggregation:
     def _origin(self) -> Tensors:
         context = self.context
         new_client = replace(context.clients[next(iter(context.clients))].client, last_round=None)
-        return origin_of(
+        return compute_origin(
             context.method, context.method.sync(context.state, new_client), new_client, context.state.round
         )

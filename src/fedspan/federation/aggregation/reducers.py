@@ -15,10 +15,10 @@ from fedspan.federation.aggregation.robust import (
 )
 from fedspan.federation.settings import RoundSettings
 
-__all__ = ["reducer_for"]
+__all__ = ["create_reducer"]
 
 
-def reducer_for(
+def create_reducer(
     settings: RoundSettings, cohort: Sequence[Client], clients: int, round: int, origin: Callable[[], Tensors]
 ) -> Reducer:
     """Create the reducer that the settings request.

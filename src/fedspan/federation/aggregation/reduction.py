@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Reduced, StackItem
-from fedspan.federation.privacy import private_mean, sampling_rate
+from fedspan.federation.privacy import compute_private_mean, compute_sampling_rate
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import change_of, clip_change
 
@@ -121,7 +121,7 @@ class PrivateReducer(Reducer):
         super().__init__(cohort)
         assert settings.privacy is not None
         self._origin, self._privacy = origin, settings.privacy
-        self._rate, self._all, self._round = sampling_rate(settings, clients), clients, round
+        self._rate, self._all, self._round = compute_sampling_rate(settings, clients), clients, round
         self._total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in origin.items()}
 
     def _check(self, contribution: Contribution) -> Contribution:
@@ -135,5 +135,5 @@ class PrivateReducer(Reducer):
     def result(self) -> Reduced:
         self._require_all()
         expected = self._rate * self._all
-        mean = private_mean(self._total, self._origin, self._privacy, self._rate, expected, self._round)
+        mean = compute_private_mean(self._total, self._origin, self._privacy, self._rate, expected, self._round)
         return Reduced(mean=mean, count=expected)

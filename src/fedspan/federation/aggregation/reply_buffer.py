@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from fedspan.errors import FedspanError
-from fedspan.files import disk_errors
+from fedspan.files import convert_disk_errors
 
 __all__ = ["ReplyBuffer"]
 
@@ -43,7 +43,7 @@ class ReplyBuffer:
             FedspanError: If it exceeds the budget, or the disk is full.
         """
         folder = Path(tempfile.gettempdir())
-        with disk_errors(folder, _CURE, field="TMPDIR"):
+        with convert_disk_errors(folder, _CURE, field="TMPDIR"):
             start = self._file.seek(0, os.SEEK_END)
             if start + len(body) > self._in_memory:
                 self._require_space(start + len(body), folder)

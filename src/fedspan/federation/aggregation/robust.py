@@ -30,7 +30,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedspan.core.tensors import Tensors, generator
+from fedspan.core.tensors import Tensors, create_generator
 from fedspan.core.values import Client, Contribution, Reduced
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.validation import apply_change, change_of
@@ -41,9 +41,9 @@ __all__ = [
     "GeometricMedianReducer",
     "MultiKrumReducer",
     "RobustReducer",
-    "geometric_median",
-    "largest_cluster",
-    "multi_krum",
+    "compute_geometric_median",
+    "find_largest_cluster",
+    "select_by_multi_krum",
 ]
 
 _ITERATIONS = 100
@@ -160,7 +160,7 @@ class MultiKrumReducer(RobustReducer):
 
     def _combine(self) -> dict[str, Tensor]:
         flat = self._flatten()
-        return self._unflatten(flat[multi_krum(flat, math.ceil(self._trim * len(flat)))].mean(0))
+        return self._unflatten(flat[select_by_multi_krum(flat, math.ceil(self._trim * len(flat)))].mean(0))
 
 
 class GeometricMedianReducer(RobustReducer):
@@ -170,7 +170,7 @@ class GeometricMedianReducer(RobustReducer):
         flat, weights = self._flatten(), torch.tensor(self._shares, dtype=torch.float64)
         if not float(weights.sum()) > 0:
             raise ValueError("no reply of positive weight in this round")
-        return self._unflatten(geometric_median(flat, weights / weights.sum()))
+        return self._unflatten(compute_geometric_median(flat, weights / weights.sum()))
 
 
 class FlameReducer(RobustReducer):
@@ -194,14 +194,14 @@ class FlameReducer(RobustReducer):
         flat = self._flatten()
         norms = flat.norm(dim=1)
         limit = statistics.median(norms.tolist())
-        cluster = largest_cluster(flat)
+        cluster = find_largest_cluster(flat)
         clipped = flat[cluster] * (limit / norms[cluster].clamp_min(1e-300)).clamp_max(1.0)[:, None]
-        rng = generator(self._seed, "flame", self._round)
+        rng = create_generator(self._seed, "flame", self._round)
         noise = torch.randn(flat.shape[1], generator=rng, dtype=torch.float64)
         return apply_change(self._unflatten(clipped.mean(0) + _NOISE * limit * noise), self._origin)
 
 
-def multi_krum(replies: Tensor, hostile: int) -> list[int]:
+def select_by_multi_krum(replies: Tensor, hostile: int) -> list[int]:
     """Return the positions of the replies that multi-Krum selects, in ascending order.
 
     Args:
@@ -218,7 +218,7 @@ def multi_krum(replies: Tensor, hostile: int) -> list[int]:
     return sorted(scores.argsort(stable=True)[: count - hostile].tolist())
 
 
-def geometric_median(replies: Tensor, weights: Tensor) -> Tensor:
+def compute_geometric_median(replies: Tensor, weights: Tensor) -> Tensor:
     """Compute argmin_v sum_i p_i ||v - x_i|| by the smoothed Weiszfeld iteration, from the weighted mean.
 
     Args:
@@ -247,7 +247,7 @@ def geometric_median(replies: Tensor, weights: Tensor) -> Tensor:
     return nearest.clone() if cost(nearest) < cost(median) else median
 
 
-def largest_cluster(changes: Tensor) -> list[int]:
+def find_largest_cluster(changes: Tensor) -> list[int]:
     """Return the positions of the changes in the cluster of more than half of them, by cosine distance.
 
     Args:

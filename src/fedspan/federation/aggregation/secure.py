@@ -17,19 +17,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedspan.core.tensors import Tensors, norm
+from fedspan.core.tensors import Tensors, compute_norm
 from fedspan.core.values import Client, Message, Reduced
 from fedspan.crypto.masks import Integers, Ring
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.aggregation.aggregation import RoundContext, Tally
-from fedspan.federation.privacy import private_mean
+from fedspan.federation.privacy import compute_private_mean
 from fedspan.federation.progress import TooFew, Transfer
 from fedspan.federation.protocol import Masking, Reply, share_tensors
-from fedspan.federation.secagg.messages import MASKED, Agreement, initial_values, layout_of, unflatten
+from fedspan.federation.secagg.messages import (
+    MASKED,
+    Agreement,
+    compute_layout_digest,
+    create_initial_values,
+    unflatten_change,
+)
 from fedspan.federation.secagg.session import SecureSession
 from fedspan.federation.settings import SecureSettings
-from fedspan.federation.validation import apply_change, origin_of, require_requested
+from fedspan.federation.validation import apply_change, compute_origin, require_requested
 from fedspan.federation.weights import limit_weights
 
 __all__ = ["SecureAggregation"]
@@ -112,7 +118,7 @@ class SecureAggregation:
             clip=self._clip,
             bits=self.secure.bits,
             top=self._top,
-            layout=layout_of(self._origin),
+            layout=compute_layout_digest(self._origin),
         )
 
     def _model(self, clients: Sequence[Client]) -> str:
@@ -156,9 +162,9 @@ class SecureAggregation:
                 f"secure aggregation: every client sends {len(self._total)} masked integers of {ring.bits} bits a "
                 f"round, and an entry of their mean is off by at most {error:.2g}"
             )
-            change = unflatten(mean, self._origin)
-            if norm(change) > self._clip * (1 + 1e-9) + error * len(mean) ** 0.5:
-                reason = f"the sum has a mean with a norm of {norm(change):.3g}, above federation.secure.clip"
+            change = unflatten_change(mean, self._origin)
+            if compute_norm(change) > self._clip * (1 + 1e-9) + error * len(mean) ** 0.5:
+                reason = f"the sum has a mean with a norm of {compute_norm(change):.3g}, above federation.secure.clip"
                 for id in sorted(replies):  # one of them caused it, and the server cannot tell which
                     session.fail(id, reason)
                 raise TooFew
@@ -203,14 +209,14 @@ class SecureAggregation:
         method, new_client = self.context.method, self.context.new_client
         order = method.sync(self.context.state, new_client)
         try:
-            contributed = origin_of(method, order, new_client, self.context.state.round)
+            contributed = compute_origin(method, order, new_client, self.context.state.round)
         except ValueError as error:
             problem = (
                 f"not all tensors of a reply can be summed: {error}. If they are batch counts of normalization layers, "
                 "set model.extras to local or frozen"
             )
             raise FedspanError("federation.secure", None, problem=problem) from error
-        return initial_values(contributed, method.start(order, new_client, {}, self.context.state.round).tensors)
+        return create_initial_values(contributed, method.start(order, new_client, {}, self.context.state.round).tensors)
 
     @property
     def _clip(self) -> float:
@@ -224,7 +230,7 @@ class SecureAggregation:
         if privacy is None or privacy.mechanism != "central":
             return Reduced(mean=apply_change(change, self._origin), count=len(self.replies))
         total = {name: value * share for name, value in change.items()}
-        mean = private_mean(total, self._origin, privacy, 1.0, clients, self.context.state.round)
+        mean = compute_private_mean(total, self._origin, privacy, 1.0, clients, self.context.state.round)
         return Reduced(mean=mean, count=clients)
 
 

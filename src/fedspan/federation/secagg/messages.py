@@ -62,15 +62,15 @@ __all__ = [
     "SharesReply",
     "UnmaskOrder",
     "UnmaskReply",
+    "compute_layout_digest",
     "context_of",
+    "count_envelope_bytes",
+    "create_initial_values",
     "decode_phase",
     "decode_request",
     "flatten",
-    "initial_values",
-    "layout_of",
     "refuse_phase",
-    "size_of",
-    "unflatten",
+    "unflatten_change",
 ]
 
 A = TypeVar("A", bound="PhaseReply")
@@ -272,7 +272,7 @@ def refuse_phase(order: Phase, reason: str) -> PhaseReply:
     return _ANSWERS[order.task](id=order.to, session=order.session, failed=reason[:4096])
 
 
-def size_of(envelope: Envelope) -> int:
+def count_envelope_bytes(envelope: Envelope) -> int:
     """Return the bytes that the ledger counts; here they include the header."""
     return len(envelope.header.encode()) + len(envelope.body)
 
@@ -282,7 +282,7 @@ def context_of(run: str, session: int) -> str:
     return f"{run}/{session}"
 
 
-def initial_values(contributed: Tensors, started: Tensors) -> dict[str, Tensor]:
+def create_initial_values(contributed: Tensors, started: Tensors) -> dict[str, Tensor]:
     """Return the origin of a contribution in its shapes and dtypes (float64 for integers, because means are not).
 
     Args:
@@ -300,7 +300,7 @@ def initial_values(contributed: Tensors, started: Tensors) -> dict[str, Tensor]:
     return values
 
 
-def layout_of(origin: Tensors) -> str:
+def compute_layout_digest(origin: Tensors) -> str:
     """Return the digest of the names, shapes and dtypes of the summed tensors."""
     digest = hashlib.sha256()
     for name, value in sorted(origin.items()):
@@ -314,7 +314,7 @@ def flatten(change: Mapping[str, Tensor]) -> NDArray[np.float64]:
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def unflatten(vector: NDArray[np.float64], origin: Tensors) -> dict[str, Tensor]:
+def unflatten_change(vector: NDArray[np.float64], origin: Tensors) -> dict[str, Tensor]:
     """Restore the change from a vector, in float64."""
     tensors: dict[str, Tensor] = {}
     start = 0

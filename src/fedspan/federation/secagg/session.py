@@ -25,7 +25,7 @@ from fedspan.federation.secagg.messages import (
     UnmaskOrder,
     UnmaskReply,
     context_of,
-    size_of,
+    count_envelope_bytes,
 )
 from fedspan.federation.settings import SecureSettings
 
@@ -232,7 +232,7 @@ class SecureSession:
 
         def sent(id: str) -> Envelope:
             envelope = orders[id].envelope()
-            self.transfers.append(Transfer(id, "down", size_of(envelope), 0))
+            self.transfers.append(Transfer(id, "down", count_envelope_bytes(envelope), 0))
             return envelope
 
         def replied(id: str, reply: Envelope | str) -> bool:
@@ -241,7 +241,7 @@ class SecureSession:
             except ValueError as error:
                 self.fail(id, f"{orders[id].task}: {error}")
             if isinstance(reply, Envelope):
-                self.transfers.append(Transfer(id, "up", size_of(reply), 0))
+                self.transfers.append(Transfer(id, "up", count_envelope_bytes(reply), 0))
             return awaited.is_over(id, lambda: replies, self.quorum)
 
         task = next(iter(orders.values())).task if orders else ""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from fedspan.core.tensors import EXTRAS, by_layer, tensor_name
+from fedspan.core.tensors import EXTRAS, group_by_layer, join_tensor_name
 from fedspan.core.values import Job
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.targets import is_batch_norm
@@ -35,7 +35,7 @@ def install_job(root: nn.Module, adapted: AdaptedModel, job: Job) -> Generator[d
     root.requires_grad_(False)
     live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
     registered: list[tuple[nn.Module, str]] = []
-    for layer, slots in by_layer(live).items():
+    for layer, slots in group_by_layer(live).items():
         if layer == EXTRAS:
             continue
         module = adapted.layers[layer].module
@@ -43,7 +43,7 @@ def install_job(root: nn.Module, adapted: AdaptedModel, job: Job) -> Generator[d
             parameter = nn.Parameter(value.detach(), requires_grad=value.requires_grad)
             module.register_parameter(_PREFIX + slot, parameter)
             registered.append((module, _PREFIX + slot))
-            live[tensor_name(layer, slot)] = parameter
+            live[join_tensor_name(layer, slot)] = parameter
     adapted.bind(job.parametrization, live)
     still = [module for module in root.modules() if is_batch_norm(module) and not _moves(module, live)]
     hooks = [module.register_forward_pre_hook(_keep_statistics) for module in still]

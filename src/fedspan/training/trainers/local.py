@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from fedspan.core.tensors import generator
+from fedspan.core.tensors import create_generator
 from fedspan.training.jobs import Assignment, TrainingSettings
 from fedspan.training.trainers.optimizer import JobOptimizer
 
@@ -43,7 +43,7 @@ def plan_round(settings: TrainingSettings, seed: int, assignment: Assignment) ->
     job = assignment.job
     steps = settings.steps if job.steps is None and job.epochs is None else job.steps
     epochs = settings.epochs if job.epochs is None else job.epochs
-    rng = generator(seed, "trainer", assignment.round, assignment.client, job.phase)
+    rng = create_generator(seed, "trainer", assignment.round, assignment.client, job.phase)
     return RoundPlan(
         assignment.client,
         assignment.round,

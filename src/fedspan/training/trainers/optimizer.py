@@ -12,7 +12,7 @@ from fedspan.core.values import OptimizerState
 from fedspan.errors import FedspanError
 from fedspan.training.engine import Trainer
 from fedspan.training.jobs import Assignment
-from fedspan.training.optimizers import spec_of
+from fedspan.training.optimizers import build_optimizer_spec
 
 __all__ = ["JobOptimizer"]
 
@@ -40,7 +40,7 @@ class JobOptimizer(torch.optim.Optimizer):
         """Number of examples that the steps so far were computed from, counting repeated uses."""
         self.decay = 1.0
         """Factor on the frozen base (``Job.decay_base``)."""
-        spec = spec_of(assignment, services.settings)
+        spec = build_optimizer_spec(assignment, services.settings)
         groups: list[dict[str, Any]] = [
             {
                 "params": [live[name] for name in group.names],

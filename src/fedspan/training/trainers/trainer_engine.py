@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedspan.core.values import Job, Trained
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.digest import hash_frozen
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.engine import Trainer, train_one_by_one
-from fedspan.training.jobs import Assignment, TrainingSettings, not_finite
+from fedspan.training.jobs import Assignment, TrainingSettings, build_not_finite_error
 from fedspan.training.stages import Stages
 from fedspan.training.trainers.frozen import FrozenBase, checksum_frozen
 from fedspan.training.trainers.install import install_job
@@ -174,7 +174,9 @@ class TrainerEngine(Trainer):
 
     def _owner(self, client: str) -> Owner:
         if client not in self.owners:
-            raise FedspanError("trainers", client, problem=f"no trainer of {client!r}. {nearest(client, self.owners)}")
+            raise FedspanError(
+                "trainers", client, problem=f"no trainer of {client!r}. {suggest_nearest(client, self.owners)}"
+            )
         owner = self.owners[client]
         if owner.trainer.root in self._violations:
             problem = f"no order is accepted any more, because {self._violations[owner.trainer.root]}"
@@ -263,7 +265,7 @@ def _require_trained(assignment: Assignment, optimizer: JobOptimizer, loss: floa
     if not optimizer.examples:
         raise FedspanError("trainer", assignment.client, problem=f"the trainer {where} counted no examples")
     if not math.isfinite(loss):
-        raise not_finite(assignment, loss)
+        raise build_not_finite_error(assignment, loss)
     for name in assignment.job.trainable_names:
         if not bool(torch.isfinite(live[name]).all()):
             problem = f"{name} {where} holds values that are not finite after training"

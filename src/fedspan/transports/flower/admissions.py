@@ -20,8 +20,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from fedspan.errors import FedspanError, nearest
-from fedspan.files import disk_errors, write_atomic
+from fedspan.errors import FedspanError, suggest_nearest
+from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.logs import AuditLog
 from fedspan.transports.flower.adapter import read_node_id
 from fedspan.transports.flower.server import DATABASE, ServerLink, call_flower
@@ -30,8 +30,8 @@ __all__ = [
     "DAYS",
     "Admission",
     "admit_node",
-    "audit_log",
     "end_admissions",
+    "open_audit_log",
     "read_admissions",
     "read_revocations",
     "revoke_node",
@@ -78,7 +78,7 @@ class Admission:
         return (end - datetime.now(UTC)).total_seconds() / 86400
 
 
-def audit_log(link: ServerLink) -> AuditLog:
+def open_audit_log(link: ServerLink) -> AuditLog:
     """Return the audit log of a server."""
     return AuditLog(link.folder / "audit.jsonl")
 
@@ -142,7 +142,7 @@ def admit_node(
         node = _register(link, key, name or key.stem)
         admission = Admission(name, text, until, max_examples or None)
         facts = {"key_sha256": key_fingerprint, "until": until, "max_examples": admission.max_examples}
-        audit_log(link).write(_ADMITTED, node=str(node), name=name, key=text, **facts)
+        open_audit_log(link).write(_ADMITTED, node=str(node), name=name, key=text, **facts)
         nodes.pop(node, None)  # the newest admission is the last
         nodes[node] = admission
         _store(link, nodes)
@@ -188,7 +188,7 @@ def revoke_node(link: ServerLink, node: str, reason: str = "") -> list[int]:
         matches = [id for id, admission in admitted.items() if node in (admission.name, str(id))]
         if not node or not matches:
             names = [admission.name or str(id) for id, admission in admitted.items()]
-            raise FedspanError("NODE", node, problem=f"no node {node!r} was admitted. {nearest(node, names)}")
+            raise FedspanError("NODE", node, problem=f"no node {node!r} was admitted. {suggest_nearest(node, names)}")
         for id in matches:
             _revoke(link, nodes, id, reason)
     return matches
@@ -212,7 +212,7 @@ def _revoke(link: ServerLink, nodes: dict[int, Admission], id: int, reason: str)
         if active:  # else an earlier command was killed after Flower had removed the node
             raise
     admission = nodes[id]
-    time = audit_log(link).write(
+    time = open_audit_log(link).write(
         _REVOKED, node=str(id), name=admission.name, key_sha256=hash_key(admission.key), why=reason
     )
     nodes[id] = dataclasses.replace(admission, revoked=time)
@@ -221,7 +221,7 @@ def _revoke(link: ServerLink, nodes: dict[int, Admission], id: int, reason: str)
 
 def _store(link: ServerLink, nodes: Mapping[int, Admission]) -> None:
     content = {str(id): dataclasses.asdict(admission) for id, admission in nodes.items()}
-    with disk_errors(link.folder, "free some space", field="server"):
+    with convert_disk_errors(link.folder, "free some space", field="server"):
         write_atomic(link.folder / _NAMES, json.dumps(content, indent=1).encode(), 0o600)
 
 
@@ -292,7 +292,7 @@ def _parse_admission(row: Mapping[str, object]) -> Admission:
 
 def _rebuild(link: ServerLink) -> dict[int, Admission]:
     nodes: dict[int, Admission] = {}
-    for row in audit_log(link).read():
+    for row in open_audit_log(link).read():
         if row.get("event") == _ADMITTED:
             id = int(str(row["node"]))
             nodes.pop(id, None)

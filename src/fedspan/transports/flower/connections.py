@@ -56,7 +56,7 @@ class Closable(Protocol):
 
 
 @lru_cache(4096)
-def _block(host: str) -> str:
+def _get_block(host: str) -> str:
     """Return the block of addresses that a host counts as: an IPv4 address, or the /64 of an IPv6 address."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
@@ -90,16 +90,16 @@ class Connections:
             Whether it may stay; if not, it is not registered.
         """
         self.remove(client)  # of a handshake that failed, and whose port is used again
-        if self._by_host[_block(client[0])] >= self.limits.per_address:
+        if self._by_host[_get_block(client[0])] >= self.limits.per_address:
             return False
         if len(self._pending) >= self.limits.total:  # the oldest of the fullest address, not the newest of another
             host = max(self._by_host, key=self._by_host.__getitem__)
-            oldest = next(entry for entry in self._pending if _block(entry[0]) == host)
+            oldest = next(entry for entry in self._pending if _get_block(entry[0]) == host)
             self._open[oldest].abort()
             self.remove(oldest)
         self._open[client] = connection
         self._pending[client] = None
-        self._by_host[_block(client[0])] += 1
+        self._by_host[_get_block(client[0])] += 1
         return True
 
     def take_over(self, client: Address, connection: Closable) -> bool:
@@ -154,7 +154,7 @@ class Connections:
     def _forget_pending(self, client: Address) -> None:
         if client in self._pending:
             del self._pending[client]
-            host = _block(client[0])
+            host = _get_block(client[0])
             self._by_host[host] -= 1
             if not self._by_host[host]:
                 del self._by_host[host]

@@ -37,14 +37,14 @@ from fedspan.transports.flower.adapter import (
     PushedReply,
     RunNotRunningException,
     find_node_id,
+    is_node_key_required,
     read_pushed_reply,
-    requires_node_keys,
     verify_node_headers,
 )
 from fedspan.transports.flower.connections import CONNECTIONS, Connections
 from fedspan.transports.flower.exchange import Exchange
 from fedspan.transports.flower.limits import KNOWN_SECONDS, SMALL_BYTES, Bucket, DoorLimits, Sender, Slot
-from fedspan.transports.flower.local_peer import peer_uid
+from fedspan.transports.flower.local_peer import get_peer_uid
 from fedspan.transports.flower.wire import (
     BATCH_BYTES,
     CANCEL_ORDERS,
@@ -162,7 +162,7 @@ class Door:
         client, server = scope.get("client"), scope.get("server")
         if not _is_loopback(client):
             raise Refused(403, "only from the server's own machine")
-        owner = await run_sync(peer_uid, client, server)
+        owner = await run_sync(get_peer_uid, client, server)
         if owner not in (0, os.getuid()):
             raise Refused(403, "only from a process of the user that runs the server")
 
@@ -198,7 +198,7 @@ class Door:
     async def _serve_node(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, is_own = str(scope["path"]), str(scope["path"]).startswith(NODE_PATH)
         name, headers = path[len(NODE_PATH if is_own else NODE_API) :], dict[bytes, bytes](scope["headers"])
-        has_keys = requires_node_keys(scope["app"])
+        has_keys = is_node_key_required(scope["app"])
         sizes = self._own_body_bytes if is_own else self._body_bytes if has_keys else self._body_bytes | _KEYLESS
         most = sizes.get(name)
         if most is None or scope["method"] != "POST":
@@ -235,7 +235,7 @@ class Door:
                     await self._require_reply(body, sender)
                 elif name == _PUSH_OBJECT:
                     self._require_room(body, sender)
-                await self.app(scope, _replay(body, receive), send)
+                await self.app(scope, _make_replay(body, receive), send)
                 if name == _PUSH_MESSAGES and self._exchange is not None:
                     self._exchange.wake_runs()
                 return
@@ -387,7 +387,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def _make_replay(body: bytes, receive: Receive) -> Receive:
     """Return a function that receives a body that was read before, and then whatever follows."""
     is_sent = False
 

@@ -180,7 +180,7 @@ class Exchange:
                 return answer
         answer = await self.call(self.store.acknowledge_heartbeat, body, node, urgency=_HEARTBEAT)
         if node is not None:
-            _recent(self._heartbeats, node, lambda: (now, answer), self.limits.nodes)
+            _get_recent(self._heartbeats, node, lambda: (now, answer), self.limits.nodes)
             self._heartbeats[node] = now, answer
         return answer
 
@@ -203,7 +203,7 @@ class Exchange:
         Returns:
             The order with its objects; empty: no order arrived in time, or the node has sent another request.
         """
-        state = _recent(self._nodes, node, _Node, self.limits.nodes)
+        state = _get_recent(self._nodes, node, _Node, self.limits.nodes)
         state.cancellation.set()
         state.cancellation = cancellation = asyncio.Event()
         deadline = time.monotonic() + self.limits.seconds
@@ -313,7 +313,7 @@ class Exchange:
         Returns:
             Flower's answer with the replies' objects; empty: there was no reply in time.
         """
-        run = _recent(self._runs, task.run_id, _Run, self.limits.runs)
+        run = _get_recent(self._runs, task.run_id, _Run, self.limits.runs)
         expected, limits = set(ids), self.limits
         if run.last_replies is not None:
             if run.last_replies.orders & expected:
@@ -368,7 +368,7 @@ class Exchange:
             run.reply_signal.set()
 
 
-def _recent(known: OrderedDict[int, R], key: int, make: Callable[[], R], most: int) -> R:
+def _get_recent(known: OrderedDict[int, R], key: int, make: Callable[[], R], most: int) -> R:
     """Return the entry of a key, made if there is none, and forget the least recent beyond a number of entries."""
     entry = known.pop(key, None)
     known[key] = entry = make() if entry is None else entry

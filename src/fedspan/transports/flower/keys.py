@@ -36,11 +36,11 @@ __all__ = [
     "ORDER_NAME",
     "SOON",
     "activate_authority",
-    "certified_hosts",
-    "days_left",
+    "compute_days_left",
     "ensure_authority",
     "is_authority",
     "is_issued",
+    "list_certified_hosts",
     "load_node_key",
     "make_authority",
     "make_node_key",
@@ -73,10 +73,10 @@ def ensure_authority(folder: Path, hosts: Sequence[str]) -> None:
     """
     if not (folder / AUTHORITY).exists():
         make_authority(folder, hosts)
-    elif missing := [host for host in hosts if host not in certified_hosts(folder)]:
+    elif missing := [host for host in hosts if host not in list_certified_hosts(folder)]:
         files = ", ".join((AUTHORITY, CERTIFICATE, KEY, ORDER_KEY))
         expected = (
-            f"a name in the certificate in {folder} ({', '.join(certified_hosts(folder))}). For another, "
+            f"a name in the certificate in {folder} ({', '.join(list_certified_hosts(folder))}). For another, "
             f"use fedspan renew --name, or remove {files} there and give the new {AUTHORITY} to every data owner"
         )
         raise FedspanError("--name", missing[0], expected)
@@ -106,10 +106,10 @@ def make_authority(folder: Path, hosts: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     authority_key, server_key, order_key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(3))
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedspan federation")])
-    authority = _certificate(issuer, issuer, authority_key.public_key())
+    authority = _build_certificate(issuer, issuer, authority_key.public_key())
     authority = authority.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     order_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, ORDER_NAME)])
-    order_certificate = _certificate(order_name, issuer, order_key.public_key())
+    order_certificate = _build_certificate(order_name, issuer, order_key.public_key())
     order_certificate = order_certificate.add_extension(
         x509.BasicConstraints(ca=False, path_length=None), critical=True
     )
@@ -118,18 +118,18 @@ def make_authority(folder: Path, hosts: Sequence[str]) -> None:
         for builder in (authority, order_certificate)
     ]
     _write(folder / AUTHORITY, b"".join(certificates), 0o644)
-    _write(folder / ORDER_KEY, _private_pem(order_key), 0o600)
+    _write(folder / ORDER_KEY, _encode_private_key(order_key), 0o600)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0] if hosts else "localhost")])
     names = [_name(host) for host in dict.fromkeys((*hosts, "localhost", "127.0.0.1", "::1"))]
-    server = _certificate(subject, issuer, server_key.public_key())
+    server = _build_certificate(subject, issuer, server_key.public_key())
     server = server.add_extension(x509.SubjectAlternativeName(names), critical=False)
     server = server.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     server = server.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-    _write(folder / KEY, _private_pem(server_key), 0o600)
+    _write(folder / KEY, _encode_private_key(server_key), 0o600)
     _write(folder / CERTIFICATE, server.sign(authority_key, hashes.SHA384()).public_bytes(Encoding.PEM), 0o644)
 
 
-def certified_hosts(folder: Path) -> list[str]:
+def list_certified_hosts(folder: Path) -> list[str]:
     """Return the host names and addresses for which a server's certificate is valid.
 
     Raises:
@@ -163,11 +163,11 @@ def renew_authority(folder: Path, hosts: Sequence[str]) -> Path:
     if (folder / _NEXT).exists():
         problem = f"{folder / _NEXT} has certificates that are not in use yet. Use --activate, or remove the folder"
         raise FedspanError("certificates", str(folder / _NEXT), problem=problem)
-    names = list(dict.fromkeys((*certified_hosts(folder), *hosts)))
+    names = list(dict.fromkeys((*list_certified_hosts(folder), *hosts)))
     new = folder / f"{_NEXT}.new"
     shutil.rmtree(new, ignore_errors=True)
     make_authority(new, names)
-    write_atomic(new / AUTHORITY, (new / AUTHORITY).read_bytes() + _used_authority(folder))
+    write_atomic(new / AUTHORITY, (new / AUTHORITY).read_bytes() + _read_used_authority(folder))
     new.rename(folder / _NEXT)
     return folder / _NEXT / AUTHORITY
 
@@ -187,7 +187,7 @@ def activate_authority(folder: Path) -> None:
     shutil.rmtree(renewed)
 
 
-def _used_authority(folder: Path) -> bytes:
+def _read_used_authority(folder: Path) -> bytes:
     """Return the certificates of the authority in use and of its order key, without those of earlier ones."""
     server = x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
     certificates = x509.load_pem_x509_certificates((folder / AUTHORITY).read_bytes())
@@ -223,7 +223,7 @@ def is_issued(certificate: x509.Certificate, authority: x509.Certificate) -> boo
     return True
 
 
-def days_left(*files: Path) -> float:
+def compute_days_left(*files: Path) -> float:
     """Return the days until the first of the certificates in some files expires.
 
     Raises:
@@ -279,7 +279,9 @@ def load_node_key(path: Path) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCu
     return key, key.public_key()
 
 
-def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+def _build_certificate(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey
+) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
@@ -292,7 +294,7 @@ def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePub
     )
 
 
-def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _encode_private_key(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 

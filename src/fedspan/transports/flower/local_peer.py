@@ -6,7 +6,7 @@ import ipaddress
 import struct
 from pathlib import Path
 
-__all__ = ["peer_uid"]
+__all__ = ["get_peer_uid"]
 
 _TABLES = Path("/proc/net/tcp"), Path("/proc/net/tcp6")
 _ESTABLISHED = "01"
@@ -14,7 +14,7 @@ _ESTABLISHED = "01"
 Address = tuple[str, int]
 
 
-def peer_uid(client: Address | None, server: Address | None) -> int | None:
+def get_peer_uid(client: Address | None, server: Address | None) -> int | None:
     """Return the user id of the process that opened a connection from this machine to this machine.
 
     Args:

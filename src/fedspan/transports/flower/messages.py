@@ -23,10 +23,10 @@ from fedspan.federation.protocol import Envelope
 from fedspan.transports.flower.adapter import (
     ObjectPullError,
     ObjectTree,
-    array_layout,
     inflate_message,
+    list_tree_ids,
     pull_all,
-    tree_ids,
+    read_array_layout,
 )
 from fedspan.transports.flower.signing import Sealed
 
@@ -34,12 +34,12 @@ __all__ = [
     "SMALL",
     "TooLarge",
     "assemble_message",
+    "count_assembled_bytes",
     "describe_limit",
+    "draw_salt",
     "fetch_objects",
     "from_records",
-    "new_salt",
     "to_records",
-    "whole_bytes",
 ]
 
 SMALL = 4 * 2**20
@@ -49,7 +49,7 @@ _STYPE = "fedspan.bytes"
 _SALT_BYTES = 16
 
 
-def new_salt() -> bytes:
+def draw_salt() -> bytes:
     """Return a new salt. Equal bodies that are sent with one salt are equal objects."""
     return secrets.token_bytes(_SALT_BYTES)
 
@@ -59,7 +59,7 @@ def to_records(sealed: Sealed, salt: bytes) -> RecordDict:
 
     Args:
         sealed: The sealed envelope.
-        salt: The salt of its body, from ``new_salt``; none that was sent before, outside the same batch of messages.
+        salt: The salt of its body, from ``draw_salt``; none that was sent before, outside the same batch of messages.
     """
     header = ConfigRecord(
         {"header": sealed.envelope.header, "nonce": sealed.nonce, "signature": sealed.signature, "salt": salt}
@@ -127,7 +127,7 @@ def fetch_objects(
         TooLarge: If the objects exceed the maximum size.
         ObjectPullError: If an object is missing.
     """
-    ids = tree_ids(tree)
+    ids = list_tree_ids(tree)
     contents = {id: known[id] for id in ids if id in known}
     size = sum(map(len, contents.values()))
 
@@ -158,7 +158,7 @@ def assemble_message(id: str, contents: dict[str, bytes], limit: int) -> Message
         ValueError: If it is not a message or exceeds the maximum size.
     """
     try:
-        if whole_bytes(contents) > limit:
+        if count_assembled_bytes(contents) > limit:
             raise ValueError(f"it has {describe_limit(limit)}")
         message = inflate_message(id, contents)
     except ValueError:
@@ -170,12 +170,12 @@ def assemble_message(id: str, contents: dict[str, bytes], limit: int) -> Message
     return message
 
 
-def whole_bytes(contents: Mapping[str, bytes]) -> int:
+def count_assembled_bytes(contents: Mapping[str, bytes]) -> int:
     """Return the size of the objects, in bytes, after every array is assembled from its pieces."""
     total = 0
     for content in contents.values():
         total += len(content)
-        layout = array_layout(content)
+        layout = read_array_layout(content)
         if layout is not None:
             pieces, positions = layout
             sizes = [len(contents[piece]) for piece in pieces]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedspan.errors import FedspanError
-from fedspan.transports.flower.adapter import flwr_command
+from fedspan.transports.flower.adapter import build_flwr_command
 from fedspan.transports.flower.keys import AUTHORITY, ensure_authority
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "ServerLink",
     "call_flower",
     "link_of",
-    "nodes_of",
+    "list_nodes",
     "prepare_folder",
 ]
 
@@ -126,7 +126,7 @@ def call_flower(link: ServerLink, *arguments: str) -> Any:
         bundle.mkdir()
         (bundle / "pyproject.toml").write_text(_BUNDLE, encoding="utf-8")
         expanded = [_NAME if one == "@" else str(bundle) if one == "%" else one for one in arguments]
-        command = flwr_command(*expanded, "--format", "json")
+        command = build_flwr_command(*expanded, "--format", "json")
         environment = {**os.environ, "FLWR_HOME": home}
         completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     return _parse_response(completed, expanded)
@@ -162,7 +162,7 @@ class Node:
     offline_since: float | None
 
 
-def nodes_of(link: ServerLink, names: Mapping[int, str]) -> list[Node]:
+def list_nodes(link: ServerLink, names: Mapping[int, str]) -> list[Node]:
     """Return the nodes that a server knows; a node whose key was revoked only if it has a name here.
 
     Args:
@@ -178,11 +178,11 @@ def nodes_of(link: ServerLink, names: Mapping[int, str]) -> list[Node]:
                 continue
             status = "revoked"
         online = float(record.get("online-elapsed") or 0.0) if status == "online" else 0.0
-        nodes.append(Node(id, name, status, online, _timestamp(record.get("offline-at"))))
+        nodes.append(Node(id, name, status, online, _parse_timestamp(record.get("offline-at"))))
     return nodes
 
 
-def _timestamp(value: object) -> float | None:
+def _parse_timestamp(value: object) -> float | None:
     try:
         return datetime.fromisoformat(str(value)).timestamp()
     except ValueError:  # N/A

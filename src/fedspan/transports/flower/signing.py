@@ -114,7 +114,7 @@ class ServerSigner:
     def seal(self, envelope: Envelope, node: int, reply_to: bytes = b"") -> Sealed:
         """``Signer.seal``."""
         nonce = secrets.token_bytes(NONCE_BYTES)
-        return Sealed(envelope, nonce, _sign(self._key, _signed(b"order", node, nonce, reply_to, envelope)))
+        return Sealed(envelope, nonce, _sign(self._key, _encode_signed(b"order", node, nonce, reply_to, envelope)))
 
     def open(self, sealed: Sealed, node: int, reply_to: bytes = b"") -> Envelope:
         """``Signer.open``."""
@@ -124,7 +124,7 @@ class ServerSigner:
         key = load_ssh_public_key(admitted)
         if not isinstance(key, ec.EllipticCurvePublicKey):
             raise ValueError("its node's key is not an elliptic-curve key")
-        _verify(key, sealed, _signed(b"reply", node, sealed.nonce, reply_to, sealed.envelope))
+        _verify(key, sealed, _encode_signed(b"reply", node, sealed.nonce, reply_to, sealed.envelope))
         return sealed.envelope
 
 
@@ -145,11 +145,11 @@ class NodeSigner:
     def seal(self, envelope: Envelope, node: int, reply_to: bytes = b"") -> Sealed:
         """``Signer.seal``."""
         nonce = secrets.token_bytes(NONCE_BYTES)
-        return Sealed(envelope, nonce, _sign(self._key, _signed(b"reply", node, nonce, reply_to, envelope)))
+        return Sealed(envelope, nonce, _sign(self._key, _encode_signed(b"reply", node, nonce, reply_to, envelope)))
 
     def open(self, sealed: Sealed, node: int, reply_to: bytes = b"") -> Envelope:
         """``Signer.open``."""
-        data = _signed(b"order", node, sealed.nonce, reply_to, sealed.envelope)
+        data = _encode_signed(b"order", node, sealed.nonce, reply_to, sealed.envelope)
         for key in self._server[:-1]:  # of a server whose certificates are being renewed
             with suppress(ValueError):
                 _verify(key, sealed, data)
@@ -202,7 +202,7 @@ def load_order_keys(path: Path) -> list[ec.EllipticCurvePublicKey]:
     return keys
 
 
-def _signed(direction: bytes, node: int, nonce: bytes, reply_to: bytes, envelope: Envelope) -> bytes:
+def _encode_signed(direction: bytes, node: int, nonce: bytes, reply_to: bytes, envelope: Envelope) -> bytes:
     """Return what a signature covers; every field has its length before it, so no two envelopes give equal bytes."""
     fields = (
         _DOMAIN,

@@ -13,11 +13,11 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
 from fedspan.federation.protocol import Envelope, Transport
-from fedspan.transports.flower.messages import from_records, new_salt, to_records
+from fedspan.transports.flower.messages import draw_salt, from_records, to_records
 from fedspan.transports.flower.signing import UnsignedSigner
 from fedspan.transports.flower.transport import GridTransport, roll_call
 
-__all__ = ["client_app", "simulate"]
+__all__ = ["create_client_app", "simulate"]
 
 R = TypeVar("R")
 
@@ -28,7 +28,7 @@ Answer = Callable[[int, Envelope], Envelope]
 """Processes an envelope as the client with a number; sent to other processes, so it must be a module-level function."""
 
 
-def client_app(answer: Answer) -> ClientApp:
+def create_client_app(answer: Answer) -> ClientApp:
     """Create a client app that forwards envelopes to ``answer``."""
     app = ClientApp()
 
@@ -40,7 +40,7 @@ def client_app(answer: Answer) -> ClientApp:
     @app.train()
     def train(message: Message, context: Context) -> Message:  # pyright: ignore[reportUnusedFunction]
         reply = answer(int(context.node_config["partition-id"]), from_records(message.content).envelope)
-        return Message(to_records(UnsignedSigner().seal(reply, 0), new_salt()), reply_to=message)
+        return Message(to_records(UnsignedSigner().seal(reply, 0), draw_salt()), reply_to=message)
 
     return app
 
@@ -87,7 +87,7 @@ def simulate(
     logging.getLogger("flwr").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Flower recommends ``flwr run``
-        run_simulation(server, client_app(answer), len(ids), backend_config=backend)  # pyright: ignore
+        run_simulation(server, create_client_app(answer), len(ids), backend_config=backend)  # pyright: ignore
     if errors:
         raise errors[0]
     return results[0]

@@ -90,14 +90,14 @@ def supervise(folder: Path, link: ServerLink, host: str, stop: Event, on_ready: 
                 command, stdout=output, stderr=output, env={**os.environ, "FLWR_HOME": str(folder / "flower")}
             )
         try:
-            _await(link, process, folder)
+            _wait_for_start(link, process, folder)
             if first:
                 on_ready()
                 first = False
             else:
                 log.warning("the SuperLink had ended, or its certificate was renewed; it runs again")
-            certificate, checked = _certificate(folder), time.monotonic()
-            while process.poll() is None and not stop.is_set() and _certificate(folder) == certificate:
+            certificate, checked = _read_certificate(folder), time.monotonic()
+            while process.poll() is None and not stop.is_set() and _read_certificate(folder) == certificate:
                 if link.authority is not None and time.monotonic() - checked >= _CHECK:
                     checked = time.monotonic()
                     _end_admissions(link)
@@ -111,7 +111,7 @@ def supervise(folder: Path, link: ServerLink, host: str, stop: Event, on_ready: 
                 process.wait()
 
 
-def _certificate(folder: Path) -> int | None:
+def _read_certificate(folder: Path) -> int | None:
     """Return what changes when the server's certificate is renewed; None: there is none."""
     try:
         return (folder / CERTIFICATE).stat().st_mtime_ns
@@ -143,7 +143,7 @@ def _require_free(host: str, port: int) -> None:
         raise FedspanError("--host", host, f"an address and a port to listen on ({error.strerror})") from error
 
 
-def _await(link: ServerLink, process: subprocess.Popen[bytes], folder: Path) -> None:
+def _wait_for_start(link: ServerLink, process: subprocess.Popen[bytes], folder: Path) -> None:
     host, _, port = link.address.rpartition(":")
     deadline = time.monotonic() + _STARTING
     while time.monotonic() < deadline and process.poll() is None:

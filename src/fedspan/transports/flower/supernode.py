@@ -36,9 +36,9 @@ from fedspan.transports.flower.adapter import (
 from fedspan.transports.flower.messages import (
     TooLarge,
     assemble_message,
+    draw_salt,
     fetch_objects,
     from_records,
-    new_salt,
     to_records,
 )
 from fedspan.transports.flower.signing import NodeSigner, Signer, UnsignedSigner
@@ -122,14 +122,14 @@ def serve(link: Link, answer: Answer, stop: Event) -> None:
                 raise FedspanError("server", link.address, expected) from error
             reason = "unknown node key, or the previous connection has not timed out yet"
             log.warning("%s refused the connection: %s; next attempt in %g s", link.address, reason, pause)
-            stop.wait(_jitter(pause))
+            stop.wait(_vary_pause(pause))
         except (httpx.HTTPError, OSError) as error:
             log.warning("no connection to %s (%s); next attempt in %g s", link.address, _describe_error(error), pause)
-            stop.wait(_jitter(pause))
+            stop.wait(_vary_pause(pause))
             pause = min(2 * pause, _RECONNECT[1])
 
 
-def _jitter(seconds: float) -> float:
+def _vary_pause(seconds: float) -> float:
     """Vary a pause at random, so that the nodes of a restarted server do not all reconnect at once."""
     return seconds * random.uniform(0.5, 1.5)
 
@@ -222,7 +222,7 @@ def _make_reply(
         complete = assemble_message(message.metadata.message_id, contents, limit)
         sealed = from_records(complete.content)
         reply = signer.seal(answer(signer.open(sealed, node)), node, sealed.nonce)
-        return Message(to_records(reply, new_salt()), reply_to=complete)
+        return Message(to_records(reply, draw_salt()), reply_to=complete)
     except Exception as error:  # on any error the node continues, and the server learns that there is no reply
         log.exception("a message could not be answered")
         return Message(Error(_FAILED, f"{type(error).__name__}; see the node's log"), reply_to=message)

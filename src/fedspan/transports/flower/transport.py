@@ -28,10 +28,10 @@ from fedspan.transports.flower.adapter import (
     RunNotRunningException,
     TaskGrid,
     acquire_task,
+    list_tree_ids,
     pull_failure,
-    tree_ids,
 )
-from fedspan.transports.flower.messages import assemble_message, describe_limit, from_records, new_salt, to_records
+from fedspan.transports.flower.messages import assemble_message, describe_limit, draw_salt, from_records, to_records
 from fedspan.transports.flower.server import ServerLink, call_flower
 from fedspan.transports.flower.signing import Signer, UnsignedSigner
 from fedspan.transports.flower.wire import BATCH_BYTES
@@ -117,7 +117,7 @@ class GridTransport(Transport):
                     del pending[message]
                     yield sent.to, _REVOKED
             online = set(self.grid.get_node_ids()) if unsent else set[int]()
-            salt = new_salt()
+            salt = draw_salt()
             for batch in _split_batches(orders, [id for id in unsent if self.nodes[id] in online]):
                 lifetime = max(deadline - time.monotonic(), 0) + 60
                 addressed = [(id, self.nodes[id], envelope) for id, envelope in batch]
@@ -127,10 +127,10 @@ class GridTransport(Transport):
                     except httpx.HTTPStatusError as error:
                         if not _can_be_resent(error):
                             raise
-                        salt = new_salt()  # a node may have announced the body's name with other children
+                        salt = draw_salt()  # a node may have announced the body's name with other children
                         sent = _send(self.grid, self.signer, addressed, "train", lifetime, salt)
                 except ObjectPushError:  # its node deleted the message while it was sent; only a large one is alone
-                    salt = new_salt()  # no object of the next message may have a name that this node knows
+                    salt = draw_salt()  # no object of the next message may have a name that this node knows
                     for id, _ in batch:
                         del unsent[id]
                         yield id, "its node confirmed an order that it had not received"
@@ -138,7 +138,7 @@ class GridTransport(Transport):
                 except httpx.HTTPStatusError as error:
                     if not _can_be_resent(error):
                         raise
-                    salt = new_salt()
+                    salt = draw_salt()
                     refused.update(id for id, _ in batch)  # sent again while the exchange waits for offline nodes
                     continue
                 pending.update(sent)
@@ -297,7 +297,7 @@ def invite(
     to_reinvite = set[int]() if undecided is None else undecided
     signer = signer or UnsignedSigner()
     while time.monotonic() < deadline:
-        salt, now = new_salt(), time.monotonic()
+        salt, now = draw_salt(), time.monotonic()
         due = [
             node
             for node in sorted(set(grid.get_node_ids()))
@@ -310,7 +310,7 @@ def invite(
             try:
                 pending.update(_send(grid, signer, addressed, "query", max(1.0, deadline - now) + 60, salt))
             except ObjectPushError:  # only of a large invitation
-                salt = new_salt()
+                salt = draw_salt()
                 for node, *_ in addressed:
                     yield node, "it confirmed an invitation that it had not received"
         polled = time.monotonic()
@@ -329,7 +329,7 @@ class _Partial:
 
     def __init__(self, head: ReplyHead) -> None:
         self.head, self.contents = head, dict(head.contents)
-        self.missing = [] if self.contents else tree_ids(head.tree)
+        self.missing = [] if self.contents else list_tree_ids(head.tree)
         self.size = sum(map(len, self.contents.values()))
 
 

@@ -6,13 +6,13 @@ from collections.abc import Generator, Hashable
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-__all__ = ["shared_or_new", "shared_teams"]
+__all__ = ["enter_shared_or_new", "share_teams"]
 
 _shared: tuple[ExitStack, dict[Hashable, Any]] | None = None
 
 
 @contextmanager
-def shared_teams() -> Generator[None]:
+def share_teams() -> Generator[None]:
     """Keep workers until this context ends: their processes start once for all of its runs."""
     global _shared
     if _shared is not None:
@@ -27,8 +27,8 @@ def shared_teams() -> Generator[None]:
 
 
 @contextmanager
-def shared_or_new(key: Hashable, new: AbstractContextManager[Any]) -> Generator[Any]:
-    """Enter a context for the time of a run; within ``shared_teams``, until that ends or another key follows.
+def enter_shared_or_new(key: Hashable, new: AbstractContextManager[Any]) -> Generator[Any]:
+    """Enter a context for the time of a run; within ``share_teams``, until that ends or another key follows.
 
     Args:
         key: What two runs need to have in common to share the context.

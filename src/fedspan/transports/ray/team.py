@@ -19,7 +19,7 @@ from fedspan.core.values import Message
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.transports.ray.adapter import own_token
-from fedspan.transports.ray.sharing import shared_or_new
+from fedspan.transports.ray.sharing import enter_shared_or_new
 from fedspan.transports.ray.worker import BaseVersion, Worker
 
 __all__ = ["MAX_LOSSES", "Piece", "Queues", "Resources", "Team", "WorkerHandle", "open_team"]
@@ -54,7 +54,7 @@ class Resources:
 
 
 @contextmanager
-def _connection(resources: Resources) -> Generator[None]:
+def _open_connection(resources: Resources) -> Generator[None]:
     """Connect this process to a cluster; a connection that it has already is used and left open.
 
     Raises:
@@ -65,14 +65,14 @@ def _connection(resources: Resources) -> Generator[None]:
         return
     # Ray listens on all addresses of the machine and runs any code that it receives, so clients need a token.
     with own_token() if resources.address == "local" else nullcontext():
-        _init(resources)
+        _start_ray(resources)
         try:
             yield
         finally:
             ray.shutdown()
 
 
-def _init(resources: Resources) -> None:
+def _start_ray(resources: Resources) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if resources.address != "local":
@@ -91,8 +91,8 @@ def _init(resources: Resources) -> None:
 
 
 @contextmanager
-def _new_team(resources: Resources) -> Generator[Team]:
-    with _connection(resources), closing(Team(resources)) as team:
+def _start_team(resources: Resources) -> Generator[Team]:
+    with _open_connection(resources), closing(Team(resources)) as team:
         yield team
 
 
@@ -102,7 +102,7 @@ def open_team(resources: Resources) -> AbstractContextManager[Team]:
     Raises:
         FedspanError: If there is no cluster at the address.
     """
-    return shared_or_new(resources, _new_team(resources))
+    return enter_shared_or_new(resources, _start_team(resources))
 
 
 class WorkerHandle:

@@ -41,8 +41,8 @@ from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_
 from fedspan.transports.flower.adapter.objects import (
     OBJECT_BYTES,
     RunNotRunningException,
+    compute_object_id,
     deflate_message,
-    object_id,
 )
 from fedspan.transports.flower.adapter.superlink import NODE_API
 from fedspan.transports.flower.wire import INLINE_BYTES, NODE_PATH, SEND_REPLY, TAKE_ORDER, pack, select_fitting, unpack
@@ -150,7 +150,7 @@ class NodeConnection:
                 return None
             pulled = PullMessagesResponse.FromString(parts[0])
             head, tree = pulled.messages_list[0], pulled.message_object_trees[0]
-            return ReceivedOrder(message_from_proto(head), tree, {object_id(part): part for part in parts[1:]})
+            return ReceivedOrder(message_from_proto(head), tree, {compute_object_id(part): part for part in parts[1:]})
         except Exception as error:  # protobuf's own error class depends on its implementation
             raise httpx.RemoteProtocolError(f"an answer that is not an order ({type(error).__name__})") from error
 

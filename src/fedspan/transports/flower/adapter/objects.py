@@ -38,14 +38,14 @@ __all__ = [
     "ObjectTree",
     "ObjectUnavailableError",
     "RunNotRunningException",
-    "array_layout",
+    "compute_object_id",
     "deflate_message",
     "inflate_message",
-    "object_id",
+    "list_tree_ids",
     "pull_all",
     "pull_failure",
+    "read_array_layout",
     "set_identity",
-    "tree_ids",
 ]
 
 PIECE_BYTES = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
@@ -80,7 +80,7 @@ def inflate_message(id: str, contents: dict[str, bytes]) -> Message | None:
     return message
 
 
-def array_layout(content: bytes) -> tuple[list[str], list[int]] | None:
+def read_array_layout(content: bytes) -> tuple[list[str], list[int]] | None:
     """Return the ids of an array's pieces, and the array as positions among them; None: the object is no array.
 
     Raises:
@@ -94,7 +94,7 @@ def array_layout(content: bytes) -> tuple[list[str], list[int]] | None:
     )
 
 
-def object_id(content: bytes) -> str:
+def compute_object_id(content: bytes) -> str:
     """Return an object's id: the hash of its content."""
     return get_object_id(content)
 
@@ -115,7 +115,7 @@ def pull_all(ids: Sequence[str], pull: Callable[[str], bytes]) -> dict[str, byte
     return pull_objects(list(ids), pull_object_fn=pull)
 
 
-def tree_ids(tree: ObjectTree) -> list[str]:
+def list_tree_ids(tree: ObjectTree) -> list[str]:
     """Return the ids of the objects of a tree, each once."""
     return list(dict.fromkeys(node.object_id for node in iterate_object_tree(tree)))
 

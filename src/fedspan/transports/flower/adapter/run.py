@@ -47,7 +47,12 @@ from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExec
 from flwr.supercore.retry import RetryInvoker, make_simple_http_retry_invoker
 from flwr.supercore.runtime import RuntimeHttpClient
 
-from fedspan.transports.flower.adapter.objects import RunNotRunningException, object_id, set_identity, tree_ids
+from fedspan.transports.flower.adapter.objects import (
+    RunNotRunningException,
+    compute_object_id,
+    list_tree_ids,
+    set_identity,
+)
 from fedspan.transports.flower.wire import (
     BATCH_BYTES,
     CANCEL_ORDERS,
@@ -238,10 +243,10 @@ class TaskGrid:
         if not parts:
             return []
         response = PullAppMessagesResponse.FromString(parts[0])
-        contents = {object_id(one): one for one in parts[1:]}
+        contents = {compute_object_id(one): one for one in parts[1:]}
         heads = list[ReplyHead]()
         for message, tree in zip(response.messages_list, response.message_object_trees, strict=True):
-            ids, head = tree_ids(tree), message.metadata
+            ids, head = list_tree_ids(tree), message.metadata
             own = {id: contents[id] for id in ids} if all(id in contents for id in ids) else {}
             heads.append(ReplyHead(head.message_id, head.reply_to_message_id, tree, own))
         return heads

@@ -16,7 +16,12 @@ from flwr.supercore.inflatable.inflatable_object import UnexpectedObjectContentE
 from flwr.supercore.inflatable.inflatable_utils import validate_object_content
 from flwr.supercore.utils import uint64_to_int64
 
-from fedspan.transports.flower.adapter.objects import ObjectTree, RunNotRunningException, object_id, tree_ids
+from fedspan.transports.flower.adapter.objects import (
+    ObjectTree,
+    RunNotRunningException,
+    compute_object_id,
+    list_tree_ids,
+)
 from fedspan.transports.flower.wire import BATCH_BYTES, INLINE_BYTES, pack
 
 if TYPE_CHECKING:
@@ -233,7 +238,7 @@ class MessageStore:
             parts, trees, left = [answer.SerializeToString()], list[ObjectTree](), BATCH_BYTES
             for tree in answer.message_object_trees:
                 contents = self._contents(tree, min(left, INLINE_BYTES))
-                if len(contents) == len(tree_ids(tree)):
+                if len(contents) == len(list_tree_ids(tree)):
                     parts += contents
                     left -= sum(map(len, contents))
                     trees.append(tree)
@@ -307,7 +312,7 @@ class MessageStore:
     def _contents(self, tree: ObjectTree, most: int) -> list[bytes]:
         """Return the contents of a tree's objects that have arrived, up to a size."""
         contents = list[bytes]()
-        for id in tree_ids(tree):
+        for id in list_tree_ids(tree):
             content = self._objects.get(id)
             if content:
                 most -= len(content)
@@ -320,7 +325,7 @@ class MessageStore:
         """Store the contents of missing objects, and return the ids of those that are still missing."""
         lacking = dict.fromkeys(missing)
         for content in contents:
-            id = object_id(content)
+            id = compute_object_id(content)
             if id not in lacking:
                 continue
             try:

@@ -50,11 +50,11 @@ __all__ = [
     "TASK_TOKEN_HEADER",
     "TIMESTAMP_HEADER",
     "PushedReply",
+    "build_flwr_command",
     "find_node_id",
-    "flwr_command",
+    "is_node_key_required",
     "read_node_id",
     "read_pushed_reply",
-    "requires_node_keys",
     "run_superlink",
     "verify_node_headers",
 ]
@@ -113,7 +113,7 @@ def run_superlink(
     command.flower_superlink()
 
 
-def requires_node_keys(app: Any) -> bool:
+def is_node_key_required(app: Any) -> bool:
     """Return whether a SuperLink's app serves admitted nodes only."""
     return bool(app.state.enable_supernode_auth)
 
@@ -228,6 +228,6 @@ def read_node_id(database: Path, key: bytes) -> tuple[int | None, bool]:
     return (None, False) if row is None else (row[0] % 2**64, row[1] != NodeStatus.UNREGISTERED)
 
 
-def flwr_command(*arguments: str) -> list[str]:
+def build_flwr_command(*arguments: str) -> list[str]:
     """Return the command line of ``flwr`` in this Python environment."""
     return [sys.executable, "-c", "from flwr.cli.app import app; app()", *arguments]
