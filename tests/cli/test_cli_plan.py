@@ -46,6 +46,15 @@ def test_all_methods_side_by_side_for_a_model_without_weights(bare: str) -> None
     assert fedit["steps"] is not None
 
 
+def test_the_plan_of_few_nodes_says_that_one_can_choose_the_best_round(bare: str) -> None:
+    def note(clients: int) -> bool:
+        shown = " ".join(invoked("--model", bare, "--methods", "fedit", "--clients", str(clients)).output.split())
+        return "with fewer than 5 nodes, the metrics that one node reports can decide which round is the best" in shown
+
+    assert note(4)
+    assert not note(5)
+
+
 def test_what_it_shows_is_what_python_gives(tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny.settings(tiny_folder, method={"name": "ffa-lora"})
     path = tmp_path / "config.yaml"

@@ -9,7 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedspan.federation.evaluation import ClientScores, RemoteEvaluator, ReportedEvaluator
+from fedspan.federation.evaluation import (
+    ClientScores,
+    RemoteEvaluator,
+    ReportedEvaluator,
+    count_trimmed_clients,
+    describe_few_nodes,
+)
 from fedspan.federation.federation import Federation
 from fedspan.federation.plausibility import drop_impossible_metrics
 from fedspan.federation.protocol import Envelope, Reply, decode_order
@@ -101,6 +107,11 @@ def test_one_client_does_not_choose_the_best_round(prepared: Prepared) -> None:
     )
     assert first.pooled["accuracy"] > second.pooled["accuracy"]
     assert rate_round("accuracy", 2, second.deciding) > rate_round("accuracy", 1, first.deciding)
+
+
+def test_a_note_says_when_nodes_are_too_few_for_a_trimmed_mean() -> None:
+    assert [bool(count_trimmed_clients(count)) for count in (1, 4, 5, 50)] == [False, False, True, True]
+    assert [describe_few_nodes(count) is None for count in (1, 4, 5, 50)] == [False, False, True, True]
 
 
 def test_deciding_metrics_are_those_of_all_clients_where_they_are_few(prepared: Prepared) -> None:

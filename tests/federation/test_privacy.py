@@ -162,6 +162,15 @@ def test_cohorts_are_poisson_samples() -> None:
     ]
 
 
+def test_cohorts_come_from_the_whole_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from torch's generator, which has 2^32 streams."""
+    monkeypatch.setattr(torch, "Generator", lambda *_: pytest.fail("a generator of torch"))
+    settings = RoundSettings(400, cohort=100, seed=5)
+    keys = (bytes(32), bytes(31) + b"\1", b"\1" + bytes(31))
+    cohorts = [tuple(draw_poisson_cohort(replace(central(), key=key), settings, 200, 3)) for key in keys]
+    assert len(set(cohorts)) == 3
+
+
 def test_secret_noise_never_serves_twice() -> None:
     """The same sum has the same noise, so that a round can be repeated; another sum has other noise."""
     origin, zeros = {"x": torch.zeros(50)}, {"x": torch.zeros(50, dtype=torch.float64)}

@@ -16,6 +16,7 @@ from fedspan.core.values import Job, Spec, Trained
 from fedspan.errors import FedspanError
 from fedspan.methods.fedgalore import FedGaLore
 from fedspan.planning.shape_inference import count_traffic
+from fedspan.tasks.task import Examples
 from fedspan.training.jobs import Assignment
 from helpers.watched_rounds import RunMethod, differences
 from toys.oracle import Adam, average
@@ -435,3 +436,22 @@ def test_a_warm_second_moment_comes_with_its_steps() -> None:
         federation.round()
         moved.append(float((federation.weight("fc1") - before).norm()))
     assert min(moved) > max(moved) / 5
+
+
+def test_clipping_bounds_the_projected_gradient() -> None:
+    """Its norm is the limit after one step; were the whole gradient clipped, the projection would be shorter."""
+    problem, limit = Problem(clients=1), 1e-3
+    settings = adamw(LR, steps=1, max_grad_norm=limit)
+    federation = Federation(with_extras(made(problem, adaptive_refreshes=0), "frozen"), problem, settings)
+    ends: list[Trained] = []
+    train = federation.engine.train
+
+    def watched(work: Assignment, examples: Examples) -> Trained:
+        ends.append(train(work, examples))
+        return ends[-1]
+
+    federation.engine.train = watched  # type: ignore[method-assign]
+    federation.round()
+    (end,) = ends
+    squares = sum(float(value.sum()) for value in end.optimizer_state.moments["exp_avg_sq"].values())
+    assert squares / (1 - settings.optimizer.betas[1]) == pytest.approx(limit**2, rel=1e-5)

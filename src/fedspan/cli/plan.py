@@ -172,6 +172,7 @@ def _to_dict(plan: Plan) -> dict[str, Any]:
 def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], is_max_length: bool) -> None:
     from fedspan.cli.formatting import create_table
     from fedspan.experiments.tables import format_size
+    from fedspan.federation.evaluation import describe_few_nodes
 
     first = next(iter(plans.values()))
     cohort = "all" if first.cohort == first.clients else str(first.cohort)
@@ -205,6 +206,8 @@ def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], i
         "client's activations.",
         style="dim",
     )
+    if (note := describe_few_nodes(first.clients)) is not None:
+        out.print(f"In a deployment: {note}.", style="dim")
     if first.head_up:
         out.print(
             f"Before the first round every client sends {format_size(first.head_up)} of statistics, which initialize "

@@ -27,7 +27,8 @@ class EvaluationConfig(Section):
     metric: str | None = Field(
         default=None,
         description="Metric that selects the best round on the clients' validation parts; default: accuracy, "
-        "pearson or loss, by task. Ties are broken by the validation loss, then by the later round.",
+        "pearson or loss, by task. Ties are broken by the validation loss, then by the later round. In deployments, "
+        "rounds are compared by a trimmed mean from five nodes on; with fewer, one node can decide.",
     )
     best_by: Literal["metric", "loss"] = Field(
         default="metric",

@@ -19,6 +19,7 @@ from fedspan.deployment.handshake import NOWHERE, Introduction, Invitation, buil
 from fedspan.deployment.status import store_named_run
 from fedspan.deployment.supervisor import Supervisor
 from fedspan.errors import FedspanError
+from fedspan.federation.evaluation import describe_few_nodes
 from fedspan.federation.protocol import Envelope, read_header
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.runs import session
@@ -123,8 +124,13 @@ def submit(
         values = config if isinstance(config, Mapping) else read_values(config)
         parsed = build_server_config(override(values, overrides))
 
+    events = listener or Listener()
+
     def host(run_folder: RunFolder, prepared: Prepared, run_rounds: Any) -> RunReport:
-        run = _name(run_folder)
+        run, config = _name(run_folder), prepared.config
+        evaluated = min(config.partition.clients, config.evaluation.clients or config.partition.clients)
+        if (note := describe_few_nodes(evaluated)) is not None:
+            events.noted(note)
         with attach(link, prepared.config.federation.message_mib << 20) as grid:
             signer = None
             if link.authority is not None:
@@ -136,7 +142,7 @@ def submit(
             audit.write(
                 "run submitted", run=run, folder=str(run_folder.path.resolve()), config_sha256=invitation.digest
             )
-            nodes, examples = _gather_nodes(grid, prepared, invitation, wait, listener or Listener(), link, signer)
+            nodes, examples = _gather_nodes(grid, prepared, invitation, wait, events, link, signer)
             for id, node in nodes.items():
                 audit.write("joined", run=run, client=id, node=str(node), examples=examples[id])
             from fedspan.transports.flower.transport import GridTransport
@@ -161,7 +167,7 @@ def submit(
         parsed,
         folder,
         resume=resume,
-        listener=listener,
+        listener=events,
         host=host,
         build=lambda one, _, key, stages: prepare_server(one, key, stages),
     )

@@ -33,6 +33,7 @@ __all__ = [
     "ReportedEvaluator",
     "coarsen_metrics",
     "count_trimmed_clients",
+    "describe_few_nodes",
     "summarize",
 ]
 
@@ -355,6 +356,20 @@ class RemoteEvaluator(ReportedEvaluator):
 def _compute_weighted_mean(rows: Mapping[str, Metrics], weights: Mapping[str, float], name: str) -> float:
     ids = [id for id, row in rows.items() if name in row]
     return float(np.average([rows[id][name] for id in ids], weights=[weights[id] for id in ids]))
+
+
+def describe_few_nodes(count: int) -> str | None:
+    """Return a note for the user if too few nodes are evaluated for a trimmed mean; None: they are enough.
+
+    Args:
+        count: Number of nodes that are evaluated.
+    """
+    if count >= _TRIMMED_FROM:
+        return None
+    return (
+        f"with fewer than {_TRIMMED_FROM} nodes, the metrics that one node reports can decide which round is the best; "
+        f"from {_TRIMMED_FROM} on, a trimmed mean decides (docs/robustness.md)"
+    )
 
 
 def count_trimmed_clients(count: int) -> int:

@@ -97,7 +97,7 @@ def acquire_task(address: str, authority: bytes | None, secret: bytes, run: int,
             RuntimeVersionHttpInterceptor(component_name="SuperExec"),
             SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods=("/flwr.proto.Runtime/AcquireTask",)),
         ],
-        retry_invoker=_quiet(make_simple_http_retry_invoker()),
+        retry_invoker=_raise_when_unauthorized(make_simple_http_retry_invoker()),
     )
     deadline = time.monotonic() + seconds
     try:
@@ -142,7 +142,7 @@ class TaskGrid:
         self._grid = HttpGrid(
             runtime_api_address=address, insecure=authority is None, root_certificates=authority, token=token
         )
-        _quiet(self._grid._retry_invoker)  # pyright: ignore[reportPrivateUsage]
+        _raise_when_unauthorized(self._grid._retry_invoker)  # pyright: ignore[reportPrivateUsage]
         self._client = self._grid._runtime_client  # pyright: ignore[reportPrivateUsage]
         self._run = 0
         verify: ssl.SSLContext | bool = False
@@ -297,7 +297,7 @@ class TaskGrid:
         return make_message(metadata=metadata, error=Error(ErrorCode.MESSAGE_UNAVAILABLE, reason))
 
 
-def _quiet(invoker: RetryInvoker) -> RetryInvoker:
+def _raise_when_unauthorized(invoker: RetryInvoker) -> RetryInvoker:
     """Let Flower's retries raise the error of a request that the SuperLink does not accept (401).
 
     Flower sends SIGINT to this process instead, and whoever started it would not learn why it stopped.
