@@ -43,6 +43,8 @@ NORTH, SOUTH, WEST = SITES
 ROUNDS = 3
 STEPS = 60
 """Of a client's round, so that there is time to do something in it."""
+LONG = 300
+"""The same, where the node must not have replied before it is stopped."""
 BUSY = 0.2
 """Seconds of a processor after which a client is taken to be in the middle of its training."""
 WAIT = 240.0
@@ -193,7 +195,12 @@ class Stage:
         self.made.end(id, signal.SIGTERM)
 
     def submit(
-        self, name: str, method: Mapping[str, Any] | None = None, out: Path | None = None, **federation: Any
+        self,
+        name: str,
+        method: Mapping[str, Any] | None = None,
+        out: Path | None = None,
+        steps: int = STEPS,
+        **federation: Any,
     ) -> Submitted:
         self._count += 1
         place = self.folder / f"{self._count:02}-{name}"
@@ -203,7 +210,7 @@ class Stage:
             method or {"name": "fedit", "r": 2},
             federation={"rounds": ROUNDS, "deadline": 120.0, "min_replies": 3, **federation},
         )
-        values["training"] = {**values["training"], "local_steps": STEPS}
+        values["training"] = {**values["training"], "local_steps": steps}
         path = place.with_suffix(".yaml")
         path.write_text(yaml.safe_dump(values))
         return self._begun(place.with_suffix(".log"), out, str(path), "--out", str(out), "--wait", "120")
@@ -255,14 +262,15 @@ class Stage:
             self._references["clean"] = self.finished(run, [])
         return self._references["clean"]
 
-    def without_west(self) -> Model:
+    def without_west(self, steps: int = STEPS) -> Model:
         """Of a run in which one node declined the second round."""
-        if "without" not in self._references:
+        name = f"without-{steps}"
+        if name not in self._references:
             with self.spoilt("declines"):
-                run = self.submit("without", min_replies=2)
+                run = self.submit(name, min_replies=2, steps=steps)
                 run.end()
-            self._references["without"] = self.finished(run, [])
-        return self._references["without"]
+            self._references[name] = self.finished(run, [])
+        return self._references[name]
 
     def clean_personal(self) -> Model:
         """The clients' own models of a run in which everybody replied."""
@@ -319,7 +327,7 @@ _REPLIES = {
     "extra": ("... has a tensor more", "backdoor"),
     "huge": ("... is moved by 1000 in every number", "the cohort's median"),
     "stale": ("... is one to the round before", "a reply of"),
-    "replay": ("the order reaches a client twice, and it answers the second", "was here before"),
+    "replay": ("the order reaches a client twice, and it answers the second", "arrived before"),
     "oversized": ("a reply of 3 MiB, where 1 MiB is the most (`federation.message_mib: 1`)", "more than 1 MiB"),
     "no-header": ("a reply whose header is no JSON", "not a fedspan header"),
 }
@@ -387,10 +395,10 @@ def training_hangs(stage: Stage) -> Outcome:
     return Outcome(line(said, "limits.round_seconds"), ALL)
 
 
-@fault("node-hangs", "a whole node hangs (SIGSTOP) past `federation.deadline: 15`")
+@fault("node-hangs", "a whole node hangs (SIGSTOP) past `federation.deadline: 15`, in rounds of 300 steps")
 def node_hangs(stage: Stage) -> Outcome:
-    wanted = stage.without_west()
-    run = stage.submit("node-hangs", min_replies=2, deadline=15.0)
+    wanted = stage.without_west(LONG)
+    run = stage.submit("node-hangs", min_replies=2, deadline=15.0, steps=LONG)
     before = run.in_the_middle()
     pid = stage.made.processes[WEST].pid
     os.killpg(pid, signal.SIGSTOP)
@@ -572,7 +580,7 @@ def same_key(stage: Stage) -> Outcome:
     known = yaml.safe_load((stage.made.folder / f"{NORTH}.yaml").read_text())
     path = stage.made.folder / "double.yaml"
     path.write_text(yaml.safe_dump({**known, "id": "double", "folder": str(stage.folder / "double-state")}))
-    stage.join("double", path, until="lets us not in")
+    stage.join("double", path, until="refused the connection")
     try:
         run = stage.submit("same-key")
         before = run.in_the_middle()
@@ -580,7 +588,7 @@ def same_key(stage: Stage) -> Outcome:
     finally:
         stage.made.end("double")
     stage.finished(run, before).require_same(wanted)
-    return Outcome(line(stage.made.log("double"), "lets us not in"), ALL)
+    return Outcome(line(stage.made.log("double"), "refused the connection"), ALL)
 
 
 @fault("same-id", "a node that was admitted under another name calls itself as one that is there")
@@ -647,7 +655,7 @@ def version(stage: Stage) -> Outcome:
         finally:
             del os.environ["SPOILT_VERSION"]
 
-    return _not_taking_part(stage, "version", "`version`: ", join)
+    return _not_taking_part(stage, "version", "it runs fedspan", join)
 
 
 @fault("labels", "a node's data hold a label that the run has not")
