@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from fedspan import __version__
 from fedspan.deployment import deploy
 from fedspan.deployment.handshake import Introduction, build_server_config
 from fedspan.errors import FedspanError
+from fedspan.federation.protocol import Envelope
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.remote import build_server_clients, prepare_server
 from helpers.node_service import CLIENT, invitation, values
@@ -96,6 +98,37 @@ def test_a_limit_of_an_admission_reaches_the_round(tiny_folder: Path) -> None:
     assert {id: one.max_weight for id, one in clients.items()} == {"clinic": 100, "practice": None}
     # the order has the number that the node declared, since the node compares it with its own
     assert clients["clinic"].client.examples == clients["clinic"].client.weight == 2**53 - 1
+
+
+@pytest.mark.parametrize("field", ["id", "version", "base", "refused", "more"])
+def test_nothing_in_an_introduction_is_obeyed_by_a_terminal(
+    field: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Id, version and digest are the node's words, and so are names of fields that do not exist."""
+    escapes, envelope = "\x1b]0;title\x07\x1b[2J", Introduction.envelope
+
+    def lie(introduction: Introduction) -> Envelope:
+        header = json.loads(envelope(introduction).header)
+        header[field + escapes if field == "more" else field] = escapes
+        return Envelope(json.dumps(header))
+
+    monkeypatch.setattr(Introduction, "envelope", lie)
+    noted: list[str] = []
+    monkeypatch.setattr(Notes, "noted", lambda self, text: noted.append(text))
+    with pytest.raises(FedspanError) as refused:
+        met(tiny_folder, tmp_path, monkeypatch, [{"examples": 0, "base": "b"}])
+    assert noted
+    assert all(text.isprintable() for text in (*noted, str(refused.value))), noted
+
+
+def test_a_node_neither_refuses_nor_waits_in_the_name_of_another(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admitted = admissions.Admission("twin", "ecdsa-sha2-nistp384 key")
+    monkeypatch.setattr(admissions, "read_admissions", lambda link: {7: admitted})
+    with pytest.raises(FedspanError, match="this node was admitted as twin") as refused:
+        met(tiny_folder, tmp_path, monkeypatch, [{"refused": "clinic has left the study"}])
+    assert "left the study" not in str(refused.value)
 
 
 def test_a_node_that_declares_no_examples_takes_no_part(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import socket
 import ssl
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from fedspan.core.values import Message
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.federation import Federation
-from fedspan.federation.progress import Progress
+from fedspan.federation.progress import Failure, Progress
 from fedspan.federation.protocol import Envelope, Order, Reply, decode_order, decode_reply
 from fedspan.federation.validation import ReplyRules
 from fedspan.runs.setup import Prepared, prepare
@@ -120,6 +121,39 @@ def federation(prepared: Prepared, folder: Path, spoil: Spoil, **rules: Any) -> 
 @pytest.fixture
 def built(tiny_folder: Path) -> Prepared:
     return prepare(tiny.config(tiny_folder, federation={"clients_per_round": None}))
+
+
+ESCAPES = "\x1b]0;title\x07\x1b[2J\u202e"
+OBEYED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "another field": lambda header: header.update({ESCAPES: 1}),
+    "a part": lambda header: header.update(scores={ESCAPES: {"loss": 1.0}}),
+    "a metric": lambda header: header.update(scores={"validation": {ESCAPES * 5000: "x"}}),
+    "an id": lambda header: header.update(id=ESCAPES),
+}
+
+
+@pytest.mark.parametrize("kind", OBEYED)
+def test_the_reason_of_a_refused_header_is_short_and_obeyed_by_no_terminal(
+    kind: str, built: Prepared, tmp_path: Path
+) -> None:
+    """The names in a header are its sender's, and an error that quotes them goes to terminals and logs."""
+
+    def spoil(_: Order, reply: Reply) -> Envelope:
+        header = json.loads(reply.envelope().header)
+        OBEYED[kind](header)
+        return Envelope(json.dumps(header), reply.body)
+
+    result = federation(built, tmp_path, spoil).run_round(built.federation.begin())
+    (failure,) = result.failures
+    assert failure.client == BAD
+    assert failure.reason.isprintable(), failure.reason
+    assert len(failure.reason) < 5000
+
+
+def test_the_reason_of_a_failure_is_printable_whoever_words_it() -> None:
+    failure = Failure("a", 0, ESCAPES + "b" * 10_000)
+    assert failure.reason.startswith(r"\x1b]0;title\x07\x1b[2J\u202eb")
+    assert len(failure.reason) < 5000
 
 
 @pytest.mark.parametrize("kind", sorted(SPOILT))
@@ -251,6 +285,21 @@ def test_a_client_that_lost_what_it_kept_is_sent_everything(tiny_folder: Path, t
     after = found.run_round(result.progress)
     assert not after.failures
     assert set(after.progress.last_rounds.values()) == {2}
+
+
+def test_a_client_that_loses_its_state_in_every_round_is_absent(built: Prepared, tmp_path: Path) -> None:
+    """Its last accepted reply counts, however often it says since then that its state is gone."""
+
+    def spoil(order: Order, reply: Reply) -> Envelope:
+        return (reply if order.round == 0 else Reply("train", order.round, order.attempt, BAD, lost=True)).envelope()
+
+    found = federation(built, tmp_path, spoil, max_missed_rounds=2)
+    progress, absent = found.begin(), list[bool]()
+    for _ in range(4):
+        absent.append(BAD in found.find_absent(progress, found.clients))
+        progress = found.run_round(progress).progress
+    assert absent == [False, False, False, True]
+    assert progress.last_replies == {BAD: 0}
 
 
 def test_an_order_that_is_not_for_this_client_is_refused(built: Prepared, tmp_path: Path) -> None:

@@ -307,9 +307,8 @@ class Answers(_Json):
         for kind in kinds:
             try:
                 reason = kind()
-            except ValueError:
-                refusals += 1
-                continue
+            except ValueError as error:
+                refusals, reason = refusals + 1, str(error)
             if reason is not None and not reason.isprintable():
                 raise AssertionError(f"a reason that a terminal obeys: {reason!r}")
         if refusals == len(kinds):

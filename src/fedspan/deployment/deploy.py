@@ -256,6 +256,9 @@ def _read_introduction(
         introduction = read_header(Introduction, reply)
     except ValueError as error:
         return None, str(error)
+    if admitted is not None and admitted.name and introduction.id != admitted.name:
+        # else one data owner's node could replace another, or refuse in its name
+        return introduction, f"this node was admitted as {admitted.name}"
     if introduction.refused is not None:
         return introduction, introduction.refused
     if introduction.version != __version__:
@@ -265,9 +268,6 @@ def _read_introduction(
             introduction,
             f"its base model or tokenizer is another (SHA-256 {introduction.base[:12]}, here {base[:12]})",
         )
-    if admitted is not None and admitted.name and introduction.id != admitted.name:
-        # else one data owner's node could replace another
-        return introduction, f"this node was admitted as {admitted.name}"
     if introduction.examples < 1:  # a round in which it alone replies would have no weight, and stop the run
         return introduction, "it declares no training examples"
     most = None if admitted is None else admitted.max_examples

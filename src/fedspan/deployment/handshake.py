@@ -12,11 +12,11 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from fedspan.config import RunConfig, parse_config
-from fedspan.errors import FedspanError
-from fedspan.federation.protocol import REPLY_HEADER, Count, Envelope, HeaderPart, Name, Reason
+from fedspan.errors import FedspanError, escape_controls
+from fedspan.federation.protocol import REPLY_HEADER, Count, Envelope, HeaderPart, Name, PrintableName, Reason
 from fedspan.files import from_json
 from fedspan.models.digest import hash_frozen
 from fedspan.models.pooling import PooledClassifier
@@ -84,10 +84,10 @@ class Introduction(HeaderPart):
     longest = REPLY_HEADER
 
     task: Literal["invite"] = "invite"
-    id: Name
-    version: Name
+    id: PrintableName
+    version: PrintableName
     examples: Count = 0
-    base: Annotated[str, Field(max_length=64)] = ""
+    base: Annotated[str, Field(max_length=64), AfterValidator(escape_controls)] = ""
     refused: Reason | None = None
     waiting: bool = False
 

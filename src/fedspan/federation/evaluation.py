@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -302,19 +303,19 @@ class ReportedEvaluator(Evaluator):
         """Return the clients' weights: their known numbers of examples, or reported ones up to what is plausible.
 
         A reported number counts up to the client's training examples, as far as they count, and up to
-        ``max_weight_ratio`` times the median; without the ratio for a client that was admitted with a number.
+        ``max_weight_ratio`` times the median. For a client that was admitted with a number, the second limit is what
+        the clients' median share of evaluated among training examples makes of its own training examples.
         """
         clients = {id: self.federation.clients[id] for id in reported}
         known = {id: len(getattr(data, part)) for id, data in clients.items()}
         train = {id: min(data.client.examples, data.max_weight or math.inf) for id, data in clients.items()}
         counts = {id: known[id] or min(reported[id], max(1, train[id])) for id in reported}
         limit = weight_limit(list(counts.values()), self.federation.settings.max_weight_ratio)
-        return {
-            id: float(count)
-            if known[id] or limit is None or clients[id].max_weight is not None
-            else min(float(count), limit)
-            for id, count in counts.items()
-        }
+        if limit is None:
+            return {id: float(count) for id, count in counts.items()}
+        share = statistics.median(counts[id] / max(1, train[id]) for id in counts)
+        limits = {id: limit if clients[id].max_weight is None else share * max(1, train[id]) for id in counts}
+        return {id: float(count if known[id] else min(count, limits[id])) for id, count in counts.items()}
 
 
 class RemoteEvaluator(ReportedEvaluator):

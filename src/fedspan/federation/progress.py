@@ -10,7 +10,7 @@ import numpy as np
 
 from fedspan.core.method import Memory
 from fedspan.core.values import Client, OptimizerState, ServerState
-from fedspan.errors import FedspanError
+from fedspan.errors import FedspanError, escape_controls
 from fedspan.training.accounting import Charge
 
 __all__ = [
@@ -28,6 +28,9 @@ __all__ = [
 
 Direction = Literal["down", "up"]
 Purpose = Literal["train", "statistics", "evaluate", "export"]
+
+_LONGEST_REASON = 4096
+"""Maximum length of a failure's reason, in characters."""
 
 
 class TooFew(Exception):
@@ -64,7 +67,8 @@ class Failure:
     Args:
         client: Id of the client.
         attempt: Attempt of the round, from 0.
-        reason: Reason in plain text.
+        reason: Reason in plain text, often in the client's words: stored with its control characters escaped, and cut
+            to 4096 characters.
         purpose: Purpose of the order.
     """
 
@@ -72,6 +76,9 @@ class Failure:
     attempt: int
     reason: str
     purpose: Purpose = "train"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", escape_controls(self.reason[:_LONGEST_REASON]))
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ __all__ = [
     "OrderEncoder",
     "Orders",
     "Part",
+    "PrintableName",
     "Reason",
     "Reply",
     "ScoredPart",
@@ -53,10 +54,15 @@ FORMAT = 1
 REPLY_HEADER = 1 << 17
 """Maximum length of a reply's header. To refuse a wrong one of 1 MiB takes half a second."""
 
+_LONGEST_LINE = 500
+"""Maximum length of a line of the reason why a header is refused, in characters."""
+
 OrderKind = Literal["train", "statistics", "evaluate", "export"]
 """Kinds of orders that a server may send to a client."""
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
+PrintableName = Annotated[Name, AfterValidator(escape_controls)]
+"""A name that is printed as its sender wrote it, without obeying it."""
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Reason = Annotated[str, Field(max_length=4096), AfterValidator(escape_controls)]
 """Why another machine refused or failed, in its own words: it goes to logs and terminals."""
@@ -284,7 +290,9 @@ def read_header(kind: type[H], envelope: Envelope) -> H:
         return kind.model_validate_json(envelope.header)
     except (ValidationError, ValueError, RecursionError) as error:
         lines = str(error).splitlines()
-        raise ValueError(f"not a fedspan header: {'; '.join(line.strip() for line in lines[1:3]) or lines}") from error
+        # it quotes names of the header, which are its sender's
+        reason = escape_controls("; ".join(line.strip()[:_LONGEST_LINE] for line in lines[1:3]))
+        raise ValueError(f"not a fedspan header: {reason or lines}") from error
 
 
 OnReply = Callable[[str, Envelope | str], bool]
