@@ -82,7 +82,7 @@ def test_a_revoked_node_is_out_for_good_and_logged(link: Any, flower: Flower, ke
     assert admissions.revoke_node(link, "clinic-a", "stolen") == [1]
     assert names(link) == ["clinic-b"]
     assert flower.nodes["ecdsa-sha2-nistp384 a"] == (1, False)
-    rows = admissions.audit_log(link).read()
+    rows = admissions.open_audit_log(link).read()
     assert [(row["event"], row["name"]) for row in rows] == [
         ("admitted", "clinic-a"),
         ("admitted", "clinic-b"),
@@ -158,7 +158,7 @@ def test_admissions_end(link: Any, flower: Flower, key: Callable[[str], Path]) -
     path.write_text(json.dumps(content))
     assert admissions.end_admissions(link) == [1]
     assert names(link) == ["clinic-b"]
-    assert "the admission ended on" in str(admissions.audit_log(link).read()[-1]["why"])
+    assert "the admission ended on" in str(admissions.open_audit_log(link).read()[-1]["why"])
 
 
 def test_a_limit_on_examples_stays_with_the_name_until_it_is_changed(

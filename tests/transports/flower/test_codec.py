@@ -42,14 +42,14 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int
 @given(st.text(max_size=50), st.binary(max_size=300))
 def test_an_envelope_survives(header: str, body: bytes) -> None:
     sealed = signing.Sealed(Envelope(header, body), bytes(16), b"signature")
-    assert codec.from_records(codec.to_records(sealed, codec.new_salt())) == sealed
+    assert codec.from_records(codec.to_records(sealed, codec.draw_salt())) == sealed
 
 
 def test_equal_bodies_are_equal_objects_within_a_batch_and_unpredictable_ones_beyond_it() -> None:
     """Whoever can guess an object's name can announce it with children, and the SuperLink refuses the real one."""
     ids: list[set[str]] = []
     for size in (0, 100, codec.SMALL + 1):
-        for salt in (salt_of := codec.new_salt(), salt_of, codec.new_salt()):
+        for salt in (salt_of := codec.draw_salt(), salt_of, codec.draw_salt()):
             records = records_of(Envelope("{}", bytes(size)), salt)
             ids.append({records["fedspan.body"].object_id})
     assert ids[0] == ids[1]
@@ -226,7 +226,7 @@ def test_a_message_is_as_large_as_its_array_however_little_was_transmitted() -> 
     records["fedspan.body"] = app.ArrayRecord({"body": array})
     id, contents = _objects(records)
     assert sum(map(len, contents.values())) < 12 * 2**20
-    assert messages.whole_bytes(contents) >= len(body)
+    assert messages.count_assembled_bytes(contents) >= len(body)
     with pytest.raises(ValueError, match="more than 20 MiB"):
         messages.assemble_message(id, dict(contents), 20 * 2**20)
     whole = messages.assemble_message(id, contents, 51 * 2**20)

@@ -23,7 +23,7 @@ HERE = ("127.0.0.1", 7)
 @pytest.fixture(autouse=True)
 def keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Node 7 has a key that was admitted; any other key is valid and was not."""
-    monkeypatch.setattr(door, "requires_node_keys", lambda app: app.keyed)
+    monkeypatch.setattr(door, "is_node_key_required", lambda app: app.keyed)
     monkeypatch.setattr(door, "verify_node_headers", lambda headers: headers.get(b"key"))
     monkeypatch.setattr(door, "find_node_id", lambda app, key: 7 if key == KEY else None)
 

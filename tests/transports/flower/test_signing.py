@@ -139,8 +139,8 @@ def test_certificates_are_renewed_without_cutting_a_node_off(tmp_path: Path) -> 
     with pytest.raises(FedspanError, match="not in use yet"):
         keys.renew_authority(folder, [])
     keys.activate_authority(folder)
-    assert keys.certified_hosts(folder)[:2] == ["fl.example.org", "localhost"]
-    assert "new.example.org" in keys.certified_hosts(folder)
+    assert keys.list_certified_hosts(folder)[:2] == ["fl.example.org", "localhost"]
+    assert "new.example.org" in keys.list_certified_hosts(folder)
     assert new.open(server().seal(ORDER, 7), 7) == ORDER
     with pytest.raises(ValueError, match="not valid"):
         old.open(server().seal(ORDER, 7), 7)
@@ -155,10 +155,10 @@ def test_expired_certificates_open_no_order(tmp_path: Path, monkeypatch: pytest.
     private, _ = keys.load_node_key(Path(str(keys.make_node_key(tmp_path / "node.key")).removesuffix(".pub")))
     monkeypatch.setattr(keys, "_DAYS", 20)
     keys.make_authority(tmp_path / "soon", [])
-    assert 19 < keys.days_left(tmp_path / "soon" / keys.AUTHORITY) < 20 < keys.SOON
+    assert 19 < keys.compute_days_left(tmp_path / "soon" / keys.AUTHORITY) < 20 < keys.SOON
     monkeypatch.setattr(keys, "_DAYS", 0)
     keys.make_authority(tmp_path / "over", [])
-    assert keys.days_left(tmp_path / "over" / keys.CERTIFICATE) <= 0
+    assert keys.compute_days_left(tmp_path / "over" / keys.CERTIFICATE) <= 0
     with pytest.raises(FedspanError, match=r"have expired\. Ask the server's operator"):
         signing.NodeSigner(private, tmp_path / "over" / keys.AUTHORITY)
 
