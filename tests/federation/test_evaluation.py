@@ -152,3 +152,18 @@ def test_a_client_that_was_admitted_with_a_number_counts_up_to_it(tiny_folder: P
     assert evaluator._weights("validation", lied)[ids[0]] == 500  # pyright: ignore[reportPrivateUsage]
     clients[ids[0]] = replace(clients[ids[0]], max_weight=400.0)
     assert evaluator._weights("validation", lied)[ids[0]] == 4  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("most", [None, 400.0])
+def test_a_client_that_reports_a_fraction_of_an_example_stops_no_run(tiny_folder: Path, most: float | None) -> None:
+    """The weights of the clients that were measured never sum to 0, also where it was measured alone."""
+    federation = prepare(tiny.config(tiny_folder)).federation
+    none, ids = np.zeros(0, np.int64), list(federation.clients)
+    federation.clients = {
+        id: replace(data, validation=none, max_weight=most) for id, data in federation.clients.items()
+    }
+    scores = ReportedEvaluator(federation, 8)._pool(  # pyright: ignore[reportPrivateUsage]
+        "validation", {ids[0]: {"accuracy": 0.5, "loss": 0.7, "examples": 5e-324}}
+    )
+    assert scores is not None
+    assert scores.pooled == {"accuracy": 0.5, "loss": 0.7, "examples": 1.0}

@@ -302,14 +302,14 @@ class ReportedEvaluator(Evaluator):
     def _weights(self, part: ScoredPart, reported: Mapping[str, float]) -> dict[str, float]:
         """Return the clients' weights: their known numbers of examples, or reported ones up to what is plausible.
 
-        A reported number counts up to the client's training examples, as far as they count, and up to
+        A reported number counts as 1 at least, up to the client's training examples, as far as they count, and up to
         ``max_weight_ratio`` times the median. For a client that was admitted with a number, the second limit is what
         the clients' median share of evaluated among training examples makes of its own training examples.
         """
         clients = {id: self.federation.clients[id] for id in reported}
         known = {id: len(getattr(data, part)) for id, data in clients.items()}
         train = {id: min(data.client.examples, data.max_weight or math.inf) for id, data in clients.items()}
-        counts = {id: known[id] or min(reported[id], max(1, train[id])) for id in reported}
+        counts = {id: known[id] or max(1.0, min(reported[id], train[id])) for id in reported}
         limit = weight_limit(list(counts.values()), self.federation.settings.max_weight_ratio)
         if limit is None:
             return {id: float(count) for id, count in counts.items()}
