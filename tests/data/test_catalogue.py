@@ -257,11 +257,11 @@ def test_rows_are_still_counted_as_in_the_file_when_some_are_dropped(tmp_path: P
 def test_mistakes_are_named(refused: Refused, tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match=r"no data set is named 'sst'. Did you mean 'sst2'"):
         DataConfig(dataset="sst")
-    with pytest.raises(ValidationError, match=r"is required, or data\.dataset"):
+    with pytest.raises(ValidationError, match=r"a file or a hub id, or data\.dataset"):
         DataConfig()
     refused("data.train", None, ["not on the hub", "boolq/train.json"], load, config_for("boolq"), "data")
     clash = config_for("banking77", train="someone/banking", text="label")
-    refused("data.dataset", "banking77", ["different columns"], load, clash)
+    refused("data.dataset", "banking77", ["do not fit it: 'label' is the column of text, too"], load, clash)
     odd = write(tmp_path / "odd.csv", [{"one": "a", "two": "b"}])
     refused("data.text", "sentence", ["no column named"], load, config_for("sst2", train=odd))
 
@@ -297,7 +297,7 @@ def test_a_run_s_own_words_win_over_the_data_set_s() -> None:
         ({"task": "regression", "data": {"dataset": "cifar10"}}, "task", ["image-classification"]),
         ({"data": {"dataset": "sst"}}, "data.dataset", ["Did you mean 'sst2'"]),
         ({"data": {"dataset": 3}}, "data.dataset", ["string"]),
-        ({"data": {"max_examples": 3}}, "data.train", ["is required", "data.dataset"]),
+        ({"data": {"max_examples": 3}}, "data.train", ["a file or a hub id, or data.dataset"]),
         ({"data": {"dataset": "sst2"}, "evaluation": 3}, "evaluation", []),
         ({"data": {"dataset": "sst2"}, "evaluation": {"metric": "pearson"}}, "evaluation.metric", ["pearson"]),
     ],

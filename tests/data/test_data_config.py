@@ -11,10 +11,10 @@ from fedspan.data import DataConfig, PartitionConfig
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"text": "a", "label": "a"}, "different columns, not a, a"),
-        ({"text": "a", "text_pair": "a"}, "different columns"),
-        ({"labels": ["x", "y"], "first_labels": 2}, "not both"),
-        ({"keep_only": True}, "keep_only needs labels"),
+        ({"text": "a", "label": "a"}, "'a' is the column of text, too"),
+        ({"text": "a", "text_pair": "a"}, "'a' is the column of text, too"),
+        ({"labels": ["x", "y"], "first_labels": 2}, "labels says already"),
+        ({"keep_only": True}, "it needs labels"),
         ({"labels": ["x", "y", "x"]}, "x stands there twice"),
         ({"columns": ["x", "x"]}, "x stands there twice"),
         ({"labels": ["x"]}, "at least 2"),
@@ -33,9 +33,9 @@ def test_data_settings_that_contradict_each_other_are_refused(settings: dict[str
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"partitioner": "natural"}, "natural needs column"),
+        ({"partitioner": "natural"}, "natural needs it"),
         ({"column": "ward"}, "for partitioner natural, not iid"),
-        ({"validation": 0.5, "test": 0.5}, "below 1, not 1: the rest is for training"),
+        ({"validation": 0.5, "test": 0.5}, "sum to 1, which leaves nothing for training"),
         ({"alpha": 0}, "greater than 0"),
         ({"alpha": float("inf")}, "finite"),
         ({"clients": 0}, "greater than or equal to 1"),

@@ -131,7 +131,7 @@ def test_what_is_no_regression_is_refused(tiny_folder: Path, tmp_path: Path) -> 
     assert (caught.value.field, caught.value.value) == ("partition.partitioner", "dirichlet")
     labelled = tiny.settings(tiny_folder, partition={**dirichlet, "column": None, "bins": 4})
     with pytest.raises(
-        FedspanError, match=r"^`partition.bins`: 4 is not accepted\. Expected left out: these examples have labels"
+        FedspanError, match=r"^`partition\.bins`: these examples have labels, not numbers\. Leave it out"
     ):
         prepare(parse_config(labelled))
     with pytest.raises(FedspanError, match=r"row 2 of .* has 'site0' in column '.*', which is not a number") as caught:

@@ -111,7 +111,8 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _validate_combination(self) -> Self:
         if self.pooling_normalize is not None and self.pooling in ("auto", "stock"):
-            raise ValueError("pooling_normalize needs pooling: mean, max, cls or last")
+            problem = "it needs model.pooling: mean, max, cls or last"
+            raise FedspanError("model.pooling_normalize", self.pooling_normalize, problem=problem)
         if self.max_memory and self.device_map is None:
             raise FedspanError("model.max_memory", self.max_memory, problem="it needs model.device_map: auto")
         if self.device_map is not None and self.quantization is not None:

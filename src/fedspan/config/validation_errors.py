@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pydantic
 from pydantic import BaseModel
 
+from fedspan.data.config import CONTRADICTION
 from fedspan.errors import FedspanError, suggest_nearest
 
 __all__ = ["VARIANT", "convert_validation_error"]
@@ -38,6 +39,10 @@ def convert_validation_error(
         siblings = _list_fields(root, detail["loc"][:-1])
         problem = f"there is no such field. {suggest_nearest(str(detail['loc'][-1]), siblings)}"
         return FedspanError(field, detail["input"], problem=problem)
+    if detail["type"] == CONTRADICTION:
+        context = detail.get("ctx", {})
+        contradicted = ".".join(part for part in (field if field != "config" else "", context["field"]) if part)
+        return FedspanError(contradicted, context["value"], problem=context["problem"])
     if detail["type"] == "missing":
         return FedspanError(field, None, problem="this field is required")
     return FedspanError(field, detail["input"], _format_expectation(message))

@@ -151,7 +151,8 @@ def _get_classes(dataset: datasets.Dataset, config: PartitionConfig, field: str)
     """Return the class of each example for partitions by label: its label, or the range that contains its number."""
     if "label" in dataset.column_names:
         if config.bins is not None:
-            raise FedspanError(f"{field}.bins", config.bins, "left out: these examples have labels, not numbers")
+            problem = "these examples have labels, not numbers. Leave it out"
+            raise FedspanError(f"{field}.bins", config.bins, problem=problem)
         return get_arrow_column(dataset, "label").to_numpy()
     if config.bins is None or "target" not in dataset.column_names:
         remedy = f"regression: set {field}.bins; causal-lm: name a column in data.label"

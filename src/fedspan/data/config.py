@@ -20,7 +20,21 @@ from fedspan.data.catalogue import get_dataset_entry
 from fedspan.data.dialects import Quoting
 from fedspan.errors import FedspanError
 
-__all__ = ["DataConfig", "PartitionConfig"]
+__all__ = ["CONTRADICTION", "DataConfig", "PartitionConfig"]
+
+CONTRADICTION = "contradiction"
+"""Type of pydantic's errors about a field that contradicts another field of its section; their context names it."""
+
+
+def _contradiction(field: str, value: object, problem: str) -> PydanticCustomError:
+    """Return the error of a field that contradicts another field of its section.
+
+    Args:
+        field: Name of the field in its section.
+        value: Its value.
+        problem: The problem, as a ``FedspanError`` takes it.
+    """
+    return PydanticCustomError(CONTRADICTION, "{problem}", {"field": field, "value": value, "problem": problem})
 
 
 class DataConfig(BaseModel):
@@ -198,7 +212,7 @@ class DataConfig(BaseModel):
     def _somewhere(cls, value: str | None, info: ValidationInfo) -> str | None:
         # An unknown dataset is missing from info.data; that mistake has been reported by then.
         if value is None and info.data.get("dataset", "") is None:
-            raise ValueError("is required, or data.dataset: a key that fedspan data lists")
+            raise ValueError("a file or a hub id, or data.dataset: a key that fedspan data lists")
         return value
 
     @field_validator("labels", mode="before")
@@ -222,19 +236,26 @@ class DataConfig(BaseModel):
         columns = {"text": self.text, "text_pair": self.text_pair, "label": self.label or "label"}
         if self.dataset is not None:  # the catalogue names the other columns later
             columns = {name: column for name, column in columns.items() if name in self.model_fields_set}
-        names = [column for column in columns.values() if column is not None]
-        if len(set(names)) < len(names):
-            raise ValueError(f"text, text_pair and label are different columns, not {', '.join(names)}")
+        roles: dict[str, str] = {}
+        for name, column in columns.items():
+            if column in roles:
+                problem = f"{column!r} is the column of {roles[column]}, too. Each needs a column of its own"
+                raise _contradiction(name, column, problem)
+            if column is not None:
+                roles[column] = name
         if self.labels is not None and self.first_labels is not None:
-            raise ValueError("labels or first_labels, not both: both say which labels to keep")
+            problem = "labels says already which labels are kept. Leave one of the two out"
+            raise _contradiction("first_labels", self.first_labels, problem)
         if self.messages is not None and self.prompt is not None:
-            raise ValueError("prompt or messages, not both: both say what the model is given")
+            problem = "messages says already what the model is given. Leave one of the two out"
+            raise _contradiction("prompt", self.prompt, problem)
         if (self.messages is not None or self.system is not None) and not self.chat:
-            raise ValueError("messages and system need chat: true")
+            raise _contradiction("chat", self.chat, "messages and system need chat: true")
         if self.columns is not None and self.header:
-            raise ValueError("columns or header: true, not both: both say how the columns are named")
+            problem = "header: true takes the columns' names from the first line. Leave one of the two out"
+            raise _contradiction("columns", self.columns, problem)
         if self.keep_only and self.labels is None:
-            raise ValueError("keep_only needs labels: the ones to keep")
+            raise _contradiction("keep_only", self.keep_only, "it needs labels, the labels that are kept")
         return self
 
     @model_serializer(mode="wrap")
@@ -321,11 +342,13 @@ class PartitionConfig(BaseModel):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.validation + self.test >= 1:
-            raise ValueError(
-                f"validation + test below 1, not {self.validation + self.test:g}: the rest is for training"
+            problem = (
+                f"validation and test sum to {self.validation + self.test:g}, which leaves nothing for training. "
+                "Their sum must be below 1"
             )
+            raise _contradiction("validation", self.validation, problem)
         if self.partitioner == "natural" and self.column is None:
-            raise ValueError("partitioner natural needs column: its values are the clients")
+            raise _contradiction("column", None, "partitioner natural needs it: the column's values are the clients")
         if self.partitioner != "natural" and self.column is not None:
-            raise ValueError(f"column is for partitioner natural, not {self.partitioner}")
+            raise _contradiction("column", self.column, f"it is for partitioner natural, not {self.partitioner}")
         return self

@@ -44,7 +44,8 @@ def fill_data_defaults(config: DataConfig, field: str = "data") -> DataConfig:
         return DataConfig.model_validate({**defaults, **user_settings})
     except pydantic.ValidationError as error:
         message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-        raise FedspanError(f"{field}.dataset", config.dataset, f"settings that fit it: {message}") from None
+        problem = f"the settings beside it do not fit it: {message}"
+        raise FedspanError(f"{field}.dataset", config.dataset, problem=problem) from None
 
 
 def _get_train_defaults(entry: DatasetEntry, config: DataConfig, field: str) -> dict[str, Any]:

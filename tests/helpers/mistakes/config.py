@@ -273,20 +273,28 @@ FIELDS = [
     ),
     Mistake("labels-twice", "A label is listed twice.", "data.labels", _parse(data__labels=["a", "a"])),
     Mistake(
-        "labels-and-first", "labels and first_labels.", "data", _parse(data__labels=["a", "b"], data__first_labels=2)
+        "labels-and-first",
+        "labels and first_labels.",
+        "data.first_labels",
+        _parse(data__labels=["a", "b"], data__first_labels=2),
     ),
-    Mistake("keep-only", "keep_only without labels.", "data", _parse(data__keep_only=True)),
-    Mistake("same-column", "Text and label are one column.", "data", _parse(data__text="a", data__label="a")),
+    Mistake("keep-only", "keep_only without labels.", "data.keep_only", _parse(data__keep_only=True)),
+    Mistake("same-column", "Text and label are one column.", "data.label", _parse(data__text="a", data__label="a")),
     Mistake(
         "prompt-and-messages",
         "prompt and messages.",
-        "data",
+        "data.prompt",
         _parse(data__prompt="{q}", data__messages="m", data__chat=True),
     ),
-    Mistake("messages-no-chat", "messages without chat.", "data", _parse(data__messages="m")),
-    Mistake("shares", "Nothing is left for training.", "partition", _parse(partition={"validation": 0.5, "test": 0.5})),
-    Mistake("natural", "natural without a column.", "partition", _parse(partition__partitioner="natural")),
-    Mistake("column", "A column without natural.", "partition", _parse(partition__column="site")),
+    Mistake("messages-no-chat", "messages without chat.", "data.chat", _parse(data__messages="m")),
+    Mistake(
+        "shares",
+        "Nothing is left for training.",
+        "partition.validation",
+        _parse(partition={"validation": 0.5, "test": 0.5}),
+    ),
+    Mistake("natural", "natural without a column.", "partition.column", _parse(partition__partitioner="natural")),
+    Mistake("column", "A column without natural.", "partition.column", _parse(partition__column="site")),
 ]
 DEVICES = [
     Mistake(

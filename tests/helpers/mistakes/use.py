@@ -154,7 +154,10 @@ EVALUATE = [
     Mistake("data-text", "There is no column of texts.", "text", _evaluate("message,label\nword1,lab\n")),
     Mistake("data-label", "There is no column of labels.", "label", _evaluate("text,intent\nword1,lab\n")),
     Mistake(
-        "data-same", "Text and label are one column.", "data", _evaluate("text,label\nword1,lab\n", text="a", label="a")
+        "data-same",
+        "Text and label are one column.",
+        "label",
+        _evaluate("text,label\nword1,lab\n", text="a", label="a"),
     ),
     Mistake("data-unknown", "A label that the model does not know.", "data", _evaluate("text,label\nword1,gossip\n")),
     Mistake("data-answer", "There is no column of answers.", "answer", _evaluate("question\na1\n", "answering")),
