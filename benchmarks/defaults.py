@@ -8,8 +8,9 @@ set: the seed, the partition, the test file, and the baselines. A subset is draw
 from the set's own train and test parts.
 
 Finished cells are not run again, so the script can be stopped at any moment; cells run seed by seed, so that an
-unfinished table covers all sets. ``--only`` names sets, ``--one-seed`` runs the first seed, ``--leave-one-out`` chooses
-settings on all other sets and tests them on the left-out one. ``--page`` writes the tables.
+unfinished table covers all sets. ``--only`` names sets, ``--partitions`` names partitions, ``--one-seed`` runs the
+first seed, ``--leave-one-out`` chooses settings on all other sets and tests them on the left-out one. ``--page`` writes
+the tables.
 """
 
 from __future__ import annotations
@@ -345,7 +346,7 @@ def default_table(args: argparse.Namespace) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in args.only:
-        for partition in PARTITIONS:
+        for partition in args.partitions:
             done = [cell for seed in args.seeds if is_finished(cell := Cell(name, partition, seed), args)]
             if not done:
                 continue
@@ -476,6 +477,9 @@ def main() -> None:
     parser.add_argument("--models", type=Path, required=True, help="folder with mobilenet_v2")
     parser.add_argument("--out", type=Path, default=Path("runs/defaults"))
     parser.add_argument("--only", nargs="+", choices=list(SETS), default=list(SETS), metavar="SET")
+    parser.add_argument(
+        "--partitions", nargs="+", choices=list(PARTITIONS), default=list(PARTITIONS), metavar="PARTITION"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--one-seed", action="store_true", help="the first seed only")
     parser.add_argument("--leave-one-out", action="store_true", help="the other settings, too, and their table")
@@ -484,7 +488,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="write the tables to this file")
     args = parser.parse_args()
     args.seeds = args.seeds[:1] if args.one_seed else args.seeds
-    cells = [Cell(name, partition, seed) for seed in args.seeds for name in args.only for partition in PARTITIONS]
+    cells = [Cell(name, partition, seed) for seed in args.seeds for name in args.only for partition in args.partitions]
     other = [Cell(name, "Dirichlet 0.3", args.seeds[0], setting) for setting in SETTINGS for name in args.only]
     if not args.no_run:
         run_cells([*cells, *(other if args.leave_one_out else [])], args)
