@@ -106,6 +106,24 @@ def test_a_run_and_its_export(kind: str, decoders: Path, tmp_path: Path) -> None
     assert "quantization_config" not in json.loads((merged / "config.json").read_text())
 
 
+def test_int8_layers_log_nothing(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """bitsandbytes would log a warning for every layer and pass that is given float32 on a CPU."""
+    from helpers import tiny
+
+    made = prepare(tiny.config(tiny_folder, model={"quantization": "int8"}))
+    progress = made.federation.run_round(made.federation.begin()).progress
+    assert made.test is not None
+
+    def logged() -> bool:
+        caplog.clear()
+        made.evaluator.evaluate_heldout(progress, made.test)
+        return any("MatMul8bitLt" in record.getMessage() for record in caplog.records)
+
+    assert not logged()
+    with caplog.at_level("WARNING", logger="bitsandbytes.autograd._functions"):
+        assert logged()
+
+
 @kinds
 def test_a_classifier_s_head_is_not_quantised(kind: str, tiny_folder: Path) -> None:
     from helpers import tiny
