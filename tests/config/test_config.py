@@ -80,7 +80,7 @@ def test_settings_carry_every_field_of_the_config() -> None:
     own = {"clip_ratio": 1.25, "max_norm": 3.0, "max_weight_ratio": 7.0}
     federation = {**VALID["federation"], "trim": 0.2, **own}
     config = parse_config({**VALID, "training": training, "privacy": privacy, "federation": federation})
-    alone = {"logit_adjustment"}  # dp-sgd refuses it
+    alone = {"logit_adjustment", "head_updates"}  # dp-sgd refuses them
     assert set(training) | alone == set(type(config.training).model_fields)
     optimizer = OptimizerSpec(name="sgd", lr=0.3, momentum=0.8, betas=(0.7, 0.95), eps=1e-5, weight_decay=0.02)
     private = Privacy("dp-sgd", 0.5, 2.0, 3.0, 1e-6, "prv", 6, derive_seed_key(3))
@@ -89,8 +89,11 @@ def test_settings_carry_every_field_of_the_config() -> None:
     assert config.build_training_settings() == expected
     fields = set(TrainingSettings.__dataclass_fields__)
     assert {name for name in fields if getattr(expected, name) != getattr(default, name)} == fields - alone
-    adjusted = parse_config({**VALID, "training": {"logit_adjustment": 0.5}}).build_training_settings()
-    assert (adjusted.logit_adjustment, default.logit_adjustment) == (0.5, 0.0)
+    changed = {"logit_adjustment": 0.5, "head_updates": "own-classes"}
+    assert set(changed) == alone
+    adjusted = parse_config({**VALID, "training": changed}).build_training_settings()
+    assert {name: getattr(adjusted, name) for name in alone} == changed
+    assert (default.logit_adjustment, default.head_updates) == (0.0, "all")
     assert config.build_round_settings() == RoundSettings(6, 2, 3, "mean", 0.2, 1.25, 3.0, 7.0, private)
     secret = config.build_round_settings(bytes(32)).privacy
     assert secret == replace(private, key=bytes(32), secret=True) == config.build_training_settings(bytes(32)).privacy
@@ -129,7 +132,7 @@ def test_unknown_names_get_the_nearest() -> None:
 
 
 def test_wrong_values_are_named() -> None:
-    refused({"data": {}}, "data.train", None, "is required")
+    refused({"data": {}}, "data.train", None, "no value is given. Expected a file or a hub id, or data.dataset")
     refused({"training.lr": 0}, "training.lr", 0, "above 0")
     refused({"training.lr": float("inf")}, "training.lr", float("inf"), "above 0")
     for field in ("training.weight_decay", "training.eps", "training.max_grad_norm", "centralized_lr"):
@@ -147,7 +150,7 @@ def test_wrong_values_are_named() -> None:
     refused({"seed": 2**64}, "seed", 2**64, "less than 9223372036854775808")
     refused({"model.modules_to_save": [""]}, "model.modules_to_save.0", "", "at least 1 character")
     refused({"training.learning_rate": 1}, "training.learning_rate", 1, "Did you mean 'lr'")
-    refused({"partition.column": "ward"}, "partition", VALID["partition"] | {"column": "ward"}, "partitioner natural")
+    refused({"partition.column": "ward"}, "partition.column", "ward", "it is for partitioner natural, not dirichlet")
 
 
 def test_method_options_have_types_and_ranges() -> None:

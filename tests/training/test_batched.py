@@ -103,6 +103,7 @@ def test_every_family_of_models(kind: str, tiny_folder: Path, decoders: Path, im
         {"training": {"gradient_accumulation_steps": 3, "local_steps": None}},
         {"training": {"batch_size": 7, "local_steps": None}},
         {"training": {"logit_adjustment": 1.0, "local_steps": None}},
+        {"training": {"head_updates": "own-classes", "weight_decay": 0.1}},
         {"training": {"momentum": 0.9, "weight_decay": 0.1, "optimizer_state": "keep"}},
         {"model": {"modules_to_save": ["LayerNorm", "pooler"]}},
         {"model": {"target_modules": ["word_embeddings", "query"]}},

@@ -28,7 +28,15 @@ WAYS = (
     *("task causal-lm", "task causal-lm packed", "task regression"),
     *("task images", "task images, batch norm", "task images from scratch"),
     *("conv1d", "roberta", "prefix cache", "head start", "dropout", "accumulation", "momentum", "moments kept"),
-    *("logit adjustment", "gradient checkpointing", "bfloat16", "whole modules", "embeddings", "pooling"),
+    *(
+        "logit adjustment",
+        "head updates",
+        "gradient checkpointing",
+        "bfloat16",
+        "whole modules",
+        "embeddings",
+        "pooling",
+    ),
     *("fused attention", "threads"),
 )
 NAMES = [*(f"method {key}" for key in METHODS), *(f"wrapper {key}" for key in WRAPPERS), *WAYS]

@@ -210,6 +210,24 @@ class RunConfig(Section):
             if value is not None:
                 raise FedspanError(field, value, problem=problem)
 
+    def _require_head_updates_fit(self) -> None:
+        """Check that ``training.head_updates`` fits the rest of the run.
+
+        Raises:
+            FedspanError: If it does not.
+        """
+        updates = self.training.head_updates
+        reasons = {
+            f"{self.task} has no classes": self.task not in CLASSIFIERS,
+            "dp-sgd does not protect which classes a client has": self.privacy is not None
+            and self.privacy.mechanism == "dp-sgd",
+            "model.extras: frozen trains no row of the head": self.model.extras == "frozen",
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        if updates != "all" and reason is not None:
+            problem = f"{updates} does not apply, because {reason}"
+            raise FedspanError("training.head_updates", updates, "all", problem=problem)
+
     def _require_training_fit(self) -> None:
         """Check that options of local training, and those that need validation parts, fit the rest of the run.
 
@@ -223,6 +241,7 @@ class RunConfig(Section):
         if adjustment and self.privacy is not None and self.privacy.mechanism == "dp-sgd":
             problem = "it cannot be combined with dp-sgd, which does not protect a client's class counts"
             raise FedspanError("training.logit_adjustment", adjustment, "0", problem=problem)
+        self._require_head_updates_fit()
         if training.lr == "auto" and self.privacy is not None:
             problem = "auto cannot be combined with privacy, because every trial would cost privacy budget"
             raise FedspanError("training.lr", "auto", "a number", problem=problem)
@@ -341,6 +360,7 @@ class RunConfig(Section):
             dropout=t.lora_dropout,
             group_by_length=t.group_by_length,
             logit_adjustment=t.logit_adjustment,
+            head_updates=t.head_updates,
             privacy=self.build_privacy_settings(key),
         )
 

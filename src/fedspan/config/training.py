@@ -58,6 +58,12 @@ class TrainingConfig(Section):
         "the client's examples to its logit in local training, so that a client does not unlearn "
         "classes that it lacks (logit calibration; usually 1). 0: off.",
     )
+    head_updates: Literal["all", "own-classes"] = Field(
+        default="all",
+        description="Rows of a classifier's output layer that a client trains. own-classes: those of the classes of "
+        "its training examples; the other rows keep the values that the client received. With logit_adjustment and "
+        "no weight decay, these rows have no gradient in any case. model.extras: frozen trains no row.",
+    )
     group_by_length: bool = Field(
         default=True, description="Put texts of similar length into a batch, which reduces padding."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -13,10 +14,11 @@ from torch import Tensor
 from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import Projected
 from fedspan.core.projectors import compute_sketched_projector, compute_svd_projector, draw_projector, reproject
-from fedspan.core.tensors import create_generator, join_tensor_name, to_device
+from fedspan.core.tensors import create_generator, join_extra_name, join_tensor_name, to_device
 from fedspan.core.values import Job, Refresh, Trained
+from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.head import FeatureTap, find_output_layer
+from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_output_layer
 from fedspan.tasks.labelling import Labelling, class_offsets
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import Padding, split_evaluation_batches
@@ -147,6 +149,19 @@ class Engine(Protocol):
         ...
 
 
+def _find_restricted_layer(adapted: AdaptedModel, settings: TrainingSettings) -> OutputLayer:
+    """Find the output layer whose rows ``settings.head_updates`` restricts.
+
+    Raises:
+        FedspanError: If the model has no output layer with a row for each class.
+    """
+    try:
+        return find_output_layer(adapted)
+    except NoOutputLayer as error:
+        problem = f"the model's head has no row for each class: {error}"
+        raise FedspanError("training.head_updates", settings.head_updates, "all", problem=problem) from error
+
+
 def train_one_by_one(
     sizes: Mapping[str, int],
     open_job: Callable[[str], Assignment],
@@ -196,6 +211,7 @@ class Trainer:
         self.task = task
         self.settings = settings
         self.seed = seed
+        self._restricted_layer = None if settings.head_updates == "all" else _find_restricted_layer(adapted, settings)
         self.prefixes = prefix if isinstance(prefix, PrefixCaches) else PrefixCaches(adapted, task, prefix, self.stages)
         refusals = {
             "it was not asked for": not padding_free,
@@ -217,6 +233,20 @@ class Trainer:
         assert isinstance(self.task, Labelling)
         labels: np.ndarray = examples.labels[assignment.indices]  # pyright: ignore
         return class_offsets(labels, len(self.task.labels), strength).to(self.adapted.device)
+
+    def restrict_head(self, assignment: Assignment, examples: Examples) -> Assignment:
+        """Mask the head's rows of classes that an assignment's examples lack, if ``head_updates`` asks for it."""
+        if self._restricted_layer is None:
+            return assignment
+        path, job = self._restricted_layer.path, assignment.job
+        labels: np.ndarray = examples.labels[assignment.indices]  # pyright: ignore
+        rows = torch.zeros(self._restricted_layer.outputs).index_fill(0, torch.from_numpy(np.unique(labels)), 1.0)
+        names = {join_extra_name(f"{path}.weight"), join_extra_name(f"{path}.bias")}.intersection(job.trainable_names)
+        masks = {
+            name: rows.view(-1, *[1] * (job.tensors[name].ndim - 1)).expand_as(job.tensors[name])
+            for name in sorted(names)
+        }
+        return replace(assignment, job=replace(job, masks={**job.masks, **masks}))
 
     def make_optimizer(self, assignment: Assignment, live: Mapping[str, Tensor]) -> LocalOptimizer:
         """Make the optimizer of a job whose tensors are installed."""

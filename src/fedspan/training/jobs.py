@@ -66,6 +66,8 @@ class TrainingSettings:
         group_by_length: Use batches of similar length, drawn from windows of a few shuffled batches.
         logit_adjustment: Factor on the logarithms of a client's class shares, which are added to the logits in local
             training (``tasks.labelling.class_offsets``); 0: none are.
+        head_updates: Rows of a classifier's output layer that a client trains: ``all``, or ``own-classes``, those of
+            the classes of its training examples.
         privacy: Privacy settings of the run; with ``dp-sgd``, batches are Poisson samples of
             ``batch_size * accumulate`` examples on average, and ``max_grad_norm`` has no effect.
     """
@@ -84,6 +86,7 @@ class TrainingSettings:
     dropout: float = 0.0
     group_by_length: bool = True
     logit_adjustment: float = 0.0
+    head_updates: Literal["all", "own-classes"] = "all"
     privacy: Privacy | None = None
 
     def workload(self, count: int) -> int:

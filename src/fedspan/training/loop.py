@@ -46,6 +46,7 @@ class LoopEngine(Trainer):
         settings, adapted = self.settings, self.adapted
         if self.private is not None:
             return self.private.train(assignment, examples)
+        assignment = self.restrict_head(assignment, examples)
         job, indices = assignment.job, assignment.indices
         self.prepare(examples, [indices])
         adapted.train_mode(job.buffers)

@@ -142,7 +142,10 @@ class Worker:
             return None
         self.loop.prepare(examples, [assignment.indices])
         self._mode = None
-        offsets = self.loop.logit_offsets(assignment, examples)
+        assignment, offsets = (
+            self.loop.restrict_head(assignment, examples),
+            self.loop.logit_offsets(assignment, examples),
+        )
         slot = ClientSlot(assignment, layout, self.settings, self.seed, examples, self.adapted.device, offsets)
         for name, value in slot.frozen.items():
             if name in assignment.job.buffers:

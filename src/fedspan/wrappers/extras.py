@@ -73,7 +73,12 @@ class WithExtras(Wrapper):
     ) -> tuple[Job | Message, Memory]:
         inner_tensors, extras = split_extras(trained.tensors)
         own, _ = split_extras(memory)
-        inner_job = replace(job, tensors=split_extras(job.tensors)[0], trainable=_drop_extras(job.trainable))
+        inner_job = replace(
+            job,
+            tensors=split_extras(job.tensors)[0],
+            trainable=_drop_extras(job.trainable),
+            masks=split_extras(job.masks)[0],
+        )
         result, own = self.inner.finish(inner_job, replace(trained, tensors=inner_tensors), client, own, round)
         stored_extras = {} if self.policy == "average" else extras
         if isinstance(result, Job):
