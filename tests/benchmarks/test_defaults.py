@@ -107,6 +107,24 @@ def test_the_goal_is_a_share_of_centralized_training_and_no_less_than_the_start(
     assert lines[3] == f"| {NAME} | Dirichlet 0.3 | 1 | 79.0 | 78.5 | 80.0 | 98.1 | 7 | 3 | missed |"
 
 
+def test_rows_that_miss_the_goal_show_how_their_rounds_were_chosen(defaults: ModuleType, args: Namespace) -> None:
+    finish(defaults, args, defaults.Cell(NAME, "IID", 0), 0.7, 0.78)
+    assert defaults.missed_table(args) == ""
+    cell = defaults.Cell(NAME, "Dirichlet 0.3", 1)
+    finish(defaults, args, cell, 0.79, 0.785)
+    folder = defaults.folder_of(cell, args)
+    report = json.loads((folder / "report.json").read_text())
+    (folder / "report.json").write_text(json.dumps({**report, "best_round": 2}))
+    rows = [
+        {"validation": {"loss": 0.5 - 0.125 * number, "accuracy": 0.75}, "test": {"accuracy": 0.79 - 0.002 * number}}
+        | ({"loss": 0.25 / number} if number else {})
+        for number in range(4)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (line,) = defaults.missed_table(args).splitlines()[2:]
+    assert line == f"| {NAME} | Dirichlet 0.3 | 1 | 2 | 0.250 | 0.500 to 0.250 | 75.0 to 75.0 | 79.0 to 78.6 |"
+
+
 def test_settings_are_chosen_on_the_other_sets(defaults: ModuleType, args: Namespace) -> None:
     args.only = [NAME, "SST-2", "PACS"]
     scores = {"as init writes it": (0.8, 0.8, 0.8), "rate x 4": (0.5, 0.9, 0.9)}
