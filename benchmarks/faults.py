@@ -655,7 +655,7 @@ def version(stage: Stage) -> Outcome:
         finally:
             del os.environ["SPOILT_VERSION"]
 
-    return _not_taking_part(stage, "version", "it runs fedspan", join)
+    return _not_taking_part(stage, "version", "`version`: ", join)
 
 
 @fault("labels", "a node's data hold a label that the run has not")
