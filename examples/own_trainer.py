@@ -18,7 +18,11 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
+
+try:
+    from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
+except ImportError:
+    raise SystemExit("This example trains with TRL, which is not installed: pip install 'fedspan[trl]'") from None
 
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry")
 OFFICES = ("north", "south")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+import fedspan
 from fedspan.deployment import deploy
 from fedspan.deployment.trainer_node import TrainerNode
 from fedspan.errors import FedspanError
@@ -48,6 +49,15 @@ def test_a_node_has_data_or_a_trainer(tiny_folder: Path, tmp_path: Path) -> None
     (tmp_path / "node.yaml").write_text("id: clinic\nserver: localhost:1\n")
     with pytest.raises(FedspanError, match=r"fedspan\.join\(file, trainer=\.\.\.\)"):
         deploy.join(tmp_path / "node.yaml", insecure=True)
+
+
+def test_a_plain_loop_in_several_processes_is_refused(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = fedspan.TorchTrainer(torch.nn.Linear(3, 2), lambda round: None, 8)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(FedspanError, match="runs in 2 processes, and a plain loop trains in one"):
+        TrainerNode(node(tiny_folder, tmp_path / "node", data={}), loop)
 
 
 class ChangesOnce(TrainerCallback):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -137,16 +139,30 @@ def with_trainers(prepared: Prepared, config: Any, folder: Path, **changes: Any)
     return replace(made, engine=engine)
 
 
+@cache
+def site_rows(folder: Path, owner: str) -> tuple[Any, datasets.Dataset]:
+    """The tokenizer, and the encoded texts of a site of the tiny corpus; many tests read them and none changes them."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "bert")
+    rows = datasets.load_dataset("csv", data_files=str(folder / "corpus.csv"), split="train").to_list()
+    encoded = [
+        {**tokenizer(row["text"]), "labels": tiny.LABELS.index(row["label"])} for row in rows if row["site"] == owner
+    ]
+    return tokenizer, datasets.Dataset.from_list(encoded)
+
+
+def spare_the_collector() -> None:
+    """Exempt all that was imported so far from the garbage collector.
+
+    Accelerate collects twice in every round and evaluation, and each time it would walk over all modules of TRL and
+    sentence-transformers, which took most of a test's time.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def make_trainer(folder: Path, owner: str, **changes: Any) -> Trainer:
     """The trainer of a site of the tiny corpus, as its owner would write it."""
-    tokenizer = AutoTokenizer.from_pretrained(folder / "bert")
-    rows = datasets.load_dataset("csv", data_files=str(folder / "corpus.csv"), split="train")
-    rows = rows.filter(lambda row: row["site"] == owner)
-
-    def encode(row: Mapping[str, Any]) -> dict[str, Any]:
-        return {**tokenizer(row["text"]), "labels": tiny.LABELS.index(row["label"])}
-
-    encoded = rows.map(encode, remove_columns=rows.column_names)
+    tokenizer, encoded = site_rows(folder, owner)
     return Trainer(
         model=changes.pop("model", None) or tiny.fresh_classifier(folder / "bert"),
         args=changes.pop("args", None) or arguments(folder / "trainer"),

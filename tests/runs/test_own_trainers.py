@@ -14,12 +14,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback
 
 import fedspan
 from fedspan.errors import FedspanError
-from helpers import tiny
-from helpers.trainer_clients import arguments, make_trainer
+from helpers import tiny, tiny_decoders
+from helpers.trainer_clients import arguments, make_trainer, spare_the_collector
 
 OWNERS = ("east", "north", "south")
 
@@ -51,6 +51,7 @@ def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """A finished run of two owners."""
     folder = tmp_path_factory.mktemp("own") / "run"
     simulate(tiny_folder, folder)
+    spare_the_collector()  # the first run imports modules
     return folder
 
 
@@ -257,8 +258,11 @@ def test_what_a_trainer_cannot_honour_is_refused(
 
 
 def test_a_model_with_an_adapter_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    model = get_peft_model(tiny.fresh_classifier(tiny_folder / "bert"), LoraConfig(target_modules=["query"]))
-    assert "Leave peft_config out" in refusal(tiny_folder, tmp_path, make_trainer(tiny_folder, "east", model=model))
+    peft_config = LoraConfig(r=4, lora_alpha=12, target_modules=["value", "query"])
+    model = get_peft_model(tiny.fresh_classifier(tiny_folder / "bert"), peft_config)
+    problem = refusal(tiny_folder, tmp_path, make_trainer(tiny_folder, "east", model=model))
+    assert "Leave peft_config (or get_peft_model) out of the script" in problem
+    assert 'method: {r: 4, lora_alpha: 12} and model: {target_modules: ["query", "value"]}' in problem
 
 
 @pytest.mark.parametrize(
@@ -384,3 +388,27 @@ def test_an_evaluation_that_fails_is_reported_with_client_and_round(tiny_folder:
 
     trainer = plain_loop(tiny_folder, 4, evaluate=evaluate, validation_examples=3)
     assert "evaluation of client east failed after round 1" in refusal(tiny_folder, tmp_path, trainer)
+
+
+def test_a_plain_loop_trains_on_a_quantized_base(decoders: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="the extra fedspan[quantization] is not installed")
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained(decoders / "llama-lm", quantization_config=quantization)
+    stored = {name: value.clone() for name, value in model.named_parameters() if not value.is_floating_point()}
+    tokens = torch.arange(3, 27).reshape(8, 3)
+    losses: list[float] = []
+
+    def train(round: fedspan.TrainingRound) -> None:
+        for rows in round.batches(tokens.split(4)):
+            loss = model(input_ids=rows, labels=rows).loss
+            loss.backward()
+            losses.append(float(loss))
+            round.step(loss, len(rows))
+
+    config = {"model": {"target_modules": tiny_decoders.TARGETS["llama"]}, "training": {"lr": 0.05, "local_epochs": 2}}
+    fedspan.simulate(config, tmp_path / "run", trainers={"a": fedspan.TorchTrainer(model, train, len(tokens))})
+    assert stored
+    assert losses[-1] < losses[0]
+    found = dict(model.named_parameters())
+    assert all(torch.equal(value, found[name]) for name, value in stored.items())
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()

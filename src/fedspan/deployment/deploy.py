@@ -53,12 +53,13 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
         path: The node file.
         trainer: A trainer of the owner's own, which trains and evaluates on its own data: a ``transformers.Trainer``
             or one derived from it, a ``TorchTrainer``, or a function without arguments that makes one. It runs in this
-            process, so ``limits.round_seconds`` has no effect. None: fedspan trains on the file's ``data``.
+            process, so ``limits.round_seconds`` has no effect. In a script of several processes (``torchrun``), each
+            calls this function, and rank 0 speaks for the owner. None: fedspan trains on the file's ``data``.
         insecure: Whether to run without TLS and a key, for a test on one machine.
         stop: Event that ends the function when set.
 
     Raises:
-        FedspanError: If the file has an error, or the server refuses this node.
+        FedspanError: If the file has an error, the server refuses this node, or one of several processes failed.
     """
     require()
     from fedspan.transports.flower.keys import SOON, compute_days_left, load_node_key
@@ -72,16 +73,23 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
     authority = None if insecure or node.authority is None else Path(node.authority)
     if authority is not None and (days := compute_days_left(authority)) < SOON:
         log.warning("%s expires in %.0f days: ask the server's operator for a new one (fedspan renew)", authority, days)
+    stop = stop or Event()
     link = Link(node.server, authority, keys, node.limits.message_bytes)
     if trainer is not None:
-        from fedspan.deployment.trainer_node import TrainerNode
+        from fedspan.deployment.trainer_node import TrainerNode, adopt_node_trainer, follow
+        from fedspan.training.trainers.processes import Processes, count_processes
 
-        worker = TrainerNode(node, trainer)
+        adopted = adopt_node_trainer(node, trainer)
+        processes = Processes() if count_processes() > 1 else None
+        if processes is not None and not processes.is_leader:
+            follow(node, adopted, processes)
+            return
+        worker = TrainerNode(node, adopted, processes, stop)
     else:
         require_data(node)
         worker = Supervisor(Path(path), node.limits.round_seconds)
     with closing(worker):
-        serve(link, worker.answer, stop or Event())
+        serve(link, worker.answer, stop)
 
 
 def submit(

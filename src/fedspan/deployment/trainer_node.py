@@ -1,21 +1,36 @@
-"""A data owner's node that trains with the owner's own trainer, in this process."""
+"""A data owner's node that trains with the owner's own trainer, in this process or in those of its DDP."""
 
 from __future__ import annotations
 
+import json
+import logging
+from threading import Event
 from typing import Any
 
+import numpy as np
+
+from fedspan.config import parse_config
 from fedspan.config.node import NodeConfig
+from fedspan.core.base import BaseUpdate
 from fedspan.data.files import FROM_TRAINERS
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.runs.own_trainers import TrainerRuns, adopt_trainer
+from fedspan.tasks.trainer import TrainerExamples
+from fedspan.training.jobs import Assignment
+from fedspan.training.trainers.local import LocalTrainer
+from fedspan.training.trainers.processes import Processes, count_processes, read_job
+from fedspan.training.trainers.trainer_engine import TrainerEngine
+from fedspan.training.trainers.transformers import TransformersTrainer
 
-__all__ = ["TrainerNode"]
+__all__ = ["TrainerNode", "adopt_node_trainer", "follow"]
+
+log = logging.getLogger("fedspan.node")
 
 
-class TrainerNode:
-    """A node service whose runs train with a user's trainer.
+def adopt_node_trainer(node: NodeConfig, trainer: Any) -> LocalTrainer:
+    """Return a user's trainer as a node uses it.
 
     Args:
         node: Config of the node, without data.
@@ -24,25 +39,108 @@ class TrainerNode:
     Raises:
         FedspanError: If the file names data, or the trainer is one that a federation cannot honour.
     """
+    if node.data:
+        problem = "the examples of this node are its trainer's own; leave data out"
+        raise FedspanError("data", sorted(node.data), problem=problem)
+    adopted = adopt_trainer(trainer)
+    if (count := count_processes()) > 1 and not isinstance(adopted, TransformersTrainer):
+        problem = (
+            f"the script runs in {count} processes, and a plain loop trains in one: nothing averages its gradients. "
+            "Start it without torchrun, or use a transformers.Trainer"
+        )
+        raise FedspanError("trainer", type(adopted).__name__, problem=problem)
+    inner = {id(value) for value in adopted.model.state_dict(keep_vars=True).values()}
+    outside = [name for name, value in adopted.root.state_dict(keep_vars=True).items() if id(value) not in inner]
+    if outside:
+        problem = f"{outside[0]} is outside of the Transformers model, and the server cannot compare it among nodes"
+        raise FedspanError("trainer", type(adopted.root).__name__, problem=problem)
+    return adopted
 
-    def __init__(self, node: NodeConfig, trainer: Any) -> None:
-        if node.data:
-            problem = "the examples of this node are its trainer's own; leave data out"
-            raise FedspanError("data", sorted(node.data), problem=problem)
-        adopted = adopt_trainer(trainer)
-        inner = {id(value) for value in adopted.model.state_dict(keep_vars=True).values()}
-        outside = [name for name, value in adopted.root.state_dict(keep_vars=True).items() if id(value) not in inner]
-        if outside:
-            problem = f"{outside[0]} is outside of the Transformers model, and the server cannot compare it among nodes"
-            raise FedspanError("trainer", type(adopted.root).__name__, problem=problem)
-        self._runs = TrainerRuns({node.id: adopted})
+
+class TrainerNode:
+    """A node service whose runs train with a user's trainer.
+
+    Args:
+        node: Config of the node, without data.
+        trainer: The trainer (``adopt_node_trainer``).
+        processes: The processes in which it trains, of which this is rank 0; None: it trains in this one.
+        stop: Event that ends the node, set when its processes can train no further order.
+
+    Raises:
+        FedspanError: If the trainer is one that a node cannot have.
+    """
+
+    def __init__(
+        self, node: NodeConfig, trainer: Any, processes: Processes | None = None, stop: Event | None = None
+    ) -> None:
+        self._processes, self._stop = processes, stop or Event()
+        self._runs = TrainerRuns({node.id: adopt_node_trainer(node, trainer)}, processes)
         own = node.model_copy(update={"data": {"train": FROM_TRAINERS}})
         self.service = NodeService(own, self._runs.prepare)
 
     def answer(self, envelope: Envelope) -> Envelope:
         """``NodeService.answer``."""
-        return self.service.answer(envelope)
+        reply = self.service.answer(envelope)
+        if self._processes is not None and self._processes.failure is not None:
+            self._stop.set()
+        return reply
 
     def close(self) -> None:
-        """Give the trainer's model back as it was."""
+        """Give the trainer's model back as it was, and end the trainer's other processes.
+
+        Raises:
+            FedspanError: If the processes failed.
+        """
         self._runs.close()
+        if self._processes is None:
+            return
+        if self._processes.failure is not None:
+            problem = f"{self._processes.failure}; all processes of this client end. Start the script again"
+            raise FedspanError("trainer", None, problem=problem)
+        self._processes.announce("end")
+
+
+def follow(node: NodeConfig, trainer: LocalTrainer, processes: Processes) -> None:
+    """Train, in a process other than rank 0, what rank 0 trains, until rank 0 ends.
+
+    Args:
+        node: Config of the node.
+        trainer: The trainer of this process.
+        processes: The processes.
+
+    Raises:
+        FedspanError: If this process or rank 0 fails.
+    """
+    runs, base = TrainerRuns({node.id: trainer}, processes), BaseUpdate()
+    engine: TrainerEngine | None = None
+    try:
+        while True:
+            announced = processes.receive()
+            header = announced[0]
+            if header["task"] == "end":
+                return
+            if header["task"] == "prepare":
+                engine = _prepare(runs, header["config"])
+                continue
+            if engine is None:
+                raise FedspanError("trainer", None, problem="this process could not build the run; see its log")
+            job, base = read_job(announced, base)
+            engine.adapted.set_base(base)
+            nothing = np.empty(0, np.int64)
+            if header["task"] == "evaluate":
+                engine.evaluate(node.id, job, TrainerExamples(0), nothing, 1)
+            else:
+                engine.train(Assignment(node.id, header["round"], job, nothing, header["lr"]))
+    finally:
+        runs.close()
+
+
+def _prepare(runs: TrainerRuns, config: str) -> TrainerEngine | None:
+    """Build rank 0's run in this process; None: an error was logged, and rank 0 refuses the run."""
+    try:
+        engine = runs.prepare(parse_config(json.loads(config))).engine
+    except FedspanError:
+        log.exception("the run cannot be trained in this process")
+        return None
+    assert isinstance(engine, TrainerEngine)
+    return engine

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import Trainer
@@ -27,6 +28,7 @@ from fedspan.tasks.metrics import METRICS_OF
 from fedspan.tasks.trainer import TrainerExamples, TrainerTask
 from fedspan.training.stages import Stages
 from fedspan.training.trainers.local import LocalTrainer
+from fedspan.training.trainers.processes import Processes, count_processes
 from fedspan.training.trainers.trainer_engine import Owner, TrainerEngine
 from fedspan.training.trainers.transformers import TransformersTrainer
 
@@ -116,20 +118,40 @@ def _require_no_adapter(trainer: LocalTrainer) -> None:
     for module in trainer.root.modules():
         if isinstance(module, PeftModel | BaseTunerLayer):
             problem = (
-                "its model has a PEFT adapter. Leave peft_config out: the run's method adds its own adapter, to the "
-                "layers that model.target_modules names"
+                "its model has a PEFT adapter, and the run's method adds its own. Leave peft_config (or "
+                f"get_peft_model) out of the script{_describe_adapter(trainer.root)}"
             )
             raise FedspanError("trainer", type(trainer.root).__name__, problem=problem)
 
 
+def _describe_adapter(model: nn.Module) -> str:
+    """Return how a run's config spells a PEFT model's adapter, after ", and ..."; empty if it has no LoRA."""
+    configs = model.peft_config if isinstance(model, PeftModel) else {}
+    config = next((config for config in configs.values() if isinstance(config, LoraConfig)), None)
+    if config is None:
+        return ", and name the layers in the run's config (model.target_modules)"
+    targets = config.target_modules
+    named = targets if isinstance(targets, str) else json.dumps(sorted(targets or ()))
+    return (
+        f", and set method: {{r: {config.r}, lora_alpha: {config.lora_alpha}}} and model: {{target_modules: {named}}} "
+        "in the run's config"
+    )
+
+
 def adopt_trainers(trainers: Mapping[str, Any]) -> dict[str, LocalTrainer]:
-    """Return users' trainers by client id (``adopt_trainer``).
+    """Return users' trainers by client id (``adopt_trainer``), all of which train in this process.
 
     Raises:
-        FedspanError: If there are none, or one of them is no trainer.
+        FedspanError: If there are none, one of them is no trainer, or the script runs in several processes.
     """
     if not trainers:
         raise FedspanError("trainers", dict(trainers), "a trainer, or a function that makes one, for each client")
+    if (count := count_processes()) > 1:
+        problem = (
+            f"the script runs in {count} processes, and fedspan.simulate runs a federation in one. Start it without "
+            "torchrun; fedspan.join trains one owner in several processes"
+        )
+        raise FedspanError("trainers", list(trainers), problem=problem)
     adopted: dict[str, LocalTrainer] = {}
     for id in sorted(trainers):
         try:
@@ -149,10 +171,11 @@ class TrainerRuns:
 
     Args:
         trainers: The clients' trainers by client id.
+        processes: The processes in which the only client's trainer trains (DDP); None: all train in this one.
     """
 
-    def __init__(self, trainers: Mapping[str, LocalTrainer]) -> None:
-        self._trainers = dict(sorted(trainers.items()))
+    def __init__(self, trainers: Mapping[str, LocalTrainer], processes: Processes | None = None) -> None:
+        self._trainers, self._processes = dict(sorted(trainers.items())), processes
         self._restore = ExitStack()
 
     def close(self) -> None:
@@ -177,6 +200,23 @@ class TrainerRuns:
         Raises:
             FedspanError: If anything in the config does not fit the trainers or their models.
         """
+        if self._processes is None:
+            return self._prepare(config, given, key, stages)
+        if self._processes.is_leader:
+            self._processes.announce("prepare", config=config.model_dump_json(exclude_unset=True))
+        try:
+            prepared = self._prepare(config, given, key, stages)
+        except Exception:
+            self._processes.sum(1)
+            raise
+        if self._processes.sum(0):
+            problem = "another process of this trainer cannot train the run, for the reason in its output"
+            raise FedspanError("trainer", None, problem=problem)
+        return prepared
+
+    def _prepare(
+        self, config: RunConfig, given: Partition | None, key: bytes | None, stages: Stages | None
+    ) -> Prepared:
         stages = stages or Stages()
         self.close()
         parts = _partition(self._trainers)
@@ -190,7 +230,8 @@ class TrainerRuns:
             metric = config.evaluation.metric or METRICS_OF[config.task][0]
             facts = Facts.of(config, tuple(config.data.labels or ()), config.model.max_length, model.adapted.model)
             task, settings = TrainerTask(metric), config.build_training_settings(key)
-            engine = TrainerEngine(owners, task, settings, config.seed, stages, config.evaluation.metric)
+            metric_needed = config.evaluation.metric
+            engine = TrainerEngine(owners, task, settings, config.seed, stages, metric_needed, self._processes)
             method = config.build_method(replace(model.adapted.spec, clients=len(owners)))
             train = TrainerExamples(parts.examples)
             federation = build_simulated_federation(

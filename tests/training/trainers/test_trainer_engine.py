@@ -89,5 +89,6 @@ def test_every_wrapper_ends_as_with_the_loop_engine(
 def test_settings_of_training_are_honoured_as_by_the_loop_engine(
     training: dict[str, Any], prepared: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    config = tiny.config(tiny_folder, federation={"rounds": 3}, training={**ADAMW, **training})
+    federation = {"rounds": 3, "clients_per_round": 2}
+    config = tiny.config(tiny_folder, federation=federation, training={**ADAMW, **training})
     require_equal(prepared, config, tmp_path, 1e-3)

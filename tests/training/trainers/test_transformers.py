@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,17 @@ import datasets
 import pytest
 import torch
 import transformers
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
+from torch.utils.data import DataLoader
 
 import fedspan
 from fedspan.config.node import NodeConfig
 from fedspan.deployment.trainer_node import TrainerNode
+from fedspan.training.trainers.local import RoundPlan
+from fedspan.training.trainers.optimizer import JobOptimizer
+from fedspan.training.trainers.transformers import TransformersTrainer
 from helpers import tiny_decoders
-from helpers.trainer_clients import QUIET
+from helpers.trainer_clients import QUIET, spare_the_collector
 
 OWNERS = (0, 1)
 ROWS = 6
@@ -136,16 +139,93 @@ def test_the_adapter_of_a_federation_scores_as_its_trainers_reported(
         "training": {"lr": 0.05, "local_steps": 2},
     }
     trainers = {f"owner-{owner}": make(folder, owner, load(folder)) for owner in OWNERS}
+    spare_the_collector()  # TRL or sentence-transformers was imported
     before = sum(trainer.evaluate()["eval_loss"] for trainer in trainers.values()) / len(OWNERS)
     report = fedspan.simulate(config, tmp_path / "run", trainers=trainers)
     reported = report.scores["validation"]["loss"]
     assert reported != pytest.approx(before, rel=1e-4)  # it learned something
     model = load(folder)
     inner = getattr(model, "transformers_model", model)
-    adapted = PeftModel.from_pretrained(copy.deepcopy(inner), tmp_path / "run" / "adapter").merge_and_unload()
-    inner.load_state_dict(adapted.state_dict())
-    losses = [make(folder, owner, copy.deepcopy(model)).evaluate()["eval_loss"] for owner in OWNERS]
+    PeftModel.from_pretrained(inner, tmp_path / "run" / "adapter").merge_and_unload()  # in place
+    for trainer in trainers.values():
+        trainer.model.load_state_dict(model.state_dict())
+    losses = [trainer.evaluate()["eval_loss"] for trainer in trainers.values()]
     assert sum(losses) / len(OWNERS) == pytest.approx(reported, rel=1e-4)
+
+
+class TwoSizes:
+    """A batch sampler of an owner: batches of 3 and 1, which are not what the arguments say."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1, 2], [3], [1, 3, 0]])
+
+    def __len__(self) -> int:
+        return 3
+
+
+class LoaderOfOwner(transformers.Seq2SeqTrainer):
+    """A trainer whose owner writes the loader."""
+
+    loading: Mapping[str, Any]
+
+    def get_train_dataloader(self) -> Any:
+        loader = DataLoader(self.train_dataset, collate_fn=self.data_collator, **self.loading)
+        return self.accelerator.prepare(loader)
+
+
+class Counting(TransformersTrainer):
+    """A trainer that notes how many examples each round was computed from."""
+
+    def __init__(self, trainer: transformers.Trainer) -> None:
+        super().__init__(trainer)
+        self.counts: list[int] = []
+
+    def train(self, plan: RoundPlan, optimizer: JobOptimizer) -> float:
+        loss = super().train(plan, optimizer)
+        self.counts.append(optimizer.examples)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("loading", "arguments", "steps", "expected"),
+    [
+        (None, {"per_device_train_batch_size": 3, "dataloader_drop_last": True}, None, 2 * 3),
+        (None, {"per_device_train_batch_size": 3}, None, 2 * 4),
+        (None, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}, 3, 3 + 1 + 3),
+        ({"batch_sampler": TwoSizes()}, {}, None, 2 * 7),
+        ({"batch_sampler": TwoSizes()}, {"gradient_accumulation_steps": 2}, 3, 4 + 3 + 4),
+        ({"batch_sampler": TwoSizes(), "num_workers": 1}, {}, 2, 3 + 1),
+    ],
+)
+def test_examples_are_counted_as_the_loader_yields_them(
+    loading: Mapping[str, Any] | None, arguments: dict[str, Any], steps: int | None, expected: int, tmp_path: Path
+) -> None:
+    args = transformers.Seq2SeqTrainingArguments(**{**QUIET, **arguments}, output_dir=str(tmp_path / "trainer"))
+    table = [{"input_ids": [2 + at, 3, 4], "labels": [5 + at, 1]} for at in range(4)]
+    kind = transformers.Seq2SeqTrainer if loading is None else LoaderOfOwner
+    trainer = kind(model=encoder_decoder(tmp_path), args=args, train_dataset=datasets.Dataset.from_list(table))
+    if isinstance(trainer, LoaderOfOwner):
+        assert loading is not None
+        trainer.loading = loading
+    training = {"lr": 0.01, "local_epochs": 2} if steps is None else {"lr": 0.01, "local_steps": steps}
+    config = {"model": {"target_modules": ["q", "v"]}, "federation": {"rounds": 2}, "training": training}
+    counting = Counting(trainer)
+    fedspan.simulate(config, tmp_path / "run", trainers={"a": counting})
+    assert counting.counts == [expected] * 2
+
+
+def test_an_adapter_of_trl_is_refused_with_its_spelling_in_the_config(decoders: Path, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    args = trl.SFTConfig(**QUIET, output_dir=str(tmp_path / "trainer"), bf16=False, max_length=16)
+    trainer = trl.SFTTrainer(
+        model=decoder(decoders),
+        args=args,
+        processing_class=tiny_decoders.tokenizer(pads=True),
+        peft_config=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+        **split(rows(0, "text")),
+    )
+    with pytest.raises(fedspan.FedspanError, match=r"Leave peft_config .* method: \{r: 4, lora_alpha: 8\}"):
+        fedspan.simulate({}, tmp_path / "run", trainers={"a": trainer})
 
 
 def test_weights_outside_of_the_transformers_model_are_compared(tiny_folder: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from fedspan.errors import FedspanError
 from fedspan.training.engine import Trainer
 from fedspan.training.jobs import Assignment
 from fedspan.training.optimizers import build_optimizer_spec
+from fedspan.training.trainers.processes import Processes
 
 __all__ = ["JobOptimizer"]
 
@@ -27,10 +28,17 @@ class JobOptimizer(torch.optim.Optimizer):
         services: The model and the settings of local training.
         assignment: The assignment.
         live: The job's tensors, installed in the model; those that train are leaves.
+        processes: The processes that train this job; rank 0 steps, the others take its values. None: only this one.
     """
 
-    def __init__(self, services: Trainer, assignment: Assignment, live: Mapping[str, Tensor]) -> None:
-        self._services, self._assignment, self._live = services, assignment, live
+    def __init__(
+        self,
+        services: Trainer,
+        assignment: Assignment,
+        live: Mapping[str, Tensor],
+        processes: Processes | None = None,
+    ) -> None:
+        self._services, self._assignment, self._live, self._processes = services, assignment, live, processes
         self._local = services.make_optimizer(assignment, live)
         self._sums: dict[str, Tensor] = {}
         self._pending = 0
@@ -58,8 +66,8 @@ class JobOptimizer(torch.optim.Optimizer):
         return self._assignment.job.steps == 0
 
     def count(self, examples: int) -> None:
-        """Count examples whose gradients the next step uses."""
-        self._pending += examples
+        """Count examples of this process whose gradients the next step uses."""
+        self._pending += examples if self._processes is None else round(self._processes.sum(examples))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -89,9 +97,12 @@ class JobOptimizer(torch.optim.Optimizer):
         self.steps, self.examples, self._pending = self.steps + 1, self.examples + self._pending, 0
         if self.probing:
             return
-        with torch.enable_grad():  # penalties are differentiated
-            self._services.apply(job, self._live, self._local, gradients)
-        self.decay *= self._services.decay_frozen(self._assignment, self._live)
+        if self._processes is None or self._processes.is_leader:
+            with torch.enable_grad():  # penalties are differentiated
+                self._services.apply(job, self._live, self._local, gradients)
+            self.decay *= self._services.decay_frozen(self._assignment, self._live)
+        if self._processes is not None:
+            self._processes.share(self._live[name] for name in names)
 
     def mean_gradient(self) -> dict[str, Tensor]:
         """Return the mean raw gradient: over examples for a probe, else over steps; empty unless the job wants it."""

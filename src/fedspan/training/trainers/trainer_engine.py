@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,7 @@ from fedspan.training.trainers.frozen import FrozenBase, checksum_frozen
 from fedspan.training.trainers.install import install_job
 from fedspan.training.trainers.local import LocalTrainer, plan_round
 from fedspan.training.trainers.optimizer import JobOptimizer
+from fedspan.training.trainers.processes import Processes
 
 __all__ = ["Owner", "TrainerEngine"]
 
@@ -53,6 +55,7 @@ class TrainerEngine(Trainer):
         seed: Seed of every random draw.
         stages: Reports the progress of long work; None: no progress is reported.
         metric: Metric that every evaluation must have; None: evaluations have what the trainers measure.
+        processes: The processes in which the only owner's trainer trains (DDP); None: it trains in this one.
 
     Raises:
         FedspanError: If a trainer cannot honour the settings, or models differ.
@@ -66,6 +69,7 @@ class TrainerEngine(Trainer):
         seed: int,
         stages: Stages | None = None,
         metric: str | None = None,
+        processes: Processes | None = None,
     ) -> None:
         first = next(iter(owners.values()))
         super().__init__(first.adapted, task, settings, seed, stages=stages)
@@ -75,7 +79,7 @@ class TrainerEngine(Trainer):
         self._frozen = {
             owner.trainer.root: FrozenBase(owner.trainer.root, owner.adapted) for owner in self.owners.values()
         }
-        self._metric = metric
+        self._metric, self._processes = metric, processes
         self._round: int | None = None
         self._violations: dict[nn.Module, str] = {}
 
@@ -110,10 +114,13 @@ class TrainerEngine(Trainer):
         with install_job(owner.trainer.root, owner.adapted, job) as live:
             before = self._require_frozen(owner, live, f"before round {assignment.round + 1}")
             self._set_dropout(owner.adapted)
-            optimizer = JobOptimizer(services, assignment, live)
-            loss = owner.trainer.train(plan, optimizer)
-            self._require_frozen(owner, live, f"in round {assignment.round + 1}", before)
-            _require_trained(assignment, optimizer, loss, live)
+            optimizer = JobOptimizer(services, assignment, live, self._processes)
+            with self._together("train", assignment.client, job, round=assignment.round, lr=assignment.lr):
+                loss = owner.trainer.train(plan, optimizer)
+                if self._processes is not None:
+                    loss = self._processes.compute_mean(loss)
+                self._require_frozen(owner, live, f"in round {assignment.round + 1}", before)
+                _require_trained(assignment, optimizer, loss, live)
             self.stages.advance("training", optimizer.examples)
             steps = 0 if optimizer.probing else optimizer.steps
             return Trained(
@@ -136,7 +143,7 @@ class TrainerEngine(Trainer):
         """
         owner = self._owner(client)
         owner.adapted.set_base(self.adapted.base)
-        with install_job(owner.trainer.root, owner.adapted, job) as live:
+        with install_job(owner.trainer.root, owner.adapted, job) as live, self._together("evaluate", client, job):
             try:
                 metrics = owner.trainer.evaluate()
             except FedspanError:
@@ -171,6 +178,17 @@ class TrainerEngine(Trainer):
         """Return the SHA-256 of the owners' frozen weights, before a server state's base was set."""
         first = next(iter(self.owners.values()))
         return hash_frozen(first.trainer.root, first.adapted).hexdigest()
+
+    @contextmanager
+    def _together(self, task: str, client: str, job: Job, **header: object) -> Generator[None]:
+        """Run a task within this context in all of the trainer's processes, which rank 0 tells of it."""
+        if self._processes is None:
+            yield
+            return
+        if self._processes.is_leader:
+            self._processes.announce_job(task, job, self.adapted.base, client=client, **header)
+        with self._processes.run_together():
+            yield
 
     def _owner(self, client: str) -> Owner:
         if client not in self.owners:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,16 +67,13 @@ class TransformersTrainer:
     def train(self, plan: RoundPlan, optimizer: JobOptimizer) -> float:
         """``LocalTrainer.train``."""
         trainer = self.trainer
-        counter = _ExampleCounter(trainer, optimizer)
-        trainer.add_callback(counter)
         try:
-            with _round_settings(trainer, plan), _own_forward(self.root):
+            with _round_settings(trainer, plan), _own_forward(self.root), _counted_examples(trainer, optimizer):
                 trainer.optimizer = optimizer
                 trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _constant)
                 set_seed(plan.seed)
                 return float(trainer.train().training_loss)
         finally:
-            trainer.remove_callback(counter)
             trainer.optimizer = trainer.lr_scheduler = None
             trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
             # The next round has other parameters: what was wrapped around the model holds those of this round.
@@ -95,32 +92,83 @@ class TransformersTrainer:
         return {name: float(named[name]) for name in METRICS if name in named and math.isfinite(named[name])}
 
 
-class _ExampleCounter(TrainerCallback):
-    """Counts the examples of every pass before the step that uses them."""
-
-    def __init__(self, trainer: Trainer, optimizer: JobOptimizer) -> None:
-        self._optimizer = optimizer
-        self._batch = trainer.args.train_batch_size
-        self._left = self._all = trainer_examples(trainer)
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._left = self._all
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._count()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._count()
-
-    def _count(self) -> None:
-        passed = min(self._batch, self._left)
-        self._left -= passed
-        self._optimizer.count(passed)
+_EXAMPLES = "fedspan_examples"
+"""The entry of a batch with its number of examples."""
 
 
-def trainer_examples(trainer: Trainer) -> int:
-    """Return the number of examples of a trainer's training set."""
-    return _length(trainer.train_dataset)
+class _CountingCollator:
+    """A collator that adds the number of examples to a batch: its tensors may have other numbers of rows (DPO).
+
+    Args:
+        collate: The collator.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, rows: list[Any]) -> Any:
+        batch = self._collate(rows)
+        if isinstance(batch, MutableMapping):
+            batch[_EXAMPLES] = len(rows)
+        return batch
+
+
+class _CountingLoaders(TrainerCallback):
+    """Makes the loader of a training add its numbers of examples, and undoes it."""
+
+    def __init__(self) -> None:
+        self._wrapped: list[tuple[Any, Any]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+        loader = getattr(train_dataloader, "base_dataloader", train_dataloader)  # Accelerate's own wraps torch's
+        collate = getattr(loader, "collate_fn", None)
+        if collate is not None:
+            self._wrapped.append((loader, collate))
+            loader.collate_fn = _CountingCollator(collate)
+
+    def undo(self) -> None:
+        for loader, collate in self._wrapped:
+            loader.collate_fn = collate
+
+
+@contextmanager
+def _counted_examples(trainer: Trainer, optimizer: JobOptimizer) -> Generator[None]:
+    """Count the examples of each optimizer step within this context, before the step.
+
+    The loader is the owner's, with any sampler: what it yields is counted.
+    """
+    loaders, inner, own = _CountingLoaders(), trainer.get_batch_samples, vars(trainer).get("get_batch_samples")
+
+    def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
+        batches, items = inner(*args, **kwargs)
+        optimizer.count(sum(_pop_examples(batch) for batch in batches))
+        return batches, items
+
+    trainer.add_callback(loaders)
+    trainer.get_batch_samples = get_batch_samples
+    try:
+        yield
+    finally:
+        trainer.remove_callback(loaders)
+        loaders.undo()
+        del trainer.get_batch_samples
+        if own is not None:
+            trainer.get_batch_samples = own
+
+
+def _pop_examples(batch: Any) -> int:
+    """Remove and return a batch's number of examples; of a loader without a collator, the rows of its first tensor.
+
+    Raises:
+        FedspanError: If the batch has no tensor.
+    """
+    if isinstance(batch, MutableMapping) and _EXAMPLES in batch:
+        return int(batch.pop(_EXAMPLES))
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    rows = next((len(value) for value in values if isinstance(value, torch.Tensor) and value.ndim), None)
+    if rows is None:
+        raise FedspanError("trainer", type(batch).__name__, "batches with a tensor, whose rows are counted")
+    return rows
 
 
 def _constant(step: int) -> float:
@@ -205,7 +253,6 @@ def _require_supported(trainer: Trainer) -> None:
         ),
         "several GPUs in one process (DataParallel) copy the model. Set CUDA_VISIBLE_DEVICES to one GPU": args.n_gpu
         > 1,
-        "it trains in several processes, and only one of them receives the federation's orders": args.world_size > 1,
         "precompute_ref_log_probs without ref_model= takes the round's model for the reference. Pass ref_model=": (
             bool(getattr(args, "precompute_ref_log_probs", False)) and getattr(trainer, "ref_model", None) is None
         ),

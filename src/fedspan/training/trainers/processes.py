@@ -1,0 +1,219 @@
+"""The processes in which a user's trainer trains (DDP): rank 0 speaks for the client, the others train what it trains.
+
+Rank 0 announces each task, as a header in JSON and tensors, both broadcast as bytes; nothing is pickled. Gradients are
+averaged by the trainer's own DDP. The optimizer steps in rank 0, which broadcasts the new values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from fedspan.core import parametrization as parametrizations
+from fedspan.core.base import BaseUpdate, Delta
+from fedspan.core.lowrank import LowRank
+from fedspan.core.parametrization import Parametrization
+from fedspan.core.values import Group, Job
+from fedspan.errors import FedspanError
+
+__all__ = ["Announcement", "Processes", "count_processes", "describe_job", "read_job"]
+
+_WAIT = timedelta(days=365)
+"""How long a process waits for the next task."""
+
+Announcement = tuple[dict[str, Any], dict[str, Tensor]]
+"""A task's header and its tensors by name."""
+
+
+def count_processes() -> int:
+    """Return in how many processes this script runs (``torchrun``, ``accelerate launch``)."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class Processes:
+    """The processes of one trainer. Every process makes this object at the same point of the script.
+
+    Raises:
+        FedspanError: If ``torch.distributed`` has no process group.
+    """
+
+    def __init__(self) -> None:
+        if not distributed.is_initialized():
+            problem = f"the script runs in {count_processes()} processes, and its trainer in one of them only"
+            raise FedspanError("trainer", None, "a transformers.Trainer, which trains in all of them", problem=problem)
+        self.rank = distributed.get_rank()
+        """This process; 0 speaks for the client."""
+        self.failure: str | None = None
+        """Why this process can train no further task; None: it can."""
+        group = distributed.new_group(backend="gloo", timeout=_WAIT)
+        assert isinstance(group, distributed.ProcessGroup)
+        self._group = group
+        self._base: BaseUpdate | None = None
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process speaks for the client."""
+        return self.rank == 0
+
+    def announce(self, task: str, tensors: Mapping[str, Tensor] | None = None, **header: Any) -> None:
+        """Send a task from rank 0 to the other processes.
+
+        Args:
+            task: Name of the task.
+            tensors: Its tensors by name; their values need not be contiguous, nor on the CPU.
+            header: Its plain values.
+
+        Raises:
+            FedspanError: If another process ended.
+        """
+        tensors = tensors or {}
+        kinds = [[name, str(value.dtype).removeprefix("torch."), list(value.shape)] for name, value in tensors.items()]
+        text = json.dumps({"task": task, "tensors": kinds, **header}).encode()
+        try:
+            self._broadcast(torch.tensor(len(text)))
+            self._broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+            for value in tensors.values():
+                self._broadcast(value.detach().to("cpu").contiguous())
+        except RuntimeError as error:
+            self.failure = "another process ended, for the reason in its output"
+            raise FedspanError("trainer", None, problem=self.failure) from error
+
+    def announce_job(self, task: str, job: Job, base: BaseUpdate, **header: Any) -> None:
+        """Send a job from rank 0 to the other processes, with the base if it is not that of the last job."""
+        described, tensors = describe_job(job, None if base is self._base else base)
+        self._base = base
+        self.announce(task, tensors, **described, **header)
+
+    def receive(self) -> Announcement:
+        """Wait for the next task of rank 0, in another process.
+
+        Raises:
+            FedspanError: If rank 0 ended.
+        """
+        try:
+            size = torch.zeros((), dtype=torch.int64)
+            self._broadcast(size)
+            text = torch.empty(int(size), dtype=torch.uint8)
+            self._broadcast(text)
+            header = json.loads(bytes(text.numpy()))
+            tensors: dict[str, Tensor] = {}
+            for name, dtype, shape in header.pop("tensors"):
+                tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+                self._broadcast(tensors[name])
+        except RuntimeError as error:
+            problem = "process 0, which speaks for this client, ended. See its output, and start the script again"
+            raise FedspanError("trainer", None, problem=problem) from error
+        return header, tensors
+
+    @contextmanager
+    def run_together(self) -> Generator[None]:
+        """Run a task that every process trains within this context; where it fails, no process can go on.
+
+        A process that fails leaves the others in the middle of a step, so it must end, and its end fails theirs.
+        """
+        try:
+            yield
+            self.sum(0)  # fails if another process has ended
+        except Exception as error:
+            self.failure = f"process {self.rank} failed ({type(error).__name__}: {error})"
+            raise
+
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Copy tensors of rank 0 into those of the other processes."""
+        with torch.no_grad():
+            for value in tensors:
+                copy = value.detach().to("cpu").contiguous()
+                self._broadcast(copy)
+                if not self.is_leader:
+                    value.copy_(copy)
+
+    def sum(self, count: float) -> float:
+        """Return the sum of a number over all processes; each calls this at the same time."""
+        total = torch.tensor(count, dtype=torch.float64)
+        distributed.all_reduce(total, group=self._group)
+        return float(total)
+
+    def compute_mean(self, value: float) -> float:
+        """Return the mean of a number over all processes; each calls this at the same time."""
+        return self.sum(value) / distributed.get_world_size()
+
+    def _broadcast(self, value: Tensor) -> None:
+        if value.numel():
+            distributed.broadcast(value.reshape(-1).view(torch.uint8), 0, group=self._group)
+
+
+def describe_job(job: Job, base: BaseUpdate | None) -> Announcement:
+    """Describe a job for the processes that do not step: what only the optimizer needs (masks, moments) is left out.
+
+    Args:
+        job: The job.
+        base: The base on which it trains; None: that of the last job.
+
+    Returns:
+        Plain values, and tensors by name.
+    """
+    tensors = {f"job/{name}": value for name, value in job.tensors.items()}
+    header: dict[str, Any] = {
+        "phase": job.phase,
+        "steps": job.steps,
+        "epochs": job.epochs,
+        "trainable": job.trainable_names,
+        "parametrization": {
+            layer: [type(form).__name__, asdict(form)]  # pyright: ignore[reportArgumentType]
+            for layer, form in job.parametrization.items()
+        },
+        "base": None,
+    }
+    if base is not None:
+        layers: dict[str, float | None] = {}
+        for layer, delta in base.total.items():
+            layers[layer] = delta.scale if isinstance(delta, LowRank) else None
+            parts = {"B": delta.B, "A": delta.A} if isinstance(delta, LowRank) else {"W": delta}
+            tensors |= {f"base/{layer}/{slot}": value for slot, value in parts.items()}
+        header["base"] = {"round": base.round, "rho": base.rho, "layers": layers}
+    return header, tensors
+
+
+def read_job(announced: Announcement, base: BaseUpdate) -> tuple[Job, BaseUpdate]:
+    """Read a job of ``describe_job``.
+
+    Args:
+        announced: Its plain values and tensors.
+        base: The base of the last job.
+
+    Returns:
+        The job without what only the optimizer needs, and its base.
+    """
+    header, tensors = announced
+    forms: dict[str, Parametrization] = {}
+    for layer, (kind, fields) in header["parametrization"].items():
+        assert kind in parametrizations.__all__
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+        forms[layer] = getattr(parametrizations, kind)(**values)
+    job = Job(
+        forms,
+        {name.removeprefix("job/"): value for name, value in tensors.items() if name.startswith("job/")},
+        (Group(tuple(header["trainable"])),),
+        steps=header["steps"],
+        epochs=header["epochs"],
+        phase=header["phase"],
+    )
+    if header["base"] is None:
+        return job, base
+    total: dict[str, Delta] = {}
+    for layer, scale in header["base"]["layers"].items():
+        part = f"base/{layer}/"
+        total[layer] = (
+            tensors[part + "W"] if scale is None else LowRank(tensors[part + "B"], tensors[part + "A"], scale)
+        )
+    return job, BaseUpdate(header["base"]["round"], header["base"]["rho"], total)
