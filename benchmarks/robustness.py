@@ -175,7 +175,7 @@ def build(args: argparse.Namespace, key: Key) -> Built:
     """Prepare a method on a partition."""
     config = config_of(args, key)
     prepared = prepare(config)
-    data = load(config.data, seed=config.data_seed, task=config.task)
+    data = load(config.data, seed=config.data_seed, task=config.task_columns)
     assert data.test is not None
     task: Any = prepared.task
     triggered = task.encode(texts_with_trigger(data.train))

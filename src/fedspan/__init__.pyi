@@ -34,6 +34,8 @@ from fedspan.runs.task_setup import read_notes as read_notes
 from fedspan.runs.train import resume as resume
 from fedspan.runs.train import run as run
 from fedspan.runs.train import simulate as simulate
+from fedspan.tasks.definition import TaskDefinition as TaskDefinition
+from fedspan.tasks.registry import register_task as register_task
 from fedspan.training.trainers.torch_loop import TorchTrainer as TorchTrainer
 from fedspan.training.trainers.torch_loop import TrainingRound as TrainingRound
 from fedspan.wrappers.describe import list_wrappers as list_wrappers

@@ -59,7 +59,7 @@ def divided(config: RunConfig) -> object:
     """Load and divide, if the data are ours: a hub is asked for other names, and none can be reached."""
     data = config.data
     if data.train in FILES and data.dataset is None and (data.test is None or data.test in FILES):
-        loaded = load(data, seed=config.data_seed, task=config.task)
+        loaded = load(data, seed=config.data_seed, task=config.task_columns)
         return partition(loaded.train, config.partition, config.data_seed)
     return None
 

@@ -7,7 +7,7 @@ import pytest
 from fedspan.config import parse_config
 from fedspan.config.rates import FACTORS, get_training_defaults
 from fedspan.methods.registry import METHODS
-from fedspan.tasks.metrics import CLASSIFIERS, METRICS_OF
+from fedspan.tasks.registry import TASKS
 
 
 def test_every_factor_belongs_to_a_method_of_the_registry() -> None:
@@ -15,12 +15,12 @@ def test_every_factor_belongs_to_a_method_of_the_registry() -> None:
     assert set(FACTORS).isdisjoint({"fedit"})  # the method that the tasks' rates are those of
 
 
-@pytest.mark.parametrize("task", [task for task in METRICS_OF if task != "trainer"])
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "trainer"])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_task_and_method_has_defaults_that_a_config_accepts(task: str, method: str) -> None:
     found = get_training_defaults(task, method)  # pyright: ignore[reportArgumentType]
     assert found.lr == pytest.approx(get_training_defaults(task, "fedit").lr * FACTORS.get(method, 1.0))  # pyright: ignore
-    assert bool(found.logit_adjustment) == (task in CLASSIFIERS)
+    assert bool(found.logit_adjustment) == TASKS[task].is_classifier
     training = {
         "lr": found.lr,
         "batch_size": found.batch_size,

@@ -17,6 +17,7 @@ from fedspan.data.archives import read_archive
 from fedspan.data.config import DataConfig
 from fedspan.data.loading import load
 from fedspan.errors import FedspanError
+from fedspan.tasks.registry import get_task
 
 Refused = Callable[..., FedspanError]
 SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
@@ -48,7 +49,7 @@ def test_images_by_class(tmp_path: Path, suffix: str) -> None:
     files = {f"flowers/{label}/{number}.png": png(10 * number) for label in ("rose", "tulip") for number in range(3)}
     files |= {"flowers/README.md": b"notes", "__MACOSX/flowers/rose/._0.png": b"x", "flowers/.DS_Store": b"x"}
     path = packed(tmp_path / f"flowers{suffix}", files)
-    data = load(DataConfig(train=str(path), test_fraction=0), task="image-classification")
+    data = load(DataConfig(train=str(path), test_fraction=0), task=get_task("image-classification").columns)
     assert data.labels == ("rose", "tulip")
     assert data.train["label"][:] == [0, 0, 0, 1, 1, 1]
     assert [image.getpixel((0, 0)) for image in data.train["image"]] == [0, 10, 20] * 2
@@ -134,7 +135,7 @@ def test_an_archive_that_is_damaged_or_none(tmp_path: Path, refused: Refused, su
     for damaged in (content[: len(content) // 2], b"no archive", b""):
         path.write_bytes(damaged)
         with pytest.raises(FedspanError) as caught:
-            load(DataConfig(train=str(path)), task="image-classification")
+            load(DataConfig(train=str(path)), task=get_task("image-classification").columns)
         assert caught.value.field == "data.train"
 
 

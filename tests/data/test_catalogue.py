@@ -10,7 +10,7 @@ import re
 import string
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import datasets
 import pandas as pd
@@ -22,14 +22,15 @@ import fedspan
 from fedspan.config import parse_config
 from fedspan.data import DataConfig
 from fedspan.data.catalogue import DatasetEntry, list_datasets, render_snippet
-from fedspan.data.columns import TaskName
+from fedspan.data.columns import LABELLED_TEXTS
 from fedspan.data.dataset_defaults import fill_data_defaults
 from fedspan.data.files import read_source
 from fedspan.data.invalid_rows import drop_invalid_rows
 from fedspan.data.loading import LoadedData, load
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
-from fedspan.tasks.metrics import METRICS, METRICS_OF
+from fedspan.tasks.metrics import METRICS
+from fedspan.tasks.registry import TASKS, get_task
 
 Refused = Callable[..., FedspanError]
 ENTRIES = {entry.key: entry for entry in list_datasets()}
@@ -43,8 +44,8 @@ def config_for(dataset: str, **options: object) -> DataConfig:
 
 
 def loaded(entry: DatasetEntry, config: DataConfig) -> LoadedData:
-    assert entry.task in get_args(TaskName)
-    return load(config, task=entry.task)  # pyright: ignore[reportArgumentType]
+    assert entry.task in TASKS
+    return load(config, task=get_task(entry.task).columns)
 
 
 def needed(entry: DatasetEntry, columns: dict[str, str]) -> dict[str, str]:
@@ -119,7 +120,7 @@ def test_every_metric_belongs_to_its_task(entry: DatasetEntry) -> None:
     if entry.metric == "exact_match":
         assert (entry.task, entry.answer_pattern is None) == ("causal-lm", False)
     else:
-        assert entry.metric in METRICS_OF[entry.task]
+        assert entry.metric in get_task(entry.task).metric_names
 
 
 @EVERY
@@ -234,11 +235,11 @@ def test_f1_is_of_the_class_that_the_benchmark_means(monkeypatch: pytest.MonkeyP
 def test_incomplete_rows_are_dropped_where_it_is_known_that_there_are_some(tmp_path: Path, refused: Refused) -> None:
     rows = [{"instruction": f"i {row}", "input": "", "output": "" if row == 1 else "o"} for row in range(6)]
     train = write(tmp_path / "alpaca.json", rows)
-    data = load(config_for("alpaca", train=train), task="causal-lm")
+    data = load(config_for("alpaca", train=train), task=get_task("causal-lm").columns)
     assert (len(data.train) + len(data.test or ()), data.dropped) == (5, 1)
     strict = DataConfig.model_validate({"dataset": "alpaca", "train": str(train), "invalid": "error"})
     with pytest.raises(FedspanError, match="row 2 of"):
-        load(strict, task="causal-lm")
+        load(strict, task=get_task("causal-lm").columns)
     pairs = write(tmp_path / "pairs.csv", [{"text": "a", "label": "x"}, {"text": "", "label": "y"}] * 2)
     plain = DataConfig(train=str(pairs), invalid="skip")
     refused("data.label", "label", ["two labels"], load, plain)
@@ -250,7 +251,7 @@ def test_incomplete_rows_are_dropped_where_it_is_known_that_there_are_some(tmp_p
 def test_rows_are_still_counted_as_in_the_file_when_some_are_dropped(tmp_path: Path) -> None:
     rows = [{"text": text, "label": label} for text, label in [("a", "x"), ("", "x"), ("b", "y"), ("c", "z")]]
     source = read_source(DataConfig(train=str(write(tmp_path / "x.csv", rows))), "train", "data")
-    left = drop_invalid_rows(source, DataConfig(train="x.csv"), "sequence-classification", "data", "train")
+    left = drop_invalid_rows(source, DataConfig(train="x.csv"), LABELLED_TEXTS, "data", "train")
     assert [left.row(index).split()[1] for index in range(3)] == ["2", "4", "5"]
 
 

@@ -23,6 +23,7 @@ from fedspan.data.names import read_names, sort_names
 from fedspan.data.partition import partition
 from fedspan.data.path_patterns import match_paths
 from fedspan.errors import FedspanError
+from fedspan.tasks.registry import get_task
 
 Refused = Callable[..., FedspanError]
 ROWS = [{"text": f"text {row}", "label": "ab"[row % 2]} for row in range(10)]
@@ -304,7 +305,7 @@ def test_images_are_seen_from_the_file_that_names_them(tmp_path: Path) -> None:
         Image.new("L", (8, 8), shade).save(tmp_path / site / "x.png")
         written(tmp_path / site, "train.csv", "image,label\nx.png,0\nx.png,1\n")
     where = config_for(tmp_path / "{site}" / "train.csv", test_fraction=0)
-    images = load(where, task="image-classification").train["image"]
+    images = load(where, task=get_task("image-classification").columns).train["image"]
     assert [np.asarray(image).max() for image in images] == [10, 10, 200, 200]
 
 

@@ -20,6 +20,7 @@ from fedspan.data.groups import draw_groups
 from fedspan.data.loading import load
 from fedspan.data.partition import Partition, partition
 from fedspan.errors import FedspanError
+from fedspan.tasks.registry import get_task
 
 Refused = Callable[..., FedspanError]
 
@@ -96,7 +97,9 @@ def test_images_are_equal_if_their_files_are(tmp_path: Path) -> None:
         (tmp_path / label).mkdir()
         for number, shade in enumerate(names):
             Image.new("L", (8, 8), shade).save(tmp_path / label / f"{number}.png")
-    data = load(DataConfig(train=str(tmp_path), test_fraction=0, group="image"), task="image-classification")
+    data = load(
+        DataConfig(train=str(tmp_path), test_fraction=0, group="image"), task=get_task("image-classification").columns
+    )
     assert data.groups is not None
     first = data.groups[0]
     assert (data.groups == first).tolist() == [True, False, True, True, False, False]

@@ -19,6 +19,7 @@ from fedspan.config import parse_config
 from fedspan.data import DataConfig
 from fedspan.data.loading import LoadedData, load
 from fedspan.errors import FedspanError
+from fedspan.tasks.registry import get_task
 
 Refused = Callable[..., FedspanError]
 RNG = np.random.default_rng(0)
@@ -60,7 +61,7 @@ def png(image: np.ndarray) -> bytes:
 
 def read(train: Path | str, **options: Any) -> LoadedData:
     given = {"test_fraction": 0, **options, "train": str(train)}
-    return load(DataConfig.model_validate(given), task="image-classification")
+    return load(DataConfig.model_validate(given), task=get_task("image-classification").columns)
 
 
 def decoded(data: datasets.Dataset) -> list[np.ndarray]:
@@ -320,7 +321,7 @@ def test_data_sets_in_their_original_layout(key: str, tmp_path: Path) -> None:
     options, rows = original(key, tmp_path)
     config = parse_config({"data": {"dataset": key, **options}})
     assert (config.task, config.evaluation.metric) == ("image-classification", "accuracy")
-    data = load(config.data, task=config.task)
+    data = load(config.data, task=config.task_columns)
     assert data.test is not None
     assert (len(data.train), len(data.test)) == ((rows, 4) if "test" in options else (10, 2))
     assert len(data.labels) == (4 if "mnist" in key else 2)
@@ -336,7 +337,9 @@ def test_data_sets_with_the_hub_s_columns(key: str, tmp_path: Path, monkeypatch:
     made = hub_table([png(pixels(1, 8, 6, 3)[0]) for _ in range(10)], [row % 2 for row in range(10)], **columns)
     path = tmp_path / "train-00000-of-00001.parquet"
     made.to_parquet(path)
-    data = load(parse_config({"data": {"dataset": key, "train": str(path)}}).data, task="image-classification")
+    data = load(
+        parse_config({"data": {"dataset": key, "train": str(path)}}).data, task=get_task("image-classification").columns
+    )
     assert (data.labels, len(data.train), len(data.test or ())) == (("ant", "zebra"), 8, 2)
     asked: list[tuple[str, str]] = []
 
@@ -345,7 +348,7 @@ def test_data_sets_with_the_hub_s_columns(key: str, tmp_path: Path, monkeypatch:
         return made
 
     monkeypatch.setattr(datasets, "load_dataset", answer)
-    data = load(parse_config({"data": {"dataset": key}}).data, task="image-classification")
+    data = load(parse_config({"data": {"dataset": key}}).data, task=get_task("image-classification").columns)
     assert (len(data.train), len(data.test or ())) == (10, 10)
     assert [split for _, split in asked] == ["train", "test"]
 
@@ -360,7 +363,8 @@ def test_the_real_files(key: str, folder: str, real_data: Path) -> None:
         part: str(there / f"{name}-images-idx3-ubyte.gz") for part, name in (("train", "train"), ("test", "t10k"))
     }
     data = load(
-        parse_config({"data": {"dataset": key, "max_examples": 2000, **options}}).data, task="image-classification"
+        parse_config({"data": {"dataset": key, "max_examples": 2000, **options}}).data,
+        task=get_task("image-classification").columns,
     )
     assert data.test is not None
     assert (len(data.train), len(data.test)) == (2000, 2000)

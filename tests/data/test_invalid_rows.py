@@ -11,6 +11,7 @@ import pytest
 from fedspan.data.config import DataConfig
 from fedspan.data.loading import load
 from fedspan.errors import FedspanError
+from fedspan.tasks.registry import get_task
 
 Refused = Callable[..., FedspanError]
 
@@ -52,7 +53,7 @@ def test_rows_are_still_numbered_as_in_the_file(tmp_path: Path, refused: Refused
 def test_numbers_that_are_none(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("text,label\none,1\ntwo,nan\nthree,x\nfour,2.5\nfive,inf\n")
-    data = load(DataConfig(train=str(path), invalid="skip", test_fraction=0), task="regression")
+    data = load(DataConfig(train=str(path), invalid="skip", test_fraction=0), task=get_task("regression").columns)
     assert data.train["target"][:] == [1.0, 2.5]
     assert data.dropped == 3
 
@@ -62,8 +63,13 @@ def test_conversations_that_are_none(tmp_path: Path, refused: Refused) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text("\n".join(json.dumps({"talk": value}) for value in (talk, talk[:1], None, talk)))
     config = DataConfig(train=str(path), messages="talk", chat=True, test_fraction=0)
-    refused("data.messages", "talk", ["row 2", "data.invalid: skip"], lambda: load(config, task="causal-lm"))
-    data = load(config.model_copy(update={"invalid": "skip"}), task="causal-lm")
+    refused(
+        "data.messages",
+        "talk",
+        ["row 2", "data.invalid: skip"],
+        lambda: load(config, task=get_task("causal-lm").columns),
+    )
+    data = load(config.model_copy(update={"invalid": "skip"}), task=get_task("causal-lm").columns)
     assert len(data.train) == 2
 
 
@@ -78,4 +84,4 @@ def test_every_message_names_the_option(tmp_path: Path) -> None:
     ):
         path.write_text(content)
         with pytest.raises(FedspanError, match=r"To leave such rows out, set data\.invalid: skip"):
-            load(DataConfig(train=str(path)), task=task)
+            load(DataConfig(train=str(path)), task=get_task(task).columns)

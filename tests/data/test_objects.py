@@ -16,6 +16,7 @@ from fedspan.data.files import IN_MEMORY
 from fedspan.data.loading import load
 from fedspan.data.objects import read_objects
 from fedspan.errors import FedspanError
+from fedspan.tasks.registry import get_task
 
 COLUMNS = {"text": [f"text {number}" for number in range(8)], "label": ["a", "b"] * 4}
 RECORDS = [dict(zip(COLUMNS, row, strict=True)) for row in zip(*COLUMNS.values(), strict=True)]
@@ -69,7 +70,11 @@ def test_fields_inside_fields_and_images() -> None:
     assert data.labels == ("x", "y")
     pictures = [{"image": Image.new("L", (4, 4), 60 * number), "label": "ab"[number]} for number in range(2)]
     given = read_objects(pictures, 1)
-    data = load(DataConfig(train=IN_MEMORY, test_fraction=0), task="image-classification", sources=given.sources)
+    data = load(
+        DataConfig(train=IN_MEMORY, test_fraction=0),
+        task=get_task("image-classification").columns,
+        sources=given.sources,
+    )
     assert [image.getpixel((0, 0)) for image in data.train["image"]] == [0, 60]
 
 

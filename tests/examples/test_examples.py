@@ -155,6 +155,15 @@ def test_own_method(tiny_folder: Path, tmp_path: Path) -> None:
         assert f"{method}: held-out accuracy {report.scores['test']['accuracy']:.1%}" in printed
 
 
+def test_own_task(tiny_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    printed = run_example("own_task", out, *ENCODER, tiny_folder / "bert")
+    report = fedspan.read_report(out / "median-regression")
+    assert report.metric == "absolute_error"
+    assert report.scores["test"]["absolute_error"] == pytest.approx(report.scores["test"]["loss"])
+    assert f"median-regression: Pearson {report.scores['test'].get('pearson', 0.0):.2f}" in printed
+
+
 def test_own_trainer(decoders: Path, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="the extra fedspan[trl] is not installed")
     out = tmp_path / "out"

@@ -44,7 +44,7 @@ def settings(**changes: dict[str, Any]) -> dict[str, Any]:
 def known(values: dict[str, Any]) -> tuple[int, int]:
     """Examples of the corpus, and their mean length."""
     config = parse_config(values)
-    texts = list(load(config.data, seed=0, task=config.task).train["text"])
+    texts = list(load(config.data, seed=0, task=config.task_columns).train["text"])
     ids = AutoTokenizer.from_pretrained(get_source(config.model.name))(texts)["input_ids"]
     return len(texts), round(float(np.mean([len(each) for each in ids])))
 

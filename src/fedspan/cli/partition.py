@@ -41,7 +41,7 @@ def partition(
     from fedspan.data.partition import partition as partition_examples
 
     settings = load_config(config, overrides or ())
-    data = load(settings.data, seed=settings.data_seed, task=settings.task)
+    data = load(settings.data, seed=settings.data_seed, task=settings.task_columns)
     parts = partition_examples(data.train, settings.partition, settings.data_seed, groups=data.groups)
     rows = parts.label_table(data.labels, data.train)
     if png is not None:

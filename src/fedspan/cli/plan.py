@@ -107,7 +107,7 @@ def plan(
     from fedspan.config import read_values
 
     values = _make_config_values(task or _TASK) if config is None else read_values(config)
-    if config is None and labels is None and task in (None, _TASK, "image-classification"):
+    if config is None and labels is None and _has_labels(task or _TASK):
         labels = _BINARY
     screen = create_console()
     screen.quiet = as_json
@@ -141,10 +141,18 @@ def plan(
         _show(screen, plans, refused, length is None)
 
 
+def _has_labels(task: str) -> bool:
+    from fedspan.tasks.registry import get_task
+
+    return get_task(task, "--task").has_labels
+
+
 def _make_config_values(task: str) -> dict[str, Any]:
     """Return the values of a config whose data are never read."""
     values: dict[str, Any] = {"task": task, "data": {"train": "unread.csv"}}
-    if task == "causal-lm":
+    from fedspan.tasks.registry import get_task
+
+    if get_task(task, "--task").is_generative:
         values["data"]["prompt"] = "{text}"
     return values
 

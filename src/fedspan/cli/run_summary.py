@@ -16,25 +16,15 @@ from fedspan.cli.formatting import create_table, format_duration, get_title, sco
 from fedspan.experiments.tables import format_size
 from fedspan.models.names import get_architecture, resolve_model
 from fedspan.runs.session import RunReport
+from fedspan.tasks.definition import Answer
 from fedspan.tasks.metrics import METRICS
+from fedspan.tasks.registry import get_task
 
 __all__ = ["render_peft_snippet", "show_report"]
 
-_OTHER_METRICS = {
-    "sequence-classification": ("macro_f1",),
-    "image-classification": ("macro_f1",),
-    "regression": ("pearson", "spearman"),
-    "causal-lm": ("perplexity", "exact_match"),
-}
-_CLASSES = {  # class, and whether its head has as many labels as the data
-    "sequence-classification": ("AutoModelForSequenceClassification", True),
-    "image-classification": ("AutoModelForImageClassification", True),
-    "regression": ("AutoModelForSequenceClassification", True),
-    "causal-lm": ("AutoModelForCausalLM", False),
-}
 _MAX_FAILURES = 5
 """Number of clients whose failures are shown."""
-_TARGET_COLUMN = {"sequence-classification": "label", "image-classification": "label", "regression": "number"}
+_TARGET_COLUMNS: Mapping[Answer, str] = {"labels": "labels", "number": "number", "text": "answer", "other": "expected"}
 
 
 def show_report(out: Console, report: RunReport, folder: Path) -> None:
@@ -53,7 +43,7 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
         return
     id, where = next(iter(report.adapters.items()))
     adapter, own = folder / where, id != "global"
-    sample = "image.png" if report.task == "image-classification" else '"your text"'
+    sample = "image.png" if get_task(report.task).reads_images else '"your text"'
     kind = "adapter" if (adapter / "adapter_config.json").is_file() else "model"
     selection = "best by validation" if "validation" in report.scores else "last round"
     whose = f" --client {shlex.quote(id)}" if own else ""
@@ -108,7 +98,7 @@ def _make_score_table(report: RunReport) -> Table:
     # The selection metric, and the next one that the task measures.
     metrics = list(
         dict.fromkeys(
-            [metric, *(name for name in _OTHER_METRICS[report.task] if name in report.scores.get("test", ()))]
+            [metric, *(name for name in get_task(report.task).summary_metrics if name in report.scores.get("test", ()))]
         )
     )
     table = create_table()
@@ -193,38 +183,39 @@ def render_peft_snippet(adapter: Path) -> list[str]:
         ]
     if not (adapter / "adapter_config.json").is_file():
         own = ["import fedspan.models.resnet"] if get_architecture(notes["base_model"]) else []
-        auto, _ = _CLASSES[notes["task"]]
+        auto = get_task(notes["task"]).model_head.auto_class
         return ["import transformers", *own, f'model = transformers.{auto}.from_pretrained("{adapter}")']
     revision = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("revision")
-    auto, labels = _CLASSES[notes["task"]]
-    options = [f"num_labels={len(notes['labels']) or 1}"] if labels else []
-    if notes["task"] == "image-classification":  # published models have other classes
+    head = get_task(notes["task"]).model_head
+    options = [f"num_labels={len(notes['labels']) or 1}"] if head.outputs is not None else []
+    if head.reads_images:  # published models have other classes
         options.append("ignore_mismatched_sizes=True")
     options += [f"revision={revision!r}"] if revision else []
     more = "".join(f", {option}" for option in options)
     # MobileNet reads attributes of a convolution that PEFT's wrapper lacks, so images get a model without wrappers.
-    merge = ".merge_and_unload()" if notes["task"] == "image-classification" else ""
+    merge = ".merge_and_unload()" if head.reads_images else ""
     base = resolve_model(notes["base_model"])
     return [
         "import peft, transformers",
-        f'base = transformers.{auto}.from_pretrained("{base}"{more})',
+        f'base = transformers.{head.auto_class}.from_pretrained("{base}"{more})',
         f'model = peft.PeftModel.from_pretrained(base, "{adapter}"){merge}',
     ]
 
 
 def _render_examples(report: RunReport, width: int) -> RenderableType:
-    if report.task == "causal-lm":
+    task = get_task(report.task)
+    if task.answer == "text":
         return _render_dialogues(report, width)
     table = create_table()
     labels = max(len("prediction"), *(len(row[key]) for row in report.examples for key in ("label", "prediction")))
     labels = min(labels, (width - 30) // 2)
-    what = "a held-out image" if report.task == "image-classification" else "a held-out text"
+    what = "a held-out image" if task.reads_images else "a held-out text"
     table.add_column(what, width=min(90, width - 2 * labels - 6))
-    table.add_column(_TARGET_COLUMN[report.task], no_wrap=True, max_width=labels)
+    table.add_column(_TARGET_COLUMNS.get(task.answer, "label"), no_wrap=True, max_width=labels)
     table.add_column("prediction", no_wrap=True, max_width=labels)
     for row in report.examples:
         colour = ""  # a predicted number is neither right nor wrong
-        if _TARGET_COLUMN[report.task] == "label":
+        if task.has_labels:
             colour = "green" if row["label"] == row["prediction"] else "red"
         cells = [shorten(row[key], 400) for key in ("text", "label", "prediction")]
         table.add_row(*map(Text, cells[:2]), Text(cells[2], colour))

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 
-from fedspan.data.columns import TaskName
 from fedspan.data.dialects import describe_missing_header
 from fedspan.data.images import PICTURES
 from fedspan.data.names import describe_missing_column, get_arrow_column, read_names
 from fedspan.data.path_patterns import has_placeholders, list_placeholders
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
+from fedspan.tasks.registry import TASKS
 
 if TYPE_CHECKING:
     import datasets
@@ -66,13 +66,13 @@ class InferredData:
         findings: Descriptions of what was inferred.
     """
 
-    task: TaskName
+    task: str
     data: Mapping[str, Any]
     by: str | None
     findings: tuple[str, ...]
 
 
-def infer_data(rows: Source, location: str, task: TaskName | None, options: Mapping[str, str | None]) -> InferredData:
+def infer_data(rows: Source, location: str, task: str | None, options: Mapping[str, str | None]) -> InferredData:
     """Infer the task, the columns and the clients from the first rows of a file.
 
     Args:
@@ -95,7 +95,9 @@ def infer_data(rows: Source, location: str, task: TaskName | None, options: Mapp
     client_notes = () if by is None else (f"clients: the column {by}",)
     images = _find_image_column(sample, options["text"])
     header = {"header": False} if describe_missing_header(dataset.column_names) in rows.notes else {}
-    if task == "image-classification" or (task is None and images is not None):
+    if (own := _infer_by_task(sample, task, options, by, client_notes)) is not None:
+        inferred = own
+    elif task == "image-classification" or (task is None and images is not None):
         if images is None:
             raise FedspanError("--text", options["text"], f"the column of images: {', '.join(dataset.column_names)}")
         inferred = _infer_labelled_fields(sample, "image-classification", {**options, "text": images}, by, client_notes)
@@ -105,6 +107,30 @@ def infer_data(rows: Source, location: str, task: TaskName | None, options: Mapp
     else:
         inferred = _infer_labelled_fields(sample, task, options, by, client_notes)
     return replace(inferred, data={**header, **inferred.data})
+
+
+def _infer_by_task(
+    sample: datasets.Dataset,
+    task: str | None,
+    options: Mapping[str, str | None],
+    by: str | None,
+    client_notes: tuple[str, ...],
+) -> InferredData | None:
+    """Ask the tasks that infer their columns themselves: the requested one, or each of them.
+
+    Raises:
+        FedspanError: If the columns do not fit the requested task.
+    """
+    for name, definition in TASKS.items():
+        if definition.infer is None or task not in (None, name):
+            continue
+        inferred = definition.infer(sample, {**options, "by": by})
+        if inferred is not None:
+            return InferredData(name, inferred.data, by, (f"{name}: {inferred.finding}", *client_notes))
+        if task is not None:
+            problem = f"the columns do not fit {name}: {', '.join(sample.column_names)}"
+            raise FedspanError("--task", task, problem=problem)
+    return None
 
 
 def _find_client_column(sample: datasets.Dataset, options: Mapping[str, str | None]) -> str | None:
@@ -141,7 +167,7 @@ def _find_column(
 
 
 def _infer_language_fields(
-    sample: datasets.Dataset, task: TaskName | None, options: Mapping[str, str | None]
+    sample: datasets.Dataset, task: str | None, options: Mapping[str, str | None]
 ) -> dict[str, Any] | None:
     """Infer the fields of a language model's data; None if the columns do not fit."""
     if "messages" in sample.column_names and options["answer"] is None:
@@ -167,7 +193,7 @@ def _infer_language_fields(
 
 def _infer_labelled_fields(
     sample: datasets.Dataset,
-    task: TaskName | None,
+    task: str | None,
     options: Mapping[str, str | None],
     by: str | None,
     client_notes: tuple[str, ...],

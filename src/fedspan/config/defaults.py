@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel
 
 from fedspan.data.catalogue import DatasetEntry, list_datasets
-from fedspan.data.columns import TaskName
 from fedspan.errors import FedspanError
-from fedspan.tasks.metrics import METRICS_OF
+from fedspan.tasks.registry import TASKS, get_task
 
 __all__ = ["fill_dataset_defaults"]
 
@@ -33,7 +32,7 @@ def fill_dataset_defaults(values: object) -> object:
     if entry is None:
         return values
     task = values.get("task", entry.task)
-    if task != entry.task and task in get_args(TaskName):
+    if task != entry.task and task in TASKS:
         raise FedspanError("task", task, f"{entry.task}, the task of data.dataset {entry.key}")
     content = {**values, "task": task, "evaluation": _fill_evaluation(values.get("evaluation", {}), entry)}
     if entry.prompt is not None and _get_field(values["data"], "messages") is None:
@@ -44,7 +43,7 @@ def fill_dataset_defaults(values: object) -> object:
 
 def _fill_evaluation(section: Any, entry: DatasetEntry) -> Any:
     defaults = {"answer_pattern": entry.answer_pattern, "max_new_tokens": entry.max_new_tokens}
-    if entry.metric in METRICS_OF[entry.task]:
+    if entry.metric in get_task(entry.task).metric_names:
         defaults["metric"] = entry.metric  # exact_match is only measured at the end
     return _fill_section(section, {name: value for name, value in defaults.items() if value is not None})
 

@@ -1,5 +1,6 @@
-"""Default rates and rounds by task and method: the one place that states them.
+"""Default rates and rounds by task and method: the one place that states the factors by method.
 
+A task's own rate is in its definition (``TaskDefinition.lr``).
 ``fedspan init`` writes them into a config, and ``training.lr: auto`` tests rates around them. They are for AdamW and
 for a head that starts from pooled statistics: such a head is close to its place whatever the number of classes, so it
 trains with the adapters' rate. The factors by method are ratios of the best rates in docs/results/banking77.md.
@@ -10,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fedspan.data.columns import TaskName
-from fedspan.tasks.metrics import CLASSIFIERS
+from fedspan.tasks.registry import get_task
 
 __all__ = ["FACTORS", "TrainingDefaults", "get_training_defaults"]
 
@@ -37,33 +37,24 @@ class TrainingDefaults:
     logit_adjustment: float
 
 
-_TASK_RATES: Mapping[TaskName, float] = {
-    "sequence-classification": 3e-3,
-    "regression": 3e-3,
-    "image-classification": 1e-3,
-    "causal-lm": 2e-4,
-    "trainer": 2e-4,
-}
-"""Rates of a method that trains both factors of a pair."""
 FACTORS: Mapping[str, float] = {"fedavg": 0.25, "ffa-lora": 2.5}
 """Factors on the task's rate, by method. Whole weights need a smaller rate; with one trained factor, whose average is
 exact, a larger one is best."""
 
 
-def get_training_defaults(task: TaskName, method: str) -> TrainingDefaults:
+def get_training_defaults(task: str, method: str) -> TrainingDefaults:
     """Return the default settings of a run.
 
     Args:
         task: The learning task.
         method: Registry key of the method; a method without an entry has the rate of FedIT.
     """
-    lr = _TASK_RATES[task] * FACTORS.get(method, 1.0)
-    is_classifier = task in CLASSIFIERS
+    definition = get_task(task)
     return TrainingDefaults(
-        lr=lr,
+        lr=definition.lr * FACTORS.get(method, 1.0),
         batch_size=16,
         local_epochs=1,
         rounds=20,
         early_stopping=4,
-        logit_adjustment=1.0 if is_classifier else 0.0,
+        logit_adjustment=1.0 if definition.is_classifier else 0.0,
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, Self
+from typing import Literal, Self, cast
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from fedspan.config.cluster import ClusterConfig
 from fedspan.config.defaults import fill_dataset_defaults
@@ -23,13 +24,14 @@ from fedspan.core.factors import require_rank
 from fedspan.core.heads import HeadKind
 from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import OptimizerSpec, Spec
-from fedspan.data.columns import TaskName
+from fedspan.data.columns import LABELLED_TEXTS, TaskColumns
 from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.data.files import FROM_TRAINERS
-from fedspan.errors import FedspanError
+from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import ReplyRules
-from fedspan.tasks.metrics import CLASSIFIERS, METRICS_OF
+from fedspan.tasks.definition import TaskDefinition
+from fedspan.tasks.registry import get_task
 from fedspan.training.jobs import Privacy, TrainingSettings
 
 __all__ = ["RunConfig"]
@@ -38,11 +40,16 @@ __all__ = ["RunConfig"]
 class RunConfig(Section):
     """The configuration of one run."""
 
-    task: TaskName = Field(
+    task: str = Field(
         default="sequence-classification",
         description="sequence-classification: a label for a text or a pair. image-classification: a label for an "
-        "image. regression: a number. causal-lm: an answer to a prompt (instruction tuning). trainer: what the "
-        "trainers of fedspan.simulate define. Default: the task of data.dataset, if set.",
+        "image. regression: a number. causal-lm: an answer to a prompt (instruction tuning). "
+        "token-classification: a tag for each word (named entities). trainer: what the "
+        "trainers of fedspan.simulate define. Or a task of your own (docs/your-task.md). Default: the task of "
+        "data.dataset, if set.",
+    )
+    task_options: dict[str, str | bool | int | float | None] = Field(
+        default_factory=dict, description="The task's own options; docs/tasks.md has those of each task."
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of every random draw.")
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, mps.")
@@ -83,6 +90,15 @@ class RunConfig(Section):
         "test.",
     )
 
+    @field_validator("task")
+    @classmethod
+    def _require_known_task(cls, value: str) -> str:
+        try:
+            get_task(value)
+        except FedspanError as error:
+            raise PydanticCustomError("unknown", "{problem}", {"problem": error.problem, "error": error}) from None
+        return value
+
     @model_validator(mode="before")
     @classmethod
     def _fill_dataset_defaults(cls, values: object) -> object:
@@ -109,11 +125,36 @@ class RunConfig(Section):
         self._require_trainers()
         self._require_training_fit()
         self._require_offload_fit()
-        metrics = METRICS_OF[self.task]
+        self.task_definition.parse_options(self.task_options)
+        self._require_roles()
+        metrics = self.task_definition.metric_names
         if self.evaluation.metric is not None and self.evaluation.metric not in metrics:
             expected = f"a metric of {self.task}: {', '.join(metrics)}"
             raise FedspanError("evaluation.metric", self.evaluation.metric, expected)
         return self
+
+    @property
+    def task_definition(self) -> TaskDefinition:
+        """The definition of the task."""
+        return get_task(self.task)
+
+    @property
+    def task_columns(self) -> TaskColumns:
+        """The columns that the task reads."""
+        return self.task_definition.columns or LABELLED_TEXTS
+
+    def _require_roles(self) -> None:
+        """Check that ``data.roles`` names roles that the task has.
+
+        Raises:
+            FedspanError: If it does not.
+        """
+        known = self.task_columns.roles
+        for role, column in self.data.roles.items():
+            if role not in known:
+                advice = suggest_nearest(role, known) if known else f"{self.task} has no further roles."
+                problem = f"{self.task} has no columns with the role {role!r}. {advice}"
+                raise FedspanError(f"data.roles.{role}", column, problem=problem)
 
     @property
     def head_kind(self) -> tuple[HeadKind | None, str | None]:
@@ -121,14 +162,14 @@ class RunConfig(Section):
         requested = self.model.head_init
         if requested == "random":
             return None, None
-        is_classifier, regression = self.task in CLASSIFIERS, self.task == "regression"
-        if (not is_classifier and not regression) or self.model.is_from_scratch:
+        starts = self.task_definition.head_starts
+        if not starts or self.model.is_from_scratch:
             return None, None
         if reason := self._explain_random_head():
             return None, reason
         if requested != "auto":
             return requested, None
-        return ("least-squares" if regression else "lda"), None
+        return cast("HeadKind", starts[-1]), None
 
     def _explain_random_head(self) -> str | None:
         """Return the reason why the head of this run cannot start from statistics; None if it can."""
@@ -140,7 +181,7 @@ class RunConfig(Section):
                 self.federation.reduction != "mean"
             ),
             "a secure sum needs bounded numbers, and those of a regression have no bound": (
-                self.task == "regression" and self.federation.secure is not None
+                self.task_definition.answer == "number" and self.federation.secure is not None
             ),
         }
         return next((reason for reason, applies in reasons.items() if applies), None)
@@ -151,15 +192,13 @@ class RunConfig(Section):
         Raises:
             FedspanError: If they do not.
         """
-        texts = self.task in ("sequence-classification", "regression")
-        if self.model.pooling not in ("auto", "stock") and not texts:
+        if self.model.pooling not in ("auto", "stock") and not self.task_definition.pools:
             problem = f"{self.model.pooling} cannot be combined with {self.task}, which pools no texts"
             raise FedspanError("model.pooling", self.model.pooling, "auto", problem=problem)
         requested = self.model.head_init
         if requested in ("auto", "random"):
             return
-        right = {"regression": ("least-squares",), **dict.fromkeys(CLASSIFIERS, ("class-means", "lda"))}
-        allowed = right.get(self.task, ())
+        allowed = self.task_definition.head_starts
         if requested not in allowed:
             expected = " or ".join((*allowed, "random", "auto"))
             raise FedspanError("model.head_init", requested, expected, problem=f"{requested} does not fit {self.task}")
@@ -235,7 +274,7 @@ class RunConfig(Section):
             FedspanError: If they do not.
         """
         training, adjustment = self.training, self.training.logit_adjustment
-        if adjustment and self.task not in CLASSIFIERS:
+        if adjustment and not self.task_definition.is_classifier:
             problem = f"logits cannot be adjusted to classes, because {self.task} has no classes"
             raise FedspanError("training.logit_adjustment", adjustment, "0", problem=problem)
         if adjustment and self.privacy is not None and self.privacy.mechanism == "dp-sgd":
@@ -265,7 +304,8 @@ class RunConfig(Section):
         if self.engine.name == "flower-sim":
             problem = "engine.name: flower-sim cannot simulate conditions. Use engine.name: batched or loop"
             raise FedspanError("simulation", self.engine.name, problem=problem)
-        if conditions.faults is not None and conditions.faults.kind == "label-flip" and self.task not in CLASSIFIERS:
+        flips = conditions.faults is not None and conditions.faults.kind == "label-flip"
+        if flips and not self.task_definition.is_classifier:
             raise FedspanError(
                 "simulation.faults.kind", "label-flip", problem=f"label-flip needs labels, and {self.task} has none"
             )

@@ -5,24 +5,22 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import yaml
 
 from fedspan.config import RunConfig, parse_config
 from fedspan.config.column_inference import infer_data
-from fedspan.config.starter_template import DEFAULT_MODELS, render_config, suggest_target_modules
-from fedspan.data.columns import TaskName
+from fedspan.config.starter_template import get_default_model, render_config, suggest_target_modules
 from fedspan.data.config import DataConfig
 from fedspan.data.files import read_source
 from fedspan.data.loading import LoadedData, load
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, write_atomic
+from fedspan.tasks.registry import TASKS, get_task
 
 __all__ = ["StarterConfig", "write_starter_config"]
 
-_TASKS = ("sequence-classification", "regression", "causal-lm", "image-classification")
 _SMALL_DATASET = 5000
 """Number of examples below which a tenth of them is too small for validation, because the losses are noisy."""
 _SAMPLE_BYTES = 8 << 20
@@ -81,19 +79,20 @@ def write_starter_config(
     path = Path(out)
     if path.exists() and not force:
         raise FedspanError("--out", str(path), "a file that does not exist yet, or --force")
-    if task is not None and task not in _TASKS:
-        raise FedspanError("--task", task, f"one of {', '.join(_TASKS)}")
+    if task is not None and get_task(task, "--task").default_model is None and model is None:
+        offered = [name for name, definition in TASKS.items() if definition.default_model is not None]
+        raise FedspanError("--task", task, f"one of {', '.join(offered)}")
     options = {"text": text, "label": label, "answer": answer, "by": by}
     rows = _read_sample(str(data), "DATA")
-    inferred = infer_data(rows, str(data), cast("TaskName | None", task), options)
+    inferred = infer_data(rows, str(data), task, options)
     section = {"train": str(data), **({} if test is None else {"test": str(test)}), **inferred.data}
     targets = suggest_target_modules(inferred.task, model)
-    name = model or DEFAULT_MODELS[inferred.task][0]
+    name = model or get_default_model(inferred.task)[0]
     is_small = rows.whole and len(rows.dataset) < _SMALL_DATASET
     content = render_config(inferred, section, clients, name, targets, method, is_small=is_small)
     config = parse_config(yaml.safe_load(content))
     validated_data = config.data.model_copy(update={"invalid": "skip"})
-    loaded = load(validated_data, seed=config.data_seed, task=config.task, limit=_SAMPLE_BYTES)
+    loaded = load(validated_data, seed=config.data_seed, task=config.task_columns, limit=_SAMPLE_BYTES)
     if loaded.dropped:
         content = render_config(
             inferred, {**section, "invalid": "skip"}, clients, name, targets, method, is_small=is_small

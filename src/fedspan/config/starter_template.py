@@ -11,35 +11,34 @@ import yaml
 
 from fedspan.config.column_inference import InferredData
 from fedspan.config.rates import get_training_defaults
-from fedspan.data.columns import TaskName
 from fedspan.errors import FedspanError
 from fedspan.models.empty import load_empty
-from fedspan.models.loading import Head
 from fedspan.models.targets import suggest_targets
+from fedspan.tasks.registry import get_task
 
-__all__ = ["DEFAULT_MODELS", "render_config", "suggest_target_modules"]
+__all__ = ["get_default_model", "render_config", "suggest_target_modules"]
 
-DEFAULT_MODELS: Mapping[TaskName, tuple[str, str]] = {
-    "sequence-classification": ("builtin:all-minilm-l6-v2", "[query, value]"),
-    "regression": ("builtin:all-minilm-l6-v2", "[query, value]"),
-    "causal-lm": ("Qwen/Qwen2.5-0.5B", "all-linear"),
-    "image-classification": ("google/vit-base-patch16-224-in21k", "[q_proj, v_proj]"),
-}
 _TARGETS_BY_MODEL_TYPE: Mapping[str, str] = {
     "mobilenet_v2": r"'.*layer\.1[3-5]\.(expand|reduce)_1x1\.convolution|.*\.conv_1x1\.convolution'",
 }
 """Target modules by ``model_type``, for architectures for which PEFT has no default."""
-_HEADS: Mapping[TaskName, Head] = {
-    "sequence-classification": "classification",
-    "regression": "regression",
-    "causal-lm": "language-model",
-    "image-classification": "image-classification",
-}
 _MARKER_OUTPUTS = 7919
 """Number of outputs by which a model's head is recognized: a prime that no layer has as its size."""
 
 
-def suggest_target_modules(task: TaskName, model: str | None) -> str | None:
+def get_default_model(task: str) -> tuple[str, str]:
+    """Return the name and the target layers (YAML) of the model that is suggested for a task.
+
+    Raises:
+        FedspanError: If none is suggested.
+    """
+    suggested = get_task(task).default_model
+    if suggested is None:
+        raise FedspanError("--model", None, "the name of a model", problem=f"{task} has no default model")
+    return suggested
+
+
+def suggest_target_modules(task: str, model: str | None) -> str | None:
     """Suggest the target layers of a model, as YAML.
 
     Args:
@@ -50,12 +49,12 @@ def suggest_target_modules(task: TaskName, model: str | None) -> str | None:
         The names of the layers, or None if PEFT has a default or the model can't be read.
     """
     if model is None:
-        return DEFAULT_MODELS[task][1]
+        return get_default_model(task)[1]
     if (known := _TARGETS_BY_MODEL_TYPE.get(_read_model_type(model))) is not None:
         return known
     try:
         labels = [str(number) for number in range(_MARKER_OUTPUTS)]
-        names = suggest_targets(load_empty(model, _HEADS[task], labels), _MARKER_OUTPUTS)
+        names = suggest_targets(load_empty(model, get_task(task).head, labels), _MARKER_OUTPUTS)
     except FedspanError:  # plan and run report it; they may have network access
         return None
     return None if names is None else _format_scalar(names)

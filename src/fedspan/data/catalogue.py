@@ -102,7 +102,7 @@ class DatasetEntry(_Record):
     key: str
     title: str
     summary: str
-    task: Literal["sequence-classification", "regression", "causal-lm", "image-classification"]
+    task: str
     metric: str
     hub: Hub | None = None
     columns: Columns

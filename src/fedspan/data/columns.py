@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -20,13 +20,17 @@ from fedspan.data.source import Source
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
 
-if TYPE_CHECKING:
-    pass
+__all__ = [
+    "LABELLED_TEXTS",
+    "ColumnReader",
+    "ReadColumns",
+    "TaskColumns",
+    "ValidatedColumns",
+    "parse_conversation",
+    "read_text_columns",
+    "validate_columns",
+]
 
-__all__ = ["TaskName", "ValidatedColumns", "parse_conversation", "validate_columns"]
-
-TaskName = Literal["sequence-classification", "regression", "causal-lm", "image-classification", "trainer"]
-"""The kinds of learning problem; ``trainer``: the owners' own trainers define it (``fedspan.simulate``)."""
 _TASK_COLUMNS = ("text", "text_pair", "label", "target", "answer", "history", "image")
 
 
@@ -38,22 +42,73 @@ class ValidatedColumns:
         source: The source as it was read.
         columns: The task's columns (`text` and others), followed by the source's other columns.
         features: Types of `columns` for `datasets`.
-        names: Class of each row; None if rows have none.
+        names: Class of each row; None if rows have no single class.
+        label_lists: Labels of each row, any number of them; None if rows have no lists of labels.
     """
 
     source: Source
     columns: dict[str, pa.ChunkedArray]
     features: dict[str, Any]
     names: list[str] | None
+    label_lists: list[list[str]] | None = None
 
 
-def validate_columns(source: Source, config: DataConfig, task: TaskName, field: str, part: str) -> ValidatedColumns:
-    """Check the columns that `task` needs, and return them with the others unchanged.
+@dataclass(frozen=True)
+class ReadColumns:
+    """The checked columns of a task.
+
+    Args:
+        columns: Arrow columns by the task's own names (``text``, ``target``): texts, numbers, images, lists of texts.
+        used: The source's columns that they were read from, which are not passed on under their own names.
+        names: Class of each row, for tasks with one label for an example; it becomes the column ``label`` (int64).
+        label_lists: Labels of each row, for tasks with several labels for an example or a label for each of its
+            words; they become the column ``labels`` (lists of int64).
+    """
+
+    columns: dict[str, pa.ChunkedArray]
+    used: set[str]
+    names: list[str] | None = None
+    label_lists: list[list[str]] | None = None
+
+
+def _require_texts(config: DataConfig, field: str) -> list[tuple[str, ...]]:
+    columns = (config.text, config.text_pair, config.label or "label")
+    return [(column,) for column in columns if column is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskColumns:
+    """The columns that a task needs, and how they are read.
+
+    Args:
+        read: Reads and checks the columns that a config names.
+        require: Returns groups of columns, for ``data.invalid: skip``; a row needs a value in at least one column of
+            each group. Its arguments are the config and the user's name of it.
+        example: Returns the column that holds the example itself, for advice on duplicates.
+        joined: Returns the columns whose lists of texts are joined with spaces.
+        label: Returns the column whose lists of one label are unpacked; None: there is none.
+        roles: Further roles of columns, which a user maps to column names in ``data.roles``.
+        is_number: Whether the column of labels holds numbers.
+        complete_labels: Orders and completes the labels that occur; None: they are sorted.
+    """
+
+    read: Callable[[ColumnReader, DataConfig], ReadColumns]
+    require: Callable[[DataConfig, str], list[tuple[str, ...]]] = _require_texts
+    example: Callable[[DataConfig], str] = lambda config: config.text
+    joined: Callable[[DataConfig], Sequence[str | None]] = lambda config: (config.text, config.text_pair, config.answer)
+    label: Callable[[DataConfig], str | None] = lambda config: config.label or "label"
+    roles: tuple[str, ...] = ()
+    is_number: bool = False
+    complete_labels: Callable[[Sequence[str]], list[str]] | None = None
+
+
+def validate_columns(source: Source, config: DataConfig, task: TaskColumns, field: str, part: str) -> ValidatedColumns:
+    """Check the columns that a task needs, and return them with the others unchanged.
 
     Args:
         source: The source as it was read.
         config: Options that name the columns.
-        task: The task that uses them.
+        task: The columns that the task needs.
         field: The user's name of `config`.
         part: The option that names the source, ``train`` or ``test``.
 
@@ -61,20 +116,24 @@ def validate_columns(source: Source, config: DataConfig, task: TaskName, field: 
         FedspanError: If a column is missing or of the wrong type, or a row has no value.
     """
     import datasets
+    from datasets.features.features import generate_from_arrow_type
 
-    reader = _Reader(source, field, part)
-    columns, used, names = _READERS[task](reader, config)
-    types: Mapping[str, Any] = {"target": datasets.Value("float64"), "image": datasets.Image()}
-    features: dict[str, Any] = {name: types.get(name, datasets.Value("string")) for name in columns}
+    read = task.read(ColumnReader(source, field, part), config)
+    columns = dict(read.columns)
+    features: dict[str, Any] = {
+        name: datasets.Image() if column.type == IMAGES else generate_from_arrow_type(column.type)
+        for name, column in columns.items()
+    }
     # The requested column replaces another one that happens to be called "text" or "label".
+    taken = {*read.used, *_TASK_COLUMNS, *read.columns, *(() if read.label_lists is None else ("labels",))}
     for column in source.dataset.column_names:
-        if column not in used and column not in _TASK_COLUMNS:
+        if column not in taken:
             columns[column] = get_arrow_column(source.dataset, column)
             features[column] = source.dataset.features[column]
-    return ValidatedColumns(source, columns, features, names)
+    return ValidatedColumns(source, columns, features, read.names, read.label_lists)
 
 
-class _Reader:
+class ColumnReader:
     """Reader of one source's columns; every error names the option and the row."""
 
     def __init__(self, source: Source, field: str, part: str) -> None:
@@ -126,6 +185,34 @@ class _Reader:
                 raise FedspanError(where, column, problem=problem + "To predict numbers, set task: regression.")
         self._require_values(column, [name is not None for name in names], "label")
         return cast(list[str], names)
+
+    def read_text_lists(self, column: str, option: str) -> pa.ChunkedArray:
+        """Read a column of lists of texts, such as the words of a sentence; no list is empty."""
+        where = self.require(column, option)
+        values = get_arrow_column(self.source.dataset, column)
+        kind = values.type
+        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not _is_text(kind.value_type):
+            problem = f"column {column!r} of {self.source.name} holds {kind}, not lists of texts"
+            raise FedspanError(where, column, problem=problem)
+        self._require_values(column, [bool(value) and None not in value for value in values.to_pylist()], "texts")
+        return values.cast(pa.list_(pa.string()))
+
+    def read_tag_lists(self, column: str, option: str) -> list[list[str]]:
+        """Read a column of lists of tags, as texts or as the numbers of a data set that names its classes."""
+        where = self.require(column, option)
+        values = get_arrow_column(self.source.dataset, column)
+        inner: Any = getattr(self.source.dataset.features[column], "feature", None)
+        classes: list[str] | None = getattr(inner, "names", None)
+        if classes is None:
+            return cast("list[list[str]]", self.read_text_lists(column, option).to_pylist())
+        rows: list[list[int] | None] = values.to_pylist()
+        known = [bool(row) and all(tag is not None and 0 <= tag < len(classes) for tag in row or ()) for row in rows]
+        self._require_values(column, known, f"tags of {where}")
+        return [[classes[tag] for tag in row or ()] for row in rows]
+
+    def role(self, config: DataConfig, role: str) -> str:
+        """Return the column with a role: the one that ``data.roles`` names, or else one of the role's own name."""
+        return config.roles.get(role, role)
 
     def read_numbers(self, column: str) -> pa.ChunkedArray:
         where = self.require(column, "label")
@@ -214,45 +301,18 @@ def _is_text(type: pa.DataType) -> bool:
     return pa.types.is_string(type) or pa.types.is_large_string(type) or pa.types.is_null(type)
 
 
-_Read = tuple[dict[str, pa.ChunkedArray], set[str], list[str] | None]
-
-
-def _read_texts(reader: _Reader, config: DataConfig) -> tuple[dict[str, pa.ChunkedArray], set[str]]:
+def read_text_columns(reader: ColumnReader, config: DataConfig) -> tuple[dict[str, pa.ChunkedArray], set[str]]:
+    """Read the column of texts and, if the config names one, that of second texts, with the columns that are used."""
     columns = {"text": reader.read_texts(config.text, "text")}
     if config.text_pair is not None:
         columns["text_pair"] = reader.read_texts(config.text_pair, "text_pair")
     return columns, {config.text, config.text_pair or config.text, config.label or "label"}
 
 
-def _read_classification(reader: _Reader, config: DataConfig) -> _Read:
-    columns, used = _read_texts(reader, config)
-    return columns, used, reader.read_classes(config.label or "label")
+def _read_labelled_texts(reader: ColumnReader, config: DataConfig) -> ReadColumns:
+    columns, used = read_text_columns(reader, config)
+    return ReadColumns(columns, used, reader.read_classes(config.label or "label"))
 
 
-def _read_regression(reader: _Reader, config: DataConfig) -> _Read:
-    columns, used = _read_texts(reader, config)
-    return {**columns, "target": reader.read_numbers(config.label or "label")}, used, None
-
-
-def _read_language(reader: _Reader, config: DataConfig) -> _Read:
-    if config.messages is not None:
-        columns = reader.read_conversations(config.messages)
-    elif config.prompt is not None:
-        columns = {"text": reader.read_prompts(config.prompt), "answer": reader.read_texts(config.answer, "answer")}
-    else:
-        expected = "a text such as 'Q: {question} A: ', the name of a template, or data.messages in its place"
-        raise FedspanError(f"{reader.field}.prompt", None, expected, problem="causal-lm needs a prompt")
-    return columns, set(), None if config.label is None else reader.read_classes(config.label)
-
-
-def _read_images(reader: _Reader, config: DataConfig) -> _Read:
-    columns = {"image": reader.read_images(config.image)}
-    return columns, {config.image, config.label or "label"}, reader.read_classes(config.label or "label")
-
-
-_READERS: Mapping[TaskName, Callable[[_Reader, DataConfig], _Read]] = {
-    "sequence-classification": _read_classification,
-    "regression": _read_regression,
-    "causal-lm": _read_language,
-    "image-classification": _read_images,
-}
+LABELLED_TEXTS = TaskColumns(read=_read_labelled_texts)
+"""A text or a pair of texts with one label."""

@@ -117,6 +117,11 @@ class DataConfig(BaseModel):
         description="causal-lm: concatenate a batch's examples in one row, each with its own positions and "
         "attention, instead of padding them. The loss is the same; faster on a GPU.",
     )
+    roles: dict[str, str] = Field(
+        default_factory=dict,
+        description="Columns by their role, for tasks whose data have roles that no other option names: "
+        "{ROLE: column}. The page of a task lists its roles. Default: a column has the name of its role.",
+    )
     delimiter: str | None = Field(
         default=None,
         min_length=1,

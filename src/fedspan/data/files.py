@@ -16,6 +16,7 @@ import pyarrow.parquet
 from fedspan.data import archives, delimited, excel
 from fedspan.data.builtin import PREFIX, find_corpus_file
 from fedspan.data.config import DataConfig
+from fedspan.data.conll import has_sentences, read_sentences
 from fedspan.data.encodings import decode
 from fedspan.data.folders import TEXTS, describe_left_out, has_texts, make_text_table, read_texts
 from fedspan.data.images import PICTURES, has_images, make_archived_images, read_images
@@ -46,7 +47,7 @@ FROM_TRAINERS = "python:trainers"
 """Value of ``data.train`` if the clients train with trainers passed from Python, on the trainers' own data."""
 
 _DELIMITED = ("csv", "tsv", "txt")
-_PACKABLE = (".csv", ".tsv", ".txt", ".jsonl", ".json")
+_PACKABLE = (".csv", ".tsv", ".txt", ".jsonl", ".json", ".conll")
 SUFFIXES = (*_PACKABLE, *(f"{suffix}.gz" for suffix in _PACKABLE), ".parquet", *excel.SUFFIXES)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z]\w{0,7}")
@@ -128,6 +129,8 @@ def read_column_names(where: str) -> list[str] | None:
     try:
         if kind == "parquet":
             return list(pyarrow.parquet.read_schema(path).names)
+        if kind == "conll":
+            return ["tokens", "tags"]
         if kind in _DELIMITED:
             return delimited.read_column_names(path, kind)
         if kind in ("json", "jsonl"):
@@ -175,6 +178,8 @@ def _read_file(path: Path, where: str, config: DataConfig, field: str, option: s
             table_read = _read_parquet(path, limit)
         elif suffix in excel.SUFFIXES:
             table_read = excel.read_excel(path, where, config, field, option)
+        elif kind == "conll" or (kind in ("tsv", "txt") and has_sentences(path)):
+            table_read = read_sentences(path, config.encoding, limit)
         elif kind in _DELIMITED:
             table_read = delimited.read_delimited(path, kind, config, limit)
         else:

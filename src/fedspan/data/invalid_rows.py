@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 import pyarrow as pa
 
-from fedspan.data.columns import TaskName, parse_conversation
+from fedspan.data.columns import TaskColumns, parse_conversation
 from fedspan.data.config import DataConfig
 from fedspan.data.names import get_arrow_column, read_names
 from fedspan.data.source import Source
-from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ __all__ = ["drop_invalid_rows"]
 
 
 def drop_invalid_rows(
-    source: Source, config: DataConfig, task: TaskName, field: str, part: Literal["train", "test"]
+    source: Source, config: DataConfig, task: TaskColumns, field: str, part: Literal["train", "test"]
 ) -> Source:
     """Return the rows that have everything that `task` needs.
 
@@ -31,7 +30,7 @@ def drop_invalid_rows(
     """
     dataset = source.dataset
     invalid = [False] * len(dataset)
-    for columns in _list_required_columns(config, task, field):
+    for columns in task.require(config, field):
         # A missing column is an error, which the check of the columns reports better.
         values = [_get_values(dataset, column, task, config) for column in columns if column in dataset.column_names]
         if values:
@@ -44,15 +43,17 @@ def drop_invalid_rows(
     return source if len(valid) == len(dataset) else source.select(valid)
 
 
-def _get_values(dataset: datasets.Dataset, column: str, task: TaskName, config: DataConfig) -> Sequence[object]:
+def _get_values(dataset: datasets.Dataset, column: str, task: TaskColumns, config: DataConfig) -> Sequence[object]:
     """Return a column's values, falsy where they cannot be used; images (bytes or path) are not converted to text."""
     values = get_arrow_column(dataset, column)
     if column == config.messages:
         return [parse_conversation(value) is not None for value in values.to_pylist()]
     if pa.types.is_struct(values.type):
         return [value is not None and any(value.values()) for value in values.to_pylist()]
+    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+        return [bool(value) and None not in value for value in values.to_pylist()]
     names = read_names(dataset, column)
-    if task == "regression" and column == (config.label or "label"):
+    if task.is_number and column == (config.label or "label"):
         return [name is not None and _is_finite(name) for name in names]
     return names
 
@@ -62,19 +63,3 @@ def _is_finite(text: str) -> bool:
         return math.isfinite(float(text))
     except ValueError:
         return False
-
-
-def _list_required_columns(config: DataConfig, task: TaskName, field: str) -> list[tuple[str, ...]]:
-    """Return groups of columns; a row needs a value in at least one column of each group."""
-    if task == "causal-lm":
-        if config.messages is not None:
-            groups = [(config.messages,)]
-        elif config.prompt is not None:
-            groups = [parse_template(config.prompt, f"{field}.prompt").columns, (config.answer,)]
-        else:
-            return []
-        return groups if config.label is None else [*groups, (config.label,)]
-    if task == "image-classification":
-        return [(config.image,), (config.label or "label",)]
-    columns = (config.text, config.text_pair, config.label or "label")
-    return [(column,) for column in columns if column is not None]

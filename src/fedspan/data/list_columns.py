@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from fedspan.data.columns import TaskName
+from fedspan.data.columns import TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.data.names import get_arrow_table, make_dataset
 from fedspan.data.source import Source
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["unwrap_lists"]
 
 
-def unwrap_lists(source: Source, config: DataConfig, task: TaskName, field: str) -> Source:
+def unwrap_lists(source: Source, config: DataConfig, task: TaskColumns, field: str) -> Source:
     """Return a source whose columns of texts and labels hold no lists.
 
     A list of texts (tokens, sentences) is joined with spaces. A list of one label is that label; another number of
@@ -28,7 +28,7 @@ def unwrap_lists(source: Source, config: DataConfig, task: TaskName, field: str)
     Args:
         source: The source as it was read.
         config: Options that name the columns.
-        task: The task that uses them.
+        task: The columns that the task needs.
         field: The user's name of `config`.
 
     Raises:
@@ -36,8 +36,7 @@ def unwrap_lists(source: Source, config: DataConfig, task: TaskName, field: str)
     """
     import datasets
 
-    label = config.label or (None if task == "causal-lm" else "label")
-    texts = [config.text, config.text_pair, config.answer] if task != "image-classification" else []
+    label, texts = task.label(config), task.joined(config)
     columns: dict[str, tuple[pa.Array, Any]] = {}
     notes: list[str] = []
     for name in source.dataset.column_names:

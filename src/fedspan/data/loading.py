@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pyarrow as pa
 
 from fedspan.data.catalogue import get_dataset_entry
-from fedspan.data.columns import TaskName, ValidatedColumns, validate_columns
+from fedspan.data.columns import LABELLED_TEXTS, TaskColumns, ValidatedColumns, validate_columns
 from fedspan.data.config import DataConfig
 from fedspan.data.dataset_defaults import fill_data_defaults
 from fedspan.data.duplicates import encode_groups, find_shared_with_test
@@ -60,7 +61,7 @@ def load(
     field: str = "data",
     *,
     seed: int = 0,
-    task: TaskName = "sequence-classification",
+    task: TaskColumns = LABELLED_TEXTS,
     limit: int | None = None,
     sources: Mapping[str, Source] | None = None,
 ) -> LoadedData:
@@ -70,7 +71,7 @@ def load(
         config: Location and columns of the examples.
         field: The user's name of `config`; the fields of all errors begin with it.
         seed: Seed of the draws for ``test_fraction`` and ``max_examples``.
-        task: The task that uses the examples.
+        task: The columns that the task needs (``TaskDefinition.columns``).
         limit: Number of bytes that are read at the beginning of each file; None: all.
         sources: Sources of ``train`` and ``test`` that were passed from Python; None: they are read.
 
@@ -84,8 +85,8 @@ def load(
     config = fill_data_defaults(config, field)
     sources = sources or {}
     train = _read_part(config, task, field, "train", limit, sources.get("train"))
-    labels = _collect_labels(train.checked, config, field)
-    known = set(train.checked.names or ())
+    labels = _collect_labels(train.checked, task, config, field)
+    known = {*(train.checked.names or ()), *chain.from_iterable(train.checked.label_lists or ())}
     data = _encode_labels(train, labels, known, config, field, "train")
     parts = [train]
     remarks: list[str] = []
@@ -97,7 +98,7 @@ def load(
     elif config.test_fraction > 0:
         data, test = _hold_out(data, config, field, seed)
         if config.group is None and (count := find_shared_with_test(data, test)):
-            column = config.image if task == "image-classification" else config.text
+            column = task.example(config)
             remarks.append(
                 f"duplicates: {count:,} of {len(test):,} held-out test examples also occur in training "
                 f"({field}.group: {column} keeps equal examples together)"
@@ -126,7 +127,7 @@ class _Part:
 
 def _read_part(
     config: DataConfig,
-    task: TaskName,
+    task: TaskColumns,
     field: str,
     part: Literal["train", "test"],
     limit: int | None,
@@ -150,14 +151,23 @@ def _describe_part(part: _Part, field: str) -> list[str]:
     return remarks
 
 
-def _collect_labels(train: ValidatedColumns, config: DataConfig, field: str) -> tuple[str, ...]:
-    if train.names is None:
+def _collect_labels(train: ValidatedColumns, task: TaskColumns, config: DataConfig, field: str) -> tuple[str, ...]:
+    names = train.names
+    if train.label_lists is not None:
+        names = [*chain.from_iterable(train.label_lists)]
+        for option in ("keep_only", "first_labels"):
+            if getattr(config, option):
+                problem = "it selects examples by their one label, and these have several each"
+                raise FedspanError(f"{field}.{option}", getattr(config, option), problem=problem)
+    if names is None:
         for option in ("labels", "first_labels"):
             if getattr(config, option) is not None:
                 problem = "these examples have no classes; leave it out"
                 raise FedspanError(f"{field}.{option}", getattr(config, option), problem=problem)
         return ()
-    available = _order_labels(train.names, config, field)
+    available = _order_labels(names, config, field)
+    if task.complete_labels is not None:
+        available = task.complete_labels(available)
     if config.labels is not None:
         missing = [label for label in config.labels if label not in available]
         # Without keep_only a label may be absent: one client's file need not contain every class.
@@ -168,7 +178,8 @@ def _collect_labels(train: ValidatedColumns, config: DataConfig, field: str) -> 
             raise FedspanError(f"{field}.labels", missing[0], problem=problem)
         return tuple(config.labels)
     if len(available) < 2:
-        problem = f"all rows have the label {available[0]!r}, where two labels or more are needed"
+        only = f"all rows have the label {available[0]!r}" if available else "no row has a label"
+        problem = f"{only}, where two labels or more are needed"
         raise FedspanError(f"{field}.label", config.label or "label", problem=problem)
     if config.first_labels is not None and config.first_labels > len(available):
         expected = f"at most {len(available)}, the number of labels in {train.source.name}"
@@ -190,6 +201,8 @@ def _encode_labels(
     import datasets
 
     checked = part.checked
+    if checked.label_lists is not None:
+        return _encode_label_lists(part, checked.label_lists, labels, config, field, name)
     if checked.names is None:
         return make_dataset(pa.table(checked.columns), checked.features)
     index = {label: position for position, label in enumerate(labels)}
@@ -212,6 +225,29 @@ def _encode_labels(
     position = 2 if "text_pair" in checked.columns else 1  # after the columns to be labelled
     table = table.add_column(position, "label", pa.array(ids, pa.int64()))
     return make_dataset(table, {**checked.features, "label": datasets.Value("int64")})
+
+
+def _encode_label_lists(
+    part: _Part, label_lists: list[list[str]], labels: Sequence[str], config: DataConfig, field: str, name: str
+) -> datasets.Dataset:
+    """Return the examples with lists of label indices; refuse or skip rows with an unknown label."""
+    import datasets
+
+    checked, index = part.checked, {label: position for position, label in enumerate(labels)}
+    keep: list[int] = []
+    for row, names in enumerate(label_lists):
+        unknown = next((label for label in names if label not in index), None)
+        if unknown is None:
+            keep.append(row)
+        elif config.invalid == "error":
+            raise _make_unknown_label_error(unknown, labels, checked.source.row(row), config, field, name)
+    part.skipped["with an unknown label"] = len(label_lists) - len(keep)
+    if not keep:
+        problem = f"every row of {checked.source.name} has a label that is not one of {', '.join(labels[:6])}"
+        raise FedspanError(f"{field}.{name}", checked.source.name, problem=problem)
+    ids = pa.array([[index[label] for label in label_lists[row]] for row in keep], pa.list_(pa.int64()))
+    table = pa.table(checked.columns).take(keep).append_column("labels", ids)
+    return make_dataset(table, {**checked.features, "labels": datasets.List(datasets.Value("int64"))})
 
 
 def _make_unknown_label_error(

@@ -21,7 +21,6 @@ from fedspan.files import from_json
 from fedspan.models.digest import hash_frozen
 from fedspan.models.pooling import PooledClassifier
 from fedspan.runs.model_setup import RunModel
-from fedspan.runs.task_setup import PROBLEMS
 
 __all__ = ["NOWHERE", "Introduction", "Invitation", "build_node_values", "build_server_config", "compute_base_digest"]
 
@@ -136,7 +135,7 @@ def build_server_config(values: Mapping[str, Any]) -> RunConfig:
             raise FedspanError("privacy.randomness", privacy["randomness"], expected)
         run_values["privacy"] = {**privacy, "randomness": "secret"}
     config = parse_config({**run_values, "data": {**data, "train": NOWHERE, "test_fraction": 0.0}})
-    if PROBLEMS[config.task].classifies and config.data.labels is None:
+    if config.task_definition.has_labels and config.data.labels is None:
         raise FedspanError("data.labels", None, "all labels in order, because no single node may know them all")
     return config
 

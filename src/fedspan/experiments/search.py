@@ -27,7 +27,7 @@ from fedspan.experiments.series import (
 )
 from fedspan.experiments.tables import Table, format_heading, format_mean, format_seconds
 from fedspan.runs.session import RunReport
-from fedspan.tasks.metrics import METRICS, METRICS_OF, rank_of
+from fedspan.tasks.metrics import METRICS, rank_of
 
 __all__ = ["Sweep", "SweepReport", "Trial", "get_validation_score", "plan_sweep", "rank_trials"]
 
@@ -100,7 +100,7 @@ def plan_sweep(
         ]
         # The same partition as the trials: their validation examples must not enter the test set.
         configs.append(own.model_copy(update={"partition": configs_by_seed[0].partition}))
-    metric = base.evaluation.metric or METRICS_OF[base.task][0]
+    metric = base.evaluation.metric or base.task_definition.metric_names[0]
     return Sweep(metric, seeds, tuple(settings), tuple(configs), tuple(steps))
 
 

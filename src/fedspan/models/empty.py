@@ -15,7 +15,8 @@ from transformers import AutoConfig
 from transformers.initialization import no_init_weights
 
 from fedspan.errors import FedspanError
-from fedspan.models.loading import Head, build_from_config, get_source, prepare_config
+from fedspan.models.heads import Head, get_head
+from fedspan.models.loading import build_from_config, get_source, prepare_config
 from fedspan.models.names import MODEL_NAMES, describe_image_model_problem, get_architecture
 from fedspan.models.pooling import Pooling
 from fedspan.models.resnet import SmallResNetConfig
@@ -28,7 +29,7 @@ _SPREAD = 0.03  # spread of the distribution that weights are drawn from
 
 def load_empty(
     name: str,
-    head: Head,
+    head: Head | str,
     labels: Sequence[str] = (),
     *,
     architecture: Mapping[str, Any] | None = None,
@@ -46,7 +47,7 @@ def load_empty(
 
     Args:
         name: Name of the model, as for `load_pretrained`.
-        head: A classifier over ``labels``, a single number, or a language model head.
+        head: Head of the task, or its name in ``heads.HEADS``.
         labels: Label names by index.
         architecture: A Transformers config as plain values with its ``model_type``, in place of the named model's.
         revision: Revision of a hub model.
@@ -60,8 +61,8 @@ def load_empty(
     Raises:
         FedspanError: If no config can be read, or its model has no such head.
     """
-    shape = get_architecture(name)
-    if shape and head != "image-classification":
+    shape, head = get_architecture(name), get_head(head)
+    if shape and not head.reads_images:
         raise FedspanError("model.name", name, problem=describe_image_model_problem(name))
     try:
         if shape:
@@ -71,7 +72,7 @@ def load_empty(
         else:
             config = AutoConfig.for_model(**architecture)
         prepare_config(config, head, labels)
-        if image_size is not None and head == "image-classification":
+        if image_size is not None and head.reads_images:
             config.image_size = image_size
         if depth is not None and hasattr(config, "num_hidden_layers"):
             config.num_hidden_layers = min(depth, config.num_hidden_layers)

@@ -10,16 +10,13 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
     AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     ConvNextImageProcessorPil,
     PreTrainedModel,
@@ -29,6 +26,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from fedspan.errors import FedspanError
+from fedspan.models.heads import Head, get_head
 from fedspan.models.names import MODEL_NAMES, describe_image_model_problem, get_architecture, resolve_model
 from fedspan.models.offload import Offload, remove_with
 from fedspan.models.pooling import HEAD, PooledClassifier, Pooling, get_encoder_options
@@ -36,8 +34,6 @@ from fedspan.models.quantized import Quantization, get_quantization_options, pre
 from fedspan.models.resnet import SmallResNetConfig
 
 __all__ = [
-    "CLASSES",
-    "Head",
     "Loaded",
     "Processor",
     "adopt_loaded",
@@ -67,24 +63,9 @@ class Loaded:
     new_modules: tuple[str, ...]
 
 
-Head = Literal["classification", "regression", "language-model", "image-classification"]
-CLASSES: Mapping[Head, Any] = {
-    "classification": AutoModelForSequenceClassification,
-    "regression": AutoModelForSequenceClassification,
-    "language-model": AutoModelForCausalLM,
-    "image-classification": AutoModelForImageClassification,
-}
-_SUFFIXES: Mapping[Head, str] = {
-    "classification": "ForSequenceClassification",
-    "regression": "ForSequenceClassification",
-    "language-model": "ForCausalLM",
-    "image-classification": "ForImageClassification",
-}
-
-
 def load_pretrained(
     name: str,
-    head: Head = "classification",
+    head: Head | str = "classification",
     labels: Sequence[str] = (),
     *,
     revision: str | None = None,
@@ -104,7 +85,7 @@ def load_pretrained(
 
     Args:
         name: Hub id, local folder, or ``builtin:NAME``.
-        head: A classifier over ``labels``, a single number, or the model's own language model head.
+        head: Head of the task, or its name in ``heads.HEADS``.
         labels: Label names by index.
         revision: Revision of a hub model.
         dtype: Number format of all weights that are not quantised (Transformers would use the checkpoint's).
@@ -120,7 +101,7 @@ def load_pretrained(
     Raises:
         FedspanError: If the model can't be found or read, has no such head, or bitsandbytes is missing.
     """
-    source = get_source(name)
+    source, head = get_source(name), get_head(head)
     if get_architecture(name) is not None:
         raise FedspanError(
             "model.name", name, "a pretrained model", problem=f"{name!r} is an architecture without weights"
@@ -133,7 +114,7 @@ def load_pretrained(
             processor = _load_processor(source, head, revision, image_size)
             with torch.random.fork_rng():
                 torch.manual_seed(seed)  # Transformers draws new heads from the global generator
-                kind = CLASSES[head] if pooling is None else AutoModel
+                kind = head.load_class() if pooling is None else AutoModel
                 if offload is not None:
                     options = offload.options(kind, config, dtype, device, keep)
                 model, info = kind.from_pretrained(
@@ -145,7 +126,7 @@ def load_pretrained(
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # a head for other labels is replaced by a new one
                     **options,
-                    **({} if pooling is None else get_encoder_options(config)),
+                    **(get_encoder_options(config) if pooling is not None or head == get_head("encoder") else {}),
                 )
                 if offload is not None:
                     remove_with(model, options["offload_folder"])
@@ -168,10 +149,9 @@ def load_pretrained(
         problem = f"{len(absent)} of the weights in its config.json are missing, such as {absent[0]}"
         raise FedspanError("model.name", name, problem=problem)
     new = sorted({key.rpartition(".")[0] for key in {*info["missing_keys"], *mismatched}})
-    if new and head == "language-model":
-        raise FedspanError(
-            "model.name", name, "a causal language model", problem=f"{name!r} has no weights for {new[0]}"
-        )
+    if new and head.outputs is None and not head.is_new:
+        expected = "a causal language model" if head == get_head("language-model") else f"a model of {head.auto_class}"
+        raise FedspanError("model.name", name, expected, problem=f"{name!r} has no weights for {new[0]}")
     if quantization is not None:
         prevent_repacking(model)
     elif offload is None and device is not None:
@@ -180,28 +160,33 @@ def load_pretrained(
 
 
 def adopt_loaded(
-    model: Any, processor: Processor | None, head: Head, labels: Sequence[str], device: torch.device | None = None
+    model: Any,
+    processor: Processor | None,
+    head: Head | str,
+    labels: Sequence[str],
+    device: torch.device | None = None,
 ) -> Loaded:
     """Return a copy of a model that was passed from Python, prepared as `load_pretrained` prepares one.
 
     Args:
         model: A ``PreTrainedModel`` with the head of the task.
         processor: Its tokenizer or image processor; None: that of its ``name_or_path``.
-        head: A classifier over ``labels``, a single number, or the model's own language model head.
+        head: Head of the task, or its name in ``heads.HEADS``.
         labels: Label names by index.
         device: Target device; None: the CPU.
 
     Raises:
         FedspanError: If it is no such model, its head has another number of outputs, or it has no processor.
     """
-    kind, suffix = type(model).__name__, _SUFFIXES[head]
+    head = get_head(head)
+    kind = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         expected = "a PreTrainedModel of Transformers (of a PEFT model, its base, with model.adapter for the adapter)"
         raise FedspanError("model", kind, expected)
-    if type(model).__module__.startswith("transformers.") and not kind.endswith(suffix):
-        expected = f"AutoModel{suffix}.from_pretrained(...)"
+    if type(model).__module__.startswith("transformers.") and not kind.endswith(head.suffixes):
+        expected = f"{head.auto_class}.from_pretrained(...)"
         raise FedspanError("model", kind, expected, problem=f"{kind} has not the head that the task needs")
-    outputs = 1 if head == "regression" else None if head == "language-model" else len(labels)
+    outputs = None if head.outputs is None else 1 if head.outputs == "number" else len(labels)
     if outputs is not None and model.config.num_labels != outputs:
         problem = f"the head of {kind} has {model.config.num_labels} outputs where {outputs} are needed. "
         raise FedspanError("model", kind, problem=f"{problem}Load it with num_labels={outputs}.")
@@ -222,7 +207,7 @@ def adopt_loaded(
 
 def load_scratch(
     name: str,
-    head: Head,
+    head: Head | str,
     labels: Sequence[str] = (),
     *,
     revision: str | None = None,
@@ -239,7 +224,7 @@ def load_scratch(
 
     Args:
         name: Name as for `load_pretrained`, or an architecture (``builtin:resnet-18``).
-        head: A classifier over ``labels``, a single number, or a language model head.
+        head: Head of the task, or its name in ``heads.HEADS``.
         labels: Label names by index.
         revision: Revision of a hub model.
         dtype: Number format of all weights.
@@ -252,8 +237,8 @@ def load_scratch(
     Raises:
         FedspanError: If there is no such architecture, or it has no such head.
     """
-    source, shape = get_source(name), get_architecture(name)
-    if shape and head != "image-classification":
+    source, shape, head = get_source(name), get_architecture(name), get_head(head)
+    if shape and not head.reads_images:
         raise FedspanError("model.name", name, problem=describe_image_model_problem(name))
     with _silence_transformers():
         try:
@@ -263,7 +248,7 @@ def load_scratch(
                 else AutoConfig.from_pretrained(source, revision=revision)
             )
             prepare_config(config, head, labels)
-            if head == "image-classification":
+            if head.reads_images:
                 size = image_size or getattr(config, "image_size", None) or 224
                 height, width = (size, size) if isinstance(size, int) else size
                 config.num_channels, config.image_size = 3, size
@@ -284,7 +269,7 @@ def load_scratch(
     return Loaded(model.eval(), processor, tuple(path for path, _ in model.named_children()))
 
 
-def build_from_config(config: Any, head: Head, pooling: Pooling | None, **options: Any) -> Any:
+def build_from_config(config: Any, head: Head | str, pooling: Pooling | None, **options: Any) -> Any:
     """Build a model with a task's head from a config, with weights as they are initialised.
 
     Args:
@@ -293,8 +278,10 @@ def build_from_config(config: Any, head: Head, pooling: Pooling | None, **option
         pooling: Pooling, as for `load_pretrained`.
         options: Further arguments of Transformers' ``from_config``.
     """
+    head = get_head(head)
     if pooling is None:
-        return CLASSES[head].from_config(config, **options)
+        own = get_encoder_options(config) if head == get_head("encoder") else {}
+        return head.load_class().from_config(config, **own, **options)
     return PooledClassifier(AutoModel.from_config(config, **get_encoder_options(config), **options), pooling)
 
 
@@ -306,7 +293,7 @@ def get_source(name: str) -> str:
 
 
 def _load_processor(source: str, head: Head, revision: str | None, image_size: int | None) -> Processor:
-    if head != "image-classification":
+    if not head.reads_images:
         return AutoTokenizer.from_pretrained(source, revision=revision)
     # Pillow's resizing on every machine: torchvision, if installed, gives other pixels.
     processor = AutoImageProcessor.from_pretrained(source, revision=revision, backend="pil")
@@ -362,18 +349,20 @@ def _silence_transformers() -> Generator[None]:
         transformers_logging.enable_progress_bar()
 
 
-def prepare_config(config: Any, head: Head, labels: Sequence[str]) -> None:
+def prepare_config(config: Any, head: Head | str, labels: Sequence[str]) -> None:
     """Set the task's head in a Transformers config and remove all dropout."""
+    head = get_head(head)
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)
-    if head in ("classification", "image-classification"):
+    if head.outputs == "labels":
         config.num_labels = len(labels)
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: index for index, label in enumerate(labels)}
-    if head == "regression":
+    if head.outputs == "number":
         config.num_labels = 1
-        config.problem_type = "regression"
+    if head.problem_type is not None:
+        config.problem_type = head.problem_type
 
 
 def _prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Any, name: str) -> None:

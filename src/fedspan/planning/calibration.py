@@ -29,10 +29,10 @@ from fedspan.planning.layer_counts import Computation
 from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.model_setup import empty_model
 from fedspan.runs.setup import choose_device, compute_max_length
-from fedspan.runs.task_setup import PROBLEMS, Facts
-from fedspan.tasks.causal import EncodedPrompts
-from fedspan.tasks.encoding import EncodedText, Ragged
+from fedspan.runs.task_setup import collect_facts
+from fedspan.tasks.encoding import Ragged
 from fedspan.tasks.images import EncodedImages
+from fedspan.tasks.registry import get_task
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.engine import Engine
 from fedspan.training.jobs import Assignment
@@ -120,8 +120,8 @@ class _Bench:
         longest = compute_max_length(config, None, adapted.model)
         passes = PlannedPasses(config, empty_model(config, labels, architecture, META, depth))
         length = None if passes.longest is None else length or longest
-        facts = Facts.of(config, labels, longest, adapted.model)
-        task = PROBLEMS[config.task].task(_get_processor_attributes(adapted), facts, config)
+        facts = collect_facts(config, labels, longest, adapted.model)
+        task = get_task(config.task).build(_get_processor_attributes(adapted), facts, config.data)
         settings = replace(config.build_training_settings(), privacy=None)
         self.engine: Engine = make_engine(config, adapted, task, settings)
         self._batch = settings.batch_size * settings.accumulate
@@ -215,7 +215,8 @@ def _build_examples(
     lengths = lengths.clip(2 if longest > 1 else 1, longest)
     vocabulary = model.get_input_embeddings().num_embeddings
     ids = Ragged([rng.integers(min(_FIRST_ID, vocabulary - 1), vocabulary, one).tolist() for one in lengths])
-    if config.task == "causal-lm":
-        return EncodedPrompts(ids, lengths // 2, ("",) * count, lengths, 0, 0)
-    values = classes if config.task == "sequence-classification" else classes.astype(np.float32)
-    return EncodedText({"input_ids": ids}, values, lengths)
+    make_examples = get_task(config.task).make_examples
+    if make_examples is None:
+        problem = f"the time of {config.task} is not measured on this machine"
+        raise FedspanError("--device", "here", "the name of a GPU", problem=problem)
+    return make_examples(ids, classes)

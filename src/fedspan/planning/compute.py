@@ -111,10 +111,8 @@ class PlannedPasses:
 
     def __init__(self, config: RunConfig, adapted: AdaptedModel) -> None:
         self._adapted, self._name = adapted, config.model.name
-        self._task, self._packing = config.task, config.data.packing
-        self.longest = (
-            None if config.task == "image-classification" else compute_max_length(config, None, adapted.model)
-        )
+        self._task, self._packing = config.task_definition, config.data.packing
+        self.longest = None if self._task.reads_images else compute_max_length(config, None, adapted.model)
         """Maximum tokens of an example; None for images."""
         self._size = config.model.image_size
         self._known: dict[tuple[object, ...], PassCost] = {}
@@ -186,10 +184,11 @@ class PlannedPasses:
             raise FedspanError("model.name", self._name, f"{expected} ({type(error).__name__}: {why})") from error
 
     def _loss(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        options = {"use_cache": False} if self._task == "causal-lm" else {}
-        logits: Tensor = self._outputs({**inputs, **options}).logits
-        if self._task == "causal-lm":  # upper bound: the loss of all tokens
-            logits = logits[:, :-1].flatten(0, 1)
+        options = {"use_cache": False} if self._task.is_generative else {}
+        logits: Tensor = self._outputs({**inputs, **options})[0]
+        if self._task.is_generative:  # upper bound: the loss of all tokens
+            logits = logits[:, :-1]
+        logits = logits.flatten(0, -2)
         labels = torch.empty(len(logits), dtype=torch.long, device="meta")
         return F.cross_entropy(widen(logits), labels)
 

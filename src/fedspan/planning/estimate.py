@@ -18,7 +18,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.planning.accelerators import HERE, UTILISATION, Speed, get_accelerator_speed
 from fedspan.planning.calibration import measure_speed
 from fedspan.planning.plan import Plan, add_time, plan_run, prepare_model
-from fedspan.runs.task_setup import PROBLEMS
+from fedspan.tasks.registry import get_task
 
 __all__ = ["get_known_examples", "get_known_labels", "plan", "plan_methods"]
 
@@ -154,11 +154,11 @@ def _count_local(config: RunConfig) -> tuple[int, int, int] | None:
     train = config.data.train
     if train is None or not (train.startswith("builtin:") or Path(train).exists() or has_placeholders(train)):
         return None
-    data = load(config.data, seed=config.data_seed, task=config.task)
+    data = load(config.data, seed=config.data_seed, task=config.task_columns)
     clients = config.partition.clients
     if config.partition.partitioner == "natural":
         clients = len(partition(data.train, config.partition, config.data_seed, groups=data.groups).clients)
-    return clients, len(data.train), len(data.labels) if PROBLEMS[config.task].classifies else 0
+    return clients, len(data.train), len(data.labels) if get_task(config.task).has_labels else 0
 
 
 def _require_device(device: str | None, utilization: float | None) -> None:
@@ -200,7 +200,7 @@ def get_known_labels(config: RunConfig) -> int:
     Raises:
         FedspanError: If neither the config nor the catalogue gives the number.
     """
-    if not PROBLEMS[config.task].classifies:
+    if not get_task(config.task).has_labels:
         return 0
     data, entry = config.data, _get_entry(config)
     count = len(data.labels) if data.labels else entry.classes if entry else None

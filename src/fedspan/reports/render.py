@@ -20,7 +20,6 @@ from fedspan.reports.groups import Group, group_runs
 from fedspan.reports.run_data import RunData, read_runs
 from fedspan.runs.diagnose import diagnose
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.task_setup import PROBLEMS
 
 __all__ = ["report"]
 
@@ -77,13 +76,13 @@ def report(
 def _read_partition(run: RunData) -> tuple[str, Sequence[ClientRow], Sequence[str]] | None:
     """Return the label counts of a run's clients; None if its data or its partition are not available."""
     run_folder = RunFolder(run.folder)
-    if not PROBLEMS[run.config.task].classifies or not run_folder.partition.is_file():
+    if not run.config.task_definition.is_classifier or not run_folder.partition.is_file():
         return None
     try:
         parts = Partition.from_json(
             read_bytes(run_folder.partition).decode(errors="replace"), str(run_folder.partition)
         )
-        loaded = load(run.config.data, seed=run.config.data_seed, task=run.config.task)
+        loaded = load(run.config.data, seed=run.config.data_seed, task=run.config.task_columns)
         return run.name, parts.label_table(loaded.labels, loaded.train), loaded.labels
     except FedspanError:  # the data were moved or changed since
         return None

@@ -17,7 +17,7 @@ from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.ledger import Totals, read_totals
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.results import read_report
-from fedspan.tasks.metrics import METRICS, METRICS_OF
+from fedspan.tasks.metrics import METRICS
 
 __all__ = ["Row", "RunData", "read_runs"]
 
@@ -52,7 +52,7 @@ class RunData:
     @property
     def metric(self) -> str:
         """Metric by which the rounds are compared."""
-        return self.config.evaluation.metric or METRICS_OF[self.config.task][0]
+        return self.config.evaluation.metric or self.config.task_definition.metric_names[0]
 
     @property
     def higher(self) -> bool:

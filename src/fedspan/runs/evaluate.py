@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from fedspan.config.validation_errors import convert_validation_error
-from fedspan.data.columns import TaskName
+from fedspan.data.columns import LABELLED_TEXTS
 from fedspan.data.config import DataConfig
 from fedspan.data.files import IN_MEMORY
 from fedspan.data.loading import load
@@ -22,8 +22,10 @@ from fedspan.runs.load import find_adapter_folder, load_served
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.objects import require_named_data
 from fedspan.runs.results import is_run
-from fedspan.runs.task_setup import PROBLEMS, Facts, facts_of, read_notes
+from fedspan.runs.task_setup import facts_of, read_notes
+from fedspan.tasks.facts import Facts
 from fedspan.tasks.metrics import order_metrics
+from fedspan.tasks.registry import get_task
 
 if TYPE_CHECKING:
     import datasets
@@ -87,7 +89,7 @@ def evaluate(
 
 def _build_file_config(data: str | Path, facts: Facts, columns: Mapping[str, str | None]) -> DataConfig:
     named = {option: column for option, column in columns.items() if column is not None}
-    if facts.task == "causal-lm":
+    if get_task(facts.task).is_generative:
         named = {**named, "prompt": facts.prompt or "{text}"}
         named.pop("label", None)
     try:
@@ -113,12 +115,12 @@ def _load_held_out_examples(folder: str | Path, adapter: Path, data: Any) -> dat
     if data is None:
         require_named_data(config, "fedspan.evaluate", "run_data")
     sources = None if data is None else read_objects(data, config.partition.clients).sources
-    loaded = load(config.data, seed=config.data_seed, task=config.task, sources=sources)
+    loaded = load(config.data, seed=config.data_seed, task=config.task_columns, sources=sources)
     if loaded.test is None:
         raise FedspanError(
             "data", None, "a file to measure on", problem="no data are given, and this run has no held-out test set"
         )
-    if PROBLEMS[config.task].classifies and list(loaded.labels) != read_notes(adapter)["labels"]:
+    if config.task_definition.has_labels and list(loaded.labels) != read_notes(adapter)["labels"]:
         raise FedspanError(
             "data.train",
             config.data.train,
@@ -127,10 +129,11 @@ def _load_held_out_examples(folder: str | Path, adapter: Path, data: Any) -> dat
     return loaded.test
 
 
-def _load_labelled(config: DataConfig, task: TaskName, source: Source | None) -> datasets.Dataset:
+def _load_labelled(config: DataConfig, task: str, source: Source | None) -> datasets.Dataset:
     """Load rows of a file or from memory; errors name ``data``, ``text`` or ``label``, not the fields of a config."""
+    columns = get_task(task).columns or LABELLED_TEXTS
     try:
-        return load(config, "data", task=task, sources=source and {"train": source}).train
+        return load(config, "data", task=columns, sources=source and {"train": source}).train
     except FedspanError as error:
         field = error.field.removeprefix("data.")
         problem = error.problem and error.problem.replace("data.labels", "the model's labels")

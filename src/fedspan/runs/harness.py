@@ -8,6 +8,7 @@ from typing import Any
 
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.runs.load import load_served
+from fedspan.tasks.registry import get_task
 
 __all__ = ["harness"]
 
@@ -72,7 +73,7 @@ def harness(
             problem = f"lm-evaluation-harness has no task {task!r}. {suggest_nearest(task, manager.all_tasks)}"
             raise FedspanError("tasks", task, problem=problem)
     served = load_served(folder, client)
-    if served.facts.task != "causal-lm":
+    if not get_task(served.facts.task).is_generative:
         raise FedspanError(
             "tasks", list(tasks), "a run of causal-lm", problem=f"this run's task is {served.facts.task}"
         )

@@ -22,7 +22,9 @@ from fedspan.models.pooling import DENSE, PooledClassifier, read_output_layer
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.results import is_run, read_report, require_client
 from fedspan.runs.setup import choose_device
-from fedspan.runs.task_setup import PROBLEMS, Facts, facts_of, read_notes
+from fedspan.runs.task_setup import facts_of, read_notes
+from fedspan.tasks.facts import Facts
+from fedspan.tasks.registry import get_task
 from fedspan.tasks.task import Examples, RunTask
 from fedspan.training.batching import split_evaluation_batches
 
@@ -146,10 +148,10 @@ def load_served(
     adapter_path = find_adapter_folder(folder, client)
     notes, target = read_notes(adapter_path), choose_device(device)
     facts = facts_of(adapter_path, notes)
-    if facts.task == "trainer":
+    if get_task(facts.task).columns is None:
         problem = "the task of this model was its owners' trainers' own. Load the adapter with PEFT on the same base"
         raise FedspanError("folder", str(adapter_path), problem=problem)
-    problem = PROBLEMS[facts.task]
+    definition = get_task(facts.task)
     revision: str | None = None
     if (adapter_path / ADAPTER).is_file():
         # PEFT may raise any exception for these files. Errors of the base model are reported separately.
@@ -158,7 +160,7 @@ def load_served(
         except Exception as error:
             raise _build_unreadable_error(adapter_path, error) from error
         if objects is not None and objects.model is not None:
-            loaded = adopt_loaded(objects.model, objects.tokenizer, problem.head, facts.labels, target)
+            loaded = adopt_loaded(objects.model, objects.tokenizer, definition.head, facts.labels, target)
         else:
             loaded = _load_base(notes, facts, revision, target, quantized=quantized)
         try:
@@ -168,7 +170,7 @@ def load_served(
         except Exception as error:
             raise _build_unreadable_error(adapter_path, error) from error
     else:
-        loaded = load_pretrained(str(adapter_path), problem.head, facts.labels, pooling=facts.pooling, device=target)
+        loaded = load_pretrained(str(adapter_path), definition.head, facts.labels, pooling=facts.pooling, device=target)
         if isinstance(loaded.model, PooledClassifier):
             _load_output_layer(loaded.model, adapter_path)
         elif loaded.new_modules:
@@ -176,7 +178,7 @@ def load_served(
         model = loaded.model
     if objects is not None and objects.tokenizer is not None:
         loaded = replace(loaded, processor=objects.tokenizer)
-    task = problem.task(loaded.processor, facts, None)
+    task = definition.build(loaded.processor, facts, None)
     return Served(adapter_path, notes, facts, model.eval(), loaded.processor, task, target, revision)
 
 
@@ -188,7 +190,7 @@ def _load_base(
     try:
         return load_pretrained(
             name,
-            PROBLEMS[facts.task].head,
+            get_task(facts.task).head,
             facts.labels,
             revision=revision,
             quantization=facts.quantization if quantized else None,
@@ -262,7 +264,7 @@ def predict(
 
     Returns:
         For each text, the most probable label and its probability, ``("yes", 0.93)``, of a classifier; the number of a
-        regression model; the generated answer of a language model.
+        regression model; the generated answer of a language model; a readable answer of any other task.
 
     Raises:
         FedspanError: If `load_served` raises it.
@@ -271,10 +273,14 @@ def predict(
     if not texts:
         return []
     predictions = served.predictions(served.task.encode(_build_rows(served.facts, texts)))
-    if served.facts.task == "regression":
+    definition = get_task(served.facts.task)
+    answer = definition.answer
+    if definition.present is not None:
+        return definition.present(served.task, texts, predictions)
+    if answer == "number":
         return predictions[:, 0].tolist()
     answers = served.task.answers(predictions)
-    if served.facts.task == "causal-lm":
+    if answer != "label":
         return answers
     return list(zip(answers, predictions.softmax(1).amax(1).tolist(), strict=True))
 
@@ -283,8 +289,11 @@ def _build_rows(facts: Facts, inputs: Sequence[str | os.PathLike[str] | tuple[st
     """Arrange the inputs in the columns that the task encodes; unknown answers are blank."""
     import datasets
 
+    definition = get_task(facts.task)
+    if definition.arrange is not None:
+        return definition.arrange(facts, inputs)
     blank = {"label": [0] * len(inputs), "target": [0.0] * len(inputs), "answer": [""] * len(inputs)}
-    if facts.task == "image-classification":
+    if definition.reads_images:
         paths = [None if isinstance(path, tuple) else os.path.expanduser(path) for path in inputs]
         if None in paths:
             raise FedspanError("texts", inputs[paths.index(None)], "paths of images, because this model takes no pairs")

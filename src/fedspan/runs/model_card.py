@@ -23,6 +23,7 @@ from fedspan.runs.environment import is_command
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import METRICS, order_metrics
+from fedspan.tasks.registry import get_task
 
 __all__ = ["CARD", "RunReport", "convert_card", "cut_card", "write_card", "write_cards"]
 
@@ -81,12 +82,6 @@ class RunReport:
 
 
 CARD = "README.md"
-_PIPELINES = {
-    "sequence-classification": "text-classification",
-    "regression": "text-classification",
-    "causal-lm": "text-generation",
-    "image-classification": "image-classification",
-}
 
 
 def write_cards(prepared: Prepared, report: RunReport, run_folder: RunFolder) -> None:
@@ -112,7 +107,7 @@ def write_card(prepared: Prepared, report: RunReport, command: Sequence[str], *,
     data = ModelCardData(
         base_model=base,
         library_name="peft" if adapter else "transformers",
-        pipeline_tag=_PIPELINES.get(config.task),
+        pipeline_tag=config.task_definition.pipeline,
         tags=["federated-learning", "fedspan", *(["lora"] if adapter else []), *config.method.title.split("+")],
         model_name=f"{base.rpartition('/')[2]} by {config.method.title}",
         eval_results=_format_results(prepared, report) or None,
@@ -219,7 +214,7 @@ def _format_results(prepared: Prepared, report: RunReport) -> list[EvalResult]:
     title = "held-out examples" if name is None else get_dataset_entry(name, "data.dataset").title
     return [
         EvalResult(
-            task_type=_PIPELINES[prepared.config.task],
+            task_type=prepared.config.task_definition.pipeline or prepared.config.task,
             dataset_type=name or "private",
             dataset_name=title,
             metric_type=metric,
@@ -265,25 +260,25 @@ def _use(task: str, base: str, adapter: bool, *, pooled: Pooling | None = None) 
         return _POOLED
     if pooled is not None:
         return f"{_POOLED}\nor, without sentence-transformers:\n\n{_write_pooling_code(base, pooled)}"
-    if task == "trainer":
+    definition = get_task(task)
+    if definition.columns is None:
         return (
             f"```python\nfrom peft import PeftModel\n\n# base: the model `{base}` as the clients' trainers had it\n"
             'model = PeftModel.from_pretrained(base, "FOLDER")\n```\n'
             if adapter
             else "The folder holds the weights of the model as the clients' trainers had it (`from_pretrained`).\n"
         )
-    kind = {
-        "causal-lm": "AutoModelForCausalLM",
-        "image-classification": "AutoModelForImageClassification",
-    }.get(task, "AutoModelForSequenceClassification")
+    head = definition.model_head
+    kind = head.auto_class
     if not adapter:
         return f'```python\nfrom transformers import {kind}\n\nmodel = {kind}.from_pretrained("FOLDER")\n```\n'
-    images = task == "image-classification"
+    images = head.reads_images
     labels = "num_labels of this adapter" + (" and ignore_mismatched_sizes" if images else "")
+    labels = f"  # a classifier: with {labels}" if head.is_new else ""
     merge = ".merge_and_unload()  # some models, as MobileNet, fail with PEFT's wrapped convolutions" if images else ""
     return (
         f"```python\nfrom peft import PeftModel\nfrom transformers import {kind}\n\n"
-        f'base = {kind}.from_pretrained("{base}")  # a classifier: with {labels}\n'
+        f'base = {kind}.from_pretrained("{base}"){labels}\n'
         f'model = PeftModel.from_pretrained(base, "FOLDER"){merge}\n```\n\n'
         "or `fedspan predict FOLDER ...`, which knows labels, prompts and tokenizer from `fedspan.json`.\n"
     )

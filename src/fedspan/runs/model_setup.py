@@ -23,7 +23,7 @@ from fedspan.models.names import FROM_PYTHON, get_architecture, get_published_na
 from fedspan.models.offload import Offload, is_offloaded
 from fedspan.models.pooling import Pooling, find_pooling
 from fedspan.models.targets import find_buffers, find_extras, find_other_parameters, find_targets
-from fedspan.runs.task_setup import PROBLEMS, require_packing
+from fedspan.runs.task_setup import require_packing
 from fedspan.tasks.task import Examples, RunTask
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def require_size(config: RunConfig, model: nn.Module, task: RunTask, examples: E
     Raises:
         FedspanError: If it does not. A ViT, for example, has position embeddings for one size.
     """
-    if config.task != "image-classification":
+    if not config.task_definition.reads_images:
         return
     batch = task.batch(examples, [0], device)
     try:
@@ -60,7 +60,6 @@ def require_size(config: RunConfig, model: nn.Module, task: RunTask, examples: E
         raise FedspanError("model.image_size", config.model.image_size, expected.splitlines()[0]) from error
 
 
-_POOLED_TASKS = ("sequence-classification", "regression")
 _HEAD_NAMES = ("classifier", "score")  # modules of a sequence classifier that PEFT saves by default
 
 
@@ -144,7 +143,7 @@ def empty_model(
     settings = config.model
     model = load_empty(
         settings.name,
-        PROBLEMS[config.task].head,
+        config.task_definition.head,
         labels,
         architecture=architecture,
         revision=settings.revision,
@@ -217,13 +216,13 @@ def _load(config: RunConfig, labels: tuple[str, ...], device: torch.device, obje
         if config.model.device_map is not None:
             problem = "it applies to a model that is loaded by its name, not to one that was passed from Python"
             raise FedspanError("model.device_map", "auto", problem=problem)
-        return adopt_loaded(objects.model, objects.tokenizer, PROBLEMS[config.task].head, labels, device)
+        return adopt_loaded(objects.model, objects.tokenizer, config.task_definition.head, labels, device)
     loaded = _load_named(config, labels, device)
     return loaded if objects.tokenizer is None else replace(loaded, processor=objects.tokenizer)
 
 
 def _load_named(config: RunConfig, labels: tuple[str, ...], device: torch.device) -> Loaded:
-    settings, head = config.model, PROBLEMS[config.task].head
+    settings, head = config.model, config.task_definition.head
     load = load_scratch
     if not settings.is_from_scratch:
         offload = None
@@ -262,7 +261,7 @@ def resolve_pooling(config: RunConfig) -> tuple[RunConfig, str | None]:
     settings = config.model
     if settings.name.startswith(FROM_PYTHON) or get_architecture(settings.name) is not None:
         return config, None
-    if config.task not in _POOLED_TASKS or settings.pooling == "stock" or settings.pooling_normalize is not None:
+    if not config.task_definition.pools or settings.pooling == "stock" or settings.pooling_normalize is not None:
         return config, None
     known = find_pooling(get_source(settings.name), settings.revision)
     normalize, note = known.pooling is not None and known.pooling.normalize, None
@@ -289,7 +288,7 @@ def _choose_attention(config: RunConfig, device: torch.device) -> str | None:
 
 def _list_modules_to_save(config: RunConfig, model: nn.Module, new: Sequence[str]) -> list[str]:
     """List the modules that train in full: the head, those that the user names, and others with new weights."""
-    new_head = PROBLEMS[config.task].head != "language-model"
+    new_head = config.task_definition.model_head.is_new
     # PEFT's test: pre_classifier too
     heads = [name for name, _ in model.named_modules() if new_head and name.endswith(_HEAD_NAMES)]
     # New weights outside the head (a pooler): an adapter without them would not restore the model.
@@ -303,7 +302,7 @@ def _build_lora_config(config: RunConfig, modules_to_save: list[str]) -> LoraCon
 
     model = config.model
     return LoraConfig(
-        task_type=None if (kind := PROBLEMS[config.task].peft) is None else TaskType(kind),
+        task_type=None if (kind := config.task_definition.peft) is None else TaskType(kind),
         base_model_name_or_path=get_published_name(model.name),
         revision=model.revision,
         target_modules=model.target_modules,

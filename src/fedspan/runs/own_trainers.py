@@ -23,8 +23,7 @@ from fedspan.federation.evaluation import ReportedEvaluator
 from fedspan.models.head import find_untrained_head
 from fedspan.runs.model_setup import RunModel, adapt_model, adopt_adapter
 from fedspan.runs.setup import Prepared, RunTrainer, build_simulated_federation, require_private_model
-from fedspan.runs.task_setup import Facts
-from fedspan.tasks.metrics import METRICS_OF
+from fedspan.runs.task_setup import collect_facts
 from fedspan.tasks.trainer import TrainerExamples, TrainerTask
 from fedspan.training.stages import Stages
 from fedspan.training.trainers.local import LocalTrainer
@@ -227,8 +226,8 @@ class TrainerRuns:
             with stages.stage("model"):
                 owners, model = _adapt_models(config, self._trainers, restore)
             require_private_model(config, model.adapted)
-            metric = config.evaluation.metric or METRICS_OF[config.task][0]
-            facts = Facts.of(config, tuple(config.data.labels or ()), config.model.max_length, model.adapted.model)
+            metric = config.evaluation.metric or config.task_definition.metric_names[0]
+            facts = collect_facts(config, tuple(config.data.labels or ()), config.model.max_length, model.adapted.model)
             task, settings = TrainerTask(metric), config.build_training_settings(key)
             metric_needed = config.evaluation.metric
             engine = TrainerEngine(owners, task, settings, config.seed, stages, metric_needed, self._processes)

@@ -32,7 +32,7 @@ from fedspan.runs.model_setup import build_model
 from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.session import RunReport, load_partition
 from fedspan.runs.setup import Prepared, choose_device, compute_max_length, prepare, require_private_model
-from fedspan.runs.task_setup import PROBLEMS, Facts
+from fedspan.runs.task_setup import collect_facts
 from fedspan.training.stages import Stages
 from fedspan.transports.in_process import simulate
 
@@ -83,10 +83,10 @@ def prepare_server(config: RunConfig, key: bytes | None = None, stages: Stages |
     with stages.stage("model"):
         model = build_model(config, labels, choose_device(config.device))
     require_private_model(config, model.adapted)
-    facts = Facts.of(
+    facts = collect_facts(
         config, labels, compute_max_length(config, model.processor, model.adapted.model), model.adapted.model
     )
-    task = PROBLEMS[config.task].task(model.processor, facts, config)
+    task = config.task_definition.build(model.processor, facts, config.data)
     method = config.wrap_method(build_method(config, model.adapted.spec))
     engine = make_engine(config, model.adapted, task, config.build_training_settings(key), stages)
     head, notes = build_head_start(config, model)

@@ -29,8 +29,9 @@ from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scali
 from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.head_setup import build_aggregation, build_head_start
 from fedspan.runs.model_setup import ModelObjects, RunModel, build_model, require_size
-from fedspan.runs.task_setup import PROBLEMS, Facts
+from fedspan.runs.task_setup import collect_facts
 from fedspan.tasks.encoding import EncodedText
+from fedspan.tasks.facts import Facts
 from fedspan.tasks.images import EncodedImages
 from fedspan.tasks.task import Examples, RunTask
 from fedspan.training.engine import Engine
@@ -153,7 +154,7 @@ def prepare(
     device = choose_device("cpu" if config.cluster is not None else config.device)  # workers have the GPUs
     sources = None if objects.data is None else objects.data.sources
     with stages.stage("data"):
-        data = load(config.data, seed=config.data_seed, task=config.task, sources=sources)
+        data = load(config.data, seed=config.data_seed, task=config.task_columns, sources=sources)
         parts = given or partition(data.train, config.partition, config.data_seed, groups=data.groups)
     if parts.examples != len(data.train):
         raise FedspanError("data.train", len(data.train), f"the {parts.examples} examples with which the run began")
@@ -241,8 +242,8 @@ def build_trainer(
         built = build_model(config, labels, device, objects, targets)
     adapted = built.adapted
     require_private_model(config, adapted)
-    facts = Facts.of(config, labels, compute_max_length(config, built.processor, adapted.model), adapted.model)
-    task = PROBLEMS[config.task].task(built.processor, facts, config)
+    facts = collect_facts(config, labels, compute_max_length(config, built.processor, adapted.model), adapted.model)
+    task = config.task_definition.build(built.processor, facts, config.data)
     method = config.build_method(replace(adapted.spec, clients=clients))
     engine = make_engine(config, adapted, task, config.build_training_settings(key), stages)
     return RunTrainer(built, facts, task, engine, method)

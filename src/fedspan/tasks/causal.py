@@ -15,19 +15,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fedspan.core.tensors import to_device
+from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
+from fedspan.data.config import DataConfig
+from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
 from fedspan.tasks.answers import answers_agree
+from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.encoding import Ragged
 from fedspan.tasks.losses import means, widen
 from fedspan.tasks.prompts import Prompt, cut, render, tokenise
 
 if TYPE_CHECKING:
     import datasets
+    from transformers import PreTrainedTokenizerBase
 
-__all__ = ["CausalLM", "EncodedPrompts", "Generation", "sees_across"]
+    from fedspan.tasks.facts import Facts
+
+__all__ = ["CAUSAL_LM", "CausalLM", "EncodedPrompts", "Generation", "sees_across"]
 
 _IGNORED = -100
 _ANSWERS = "answer_tokens"
@@ -236,6 +242,8 @@ class CausalLM:
 
     def _generate(self, model: nn.Module, batch: Mapping[str, Tensor], count: int) -> Tensor:
         """Generate greedy answers to the batch's prompts, (B, count), float32, -1 after their end."""
+        from transformers import GenerationConfig  # slow to import, and most commands generate nothing
+
         prompts = self._prompts(batch)
         device, pad = batch["input_ids"].device, int(self.tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
         # Padded on the left: generation continues at the right end of every row.
@@ -314,3 +322,59 @@ def _complete(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
 def _pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
     longest = max(map(len, rows))
     return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
+
+
+def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
+    if config.messages is not None:
+        columns = reader.read_conversations(config.messages)
+    elif config.prompt is not None:
+        columns = {"text": reader.read_prompts(config.prompt), "answer": reader.read_texts(config.answer, "answer")}
+    else:
+        expected = "a text such as 'Q: {question} A: ', the name of a template, or data.messages in its place"
+        raise FedspanError(f"{reader.field}.prompt", None, expected, problem="causal-lm needs a prompt")
+    return ReadColumns(columns, set(), None if config.label is None else reader.read_classes(config.label))
+
+
+def _require(config: DataConfig, field: str) -> list[tuple[str, ...]]:
+    if config.messages is not None:
+        groups = [(config.messages,)]
+    elif config.prompt is not None:
+        groups = [parse_template(config.prompt, f"{field}.prompt").columns, (config.answer,)]
+    else:
+        return []
+    return groups if config.label is None else [*groups, (config.label,)]
+
+
+def _build(tokenizer: PreTrainedTokenizerBase, facts: Facts, data: DataConfig | None) -> CausalLM:
+    return CausalLM(
+        tokenizer,
+        facts.max_length,
+        chat=facts.chat,
+        system=facts.system,
+        refuse_long=data is not None and data.long_answers == "refuse",
+        packing=data is not None and data.packing,
+        generation=Generation(facts.max_new_tokens, facts.answer_pattern),
+        metric=facts.metric,
+    )
+
+
+def _make_examples(ids: Ragged, classes: np.ndarray) -> EncodedPrompts:
+    return EncodedPrompts(ids, ids.lengths // 2, ("",) * len(ids), ids.lengths, 0, 0)
+
+
+CAUSAL_LM = TaskDefinition(
+    name="causal-lm",
+    title="an answer to a prompt (instruction tuning)",
+    head="language-model",
+    build=_build,
+    answer="text",
+    metrics=("loss", "perplexity", "token_accuracy"),
+    columns=TaskColumns(read=_read, require=_require, label=lambda config: config.label),
+    is_generative=True,
+    peft="CAUSAL_LM",
+    default_model=("Qwen/Qwen2.5-0.5B", "all-linear"),
+    lr=2e-4,
+    summary_metrics=("perplexity", "exact_match"),
+    pipeline="text-generation",
+    make_examples=_make_examples,
+)

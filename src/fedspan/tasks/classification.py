@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
-from fedspan.tasks.encoding import EncodedText, collate, encode_texts, full_length
+from fedspan.data.columns import LABELLED_TEXTS
+from fedspan.data.config import DataConfig
+from fedspan.tasks.definition import TaskDefinition
+from fedspan.tasks.encoding import EncodedText, Ragged, collate, encode_texts, full_length
 from fedspan.tasks.labelling import OFFSETS, Labelling
 
 if TYPE_CHECKING:
     import datasets
+    from transformers import PreTrainedTokenizerBase
 
-__all__ = ["SequenceClassification"]
+    from fedspan.tasks.facts import Facts
+
+__all__ = ["SEQUENCE_CLASSIFICATION", "SequenceClassification"]
 
 
 class SequenceClassification(Labelling):
@@ -52,3 +57,29 @@ class SequenceClassification(Labelling):
     def remarks(self, examples: EncodedText) -> tuple[str, ...]:
         """Report how many texts fill the maximal length, and so may have been cut."""
         return full_length(examples, self.max_length)
+
+
+def _build(tokenizer: PreTrainedTokenizerBase, facts: Facts, data: DataConfig | None) -> SequenceClassification:
+    return SequenceClassification(tokenizer, facts.labels, facts.max_length, facts.metric)
+
+
+def _make_examples(ids: Ragged, classes: np.ndarray) -> EncodedText:
+    return EncodedText({"input_ids": ids}, classes, ids.lengths)
+
+
+SEQUENCE_CLASSIFICATION = TaskDefinition(
+    name="sequence-classification",
+    title="a label for a text or a pair",
+    head="classification",
+    build=_build,
+    answer="label",
+    metrics=("accuracy", "macro_f1", "f1", "matthews", "loss"),
+    columns=LABELLED_TEXTS,
+    pools=True,
+    peft="SEQ_CLS",
+    default_model=("builtin:all-minilm-l6-v2", "[query, value]"),
+    lr=3e-3,
+    summary_metrics=("macro_f1",),
+    pipeline="text-classification",
+    make_examples=_make_examples,
+)

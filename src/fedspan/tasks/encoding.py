@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, overload
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from fedspan.core.tensors import to_device
 
 if TYPE_CHECKING:
     import datasets
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["EncodedText", "Ragged", "collate", "encode_texts", "full_length"]
 

@@ -13,18 +13,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import PIL.Image
 import torch
 from torch import Tensor, nn
 
 from fedspan.core.tensors import to_device
+from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
+from fedspan.data.config import DataConfig
 from fedspan.errors import FedspanError
+from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.labelling import Labelling
 
 if TYPE_CHECKING:
     import datasets
+    import PIL.Image
 
-__all__ = ["EncodedImages", "ImageClassification"]
+    from fedspan.tasks.facts import Facts
+
+__all__ = ["IMAGE_CLASSIFICATION", "EncodedImages", "ImageClassification"]
 
 _CHUNK = 256
 
@@ -139,6 +144,8 @@ def _large_enough(batch: Mapping[str, Tensor]) -> Generator[None]:
 
 
 def _decode(row: Mapping[str, Any], number: int) -> PIL.Image.Image:
+    import PIL.Image
+
     try:
         with PIL.Image.open(io.BytesIO(row["bytes"]) if row["bytes"] else row["path"]) as image:
             return image.convert("RGB")
@@ -156,3 +163,32 @@ def _different_sizes() -> FedspanError:
 def _unlike(processor: object) -> FedspanError:
     expected = "a model whose image processor only resizes, rescales and normalises"
     return FedspanError("model.name", type(processor).__name__, expected)
+
+
+def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
+    label = config.label or "label"
+    return ReadColumns({"image": reader.read_images(config.image)}, {config.image, label}, reader.read_classes(label))
+
+
+def _build(processor: Any, facts: Facts, data: DataConfig | None) -> ImageClassification:
+    return ImageClassification(processor, facts.labels, facts.metric)
+
+
+IMAGE_CLASSIFICATION = TaskDefinition(
+    name="image-classification",
+    title="a label for an image",
+    head="image-classification",
+    build=_build,
+    answer="label",
+    metrics=("accuracy", "macro_f1", "f1", "matthews", "loss"),
+    columns=TaskColumns(
+        read=_read,
+        require=lambda config, field: [(config.image,), (config.label or "label",)],
+        example=lambda config: config.image,
+        joined=lambda config: (),
+    ),
+    default_model=("google/vit-base-patch16-224-in21k", "[q_proj, v_proj]"),
+    lr=1e-3,
+    summary_metrics=("macro_f1",),
+    pipeline="image-classification",
+)

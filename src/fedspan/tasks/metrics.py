@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import MappingProxyType
 
-if TYPE_CHECKING:  # it imports large libraries, and every command shows numbers
-    from fedspan.data.columns import TaskName
+from fedspan.errors import FedspanError
 
-__all__ = ["CLASSIFIERS", "METRICS", "METRICS_OF", "Metric", "drop_undefined", "order_metrics", "rank_of"]
+__all__ = ["METRICS", "Metric", "drop_undefined", "order_metrics", "rank_of", "register_metric"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ _UNBOUNDED = 1e15
 _ROUNDING = 1e-6
 
 
-METRICS: Mapping[str, Metric] = {
+_metrics: dict[str, Metric] = {
     "accuracy": Metric("accuracy", True, percent=True),
     "macro_f1": Metric("macro-F1", True, percent=True),
     "f1": Metric("F1", True, percent=True),
@@ -57,20 +56,25 @@ METRICS: Mapping[str, Metric] = {
     "perplexity": Metric("perplexity", False, least=1.0, most=_UNBOUNDED),
     "loss": Metric("loss", False, most=_UNBOUNDED),
 }
+METRICS: Mapping[str, Metric] = MappingProxyType(_metrics)
 """Metrics by name, in the order of tables."""
 
-METRICS_OF: Mapping[TaskName, tuple[str, ...]] = {
-    "sequence-classification": ("accuracy", "macro_f1", "f1", "matthews", "loss"),
-    "regression": ("pearson", "spearman", "loss"),
-    "causal-lm": ("loss", "perplexity", "token_accuracy"),
-    "image-classification": ("accuracy", "macro_f1", "f1", "matthews", "loss"),
-    "trainer": ("loss", *(name for name in METRICS if name != "loss")),
-}
-"""Metrics of each task in every round; the first one judges it unless ``evaluation.metric`` is set."""
 
+def register_metric(name: str, metric: Metric) -> None:
+    """Add a metric, for the tasks that compute it.
 
-CLASSIFIERS: tuple[TaskName, ...] = ("sequence-classification", "image-classification")
-"""Tasks whose answers are one of several labels."""
+    Args:
+        name: Name in reports, a Python identifier in lower case.
+        metric: Its title, direction and bounds.
+
+    Raises:
+        FedspanError: If the name is no identifier, or belongs to another metric.
+    """
+    if not name.isidentifier() or name != name.lower():
+        raise FedspanError("metric", name, "a Python identifier in lower case")
+    if _metrics.get(name, metric) != metric:
+        raise FedspanError("metric", name, problem=f"{name!r} is already the name of another metric")
+    _metrics[name] = metric
 
 
 def drop_undefined(values: Mapping[str, float]) -> dict[str, float]:

@@ -11,16 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerBase
 
-from fedspan.tasks.encoding import EncodedText, collate, encode_texts, full_length
+from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns, read_text_columns
+from fedspan.data.config import DataConfig
+from fedspan.tasks.definition import TaskDefinition
+from fedspan.tasks.encoding import EncodedText, Ragged, collate, encode_texts, full_length
 from fedspan.tasks.losses import means, widen
 from fedspan.tasks.metrics import drop_undefined
 
 if TYPE_CHECKING:
     import datasets
+    from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Regression"]
+    from fedspan.tasks.facts import Facts
+
+__all__ = ["REGRESSION", "Regression"]
 
 
 class Regression:
@@ -89,3 +94,34 @@ class Regression:
     def truths(self, examples: EncodedText, indices: Sequence[int]) -> list[str]:
         """Return the true number of each example."""
         return [f"{value:.3f}" for value in examples.labels[list(indices)].tolist()]
+
+
+def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
+    columns, used = read_text_columns(reader, config)
+    return ReadColumns({**columns, "target": reader.read_numbers(config.label or "label")}, used)
+
+
+def _build(tokenizer: PreTrainedTokenizerBase, facts: Facts, data: DataConfig | None) -> Regression:
+    return Regression(tokenizer, facts.max_length, facts.metric)
+
+
+def _make_examples(ids: Ragged, classes: np.ndarray) -> EncodedText:
+    return EncodedText({"input_ids": ids}, classes.astype(np.float32), ids.lengths)
+
+
+REGRESSION = TaskDefinition(
+    name="regression",
+    title="a number for a text or a pair",
+    head="regression",
+    build=_build,
+    answer="number",
+    metrics=("pearson", "spearman", "loss"),
+    columns=TaskColumns(read=_read, is_number=True),
+    pools=True,
+    peft="SEQ_CLS",
+    default_model=("builtin:all-minilm-l6-v2", "[query, value]"),
+    lr=3e-3,
+    summary_metrics=("pearson", "spearman"),
+    pipeline="text-classification",
+    make_examples=_make_examples,
+)

@@ -10,12 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedspan.data.config import DataConfig
 from fedspan.errors import FedspanError
+from fedspan.tasks.definition import TaskDefinition
 
 if TYPE_CHECKING:  # slow to import, and a worker of a cluster does not need it
     import datasets
 
-__all__ = ["TrainerExamples", "TrainerTask"]
+    from fedspan.tasks.facts import Facts
+
+__all__ = ["TRAINER", "TrainerExamples", "TrainerTask"]
 
 
 @dataclass(frozen=True)
@@ -87,3 +91,15 @@ class TrainerTask:
 def _refuse() -> NoReturn:
     problem = "examples, loss and predictions of this run are its owners' trainers' own. Load the adapter with PEFT"
     raise FedspanError("task", "trainer", problem=problem)
+
+
+def _build(processor: Any, facts: Facts, data: DataConfig | None) -> TrainerTask:
+    return TrainerTask(facts.metric)
+
+
+TRAINER = TaskDefinition(
+    name="trainer",
+    title="what the trainers of fedspan.simulate define",
+    head="classification",  # a head named as a classifier's trains whole
+    build=_build,
+)

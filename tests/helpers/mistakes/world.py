@@ -99,7 +99,7 @@ class World:
         if content is not None:
             data = {"train": self.file(name, content), **data}
         config = parse_config({"task": task or "sequence-classification", "data": {"train": "train.csv", **data}})
-        return load(config.data, task=config.task)
+        return load(config.data, task=config.task_columns)
 
     def divide(
         self, content: str = GOOD, task: Any = None, data: dict[str, Any] | None = None, **how: Any

@@ -1,0 +1,135 @@
+"""Named entities across owners with different types and sizes: federated, local-only and centralized training.
+
+    python benchmarks/ner.py --data PATH/ner --out OUT
+
+Four owners have abstracts of their own from NCBI-disease (diseases) and BC5CDR (chemicals and diseases): a large and a
+small journal, a pharmacy whose sentences name chemicals only, and a small clinic that tags both. No owner's type is
+left out of its sentences by this script, except that NCBI-disease has no tags for chemicals. The held-out sentences are
+the two corpora's test parts, the same number of each. The table has the entity F1 of all held-out sentences, and of
+each corpus.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import random
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Sentence = tuple[list[str], list[str]]
+OWNERS = {"journal-a": 480, "pharmacy": 320, "journal-b": 96, "clinic": 96}
+"""Sentences of each owner."""
+
+
+def read_sentences(path: Path) -> list[Sentence]:
+    """Read a gzipped file in CoNLL form."""
+    sentences: list[Sentence] = []
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        for block in file.read().split("\n\n"):
+            pairs = [line.split("\t") for line in block.splitlines() if line.strip()]
+            if pairs:
+                sentences.append(([pair[0] for pair in pairs], [pair[-1] for pair in pairs]))
+    return sentences
+
+
+def kinds_of(sentence: Sentence) -> set[str]:
+    """Return the entity types of a sentence."""
+    return {tag[2:] for tag in sentence[1] if tag != "O"}
+
+
+def divide(data: Path, seed: int) -> dict[str, list[Sentence]]:
+    """Draw each owner's sentences, of both corpora's training parts."""
+    rng = random.Random(seed)
+    ncbi, bc5cdr = (read_sentences(data / corpus / "train.tsv.gz") for corpus in ("ncbi-disease", "bc5cdr"))
+    rng.shuffle(ncbi)
+    rng.shuffle(bc5cdr)
+    chemical = [sentence for sentence in bc5cdr if kinds_of(sentence) == {"Chemical"}]
+    both = [sentence for sentence in bc5cdr if "Disease" in kinds_of(sentence)]
+    start = OWNERS["journal-a"]
+    return {
+        "journal-a": ncbi[:start],
+        "journal-b": ncbi[start : start + OWNERS["journal-b"]],
+        "pharmacy": chemical[: OWNERS["pharmacy"]],
+        "clinic": both[: OWNERS["clinic"]],
+    }
+
+
+def rows_of(sentences: Iterable[Sentence]) -> list[dict[str, Any]]:
+    return [{"tokens": tokens, "tags": tags} for tokens, tags in sentences]
+
+
+def make_config(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "task": "token-classification",
+        "seed": args.seed,
+        "threads": args.threads,
+        "model": {
+            "name": args.model,
+            "target_modules": ["query", "key", "value", "dense"],
+            "layers_to_transform": [4, 5],
+            "max_length": 96,
+        },
+        "data": {"train": "python:data", "labels": ["O", "B-Chemical", "I-Chemical", "B-Disease", "I-Disease"]},
+        "partition": {"validation": 0.1, "test": 0.0},
+        "method": {"name": args.method, "r": 16, "lora_alpha": 32},
+        "federation": {"rounds": args.rounds},
+        "training": {"lr": args.lr, "local_epochs": 1, "batch_size": 16},
+        "evaluation": {"best_by": "loss"},
+        "baselines": ["local", "centralized"],
+    }
+
+
+def measure(folder: Path, client: str | None, parts: dict[str, Sequence[Sentence]]) -> dict[str, float]:
+    """Measure the exported model of a run on each held-out part."""
+    import fedspan
+
+    return {name: fedspan.evaluate(folder, client, data=rows_of(part))["entity_f1"] for name, part in parts.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with ncbi-disease and bc5cdr")
+    parser.add_argument("--out", type=Path, required=True, help="empty folder for the run")
+    parser.add_argument("--model", default="builtin:all-minilm-l6-v2")
+    parser.add_argument("--method", default="fedit")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--heldout", type=int, default=300, help="held-out sentences of each corpus")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+
+    import fedspan
+
+    owners = divide(args.data, args.seed)
+    heldout = {
+        corpus: read_sentences(args.data / corpus / "test.tsv.gz")[: args.heldout]
+        for corpus in ("ncbi-disease", "bc5cdr")
+    }
+    data = {
+        "train": {owner: rows_of(sentences) for owner, sentences in owners.items()},
+        "test": rows_of([*heldout["ncbi-disease"], *heldout["bc5cdr"]]),
+    }
+    began = time.monotonic()
+    report = fedspan.run(make_config(args), args.out, data=data)
+    seconds = time.monotonic() - began
+    print("| owner | sentences | entity types |\n|---|---|---|")
+    for owner, sentences in owners.items():
+        kinds = sorted(set().union(*map(kinds_of, sentences)))
+        print(f"| {owner} | {len(sentences)} | {', '.join(kinds)} |")
+    print("\n| training | entity F1 | precision | recall |\n|---|---|---|---|")
+    scores = {"federated": report.scores, **{name: row["scores"] for name, row in report.baselines.items()}}
+    for name, row in scores.items():
+        cells = [f"{100 * row['test'][metric]:.1f}" for metric in ("entity_f1", "entity_precision", "entity_recall")]
+        worst = row["test"].get("worst")
+        print(f"| {name} | {' | '.join(cells)} |" + ("" if worst is None else f" worst client {worst}"))
+    federated = measure(args.out, None, heldout)
+    print("\nfederated by corpus: " + ", ".join(f"{name} {100 * value:.1f}" for name, value in federated.items()))
+    print(f"rounds {report.rounds}, best {report.best_round}; bytes up {report.bytes['up']:,}; {seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

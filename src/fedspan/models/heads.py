@@ -1,0 +1,77 @@
+"""The heads of models: which of Transformers' classes a task needs, and what its outputs are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["HEADS", "Head", "get_head"]
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head of a model.
+
+    Args:
+        auto_class: Name of Transformers' auto class, such as ``AutoModelForSequenceClassification``.
+        suffixes: Ends of the names of its model classes, such as ``ForSequenceClassification``.
+        outputs: ``labels``: one output for each label; ``number``: one; None: those of the model's own config.
+        is_new: Whether the head is trained whole with the adapters, because a pretrained model has none for the task.
+        reads_images: Whether the model reads images, with an image processor in place of a tokenizer.
+        problem_type: Transformers' ``problem_type``, written into the config; None: the config's own.
+    """
+
+    auto_class: str
+    suffixes: tuple[str, ...]
+    outputs: Literal["labels", "number"] | None = None
+    is_new: bool = False
+    reads_images: bool = False
+    problem_type: str | None = None
+
+    def load_class(self) -> Any:
+        """Return Transformers' auto class."""
+        import transformers
+
+        return getattr(transformers, self.auto_class)
+
+
+HEADS: Mapping[str, Head] = {
+    "classification": Head(
+        "AutoModelForSequenceClassification", ("ForSequenceClassification",), outputs="labels", is_new=True
+    ),
+    "multi-label": Head(
+        "AutoModelForSequenceClassification",
+        ("ForSequenceClassification",),
+        outputs="labels",
+        is_new=True,
+        problem_type="multi_label_classification",
+    ),
+    "regression": Head(
+        "AutoModelForSequenceClassification",
+        ("ForSequenceClassification",),
+        outputs="number",
+        is_new=True,
+        problem_type="regression",
+    ),
+    "token-classification": Head(
+        "AutoModelForTokenClassification", ("ForTokenClassification",), outputs="labels", is_new=True
+    ),
+    "image-classification": Head(
+        "AutoModelForImageClassification",
+        ("ForImageClassification",),
+        outputs="labels",
+        is_new=True,
+        reads_images=True,
+    ),
+    "language-model": Head("AutoModelForCausalLM", ("ForCausalLM",)),
+    "masked-language-model": Head("AutoModelForMaskedLM", ("ForMaskedLM",)),
+    "sequence-to-sequence": Head("AutoModelForSeq2SeqLM", ("ForConditionalGeneration", "MTModel")),
+    "encoder": Head("AutoModel", ("Model",)),
+}
+"""Heads by name."""
+
+
+def get_head(head: Head | str) -> Head:
+    """Return a head, given itself or its name in `HEADS`."""
+    return HEADS[head] if isinstance(head, str) else head

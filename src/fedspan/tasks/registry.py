@@ -1,0 +1,102 @@
+"""The registry of all tasks by name.
+
+Add your own with ``register_task``, or from an installed package that declares them as entry points in the group
+``fedspan.tasks`` (``my-task = "my_package:MY_TASK"``): configs find them there, on the command line and on nodes. A
+node runs only the tasks installed on it; no server can add to these.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import Any
+
+from fedspan.errors import FedspanError, suggest_nearest
+from fedspan.models.heads import HEADS, Head
+from fedspan.tasks.causal import CAUSAL_LM
+from fedspan.tasks.classification import SEQUENCE_CLASSIFICATION
+from fedspan.tasks.definition import TaskDefinition
+from fedspan.tasks.images import IMAGE_CLASSIFICATION
+from fedspan.tasks.metrics import METRICS, register_metric
+from fedspan.tasks.regression import REGRESSION
+from fedspan.tasks.token_classification import TOKEN_CLASSIFICATION
+from fedspan.tasks.trainer import TRAINER
+
+__all__ = ["GROUP", "TASKS", "get_task", "register_task"]
+
+GROUP = "fedspan.tasks"
+"""Group of the entry points."""
+_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+_BUILT_IN = (
+    SEQUENCE_CLASSIFICATION,
+    REGRESSION,
+    CAUSAL_LM,
+    IMAGE_CLASSIFICATION,
+    TOKEN_CLASSIFICATION,
+    TRAINER,
+)
+
+_tasks: dict[str, TaskDefinition] = {}
+TASKS: Mapping[str, TaskDefinition] = MappingProxyType(_tasks)
+
+
+def register_task(definition: TaskDefinition) -> None:
+    """Register a task of your own in this process, for configs, comparisons and plans.
+
+    Args:
+        definition: The task; its ``own_metrics`` become metrics of reports and tables.
+
+    Raises:
+        FedspanError: If it is no definition, its name is invalid or belongs to another task, or its head or a metric
+            is unknown.
+    """
+    if not isinstance(definition, TaskDefinition):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise FedspanError("task", repr(definition), "a fedspan.tasks.definition.TaskDefinition")
+    name = definition.name
+    if not _NAME.fullmatch(name):
+        raise FedspanError("task", name, "lower case letters and digits, with hyphens between words")
+    if _tasks.get(name, definition) is not definition:
+        raise FedspanError("task", name, problem=f"{name!r} is already the name of another task")
+    if not isinstance(definition.head, Head) and definition.head not in HEADS:
+        expected = f"a fedspan.models.heads.Head, or one of {', '.join(HEADS)}"
+        raise FedspanError("task", definition.head, expected, problem=f"{name} has an unknown head")
+    unknown = [metric for metric in definition.metrics if metric not in {**METRICS, **definition.own_metrics}]
+    if unknown:
+        problem = f"{name} names the metric {unknown[0]!r}, which is neither in own_metrics nor known. "
+        raise FedspanError("task", unknown[0], problem=problem + suggest_nearest(unknown[0], METRICS))
+    for key, metric in definition.own_metrics.items():
+        register_metric(key, metric)
+    _tasks[name] = definition
+
+
+def get_task(name: str, field: str = "task") -> TaskDefinition:
+    """Return the task registered under a name, here or by an installed package.
+
+    Args:
+        name: Name of a task.
+        field: Config field of the name, for error messages.
+
+    Raises:
+        FedspanError: If the name is unknown (the message lists the nearest known ones), or its package cannot be
+            loaded or holds no task of this name.
+    """
+    if name not in _tasks:
+        for entry_point in entry_points(group=GROUP, name=name):
+            try:
+                definition: Any = entry_point.load()
+            except Exception as error:  # a package's import may raise anything
+                why = f"{type(error).__name__}: {error}"
+                raise FedspanError(field, name, problem=f"{entry_point.value} cannot be imported ({why})") from error
+            if getattr(definition, "name", None) != name:
+                problem = f"{entry_point.value} is not the definition of a task of this name"
+                raise FedspanError(field, name, problem=problem)
+            register_task(definition)
+            return definition
+        raise FedspanError(field, name, problem=f"no task is named {name!r}. {suggest_nearest(name, _tasks)}")
+    return _tasks[name]
+
+
+for _definition in _BUILT_IN:
+    register_task(_definition)

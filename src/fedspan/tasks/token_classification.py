@@ -1,0 +1,333 @@
+"""Token classification: a tag for each word of a sentence, such as names of diseases (named entity recognition).
+
+The first piece of a word carries its label; further pieces, and special tokens, have none. Shapes: B sentences of a
+batch, T pieces, W words, S labelled pieces of a batch, K labels, C clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedspan.core.tensors import to_device
+from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
+from fedspan.data.config import DataConfig
+from fedspan.data.conll import TAG
+from fedspan.errors import FedspanError
+from fedspan.tasks.definition import InferredColumns, TaskDefinition
+from fedspan.tasks.encoding import EncodedText, Ragged, collate
+from fedspan.tasks.entities import convert_to_iob2, find_entities, list_labels, score_entities
+from fedspan.tasks.losses import widen
+from fedspan.tasks.metrics import Metric
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedTokenizerBase
+
+    from fedspan.tasks.facts import Facts
+
+__all__ = ["TOKEN_CLASSIFICATION", "EncodedSentences", "TokenClassification"]
+
+_IGNORED = -100
+_WORDS = "word_numbers"
+"""Key of a batch's numbers of the words that its pieces begin, (B, T); -1 for other pieces."""
+_COUNTS = "labelled_words"
+"""Key of a batch's numbers of labelled pieces by sentence, (B,), on the CPU: they are shapes, which the host knows."""
+_SUMS = 2  # columns of a prediction: loss, labelled pieces; the words' labels follow
+_CHUNK = 4096
+
+
+@dataclass(frozen=True)
+class EncodedSentences:
+    """Tokenised sentences with the labels of their words.
+
+    Args:
+        text: Pieces of each sentence; its labels are positions and are not used.
+        firsts: Positions of the words' first pieces, ascending.
+        words: Numbers of these words in their sentence.
+        labels: Label indices of all words of each sentence, also of those that were cut.
+        tokens: Words of each sentence.
+    """
+
+    text: EncodedText
+    firsts: Ragged
+    words: Ragged
+    labels: Ragged
+    tokens: Sequence[Sequence[str]]
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of pieces of each sentence, int64, (sentences,)."""
+        return self.text.lengths
+
+
+class TokenClassification:
+    """Prediction of a tag for each word, with any Hugging Face token classifier.
+
+    Args:
+        tokenizer: The model's tokenizer, one of Hugging Face's fast ones.
+        labels: Tags by index, in IOB2.
+        max_length: Maximum number of pieces of a sentence; words beyond it are cut, and predicted as outside.
+        metric: Metric by which rounds are compared.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str], max_length: int, metric: str = "entity_f1"
+    ) -> None:
+        if not tokenizer.is_fast:
+            expected = "a model with a fast tokenizer, which reports the words of its pieces"
+            raise FedspanError("model.name", type(tokenizer).__name__, expected)
+        self.tokenizer = tokenizer
+        self.labels = tuple(labels)
+        self.max_length = max_length
+        self.metric = metric
+
+    def encode(self, dataset: datasets.Dataset) -> EncodedSentences:
+        """Tokenise a data set once; its columns are ``tokens`` (words) and ``labels`` (indices, one for each word)."""
+        pieces: dict[str, list[Ragged]] = {}
+        firsts: list[list[int]] = []
+        words: list[list[int]] = []
+        tokens: list[list[str]] = []
+        for start in range(0, max(1, len(dataset)), _CHUNK):
+            chunk: list[list[str]] = dataset[start : start + _CHUNK]["tokens"]
+            tokens += chunk
+            encoded = self._tokenise(chunk)
+            for key, value in encoded.items():
+                if key != "attention_mask":
+                    pieces.setdefault(key, []).append(Ragged(cast("list[list[int]]", value)))
+            for row in range(len(chunk)):
+                numbers = encoded.word_ids(row)
+                places = [
+                    (position, number)
+                    for position, number in enumerate(numbers)
+                    if number is not None and (position == 0 or numbers[position - 1] != number)
+                ]
+                firsts.append([position for position, _ in places])
+                words.append([number for _, number in places])
+        encodings = {key: Ragged.join(parts) for key, parts in pieces.items()}
+        lengths = encodings["input_ids"].lengths
+        labels = Ragged(cast("list[list[int]]", dataset["labels"][:]))
+        text = EncodedText(encodings, np.arange(len(lengths)), lengths)
+        return EncodedSentences(text, Ragged(firsts), Ragged(words), labels, tokens)
+
+    def _tokenise(self, sentences: list[list[str]]) -> Any:
+        try:
+            return self.tokenizer(sentences, is_split_into_words=True, truncation=True, max_length=self.max_length)
+        except AssertionError as error:  # of RoBERTa's and GPT-2's, which are built for texts, not for words
+            expected = "a tokenizer with add_prefix_space=True, passed as fedspan.run(..., tokenizer=)"
+            raise FedspanError("model.name", type(self.tokenizer).__name__, expected) from error
+
+    def batch(self, examples: EncodedSentences, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+        """Collate sentences, padded to the longest of them: pieces, ``attention_mask``, and ``labels``, (B, T)."""
+        rows = list(indices)
+        batch = collate(self.tokenizer, examples.text, rows, device)
+        shape = tuple(batch["input_ids"].shape)
+        labels_BT, numbers_BT = np.full(shape, _IGNORED, np.int64), np.full(shape, -1, np.int64)
+        for at, row in enumerate(rows):
+            first, word = examples.firsts[row], examples.words[row]
+            labels_BT[at, first] = np.asarray(examples.labels[row], np.int64)[word]
+            numbers_BT[at, first] = word
+        own = {"labels": torch.from_numpy(labels_BT), _WORDS: torch.from_numpy(numbers_BT)}
+        counts_B = torch.from_numpy(examples.firsts.lengths[rows])
+        return {**batch, **{key: to_device(value, device) for key, value in own.items()}, _COUNTS: counts_B}
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Compute the mean cross-entropy of the batch's words, in float32 or better."""
+        losses_S, _, _ = self._measure(model, batch)
+        return losses_S.sum() / max(1, len(losses_S))
+
+    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
+        """Compute the mean cross-entropy of the words of each client's sentences, (C,)."""
+        losses_S, _, places_S = self._measure(model, batch)
+        mask_CS = mask_CB.to(losses_S)[:, places_S // batch["input_ids"].shape[1]]
+        return mask_CS @ losses_S / mask_CS.sum(1).clamp(min=1)
+
+    def _measure(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the cross-entropies, (S,), and logits, (S, K), of the labelled pieces, and their places in (B, T)."""
+        inputs = {key: value for key, value in batch.items() if key not in ("labels", _WORDS, _COUNTS)}
+        logits_BTK = model(**inputs).logits
+        # A mask as index would make the host wait for a GPU, which alone knows how many pieces it selects.
+        labelled = (batch[_WORDS] >= 0).flatten()
+        places_S = torch.nonzero_static(labelled, size=int(batch[_COUNTS].sum()))[:, 0]
+        logits_SK = widen(logits_BTK.flatten(0, 1).index_select(0, places_S))
+        targets_S = batch["labels"].flatten()[places_S]
+        return F.cross_entropy(logits_SK, targets_S, reduction="none"), logits_SK, places_S
+
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
+        """Return each sentence's sum of losses, its labelled words, and the labels of its words, (B, 2 + max_length).
+
+        Words without a piece of their own, and columns beyond the sentence, are -1.
+        """
+        losses_S, logits_SK, places_S = self._measure(model, batch)
+        count, width = batch["input_ids"].shape
+        rows_S = places_S // width
+        sums = torch.zeros(count, _SUMS, device=losses_S.device)
+        sums.index_add_(0, rows_S, torch.stack([losses_S.float(), torch.ones_like(losses_S, dtype=torch.float32)], 1))
+        labels = torch.full((count, self.max_length), -1.0, device=losses_S.device)
+        numbers_S = batch[_WORDS].flatten()[places_S]
+        fits = numbers_S < self.max_length  # words without pieces may push later words beyond the width
+        labels[rows_S[fits], numbers_S[fits]] = logits_SK.argmax(1).float()[fits]
+        return torch.cat([sums, labels], 1)
+
+    def metrics(self, predictions: Tensor, examples: EncodedSentences, indices: Sequence[int]) -> dict[str, float]:
+        """Compute ``loss`` over labelled words, and scores of entities and words over all words.
+
+        A word that was cut counts as predicted to be outside of entities.
+        """
+        loss, words = predictions[:, :_SUMS].double().sum(0).tolist()
+        truths = [self._name(examples.labels[index]) for index in indices]
+        rows = predictions[:, _SUMS:].long().tolist()
+        guesses = [self._pad(row, len(truth)) for row, truth in zip(rows, truths, strict=True)]
+        scores = score_entities(truths, guesses)
+        pairs = zip(chain.from_iterable(truths), chain.from_iterable(guesses), strict=True)
+        right = sum(truth == guess for truth, guess in pairs)
+        return {
+            "loss": loss / max(1, words),
+            "entity_f1": scores.f1,
+            "entity_precision": scores.precision,
+            "entity_recall": scores.recall,
+            "token_accuracy": right / max(1, sum(map(len, truths))),
+        }
+
+    def _name(self, indices: Sequence[int]) -> list[str]:
+        return [self.labels[index] for index in indices]
+
+    def _pad(self, row: Sequence[int], count: int) -> list[str]:
+        """Return the tags of ``count`` words, from label indices with -1 for words without a prediction."""
+        tags = [self.labels[index] if index >= 0 else "O" for index in row[:count]]
+        return [*tags, *["O"] * (count - len(tags))]
+
+    def remarks(self, examples: EncodedSentences) -> tuple[str, ...]:
+        """Report how many sentences lost words at their end."""
+        seen = np.array([max(examples.words[row], default=-1) + 1 for row in range(len(examples))])
+        count = int((seen < examples.labels.lengths).sum())
+        if not count:
+            return ()
+        return (f"{count} of {len(examples)} sentences lost words: model.max_length is {self.max_length} pieces",)
+
+    def answers(self, predictions: Tensor) -> list[str]:
+        """Return the predicted tags of each sentence, joined with spaces."""
+        answers: list[str] = []
+        for row in predictions[:, _SUMS:].long().tolist():
+            last = max((at for at, index in enumerate(row) if index >= 0), default=-1)
+            answers.append(" ".join(self._pad(row, last + 1)))
+        return answers
+
+    def truths(self, examples: EncodedSentences, indices: Sequence[int]) -> list[str]:
+        """Return the true tags of each sentence, joined with spaces."""
+        return [" ".join(self._name(examples.labels[index])) for index in indices]
+
+
+def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
+    words, tags = reader.role(config, "tokens"), _tag_column(config)
+    tokens = reader.read_text_lists(words, "roles.tokens")
+    lists: list[list[str]] = []
+    for row, (sentence, own) in enumerate(zip(tokens.to_pylist(), reader.read_tag_lists(tags, "label"), strict=True)):
+        place = reader.source.row(row)
+        if len(sentence) != len(own):
+            problem = f"{place} has {len(sentence)} words and {len(own)} tags"
+            raise FedspanError(f"{reader.field}.label", tags, problem=problem)
+        wrong = next((tag for tag in own if not TAG.fullmatch(tag)), None)
+        if wrong is not None:
+            expected = "tags such as O, B-TYPE and I-TYPE (IOB1, IOB2, IOBES or BILOU)"
+            raise FedspanError(f"{reader.field}.label", tags, expected, problem=f"{place} has the tag {wrong!r}")
+        lists.append(convert_to_iob2(own))
+    texts = pa.chunked_array([pa.array([" ".join(sentence) for sentence in tokens.to_pylist()], pa.string())])
+    return ReadColumns({"text": texts, "tokens": tokens}, {words, tags}, label_lists=lists)
+
+
+def _tag_column(config: DataConfig) -> str:
+    return config.label or config.roles.get("tags", "tags")
+
+
+def _build(tokenizer: PreTrainedTokenizerBase, facts: Facts, data: DataConfig | None) -> TokenClassification:
+    return TokenClassification(tokenizer, facts.labels, facts.max_length, facts.metric)
+
+
+def _infer(sample: datasets.Dataset, options: Mapping[str, str | None]) -> InferredColumns | None:
+    """Find a column of lists of words and one of lists of tags."""
+    lists: dict[str, list[list[Any]]] = {}
+    for name in sample.column_names:
+        values = [value for value in sample[name] if value]
+        if values and all(isinstance(value, list) for value in values):
+            lists[name] = values
+    tags = options["label"] or next((name for name in lists if _holds_tags(sample, name, lists[name])), None)
+    if tags not in lists:
+        return None
+    texts = [
+        name for name in lists if name != tags and all(isinstance(word, str) for row in lists[name] for word in row)
+    ]
+    words = options["text"] or next(iter(texts), None)
+    if words not in lists:
+        return None
+    roles = {} if words == "tokens" else {"roles": {"tokens": words}}
+    label = {} if tags == "tags" else {"label": tags}
+    return InferredColumns({**roles, **label}, f"words {words!r}, tags {tags!r}")
+
+
+def _holds_tags(sample: datasets.Dataset, name: str, rows: list[list[Any]]) -> bool:
+    classes: list[str] | None = getattr(getattr(sample.features[name], "feature", None), "names", None)
+    tags: set[Any] = {*classes} if classes is not None else {tag for row in rows for tag in row}
+    return all(isinstance(tag, str) and TAG.fullmatch(tag) is not None for tag in tags) and len(tags) > 1
+
+
+def _arrange(facts: Facts, inputs: Sequence[Any]) -> datasets.Dataset:
+    """Arrange texts, whose words are separated by spaces, or sequences of words."""
+    import datasets
+
+    tokens = [text.split() if isinstance(text, str) else [*map(str, text)] for text in inputs]
+    empty = next((number for number, words in enumerate(tokens) if not words), None)
+    if empty is not None:
+        raise FedspanError("texts", inputs[empty], "texts with words")
+    return datasets.Dataset.from_dict({"tokens": tokens, "labels": [[0] * len(words) for words in tokens]})
+
+
+def _present(task: TokenClassification, inputs: Sequence[Any], predictions: Tensor) -> list[list[tuple[str, str]]]:
+    """Return the entities of each input, as text and type."""
+    found: list[list[tuple[str, str]]] = []
+    for text, tags in zip(inputs, task.answers(predictions), strict=True):
+        words = text.split() if isinstance(text, str) else [*map(str, text)]
+        found.append([(" ".join(words[start:end]), kind) for kind, start, end in find_entities(tags.split())])
+    return found
+
+
+TOKEN_CLASSIFICATION = TaskDefinition(
+    name="token-classification",
+    title="a tag for each word of a sentence (named entities)",
+    head="token-classification",
+    build=_build,
+    answer="labels",
+    metrics=("entity_f1", "entity_precision", "entity_recall", "token_accuracy", "loss"),
+    own_metrics={
+        "entity_f1": Metric("entity F1", True, percent=True),
+        "entity_precision": Metric("entity precision", True, percent=True),
+        "entity_recall": Metric("entity recall", True, percent=True),
+    },
+    columns=TaskColumns(
+        read=_read,
+        require=lambda config, field: [(config.roles.get("tokens", "tokens"),), (_tag_column(config),)],
+        joined=lambda config: (),
+        label=lambda config: None,
+        roles=("tokens", "tags"),
+        complete_labels=list_labels,
+    ),
+    peft="TOKEN_CLS",
+    default_model=("builtin:all-minilm-l6-v2", "[query, value]"),
+    lr=3e-3,
+    summary_metrics=("entity_precision", "entity_recall"),
+    pipeline="token-classification",
+    infer=_infer,
+    arrange=_arrange,
+    present=_present,
+)

@@ -1,0 +1,70 @@
+"""Files in CoNLL form are read as sentences; what has another form is left to the other readers, or refused."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from fedspan import FedspanError
+from fedspan.data.config import DataConfig
+from fedspan.data.conll import has_sentences
+from fedspan.data.loading import load
+from fedspan.tasks.registry import get_task
+
+TASK = get_task("token-classification").columns
+assert TASK is not None
+SENTENCES = "-DOCSTART- O\n\nAspirin\tB-Drug\nhelps\tO\n\nThe\tO\nTP53\tB-Gene\ngene\tI-Gene\n\n\nRest\tO\n"
+
+
+@pytest.mark.parametrize("name", ["a.conll", "a.tsv", "a.txt", "a.tsv.gz", "a.conll.gz"])
+def test_sentences_are_read_from_files(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    content = SENTENCES.encode()
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    data = load(DataConfig(train=str(path), test_fraction=0), task=TASK)
+    assert data.labels == ("O", "B-Drug", "I-Drug", "B-Gene", "I-Gene")
+    assert data.train["tokens"][:] == [["Aspirin", "helps"], ["The", "TP53", "gene"], ["Rest"]]
+    assert data.train["labels"][:] == [[1, 0], [0, 3, 4], [0]]
+    assert data.train["text"][:] == ["Aspirin helps", "The TP53 gene", "Rest"]
+    assert any("CoNLL" in remark for remark in data.remarks)
+
+
+def test_columns_between_word_and_tag_are_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "a.conll"
+    path.write_text("EU NNP B-NP I-ORG\nrejects VBZ B-VP O\n\nPeter NNP B-NP I-PER\n")
+    data = load(DataConfig(train=str(path), test_fraction=0), task=TASK)
+    assert [[data.labels[at] for at in row] for row in data.train["labels"][:]] == [["B-ORG", "O"], ["B-PER"]]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "text\tlabel\none\tO\n\ntwo\tB-x\n",  # a header
+        "one\tO\ntwo\tB-x\n",  # no sentences
+        "one\tO\n\ntwo\tO\n",  # no entities
+        "a word\tx\tO\n\none\tB-x\n",  # numbers of columns differ
+        "",
+    ],
+)
+def test_other_tables_are_not_sentences(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_text(content)
+    assert not has_sentences(path)
+
+
+def test_a_line_without_a_tag_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.conll"
+    path.write_text("one\tO\n\ntwo\tB-x\nthree\tDrug\n")
+    with pytest.raises(FedspanError, match=r"line 4: 'three\\tDrug' is not a word with a tag"):
+        load(DataConfig(train=str(path)), task=TASK)
+
+
+def test_the_beginning_of_a_file_ends_with_a_whole_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "a.conll"
+    path.write_text("one\tO\ntwo\tB-x\n\n" * 50)
+    data = load(DataConfig(train=str(path), test_fraction=0), task=TASK, limit=200)
+    assert not data.whole
+    assert {len(row) for row in data.train["tokens"][:]} == {2}
+    assert 0 < len(data.train) < 50

@@ -1,0 +1,113 @@
+"""One case for each task with examples: a run on a tiny model, and its metrics computed by another library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import seqeval.metrics
+import torch
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from torch import Tensor
+
+from helpers import tiny, tiny_decoders, tiny_images, tiny_tags
+
+__all__ = ["CASES", "REFUSED", "TaskCase"]
+
+
+@dataclass(frozen=True)
+class TaskCase:
+    """A task's case in the conformance test.
+
+    Args:
+        settings: Returns the config of a run of two rounds, given the folders of the tiny models and data.
+        reference: Computes the task's metrics (``loss`` is optional) from what a user of the model has: predictions
+            (rows as ``Task.predict`` returns them), readable answers, true answers, and the encoded examples.
+        trains_alike: Largest difference between what the loop and the batched engine trained.
+    """
+
+    settings: Callable[[Mapping[str, Path]], dict[str, Any]]
+    reference: Callable[[Tensor, Sequence[str], Sequence[str], Any], Mapping[str, float]]
+    trains_alike: float = 2e-5
+
+
+def measure_labels(
+    predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
+) -> Mapping[str, float]:
+    """Compute scikit-learn's metrics of single labels, and the mean of the labels' own log-probabilities."""
+    chosen = predictions.double().log_softmax(1)[torch.arange(len(truths)), torch.from_numpy(examples.labels)]
+    return {
+        "loss": -float(chosen.mean()),
+        "accuracy": float(accuracy_score(truths, answers)),
+        "macro_f1": float(f1_score(truths, answers, average="macro", zero_division=0)),
+        "matthews": float(matthews_corrcoef(truths, answers)),
+    }
+
+
+def _measure_numbers(
+    predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
+) -> Mapping[str, float]:
+    values, targets = predictions[:, 0].double().numpy(), examples.labels.astype(np.float64)
+    return {
+        "loss": float(np.square(values - targets).mean()),
+        "pearson": float(pearsonr(values, targets)[0]),
+        "spearman": float(spearmanr(values, targets)[0]),
+    }
+
+
+def _measure_texts(
+    predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
+) -> Mapping[str, float]:
+    matches = [answer == truth for answer, truth in zip(answers, truths, strict=True)]
+    return {"exact_match": sum(matches) / len(matches)}
+
+
+def _measure_entities(
+    predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
+) -> Mapping[str, float]:
+    guessed, true = ([text.split() for text in texts] for texts in (answers, truths))
+    return {
+        "entity_f1": float(seqeval.metrics.f1_score(true, guessed)),
+        "entity_precision": float(seqeval.metrics.precision_score(true, guessed, zero_division=0)),
+        "entity_recall": float(seqeval.metrics.recall_score(true, guessed, zero_division=0)),
+        "token_accuracy": float(seqeval.metrics.accuracy_score(true, guessed)),
+    }
+
+
+def _labelled(folders: Mapping[str, Path]) -> dict[str, Any]:
+    return tiny.settings(folders["texts"])
+
+
+def _numbers(folders: Mapping[str, Path]) -> dict[str, Any]:
+    rows = (folders["texts"] / "corpus.csv").read_text(encoding="utf-8").splitlines()
+    path = folders["own"] / "numbers.csv"
+    header, *body = rows
+    lines = [f"{header},target", *(f"{line},{len(line) / 40:.3f}" for line in body)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return tiny.settings(folders["texts"], data={"train": str(path), "label": "target"}) | {"task": "regression"}
+
+
+CASES: Mapping[str, TaskCase] = {
+    "sequence-classification": TaskCase(_labelled, measure_labels),
+    "regression": TaskCase(_numbers, _measure_numbers),
+    "token-classification": TaskCase(
+        lambda folders: tiny_tags.settings(folders["texts"], folders["own"]), _measure_entities
+    ),
+    "causal-lm": TaskCase(lambda folders: tiny_decoders.settings(folders["decoders"]), _measure_texts),
+    "image-classification": TaskCase(lambda folders: tiny_images.settings(folders["images"]), measure_labels),
+}
+"""Cases by name of the task. A task without one fails the conformance test."""
+REFUSED: Mapping[str, str] = {"trainer": "fedspan reads no examples of it, and every call of the task is refused"}
+"""Tasks without a case, and the reason."""
+
+
+def folders_of(request: pytest.FixtureRequest, name: str, own: Path) -> dict[str, Path]:
+    """Return the folders of tiny models and data that the case of a task needs."""
+    fixtures = {"causal-lm": ("decoders",), "image-classification": ("images",)}.get(name, ("tiny_folder",))
+    places = {"tiny_folder": "texts", "decoders": "decoders", "images": "images"}
+    return {"own": own, **{places[fixture]: request.getfixturevalue(fixture) for fixture in fixtures}}

@@ -1,0 +1,48 @@
+"""A corpus of tagged sentences over the tiny models' vocabulary: words of a label are entities of its type."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from helpers import tiny
+
+__all__ = ["save_sentences", "settings"]
+
+_SITES = {"east": 17, "north": 26, "west": 41}
+
+
+def save_sentences(path: Path) -> Path:
+    """Write sentences of three sites as records with lists of words and of tags."""
+    rng = random.Random(4)
+    rows: list[dict[str, Any]] = []
+    for site, size in _SITES.items():
+        for _ in range(size):
+            tokens: list[str] = []
+            tags: list[str] = []
+            for _ in range(rng.randint(1, 4)):
+                if rng.random() < 0.5:
+                    kind, count = rng.choice(tiny.LABELS[:2]), rng.randint(1, 2)
+                    tokens += [f"{kind}{rng.randrange(8)}" for _ in range(count)]
+                    tags += [f"B-{kind}", *[f"I-{kind}"] * (count - 1)]
+                else:
+                    tokens.append(f"word{rng.randrange(12)}")
+                    tags.append("O")
+            rows.append({"tokens": tokens, "tags": tags, "site": site})
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    return path
+
+
+def settings(models: Path, own: Path, **changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A run of token classification as plain values; ``changes`` go into its sections."""
+    values = tiny.settings(models) | {
+        "task": "token-classification",
+        "data": {"train": str(save_sentences(own / "sentences.jsonl")), "test_fraction": 0.2},
+    }
+    for section, change in changes.items():
+        values[section] = {**values.get(section, {}), **change}
+    return copy.deepcopy(values)

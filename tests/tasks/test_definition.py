@@ -1,0 +1,111 @@
+"""What every registered task keeps: equal engines, losses by client, other libraries' metrics, exports that reload."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fedspan
+from fedspan import FedspanError
+from fedspan.config import parse_config
+from fedspan.data.loading import load
+from fedspan.runs.load import load_served
+from fedspan.runs.setup import prepare
+from fedspan.tasks.registry import TASKS, get_task
+from helpers.task_cases import CASES, REFUSED, folders_of
+
+NAMES = sorted(CASES)
+
+
+def settings_of(request: pytest.FixtureRequest, name: str, own: Path) -> dict[str, Any]:
+    values = copy.deepcopy(CASES[name].settings(folders_of(request, name, own)))
+    values["federation"] = {**values["federation"], "rounds": 2}
+    return values
+
+
+def test_every_task_has_a_case() -> None:
+    assert {*CASES, *REFUSED} == set(TASKS)
+    assert not {*CASES} & {*REFUSED}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_by_client_are_the_losses_alone(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    prepared = prepare(parse_config(settings_of(request, name, tmp_path)))
+    task, model, device = prepared.task, prepared.engine.adapted.model, torch.device("cpu")
+    shared, owners = [0, 5, 1, 7, 3, 2, 4], [[0, 2], [1], [3, 5, 6]]  # the example at 4 belongs to no client
+    mask_CB = torch.zeros(len(owners), len(shared))
+    for client, places in enumerate(owners):
+        mask_CB[client, places] = 1
+    losses_C = task.losses(model, task.batch(prepared.train, shared, device), mask_CB)
+    alone = [task.loss(model, task.batch(prepared.train, [shared[at] for at in own], device)) for own in owners]
+    torch.testing.assert_close(losses_C, torch.stack(alone), rtol=2e-5, atol=2e-6)
+    assert len({round(float(loss), 6) for loss in losses_C}) == len(owners)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batched_engine_equals_the_loop_and_the_export_predicts_the_same(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    case, values = CASES[name], settings_of(request, name, tmp_path)
+    reports = {}
+    for engine in ("loop", "batched"):
+        reports[engine] = fedspan.run({**values, "engine": {"name": engine}}, tmp_path / engine)
+    loop, batched = (load_file(tmp_path / engine / "adapter" / "adapter_model.safetensors") for engine in reports)
+    assert loop.keys() == batched.keys()
+    for tensor, value in loop.items():
+        torch.testing.assert_close(batched[tensor], value, rtol=1e-4, atol=case.trains_alike)
+    # As PEFT loads the export, and as a merged model.
+    fedspan.export(tmp_path / "loop", tmp_path / "merged", form="merged")
+    expected, rows = reports["loop"].scores["test"], _held_out(values)
+    for folder in (tmp_path / "loop", tmp_path / "merged"):
+        served = load_served(folder)
+        examples = served.task.encode(rows)
+        predictions, indices = served.predictions(examples), range(len(examples))
+        measured = served.task.metrics(predictions, examples, indices)
+        shared = set(measured) & set(expected)
+        assert "loss" in shared
+        for metric in shared:
+            assert measured[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-5), (folder.name, metric)
+        # The metrics are those of other libraries.
+        answers, truths = served.task.answers(predictions), served.task.truths(examples, indices)
+        for metric, value in case.reference(predictions, answers, truths, examples).items():
+            assert measured[metric] == pytest.approx(value, rel=1e-5, abs=1e-6), (folder.name, metric)
+    definition = get_task(name)
+    assert {"loss", definition.metric_names[0]} <= set(measured)
+    assert set(measured) <= {*definition.metric_names, *definition.summary_metrics}
+    assert served.task.metric in definition.metric_names
+
+
+def _held_out(values: dict[str, Any]) -> Any:
+    """Return the test set of a run, with the task's own columns."""
+    config = parse_config(values)
+    test = load(config.data, seed=config.data_seed, task=config.task_columns).test
+    assert test is not None
+    return test
+
+
+def test_metrics_do_not_depend_on_the_batches(tiny_folder: Path) -> None:
+    """The reference of classification is one of the plainest: numbers of right answers."""
+    prepared = prepare(parse_config(CASES["sequence-classification"].settings({"texts": tiny_folder})))
+    examples = prepared.test
+    assert examples is not None
+    model, task = prepared.engine.adapted.model, prepared.task
+    parts = []
+    for start in range(0, len(examples), 5):
+        indices = range(start, min(start + 5, len(examples)))
+        parts.append(task.predict(model, task.batch(examples, indices, torch.device("cpu"))).detach())
+    predictions = torch.cat(parts)
+    right = np.mean(predictions.argmax(1).numpy() == examples.labels)  # pyright: ignore
+    assert task.metrics(predictions, examples, range(len(examples)))["accuracy"] == pytest.approx(right)
+
+
+def test_options_have_types_and_names() -> None:
+    with pytest.raises(FedspanError, match=r"`task_options\.temperature`: regression has no such option\. regression"):
+        get_task("regression").parse_options({"temperature": 1.0})
+    assert get_task("regression").parse_options({}) is None

@@ -1,0 +1,163 @@
+"""A task of one's own, registered or from an installed package, is run like any other; what is none is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedspan
+from fedspan import FedspanError
+from fedspan.config import parse_config
+from fedspan.tasks import metrics, registry
+from fedspan.tasks.classification import SEQUENCE_CLASSIFICATION, SequenceClassification
+from fedspan.tasks.metrics import METRICS, Metric
+from fedspan.tasks.registry import TASKS, get_task, register_task
+from helpers import tiny
+
+PACKAGE = """
+from dataclasses import replace
+from fedspan.tasks.regression import REGRESSION
+
+PACKAGED = replace(REGRESSION, name="packaged")
+OTHER = replace(REGRESSION, name="another-name")
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the task below.
+
+    Args:
+        sharpness: Factor on the logits of a prediction.
+    """
+
+    sharpness: float = 1.0
+
+
+class Sharpened(SequenceClassification):
+    """Classification whose predictions are sharpened, with a metric of its own."""
+
+    def __init__(self, *arguments: Any, sharpness: float) -> None:
+        super().__init__(*arguments)
+        self.sharpness = sharpness
+
+    def predict(self, model: Any, batch: Any, *, generate: bool = False) -> Any:
+        return self.sharpness * super().predict(model, batch)
+
+    def metrics(self, predictions: Any, examples: Any, indices: Any) -> dict[str, float]:
+        confidence = float(predictions.softmax(1).amax(1).mean())
+        return {**super().metrics(predictions, examples, indices), "confidence": confidence}
+
+
+def _build(tokenizer: Any, facts: Any, data: Any) -> Sharpened:
+    options = OWN.parse_options(facts.options)
+    return Sharpened(tokenizer, facts.labels, facts.max_length, facts.metric, sharpness=options.sharpness)
+
+
+OWN = replace(
+    SEQUENCE_CLASSIFICATION,
+    name="sharpened",
+    build=_build,
+    metrics=("confidence", "accuracy", "loss"),
+    own_metrics={"confidence": Metric("confidence", True, percent=True)},
+    options=Options,
+)
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    tasks, known = dict(TASKS), dict(METRICS)
+    yield
+    for content, before in ((registry._tasks, tasks), (metrics._metrics, known)):
+        content.clear()
+        content.update(before)
+
+
+def test_it_is_run_evaluated_and_planned_like_any_other(tiny_folder: Path, tmp_path: Path) -> None:
+    fedspan.register_task(OWN)
+    values = tiny.settings(tiny_folder, federation={"rounds": 1})
+    values |= {"task": "sharpened", "task_options": {"sharpness": 3.0}}
+    report = fedspan.run(values, tmp_path / "run")
+    assert (report.task, report.metric) == ("sharpened", "confidence")
+    measured = fedspan.evaluate(tmp_path / "run")
+    assert measured["confidence"] == pytest.approx(report.scores["test"]["confidence"], abs=1e-6)
+    assert fedspan.read_notes(tmp_path / "run" / "adapter")["options"] == {"sharpness": 3.0}
+    label, probability = fedspan.predict(tmp_path / "run", ["admin1 admin2"])[0]
+    assert label in tiny.LABELS
+    assert 0.25 < probability <= 1
+    assert fedspan.plan(values, labels=4, clients=4).client.base > 0
+    assert "confidence" in fedspan.report([tmp_path / "run"], tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_without_the_package_a_run_names_the_task(tiny_folder: Path, tmp_path: Path) -> None:
+    fedspan.register_task(OWN)
+    fedspan.run(tiny.settings(tiny_folder, federation={"rounds": 1}) | {"task": "sharpened"}, tmp_path / "run")
+    registry._tasks.pop("sharpened")
+    with pytest.raises(FedspanError, match=r"fedspan\.json\.task`: no task is named 'sharpened'"):
+        fedspan.predict(tmp_path / "run", ["admin1"])
+
+
+def test_an_unknown_task_is_refused_with_the_nearest(tiny_folder: Path) -> None:
+    with pytest.raises(FedspanError, match=r"`task`: no task is named 'regresion'\. Did you mean 'regression'"):
+        parse_config(tiny.settings(tiny_folder) | {"task": "regresion"})
+
+
+def test_options_are_validated(tiny_folder: Path) -> None:
+    register_task(OWN)
+    values = tiny.settings(tiny_folder) | {"task": "sharpened"}
+    with pytest.raises(FedspanError, match=r"`task_options\.sharpnes`: .* Did you mean 'sharpness'"):
+        parse_config(values | {"task_options": {"sharpnes": 2.0}})
+    with pytest.raises(FedspanError, match=r"`task_options\.sharpness`: 'high' is not accepted"):
+        parse_config(values | {"task_options": {"sharpness": "high"}})
+
+
+def test_roles_are_validated(tiny_folder: Path) -> None:
+    with pytest.raises(FedspanError, match=r"`data\.roles\.words`: sequence-classification has no columns"):
+        tiny.config(tiny_folder, data={"roles": {"words": "text"}})
+
+
+def test_an_installed_package_s_is_found_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_tasks.py").write_text(PACKAGE, encoding="utf-8")
+    info = tmp_path / "own_tasks-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-tasks\nVersion: 1.0\n", encoding="utf-8")
+    lines = ["packaged = own_tasks:PACKAGED", "lost = own_tasks:NOTHING", "wrong = own_tasks:OTHER"]
+    (info / "entry_points.txt").write_text("\n".join(["[fedspan.tasks]", *lines]), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_tasks", raising=False)
+    assert get_task("packaged").answer == "number"
+    with pytest.raises(FedspanError, match=r"`task`: own_tasks:NOTHING cannot be imported"):
+        get_task("lost")
+    with pytest.raises(FedspanError, match=r"own_tasks:OTHER is not the definition of a task of this name"):
+        get_task("wrong")
+    with pytest.raises(FedspanError, match="no task is named"):
+        get_task("own_tasks:PACKAGED")  # no module by its name: a server could name one
+
+
+@pytest.mark.parametrize(
+    ("definition", "expected"),
+    [
+        (replace(OWN, name="regression"), "'regression' is already the name of another task"),
+        (replace(OWN, name="Own"), "lower case letters and digits"),
+        (replace(OWN, head="headless"), "sharpened has an unknown head"),
+        (replace(OWN, own_metrics={}), "the metric 'confidence', which is neither in own_metrics nor known"),
+        (replace(OWN, metrics=("loss",), own_metrics={"loss": Metric("x", True)}), "'loss' is already the name of"),
+        (SequenceClassification, "a fedspan.tasks.definition.TaskDefinition"),
+    ],
+)
+def test_what_is_no_task_or_has_a_taken_name_is_refused(definition: Any, expected: str) -> None:
+    before = dict(TASKS)
+    with pytest.raises(FedspanError, match=expected):
+        register_task(definition)
+    assert dict(TASKS) == before
+
+
+def test_twice_is_once() -> None:
+    register_task(OWN)
+    register_task(OWN)
+    assert TASKS["sharpened"] is OWN

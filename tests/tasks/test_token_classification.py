@@ -1,0 +1,157 @@
+"""Token classification: labels at first pieces, columns of lists, truncation, predictions, and inference of columns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+
+import fedspan
+from fedspan import FedspanError
+from fedspan.config.starter import write_starter_config
+from fedspan.data.config import DataConfig
+from fedspan.data.loading import load
+from fedspan.tasks.registry import get_task
+from fedspan.tasks.token_classification import TokenClassification
+from helpers import tiny, tiny_tags
+
+LABELS = ("O", "B-Drug", "I-Drug")
+TASK = get_task("token-classification").columns
+assert TASK is not None
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "as", "##pir", "##in", "helps", "a", "lot"]
+    made = Tokenizer(WordPiece({piece: at for at, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    made.pre_tokenizer = Whitespace()
+    made.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]")
+
+
+def rows(*sentences: tuple[str, list[int]]) -> datasets.Dataset:
+    return datasets.Dataset.from_dict(
+        {"tokens": [text.split() for text, _ in sentences], "labels": [labels for _, labels in sentences]}
+    )
+
+
+def test_first_pieces_carry_the_labels(tokenizer: Any) -> None:
+    task = TokenClassification(tokenizer, LABELS, 16)
+    examples = task.encode(rows(("aspirin helps", [1, 0]), ("a lot aspirin", [0, 0, 1])))
+    batch = task.batch(examples, [1, 0], torch.device("cpu"))
+    ignored = -100  # special tokens and further pieces, and the padding of the shorter sentence
+    assert batch["labels"].tolist() == [
+        [ignored, 0, 0, 1, ignored, ignored, ignored],
+        [ignored, 1, ignored, ignored, 0, ignored, ignored],
+    ]
+    assert batch["attention_mask"].sum(1).tolist() == [7, 6]
+    assert examples.lengths.tolist() == [6, 7]
+
+
+def test_the_loss_is_transformers_own(tokenizer: Any) -> None:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=10, hidden_size=12, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2, num_labels=3
+    )
+    model = transformers.BertForTokenClassification(config).eval()
+    task = TokenClassification(tokenizer, LABELS, 16)
+    examples = task.encode(rows(("aspirin helps", [1, 2]), ("a lot aspirin", [0, 0, 1])))
+    batch = task.batch(examples, [0, 1], torch.device("cpu"))
+    known = ("input_ids", "token_type_ids", "attention_mask", "labels")
+    expected = model(**{key: batch[key] for key in known if key in batch}).loss
+    torch.testing.assert_close(task.loss(model, batch), expected)
+    predictions = task.predict(model, batch)
+    assert predictions.shape == (2, 2 + 16)
+    assert float((predictions[:, 0].sum() / predictions[:, 1].sum()).detach()) == pytest.approx(
+        float(expected), rel=1e-5
+    )
+
+
+def test_words_that_were_cut_count_as_outside(tokenizer: Any) -> None:
+    task = TokenClassification(tokenizer, LABELS, 5)
+    examples = task.encode(rows(("a lot helps aspirin", [0, 0, 0, 1]), ("a lot", [0, 1])))
+    assert task.remarks(examples) == ("1 of 2 sentences lost words: model.max_length is 5 pieces",)
+    predictions = torch.tensor([[1.0, 3, 0, 0, 0, -1, -1], [1.0, 2, 0, 1, -1, -1, -1]])
+    scores = task.metrics(predictions, examples, [0, 1])
+    assert scores["entity_recall"] == 0.5  # the drug that was cut is missed
+    assert scores["entity_precision"] == 1.0
+    assert scores["token_accuracy"] == pytest.approx(5 / 6)
+    assert scores["loss"] == pytest.approx(2 / 5)
+    assert task.answers(predictions) == ["O O O", "O B-Drug"]
+    assert task.truths(examples, [0, 1]) == ["O O O B-Drug", "O B-Drug"]
+
+
+def test_lists_of_named_classes_are_tags(tmp_path: Path) -> None:
+    feature = datasets.List(datasets.ClassLabel(names=["O", "I-Gene", "B-Gene"]))
+    made = datasets.Dataset.from_dict({"words": [["a", "b", "c"], ["d"]], "ner": [[1, 1, 0], [2]]}).cast_column(
+        "ner", feature
+    )
+    made.to_parquet(tmp_path / "a.parquet")
+    config = DataConfig(train=str(tmp_path / "a.parquet"), label="ner", roles={"tokens": "words"}, test_fraction=0)
+    data = load(config, task=TASK)
+    assert data.labels == ("O", "B-Gene", "I-Gene")
+    assert data.train["labels"][:] == [[1, 2, 0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "expected"),
+    [
+        ({"tokens": ["a", "b"], "tags": ["O"]}, "data.label", "2 words and 1 tags"),
+        ({"tokens": ["a"], "tags": ["Drug"]}, "data.label", "has the tag 'Drug'"),
+        ({"tokens": "a", "tags": "O"}, "data.roles.tokens", "holds string, not lists of texts"),
+        ({"tokens": [], "tags": []}, "data.train", "has no texts"),
+        ({"tokens": ["a"], "labels": ["O"]}, "data.label", "no column named 'tags'"),
+    ],
+)
+def test_mistakes_in_rows_are_named(row: dict[str, Any], field: str, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    good = {"tokens": ["a", "b"], "tags": ["B-Drug", "O"]}
+    content = [row] if "labels" in row or isinstance(row["tokens"], str) else [good, row]
+    path.write_text("\n".join(map(json.dumps, content)))
+    with pytest.raises(FedspanError, match=expected) as error:
+        load(DataConfig(train=str(path), test_fraction=0), task=TASK)
+    assert error.value.field == field
+
+
+def test_rows_without_tags_are_skipped_on_request(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    records = [{"tokens": ["a"], "tags": ["B-Drug"]}, {"tokens": [], "tags": []}, {"tokens": ["b"], "tags": ["O"]}]
+    path.write_text("\n".join(map(json.dumps, records)))
+    data = load(DataConfig(train=str(path), invalid="skip", test_fraction=0), task=TASK)
+    assert (len(data.train), data.dropped) == (2, 1)
+
+
+def test_init_infers_words_and_tags(tmp_path: Path) -> None:
+    path = tmp_path / "reports.jsonl"
+    sentences = [{"words": ["take", "aspirin"], "ner": ["O", "B-Drug"], "clinic": f"c{at % 3}"} for at in range(30)]
+    path.write_text("\n".join(map(json.dumps, sentences)))
+    written = write_starter_config(path, tmp_path / "a.yaml")
+    assert written.config.task == "token-classification"
+    assert (written.config.data.roles, written.config.data.label) == ({"tokens": "words"}, "ner")
+    assert written.config.partition.column == "clinic"
+    conll = tmp_path / "reports.tsv"
+    conll.write_text("take\tO\naspirin\tB-Drug\n\n" * 30)
+    assert write_starter_config(conll, tmp_path / "b.yaml").config.task == "token-classification"
+
+
+def test_entities_are_predicted_for_texts(tiny_folder: Path, tmp_path: Path) -> None:
+    values = tiny_tags.settings(tiny_folder, tmp_path, federation={"rounds": 8}, training={"lr": 0.05})
+    report = fedspan.run(values, tmp_path / "run")
+    assert report.metric == "entity_f1"
+    assert report.scores["test"]["entity_f1"] > 0.5
+    words = ["word1", "admin3", "word2"]
+    (from_text, from_words) = fedspan.predict(tmp_path / "run", [" ".join(words), tuple(words)])
+    assert from_text == from_words
+    assert all(isinstance(text, str) and kind in tiny.LABELS for text, kind in from_text)
+    measured = fedspan.evaluate(tmp_path / "run", data=str(tmp_path / "sentences.jsonl"))
+    assert np.isfinite(list(measured.values())).all()
