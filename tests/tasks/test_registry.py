@@ -103,8 +103,8 @@ def test_without_the_package_a_run_names_the_task(tiny_folder: Path, tmp_path: P
 
 
 def test_an_unknown_task_is_refused_with_the_nearest(tiny_folder: Path) -> None:
-    with pytest.raises(FedspanError, match=r"`task`: no task is named 'regresion'\. Did you mean 'regression'"):
-        parse_config(tiny.settings(tiny_folder) | {"task": "regresion"})
+    with pytest.raises(FedspanError, match=r"`task`: no task is named 'regressio'\. Did you mean 'regression'"):
+        parse_config(tiny.settings(tiny_folder) | {"task": "regressio"})
 
 
 def test_options_are_validated(tiny_folder: Path) -> None:

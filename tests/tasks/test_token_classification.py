@@ -145,7 +145,9 @@ def test_init_infers_words_and_tags(tmp_path: Path) -> None:
 
 
 def test_entities_are_predicted_for_texts(tiny_folder: Path, tmp_path: Path) -> None:
-    values = tiny_tags.settings(tiny_folder, tmp_path, federation={"rounds": 8}, training={"lr": 0.05})
+    values = tiny_tags.settings(
+        tiny_folder, tmp_path, federation={"rounds": 6}, training={"lr": 0.03, "local_steps": 12}
+    )
     report = fedspan.run(values, tmp_path / "run")
     assert report.metric == "entity_f1"
     assert report.scores["test"]["entity_f1"] > 0.5
