@@ -257,7 +257,7 @@ class RunConfig(Section):
         """
         updates = self.training.head_updates
         reasons = {
-            f"{self.task} has no classes": self.task not in CLASSIFIERS,
+            f"{self.task} has no classes": not self.task_definition.is_classifier,
             "dp-sgd does not protect which classes a client has": self.privacy is not None
             and self.privacy.mechanism == "dp-sgd",
             "model.extras: frozen trains no row of the head": self.model.extras == "frozen",
