@@ -21,13 +21,14 @@ from fedspan.methods.pfedloru import PFedLoRU
 from fedspan.methods.rolora import RoLoRA
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedavgm import FedAvgM
-from fedspan.wrappers.fedpaq import CHANGE, FedPAQ
+from fedspan.wrappers.fedpaq import FedPAQ
 from fedspan.wrappers.scaffold import Scaffold
 from toys.oracle import copied, descend
 from toys.problem import HEAD, LAYERS, Problem
 from toys.rounds import Double, Federation, close, sgd
 
 LR, SCALING, STEPS, SEED, BITS = 0.3, 2.0, 2, 9, 4
+CHANGE = "fedpaq/"
 FINE = 16
 """Bits at which a change is rounded to 3e-5 of its norm."""
 
@@ -142,7 +143,7 @@ def test_bytes_on_the_wire_are_the_packed_ones(bits: int) -> None:
 def test_refused_where_a_change_is_not_what_is_transmitted() -> None:
     spec = Problem(clients=1).adapted().spec
     cases = {
-        "unbiased for sums only": FLoRA(spec=spec),
+        "this method's server needs single replies": FLoRA(spec=spec),
         "something else is transmitted": Scaffold(inner=FedIT(spec=spec)),
         "something else is transmitted ": LocalOnly(spec=spec),
     }

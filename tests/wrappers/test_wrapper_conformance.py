@@ -57,14 +57,15 @@ def test_the_order_of_replies_does_not_matter(wrapper: str, key: str, run_wrappe
 
 @each
 def test_bytes_counted_are_bytes_declared(wrapper: str, key: str, run_wrapped: RunWrapped) -> None:
-    """With a frozen head, which is sent once; SCAFFOLD doubles a reply."""
+    """With a frozen head, which is sent once; SCAFFOLD doubles a reply, and bfloat16 halves a message."""
     run = run_wrapped(key, [wrapper], model={"extras": "frozen"}, federation={"clients_per_round": 4})
     method, head = run.federation.method, sum(math.prod(shape) for shape in run.federation.method.spec.extras.values())
     counted = count_layers(method, [3], [[3] * 4] * len(run.rounds))
     for number, round in enumerate(run.rounds):
         for transfer, message in zip(round.result.transfers, round.messages(), strict=True):
             assert transfer.bytes == len(encode(message))
-            once = 4 * head if transfer.direction == "down" and number == 0 else 0
+            entry = 2 if wrapper == "low-precision" else 4
+            once = entry * head if transfer.direction == "down" and number == 0 else 0
             assert transfer.payload == getattr(counted[number][3], transfer.direction) + once
             if transfer.direction == "up" and wrapper in ("scaffold", "fedprox"):
                 trained = next(local for local in round.trained if local.client == transfer.client)

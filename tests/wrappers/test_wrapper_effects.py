@@ -21,9 +21,14 @@ from fedspan.wrappers.registry import WRAPPERS
 from helpers import tiny
 from helpers.wrapped_configs import wrapped_config
 
-OPTIONS: dict[str, dict[str, Any]] = {"fedprox": {"mu": 1.0}, "fedavgm": {"lr": 0.5}, "fedpaq": {"bits": 4}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fedprox": {"mu": 1.0},
+    "fedavgm": {"lr": 0.5},
+    "fedpaq": {"bits": 4},
+    "low-precision": {"uplink": "int8", "error_feedback": True},
+}
 SGD = {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0, "max_grad_norm": 0.0, "local_steps": 3}
-PREFIXES = ("FedAdagrad/", "FedAdam/", "FedAvgM/", "FedYogi/", "scaffold/")
+PREFIXES = ("FedAdagrad/", "FedAdam/", "FedAvgM/", "FedYogi/", "low-precision-memory/", "scaffold/")
 """Prefixes of the names under which wrappers remember something from round to round."""
 LAYERS = {"extras": "frozen", "target_modules": ["intermediate.dense"]}
 """One layer in each block, 24 x 16, shows what a wrapper does, and hundreds of federations are run."""
@@ -34,7 +39,7 @@ Run = Callable[..., Tensor]
 
 def _accepts(wrapper: str, key: str) -> bool:
     inner = METHODS[key](spec=Spec(layers=()))
-    return WRAPPERS[wrapper](inner=inner).refusal(METHODS[key].claims) is None
+    return WRAPPERS[wrapper](inner=inner, **OPTIONS.get(wrapper, {})).refusal(METHODS[key].claims) is None
 
 
 PAIRS = [(wrapper, key) for wrapper in WRAPPERS for key in METHODS if _accepts(wrapper, key)]

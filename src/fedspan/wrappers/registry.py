@@ -16,6 +16,7 @@ from fedspan.wrappers.fedavgm import FedAvgM
 from fedspan.wrappers.fedpaq import FedPAQ
 from fedspan.wrappers.fedprox import FedProx
 from fedspan.wrappers.fedyogi import FedYogi
+from fedspan.wrappers.low_precision import LowPrecision
 from fedspan.wrappers.scaffold import Scaffold
 from fedspan.wrappers.wrapper import RegisteredWrapper
 
@@ -29,6 +30,7 @@ WRAPPERS: Mapping[str, type[RegisteredWrapper]] = MappingProxyType(
         "fedpaq": FedPAQ,
         "fedprox": FedProx,
         "fedyogi": FedYogi,
+        "low-precision": LowPrecision,
         "scaffold": Scaffold,
     }
 )

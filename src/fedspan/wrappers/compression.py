@@ -1,0 +1,121 @@
+"""What compressing wrappers share: clients send the change of every tensor in fewer bits.
+
+    client i:  sends C(x_i - x), every tensor by itself;   server:  x_i' = x + C(x_i - x), then as the wrapped method's
+
+A change takes fewer bits than the new value at equal precision, because its entries are smaller.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedspan.core.method import Claims, Memory
+from fedspan.core.tensors import Tensors
+from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained
+from fedspan.errors import FedspanError
+from fedspan.wrappers.wrapper import RegisteredWrapper, common_start, with_prefix, without_prefix
+
+__all__ = ["Compression"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression(RegisteredWrapper):
+    """Compresses replies. Integer tensors (counters of batches) are sent as they are."""
+
+    kind: ClassVar[str] = "compression"
+    key: ClassVar[str]
+    """Key in the registry, and prefix of the names of compressed tensors."""
+
+    @abstractmethod
+    def compress(
+        self, changes: Tensors, job: Job, client: Client, memory: Memory, round: int
+    ) -> tuple[Tensors, Memory]:
+        """Compress the changes of a round's tensors (client).
+
+        Args:
+            changes: Changes by tensor name.
+            job: The last job of the round.
+            client: The client.
+            memory: The wrapper's own part of the client's memory.
+            round: Number of the round, from 0.
+
+        Returns:
+            The tensors to transmit and the wrapper's new memory.
+        """
+
+    @abstractmethod
+    def decompress(self, tensors: Tensors) -> Tensors:
+        """Decompress transmitted changes (server). They may be flat, with surplus entries at the end."""
+
+    def declared(self) -> Claims:
+        return replace(self.inner.declared(), exact=False, sends="other")
+
+    def refusal(self, claims: Claims) -> str | None:
+        if claims.reduction == "stack":
+            return "compresses changes of which the server needs the sum, and this method's server needs single replies"
+        if claims.sends != "values":
+            return "sends changes of tensors that all clients start from alike, and here something else is transmitted"
+        return None
+
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
+        return self.inner.start(message, client, self._inner_memory(memory), round)
+
+    def finish(
+        self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+    ) -> tuple[Job | Message, Memory]:
+        # In a later phase job.tensors are that phase's initial values; the round's wait in the memory between phases.
+        stashed, _ = without_prefix(self._start_prefix, memory)
+        stored, _ = without_prefix(self._memory_prefix, memory)
+        start = stashed or job.tensors
+        result, own = self.inner.finish(job, trained, client, self._inner_memory(memory), round)
+        kept = with_prefix(self._memory_prefix, stored)
+        if isinstance(result, Job):
+            return result, {**own, **kept, **with_prefix(self._start_prefix, start)}
+        changes: dict[str, Tensor] = {}
+        for name, value in result.tensors.items():
+            if name not in start or start[name].shape != value.shape:
+                raise FedspanError(
+                    "method.wrappers", self.key, problem=f"the reply's {name} is no tensor that was sent"
+                )
+            if value.is_floating_point():
+                changes[name] = value - start[name]
+        counts = {name: value for name, value in result.tensors.items() if name not in changes}
+        tensors, stored = self.compress(changes, job, client, stored, round)
+        reply = replace(result, tensors={**with_prefix(self._prefix, tensors), **counts})
+        return reply, {**own, **with_prefix(self._memory_prefix, stored)}
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        # For methods that ``refusal`` admits, the method's own contribution would be the unchanged tensors.
+        compressed, others = without_prefix(self._prefix, message.tensors)
+        contribution = self.inner.contribute(replace(message, tensors=others), client)
+        return replace(contribution, sum={**contribution.sum, **with_prefix(self._prefix, self.decompress(compressed))})
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        start = common_start(self.inner, state)
+        changes, others = without_prefix(self._prefix, reduced.mean)
+        mean = {
+            name: start[name] + change.flatten()[: start[name].numel()].view_as(start[name])
+            for name, change in changes.items()
+        }
+        return self.inner.update(state, replace(reduced, mean={**others, **mean}))
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self.key}/"
+
+    @property
+    def _start_prefix(self) -> str:
+        return f"{self.key}-start/"
+
+    @property
+    def _memory_prefix(self) -> str:
+        return f"{self.key}-memory/"
+
+    def _inner_memory(self, memory: Memory) -> Memory:
+        for prefix in (self._start_prefix, self._memory_prefix):
+            _, memory = without_prefix(prefix, memory)
+        return memory
