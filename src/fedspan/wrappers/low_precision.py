@@ -24,13 +24,13 @@ from torch import Tensor
 from fedspan.core.method import Claims, Memory
 from fedspan.core.tensors import Tensors, generator
 from fedspan.core.transfer_formats import Format, compress, decompress
-from fedspan.core.values import Client, Job, Message, ServerState
+from fedspan.core.values import Client, Job, Message, ServerState, Trained
 from fedspan.errors import FedspanError
 from fedspan.wrappers.compression import Compression
 
 __all__ = ["LowPrecision"]
 
-_GENERATION = "generation"  # of the errors beside it
+_GENERATION = "low-precision generation"  # name of a scalar of messages and jobs, and of a tensor in the memory
 _ERROR = "error/"
 
 
@@ -61,30 +61,45 @@ class LowPrecision(Compression):
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         message = self.inner.sync(state, client)
-        return replace(message, tensors=_convert(message.tensors, self.downlink))
+        # Errors belong to a generation of the server's tensors; a job's generation is that of its optimizer state.
+        generation = {_GENERATION: state.generation} if self.error_feedback else {}
+        tensors = _convert(message.tensors, self.downlink)
+        return replace(message, tensors=tensors, scalars={**message.scalars, **generation})
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        return super().start(replace(message, tensors=_restore(message.tensors)), client, memory, round)
+        scalars = {name: value for name, value in message.scalars.items() if name != _GENERATION}
+        own = {name: value for name, value in message.scalars.items() if name == _GENERATION}
+        restored = replace(message, tensors=_restore(message.tensors), scalars=scalars)
+        job = super().start(restored, client, memory, round)
+        return replace(job, scalars={**job.scalars, **own})
+
+    def finish(
+        self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+    ) -> tuple[Job | Message, Memory]:
+        result, memory = super().finish(job, trained, client, memory, round)
+        if isinstance(result, Job) and _GENERATION in job.scalars:
+            result = replace(result, scalars={**result.scalars, _GENERATION: job.scalars[_GENERATION]})
+        return result, memory
 
     def compress(
         self, changes: Tensors, job: Job, client: Client, memory: Memory, round: int
     ) -> tuple[Tensors, Memory]:
-        generation = torch.tensor(job.generation)
-        current = self.error_feedback and torch.equal(memory.get(_GENERATION, generation), generation)
-        changes = {
-            name: change + memory[_ERROR + name] if current and _ERROR + name in memory else change
+        if not self.error_feedback:
+            draws = changes if self.uplink == "int8" else {}
+            rngs = {name: generator(self.seed, self.key, round, client.id, name) for name in draws}
+            return _convert(changes, self.uplink, rngs), {}
+        generation = torch.tensor(job.scalars[_GENERATION])
+        if not torch.equal(memory.get(_GENERATION, generation), generation):
+            memory = {}
+        corrected = {
+            name: change + memory[_ERROR + name] if _ERROR + name in memory else change
             for name, change in changes.items()
         }
-        stochastic = self.uplink == "int8" and not self.error_feedback
-        rngs = {name: generator(self.seed, self.key, round, client.id, name) for name in changes if stochastic}
-        sent = _convert(changes, self.uplink, rngs)
-        if not self.error_feedback:
-            return sent, {}
+        sent = _convert(corrected, self.uplink)
         restored = _restore(sent)
-        return sent, {
-            _GENERATION: generation,
-            **{_ERROR + name: change - restored[name] for name, change in changes.items()},
-        }
+        errors = {_ERROR + name: change - restored[name] for name, change in corrected.items()}
+        # The memory holds errors of tensors, too, that the client does not train in this round.
+        return sent, {**memory, **errors, _GENERATION: generation}
 
     def decompress(self, tensors: Tensors) -> Tensors:
         return _restore(tensors)
