@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedspan.core.tensors import generator, tensor_name
+from fedspan.core.tensors import create_generator, join_tensor_name
 from fedspan.core.transfer_formats import Format, compress, decompress
 from fedspan.errors import FedspanError
-from fedspan.federation.serialization import payload_size
+from fedspan.federation.serialization import compute_payload_size
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedsvd import FedSVD
 from fedspan.methods.flora import FLoRA
@@ -39,7 +39,7 @@ def test_rounds_match_rounding_by_hand(uplink: Format, downlink: Format, error_f
     problem = Problem()
     federation = _federation(problem, uplink=uplink, downlink=downlink, error_feedback=error_feedback)
     W, head = problem.dense(*LAYERS), problem.dense(*HEAD)
-    server = {one: {s: federation.state.tensors[tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
+    server = {one: {s: federation.state.tensors[join_tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
     errors: dict[tuple[str, str], Tensor] = {}
     for number, members in enumerate([(0, 1, 2, 3), (1, 3), (0, 1, 2, 3)]):
         cohort = [problem.client_ids[member] for member in members]
@@ -47,7 +47,7 @@ def test_rounds_match_rounding_by_hand(uplink: Format, downlink: Format, error_f
         shares = problem.shares(cohort)
         after, head_after = copied(server), dict(head)
         received = {
-            one: {s: _rounded(tensor_name(one, s), value, downlink) for s, value in slots.items()}
+            one: {s: _rounded(join_tensor_name(one, s), value, downlink) for s, value in slots.items()}
             for one, slots in server.items()
         }
         head_received = {path: _rounded(path, value, downlink) for path, value in head.items()}
@@ -58,7 +58,7 @@ def test_rounds_match_rounding_by_hand(uplink: Format, downlink: Format, error_f
             def sent(key: str, change: Tensor, id: str = id, number: int = number) -> Tensor:
                 change = change + errors.get((id, key), 0.0) if error_feedback else change
                 draws = uplink == "int8" and not error_feedback
-                rng = generator(SEED, "low-precision", number, id, key) if draws else None
+                rng = create_generator(SEED, "low-precision", number, id, key) if draws else None
                 rounded = _rounded(key, change, uplink, rng)
                 errors[id, key] = change - rounded
                 return rounded
@@ -66,14 +66,14 @@ def test_rounds_match_rounding_by_hand(uplink: Format, downlink: Format, error_f
             for one in LAYERS:
                 for s in "AB":
                     change = mine[one][s] - received[one][s]
-                    after[one][s] = after[one][s] + shares[id] * sent(tensor_name(one, s), change)
+                    after[one][s] = after[one][s] + shares[id] * sent(join_tensor_name(one, s), change)
             for path in HEAD:
                 change = own_head[path] - head_received[path]
                 head_after[path] = head_after[path] + shares[id] * sent(f"extras/{path}", change)
         server, head = after, head_after
         for one in LAYERS:
             for s in "AB":
-                assert close(federation.state.tensors[tensor_name(one, s)], server[one][s], 1e-6)
+                assert close(federation.state.tensors[join_tensor_name(one, s)], server[one][s], 1e-6)
         for path in HEAD:
             assert close(federation.state.tensors[f"extras/{path}"], head[path], 1e-6)
 
@@ -86,8 +86,8 @@ def test_bytes_on_the_wire() -> None:
         federation = Federation(LowPrecision(inner=inner, uplink=format, downlink=format), problem, sgd(LR))
         message = federation.method.sync(federation.state, None)
         federation.round()
-        sizes[format] = payload_size(federation.replies["client-0"])
-        assert payload_size(message) == sizes[format]
+        sizes[format] = compute_payload_size(federation.replies["client-0"])
+        assert compute_payload_size(message) == sizes[format]
     entries = 2 * (5 + 8 + 8 + 6)
     scales = 4 * 2 * 4  # two of A, two of B, for each of two layers
     assert sizes == {"float32": 4 * entries, "bfloat16": 2 * entries, "float16": 2 * entries, "int8": entries + scales}
@@ -118,7 +118,7 @@ def test_values_that_float16_cannot_hold_name_the_option() -> None:
     federation = Federation(
         LowPrecision(inner=FedIT(spec=problem.adapted().spec, r=2), downlink="float16"), problem, sgd(LR)
     )
-    name = tensor_name("fc1", "A")
+    name = join_tensor_name("fc1", "A")
     federation.state.tensors[name].fill_(1e5)  # type: ignore[index]
     with pytest.raises(FedspanError, match=r"method\.wrappers.*above float16's largest"):
         federation.round()

@@ -17,7 +17,7 @@ from fedspan.core.method import Claims, Memory
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained
 from fedspan.errors import FedspanError
-from fedspan.wrappers.wrapper import RegisteredWrapper, common_start, with_prefix, without_prefix
+from fedspan.wrappers.wrapper import RegisteredWrapper, add_prefix, compute_common_start, split_prefix
 
 __all__ = ["Compression"]
 
@@ -68,13 +68,13 @@ class Compression(RegisteredWrapper):
         self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
     ) -> tuple[Job | Message, Memory]:
         # In a later phase job.tensors are that phase's initial values; the round's wait in the memory between phases.
-        stashed, _ = without_prefix(self._start_prefix, memory)
-        stored, _ = without_prefix(self._memory_prefix, memory)
+        stashed, _ = split_prefix(self._start_prefix, memory)
+        stored, _ = split_prefix(self._memory_prefix, memory)
         start = stashed or job.tensors
         result, own = self.inner.finish(job, trained, client, self._inner_memory(memory), round)
-        kept = with_prefix(self._memory_prefix, stored)
+        kept = add_prefix(self._memory_prefix, stored)
         if isinstance(result, Job):
-            return result, {**own, **kept, **with_prefix(self._start_prefix, start)}
+            return result, {**own, **kept, **add_prefix(self._start_prefix, start)}
         changes: dict[str, Tensor] = {}
         for name, value in result.tensors.items():
             if name not in start or start[name].shape != value.shape:
@@ -85,18 +85,18 @@ class Compression(RegisteredWrapper):
                 changes[name] = value - start[name]
         counts = {name: value for name, value in result.tensors.items() if name not in changes}
         tensors, stored = self.compress(changes, job, client, stored, round)
-        reply = replace(result, tensors={**with_prefix(self._prefix, tensors), **counts})
-        return reply, {**own, **with_prefix(self._memory_prefix, stored)}
+        reply = replace(result, tensors={**add_prefix(self._prefix, tensors), **counts})
+        return reply, {**own, **add_prefix(self._memory_prefix, stored)}
 
     def contribute(self, message: Message, client: Client) -> Contribution:
         # For methods that ``refusal`` admits, the method's own contribution would be the unchanged tensors.
-        compressed, others = without_prefix(self._prefix, message.tensors)
+        compressed, others = split_prefix(self._prefix, message.tensors)
         contribution = self.inner.contribute(replace(message, tensors=others), client)
-        return replace(contribution, sum={**contribution.sum, **with_prefix(self._prefix, self.decompress(compressed))})
+        return replace(contribution, sum={**contribution.sum, **add_prefix(self._prefix, self.decompress(compressed))})
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        start = common_start(self.inner, state)
-        changes, others = without_prefix(self._prefix, reduced.mean)
+        start = compute_common_start(self.inner, state)
+        changes, others = split_prefix(self._prefix, reduced.mean)
         mean = {
             name: start[name] + change.flatten()[: start[name].numel()].view_as(start[name])
             for name, change in changes.items()
@@ -117,5 +117,5 @@ class Compression(RegisteredWrapper):
 
     def _inner_memory(self, memory: Memory) -> Memory:
         for prefix in (self._start_prefix, self._memory_prefix):
-            _, memory = without_prefix(prefix, memory)
+            _, memory = split_prefix(prefix, memory)
         return memory

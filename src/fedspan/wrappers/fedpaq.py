@@ -18,9 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from fedspan.core.method import Memory, bounded
+from fedspan.core.method import Memory, declare_bounded
 from fedspan.core.quantise import pack, quantise, unpack
-from fedspan.core.tensors import Tensors, generator
+from fedspan.core.tensors import Tensors, create_generator
 from fedspan.core.values import Client, Job
 from fedspan.wrappers.compression import Compression
 
@@ -42,13 +42,15 @@ class FedPAQ(Compression):
     )
     key: ClassVar[str] = "fedpaq"
 
-    bits: int = bounded(8, 2, 16)
+    bits: int = declare_bounded(8, 2, 16)
 
     def compress(
         self, changes: Tensors, job: Job, client: Client, memory: Memory, round: int
     ) -> tuple[Tensors, Memory]:
         packed = {
-            name: pack(*quantise(change, self.bits, generator(self.seed, self.key, round, client.id, name)), self.bits)
+            name: pack(
+                *quantise(change, self.bits, create_generator(self.seed, self.key, round, client.id, name)), self.bits
+            )
             for name, change in changes.items()
         }
         return packed, memory

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fedspan.core.method import Claims, Memory
-from fedspan.core.tensors import Tensors, generator
+from fedspan.core.tensors import Tensors, create_generator
 from fedspan.core.transfer_formats import Format, compress, decompress
 from fedspan.core.values import Client, Job, Message, ServerState, Trained
 from fedspan.errors import FedspanError
@@ -86,7 +86,7 @@ class LowPrecision(Compression):
     ) -> tuple[Tensors, Memory]:
         if not self.error_feedback:
             draws = changes if self.uplink == "int8" else {}
-            rngs = {name: generator(self.seed, self.key, round, client.id, name) for name in draws}
+            rngs = {name: create_generator(self.seed, self.key, round, client.id, name) for name in draws}
             return _convert(changes, self.uplink, rngs), {}
         generation = torch.tensor(job.scalars[_GENERATION])
         if not torch.equal(memory.get(_GENERATION, generation), generation):
