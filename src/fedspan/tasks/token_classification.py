@@ -278,8 +278,8 @@ def _infer(sample: datasets.Dataset, options: Mapping[str, str | None]) -> Infer
 
 def _holds_tags(sample: datasets.Dataset, name: str, rows: list[list[Any]]) -> bool:
     classes: list[str] | None = getattr(getattr(sample.features[name], "feature", None), "names", None)
-    tags: set[Any] = {*classes} if classes is not None else {tag for row in rows for tag in row}
-    return all(isinstance(tag, str) and TAG.fullmatch(tag) is not None for tag in tags) and len(tags) > 1
+    tags = [tag for row in rows for tag in row] if classes is None else classes
+    return all(isinstance(tag, str) and TAG.fullmatch(tag) for tag in tags) and len(set(tags)) > 1
 
 
 def _arrange(facts: Facts, inputs: Sequence[Any]) -> datasets.Dataset:
