@@ -25,6 +25,7 @@ SEVERAL_MODULES = {
     "methods/test_own_methods.py",
     "models/test_adapters.py",
     "models/test_decoders.py",
+    "models/test_families.py",
     "models/test_inference_servers.py",
     "models/test_training_options.py",
     "planning/test_planned_memory.py",

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_pages_of_the_config_and_of_a_node_s_file_are_current() -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    spec = importlib.util.spec_from_file_location("generate_config", docs / "generate_config.py")
+def load(name: str) -> ModuleType:
+    """Import a script of the documentation."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pages_of_the_config_and_of_a_node_s_file_are_current() -> None:
+    module = load("generate_config")
     for page, written in (("config.md", module.page()), ("node.md", module.node_page())):
-        assert (docs / page).read_text(encoding="utf-8") == written, "run: python docs/generate_config.py"
+        assert (DOCS / page).read_text(encoding="utf-8") == written, "run: python docs/generate_config.py"
+
+
+@pytest.mark.slow
+def test_the_page_of_models_is_what_the_families_do() -> None:
+    module = load("generate_models")
+    written = (DOCS / "models.md").read_text(encoding="utf-8")
+    assert written == module.page(), "run: python docs/generate_models.py"

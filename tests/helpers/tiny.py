@@ -45,6 +45,7 @@ SITES = {"east": 11, "north": 19, "south": 32, "west": 58}
 _SPECIAL = ["<pad>", "<unk>", "<s>", "</s>"]
 _WORDS = [f"{label}{number}" for label in LABELS for number in range(8)] + [f"word{number}" for number in range(12)]
 _VOCABULARY = {word: index for index, word in enumerate([*_SPECIAL, *_WORDS])}
+VOCABULARY_SIZE = len(_VOCABULARY)
 _SMALL = {"vocab_size": len(_VOCABULARY), "initializer_range": 0.3}
 _ENCODER = {
     "pad_token_id": 0,

@@ -34,6 +34,7 @@ TARGETS: Mapping[str, list[str]] = {
 _SPECIAL = ["<pad>", "<unk>", "<s>", "</s>"]
 WORDS = [f"{letter}{number}" for letter in "abcd" for number in range(6)] + ["Q:", "A:", "user", "assistant", "system"]
 _VOCABULARY = {word: index for index, word in enumerate([*_SPECIAL, *WORDS])}
+VOCABULARY_SIZE = len(_VOCABULARY)
 _COMMON: dict[str, Any] = {
     "vocab_size": len(_VOCABULARY),
     "initializer_range": 0.3,

@@ -308,6 +308,7 @@ UNFIT: Mapping[str, tuple[nn.Module, str]] = {
     "max_norm": (nn.Embedding(5, 3, max_norm=1.0), "scales what it looks up"),
     "frequency": (nn.Embedding(5, 3, scale_grad_by_freq=True), "scales what it looks up"),
     "subclass": (Scaled(5, 3), "scales what it looks up"),
+    "attention": (nn.MultiheadAttention(6, 2).out_proj, "is the output projection of an nn.MultiheadAttention"),
     "other": (
         nn.Conv3d(2, 3, 1),
         "is a Conv3d, which cannot be a target. Targets are nn.Linear, Conv1D, nn.Conv2d and nn.Embedding",

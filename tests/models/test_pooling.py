@@ -13,13 +13,14 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
+from transformers import AutoModel, AutoModelForTextEncoding, BartConfig, BertConfig, T5Config
 
 import fedspan
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.models.loading import load_pretrained
 from fedspan.models.names import resolve_model
-from fedspan.models.pooling import PooledClassifier, Pooling, PoolingSearch, find_pooling
+from fedspan.models.pooling import PooledClassifier, Pooling, PoolingSearch, get_encoder_class, find_pooling
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.load import load_served
 from fedspan.runs.model_setup import get_pooling
@@ -266,3 +267,10 @@ def test_numbers_are_predicted_from_pooled_features(encoders: Path, tmp_path: Pa
     place = tmp_path / "run" / "adapter"
     found = torch.from_numpy(SentenceTransformer(str(place), device="cpu").encode(TEXTS))
     assert found.shape == (len(TEXTS), 1)
+
+
+def test_only_an_encoder_alone_pools() -> None:
+    assert get_encoder_class(BertConfig()) is AutoModel
+    assert get_encoder_class(T5Config()) is AutoModelForTextEncoding
+    with pytest.raises(ValueError, match="has an encoder and a decoder, whose hidden states are not pooled"):
+        get_encoder_class(BartConfig())

@@ -194,7 +194,7 @@ def test_deberta_is_not_stacked_and_says_so(
     assert gap == 0.0
     assert passes == []
     assert engine.refusal is not None
-    assert "is given an input of" in engine.refusal
+    assert "is given one input for all examples of a batch" in engine.refusal
     assert "without padding" in str(engine._workers[0].loop.padding.refusal)
 
 

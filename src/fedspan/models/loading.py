@@ -16,7 +16,6 @@ import torch
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
-    AutoModel,
     AutoTokenizer,
     ConvNextImageProcessorPil,
     PreTrainedModel,
@@ -29,7 +28,7 @@ from fedspan.errors import FedspanError
 from fedspan.models.heads import Head, get_head
 from fedspan.models.names import MODEL_NAMES, describe_image_model_problem, get_architecture, resolve_model
 from fedspan.models.offload import Offload, remove_with
-from fedspan.models.pooling import HEAD, PooledClassifier, Pooling, get_encoder_options
+from fedspan.models.pooling import HEAD, PooledClassifier, Pooling, get_encoder_class, get_encoder_options
 from fedspan.models.quantized import Quantization, get_quantization_options, prevent_repacking
 from fedspan.models.resnet import SmallResNetConfig
 
@@ -114,7 +113,7 @@ def load_pretrained(
             processor = _load_processor(source, head, revision, image_size)
             with torch.random.fork_rng():
                 torch.manual_seed(seed)  # Transformers draws new heads from the global generator
-                kind = head.load_class() if pooling is None else AutoModel
+                kind = head.load_class() if pooling is None else get_encoder_class(config)
                 if offload is not None:
                     options = offload.options(kind, config, dtype, device, keep)
                 model, info = kind.from_pretrained(
@@ -282,7 +281,7 @@ def build_from_config(config: Any, head: Head | str, pooling: Pooling | None, **
     if pooling is None:
         own = get_encoder_options(config) if head == get_head("encoder") else {}
         return head.load_class().from_config(config, **own, **options)
-    return PooledClassifier(AutoModel.from_config(config, **get_encoder_options(config), **options), pooling)
+    return PooledClassifier(get_encoder_class(config).from_config(config, **get_encoder_options(config), **options), pooling)
 
 
 def get_source(name: str) -> str:

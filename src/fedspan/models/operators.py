@@ -252,6 +252,11 @@ def explain_unfit(module: nn.Module) -> str | None:
     elif isinstance(module, nn.Embedding):
         if type(module) is not nn.Embedding or module.max_norm is not None or module.scale_grad_by_freq:
             return "is an embedding that scales what it looks up. Only plain nn.Embedding can be a target"
+    elif isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return (
+            "is the output projection of an nn.MultiheadAttention, which uses its weight without a call, so that an "
+            "adapter would have no effect"
+        )
     elif not isinstance(module, TARGET_TYPES):
         return (
             f"is a {type(module).__name__}, which cannot be a target. Targets are nn.Linear, Conv1D, nn.Conv2d "

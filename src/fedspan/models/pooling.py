@@ -21,7 +21,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import MODEL_MAPPING
+from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING, AutoModel, AutoModelForTextEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.hub import cached_file
 
@@ -35,6 +35,7 @@ __all__ = [
     "PoolingMode",
     "PoolingSearch",
     "find_pooling",
+    "get_encoder_class",
     "get_encoder_options",
     "read_output_layer",
     "write_modules",
@@ -198,6 +199,22 @@ def read_output_layer(folder: Path) -> dict[str, Tensor] | None:
         return None
     tensors = safetensors.torch.load_file(str(path))
     return {f"{HEAD}.{name}": tensors[f"linear.{name}"] for name in ("weight", "bias")}
+
+
+def get_encoder_class(config: Any) -> Any:
+    """Return the auto class that builds an encoder whose hidden states are pooled.
+
+    Args:
+        config: Transformers' config of the encoder.
+
+    Raises:
+        ValueError: If the model has an encoder and a decoder, and Transformers has no class of the encoder alone.
+    """
+    if not getattr(config, "is_encoder_decoder", False):
+        return AutoModel
+    if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING:
+        return AutoModelForTextEncoding
+    raise ValueError("it has an encoder and a decoder, whose hidden states are not pooled; set model.pooling: stock")
 
 
 def get_encoder_options(config: Any) -> dict[str, Any]:

@@ -164,11 +164,15 @@ class StackedLayer:
         return y + self._ungroup(apply_stacked_change(operator, pair, dropped, dtype), x)
 
     def _group(self, x: Tensor) -> Tensor:
-        """Reshape (rows, ...) -> (C, B, ...); tokens may be flattened into the rows (some models) or stand in a row."""
+        """Reshape (rows, ...) -> (C, B, ...); an example may have several rows, or all tokens stand in a row.
+
+        Some models flatten tokens into the rows, and Swin its windows.
+        """
         if (layout := self._packed_layout(x)) is not None:
             return layout.by_client(x)
-        flat = x.ndim == 2 and x.is_floating_point() and x.shape[0] % self.rows == 0
-        if x.shape[0] != self.rows and not flat:
+        if x.shape[0] == 1 and self.rows > 1:
+            raise Unstackable(f"{self.layer.name} is given one input for all examples of a batch")
+        if x.shape[0] % self.rows or (x.shape[0] != self.rows and not x.is_floating_point()):
             raise Unstackable(f"{self.layer.name} is given an input of {tuple(x.shape)} for {self.rows} examples")
         return x.unflatten(0, (self.clients, -1))
 

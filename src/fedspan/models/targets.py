@@ -26,16 +26,29 @@ __all__ = [
 
 
 def _list_suffixes(model: nn.Module, config: LoraConfig) -> list[str]:
-    """Return the last name parts of likely targets: layers outside the saved modules, except embeddings."""
+    """Return the last name parts of likely targets: layers outside the saved modules, except embeddings.
+
+    Where the last part alone is a number, or also names a layer that cannot be a target (a convolution in groups), it
+    is the last two parts.
+    """
     saved = {f".{name}." for name in config.modules_to_save or ()}
-    fit = [
-        name
-        for name, module in model.named_modules()
-        if explain_unfit(module) is None
-        and not isinstance(module, nn.Embedding)
-        and _explain_tied(model, name, module) is None
-    ]
-    return sorted({name.rpartition(".")[2] for name in fit if not any(part in f".{name}." for part in saved)})
+    fit, others = list[str](), list[str]()
+    for name, module in model.named_modules():
+        is_fit = explain_unfit(module) is None and _explain_unused(model, name) is None and _explain_tied(model, name, module) is None
+        if not is_fit:
+            others.append(name)
+        elif not isinstance(module, nn.Embedding) and not any(part in f".{name}." for part in saved):
+            fit.append(name)
+    ambiguous = {_get_last_parts(name, 1) for name in others}
+    suffixes: set[str] = set()
+    for name in fit:
+        last = _get_last_parts(name, 1)
+        suffixes.add(_get_last_parts(name, 2) if last in ambiguous or last.isdecimal() else last)
+    return sorted(suffixes - {_get_last_parts(name, 2) for name in others})
+
+
+def _get_last_parts(name: str, count: int) -> str:
+    return ".".join(name.split(".")[-count:])
 
 
 _ATTENTION = (["query", "value"], ["q_proj", "v_proj"], ["q_lin", "v_lin"])
@@ -57,7 +70,7 @@ def suggest_targets(model: nn.Module, outputs: int) -> list[str] | None:
     if getattr(getattr(model, "config", None), "model_type", None) in defaults:
         return None
     heads = [name for name, module in model.named_modules() if getattr(module, "out_features", None) == outputs]
-    names = [name for name in _list_suffixes(model, LoraConfig(modules_to_save=heads)) if not name.isdecimal()]
+    names = [name for name in _list_suffixes(model, LoraConfig(modules_to_save=heads)) if not name.rpartition(".")[2].isdecimal()]
     return next((pair for pair in _ATTENTION if set(pair) <= set(names)), names) or None
 
 
@@ -96,7 +109,7 @@ def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
         match = check_target_module_exists(config, name)
         if not match:  # PEFT marks excluded modules with a falsy value of its own
             continue
-        why = explain_unfit(module) or _explain_tied(model, name, module)
+        why = explain_unfit(module) or _explain_unused(model, name) or _explain_tied(model, name, module)
         if why is not None:
             expected = f"other modules, for example {', '.join(_list_suffixes(model, config)[:6])}"
             raise FedspanError("model.target_modules", name, expected, problem=f"{name!r} {why}")
@@ -110,6 +123,26 @@ def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
             f"{suggest_nearest(names.split(',')[0], _list_suffixes(model, config))}",
         )
     return targets
+
+
+_MAMBAS = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
+
+
+def _explain_unused(model: nn.Module, name: str) -> str | None:
+    """Return why an adapter of a layer of a state-space model would not work; None if it would.
+
+    PEFT refuses to load adapters of the output projection, and a step's projection is multiplied without a call.
+    """
+    last = name.rpartition(".")[2]
+    if getattr(getattr(model, "config", None), "model_type", None) not in _MAMBAS:
+        return None
+    if last == "out_proj":
+        return (
+            "is the output projection of a Mamba layer, whose weight fast kernels use without a call: PEFT refuses it"
+        )
+    if last == "dt_proj":
+        return "is the step projection of a Mamba layer, whose weight is used without a call: it would not train"
+    return None
 
 
 def _explain_tied(model: nn.Module, name: str, module: nn.Module) -> str | None:
