@@ -14,9 +14,8 @@ from peft import PeftModel
 from torch import nn
 
 from fedspan.errors import FedspanError
-from fedspan.models.loading import CLASSES
+from fedspan.models.heads import get_head
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.task_setup import PROBLEMS
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny_families
 from helpers.tiny_families import FAMILIES, IMAGES, LANGUAGE
@@ -122,10 +121,10 @@ def test_what_peft_loads_gives_the_run_s_numbers(key: str, folder: Path, tmp_pat
     family = FAMILIES[key]
     prepared, progress, _ = tiny_families.train(tiny_families.settings(folder, key, target_modules=family.targets))
     adapter = write_adapters(prepared, progress, RunFolder(tmp_path))["global"]
-    head = PROBLEMS[prepared.config.task].head
+    kind = get_head(prepared.config.task_definition.head).load_class()
     options = {} if family.task == LANGUAGE else {"num_labels": len(prepared.labels)}
     eager = {} if family.task == IMAGES else {"attn_implementation": "eager"}
-    base = CLASSES[head].from_pretrained(folder / key, **options, **({} if key == "mamba" else eager))
+    base = kind.from_pretrained(folder / key, **options, **({} if key == "mamba" else eager))
     base.config.pad_token_id = 0
     theirs: nn.Module = PeftModel.from_pretrained(base, str(adapter)).eval()
     if key == "mobilenet_v2":  # its padding reads attributes that PEFT's wrappers of convolutions lack

@@ -20,7 +20,7 @@ from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.models.loading import load_pretrained
 from fedspan.models.names import resolve_model
-from fedspan.models.pooling import PooledClassifier, Pooling, PoolingSearch, get_encoder_class, find_pooling
+from fedspan.models.pooling import PooledClassifier, Pooling, PoolingSearch, find_pooling, get_encoder_class
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.load import load_served
 from fedspan.runs.model_setup import get_pooling

@@ -281,7 +281,9 @@ def build_from_config(config: Any, head: Head | str, pooling: Pooling | None, **
     if pooling is None:
         own = get_encoder_options(config) if head == get_head("encoder") else {}
         return head.load_class().from_config(config, **own, **options)
-    return PooledClassifier(get_encoder_class(config).from_config(config, **get_encoder_options(config), **options), pooling)
+    return PooledClassifier(
+        get_encoder_class(config).from_config(config, **get_encoder_options(config), **options), pooling
+    )
 
 
 def get_source(name: str) -> str:

@@ -34,7 +34,11 @@ def _list_suffixes(model: nn.Module, config: LoraConfig) -> list[str]:
     saved = {f".{name}." for name in config.modules_to_save or ()}
     fit, others = list[str](), list[str]()
     for name, module in model.named_modules():
-        is_fit = explain_unfit(module) is None and _explain_unused(model, name) is None and _explain_tied(model, name, module) is None
+        is_fit = (
+            explain_unfit(module) is None
+            and _explain_unused(model, name) is None
+            and _explain_tied(model, name, module) is None
+        )
         if not is_fit:
             others.append(name)
         elif not isinstance(module, nn.Embedding) and not any(part in f".{name}." for part in saved):
@@ -70,7 +74,11 @@ def suggest_targets(model: nn.Module, outputs: int) -> list[str] | None:
     if getattr(getattr(model, "config", None), "model_type", None) in defaults:
         return None
     heads = [name for name, module in model.named_modules() if getattr(module, "out_features", None) == outputs]
-    names = [name for name in _list_suffixes(model, LoraConfig(modules_to_save=heads)) if not name.rpartition(".")[2].isdecimal()]
+    names = [
+        name
+        for name in _list_suffixes(model, LoraConfig(modules_to_save=heads))
+        if not name.rpartition(".")[2].isdecimal()
+    ]
     return next((pair for pair in _ATTENTION if set(pair) <= set(names)), names) or None
 
 
