@@ -155,6 +155,16 @@ def test_own_method(tiny_folder: Path, tmp_path: Path) -> None:
         assert f"{method}: held-out accuracy {report.scores['test']['accuracy']:.1%}" in printed
 
 
+def test_named_entities(tiny_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    printed = run_example("named_entities", out, *ENCODER, tiny_folder / "bert")
+    report = fedspan.read_report(out)
+    assert set(report.by_client) <= {"cardiology", "pharmacy", "orthopaedics", "village"}
+    assert f"federated: entity F1 {report.scores['test']['entity_f1']:.1%}" in printed
+    worst = report.baselines["local"]["scores"]["test"]["worst"]["entity_f1"]
+    assert f"worst {worst:.1%}" in printed
+
+
 def test_own_task(tiny_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     printed = run_example("own_task", out, *ENCODER, tiny_folder / "bert")
