@@ -10,6 +10,7 @@ import datasets
 import pytest
 import torch
 import transformers
+import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 from tokenizers.pre_tokenizers import Whitespace
@@ -158,3 +159,30 @@ def test_entities_are_predicted_for_texts(tiny_folder: Path, tmp_path: Path) -> 
     (from_text, from_words) = fedspan.predict(tmp_path / "run", [" ".join(words), tuple(words)])
     assert from_text == from_words
     assert all(isinstance(text, str) and kind in tiny.LABELS for text, kind in from_text)
+
+
+def test_other_columns_are_named_in_evaluations(tiny_folder: Path, tmp_path: Path) -> None:
+    values = tiny_tags.settings(tiny_folder, tmp_path, federation={"rounds": 1})
+    fedspan.run(values, tmp_path / "run")
+    records = [json.loads(line) for line in (tmp_path / "sentences.jsonl").read_text().splitlines()]
+    renamed = [{"words": record["tokens"], "ner": record["tags"]} for record in records]
+    expected = fedspan.evaluate(tmp_path / "run", data=records)
+    measured = fedspan.evaluate(tmp_path / "run", data=renamed, roles={"tokens": "words"}, label="ner")
+    assert measured == pytest.approx(expected)
+
+
+def test_it_is_planned_and_timed(tiny_folder: Path, tmp_path: Path) -> None:
+    values = tiny_tags.settings(tiny_folder, tmp_path, data={"labels": ["O", "B-admin", "I-admin", "B-lab", "I-lab"]})
+    plan = fedspan.plan(values, clients=3, examples=60, length=6, device="here")
+    assert plan.client.base > 0
+    assert plan.compute.length == 6
+
+
+def test_partitions_are_shown_without_labels(tiny_folder: Path, tmp_path: Path, call: Any) -> None:
+    config = tmp_path / "a.yaml"
+    config.write_text(yaml.safe_dump(tiny_tags.settings(tiny_folder, tmp_path)))
+    result = call("partition", config, "--json", "--png", tmp_path / "a.png")
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.output)
+    assert content["labels"] == []
+    assert [client["id"] for client in content["clients"]] == ["east", "north", "west"]

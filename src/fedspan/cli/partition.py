@@ -43,21 +43,22 @@ def partition(
     settings = load_config(config, overrides or ())
     data = load(settings.data, seed=settings.data_seed, task=settings.task_columns)
     parts = partition_examples(data.train, settings.partition, settings.data_seed, groups=data.groups)
-    rows = parts.label_table(data.labels, data.train)
+    labels = data.labels if "label" in data.train.column_names else ()  # one for each example, to be counted
+    rows = parts.label_table(labels, data.train)
     if png is not None:
         from fedspan.data.plot import plot_partition
 
         try:
-            plot_partition(parts, data.labels, data.train, png)
+            plot_partition(parts, labels, data.train, png)
         except OSError as error:
             raise FedspanError("--png", str(png), f"a file that can be written ({error.strerror or error})") from None
     if as_json:
         clients = [dataclasses.asdict(row) for row in rows]
-        content = {"fingerprint": parts.fingerprint, "labels": list(data.labels), "clients": clients}
+        content = {"fingerprint": parts.fingerprint, "labels": list(labels), "clients": clients}
         typer.echo(json.dumps({**content, "dropped": data.dropped}, ensure_ascii=False))
     else:
         test = 0 if data.test is None else len(data.test)
-        _show_partition(create_console(), parts, rows, data.labels, test)
+        _show_partition(create_console(), parts, rows, labels, test)
         natural = settings.partition.partitioner == "natural"
         for remark in (*data.remarks, *describe_shared(data.train, parts, settings.data, natural)):
             typer.echo(remark)

@@ -43,6 +43,7 @@ def evaluate(
     label: str | None = None,
     text_pair: str | None = None,
     answer: str | None = None,
+    roles: Mapping[str, str] | None = None,
     generate: bool = True,
     run_data: Any = None,
     model: Any = None,
@@ -62,6 +63,8 @@ def evaluate(
         text_pair: The file's column of second texts, for a model of text pairs.
         answer: The file's column of answers, for a language model, whose prompt template names the other columns;
             default: ``answer``.
+        roles: The file's columns by role, for a task whose data have further roles (``data.roles``); default: columns
+            with the names of the roles.
         generate: Whether a language model generates answers and exact matches are counted; the slow part.
         run_data: The data that the run began with, if they were passed from Python; its held-out test set is used.
         model: The model that the run began with, if it was passed from Python; None: loaded by its ``name_or_path``.
@@ -78,7 +81,9 @@ def evaluate(
         facts = facts_of(served_from, read_notes(served_from))
         columns = {"text": text, "image": image, "label": label, "text_pair": text_pair, "answer": answer}
         source = None if isinstance(data, str | Path) else _load_examples(data)
-        rows = _load_labelled(_build_file_config(IN_MEMORY if source else data, facts, columns), facts.task, source)
+        rows = _load_labelled(
+            _build_file_config(IN_MEMORY if source else data, facts, columns, roles or {}), facts.task, source
+        )
     else:
         rows = _load_held_out_examples(folder, served_from, run_data)
     served = load_served(folder, client, objects=ModelObjects(model, tokenizer))
@@ -87,8 +92,11 @@ def evaluate(
     return {**{name: metrics[name] for name in order_metrics(metrics)}, "examples": float(len(examples))}
 
 
-def _build_file_config(data: str | Path, facts: Facts, columns: Mapping[str, str | None]) -> DataConfig:
-    named = {option: column for option, column in columns.items() if column is not None}
+def _build_file_config(
+    data: str | Path, facts: Facts, columns: Mapping[str, str | None], roles: Mapping[str, str]
+) -> DataConfig:
+    named: dict[str, Any] = {option: column for option, column in columns.items() if column is not None}
+    named["roles"] = dict(roles)
     if get_task(facts.task).is_generative:
         named = {**named, "prompt": facts.prompt or "{text}"}
         named.pop("label", None)

@@ -85,16 +85,20 @@ class TokenClassification:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str], max_length: int, metric: str = "entity_f1"
     ) -> None:
-        if not tokenizer.is_fast:
-            expected = "a model with a fast tokenizer, which reports the words of its pieces"
-            raise FedspanError("model.name", type(tokenizer).__name__, expected)
         self.tokenizer = tokenizer
         self.labels = tuple(labels)
         self.max_length = max_length
         self.metric = metric
 
     def encode(self, dataset: datasets.Dataset) -> EncodedSentences:
-        """Tokenise a data set once; its columns are ``tokens`` (words) and ``labels`` (indices, one for each word)."""
+        """Tokenise a data set once; its columns are ``tokens`` (words) and ``labels`` (indices, one for each word).
+
+        Raises:
+            FedspanError: If the tokenizer is none of the fast ones, or takes no words.
+        """
+        if not self.tokenizer.is_fast:
+            expected = "a model with a fast tokenizer, which reports the words of its pieces"
+            raise FedspanError("model.name", type(self.tokenizer).__name__, expected)
         pieces: dict[str, list[Ragged]] = {}
         firsts: list[list[int]] = []
         words: list[list[int]] = []
@@ -302,6 +306,14 @@ def _present(task: TokenClassification, inputs: Sequence[Any], predictions: Tens
     return found
 
 
+def _make_examples(ids: Ragged, classes: np.ndarray) -> EncodedSentences:
+    """Make sentences each of whose words is one piece, with one label for all words of a sentence."""
+    positions = Ragged([range(length) for length in ids.lengths])
+    labels = Ragged([[int(label)] * int(length) for label, length in zip(classes, ids.lengths, strict=True)])
+    text = EncodedText({"input_ids": ids}, np.arange(len(ids)), ids.lengths)
+    return EncodedSentences(text, positions, positions, labels, [()] * len(ids))
+
+
 TOKEN_CLASSIFICATION = TaskDefinition(
     name="token-classification",
     title="a tag for each word of a sentence (named entities)",
@@ -330,4 +342,5 @@ TOKEN_CLASSIFICATION = TaskDefinition(
     infer=_infer,
     arrange=_arrange,
     present=_present,
+    make_examples=_make_examples,
 )
