@@ -96,7 +96,9 @@ def test_an_impossible_metric_is_neither_printed_as_a_score_nor_decides_between_
     assert "not measured: no accuracy" in printed
     assert lied.best_round == offline.best_round
     assert lied.failures.keys() == {LIAR}
-    assert lied.failures[LIAR]["round"] == 1
+    assert {name: lied.failures[LIAR][name] for name in ("count", "round")} == {"count": 2, "round": 1}, (
+        "one of each part"
+    )
     rows = [list(read_lines(tmp_path / name / "metrics.jsonl")) for name in ("lied", "offline")]
     for mine, theirs in zip(*rows, strict=True):
         assert mine["validation"] == theirs["validation"]

@@ -273,20 +273,22 @@ class ReportedEvaluator(Evaluator):
 
         Impossible values do not count. A client without the loss or the accuracy, where at least half of the
         clients have it, is excluded; of the other metrics, those that at least half have are pooled over the clients
-        that have them. What does not count is recorded with the client's name.
+        that have them. What does not count is recorded, as one failure of its client.
         """
         reported = {id: by_client[id] for id in sorted(by_client) if by_client[id].get("examples", 0) > 0}
         rows, impossible = drop_impossible_metrics(reported)
-        for id, reason in impossible:
-            self.federation.record(Failure(id, 0, f"of its {part} part, {reason}", "evaluate"))
         counts = Counter(name for row in rows.values() for name in row)
         names = [name for name, count in counts.items() if 2 * count >= len(rows)]
         metric = getattr(self.federation.engine.task, "metric", "loss")  # a task without one is compared by the loss
         required = [name for name in _REQUIRED if name in names and name in ("loss", metric)]
         for id in list(rows):
+            details = "; ".join(reason for client, reason in impossible if client == id)
             if missing := [name for name in required if name not in rows[id]]:
-                self.federation.record(Failure(id, 0, f"not measured: no {missing[0]} of its {part} part", "evaluate"))
+                reason = f"not measured: no {missing[0]} of its {part} part" + (f" ({details})" if details else "")
+                self.federation.record(Failure(id, 0, reason, "evaluate"))
                 del rows[id]
+            elif details:
+                self.federation.record(Failure(id, 0, f"of its {part} part, {details}", "evaluate"))
         if not rows:
             return None
         weights = self._weights(part, {id: reported[id]["examples"] for id in rows})
