@@ -69,6 +69,8 @@ def test_an_order_of_a_run_to_which_it_was_not_invited_is_refused(tiny_folder: P
         ({"models": ["roberta-base"]}, {}, "limits.models"),
         ({"rounds": 2}, {}, "`limits.rounds`: the run's federation.rounds is 3, and this node allows at most 2"),
         ({}, {"method": {"name": "no such"}}, "method.name"),
+        ({}, {"task": "os.system:run"}, "`task`: no task is named 'os.system:run'"),
+        ({}, {"task_options": {"code": "1"}}, "`task_options.code`: sequence-classification has no such option"),
         ({}, {"data": {"labels": ["admin", "billing"]}}, "data.train; see"),
         ({}, {"unknown": 1}, "unknown"),
     ],

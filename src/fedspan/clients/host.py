@@ -44,7 +44,7 @@ __all__ = ["Host", "describe_error", "refuse", "refuse_any"]
 
 _SERVER_FIELDS = frozenset(
     {"client memory", "export", "federation", "limits", "message", "method", "node", "reply", "run", "serial"}
-    | {"training", "version"}
+    | {"task", "task_options", "training", "version"}
 )
 """Sections of error fields whose values the server already knows."""
 _FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)*")
