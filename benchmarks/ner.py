@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 Sentence = tuple[list[str], list[str]]
-OWNERS = {"journal-a": 360, "pharmacy": 240, "journal-b": 72, "clinic": 72}
+OWNERS = {"journal-a": 200, "pharmacy": 140, "journal-b": 40, "clinic": 40}
 """Sentences of each owner."""
 
 
@@ -77,7 +77,7 @@ def make_config(args: argparse.Namespace, method: str, baselines: list[str]) -> 
         "partition": {"validation": 0.1, "test": 0.0},
         "method": {"name": method, "r": 16, "lora_alpha": 32},
         "federation": {"rounds": args.rounds},
-        "training": {"lr": args.lr, "local_epochs": 1, "batch_size": 16},
+        "training": {"lr": args.lr, "local_epochs": 1, "batch_size": 8},
         "evaluation": {"best_by": "loss"},
         "baselines": baselines,
     }
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--method", default="fedit")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--heldout", type=int, default=200, help="held-out sentences of each corpus")
+    parser.add_argument("--heldout", type=int, default=120, help="held-out sentences of each corpus")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
