@@ -46,6 +46,7 @@ def serve(tiny_folder: Path, out: Path, method: dict[str, Any], fail: int | None
     callbacks = [Fails()] if fail is not None and fail == args.process_index else []
     # A dropout mask depends on the batch of a process, so two would draw others than one.
     model = tiny.fresh_classifier(tiny_folder / "bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model.accepts_loss_kwargs = False  # BERT's head ignores num_items_in_batch, and its loss would be doubled
     made = make_trainer(tiny_folder, "east", model=model, args=args, callbacks=callbacks)
     trainer = adopt_node_trainer(config, made)
     processes = Processes() if count > 1 else None
