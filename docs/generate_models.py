@@ -52,6 +52,26 @@ REMARKS = """
   decoder, too. Models of other families with an encoder and a decoder do not pool.
 - **`nn.MultiheadAttention`**: its `out_proj` is refused, because its weight is used without a call of the layer.
 
+## Any PyTorch module
+
+```text
+report = fedspan.run(config, "runs/own", data=signals, model=my_module, task=MY_TASK)
+```
+
+`model=` takes any `nn.Module` and `task=` the definition of [a task of your own](your-task.md), which calls the module
+as its forward wants it. The run trains a copy.
+
+- `model.target_modules` names layers (`nn.Linear`, `nn.Conv2d`, `nn.Embedding`) as in PEFT; there is no default.
+  `classifier`, `score` and `model.modules_to_save` train whole where the task's head is new.
+- Dropout of layers is 0, as for all models. Dropout in the forward itself (`F.dropout`) stays, and clients then train
+  one by one.
+- The folder `adapter` holds a PEFT adapter and `state_dict.safetensors` with all weights: without fedspan,
+  `my_module.load_state_dict(load_file("adapter/state_dict.safetensors"))` loads them.
+- The same call with `resume=True` continues an interrupted run. `predict`, `evaluate` and `export` take the module
+  again as `model=`.
+
+`examples/plain_pytorch.py` is a whole run.
+
 `python docs/generate_models.py` writes this page. `tests/models/test_families.py` checks each family with RoLoRA, too,
 and that PEFT loads the exported adapter with equal logits.
 """

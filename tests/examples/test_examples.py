@@ -230,3 +230,13 @@ def test_three_machines_leave_no_process_behind_when_asked_to_end(tiny_folder: P
         process.kill()
         process.wait()
     assert processes_of(out) == []
+
+
+def test_plain_pytorch(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    printed = run_example("plain_pytorch", out)
+    report = fedspan.read_report(out)
+    assert f"accuracy: {percent(report.scores['test']['accuracy'])} % after round {report.best_round}" in printed
+    predicted = re.findall(r"predicted (\w+) ", printed)
+    assert f"by PyTorch alone: {', '.join(predicted)}" in printed
+    assert set(load_file(out / "adapter" / "state_dict.safetensors")) >= {"embed.weight", "classifier.bias"}

@@ -28,6 +28,7 @@ from fedspan.errors import FedspanError
 from fedspan.models.heads import Head, get_head
 from fedspan.models.names import MODEL_NAMES, describe_image_model_problem, get_architecture, resolve_model
 from fedspan.models.offload import Offload, remove_with
+from fedspan.models.plain import adopt_module, is_plain_module
 from fedspan.models.pooling import HEAD, PooledClassifier, Pooling, get_encoder_class, get_encoder_options
 from fedspan.models.quantized import Quantization, get_quantization_options, prevent_repacking
 from fedspan.models.resnet import SmallResNetConfig
@@ -168,8 +169,8 @@ def adopt_loaded(
     """Return a copy of a model that was passed from Python, prepared as `load_pretrained` prepares one.
 
     Args:
-        model: A ``PreTrainedModel`` with the head of the task.
-        processor: Its tokenizer or image processor; None: that of its ``name_or_path``.
+        model: A ``PreTrainedModel`` with the head of the task, or another ``nn.Module``.
+        processor: Its tokenizer or image processor; None: that of its ``name_or_path``; another module may have none.
         head: Head of the task, or its name in ``heads.HEADS``.
         labels: Label names by index.
         device: Target device; None: the CPU.
@@ -179,8 +180,13 @@ def adopt_loaded(
     """
     head = get_head(head)
     kind = type(model).__name__
+    if is_plain_module(model):
+        return Loaded(adopt_module(model, device), processor, ())
     if not isinstance(model, PreTrainedModel):
-        expected = "a PreTrainedModel of Transformers (of a PEFT model, its base, with model.adapter for the adapter)"
+        expected = (
+            "a PreTrainedModel of Transformers or another nn.Module (of a PEFT model, its base, with model.adapter for "
+            "the adapter)"
+        )
         raise FedspanError("model", kind, expected)
     if type(model).__module__.startswith("transformers.") and not kind.endswith(head.suffixes):
         expected = f"{head.auto_class}.from_pretrained(...)"

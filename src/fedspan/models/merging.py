@@ -21,6 +21,7 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.models.export import NOTES
 from fedspan.models.loading import Processor, get_source
 from fedspan.models.names import get_architecture
+from fedspan.models.plain import is_plain_module, write_state_dict
 from fedspan.models.pooling import HEAD, PooledClassifier, write_modules
 from fedspan.models.quantized import is_quantized
 
@@ -100,19 +101,24 @@ def save_model(
     *,
     max_length: int,
 ) -> None:
-    """Write a model and its processor with ``save_pretrained``.
+    """Write a model and its processor with ``save_pretrained``; of a plain module, its state dict.
 
     Training and serving run without the model's dropout; the saved config contains it again, for further training.
 
     Args:
         folder: Folder to write to.
-        model: A Transformers model.
+        model: A Transformers model, or another module.
         processor: The model's tokenizer or image processor.
         name: Name that the model was loaded by.
         revision: Revision of a model from the hub.
         weights: Weights to save in place of the model's own.
         max_length: Maximum number of tokens of a text, which a pooled classifier's modules name.
     """
+    if is_plain_module(model):
+        write_state_dict(folder, model.state_dict() if weights is None else weights)
+        if processor is not None:
+            processor.save_pretrained(str(folder))
+        return
     if isinstance(model, PooledClassifier):
         values = model.state_dict() if weights is None else weights
         folder.mkdir(parents=True, exist_ok=True)

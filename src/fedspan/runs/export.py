@@ -15,6 +15,7 @@ from fedspan.errors import FedspanError
 from fedspan.files import build_temporary_path, remove
 from fedspan.models.export import NOTES, truncate_adapter
 from fedspan.models.merging import save_model
+from fedspan.models.plain import is_plain_module
 from fedspan.models.pooling import PooledClassifier
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import load as load_checkpoint
@@ -138,7 +139,8 @@ def _merge(adapter: Path, out: Path, objects: ModelObjects) -> None:
         model = model.merge_and_unload()
     save_model(out, model, served.processor, served.notes["base_model"], served.revision, max_length=length)
     shutil.copyfile(served.folder / NOTES, out / NOTES)
-    _rewrite_card(served.folder, out, lambda text: convert_card(text, served.facts.task, served.facts.pooling))
+    plain = str(served.notes["base_model"]) if is_plain_module(model) else None
+    _rewrite_card(served.folder, out, lambda text: convert_card(text, served.facts.task, served.facts.pooling, plain))
 
 
 def _rewrite_card(source: Path, out: Path, recast: Callable[[str], str]) -> None:

@@ -18,6 +18,7 @@ from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.export import NOTES
 from fedspan.models.loading import Loaded, Processor, adopt_loaded, load_pretrained
+from fedspan.models.plain import STATE_DICT, read_state_dict
 from fedspan.models.pooling import DENSE, PooledClassifier, read_output_layer
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.results import is_run, read_report, require_client
@@ -169,6 +170,13 @@ def load_served(
                 model = _load_adapter(loaded.model, adapter_path)
         except Exception as error:
             raise _build_unreadable_error(adapter_path, error) from error
+    elif (adapter_path / STATE_DICT).is_file():
+        if objects is None or objects.model is None:
+            problem = f"the weights of a {notes['base_model']} from Python: pass such a model again as model="
+            raise FedspanError("model", None, problem=problem)
+        loaded = adopt_loaded(objects.model, objects.tokenizer, definition.head, facts.labels, target)
+        model = loaded.model
+        read_state_dict(adapter_path, model)
     else:
         loaded = load_pretrained(str(adapter_path), definition.head, facts.labels, pooling=facts.pooling, device=target)
         if isinstance(loaded.model, PooledClassifier):

@@ -18,6 +18,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from fedspan.config import RunConfig
 from fedspan.data.catalogue import get_dataset_entry
 from fedspan.models.names import get_published_name
+from fedspan.models.plain import STATE_DICT, is_plain_module
 from fedspan.models.pooling import DENSE, Pooling
 from fedspan.runs.environment import is_command
 from fedspan.runs.folder import RunFolder
@@ -117,28 +118,31 @@ def write_card(prepared: Prepared, report: RunReport, command: Sequence[str], *,
     parts.append("## Scores\n\n" + _describe_scores(report))
     if report.privacy:
         parts.append("## Privacy\n\n" + _list(_describe_privacy(report)))
-    parts.append("## Use\n\n" + _use(config.task, base, adapter, pooled=prepared.facts.pooling))
+    if is_plain_module(prepared.engine.adapted.model) and config.task_definition.columns is not None:
+        parts.append("## Use\n\n" + _describe_plain_use(base, adapter))
+    else:
+        parts.append("## Use\n\n" + _use(config.task, base, adapter, pooled=prepared.facts.pooling))
     if command:
         parts.append(_write_command(command))
     return "\n".join(parts)
 
 
-def convert_card(text: str, task: str, pooling: Pooling | None = None) -> str:
+def convert_card(text: str, task: str, pooling: Pooling | None = None, plain: str | None = None) -> str:
     """Turn an adapter's card into that of the model that the adapter was merged into.
 
     Args:
         text: Text of the adapter's card.
         task: Kind of problem.
         pooling: Pooling of a classifier on an encoder; None: it is Transformers' own.
+        plain: Name of the class of a module that is no Transformers model; None: it is one.
     """
+    use = _use(task, "", False, pooled=pooling) if plain is None else _describe_plain_use(plain, False)
     card = ModelCard(text, ignore_metadata_errors=True)
     data = cast("ModelCardData", card.data)
     data.library_name = "transformers"
     data.tags = [tag for tag in data.tags or [] if tag != "lora"]
     body = card.text.replace("A PEFT adapter for `", "A model: its adapter is merged into `", 1)
-    card.text = re.sub(
-        r"(?s)## Use\n.*?(?=\n## |\Z)", lambda _: "## Use\n\n" + _use(task, "", False, pooled=pooling), body
-    )
+    card.text = re.sub(r"(?s)## Use\n.*?(?=\n## |\Z)", lambda _: "## Use\n\n" + use, body)
     return str(card)
 
 
@@ -282,6 +286,17 @@ def _use(task: str, base: str, adapter: bool, *, pooled: Pooling | None = None) 
         f'model = PeftModel.from_pretrained(base, "FOLDER"){merge}\n```\n\n'
         "or `fedspan predict FOLDER ...`, which knows labels, prompts and tokenizer from `fedspan.json`.\n"
     )
+
+
+def _describe_plain_use(base: str, adapter: bool) -> str:
+    """Write the section on a module that is no Transformers model."""
+    load = f'model.load_state_dict(load_file("FOLDER/{STATE_DICT}"))'
+    built = f"model = {base}(...)  # as it was built for the run"
+    text = f"```python\nfrom safetensors.torch import load_file\n\n{built}\n{load}\n```\n"
+    if not adapter:
+        return text
+    peft = 'from peft import PeftModel\n\nmodel = PeftModel.from_pretrained(base, "FOLDER")'
+    return f"{text}\nor, with the weights that the run began with in `base`:\n\n```python\n{peft}\n```\n"
 
 
 def _write_command(command: Sequence[str]) -> str:

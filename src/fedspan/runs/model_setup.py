@@ -185,7 +185,7 @@ def adapt_model(
     if config.model.gradient_checkpointing:
         try:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        except ValueError as error:
+        except (ValueError, AttributeError) as error:  # the latter: no Transformers model
             raise FedspanError(
                 "model.gradient_checkpointing", True, "false", problem=f"this model does not support it ({error})"
             ) from None

@@ -13,6 +13,7 @@ from fedspan.data.files import FROM_TRAINERS, IN_MEMORY
 from fedspan.data.objects import CLIENT
 from fedspan.errors import FedspanError
 from fedspan.models.names import FROM_PYTHON
+from fedspan.models.plain import read_dtype
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener, Listeners
 from fedspan.runs.cluster import simulate_on_cluster
@@ -25,6 +26,8 @@ from fedspan.runs.remote import simulate_with_flower
 from fedspan.runs.results import is_run, read_report
 from fedspan.runs.session import RunReport
 from fedspan.runs.setup import prepare
+from fedspan.tasks.definition import TaskDefinition
+from fedspan.tasks.registry import register_task
 from fedspan.transports.flower import require
 from fedspan.transports.ray import require as require_ray
 
@@ -38,6 +41,7 @@ def run(
     data: Any = None,
     model: Any = None,
     tokenizer: Any = None,
+    task: TaskDefinition | str | None = None,
     overrides: Sequence[str] = (),
     resume: bool = False,
     listener: Listener | None = None,
@@ -52,9 +56,10 @@ def run(
         data: Examples in place of ``data.train``: a ``datasets.Dataset`` or ``DatasetDict``, a pandas or Polars
             DataFrame, a list of dicts; a dict of these by client (or by ``train`` and ``test``), or a function of a
             client's number. By client, each is a client of its own, and ``partition`` is left out of the config.
-        model: A Transformers model in place of ``model.name``; it is copied, and the exported adapter names its
-            ``name_or_path``.
-        tokenizer: The tokenizer or image processor; None: that of the model's name.
+        model: A Transformers model or another ``nn.Module`` in place of ``model.name``; it is copied, and the exported
+            adapter names its ``name_or_path`` or its class.
+        tokenizer: The tokenizer or image processor; None: that of the model's name, and none of another module.
+        task: The task in place of the config's: its definition, which is registered, or its name.
         overrides: Changes to the config, each ``section.field=value``.
         resume: Whether to resume, as ``resume(folder)`` does, if the folder holds a run of this config. The config may
             have more rounds (``federation.rounds``) or more patience (``federation.early_stopping``) than the run,
@@ -67,7 +72,8 @@ def run(
     Raises:
         FedspanError: If the run fails for a reason that the user can correct.
     """
-    config, build = _set_objects(_to_values(config, overrides), data, model, tokenizer)
+    values = _to_values(config, overrides)
+    config, build = _set_objects(values if task is None else _set_task(values, task), data, model, tokenizer)
     if resume and is_run(folder):
         return _resume(folder, config, listener, track, progress, build)
     with _open_listener(listener, track, folder, progress) as listeners:
@@ -165,6 +171,18 @@ def _open_listener(
         yield listeners
 
 
+def _set_task(config: RunConfig | dict[str, Any], task: TaskDefinition | str) -> dict[str, Any]:
+    """Return the values of a config with a task that was passed from Python."""
+    values = config.model_dump(mode="json", exclude_unset=True) if isinstance(config, RunConfig) else dict(config)
+    if not isinstance(task, str):
+        register_task(task)
+        task = task.name
+    if values.get("task", task) != task:
+        problem = f"the task {task} was passed from Python; leave task out of the config"
+        raise FedspanError("task", values["task"], problem=problem)
+    return {**values, "task": task}
+
+
 def _to_values(
     config: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]
 ) -> RunConfig | dict[str, Any]:
@@ -221,8 +239,7 @@ def _build_model_section(section: Mapping[str, Any], model: Any) -> dict[str, An
         problem = "a model that was passed from Python pools as it does; pass its name as model.name to choose"
         raise FedspanError("model.pooling", section["pooling"], "auto", problem=problem)
     name = getattr(model, "name_or_path", "") or type(model).__name__
-    dtype = str(getattr(model, "dtype", "float32")).removeprefix("torch.")
-    return {**section, "name": f"{FROM_PYTHON}{name}", "dtype": dtype}
+    return {**section, "name": f"{FROM_PYTHON}{name}", "dtype": read_dtype(model)}
 
 
 def _build_natural_partition(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from fedspan.core.values import Job
 from fedspan.federation.progress import Progress
 from fedspan.files import build_folder_name
 from fedspan.models.export import compute_layer_updates, export_adapter, get_job_extras
-from fedspan.models.merging import export_merged, is_merging_required
+from fedspan.models.merging import export_merged, is_merging_required, merge_weights
 from fedspan.models.names import FROM_PYTHON
+from fedspan.models.plain import is_plain_module, write_state_dict
 from fedspan.models.pooling import PooledClassifier
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared
@@ -52,7 +53,7 @@ def write_model(
     """Write a job's model as an adapter or, where no adapter can express it, as a whole model.
 
     The tokenizer or image processor is written beside it, so that the folder loads without a network if the base model
-    is local.
+    is local. Beside a plain module's adapter is the state dict with all its weights.
 
     Args:
         prepared: The prepared run.
@@ -79,5 +80,7 @@ def write_model(
         pooled = adapted.model if isinstance(adapted.model, PooledClassifier) else None
         assert built.lora_config is not None, "only workers, which export nothing, build models without PEFT"
         export_adapter(folder, updates, extras, adapted.operators, built.lora_config, notes, pooled)
+        if is_plain_module(adapted.model) and prepared.config.task_definition.columns is not None:
+            write_state_dict(folder, merge_weights(adapted, job, base))
         if built.processor is not None:
             built.processor.save_pretrained(str(folder))
