@@ -43,7 +43,7 @@ def test_differences_are_paired_by_cell(benchmark_: ModuleType, tmp_path: Path) 
     first = next(iter(benchmark_.WAYS))
     finish(benchmark_.Run("Banking77", 0.1, 0, first).folder(tmp_path), 0.0, 0.0, 9.0)  # the others are missing
     lines = benchmark_.tables(args).splitlines()
-    assert lines[0] == "2 cells of 10."
+    assert lines[0] == "2 of 10 cells are finished."
     ways = list(benchmark_.WAYS)[1:]
     # differences of 1 and 3 points have the mean 2 and the standard error 1; the second way has twice these
     assert f"| {ways[0]} | -0.020 ± 0.010 | +2.00 ± 1.00 | +0.00 ± 0.00 |" in lines
