@@ -147,7 +147,8 @@ def tables(args: argparse.Namespace) -> str:
         ]
         compared.append("| " + " | ".join([way, *values]) + " |")
     return (
-        f"{len(cells)} of {len(ALPHAS) * sum(map(len, SEEDS.values()))} cells are finished.\n\n## Differences to init's config\n\n"
+        f"{len(cells)} of {len(ALPHAS) * sum(map(len, SEEDS.values()))} cells are finished.\n\n"
+        "## Differences to init's config\n\n"
         + "\n".join(compared)
         + "\n\n## Accuracies\n\nTest accuracy in per cent, mean over seeds: exported round / last round.\n\n"
         + "\n".join(rows)
