@@ -133,7 +133,7 @@ def test_a_method_that_can_not_is_named_beside_those_that_can(bare: str) -> None
         (["--model", "{bare}", "--labels", "0"], "--labels"),
         (["--model", "{bare}", "--targets", "kwery"], "model.target_modules"),
         (["--model", "{bare}", "--methods", "fedot"], "--methods"),
-        (["--model", "{bare}", "--task", "chess"], "task"),
+        (["--model", "{bare}", "--task", "chess"], "--task"),
         (["no.yaml", "--task", "causal-lm"], "--task"),
         (["--model", "{bare}", "--device", "B1000"], "--device"),
         (["--model", "{bare}", "--utilization", "0.3"], "--utilization"),

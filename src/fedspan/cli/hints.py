@@ -31,6 +31,7 @@ PAGES = {
     "server": "deployment.md",
     "simulation": "simulation.md",
     "task": "tasks.md",
+    "task_options": "tasks.md",
     "training": "config.md#training",
     "--methods": "choosing.md",
     "--over": "comparing.md",
