@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import random
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 Sentence = tuple[list[str], list[str]]
 OWNERS = {"journal-a": 200, "pharmacy": 140, "journal-b": 40, "clinic": 40}
 """Sentences of each owner."""
+TRAININGS = ("federated", "local", "centralized")
 
 
 def read_sentences(path: Path) -> list[Sentence]:
@@ -61,7 +63,7 @@ def rows_of(sentences: Iterable[Sentence]) -> list[dict[str, Any]]:
     return [{"tokens": tokens, "tags": tags} for tokens, tags in sentences]
 
 
-def make_config(args: argparse.Namespace, method: str, baselines: list[str]) -> dict[str, Any]:
+def make_config(args: argparse.Namespace, method: str) -> dict[str, Any]:
     """Return the config of a run by a method."""
     return {
         "task": "token-classification",
@@ -77,9 +79,8 @@ def make_config(args: argparse.Namespace, method: str, baselines: list[str]) -> 
         "partition": {"validation": 0.1, "test": 0.0},
         "method": {"name": method, "r": 16, "lora_alpha": 32},
         "federation": {"rounds": args.rounds},
-        "training": {"lr": args.lr, "local_epochs": 1, "batch_size": 8},
+        "training": {"lr": args.lr, "local_epochs": 1, "batch_size": 8, "optimizer_state": args.optimizer_state},
         "evaluation": {"best_by": "loss"},
-        "baselines": baselines,
     }
 
 
@@ -104,6 +105,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--heldout", type=int, default=120, help="held-out sentences of each corpus")
+    parser.add_argument("--trainings", nargs="+", choices=TRAININGS, default=TRAININGS)
+    parser.add_argument("--optimizer-state", default="reset", help="keep: moments last over rounds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
@@ -124,18 +127,21 @@ def main() -> None:
     for owner, sentences in owners.items():
         kinds = sorted(set().union(*map(kinds_of, sentences)))
         print(f"| {owner} | {len(sentences)} | {', '.join(kinds)} |")
-    began = time.monotonic()
-    report = fedspan.run(make_config(args, args.method, ["centralized"]), args.out / "federated", data=data)
-    seconds = time.monotonic() - began
-    fedspan.run(make_config(args, "local-only", []), args.out / "local", data=data)
     print("\n| training | entity F1 | precision | recall | F1, NCBI-disease | F1, BC5CDR |\n|---|---|---|---|---|---|")
-    print(f"| federated | {' | '.join(measure(args.out / 'federated', None, parts))} |")
-    central = report.baselines["centralized"]["scores"]["test"]
-    cells = [f"{100 * central[metric]:.1f}" for metric in ("entity_f1", "entity_precision", "entity_recall")]
-    print(f"| centralized | {' | '.join(cells)} | | |")
-    for owner in owners:
-        print(f"| {owner} alone | {' | '.join(measure(args.out / 'local', owner, parts))} |", flush=True)
-    print(f"\nrounds {report.rounds}, best {report.best_round}; bytes up {report.bytes['up']:,}; {seconds:.0f} s")
+    for training in args.trainings:
+        folder, began = args.out / training, time.monotonic()
+        own = {"everyone": [row for rows in data["train"].values() for row in rows]}
+        method = "local-only" if training == "local" else args.method
+        chosen = {**data, "train": own} if training == "centralized" else data
+        report = fedspan.run(make_config(args, method), folder, data=chosen)
+        seconds = time.monotonic() - began
+        for owner in owners if training == "local" else [None]:
+            title = training if owner is None else f"{owner} alone"
+            print(f"| {title} | {' | '.join(measure(folder, owner, parts))} |", flush=True)
+        print(
+            f"{training}: best round {report.best_round}; {report.bytes['up']:,} bytes up; {seconds:.0f} s",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":
