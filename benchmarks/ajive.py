@@ -55,7 +55,8 @@ np.savez(sys.argv[2], seconds=seconds, **{f"joint{k}": one for k, one in enumera
 def parts(found: Ajive) -> list[tuple[Tensor, Tensor]]:
     """(J_i, I_i) as dense matrices."""
     return [
-        (view.lift(found.joint(number)), view.lift(found.individual(number))) for number, view in enumerate(found.views)
+        (view.lift(found.compute_joint(number)), view.lift(found.compute_individual(number)))
+        for number, view in enumerate(found.views)
     ]
 
 
@@ -96,7 +97,7 @@ def main() -> None:
     joint = args.rank // 2
     for shared in (True, False):
         pairs = planted(args.size, args.rank, args.views, shared)
-        dense = [pair.dense() for pair in pairs]
+        dense = [pair.to_dense() for pair in pairs]
         # With one projector the small factors are the views, in other coordinates.
         given = [pair.B for pair in pairs] if shared else pairs
         quick, found = shortest(lambda given=given: compute_ajive(given, joint, args.rank, identifiable=True), 5)

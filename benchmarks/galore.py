@@ -118,7 +118,7 @@ def ours(steps: int, period: int, scale: float, bias_correction: bool) -> dict[s
     trained: Trained = engine.train(Assignment("one", 0, job, np.arange(EXAMPLES), LR), data)  # type: ignore[arg-type]
     weights: dict[str, Tensor] = {}
     for name in targets:
-        pair = job.parametrization[name].effective(select_slots(trained.tensors, name)).pair
+        pair = job.parametrization[name].compute_effective(select_slots(trained.tensors, name)).pair
         assert pair is not None
         weights[name] = start[name] + to_dense(pair)
     return weights

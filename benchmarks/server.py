@@ -57,7 +57,7 @@ class DrawnWeights:
     def weight(self, layer: str) -> Tensor:
         return torch.randn((self.size, self.size), generator=create_generator(0, "weight", layer)) * self.size**-0.5
 
-    def extra(self, parameter: str) -> Tensor:
+    def get_extra(self, parameter: str) -> Tensor:
         raise KeyError(parameter)
 
 
@@ -155,7 +155,7 @@ def measure(key: str, args: argparse.Namespace) -> Cost:
     for round in range(2):
         held = round - 1 if round else None
         cohort = [
-            Client(f"client-{k:03d}", args.rank, method.scaling(None), 10 + k, 10.0 + k, held)
+            Client(f"client-{k:03d}", args.rank, method.get_scaling(None), 10 + k, 10.0 + k, held)
             for k in range(args.clients)
         ]
         replies: dict[str, Message] = {}
@@ -172,10 +172,10 @@ def measure(key: str, args: argparse.Namespace) -> Cost:
             reducer = Reducer(cohort)
             for client in cohort:
                 reducer.add(client.id, method.contribute(replies[client.id], client))
-            state = method.update(state, reducer.result())
+            state = method.update(state, reducer.compute_result())
             seconds = max(seconds, time.perf_counter() - start)
         peak, calls = max(peak, status("VmHWM") - before), calls + found
-    return Cost(seconds, peak / GIB, bool(calls) or method.declared().reduction == "stack")
+    return Cost(seconds, peak / GIB, bool(calls) or method.declare_claims().reduction == "stack")
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def main() -> None:
             answer = decode_reply(back)
             message = serialization.decode(answer.body)
             changed = {name: change(value) for name, value in message.tensors.items()}
-            return replace(answer, body=serialization.encode(replace(message, tensors=changed))).envelope()
+            return replace(answer, body=serialization.encode(replace(message, tensors=changed))).to_envelope()
 
         return spoil
 
@@ -50,20 +50,20 @@ def main() -> None:
         answer = decode_reply(back)
         message = serialization.decode(answer.body)
         extra = {**message.tensors, "backdoor/A": torch.ones(4, 4)}
-        return replace(answer, body=serialization.encode(Message(extra, message.scalars))).envelope()
+        return replace(answer, body=serialization.encode(Message(extra, message.scalars))).to_envelope()
 
     def raises(order: Order, back: Envelope) -> Envelope:
         raise RuntimeError("a patient's name, which must not leave this machine")
 
     spoils: dict[str, Callable[[Order, Envelope], Envelope]] = {
-        "declines": lambda order, _: refuse(order, RuntimeError("no")).envelope(),
+        "declines": lambda order, _: refuse(order, RuntimeError("no")).to_envelope(),
         "raises": raises,
         "nan": tensors(lambda value: value * float("nan")),
         "shapes": tensors(lambda value: value[:1]),
         "extra": more,
         "huge": tensors(lambda value: value + 1000),
-        "stale": lambda _, back: replace(decode_reply(back), round=ROUND - 1).envelope(),
-        "oversized": lambda _, back: replace(decode_reply(back), body=bytes(3 << 20)).envelope(),
+        "stale": lambda _, back: replace(decode_reply(back), round=ROUND - 1).to_envelope(),
+        "oversized": lambda _, back: replace(decode_reply(back), body=bytes(3 << 20)).to_envelope(),
         "no-header": lambda _, back: Envelope('{"task": "train"', back.body),
     }
     kind_file, honest = Path(sys.argv[2]), Supervisor.answer

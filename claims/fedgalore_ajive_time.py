@@ -46,7 +46,7 @@ class Times:
 
 def joints(found: Ajive) -> list[Tensor]:
     """J_i as the views' coordinates have it."""
-    return [found.joint(number) for number in range(len(found.views))]
+    return [found.compute_joint(number) for number in range(len(found.views))]
 
 
 def measure(size: int, views: int, rank: int, seeds: Sequence[int]) -> Times:
@@ -54,7 +54,7 @@ def measure(size: int, views: int, rank: int, seeds: Sequence[int]) -> Times:
     dense, factored, apart = list[float](), list[float](), 0.0
     for seed in seeds:
         pairs = planted(size, rank, views, shared=True, seed=seed)
-        matrices, small = [pair.dense() for pair in pairs], [pair.B for pair in pairs]
+        matrices, small = [pair.to_dense() for pair in pairs], [pair.B for pair in pairs]
         slow, whole = shortest(lambda given=matrices: compute_ajive(given, rank // 2, rank), 2, time.process_time)
         quick, found = shortest(lambda given=small: compute_ajive(given, rank // 2, rank), 5, time.process_time)
         dense.append(1e3 * slow)

@@ -179,7 +179,7 @@ def run_cell(built: Prepared, config: RunConfig) -> Cell:
     """Train a cell and measure it after its last round."""
     federation = federate(built, config)
     assert config.simulation is not None
-    hostile = config.simulation.build_conditions(config.seed).faulty(sorted(federation.clients))
+    hostile = config.simulation.build_conditions(config.seed).draw_faulty(sorted(federation.clients))
     progress, dropped = federation.begin(), [0, 0]
     for number in range(1, config.federation.rounds + 1):
         try:

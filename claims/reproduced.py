@@ -63,7 +63,7 @@ def measures(scores: Sequence[CellScore]) -> str:
 def at_ends(found: Reproduction, preset: Preset) -> str:
     """Which rows' settings were chosen at an end of their grid; empty if none were."""
     rows: list[str] = []
-    for path, grid in preset.sweep_at(found.scale).items():
+    for path, grid in preset.get_sweep(found.scale).items():
         numbers = [value for value in grid if isinstance(value, int | float)]
         if len(numbers) < 2:
             continue
@@ -127,7 +127,7 @@ def page(found: Reproduction, preset: Preset, folder: Path) -> None:
     sections = [
         f"At the small scale, seeds {', '.join(map(str, found.seeds))}; at the paper's: `fedspan reproduce {found.id} "
         "--scale full --out FOLDER`.",
-        "\n".join(format_markdown(found.table())),
+        "\n".join(format_markdown(found.build_table())),
         shown,
         measures(found.scores),
         at_ends(found, preset),

@@ -23,7 +23,7 @@ import fedspan
 class Progress(fedspan.Listener):
     """One line for each round."""
 
-    def round_finished(self, row: Any) -> None:
+    def on_round_finish(self, row: Any) -> None:
         spent = f", epsilon spent {row['privacy']['epsilon']:.2f}" if "privacy" in row else ""
         print(f"  round {row['round']}: held-out accuracy {row['test']['accuracy']:.1%}{spent}", flush=True)
 

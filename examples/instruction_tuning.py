@@ -27,7 +27,7 @@ WORDS = ("apple", "bread", "chair", "door", "house", "river", "stone", "table")
 class Progress(fedspan.Listener):
     """One line for each round."""
 
-    def round_finished(self, row: Any) -> None:
+    def on_round_finish(self, row: Any) -> None:
         held_out = row["test"]
         print(
             f"round {row['round']}: held-out loss {held_out['loss']:.3f}, "

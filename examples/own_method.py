@@ -55,7 +55,7 @@ class SlowA(RegisteredMethod):
             name: self.keep * state.tensors[name] + (1 - self.keep) * mean if name in slow else mean
             for name, mean in reduced.mean.items()
         }
-        return state.next(tensors=tensors)
+        return state.advance_round(tensors=tensors)
 
 
 def main() -> None:

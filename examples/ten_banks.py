@@ -33,7 +33,7 @@ class Progress(fedspan.Watcher):
     def run_started(self, step: Any) -> None:
         print(step.label, flush=True)
 
-    def round_finished(self, row: Any) -> None:
+    def on_round_finish(self, row: Any) -> None:
         print(f"  round {row['round']}: held-out accuracy {row['test']['accuracy']:.1%}", flush=True)
 
 

@@ -28,7 +28,7 @@ class StopAfter(Listener):
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
 
-    def round_finished(self, row: Any) -> None:
+    def on_round_finish(self, row: Any) -> None:
         if row["round"] == self.rounds:
             raise Stop
 

@@ -30,13 +30,13 @@ class Rounds(Listener):
         self.began = time.perf_counter()
         self.loaded = self.peak = 0
 
-    def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
+    def on_start(self, prepared: Prepared, done: int, resumed: bool) -> None:
         self.watch = Watch(prepared.engine)
         reset_peak()
         self.loaded = peak()
         self.began = time.perf_counter()
 
-    def round_finished(self, row: Mapping[str, Any]) -> None:
+    def on_round_finish(self, row: Mapping[str, Any]) -> None:
         assert self.watch is not None
         spent = time.perf_counter() - self.began
         self.seconds.append(spent)

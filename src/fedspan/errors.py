@@ -39,7 +39,7 @@ class FedspanError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         return _restore, (type(self), self.field, self.value, self.expected, self.problem)
 
-    def at(self, field: str | None = None, value: object = None, note: str = "") -> FedspanError:
+    def relocate(self, field: str | None = None, value: object = None, note: str = "") -> FedspanError:
         """Return the same error at another place.
 
         Args:

@@ -70,7 +70,7 @@ def test_the_page_of_a_preset(id: str, scripts: None, tmp_path: Path) -> None:
         assert f"| {finding['statement']} | {finding['measured']} | **{finding['verdict']}** |" in page
     assert f"({id}.svg)" in page
     assert "a seed diverged" in page
-    grid = load_preset(id).sweep_at("small")["training.lr"]
+    grid = load_preset(id).get_sweep("small")["training.lr"]
     assert ("training.lr 0.001, the smallest: " in page) == (len(grid) > 1 and min(grid) == 0.001)
     assert all(" ".join(note.split()) in page for note in load_preset(id).notes)
     assert "<svg" in (tmp_path / f"{id}.svg").read_text()

@@ -10,7 +10,7 @@ from planted_views import planted, second_moments, shortest
 @pytest.mark.parametrize("shared", [True, False])
 def test_planted_views_have_half_of_their_column_space_in_common(shared: bool) -> None:
     """Two views span rank + rank / 2 columns together; rows coincide exactly where the projector is shared."""
-    views = [pair.dense() for pair in planted(20, 6, 2, shared)]
+    views = [pair.to_dense() for pair in planted(20, 6, 2, shared)]
     assert [int(torch.linalg.matrix_rank(view)) for view in views] == [6, 6]
     assert int(torch.linalg.matrix_rank(torch.cat(views, 1))) == 9
     assert int(torch.linalg.matrix_rank(torch.cat(views, 0))) == (6 if shared else 12)

@@ -149,7 +149,7 @@ def test_killed_it_continues(config: Path, call: Call, compared: tuple[Path, str
             if len(rows) == 2:  # in the second run, before its report
                 os._exit(9)
 
-        SeriesView.round_finished = fatal  # pyright: ignore
+        SeriesView.on_round_finish = fatal  # pyright: ignore
         call("compare", config, *asked)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
@@ -217,13 +217,13 @@ def series(prepared: Prepared) -> tuple[SeriesView, Console, Step]:
     shown = SeriesView(out, Path("runs/three"), lambda: 0.0)
     config: RunConfig = prepared.config
     step = Step("fedit-seed0", "fedit, seed 0", "fedit", 0, config)
-    shown.series_started([step, step])
+    shown.on_series_start([step, step])
     return shown, out, step
 
 
 def footer(shown: SeriesView) -> str:
     out = Console(file=io.StringIO(), width=80)
-    out.print(shown.footer())
+    out.print(shown.render_footer())
     assert isinstance(out.file, io.StringIO)
     return out.file.getvalue()
 
@@ -233,22 +233,22 @@ def test_the_footer_has_the_run_and_its_round(series: tuple[SeriesView, Console,
     assert footer(shown).strip() == ""
     shown.run_started(step)
     assert "run 1 of 2: fedit, seed 0" in footer(shown)
-    shown.started(prepared, 0, False)
-    shown.client_finished(1, "north", 1.5)
+    shown.on_start(prepared, 0, False)
+    shown.on_client_finish(1, "north", 1.5)
     said = footer(shown)
     assert "round          1/3" in said
     assert "clients        1/3" in said
     assert "loss 1.5000" in said
     row = {"round": 1, "loss": 1.0, "seconds": 1.0, "bytes": {"down": 1, "up": 1}}
-    shown.round_finished(row)
+    shown.on_round_finish(row)
     assert "round          2/3" in footer(shown)
-    shown.baseline_started("local", 3)
-    shown.baseline_round("local", 2, 0.5)
+    shown.on_baseline_start("local", 3)
+    shown.on_baseline_round("local", 2, 0.5)
     assert "local only       2/3" in footer(shown)
     shown.run_finished(step, "accuracy", 0.5, 61.0, True)
     assert "run 2 of 2" in footer(shown)
     for _ in range(2):
-        shown.environment_changed({"torch": ("1.0", "2.0")})
+        shown.on_environment_change({"torch": ("1.0", "2.0")})
     shown.run_failed(step, "training.lr: 9; too much")
     assert isinstance(out.file, io.StringIO)
     lines = out.file.getvalue()

@@ -41,15 +41,15 @@ def test_lines_without_a_terminal(prepared: Prepared) -> None:
     clock = Clock()
     shown, out = view(80, clock, terminal=False)
     with shown:
-        shown.started(prepared, 0, False)
+        shown.on_start(prepared, 0, False)
         for client in ("east", "north", "south"):
-            shown.client_finished(1, client, 1.0)
-        shown.round_finished(row(1, 0.5))
-        shown.round_finished(row(2, 0.625, loss=None, test=None, clients=None))
-        shown.round_finished({**row(3, 0.0), "validation": None})
-        shown.baseline_started("local", 3)
+            shown.on_client_finish(1, client, 1.0)
+        shown.on_round_finish(row(1, 0.5))
+        shown.on_round_finish(row(2, 0.625, loss=None, test=None, clients=None))
+        shown.on_round_finish({**row(3, 0.0), "validation": None})
+        shown.on_baseline_start("local", 3)
         for round in (1, 2, 3):
-            shown.baseline_round("local", round, 0.5)
+            shown.on_baseline_round("local", round, 0.5)
     head, folder, columns, *lines = printed(out)
     assert head.startswith("fedit on ")
     assert "4 clients, 3 a round" in head
@@ -74,14 +74,14 @@ def test_without_a_terminal_long_work_is_reported_now_and_then(prepared: Prepare
     clock = Clock()
     shown, out = view(80, clock, terminal=False)
     with shown:
-        shown.stage_changed(Stage("data"))
-        shown.stage_changed(Stage("model"))
+        shown.on_stage_change(Stage("data"))
+        shown.on_stage_change(Stage("model"))
         assert printed(out) == ["reading the data and loading the model"]
-        shown.started(prepared, 0, False)
+        shown.on_start(prepared, 0, False)
         began = len(printed(out))
         for second in range(1, 401):
             clock.now = second
-            shown.stage_changed(Stage("training", second, 1000))
+            shown.on_stage_change(Stage("training", second, 1000))
     lines = printed(out)[began:]
     assert lines[0].startswith("  training, 10 of 1000 examples, elapsed 0:10, about ")
     times = [int(line.partition(" of ")[0].split()[-1]) for line in lines]
@@ -94,15 +94,15 @@ def test_the_first_row_says_what_came_before_it_once(prepared: Prepared) -> None
     clock = Clock()
     shown, out = view(80, clock, terminal=False)
     with shown:
-        shown.started(prepared, 0, False)
+        shown.on_start(prepared, 0, False)
         for round in (1, 2):
             training = Stage("training", 0, 100)
             steps = {0: training, 1: Stage("hidden states", 0, 50, outer=training), 6: training}
             steps |= {6.1: Stage("stacking", outer=training), 6.5: training, 9: None}
             for second, stage in steps.items():
                 clock.now = 10 * round + second
-                shown.stage_changed(stage)
-            shown.round_finished(row(round, 0.5))
+                shown.on_stage_change(stage)
+            shown.on_round_finish(row(round, 0.5))
     assert [line for line in printed(out) if "before the first round" in line] == [
         "before the first round: outputs of the frozen layers 0:05"
     ]
@@ -111,7 +111,7 @@ def test_the_first_row_says_what_came_before_it_once(prepared: Prepared) -> None
 def test_going_on_shows_the_rounds_before(prepared: Prepared, stopped: Path) -> None:
     out = Console(file=io.StringIO(), width=80)
     shown = RunView(out, stopped)
-    shown.started(prepared, 2, True)
+    shown.on_start(prepared, 2, True)
     lines = printed(out)
     assert lines[-1] == "resumed after round 2 of 3"
     assert lines[-2].split()[0] == "2/3"

@@ -160,7 +160,7 @@ class Sums:
         given = {id: self.opened(id, set(vectors)) for id in opening}
         present = {id: self.present(id) for id in self.sealed}
         needed = {id: self.threshold(id) for id in self.around}
-        transcript = self.agreement().transcript(context_of("run", self.session))
+        transcript = self.agreement().build_transcript(context_of("run", self.session))
         unmask(total, Masked(transcript, present, needed, self.keys, set(vectors)), given)
         top = self.agreement().top
         share = sum(self.weights[id] / top for id in vectors)

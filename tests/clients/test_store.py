@@ -61,7 +61,7 @@ def named(run: RunFolder, *wanted: tuple[str, int]) -> set[str]:
     paths = [
         path
         for id, round in wanted
-        for path in (MEMORY.path(run.clients, id, round), MOMENTS.path(run.clients, f"{id}/train", round))
+        for path in (MEMORY.get_path(run.clients, id, round), MOMENTS.get_path(run.clients, f"{id}/train", round))
     ]
     return {str(path.relative_to(run.clients)) for path in paths}
 
@@ -139,8 +139,8 @@ def test_a_round_that_was_stored_and_not_committed_is_stored_again(run: RunFolde
 def test_every_damaged_byte_is_noticed(run: RunFolder) -> None:
     after = committed(run, train_cohort(START, "a"))
     for path, read in (
-        (MEMORY.path(run.clients, "a", 1), lambda: after.memories["a"]),
-        (MOMENTS.path(run.clients, "a/train", 1), lambda: after.optimizers["a/train"]),
+        (MEMORY.get_path(run.clients, "a", 1), lambda: after.memories["a"]),
+        (MOMENTS.get_path(run.clients, "a/train", 1), lambda: after.optimizers["a/train"]),
     ):
         whole = path.read_bytes()
         for position in {*range(0, len(whole), 3), len(whole) - 1}:
@@ -158,13 +158,13 @@ def test_every_damaged_byte_is_noticed(run: RunFolder) -> None:
 def test_a_damaged_file_of_the_last_round_is_named_with_the_way_on(run: RunFolder, damage: str) -> None:
     progress = committed(run, train_cohort(START, "a", "b"))
     committed(run, train_cohort(progress, "a"))
-    path = MEMORY.path(run.clients, "a", 2)
+    path = MEMORY.get_path(run.clients, "a", 2)
     data = path.read_bytes()
     path.unlink()
     if damage == "folder":
         path.mkdir()
     elif damage != "missing":
-        other = MEMORY.path(run.clients, "a", 1).read_bytes()
+        other = MEMORY.get_path(run.clients, "a", 1).read_bytes()
         path.write_bytes({"cut": data[:-1], "longer": data + b"\n", "empty": b"", "another's": other}[damage])
     with pytest.raises(FedspanError) as caught:
         load_latest(run)
@@ -175,7 +175,7 @@ def test_a_damaged_file_of_the_last_round_is_named_with_the_way_on(run: RunFolde
 
 def test_an_older_file_is_checked_when_it_is_read(run: RunFolder) -> None:
     committed(run, train_cohort(committed(run, train_cohort(START, "a", "b")), "a"))
-    path = MEMORY.path(run.clients, "b", 1)
+    path = MEMORY.get_path(run.clients, "b", 1)
     path.write_bytes(path.read_bytes()[:-1])
     found = load_latest(run)
     assert found is not None

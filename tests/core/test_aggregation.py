@@ -41,7 +41,7 @@ def test_products(seed: int, shape: tuple[int, int], ranks: list[int]) -> None:
     reduced = stack(seed, shape, ranks)
     pair = sum_products("one", reduced)
     assert pair.rank == sum(ranks)
-    assert torch.allclose(pair.dense(), dense_mean(reduced), atol=1e-9)
+    assert torch.allclose(pair.to_dense(), dense_mean(reduced), atol=1e-9)
 
 
 @few
@@ -54,7 +54,7 @@ def test_residual(seed: int, shape: tuple[int, int], count: int, rank: int, kept
     found = compute_residual("one", reduced, means["one/B"], s, kept)
     assert found.rank <= (count - 1) * rank
     cut = torch.linalg.svdvals(lost)[found.rank if kept is None else kept :]
-    assert torch.isclose((found.dense() - lost).norm(), cut.norm(), atol=1e-9)
+    assert torch.isclose((found.to_dense() - lost).norm(), cut.norm(), atol=1e-9)
     if kept is not None and kept < min(found.rank, *shape):
         assert found.rank == kept
 
@@ -75,7 +75,7 @@ def test_the_smaller_form(rank: int, kind: type) -> None:
     pair = LowRank(torch.ones(6, rank), torch.ones(rank, 12), 0.5)
     form = choose_smaller_form(pair)
     assert type(form) is kind
-    assert torch.equal(form if isinstance(form, Tensor) else form.dense(), pair.dense())
+    assert torch.equal(form if isinstance(form, Tensor) else form.to_dense(), pair.to_dense())
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -141,7 +141,7 @@ def test_ajive_is_its_definition_step_by_step(joint_rank: int, view_rank: int, i
     views = [_randn(rng, 9, columns) + 2 for columns in (5, 6, 4)]
     found = compute_ajive(views, joint_rank, view_rank, identifiable=identifiable)
     for number, expected in enumerate(_by_definition(views, joint_rank, view_rank, identifiable)):
-        assert torch.allclose(found.joint(number), expected, rtol=0, atol=1e-8)
+        assert torch.allclose(found.compute_joint(number), expected, rtol=0, atol=1e-8)
     if found.basis.numel():
         assert (found.basis.gather(0, found.basis.abs().argmax(0)[None]) > 0).all()
 
@@ -167,7 +167,7 @@ def test_views_given_as_factors_are_their_dense_matrices(
         left = torch.cat([4 * common, _randn(rng, 12, 2)], 1) @ _randn(rng, 4, 4)
         right = torch.linalg.qr(_randn(rng, 8, 4))[0].T if kind == "different" else shared
         pairs.append(LowRank(left, _randn(rng, 4, 8) if kind == "any factors" else right, 0.5))
-    dense = [pair.dense() for pair in pairs]
+    dense = [pair.to_dense() for pair in pairs]
     options = {"center": center, "identifiable": identifiable, "samples": 20}
     one = compute_ajive(pairs, joint_rank, 3, **options, rng=torch.Generator().manual_seed(1))
     other = compute_ajive(dense, joint_rank, 3, **options, rng=torch.Generator().manual_seed(1))
@@ -179,8 +179,10 @@ def test_views_given_as_factors_are_their_dense_matrices(
     for number, (view, matrix) in enumerate(zip(one.views, dense, strict=True)):
         assert abs(one.thresholds[number] - other.thresholds[number]) < 1e-9
         assert torch.allclose(view.lift(view.left), matrix, rtol=0, atol=1e-9)
-        assert torch.allclose(view.lift(one.joint(number)), other.joint(number), rtol=0, atol=1e-6)
-        assert torch.allclose(view.lift(one.individual(number)), other.individual(number), rtol=0, atol=1e-6)
+        assert torch.allclose(view.lift(one.compute_joint(number)), other.compute_joint(number), rtol=0, atol=1e-6)
+        assert torch.allclose(
+            view.lift(one.compute_individual(number)), other.compute_individual(number), rtol=0, atol=1e-6
+        )
         assert torch.allclose(view.lift(one.means[number]), other.means[number], rtol=0, atol=1e-9)
 
 
@@ -213,10 +215,10 @@ def test_joint_and_individual_parts_and_the_rest_make_up_the_view() -> None:
     views = _views(rng, joint, 3, individual=1.0)
     found = compute_ajive(views, 2, 4)
     for number, view in enumerate(views):
-        rest = view - view.mean(0) - found.joint(number) - found.individual(number)
+        rest = view - view.mean(0) - found.compute_joint(number) - found.compute_individual(number)
         assert torch.linalg.matrix_norm(rest, 2) <= found.thresholds[number]
-        assert (joint.T @ found.individual(number)).norm() < 1e-9
-        assert torch.linalg.matrix_rank(found.individual(number)) == 2
+        assert (joint.T @ found.compute_individual(number)).norm() < 1e-9
+        assert torch.linalg.matrix_rank(found.compute_individual(number)) == 2
 
 
 def test_ajive_does_not_depend_on_the_order_of_views() -> None:
@@ -237,4 +239,4 @@ def test_directions_without_variation_have_no_vote() -> None:
     assert torch.allclose(silent @ silent.T, default @ default.T, rtol=0, atol=1e-9)
     nothing = compute_ajive([torch.zeros(8, 2)] * 2, 2, identifiable=True)
     assert nothing.basis.shape == (8, 0)
-    assert not nothing.joint(0).any()
+    assert not nothing.compute_joint(0).any()

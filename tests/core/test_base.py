@@ -92,7 +92,7 @@ def test_clients_hold_the_servers_bits_whatever_they_missed(
         for client in range(parties):
             if not data.draw(st.booleans(), label=f"round {number} asks {client}") and number < len(rounds):
                 continue  # in the last round everybody is asked
-            patch = server.since(held[client])
+            patch = server.build_patch(held[client])
             after = apply_patch(bases[client], patch)
             assert _same_bits(after.total, server.total)
             assert after.rho == server.rho
@@ -118,7 +118,7 @@ def test_the_kept_increments_are_no_larger_than_the_total(rounds: list[Increment
         assert base.recent[-1] is increment
         # Whoever holds any round is served: nothing, increments, or all.
         for held in range(base.round + 1):
-            patch = base.since(held)
+            patch = base.build_patch(held)
             if held == base.round:
                 assert patch is None
             elif patch is not None and not patch.whole:
@@ -128,11 +128,11 @@ def test_the_kept_increments_are_no_larger_than_the_total(rounds: list[Increment
 
 
 def test_a_client_that_holds_the_base_is_sent_nothing() -> None:
-    assert BaseUpdate().since(None) is None
+    assert BaseUpdate().build_patch(None) is None
     base = BaseUpdate().add(Increment(3, {"tall": LowRank(torch.ones(6, 1), torch.ones(1, 4))}))
-    assert base.since(3) is None
-    assert base.since(7) is None
-    patch = base.since(2)
+    assert base.build_patch(3) is None
+    assert base.build_patch(7) is None
+    patch = base.build_patch(2)
     assert patch is not None
     assert patch.numel() == 10
     assert apply_patch(base, None) is base
@@ -142,7 +142,7 @@ def test_decay_of_a_layer_that_never_moved() -> None:
     base = BaseUpdate().add(Increment(1, {}, decay=0.5)).add(Increment(2, {}, decay=0.5))
     W0 = torch.randn(3, 2)
     assert torch.equal(materialise(W0, base, "any"), W0 * 0.25)
-    assert torch.equal(materialise(W0, apply_patch(BaseUpdate(), base.since(None)), "any"), W0 * 0.25)
+    assert torch.equal(materialise(W0, apply_patch(BaseUpdate(), base.build_patch(None)), "any"), W0 * 0.25)
 
 
 def test_weights_of_record_are_never_written_and_low_precision_is_widened() -> None:
@@ -167,9 +167,9 @@ def test_a_method_may_move_the_base_before_the_first_round() -> None:
     """FeDeRA and FR-LoRA start from W0 - s B0 A0, FLoRG's centred form from W0 - L A1^T A1 R."""
     step = Increment(0, {"tall": LowRank(-torch.ones(6, 1), torch.ones(1, 4))})
     base = BaseUpdate().add(step)
-    patch = base.since(None)
+    patch = base.build_patch(None)
     assert patch is not None
     held = apply_patch(BaseUpdate(), patch)
-    assert base.since(0) is None
+    assert base.build_patch(0) is None
     base = base.add(Increment(1, {"tall": LowRank(torch.ones(6, 1), torch.ones(1, 4))}))
-    assert _same_bits(apply_patch(held, base.since(0)).total, base.total)
+    assert _same_bits(apply_patch(held, base.build_patch(0)).total, base.total)

@@ -67,10 +67,10 @@ def test_mixed_gram_is_gram_under_the_identity_and_the_mixing(shape: tuple[int, 
     longer, shorter = max(shape), min(shape)
     M, (places, signs) = written_out(longer, shorter, 5), draw_mixing_keys(longer, shorter, 5, "layer")
     A = torch.randn(2, shorter, dtype=torch.float64)
-    pair = MixedGram(0.5, side).effective({"A": A, "places": places, "signs": signs}).pair
+    pair = MixedGram(0.5, side).compute_effective({"A": A, "places": places, "signs": signs}).pair
     assert pair is not None
     L, R = (torch.eye(shorter).double(), M) if side == "right" else (M.T, torch.eye(shorter).double())
-    assert torch.allclose(pair.dense(), 0.5 * L @ A.T @ A @ R, atol=1e-12)
+    assert torch.allclose(pair.to_dense(), 0.5 * L @ A.T @ A @ R, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (6, 6)])

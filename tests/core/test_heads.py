@@ -35,7 +35,7 @@ def examples(count: int = 60, seed: int = 0) -> tuple[Tensor, Tensor]:
 def pooled(parts: list[HeadStatistics], sizes: list[int]) -> HeadStatistics:
     """The mean of clients' statistics, weighted by examples, as a reduction computes it from float32 messages."""
     total = sum(sizes)
-    named = [{name: value.float().double() for name, value in part.tensors().items()} for part in parts]
+    named = [{name: value.float().double() for name, value in part.to_tensors().items()} for part in parts]
     return HeadStatistics.of(
         {name: sum(size / total * one[name] for size, one in zip(sizes, named, strict=True)) for name in named[0]}  # type: ignore[misc]
     )
@@ -54,11 +54,11 @@ def test_the_mean_of_clients_statistics_is_that_of_all_examples(kind: HeadKind, 
     ranges = list(pairwise(bounds))
     parts = [summarize(features[start:stop], answers[start:stop], outputs, kind) for start, stop in ranges]
     together = pooled(parts, [stop - start for start, stop in ranges])
-    assert {name: tuple(value.shape) for name, value in whole.tensors().items()} == compute_statistics_shapes(
+    assert {name: tuple(value.shape) for name, value in whole.to_tensors().items()} == compute_statistics_shapes(
         kind, outputs, FEATURES
     )
-    for name, value in whole.tensors().items():
-        torch.testing.assert_close(together.tensors()[name], value, rtol=1e-6, atol=1e-6)
+    for name, value in whole.to_tensors().items():
+        torch.testing.assert_close(together.to_tensors()[name], value, rtol=1e-6, atol=1e-6)
     one, other = solve_head(kind, whole, 60), solve_head(kind, together, 60)
     torch.testing.assert_close(other.weight, one.weight, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(other.bias, one.bias, rtol=1e-4, atol=1e-3)
@@ -186,7 +186,7 @@ def test_oas_shrinks_less_with_more_examples_and_wholly_without_structure() -> N
 
 def test_rescaled_statistics_are_those_of_longer_features() -> None:
     features, labels = examples()
-    scaled = summarize(features / 4.0, labels, CLASSES, "lda").rescaled(4.0)
+    scaled = summarize(features / 4.0, labels, CLASSES, "lda").rescale(4.0)
     whole = summarize(features, labels, CLASSES, "lda")
-    for name, value in whole.tensors().items():
-        torch.testing.assert_close(scaled.tensors()[name], value, rtol=1e-6, atol=1e-9)
+    for name, value in whole.to_tensors().items():
+        torch.testing.assert_close(scaled.to_tensors()[name], value, rtol=1e-6, atol=1e-9)

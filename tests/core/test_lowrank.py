@@ -56,9 +56,9 @@ def _equal(actual: Tensor, expected: Tensor, size: float = 1.0) -> bool:
 @few
 @given(low_rank())
 def test_dense_and_folded(pair: LowRank) -> None:
-    assert _equal(pair.dense(), _dense(pair))
+    assert _equal(pair.to_dense(), _dense(pair))
     assert pair.fold_scale().scale == 1.0
-    assert _equal(pair.fold_scale().dense(), _dense(pair))
+    assert _equal(pair.fold_scale().to_dense(), _dense(pair))
     assert pair.numel() == pair.rank * sum(pair.shape)
 
 
@@ -68,7 +68,7 @@ def test_concatenation_is_the_sum(data: st.DataObject, rows: int, columns: int, 
     pairs = [data.draw(low_rank((rows, columns))) for _ in range(count)]
     joined = concatenate(pairs)
     assert joined.rank == sum(pair.rank for pair in pairs)
-    assert _equal(joined.dense(), torch.stack([_dense(pair) for pair in pairs]).sum(0), 100.0)
+    assert _equal(joined.to_dense(), torch.stack([_dense(pair) for pair in pairs]).sum(0), 100.0)
 
 
 @few
@@ -105,7 +105,7 @@ def test_svd_of_a_float32_pair_is_computed_in_float64() -> None:
     pair = LowRank(torch.randn((9, 2), generator=rng), torch.randn((2, 8), generator=rng))
     U, S, Vt = svd(pair)
     assert U.dtype == S.dtype == Vt.dtype == torch.float64
-    assert _equal(U * S @ Vt, pair.to(torch.float64).dense())
+    assert _equal(U * S @ Vt, pair.to(torch.float64).to_dense())
 
 
 def test_signs_follow_from_the_matrix_alone() -> None:
@@ -131,10 +131,10 @@ def test_splits_of_an_svd_multiply_to_the_matrix(pair: LowRank) -> None:
     """Balanced factors have equal Gram matrices; where a singular value is 0, B alone is."""
     U, S, Vt = svd(pair)
     size = float(_dense(pair).norm())
-    assert _equal(assign_values_to_B(U, S, Vt).dense(), _dense(pair), size)
+    assert _equal(assign_values_to_B(U, S, Vt).to_dense(), _dense(pair), size)
     assert _equal(assign_values_to_B(U, S, Vt).A, Vt)
     even = balance_factors(U, S, Vt)
-    assert _equal(even.dense(), _dense(pair), size)
+    assert _equal(even.to_dense(), _dense(pair), size)
     rank = int(torch.linalg.matrix_rank(_dense(pair)))
     assert _equal((even.B.T @ even.B)[:rank, :rank], torch.diag(S[:rank]), size)
     assert _equal((even.A @ even.A.T)[:rank, :rank], torch.diag(S[:rank]), size)

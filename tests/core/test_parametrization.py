@@ -96,7 +96,7 @@ def test_weight_and_gradients_are_those_of_the_formula(name: str) -> None:
     parametrization, slots, formula, W = _case(name)
     G = torch.randn((OUT, IN), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected = formula(W, slots)
-    actual = W + compute_dense_change(parametrization.effective(slots), W)
+    actual = W + compute_dense_change(parametrization.compute_effective(slots), W)
     assert torch.allclose(actual, expected, rtol=0, atol=1e-12)
     ours = torch.autograd.grad((actual * G).sum(), list(slots.values()))
     theirs = torch.autograd.grad((expected * G).sum(), list(slots.values()))
@@ -110,7 +110,7 @@ def test_what_a_layer_computes_is_the_weight_times_its_input(name: str) -> None:
     """The rule of ``Effective``: x (weight or W)^T + pair(x), the frozen base only where ``base`` is true."""
     parametrization, slots, formula, W = _case(name)
     x = torch.randn((4, IN), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    effective: Effective = parametrization.effective(slots)
+    effective: Effective = parametrization.compute_effective(slots)
     y = torch.zeros((4, OUT), dtype=torch.float64)
     if effective.base:
         assert effective.weight is None
@@ -128,7 +128,7 @@ def test_gram_gradient_is_that_of_florg() -> None:
     parametrization, slots, _, W = _case("Gram")
     G = torch.randn((OUT, IN), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     (gradient,) = torch.autograd.grad(
-        (compute_dense_change(parametrization.effective(slots), W) * G).sum(), [slots["A"]]
+        (compute_dense_change(parametrization.compute_effective(slots), W) * G).sum(), [slots["A"]]
     )
     H = S * slots["L"].T @ G @ slots["R"].T
     assert torch.allclose(gradient, slots["A"] @ (H + H.T), rtol=0, atol=1e-12)
@@ -141,7 +141,7 @@ def test_sparse_values_stand_at_their_positions() -> None:
     values = torch.randn(3, generator=rng, dtype=torch.float64, requires_grad=True)
     places = [(0, 4), (3, 0), (6, 5)]
     entries = torch.tensor([row * IN + column for row, column in places])
-    effective = Sparse((OUT, IN)).effective({"values": values, "entries": entries})
+    effective = Sparse((OUT, IN)).compute_effective({"values": values, "entries": entries})
     change = compute_dense_change(effective, W)
     expected = torch.zeros((OUT, IN), dtype=torch.float64)
     for (row, column), value in zip(places, values.tolist(), strict=True):
@@ -154,10 +154,10 @@ def test_sparse_values_stand_at_their_positions() -> None:
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_projected_without_finished_segments(side: str) -> None:
     parametrization, slots, _, _ = _case(f"Projected {side}")
-    pair = parametrization.effective({"acc": slots["acc"], "P": slots["P"]}).pair
+    pair = parametrization.compute_effective({"acc": slots["acc"], "P": slots["P"]}).pair
     assert isinstance(pair, LowRank)
     expected = slots["acc"] @ slots["P"] if side == "right" else slots["P"] @ slots["acc"]
-    assert torch.equal(pair.dense(), expected)
+    assert torch.equal(pair.to_dense(), expected)
 
 
 @pytest.mark.parametrize("kernel", [(1, 1), (3, 3), (3, 2), (1, 5)])
@@ -167,7 +167,7 @@ def test_a_pair_of_the_rectangle_is_two_convolutions(kernel: tuple[int, int]) ->
     k1, k2 = kernel
     U = torch.randn((rows * k1, rank), generator=rng, dtype=torch.float64)
     V = torch.randn((rank, channels * k2), generator=rng, dtype=torch.float64)
-    effective = FactorisedConv(kernel).effective({"U": U, "V": V})
+    effective = FactorisedConv(kernel).compute_effective({"U": U, "V": V})
     assert effective.weight is not None
     assert not effective.base
     x = torch.randn((2, channels, 7, 8), generator=rng, dtype=torch.float64)

@@ -23,13 +23,13 @@ def test_slot_product_is_the_product_of_the_last_slots_norms() -> None:
         last_A = sum(float(value) ** 2 for value in tensors[f"{layer}/A"][1:].flatten()) ** 0.5
         last_B = sum(float(value) ** 2 for value in tensors[f"{layer}/B"][:, 1:].flatten()) ** 0.5
         expected += 0.5 * last_A * last_B
-    assert abs(float(SlotProduct(0.5, 1, ("one", "two")).value(tensors)) - expected) < 1e-5
+    assert abs(float(SlotProduct(0.5, 1, ("one", "two")).compute_value(tensors)) - expected) < 1e-5
 
 
 def test_slot_product_has_no_gradient_by_a_factor_that_is_zero_and_its_norm_by_none() -> None:
     """B = 0 at the start: the subgradient 0 by B, and A's gradient is 0 because it is weighted by ||B||. No NaN."""
     A, B = torch.ones((3, 4), requires_grad=True), torch.zeros((5, 3), requires_grad=True)
-    SlotProduct(1.0, 1, ("one",)).value({"one/A": A, "one/B": B}).backward()
+    SlotProduct(1.0, 1, ("one",)).compute_value({"one/A": A, "one/B": B}).backward()
     assert A.grad is not None
     assert B.grad is not None
     assert not A.grad.any()
@@ -41,7 +41,7 @@ def test_slot_product_pulls_both_factors_and_no_earlier_slot() -> None:
     rng = torch.Generator().manual_seed(1)
     A = torch.randn((3, 4), generator=rng).requires_grad_()
     B = torch.randn((5, 3), generator=rng).requires_grad_()
-    SlotProduct(0.5, 1, ("one",)).value({"one/A": A, "one/B": B}).backward()
+    SlotProduct(0.5, 1, ("one",)).compute_value({"one/A": A, "one/B": B}).backward()
     a, b = A.detach()[1:], B.detach()[:, 1:]
     assert A.grad is not None
     assert B.grad is not None
@@ -62,9 +62,9 @@ def test_proximal_holds_the_sum_of_a_projected_layer_s_segments(side: str) -> No
     penalty = Proximal(0.7, {"one/acc": torch.zeros_like(acc)}, {"one": one})
     acc.requires_grad_()
     tensors = {"one/acc": acc, "one/P": P}
-    assert torch.allclose(penalty.value(tensors), 0.35 * one.pair(acc, P).dense().square().sum())
-    dense = one.pair(acc, P).dense() + done["done_B"] @ done["done_A"]
-    value = penalty.value({**tensors, **{f"one/{slot}": tensor for slot, tensor in done.items()}})
+    assert torch.allclose(penalty.compute_value(tensors), 0.35 * one.pair(acc, P).to_dense().square().sum())
+    dense = one.pair(acc, P).to_dense() + done["done_B"] @ done["done_A"]
+    value = penalty.compute_value({**tensors, **{f"one/{slot}": tensor for slot, tensor in done.items()}})
     assert torch.allclose(value, 0.35 * dense.square().sum())
     (gradient,) = torch.autograd.grad(value, acc)
     assert torch.allclose(gradient, 0.7 * (dense @ P.T if side == "right" else P.T @ dense))

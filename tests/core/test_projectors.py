@@ -60,7 +60,7 @@ def test_projectors_of_a_gradient_keep_most_of_it(
         if rule == "svd"
         else compute_sketched_projector(factors, rank, side, rng)
     )
-    G = factors.dense().double()
+    G = factors.to_dense().double()
     gram = P @ P.T if side == "right" else P.T @ P
     assert (gram - torch.eye(rank)).abs().max() < 1e-5
     assert P.shape == ((rank, columns) if side == "right" else (rows, rank))
@@ -78,7 +78,7 @@ def test_a_sketch_of_a_large_gradient_is_nearly_the_best(side: str, tokens: int)
     B = U / torch.arange(1, 41)
     mix = torch.linalg.qr(torch.randn(tokens, 40, generator=rng))[0].T if tokens > 40 else torch.eye(40)
     gradient = LowRank(B @ mix, mix.T @ V.T) if tokens > 40 else LowRank(B[:, :tokens], V.T[:tokens])
-    G = gradient.dense().double()
+    G = gradient.to_dense().double()
     P = compute_sketched_projector(gradient, 4, side, torch.Generator().manual_seed(2))
     kept = G @ _projection(P, side) if side == "right" else _projection(P, side) @ G
     assert (G - kept).norm() < 1.01 * torch.linalg.svdvals(G)[4:].norm()

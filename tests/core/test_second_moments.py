@@ -39,7 +39,7 @@ def nearest(matrix: Tensor, rank: int) -> Tensor:
 def test_moments_of_one_basis_are_joined_by_each_rule() -> None:
     moments, _, rng = random_clients()
     found = compute_ajive(moments, 2, 3)
-    parts = [found.joint(number) + shift for number, shift in enumerate(found.means)]
+    parts = [found.compute_joint(number) + shift for number, shift in enumerate(found.means)]
     expected = {"average": mean(moments), "average-svd": nearest(mean(moments), 2), "ajive": mean(parts)}
     for rule, matrix in expected.items():
         v = synchroniser(rule).join(moments, WEIGHTS, rng)
@@ -51,7 +51,7 @@ def test_linear_moments_of_own_projectors_are_joined_as_the_dense_matrices_are()
     moments, projectors, rng = random_clients()
     views = [v @ P for v, P in zip(moments, projectors, strict=True)]
     found = compute_ajive(views, 3, 3)
-    parts = [found.views[n].lift(found.joint(n)) + view.mean(0) for n, view in enumerate(views)]
+    parts = [found.views[n].lift(found.compute_joint(n)) + view.mean(0) for n, view in enumerate(views)]
     for rule, matrix in {"average": mean(views), "ajive": mean(parts)}.items():
         v, P = synchroniser(rule, 3).join_projected(moments, projectors, WEIGHTS, rng, linear=True)
         torch.testing.assert_close(v @ P, nearest(matrix, 3), rtol=1e-9, atol=1e-12)

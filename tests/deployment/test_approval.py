@@ -36,9 +36,9 @@ def test_a_new_job_waits_for_its_operator(tiny_folder: Path, tmp_path: Path, app
         assert introduction.waiting
         assert "has to approve job" in (introduction.refused or "")
     assert events(tmp_path) == ["job requested"]  # asked twice, one job
-    (request,) = approvals.requests()
-    assert request.summary()["method"] == "fedit"
-    assert request.summary()["decision"] == "waits for fedspan approve"
+    (request,) = approvals.list_requests()
+    assert request.summarize()["method"] == "fedit"
+    assert request.summarize()["decision"] == "waits for fedspan approve"
     approvals.decide(request.job[:8], "approved")
     introduction = introduced(service, values(tiny_folder))
     assert (introduction.refused, introduction.waiting) == (None, False)
@@ -48,16 +48,16 @@ def test_a_new_job_waits_for_its_operator(tiny_folder: Path, tmp_path: Path, app
 def test_a_changed_config_is_another_job(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:
     service = NodeService(node(tiny_folder, tmp_path, limits=ASK))
     introduced(service, values(tiny_folder))
-    approvals.decide(approvals.requests()[0].job, "approved")
+    approvals.decide(approvals.list_requests()[0].job, "approved")
     assert introduced(service, values(tiny_folder, training={"lr": 0.5})).waiting
     assert introduced(service, values(tiny_folder), run="another").waiting
-    assert len(approvals.requests()) == 3
+    assert len(approvals.list_requests()) == 3
 
 
 def test_a_refusal_reaches_the_server_with_its_reason(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:
     service = NodeService(node(tiny_folder, tmp_path, limits=ASK))
     introduced(service, values(tiny_folder))
-    approvals.decide(approvals.requests()[0].job, "refused", "no consent for this model")
+    approvals.decide(approvals.list_requests()[0].job, "refused", "no consent for this model")
     introduction = introduced(service, values(tiny_folder))
     assert not introduction.waiting
     assert "refused job" in (introduction.refused or "")
@@ -68,11 +68,11 @@ def test_a_refusal_reaches_the_server_with_its_reason(tiny_folder: Path, tmp_pat
 def test_approval_can_be_withdrawn_from_a_run_at_work(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:
     service = NodeService(node(tiny_folder, tmp_path, limits=ASK))
     introduced(service, values(tiny_folder))
-    approvals.decide(approvals.requests()[0].job, "approved")
+    approvals.decide(approvals.list_requests()[0].job, "approved")
     run, transport = served(tiny_folder, service)
     first = run.federation.run_round(run.federation.begin())
     assert not first.failures
-    approvals.decide(approvals.requests()[0].job, "refused")
+    approvals.decide(approvals.list_requests()[0].job, "refused")
     with pytest.raises(FedspanError):
         run.federation.run_round(first.progress)
     answer = decode_reply(service.answer(transport.sent[-1]))
@@ -101,7 +101,7 @@ def test_no_more_jobs_wait_than_a_disk_bears(tiny_folder: Path, tmp_path: Path, 
             approvals.require(invitation(values(tiny_folder), run=str(number)))
     with pytest.raises(FedspanError, match="32 jobs wait"):
         approvals.require(invitation(values(tiny_folder), run="one more"))
-    assert len(approvals.requests()) == 32
+    assert len(approvals.list_requests()) == 32
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"job": 1}', b"[" * 9999])
@@ -128,7 +128,7 @@ def test_the_commands_show_and_decide(tiny_folder: Path, tmp_path: Path) -> None
     for words in ("fedit", "waits for fedspan approve", "local_steps", "secure sums", "lora_alpha"):
         assert words in shown.output
     assert "\x1b" not in shown.output
-    (request,) = Approvals(tmp_path / "kept", AuditLog(tmp_path / "kept" / AUDIT)).requests()
+    (request,) = Approvals(tmp_path / "kept", AuditLog(tmp_path / "kept" / AUDIT)).list_requests()
     assert runner.invoke(app, ["approve", str(file), "0" * 64]).exit_code == 2
     assert runner.invoke(app, ["approve", str(file), "--refuse"]).exit_code == 2
     decided = runner.invoke(app, ["approve", str(file), request.job[:6]])

@@ -31,7 +31,7 @@ class Lying:
 
     def answer(self, envelope: Envelope) -> Envelope:
         asked = self.change(decode_request(envelope))
-        back = self.service.answer(asked.envelope())
+        back = self.service.answer(asked.to_envelope())
         self.headers.append(back.header)
         return back
 

@@ -29,7 +29,7 @@ def asked(tiny_folder: Path, tmp_path: Path) -> tuple[Direct, Order]:
 
 def refusal(transport: Direct, order: Order) -> str:
     """Why the node refuses an order."""
-    answer = decode_reply(transport.service.answer(replace(order, serial=order.serial + 10**6).envelope()))
+    answer = decode_reply(transport.service.answer(replace(order, serial=order.serial + 10**6).to_envelope()))
     assert not answer.body
     return answer.failed or ""
 

@@ -48,12 +48,12 @@ def test_what_was_sent_before_is_refused(tiny_folder: Path, tmp_path: Path) -> N
         assert answer.failed is not None
         assert "arrived before" in answer.failed
     older = replace(decode_order(envelope), serial=decode_order(envelope).serial - 1)
-    assert "arrived before" in (decode_reply(service.answer(older.envelope())).failed or "")
+    assert "arrived before" in (decode_reply(service.answer(older.to_envelope())).failed or "")
 
 
 def test_an_order_of_a_run_to_which_it_was_not_invited_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     order = Order("train", 0, 0, 0.1, CLIENT, None, b"", run="another", serial=1)
-    answer = decode_reply(NodeService(node(tiny_folder, tmp_path)).answer(order.envelope()))
+    answer = decode_reply(NodeService(node(tiny_folder, tmp_path)).answer(order.to_envelope()))
     assert "invited" in (answer.failed or "")
     assert {path.name for path in tmp_path.iterdir()} == {"audit.jsonl", "audit.jsonl.lock"}
 
@@ -97,7 +97,7 @@ def test_a_message_larger_than_the_node_takes_is_refused(tiny_folder: Path, tmp_
     run, transport = served(tiny_folder, service)
     run.federation.run_round(run.federation.begin())
     order = replace(decode_order(transport.sent[0]), serial=2**52, body=bytes(2**20 + 1))
-    answer: Reply = decode_reply(service.answer(order.envelope()))
+    answer: Reply = decode_reply(service.answer(order.to_envelope()))
     assert "1048577 bytes are more than this node's limit of 1048576" in (answer.failed or "")
 
 
@@ -139,6 +139,6 @@ def test_an_invitation_s_config_that_is_nested_too_deeply_is_refused(tiny_folder
     service = NodeService(node(tiny_folder, tmp_path))
     for config in ("[" * 100_000, '{"a": ' * 50_000, "[1]"):
         asked = Invitation(run="run", version=__version__, config=config)
-        assert read_header(Introduction, service.answer(asked.envelope())).refused is not None
+        assert read_header(Introduction, service.answer(asked.to_envelope())).refused is not None
         with pytest.raises(ValueError, match=r"nested too deeply|a config is an object"):
             asked.values()

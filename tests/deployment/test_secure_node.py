@@ -70,7 +70,7 @@ def served(
         return NodeService(node(id, tiny_folder, folder, **limits))
 
     invitation = Invitation(run="run", version=__version__, config=json.dumps(given))
-    told = {id: read_header(Introduction, make(id).answer(invitation.envelope())) for id in CLINICS}
+    told = {id: read_header(Introduction, make(id).answer(invitation.to_envelope())) for id in CLINICS}
     assert [one.refused for one in told.values()] == [None] * 3
     clients = build_server_clients(
         prepared.config, prepared.engine.adapted.spec, {id: one.examples for id, one in told.items()}
@@ -111,7 +111,7 @@ def test_every_envelope_that_comes_again_is_refused(tiny_folder: Path, tmp_path:
             assert "arrived before" in (read_header(kind, back).failed or "")
         newer = asked.serial + 10**9 + len(transport.came)
         if not isinstance(asked, Order):  # newer by its serial: the session still knows
-            again = transport.make(asked.to).answer(asked.model_copy(update={"serial": newer}).envelope())
+            again = transport.make(asked.to).answer(asked.model_copy(update={"serial": newer}).to_envelope())
             assert '"failed":"`message.session`: ' in again.header
 
 
@@ -120,7 +120,7 @@ def test_a_node_that_sends_nothing_in_plaintext_does_not_participate_in_plaintex
 ) -> None:
     service = NodeService(node("clinic-a", tiny_folder, tmp_path, secure_only=True))
     invitation = Invitation(run="run", version=__version__, config=json.dumps(values(tiny_folder)))
-    told = read_header(Introduction, service.answer(invitation.envelope()))
+    told = read_header(Introduction, service.answer(invitation.to_envelope()))
     assert "`limits.secure_only`: this node only joins runs with federation.secure" in (told.refused or "")
     assert not list(tmp_path.rglob("invitation.json"))
 
@@ -129,7 +129,7 @@ def test_a_server_cannot_leave_the_masks_out_later(tiny_folder: Path, tmp_path: 
     run, transport = served(tiny_folder, tmp_path, secure_only=True)
     run.federation.run_round(run.federation.begin())
     order = next(asked for asked in map(decode_request, transport.sent) if isinstance(asked, Order))
-    answer = decode_reply(transport.make(order.to).answer(replace(order, secure=None, serial=2**52).envelope()))
+    answer = decode_reply(transport.make(order.to).answer(replace(order, secure=None, serial=2**52).to_envelope()))
     assert "this run sends replies only under masks" in (answer.failed or "")
     assert not answer.body
 

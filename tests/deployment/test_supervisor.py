@@ -13,7 +13,7 @@ import yaml
 from fedspan.deployment.supervisor import Supervisor
 from fedspan.federation.protocol import Order, decode_reply
 
-ORDER = Order("train", 0, 0, 0.1, "a", None, b"", run="none", serial=1).envelope()
+ORDER = Order("train", 0, 0, 0.1, "a", None, b"", run="none", serial=1).to_envelope()
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ def test_rounds_are_counted_over_all_runs(tmp_path: Path) -> None:
     for run in ("first", "second", "first"):
         book(tmp_path, **limits).record_order(replace(ORDER, run=run), ())
     book(tmp_path, **limits).record_order(replace(ORDER, serial=9, attempt=2), ())
-    assert book(tmp_path, **limits).account().rounds == 2
+    assert book(tmp_path, **limits).get_account().rounds == 2
     book(tmp_path, **limits).require_run("third", 1)
     with pytest.raises(FedspanError, match="this server has used 2 rounds of this node's data, and 2 more exceed"):
         book(tmp_path, **limits).require_run("third", 2)
@@ -58,7 +58,7 @@ def test_a_server_s_runs_and_evaluations_end(tiny_folder: Path, tmp_path: Path) 
     (failure,) = run.federation.pop_events().failures
     assert "this server has used 2 evaluations of this node's data" in failure.reason
     export = replace(decode_order(transport.sent[-1]), task="export", serial=2**52)
-    assert "limits.evaluations" in (decode_reply(service.answer(export.envelope())).failed or "")
+    assert "limits.evaluations" in (decode_reply(service.answer(export.to_envelope())).failed or "")
     told = introduced(service, values(tiny_folder), run="another")
     assert "`limits.runs`: this server has used 1 runs" in (told.refused or "")
     assert introduced(service, values(tiny_folder)).refused is None  # the same run again
@@ -66,11 +66,11 @@ def test_a_server_s_runs_and_evaluations_end(tiny_folder: Path, tmp_path: Path) 
 
 def test_accounts_are_of_one_server_and_one_data_set(tmp_path: Path) -> None:
     book(tmp_path).record_order(ORDER, CHARGE)
-    assert book(tmp_path, server="fl.example.org:1").account().rounds == 1  # a port is not another server
+    assert book(tmp_path, server="fl.example.org:1").get_account().rounds == 1  # a port is not another server
     for changes in ({"server": "other.example.org:9092"}, {"data": "other.csv"}):
-        assert book(tmp_path, **changes).account().rounds == 0
+        assert book(tmp_path, **changes).get_account().rounds == 0
         book(tmp_path, **changes).record_order(ORDER, ())
-    assert book(tmp_path).account().releases == ((1.0, 5.0, 1),)
+    assert book(tmp_path).get_account().releases == ((1.0, 5.0, 1),)
 
 
 def _remove(path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_node_whose_book_is_lost_refuses_orders_and_tells_no_path(tiny_folder:
     run.federation.run_round(run.federation.begin())
     (tmp_path / "state" / "budget.json").unlink()
     order = replace(decode_order(transport.sent[-1]), serial=2**52)
-    assert decode_reply(NodeService(own).answer(order.envelope())).failed == "an error; see the client's own log"
+    assert decode_reply(NodeService(own).answer(order.to_envelope())).failed == "an error; see the client's own log"
     assert introduced(NodeService(own), values(tiny_folder), run="new").refused == "an error; see the client's own log"
 
 
@@ -133,7 +133,7 @@ def test_a_crash_between_the_two_files_stops_nothing(tmp_path: Path) -> None:
     book(tmp_path).record_order(other(1), ())
     marker.write_bytes(before)  # the book was written, the marker not yet
     book(tmp_path).record_order(other(2), ())
-    assert book(tmp_path).account().rounds == 3
+    assert book(tmp_path).get_account().rounds == 3
     content = (tmp_path / "state" / "budget.json").read_bytes()
     assert marker.read_text() == hashlib.sha256(content).hexdigest()
     assert {path.stat().st_mode & 0o777 for path in (marker, tmp_path / "state" / "budget.json")} == {0o600}
@@ -144,7 +144,7 @@ def test_epsilon_is_spent_before_the_order_is_carried_out(tmp_path: Path) -> Non
     limited = book(tmp_path, epsilon=1.5)
     limited.record_order(ORDER, CHARGE)
     limited.record_order(ORDER, CHARGE)  # a repeated order is charged again, although it tells the same
-    assert limited.account().releases == ((1.0, 5.0, 2),)
+    assert limited.get_account().releases == ((1.0, 5.0, 2),)
     with pytest.raises(FedspanError, match=r"`limits\.epsilon`"):
         limited.record_order(other(1), tuple(replace(one, count=50) for one in CHARGE))
-    assert limited.account().releases == ((1.0, 5.0, 2),)
+    assert limited.get_account().releases == ((1.0, 5.0, 2),)

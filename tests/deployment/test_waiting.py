@@ -32,7 +32,7 @@ class Notes(Listener):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def noted(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.notes.append(text)
 
 
@@ -48,7 +48,7 @@ def met(
     def invite(grid: Any, envelope: Any, seconds: float, signer: Any, undecided: set[int]) -> Iterator[tuple[int, Any]]:
         for reply in replies:
             fields: dict[str, Any] = {"id": CLIENT, "version": __version__, **reply}
-            yield 7, Introduction(**fields).envelope()
+            yield 7, Introduction(**fields).to_envelope()
             if 7 not in undecided:
                 return
             undecided.discard(7)

@@ -28,11 +28,11 @@ O, I = 7, 5  # noqa: E741
 
 def draw(rng: torch.Generator, rank: int, dense: bool) -> Delta:
     pair = LowRank(torch.randn(O, rank, generator=rng), torch.randn(rank, I, generator=rng), 0.5)
-    return pair.dense() if dense else pair
+    return pair.to_dense() if dense else pair
 
 
 def matrix(delta: Delta) -> Tensor:
-    return delta.to(torch.float64).dense() if isinstance(delta, LowRank) else delta.double()
+    return delta.to(torch.float64).to_dense() if isinstance(delta, LowRank) else delta.double()
 
 
 @settings(deadline=None, max_examples=60)

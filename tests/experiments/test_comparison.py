@@ -39,16 +39,16 @@ class RecordingWatcher(Watcher):
         self.begun: dict[str, int] = {}
         self._stop, self._now = (stop_in, after), ""
 
-    def series_started(self, steps: Any) -> None:
+    def on_series_start(self, steps: Any) -> None:
         self.planned = [step.name for step in steps]
 
     def run_started(self, step: Any) -> None:
         self._now = step.name
 
-    def started(self, prepared: Any, done: int, resumed: bool) -> None:
+    def on_start(self, prepared: Any, done: int, resumed: bool) -> None:
         self.begun[self._now] = done
 
-    def round_finished(self, row: Any) -> None:
+    def on_round_finish(self, row: Any) -> None:
         if (self._now, row["round"]) == self._stop:
             raise Stop
 
@@ -241,7 +241,7 @@ def test_without_a_test_set_the_clients_own_are_compared_and_lower_may_be_better
     assert (report.metric, report.measured, report.higher) == ("loss", "clients", False)
     scores = [read_report(tmp_path / "made" / f"{key}-seed0").scores["clients"]["loss"] for key in ("fedit", "flora")]
     assert [row.mean for row in report.rows] == scores
-    assert report.table().best == int(np.argmin(scores))
+    assert report.build_table().best == int(np.argmin(scores))
     assert "lower is better" in (tmp_path / "made" / "table.md").read_text()
 
 
@@ -280,9 +280,9 @@ def test_rows_that_are_no_methods(row: str, words: str, tiny_folder: Path) -> No
 def test_a_score_that_is_missing_leaves_no_mean() -> None:
     row = CompareRow("fedit", (0.5, None), None, None, 0.1, None, None, 1.0, 2.0, 3.0)
     report = CompareReport("pearson", "test", True, "flora", (0, 1), (row,), "folder")
-    assert report.table().rows[0][1:4] == ("-", "+0.1000", "-")
-    assert report.table().best is None
-    assert report.by_seed().rows == (("fedit", "0.5000", "-"),)
+    assert report.build_table().rows[0][1:4] == ("-", "+0.1000", "-")
+    assert report.build_table().best is None
+    assert report.tabulate_seeds().rows == (("fedit", "0.5000", "-"),)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ class RecordingWatcher(Watcher):
     def run_started(self, step: Any) -> None:
         self._now = step.name
 
-    def round_finished(self, row: Any) -> None:
+    def on_round_finish(self, row: Any) -> None:
         if self._now == self._stop:
             raise Stop
 

@@ -18,7 +18,7 @@ from helpers import tiny
 
 def shown(bar: SeriesBar) -> str:
     out = Console(file=io.StringIO(), width=80)
-    out.print(bar.footer())
+    out.print(bar.render_footer())
     assert isinstance(out.file, io.StringIO)
     return out.file.getvalue()
 
@@ -26,14 +26,14 @@ def shown(bar: SeriesBar) -> str:
 def test_the_current_run_has_its_place_in_the_series_and_its_bars(prepared: Prepared) -> None:
     bar = SeriesBar(Console(file=io.StringIO(), width=80, force_terminal=True), lambda: 0.0)
     step = Step("fedit-seed0", "fedit, seed 0", "fedit", 0, prepared.config)
-    bar.series_started([step, step])
+    bar.on_series_start([step, step])
     bar.run_started(step)
-    bar.stage_changed(Stage("model"))
+    bar.on_stage_change(Stage("model"))
     assert "run 1 of 2: fedit, seed 0; all: 0:00" in shown(bar)
     assert "loading the model" in shown(bar)
-    bar.started(prepared, 0, False)
-    bar.stage_changed(Stage("training", 6, 24))
-    bar.client_finished(1, "north", 1.5)
+    bar.on_start(prepared, 0, False)
+    bar.on_stage_change(Stage("training", 6, 24))
+    bar.on_client_finish(1, "north", 1.5)
     assert "clients        1/3" in shown(bar)
     bar.run_finished(step, "accuracy", 0.5, 61.0, True)
     bar.run_started(step)

@@ -78,7 +78,7 @@ def test_a_silent_client_costs_two_deadlines_and_not_every_round_s(
         pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
         pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
     phase = "train" if secure is None else "keys"
-    monkeypatch.setattr(Conditions, "silent_from", lambda self, client, *rest: phase if client == GONE else None)
+    monkeypatch.setattr(Conditions, "draw_silence", lambda self, client, *rest: phase if client == GONE else None)
     results = rounds(built(tiny_folder, secure=secure), 5)
     seconds = [result.simulated_seconds or 0.0 for result in results]
     assert [number for number, spent in enumerate(seconds) if spent >= 50] == [0, 1, 4]
@@ -101,7 +101,7 @@ def test_a_client_that_is_back_and_slower_than_all_others_counts_again(
         "silent_from",
         lambda self, client, round, *rest: "train" if client == GONE and round < 2 else None,
     )
-    monkeypatch.setattr(Conditions, "seconds", lambda self, client, examples: 9.0 if client == GONE else 1.0)
+    monkeypatch.setattr(Conditions, "compute_seconds", lambda self, client, examples: 9.0 if client == GONE else 1.0)
     results = rounds(built(tiny_folder), 6)
     assert [result.progress.last_rounds.get(GONE) for result in results] == [None, None, None, None, 4, 5]
     assert [result.simulated_seconds for result in results] == [50.0, 50.0, 1.0, 1.0, 9.0, 9.0]
@@ -117,7 +117,7 @@ def test_an_outlier_does_not_replace_the_reply_of_a_client_that_is_back_and_slow
         "silent_from",
         lambda self, client, round, *rest: "train" if client == GONE and round < 2 else None,
     )
-    monkeypatch.setattr(Conditions, "seconds", lambda self, client, examples: 9.0 if client == GONE else 1.0)
+    monkeypatch.setattr(Conditions, "compute_seconds", lambda self, client, examples: 9.0 if client == GONE else 1.0)
     monkeypatch.setattr(Conditions, "faulty", lambda self, ids: frozenset({hostile} if began[0] else ()))
     scaled = {"faults": {"share": 0.25, "kind": "scale", "factor": 1000.0}}
     last = rounds(built(tiny_folder, scaled, min_replies=3), 2)[-1]
@@ -141,7 +141,7 @@ def test_an_evaluation_does_not_wait_for_an_absent_client(tiny_folder: Path) -> 
 
     start = federation.begin()
     progress = replace(start, state=replace(start.state, round=3), last_rounds={id: 2 for id in IDS if id != GONE})
-    evaluator = RemoteEvaluator(federation.with_transport(cast(Transport, Silent())), 8)
+    evaluator = RemoteEvaluator(federation.replace_transport(cast(Transport, Silent())), 8)
     evaluator.evaluate_clients(progress)
     assert tuple(asked) == IDS
     assert not ended  # nobody was measured yet: the absent one is needed

@@ -49,7 +49,7 @@ def attacked(federation: Federation, factor: float) -> tuple[RoundResult, dict[s
             return reply
         assert order.client is not None
         start = build_untrained_reply(method, sent, replace(order.client, last_round=None), order.round)
-        return boosted(reply, start, factor, method.declared().directions)
+        return boosted(reply, start, factor, method.declare_claims().directions)
 
     host.tamper = tamper
     return federation.run_round(federation.begin()), replies
@@ -82,11 +82,11 @@ def test_a_long_change_counts_as_one_of_the_allowed_norm_in_every_method(
     limits = compute_norm_limits({**sizes, VICTIM: replace(sizes[VICTIM], norm=1000 * sizes[VICTIM].norm)}, 2.0)
     client = federation.clients[VICTIM].client
     expected = build_untrained_reply(method, method.sync(state, client), client, 0)
-    long = boosted(replies[VICTIM], expected, 1000.0, method.declared().directions)
+    long = boosted(replies[VICTIM], expected, 1000.0, method.declare_claims().directions)
     contribution = method.contribute(long, client)
     factor = result.clipped[VICTIM]
     shrunk = shrink_reply(method, long, contribution, expected, client, factor)
-    message = boosted(long, expected, factor, method.declared().directions) if shrunk.stack else long
+    message = boosted(long, expected, factor, method.declare_claims().directions) if shrunk.stack else long
     assert measure_change(message, shrunk, expected, method, client).norm == pytest.approx(limits[VICTIM], rel=0.02)
     assert all(bool(value.isfinite().all()) for value in result.progress.state.tensors.values())
 
@@ -151,7 +151,7 @@ def test_a_shorter_tensor_is_compared_with_the_leading_slots() -> None:
 class _Passing:
     """The parts of a method that measure and scale a stacked reply."""
 
-    def declared(self) -> Any:
+    def declare_claims(self) -> Any:
         return METHODS["hetlora"].claims
 
     def contribute(self, message: Message, client: Client) -> Any:

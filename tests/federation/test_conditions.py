@@ -48,22 +48,24 @@ def test_conditions_are_drawn_from_the_seed_alone() -> None:
     ids = [f"client-{number:02}" for number in range(40)]
     again = Conditions(3, 0.5, Speed("lognormal", 100.0, 2.0), Faults(0.3, "nan"))
     other = Conditions(4, 0.5, Speed("lognormal", 100.0, 2.0), Faults(0.3, "nan"))
-    silent = {id: conditions.silent_from(id, 0, 0, PHASES) for id in ids}
-    assert silent == {id: again.silent_from(id, 0, 0, PHASES) for id in reversed(ids)}
-    assert silent != {id: other.silent_from(id, 0, 0, PHASES) for id in ids}
-    assert silent != {id: conditions.silent_from(id, 1, 0, PHASES) for id in ids}
-    assert silent != {id: conditions.silent_from(id, 0, 1, PHASES) for id in ids}
+    silent = {id: conditions.draw_silence(id, 0, 0, PHASES) for id in ids}
+    assert silent == {id: again.draw_silence(id, 0, 0, PHASES) for id in reversed(ids)}
+    assert silent != {id: other.draw_silence(id, 0, 0, PHASES) for id in ids}
+    assert silent != {id: conditions.draw_silence(id, 1, 0, PHASES) for id in ids}
+    assert silent != {id: conditions.draw_silence(id, 0, 1, PHASES) for id in ids}
     assert set(silent.values()) == {None, *PHASES}
     assert 10 <= sum(since is None for since in silent.values()) <= 30
-    assert len(conditions.faulty(ids)) == 12
-    assert conditions.faulty(ids) == again.faulty(ids) != other.faulty(ids)
+    assert len(conditions.draw_faulty(ids)) == 12
+    assert conditions.draw_faulty(ids) == again.draw_faulty(ids) != other.draw_faulty(ids)
 
 
 @pytest.mark.parametrize("distribution", ["lognormal", "uniform", "constant"])
 def test_speeds_have_their_median_and_spread(distribution: Any) -> None:
     conditions = Conditions(0, speed=Speed(distribution, 50.0, 3.0))
-    seconds = torch.tensor([conditions.seconds(f"c{number}", 100) for number in range(2000)], dtype=torch.float64)
-    assert conditions.seconds("c7", 200) == pytest.approx(2 * float(seconds[7]))
+    seconds = torch.tensor(
+        [conditions.compute_seconds(f"c{number}", 100) for number in range(2000)], dtype=torch.float64
+    )
+    assert conditions.compute_seconds("c7", 200) == pytest.approx(2 * float(seconds[7]))
     if distribution == "constant":
         assert bool((seconds == 2.0).all())
     elif distribution == "lognormal":
@@ -128,7 +130,7 @@ def test_a_deadline_leaves_slow_clients_out_on_the_simulated_clock(tiny_folder: 
     prepared = built(tiny_folder, simulation={"speed": speed})
     (everybody,) = rounds(prepared, 1)
     conditions, host = Conditions(prepared.config.seed, speed=Speed(**speed)), tiny.host_of(prepared.federation)
-    times = {id: conditions.seconds(id, host.count_examples(id)) for id in IDS}
+    times = {id: conditions.compute_seconds(id, host.count_examples(id)) for id in IDS}
     assert everybody.simulated_seconds == max(times.values())
     assert not everybody.failures
     slowest, before = sorted(times.values(), reverse=True)[:2]
@@ -148,7 +150,7 @@ def test_over_selection_continues_with_the_first_that_reply(tiny_folder: Path) -
     assert len(result.progress.last_rounds) == 2
     assert set(result.late) == set(result.cohort) - set(result.progress.last_rounds)
     conditions, host = Conditions(prepared.config.seed, speed=Speed(**speed)), tiny.host_of(prepared.federation)
-    times = {id: conditions.seconds(id, host.count_examples(id)) for id in result.cohort}
+    times = {id: conditions.compute_seconds(id, host.count_examples(id)) for id in result.cohort}
     assert set(result.progress.last_rounds) == set(sorted(times, key=times.__getitem__)[:2])
     assert result.simulated_seconds == sorted(times.values())[1]
     assert set(result.progress.memories) <= set(result.progress.last_rounds)
@@ -160,7 +162,7 @@ def test_over_selection_continues_with_the_first_that_reply(tiny_folder: Path) -
 def test_validation_finds_some_faults(kind: str, reason: str | None, tiny_folder: Path) -> None:
     faults = {"share": 0.25, "kind": kind, "factor": 1000.0 if kind == "scale" else None}
     prepared = built(tiny_folder, simulation={"faults": faults})
-    (bad,) = prepared.config.simulation.build_conditions(prepared.config.seed).faulty(IDS)  # pyright: ignore
+    (bad,) = prepared.config.simulation.build_conditions(prepared.config.seed).draw_faulty(IDS)  # pyright: ignore
     (result,) = rounds(prepared, 1)
     if reason is None:
         assert not result.failures
@@ -181,7 +183,7 @@ def test_without_validation_every_reply_counts(tiny_folder: Path) -> None:
 def test_labels_are_flipped_for_training_alone(tiny_folder: Path) -> None:
     plain = built(tiny_folder)
     prepared = built(tiny_folder, simulation={"faults": {"share": 0.5, "kind": "label-flip"}})
-    bad = prepared.config.simulation.build_conditions(prepared.config.seed).faulty(IDS)  # pyright: ignore
+    bad = prepared.config.simulation.build_conditions(prepared.config.seed).draw_faulty(IDS)  # pyright: ignore
     flipped: Any = prepared.federation.examples
     honest: Any = plain.train
     last = len(prepared.labels) - 1
@@ -223,7 +225,7 @@ def test_the_simulated_clock_waits_for_who_stops_replying_in_any_exchange(
 ) -> None:
     pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
     pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
-    monkeypatch.setattr(Conditions, "silent_from", lambda self, client, *rest: phase if client == IDS[0] else None)
+    monkeypatch.setattr(Conditions, "draw_silence", lambda self, client, *rest: phase if client == IDS[0] else None)
     speed = {"distribution": "constant", "median": 1e6}
     changes = {"simulation": {"speed": speed}, "federation": {"secure": {}, "deadline": 50.0}}
     (result,) = rounds(built(tiny_folder, **changes), 1)
@@ -311,7 +313,7 @@ def test_a_reply_that_cannot_be_reduced_fails_its_own_client(changes: dict[str, 
         changes["federation"]["clients_per_round"] = None
         values = tiny.settings(tiny_folder, simulation=simulation, **changes)
         prepared = prepare(parse_config({**values, "seed": seed}))
-        (bad,) = prepared.config.simulation.build_conditions(prepared.config.seed).faulty(IDS)  # pyright: ignore
+        (bad,) = prepared.config.simulation.build_conditions(prepared.config.seed).draw_faulty(IDS)  # pyright: ignore
         (result,) = rounds(prepared, 1)
         assert {failure.client for failure in result.failures} == {bad}
         assert "not finite" in result.failures[0].reason

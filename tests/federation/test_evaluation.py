@@ -37,7 +37,7 @@ class Reporting(ReplyingTransport):
         for id, envelope in envelopes.items():
             order = decode_order(envelope)
             scores = {"validation": dict(self.rows[id])}
-            yield id, Reply("evaluate", order.round, 0, id, scores=scores).envelope()  # pyright: ignore
+            yield id, Reply("evaluate", order.round, 0, id, scores=scores).to_envelope()  # pyright: ignore
 
 
 @pytest.fixture(scope="module")

@@ -47,14 +47,14 @@ def same(left: Progress, right: Progress) -> bool:
 def test_cohorts_follow_seed_and_round_alone(prepared: Prepared) -> None:
     """Sorted, of the size asked for, the same again in any order, each client about equally often."""
     federation = with_rounds(prepared, 400, 3)
-    drawn = [federation.cohort(round) for round in range(400)]
-    assert [with_rounds(prepared, 2, 3).cohort(round) for round in reversed(range(400))] == drawn[::-1]
+    drawn = [federation.draw_cohort(round) for round in range(400)]
+    assert [with_rounds(prepared, 2, 3).draw_cohort(round) for round in reversed(range(400))] == drawn[::-1]
     assert all(list(cohort) == sorted(set(cohort)) and len(cohort) == 3 for cohort in drawn)
     counts = Counter(id for cohort in drawn for id in cohort)
     assert all(abs(count - 300) < 45 for count in counts.values())  # five standard deviations
-    assert [with_rounds(prepared, 2, 3, seed=1).cohort(round) for round in range(400)] != drawn
+    assert [with_rounds(prepared, 2, 3, seed=1).draw_cohort(round) for round in range(400)] != drawn
     for size in (None, 4, 9):
-        assert with_rounds(prepared, 2, size).cohort(1) == tuple(sorted(tiny.SITES))
+        assert with_rounds(prepared, 2, size).draw_cohort(1) == tuple(sorted(tiny.SITES))
 
 
 def test_the_order_of_clients_does_not_matter(prepared: Prepared) -> None:
@@ -101,7 +101,7 @@ def test_what_a_client_holds_is_the_last_round_it_took_part_in(prepared: Prepare
             id: expected.get(id) for id in federation.clients
         }
         progress = federation.run_round(progress).progress
-        expected |= dict.fromkeys(federation.cohort(round), round)
+        expected |= dict.fromkeys(federation.draw_cohort(round), round)
     assert progress.last_rounds == expected
     assert set(progress.memories) == set(expected)
 
@@ -120,10 +120,10 @@ def test_the_learning_rate_follows_the_schedule(tiny_folder: Path, prepared: Pre
 
 def test_a_schedule_may_start_again_and_end_above_zero() -> None:
     settings = TrainingSettings(OptimizerSpec(lr=0.3), schedule="cosine", min_lr=0.1, cycle_rounds=2)
-    assert [settings.lr(round, 5) for round in range(5)] == pytest.approx([0.3, 0.2, 0.3, 0.2, 0.3])
+    assert [settings.compute_lr(round, 5) for round in range(5)] == pytest.approx([0.3, 0.2, 0.3, 0.2, 0.3])
     linear = replace(settings, schedule="linear", cycle_rounds=4, warmup_rounds=1)
-    assert [linear.lr(round, 6) for round in range(6)] == pytest.approx([0.15, 0.3, 0.25, 0.2, 0.15, 0.3])
-    assert replace(linear, schedule="constant").lr(3, 6) == 0.3
+    assert [linear.compute_lr(round, 6) for round in range(6)] == pytest.approx([0.15, 0.3, 0.25, 0.2, 0.15, 0.3])
+    assert replace(linear, schedule="constant").compute_lr(3, 6) == 0.3
 
 
 def test_uniform_weights_count_clients_not_examples(prepared: Prepared) -> None:
@@ -231,7 +231,7 @@ def test_client_scores_pool_average_and_find_the_worst(prepared: Prepared) -> No
     assert own.by_client.keys() == sizes.keys()
     pooled = sum(sizes[id] * scores["accuracy"] for id, scores in own.by_client.items()) / sum(sizes.values())
     assert own.pooled["accuracy"] == pytest.approx(pooled)
-    job = evaluator.job(progress, None)
+    job = evaluator.build_job(progress, None)
     for id, scores in own.by_client.items():
         indices = federation.clients[id].test
         predictions = prepared.engine.predict(job, old.examples, indices, 1)
@@ -241,7 +241,7 @@ def test_client_scores_pool_average_and_find_the_worst(prepared: Prepared) -> No
     assert prepared.test is not None
     assert evaluator.evaluate_heldout(progress, prepared.test).keys() == {"global"}
     scores = ClientScores({}, {"a": {"accuracy": 0.5}, "b": {"accuracy": 0.1}, "c": {"accuracy": 0.9}})
-    assert scores.summary("accuracy") == {"accuracy": pytest.approx(0.5), "worst": {"client": "b", "accuracy": 0.1}}
+    assert scores.summarize("accuracy") == {"accuracy": pytest.approx(0.5), "worst": {"client": "b", "accuracy": 0.1}}
 
 
 def test_a_summary_knows_which_way_is_better_and_passes_over_what_has_no_value() -> None:
@@ -255,7 +255,7 @@ def test_a_summary_knows_which_way_is_better_and_passes_over_what_has_no_value()
 
 def test_predictions_come_in_the_order_asked_for(prepared: Prepared) -> None:
     """Whatever batches they were computed in."""
-    job = prepared.evaluator.job(prepared.federation.begin(), None)
+    job = prepared.evaluator.build_job(prepared.federation.begin(), None)
     indices = np.array([40, 3, 77, 12, 5])
     together = prepared.engine.predict(job, prepared.train, indices, 2)
     for row, index in zip(together, indices, strict=True):

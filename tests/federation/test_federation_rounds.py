@@ -48,7 +48,7 @@ class LocalTraining(ReplyingTransport):
                 answer = self.hosts[id].answer(order)
             except FedspanError as error:
                 answer = refuse(order, error)
-            yield id, self.spoil(order, answer) if id == BAD else answer.envelope()
+            yield id, self.spoil(order, answer) if id == BAD else answer.to_envelope()
 
 
 class Turned(LocalTraining):
@@ -60,7 +60,7 @@ class Turned(LocalTraining):
 
 
 def good(_: Order, answer: Reply) -> Envelope:
-    return answer.envelope()
+    return answer.to_envelope()
 
 
 def changed(change: Callable[[str, Tensor], Tensor]) -> Spoil:
@@ -69,24 +69,26 @@ def changed(change: Callable[[str, Tensor], Tensor]) -> Spoil:
     def spoil(_: Order, answer: Reply) -> Envelope:
         message = serialization.decode(answer.body)
         tensors = {name: change(name, value) for name, value in message.tensors.items()}
-        return replace(answer, body=serialization.encode(replace(message, tensors=tensors))).envelope()
+        return replace(answer, body=serialization.encode(replace(message, tensors=tensors))).to_envelope()
 
     return spoil
 
 
 def more(_: Order, answer: Reply) -> Envelope:
     message = serialization.decode(answer.body)
-    return replace(answer, body=serialization.encode(Message({**message.tensors, "more": torch.zeros(2)}))).envelope()
+    return replace(
+        answer, body=serialization.encode(Message({**message.tensors, "more": torch.zeros(2)}))
+    ).to_envelope()
 
 
 def fewer(_: Order, answer: Reply) -> Envelope:
     tensors = dict(serialization.decode(answer.body).tensors)
     tensors.popitem()
-    return replace(answer, body=serialization.encode(Message(tensors))).envelope()
+    return replace(answer, body=serialization.encode(Message(tensors))).to_envelope()
 
 
 def failed(order: Order, _: Reply) -> Envelope:
-    return refuse(order, RuntimeError("a patient's name")).envelope()
+    return refuse(order, RuntimeError("a patient's name")).to_envelope()
 
 
 SPOILT: dict[str, tuple[Spoil, str]] = {
@@ -98,11 +100,11 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
     "tensors too many": (more, "with ['more'] too"),
     "tensors too few": (fewer, "without ["),
     "far away": (changed(lambda _, value: value + 100), "the cohort's median"),
-    "another round": (lambda _, answer: replace(answer, round=7).envelope(), "a reply of"),
-    "another client": (lambda _, answer: replace(answer, id="north").envelope(), "a reply of"),
-    "an evaluation": (lambda _, answer: replace(answer, task="evaluate").envelope(), "evaluate"),
+    "another round": (lambda _, answer: replace(answer, round=7).to_envelope(), "a reply of"),
+    "another client": (lambda _, answer: replace(answer, id="north").to_envelope(), "a reply of"),
+    "an evaluation": (lambda _, answer: replace(answer, task="evaluate").to_envelope(), "evaluate"),
     "no header": (lambda _, answer: Envelope("{}", answer.body), "not a fedspan header"),
-    "no message": (lambda _, answer: replace(answer, body=b"\x08").envelope(), "not a fedspan message"),
+    "no message": (lambda _, answer: replace(answer, body=b"\x08").to_envelope(), "not a fedspan message"),
     "silence": (lambda *_: "no reply within 5 s", "no reply within"),
 }
 
@@ -197,7 +199,7 @@ def test_missing_clients_are_asked_again_and_then_the_run_stops(built: Prepared,
 
 def test_a_round_that_some_reply_to_late_is_that_of_a_round_that_all_reply_to(built: Prepared, tmp_path: Path) -> None:
     def late(order: Order, answer: Reply) -> Envelope | str:
-        return answer.envelope() if order.attempt else "no reply within 5 s"
+        return answer.to_envelope() if order.attempt else "no reply within 5 s"
 
     found = federation(built, tmp_path / "late", late, min_replies=4)
     clean = federation(built, tmp_path / "clean", good)
@@ -318,9 +320,9 @@ def test_an_order_that_is_not_for_this_client_is_refused(built: Prepared, tmp_pa
 def test_headers_survive_the_way(built: Prepared, tmp_path: Path) -> None:
     client = built.federation.client("south", Progress(built.federation.begin().state, last_rounds={"south": 3}))
     order = Order("train", 4, 1, 0.125, "south", client, b"\x00body", 2, "run", 17)
-    assert decode_order(order.envelope()) == order
+    assert decode_order(order.to_envelope()) == order
     answer = Reply("train", 4, 1, "south", failed="why", lost=True, body=b"x")
-    assert decode_reply(answer.envelope()) == replace(answer, scores={})
+    assert decode_reply(answer.to_envelope()) == replace(answer, scores={})
 
 
 FULL = OSError(errno.ENOSPC, "full", "/home/a patient's name")

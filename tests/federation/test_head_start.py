@@ -60,7 +60,7 @@ def test_the_start_is_that_of_all_examples_in_one_place(prepared: Prepared, kind
 def test_features_are_those_that_enter_the_head(prepared: Prepared) -> None:
     engine, indices = prepared.engine, np.arange(5)
     features = engine.features(None, prepared.train, indices, 2)
-    job = prepared.evaluator.job(prepared.federation.begin(), None)
+    job = prepared.evaluator.build_job(prepared.federation.begin(), None)
     predictions = engine.predict(job, prepared.train, indices, 2)
     layer = engine.adapted.model.get_submodule("classifier")
     expected = torch.nn.functional.linear(features, layer.weight, layer.bias)  # type: ignore[arg-type]
@@ -86,12 +86,12 @@ def test_clients_of_every_method_start_from_the_head(prepared: Prepared, tiny_fo
     down = [one.payload for one in run.federation.pop_events().transfers if one.direction == "down"]
     assert (min(down) > 0) == (name == "florg")  # whose factors of A^T A are not 0 at first
     for id in (None, "east"):
-        if id is None and run.federation.method.declared().personal:
+        if id is None and run.federation.method.declare_claims().personal:
             continue
-        job = run.evaluator.job(progress, id)
+        job = run.evaluator.build_job(progress, id)
         for path in HEAD:
             assert torch.equal(job.tensors[path], progress.state.tensors[path])
-            assert not torch.equal(job.tensors[path], prepared.engine.adapted.extra(path.removeprefix("extras/")))
+            assert not torch.equal(job.tensors[path], prepared.engine.adapted.get_extra(path.removeprefix("extras/")))
 
 
 @pytest.mark.parametrize("policy", ["average", "local", "frozen"])
@@ -102,7 +102,7 @@ def test_every_policy_of_extras_begins_with_the_head(prepared: Prepared, tiny_fo
     after = run.federation.run_round(progress).progress
     moved = not torch.equal(after.state.tensors[HEAD[0]], progress.state.tensors[HEAD[0]])
     assert moved == (policy == "average")
-    job = run.evaluator.job(after, "west")
+    job = run.evaluator.build_job(after, "west")
     own = not torch.equal(job.tensors[HEAD[0]], progress.state.tensors[HEAD[0]])
     assert own == (policy != "frozen")
 
@@ -112,7 +112,7 @@ def test_the_local_baseline_starts_from_each_clients_own_examples(prepared: Prep
     run = tiny.variant(prepared, config)
     assert prepared.head is not None
     progress = begin_locally(run.federation, prepared.head)
-    heads = {id: run.evaluator.job(progress, id).tensors[HEAD[0]] for id in run.federation.clients}
+    heads = {id: run.evaluator.build_job(progress, id).tensors[HEAD[0]] for id in run.federation.clients}
     for id, member in run.federation.clients.items():
         alone = tiny.variant(prepared, prepared.config)
         tiny.use_clients(alone.federation, {id: member})

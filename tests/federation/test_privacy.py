@@ -56,7 +56,7 @@ def reduced(
     for id in order or replies:
         reply = replies[id]
         reducer.add(id, None if reply is None else Contribution(sum=reply))
-    return reducer.result()
+    return reducer.compute_result()
 
 
 def moved(reply: Mapping[str, Tensor], origin: Mapping[str, Tensor], norm: float) -> dict[str, Tensor]:

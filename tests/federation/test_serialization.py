@@ -194,9 +194,9 @@ def test_a_replayed_base_has_the_same_bits() -> None:
         pair = LowRank(torch.randn(8, 1, generator=generator), torch.randn(1, 8, generator=generator), 0.3)
         base = base.add(Increment(round, {"l": pair}, decay=0.9))
     for held in (None, 1, 2):
-        sent = decode(encode(Message(base=base.since(held)))).base
-        assert bits(sent) == bits(base.since(held))
-    whole = apply_patch(BaseUpdate(), decode(encode(Message(base=base.since(None)))).base)
+        sent = decode(encode(Message(base=base.build_patch(held)))).base
+        assert bits(sent) == bits(base.build_patch(held))
+    whole = apply_patch(BaseUpdate(), decode(encode(Message(base=base.build_patch(None)))).base)
     assert bits(whole.total) == bits(base.total)
 
 

@@ -30,7 +30,7 @@ def test_a_client_that_declares_2_to_the_53_examples_weighs_as_much_as_the_limit
         federation = prepare(config).federation
         tiny.reweight(federation, {id: weight if id == "west" else 1.0 for id in federation.clients})
         result = federation.run_round(federation.begin())
-        return dict(result.progress.state.tensors), dict(result.lowered), federation.remark()
+        return dict(result.progress.state.tensors), dict(result.lowered), federation.get_remark()
 
     limited, lowered, remark = state(2.0**53 - 1, 4.0)
     expected, unchanged, silent = state(4.0, None)
@@ -49,7 +49,7 @@ def test_a_client_that_declares_more_than_it_was_admitted_with_weighs_as_much_as
         west = replace(federation.clients["west"], max_weight=most)
         tiny.use_clients(federation, {**federation.clients, "west": west})
         result = federation.run_round(federation.begin())
-        return dict(result.progress.state.tensors), dict(result.lowered), federation.remark()
+        return dict(result.progress.state.tensors), dict(result.lowered), federation.get_remark()
 
     limited, lowered, remark = state(2.0**53 - 1, 2.0)
     expected, unchanged, silent = state(2.0, 2.0)
@@ -86,7 +86,7 @@ def test_a_client_that_dominates_a_secure_sum_by_what_it_declares_is_named(tiny_
         federation = prepare(config).federation
         tiny.reweight(federation, {id: weight if id == "west" else 1.0 for id in federation.clients})
         federation.run_round(federation.begin())
-        return federation.remark() or ""
+        return federation.get_remark() or ""
 
     assert "west declared more examples than federation.max_weight_ratio allows" in remark(100.0)
     assert "declared" not in remark(3.0)

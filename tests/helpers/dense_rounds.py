@@ -84,7 +84,7 @@ def follow(
     Elements are compared with those declared while everybody participates in every round.
     """
     problem = made.problem
-    head, steady = problem.dense(*HEAD), ranks is None
+    head, steady = problem.to_dense(*HEAD), ranks is None
     for number, members in enumerate(cohorts):
         ids = [problem.client_ids[member] for member in members]
         made.round(ids)
@@ -104,8 +104,8 @@ def follow(
             assert close(made.state.tensors[f"extras/{name}"], head[name], tolerance)
         steady = steady and len(members) == len(problem.client_ids)
         if steady:
-            assert all(made.elements[id] == made.declared(id, number) for id in ids)
-    assert all(float((model[layer] - problem.dense(layer)[layer]).norm()) > 0.01 for layer in LAYERS)
+            assert all(made.elements[id] == made.declare_claims(id, number) for id in ids)
+    assert all(float((model[layer] - problem.to_dense(layer)[layer]).norm()) > 0.01 for layer in LAYERS)
 
 
 def product_mean(trained: Mapping[str, Pairs], shares: Mapping[str, float], ranks: Mapping[str, int] | None) -> Weights:
@@ -123,4 +123,4 @@ def factor_mean(trained: Mapping[str, Pairs], shares: Mapping[str, float]) -> Pa
 
 def dense(delta: LowRank | Tensor) -> Tensor:
     """A change of weight as a matrix."""
-    return delta.dense() if isinstance(delta, LowRank) else delta
+    return delta.to_dense() if isinstance(delta, LowRank) else delta

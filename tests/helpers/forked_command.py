@@ -27,14 +27,14 @@ from fedspan.cli import app, live, run_summary  # noqa: F401
 
 def wait_after(round: int) -> None:
     """Have a run wait after a round, so that a signal finds it there however busy the machine is."""
-    finished = live.RunView.round_finished
+    finished = live.RunView.on_round_finish
 
     def waiting(self: live.RunView, row: Mapping[str, Any]) -> None:
         finished(self, row)
         if row["round"] == round:
             time.sleep(600)
 
-    live.RunView.round_finished = waiting
+    live.RunView.on_round_finish = waiting
 
 
 def command(output: str, waits: int | None, arguments: list[str]) -> None:

@@ -259,12 +259,12 @@ class Orders(_Json):
 
     def __init__(self) -> None:
         envelopes = (
-            Order("train", 0, 0, 0.1, "a", _CLIENT, b"", 0, "run", 7, _MASKING).envelope(),
-            Order("evaluate", 3, 1, 0.0, "a", None, b"", run="run", serial=8).envelope(),
-            KeysOrder(**_FACTS).envelope(),
-            SharesOrder(**_FACTS, threshold=2, peers={"a": _KEYS, "b": _KEYS}, agreement=_AGREEMENT).envelope(),
-            UnmaskOrder(**_FACTS, survivors=("a",), dropped=("b",), sealed={"a": bytes(30)}).envelope(),
-            Invitation(run="run", version=__version__, config=json.dumps(_CONFIG)).envelope(),
+            Order("train", 0, 0, 0.1, "a", _CLIENT, b"", 0, "run", 7, _MASKING).to_envelope(),
+            Order("evaluate", 3, 1, 0.0, "a", None, b"", run="run", serial=8).to_envelope(),
+            KeysOrder(**_FACTS).to_envelope(),
+            SharesOrder(**_FACTS, threshold=2, peers={"a": _KEYS, "b": _KEYS}, agreement=_AGREEMENT).to_envelope(),
+            UnmaskOrder(**_FACTS, survivors=("a",), dropped=("b",), sealed={"a": bytes(30)}).to_envelope(),
+            Invitation(run="run", version=__version__, config=json.dumps(_CONFIG)).to_envelope(),
         )
         self.seeds = tuple(envelope.header.encode() for envelope in envelopes)
 
@@ -285,12 +285,12 @@ class Answers(_Json):
     def __init__(self) -> None:
         scores: Any = {"validation": {"loss": 0.5, "examples": 4.0}}
         envelopes = (
-            Reply("train", 1, 0, "a", (Part(loss=0.5, examples=4.0),), scores).envelope(),
-            Reply("train", 1, 0, "a", failed="no memory", lost=True).envelope(),
-            KeysReply(id="a", session=1, keys=_KEYS).envelope(),
-            SharesReply(id="a", session=1, sealed={"b": bytes(30)}).envelope(),
-            UnmaskReply(id="a", session=1, shares={"b": bytes(34)}, failed="no").envelope(),
-            Introduction(id="a", version=__version__, examples=5, base="0" * 64).envelope(),
+            Reply("train", 1, 0, "a", (Part(loss=0.5, examples=4.0),), scores).to_envelope(),
+            Reply("train", 1, 0, "a", failed="no memory", lost=True).to_envelope(),
+            KeysReply(id="a", session=1, keys=_KEYS).to_envelope(),
+            SharesReply(id="a", session=1, sealed={"b": bytes(30)}).to_envelope(),
+            UnmaskReply(id="a", session=1, shares={"b": bytes(34)}, failed="no").to_envelope(),
+            Introduction(id="a", version=__version__, examples=5, base="0" * 64).to_envelope(),
         )
         self.seeds = tuple(envelope.header.encode() for envelope in envelopes)
 
@@ -458,7 +458,7 @@ class Configs(_Json):
             return
         config = parse_config(values)
         given = config.model_dump(mode="json")
-        summary = JobRequest("0" * 64, "run", given, "now").summary()
+        summary = JobRequest("0" * 64, "run", given, "now").summarize()
         if not all(value.isprintable() for value in summary.values()):
             raise AssertionError("a summary that a terminal obeys")
         parse_config(build_node_values(given, {**_OWN, "data": {"train": "t.csv"}}))

@@ -40,7 +40,7 @@ def invitation(config: dict[str, Any], **changes: Any) -> Invitation:
 
 
 def introduced(service: NodeService, config: dict[str, Any], **changes: Any) -> Introduction:
-    return read_header(Introduction, service.answer(invitation(config, **changes).envelope()))
+    return read_header(Introduction, service.answer(invitation(config, **changes).to_envelope()))
 
 
 class Direct(ReplyingTransport):

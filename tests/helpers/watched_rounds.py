@@ -241,11 +241,11 @@ class MethodRun:
             slot: value.double() if value.is_floating_point() else value  # positions stay whole numbers
             for slot, value in select_slots(tensors, layer).items()
         }
-        return compute_dense_change(parametrization.effective(slots), moved) + moved - weight
+        return compute_dense_change(parametrization.compute_effective(slots), moved) + moved - weight
 
     def global_change(self, layer: str, progress: Progress) -> Tensor:
         """A layer's change in the model that a progress stands for."""
-        job = self.prepared.evaluator.job(progress, None)
+        job = self.prepared.evaluator.build_job(progress, None)
         return self.change(layer, progress.state.base, job.parametrization[layer], job.tensors)
 
     def mean_change(self, layer: str, round: Round) -> Tensor:

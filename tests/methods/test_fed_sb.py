@@ -24,11 +24,11 @@ def _method(problem: Problem) -> FedSB:
 def test_matches_a_dense_oracle(first: tuple[int, ...]) -> None:
     problem = Problem()
     federation = Federation(with_extras(_method(problem)), problem, sgd(LR, steps=STEPS), lora_alpha=S * R)
-    W, head = problem.dense(*LAYERS), problem.dense(*HEAD)
+    W, head = problem.to_dense(*LAYERS), problem.to_dense(*HEAD)
     cohort = [problem.client_ids[member] for member in first]
     federation.round(cohort)
     shares = problem.shares(cohort)
-    gradient = average((shares[id], problem.gradients(id, problem.dense())) for id in cohort)
+    gradient = average((shares[id], problem.gradients(id, problem.to_dense())) for id in cohort)
     factors: dict[str, dict[str, Tensor]] = {}
     for one in LAYERS:
         U, sigma, Vt = torch.linalg.svd(-STEP * torch.sign(gradient[one]), full_matrices=False)
@@ -70,7 +70,7 @@ def test_after_the_first_rounds_only_r_squared_is_transmitted() -> None:
     for number in range(4):
         federation.round()
         for id in problem.client_ids:
-            assert federation.elements[id] == federation.declared(id, number)
+            assert federation.elements[id] == federation.declare_claims(id, number)
         seen.append(federation.elements["client-0"])
     factors = R * (8 + 5) + R * (6 + 8)
     assert seen == [(0, 40 + 48), (factors + 2 * R**2, 2 * R**2), (2 * R**2, 2 * R**2), (2 * R**2, 2 * R**2)]

@@ -44,8 +44,8 @@ def test_rounds_match_dense_weights(aggregation: str, singular: str) -> None:
     problem = Problem()
     method = FeDeRA(spec=problem.adapted().spec, r=2, lora_alpha=4, aggregation=aggregation, singular=singular)
     made = federation(method)
-    follow(made, _Oracle(problem.dense(*LAYERS), given(made), aggregation))
-    claims = method.declared()
+    follow(made, _Oracle(problem.to_dense(*LAYERS), given(made), aggregation))
+    claims = method.declare_claims()
     assert (claims.reduction, claims.reinitialises) == (("sum", False) if aggregation == "factors" else ("stack", True))
     assert made.state.generation == (0 if aggregation == "factors" else 4)
 
@@ -54,7 +54,7 @@ def test_it_begins_as_the_pretrained_model_with_the_principal_part_in_the_factor
     """s B A is the best approximation of rank 2 of W0, shared evenly, and the base is what is left."""
     problem = Problem()
     made = federation(FeDeRA(spec=problem.adapted().spec, r=2, lora_alpha=4))
-    W, pairs = problem.dense(*LAYERS), given(made)
+    W, pairs = problem.to_dense(*LAYERS), given(made)
     for one in LAYERS:
         assert close(made.weight(one), W[one])
         U, S, Vt = torch.linalg.svd(W[one])

@@ -51,14 +51,14 @@ def test_rounds_match_the_dense_residual(rank: int | None, uniform: bool) -> Non
     """Four clients of rank 2: the residual has rank 6, which one of the layers (8 x 5) cannot have."""
     problem = Problem()
     made = federation(FedExLoRA(spec=problem.adapted().spec, r=2, lora_alpha=4, residual_rank=rank), uniform=uniform)
-    follow(made, _Oracle(problem.dense(*LAYERS), given(made), rank), uniform=uniform)
-    assert made.method.declared().exact == (rank is None)
+    follow(made, _Oracle(problem.to_dense(*LAYERS), given(made), rank), uniform=uniform)
+    assert made.method.declare_claims().exact == (rank is None)
 
 
 def test_everybody_replays_every_residual_and_a_lone_client_leaves_none() -> None:
     problem = Problem()
     made = federation(FedExLoRA(spec=problem.adapted().spec, r=2, lora_alpha=4))
-    follow(made, _Oracle(problem.dense(*LAYERS), given(made), None), cohorts=[*COHORTS, (2,), (2,), EVERYBODY])
+    follow(made, _Oracle(problem.to_dense(*LAYERS), given(made), None), cohorts=[*COHORTS, (2,), (2,), EVERYBODY])
     lone = made.state.base.total["fc1"]
     made.round([made.problem.client_ids[1]])
     assert torch.equal(dense(made.state.base.total["fc1"]), dense(lone))

@@ -36,7 +36,7 @@ def made(problem: Problem, **options: Any) -> FedGaLore:
 
 
 def seeded(method: FedGaLore, round: int, segment: int) -> dict[str, Tensor]:
-    return {layer.name: method.projector(layer, round, segment).double() for layer in method.spec.layers}
+    return {layer.name: method.draw_seeded_projector(layer, round, segment).double() for layer in method.spec.layers}
 
 
 def carried(moment: Tensor, old: Tensor, new: Tensor, rule: str, second: bool) -> Tensor:
@@ -164,7 +164,7 @@ def test_rounds_match_dense_galore_and_dense_ajive(options: dict[str, Any], deca
     training = adamw(LR)
     training = replace(training, optimizer=replace(training.optimizer, weight_decay=decay))
     federation = Federation(with_extras(method), problem, training)
-    W, head, seen = problem.dense(*LAYERS), problem.dense(*HEAD), 0
+    W, head, seen = problem.to_dense(*LAYERS), problem.to_dense(*HEAD), 0
     how = {"moments": method.moments, "scale": method.scale, "correct": method.bias_correction, "decay": decay}
     nothing = {layer: (torch.zeros(8, RANK, dtype=torch.float64), P) for layer, P in seeded(method, 0, 0).items()}
     begin = nothing
@@ -174,7 +174,7 @@ def test_rounds_match_dense_galore_and_dense_ajive(options: dict[str, Any], deca
     for number in range(2 if method.moments == "linear" and period < T else 4):
         cohort = problem.client_ids if number != 1 else problem.client_ids[1:]
         federation.round(cohort)
-        shares, own = problem.shares(cohort), method.adaptive(number)
+        shares, own = problem.shares(cohort), method.count_adaptive(number)
         clients: dict[str, DenseGaLore] = {}
         for id in cohort:
             client = DenseGaLore(problem, id, W, head, begin, seen, **how)
@@ -225,14 +225,16 @@ def test_the_oracle_follows_what_a_client_does_step_by_step() -> None:
     federation = Federation(with_extras(method), problem, adamw(LR))
     job, P = federation.job(), seeded(method, 0, 0)
     nothing = {layer: (torch.zeros(8, RANK, dtype=torch.float64), P[layer]) for layer in LAYERS}
-    oracle = DenseGaLore(problem, "client-2", problem.dense(*LAYERS), problem.dense(*HEAD), nothing, 0, moments="keep")
+    oracle = DenseGaLore(
+        problem, "client-2", problem.to_dense(*LAYERS), problem.to_dense(*HEAD), nothing, 0, moments="keep"
+    )
     for steps in range(1, 7):
         oracle.step(P if steps == 1 else None)
         trained = train(federation, replace(job, steps=steps), "client-2")
         for layer in LAYERS:
-            pair = job.parametrization[layer].effective(select_slots(trained.tensors, layer)).pair
+            pair = job.parametrization[layer].compute_effective(select_slots(trained.tensors, layer)).pair
             assert pair is not None
-            assert close(problem.dense(layer)[layer] + pair.dense(), oracle.W[layer])
+            assert close(problem.to_dense(layer)[layer] + pair.to_dense(), oracle.W[layer])
             v = trained.optimizer_state.moments["exp_avg_sq"][join_tensor_name(layer, "acc")]
             assert close(tall(layer, v), oracle.v[layer])
 
@@ -250,7 +252,7 @@ def test_clients_of_different_numbers_of_steps_decay_the_base_by_their_shares(mo
     federation = Federation(
         with_extras(method), problem, replace(training, optimizer=replace(training.optimizer, weight_decay=0.5))
     )
-    W, rho, trained = problem.dense(*LAYERS), 1.0, dict[str, Trained]()
+    W, rho, trained = problem.to_dense(*LAYERS), 1.0, dict[str, Trained]()
     original = federation.engine.train
 
     def watched(work: Assignment, examples: Any) -> Trained:
@@ -268,9 +270,9 @@ def test_clients_of_different_numbers_of_steps_decay_the_base_by_their_shares(mo
             mean = torch.zeros_like(W[layer])
             for id, one in trained.items():
                 slots = {slot: value.double() for slot, value in select_slots(one.tensors, layer).items()}
-                pair = federation.job().parametrization[layer].effective(slots).pair
+                pair = federation.job().parametrization[layer].compute_effective(slots).pair
                 assert pair is not None
-                mean += shares[id] * (one.decay * W[layer] + pair.dense())
+                mean += shares[id] * (one.decay * W[layer] + pair.to_dense())
             W[layer] = mean
             assert close(federation.weight(layer), mean)
 
@@ -307,10 +309,10 @@ def test_traffic_is_what_is_transmitted(options: dict[str, Any]) -> None:
     for number in range(4):
         federation.round()
         for id in problem.client_ids:
-            assert federation.elements[id] == federation.declared(id, number)
+            assert federation.elements[id] == federation.declare_claims(id, number)
         synced = {name.partition("/")[2] for name in federation.state.memory}
         assert synced == (
-            set() if method.synchronisation == "none" else {"v", "P"} if method.fits_basis(number) else {"v"}
+            set() if method.synchronisation == "none" else {"v", "P"} if method.is_basis_fitted(number) else {"v"}
         )
 
 
@@ -327,10 +329,16 @@ def test_seeds_of_rounds_and_segments() -> None:
     problem = Problem()
     method = made(problem, rounds_per_seed=2, steps=4, period=2)
     layer = method.spec.layers[0]
-    drawn = [[method.projector(layer, round, segment) for segment in range(2)] for round in range(4)]
+    drawn = [[method.draw_seeded_projector(layer, round, segment) for segment in range(2)] for round in range(4)]
     assert torch.equal(drawn[0][0], drawn[1][0])
     assert torch.equal(drawn[2][1], drawn[3][1])
-    different = [drawn[0][0], drawn[0][1], drawn[2][0], drawn[2][1], replace(method, seed=6).projector(layer, 0, 0)]
+    different = [
+        drawn[0][0],
+        drawn[0][1],
+        drawn[2][0],
+        drawn[2][1],
+        replace(method, seed=6).draw_seeded_projector(layer, 0, 0),
+    ]
     for number, one in enumerate(different):
         assert all(not torch.equal(one, other) for other in different[:number])
 
@@ -375,7 +383,7 @@ def test_ranks_beyond_a_layer_s_are_the_layer_s() -> None:
     federation = Federation(with_extras(method), problem, adamw(LR), ranks=dict.fromkeys(problem.client_ids, 7))
     for number in range(2):
         federation.round()
-        assert federation.elements["client-0"] == federation.declared("client-0", number)
+        assert federation.elements["client-0"] == federation.declare_claims("client-0", number)
     assert federation.replies["client-0"].tensors["fc1/acc"].shape == (8, 5)
     assert federation.replies["client-0"].tensors["fc2/acc"].shape == (8, 6)
 

@@ -36,10 +36,10 @@ def test_matches_a_dense_oracle(decay: float, keep_global: bool) -> None:
     training = sgd(LR, steps=STEPS)
     training = replace(training, optimizer=OptimizerSpec(name="sgd", lr=LR, weight_decay=0.3 if decay else 0.0))
     federation = Federation(with_extras(method), problem, training, ranks=RANKS)
-    W, head = {one: federation.weight(one) for one in LAYERS}, problem.dense(*HEAD)
+    W, head = {one: federation.weight(one) for one in LAYERS}, problem.to_dense(*HEAD)
     factors = {one: tuple(federation.state.tensors[f"{one}/{slot}"].double() for slot in "UV") for one in LAYERS}
     for one in LAYERS:
-        for ours, theirs in zip(factors[one], _split(problem.dense(one)[one]), strict=True):
+        for ours, theirs in zip(factors[one], _split(problem.to_dense(one)[one]), strict=True):
             assert close(ours.abs(), theirs.abs(), 1e-5)  # the server begins in float32; signs are free
     for number, members in enumerate([(0, 1, 2, 3), (0, 2), (0, 1), (0, 1)]):
         cohort = [problem.client_ids[member] for member in members]
@@ -58,7 +58,7 @@ def test_matches_a_dense_oracle(decay: float, keep_global: bool) -> None:
                 for name in HEAD:
                     own_head[name] = own_head[name] - LR * (dense[name] + (0.3 if decay else 0.0) * own_head[name])
             products[id], heads[id] = {one: U[one] @ V[one] for one in LAYERS}, own_head
-            assert federation.elements[id] == federation.declared(id, number)
+            assert federation.elements[id] == federation.declare_claims(id, number)
         mean = average((shares[id], own) for id, own in products.items())
         for one, side in (("fc1", 5), ("fc2", 6)):
             if keep_global and max(RANKS[id] for id in cohort) < side:
@@ -95,7 +95,7 @@ def test_a_rank_that_the_weight_has_lost_can_be_trained_again() -> None:
         assert torch.linalg.matrix_rank(federation.weight(one)) == 1
         assert close(federation.weight(one, "client-2"), federation.weight(one))
     federation.round(["client-2"])
-    assert federation.elements["client-2"] == federation.declared("client-2", 1)
+    assert federation.elements["client-2"] == federation.declare_claims("client-2", 1)
     for one in LAYERS:
         assert torch.linalg.matrix_rank(federation.weight(one)) > 1
 
@@ -122,7 +122,7 @@ class _Random:
     def weight(self, layer: str) -> Tensor:
         return self.weights[layer].clone()
 
-    def extra(self, parameter: str) -> Tensor:
+    def get_extra(self, parameter: str) -> Tensor:
         raise KeyError(parameter)
 
 
@@ -152,7 +152,9 @@ def _weight(method: FedHM, state: ServerState, layer: LayerSpec, client: Client 
     """What a layer computes with: (O, channels * k1 * k2)."""
     job = method.start(method.sync(state, client), client, {}, state.round)
     slots = {slot: value.double() for slot, value in select_slots(job.tensors, layer.name).items()}
-    return compute_dense_change(job.parametrization[layer.name].effective(slots), torch.zeros(layer.shape).double())
+    return compute_dense_change(
+        job.parametrization[layer.name].compute_effective(slots), torch.zeros(layer.shape).double()
+    )
 
 
 @given(
@@ -181,7 +183,7 @@ def test_convolutions_of_any_ranks(rounds: list[list[int]], weights: list[float]
             items.append(StackItem(client, share, trained))
             for layer in CONVOLUTIONS:
                 slots = {slot: value.double() for slot, value in select_slots(trained, layer.name).items()}
-                effective = job.parametrization[layer.name].effective(slots)
+                effective = job.parametrization[layer.name].compute_effective(slots)
                 expected[layer.name] += share * compute_dense_change(effective, torch.zeros(layer.shape).double())
                 sent = sum(trained[join_tensor_name(layer.name, slot)].numel() for slot in "UV")
                 assert sent == min(rank, *layer.rectangle) * sum(layer.rectangle)

@@ -25,7 +25,7 @@ COHORTS = [(0, 1, 2, 3), (1, 2), (0, 2, 3), (0, 1), (0, 1, 2, 3)]  # clients 0 a
 
 
 def _pairs(method: FedLoRU, accumulations: int) -> Pairs:
-    fresh = method.fresh(accumulations)
+    fresh = method.create_factors(accumulations)
     return {one: {slot: fresh[join_tensor_name(one, slot)].double() for slot in "AB"} for one in LAYERS}
 
 
@@ -39,7 +39,7 @@ def test_matches_a_dense_oracle(tau: int, from_scratch: bool) -> None:
     problem = Problem()
     method = _method(problem, tau=tau, from_scratch=from_scratch)
     federation = Federation(with_extras(method), problem, sgd(LR, steps=STEPS))
-    W, head = problem.dense(*LAYERS), problem.dense(*HEAD)
+    W, head = problem.to_dense(*LAYERS), problem.to_dense(*HEAD)
     if from_scratch:
         W = {one: torch.zeros_like(value) for one, value in W.items()}
     pairs, accumulations = _pairs(method, 0), 0
@@ -85,7 +85,7 @@ def test_from_scratch_the_pretrained_target_weights_take_no_part() -> None:
         for number in range(3):
             federation.round()
             for id in problem.client_ids:
-                assert federation.elements[id] == federation.declared(id, number)
+                assert federation.elements[id] == federation.declare_claims(id, number)
         states.append(federation.state)
     assert states[0].tensors.keys() == states[1].tensors.keys()
     for name, value in states[0].tensors.items():
@@ -118,7 +118,7 @@ def test_the_fine_tuning_form_s_list_of_pairs_is_there_until_it_outgrows_the_wei
             state, mean = _update(method, state, number)
             pairs.append(mean)
             for one in LAYERS:
-                total, scaling = state.base.total[one], method.scaling(None)
+                total, scaling = state.base.total[one], method.get_scaling(None)
                 expected = sum(scaling * past[f"{one}/B"].double() @ past[f"{one}/A"].double() for past in pairs)
                 assert isinstance(expected, Tensor)
                 assert close(to_dense(total), expected, 1e-6)
@@ -134,7 +134,7 @@ def test_neither_form_writes_into_a_narrow_weight() -> None:
     problem = Problem()
     adapted = problem.adapted()
     adapted.model.to(torch.bfloat16)
-    before = {one: adapted.layers[one].original().clone() for one in LAYERS}
+    before = {one: adapted.layers[one].get_original().clone() for one in LAYERS}
     method = _method(problem, tau=1)
     state = method.init(adapted)
     for number in range(3):

@@ -76,7 +76,7 @@ def test_rounds_match_dense_averages(ranks: dict[str, int] | None) -> None:
     """Ranks and scalings of their own: nothing is lost, neither on the server nor on a client of a smaller rank."""
     problem = Problem()
     method = FedMomentum(spec=problem.adapted().spec, r=2, lora_alpha=4)
-    oracle = _Oracle(method, problem.dense(*LAYERS), ranks or dict.fromkeys(problem.client_ids, 2))
+    oracle = _Oracle(method, problem.to_dense(*LAYERS), ranks or dict.fromkeys(problem.client_ids, 2))
     made = federation(method, ranks)
     follow(made, oracle, cohorts=[*COHORTS, (2,), EVERYBODY], ranks=ranks)
     for id in problem.client_ids:  # every client starts from the global model
@@ -125,6 +125,6 @@ def test_the_server_s_step_is_exact_for_any_ranks_and_weights(
     found = 2.0 * after.tensors["one/B"] @ after.tensors["one/A"]
     if "one" in after.base.total:
         rest = after.base.total["one"]
-        found = found + (rest if isinstance(rest, torch.Tensor) else rest.dense())
+        found = found + (rest if isinstance(rest, torch.Tensor) else rest.to_dense())
     assert float((found - mean).norm()) < 1e-9 * max(1.0, float(mean.norm()))
     assert (after.tensors[join_tensor_name("one", "A")].norm(dim=1) > 1e-3).all()  # every direction can be trained on

@@ -59,7 +59,7 @@ def test_rounds_match_rotations_by_an_angle(strength: float) -> None:
     problem = Problem()
     method = FedRotLoRA(spec=problem.adapted().spec, r=2, lora_alpha=4, strength=strength)
     made = federation(method)
-    follow(made, _Oracle(problem.dense(*LAYERS), given(made), strength))
+    follow(made, _Oracle(problem.to_dense(*LAYERS), given(made), strength))
 
 
 def test_what_is_sent_is_what_was_trained_rotated_towards_the_global_factor(run_method: RunMethod) -> None:

@@ -38,7 +38,7 @@ class _Oracle:
 def test_rounds_match_dense_products(init_A: str) -> None:
     problem = Problem()
     made = federation(FedSVD(spec=problem.adapted().spec, r=2, lora_alpha=4, init_A=init_A))
-    follow(made, _Oracle(problem.dense(*LAYERS), given(made)), train="B")
+    follow(made, _Oracle(problem.to_dense(*LAYERS), given(made)), train="B")
     for one in LAYERS:
         A, B = made.state.tensors[join_tensor_name(one, "A")], made.state.tensors[join_tensor_name(one, "B")]
         assert close(A @ A.T, torch.eye(2, dtype=torch.float64))
@@ -50,7 +50,7 @@ def test_under_sgd_it_is_ffa_lora_with_an_orthonormal_A() -> None:
     problem = Problem()
     made = federation(FedSVD(spec=problem.adapted().spec, r=2, lora_alpha=4))
     made.round()
-    W, pairs = problem.dense(*LAYERS), given(made)
+    W, pairs = problem.to_dense(*LAYERS), given(made)
     head = {name: made.state.tensors[f"extras/{name}"] for name in HEAD}
     for members in COHORTS:
         ids = [problem.client_ids[member] for member in members]

@@ -55,7 +55,7 @@ def test_rounds_match_dense_averages(ranks: dict[str, int] | None, split: str) -
     """The client of rank 4 joins in the second round, when the server has kept rank 3."""
     problem = Problem()
     method = FlexLoRA(spec=problem.adapted().spec, r=2, lora_alpha=4, split=split)
-    oracle = _Oracle(method, problem.dense(*LAYERS), ranks or dict.fromkeys(problem.client_ids, 2))
+    oracle = _Oracle(method, problem.to_dense(*LAYERS), ranks or dict.fromkeys(problem.client_ids, 2))
     cohorts = [EVERYBODY, EVERYBODY, (1, 3)] if ranks is None else [(0, 1, 2), (1, 2, 3), EVERYBODY, (0, 2), EVERYBODY]
     follow(federation(method, ranks), oracle, cohorts=cohorts, ranks=ranks)
 
@@ -64,7 +64,7 @@ def test_a_client_s_model_is_the_best_of_its_rank() -> None:
     """Eckart-Young for every client; ranks 1 to 4 and so scalings 4 to 1."""
     problem = Problem()
     method = FlexLoRA(spec=problem.adapted().spec, r=2, lora_alpha=4)
-    made, oracle = federation(method, RANKS), _Oracle(method, problem.dense(*LAYERS), RANKS)
+    made, oracle = federation(method, RANKS), _Oracle(method, problem.to_dense(*LAYERS), RANKS)
     follow(made, oracle, cohorts=[EVERYBODY] * 2, ranks=RANKS)
     assert oracle.D is not None
     for id, rank in RANKS.items():

@@ -31,7 +31,7 @@ def made(problem: Problem, **options: Any) -> FLoRG:
 
 def written_out(method: FLoRG, layer: LayerSpec) -> tuple[Tensor, Tensor]:
     """L (O, K) and R (K, I) in float64, whatever form the method keeps them in."""
-    _, fixed = method.fixed(layer)
+    _, fixed = method.build_fixed(layer)
     if "L" in fixed:
         return fixed["L"].double(), fixed["R"].double()
     longer, shorter = max(layer.shape), min(layer.shape)
@@ -63,13 +63,13 @@ def test_rounds_match_dense_gram_matrices(alignment: str, bases: str, center: bo
     problem = Problem()
     method = made(problem, alignment=alignment, bases=bases, center=center)
     federation = Federation(with_extras(method), problem, sgd(LR, steps=STEPS))
-    W, head, s = problem.dense(*LAYERS), problem.dense(*HEAD), 3.0 / 2
+    W, head, s = problem.to_dense(*LAYERS), problem.to_dense(*HEAD), 3.0 / 2
     LR_of = {layer.name: written_out(method, layer) for layer in method.spec.layers}
     A = {layer: federation.state.tensors[join_tensor_name(layer, "A")].double() for layer in LAYERS}
     if center:
         W = {one: W[one] - s * LR_of[one][0] @ A[one].T @ A[one] @ LR_of[one][1] for one in LAYERS}
         for one in LAYERS:
-            assert close(federation.weight(one), problem.dense(one)[one], 1e-7)  # the start is W0
+            assert close(federation.weight(one), problem.to_dense(one)[one], 1e-7)  # the start is W0
 
     for members in [(0, 1, 2, 3), (0, 2, 3), (0, 1, 2, 3)]:
         cohort = [problem.client_ids[member] for member in members]
@@ -168,13 +168,13 @@ def test_only_A_is_transmitted(bases: str, center: bool) -> None:
         federation.round()
         for id in problem.client_ids:
             expected = (2 * (5 + 6) + (0 if number else taken), 2 * (5 + 6))
-            assert federation.elements[id] == federation.declared(id, number) == expected
+            assert federation.elements[id] == federation.declare_claims(id, number) == expected
 
 
 def test_structured_bases_hold_no_matrix() -> None:
     """4096 x 4096: 8192 numbers in place of 33 million."""
     method = FLoRG(spec=Problem().adapted().spec)
-    _, fixed = method.fixed(LayerSpec("big", 4096, 4096))
+    _, fixed = method.build_fixed(LayerSpec("big", 4096, 4096))
     assert sum(value.numel() for value in fixed.values()) == 2 * 4096
 
 
@@ -193,7 +193,7 @@ def test_zero_is_a_stationary_point_and_the_start_is_not() -> None:
         assert all(not close(federation.weight(layer), before[layer], 1e-6) for layer in LAYERS)
     for layer in LAYERS:  # nothing was taken off the base
         assert torch.equal(
-            materialise(problem.dense(layer)[layer], federation.state.base, layer), problem.dense(layer)[layer]
+            materialise(problem.to_dense(layer)[layer], federation.state.base, layer), problem.to_dense(layer)[layer]
         )
 
 
@@ -207,7 +207,7 @@ def test_a_client_s_moments_do_not_outlive_a_rotation(alignment: str) -> None:
         federation.round()
         assert federation.job().generation == expected
         assert federation.state.generation == (expected if alignment == "none" else 0)
-    refusal = Scaffold(inner=method).refusal(method.declared())
+    refusal = Scaffold(inner=method).explain_refusal(method.declare_claims())
     assert (refusal is not None) == (alignment == "none")
 
 
@@ -219,7 +219,7 @@ def test_gram_sums_give_what_stacked_factors_give(alignment: str, r: int) -> Non
     problems = {sums: Problem() for sums in (False, True)}
     for sums, problem in problems.items():
         method = made(problem, alignment=alignment, r=r, gram_sums=sums)
-        assert method.declared().reduction == ("sum" if sums else "stack")
+        assert method.declare_claims().reduction == ("sum" if sums else "stack")
         found[sums] = Federation(with_extras(method), problem, sgd(LR, steps=STEPS))
         for members in [(0, 1, 2, 3), (0, 2, 3), (0, 1, 2, 3)]:
             found[sums].round([problem.client_ids[member] for member in members])

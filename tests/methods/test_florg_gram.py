@@ -26,8 +26,8 @@ def gram(run_method: RunMethod) -> RunMethod:
 
 def test_it_declares_what_it_does(gram: RunMethod) -> None:
     run = gram(KEY)
-    assert run.federation.method.declared().reduction == "sum"
-    assert claims.sends(run) == run.federation.method.declared().sends == "other"
+    assert run.federation.method.declare_claims().reduction == "sum"
+    assert claims.sends(run) == run.federation.method.declare_claims().sends == "other"
     for round in run.rounds:
         assert not any(call.result.stack for call in round.of("contribute"))
 

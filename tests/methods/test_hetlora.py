@@ -52,7 +52,7 @@ def test_pruning_padding_and_weights_match_the_oracle(weighting: str) -> None:
     spec = problem.adapted().spec
     method = HetLoRA(spec=spec, seed=1, r=R, lora_alpha=ALPHA, penalty=PENALTY, gamma=0.5, weighting=weighting)
     federation = Federation(with_extras(method), problem, sgd(LR, steps=STEPS), ranks=asked, lora_alpha=ALPHA)
-    W, head = problem.dense(*LAYERS), problem.dense(*HEAD)
+    W, head = problem.to_dense(*LAYERS), problem.to_dense(*HEAD)
     top = federation.job("client-3").tensors  # slots beyond r, as whoever has them draws them
     # The server's B carries the scaling: W + B A.
     server = {
@@ -179,10 +179,10 @@ def test_cutting_slots_does_not_rescale_the_rest() -> None:
     for rank in (1, 2, 3, 5):
         client = _client(0, rank, 1.0)
         job = method.start(method.sync(state, client), client, {}, state.round)
-        pair = job.parametrization["layer"].effective(select_slots(job.tensors, "layer")).pair
+        pair = job.parametrization["layer"].compute_effective(select_slots(job.tensors, "layer")).pair
         assert pair is not None
         assert pair.rank == rank
-        assert close(pair.dense(), 2.0 * B[:, :rank] @ A[:rank], 1e-6)
+        assert close(pair.to_dense(), 2.0 * B[:, :rank] @ A[:rank], 1e-6)
     assert len({tuple(method.sync(state, _client(k, 5, 1.0)).tensors["layer/A"][4].tolist()) for k in range(3)}) == 1
 
 
@@ -194,7 +194,7 @@ def test_a_reply_of_zeros_does_not_stop_the_round() -> None:
     reducer, replies = Reducer(cohort), [_reply(rng, 3, zero=True) for _ in cohort]
     for client, one in zip(cohort, replies, strict=True):
         reducer.add(client.id, method.contribute(Message(one), client))
-    after = method.update(state, reducer.result()).tensors
+    after = method.update(state, reducer.compute_result()).tensors
     expected = 0.25 * replies[0]["layer/A"] + 0.75 * replies[1]["layer/A"]
     assert torch.allclose(after["layer/A"], expected, atol=1e-6)
     assert not after["layer/B"].any()

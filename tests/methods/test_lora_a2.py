@@ -51,7 +51,7 @@ def _masked(value: Tensor, slots: set[int], slot: str) -> Tensor:
 def test_probe_selection_masks_and_aggregation_match_the_oracle() -> None:
     problem = Problem()
     federation = _federation(problem)
-    W, head = problem.dense(*LAYERS), problem.dense(*HEAD)
+    W, head = problem.to_dense(*LAYERS), problem.to_dense(*HEAD)
     server = {one: {s: federation.state.tensors[join_tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
     for number in range(4):
         slot, lr = ("B", 5 * LR) if number % 2 == 0 else ("A", LR)
@@ -87,7 +87,7 @@ def test_what_the_probe_trained_is_thrown_away() -> None:
     everything = dict.fromkeys(problem.client_ids, R)
     method = LoRAA2(spec=problem.adapted().spec, seed=2, r=R, lora_alpha=SCALING * R)
     federation = Federation(with_extras(method, "frozen"), problem, sgd(LR, epochs=STEPS), ranks=everything)
-    W, head = problem.dense(*LAYERS), problem.dense(*HEAD)
+    W, head = problem.to_dense(*LAYERS), problem.to_dense(*HEAD)
     mine = {one: {s: federation.state.tensors[join_tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
     federation.round()
     descend(problem, "client-0", W, head, mine, SCALING, 5 * LR, STEPS, train="B", train_head=False)
@@ -116,7 +116,7 @@ def test_the_head_does_not_train_in_a_probe() -> None:
     method = LoRAA2(spec=problem.adapted().spec, seed=2, r=R, lora_alpha=SCALING * R)
     everything = dict.fromkeys(problem.client_ids, R)
     federation = Federation(with_extras(method), problem, sgd(LR, epochs=STEPS), ranks=everything)
-    W, head = problem.dense(*LAYERS), problem.dense(*HEAD)
+    W, head = problem.to_dense(*LAYERS), problem.to_dense(*HEAD)
     mine = {one: {s: federation.state.tensors[join_tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
     federation.round()
     for _ in range(STEPS):
@@ -141,7 +141,7 @@ def test_a_client_sends_as_many_slots_as_its_budget_and_never_more_than_there_ar
             slots = sum(len(federation.replies[id].tensors[join_tensor_name(one, "slots")]) for one in LAYERS)
             assert slots == min(rank, R) * len(LAYERS)
             if rank >= R:  # all are chosen, so that it does not matter which
-                assert (down, up) == federation.declared(id, number)
+                assert (down, up) == federation.declare_claims(id, number)
 
 
 def test_a_slot_that_nobody_chose_stays_where_it_was() -> None:

@@ -75,7 +75,7 @@ def test_rounds_match_the_dense_objective(options: dict[str, object]) -> None:
     problem = Problem()
     method = LoRAFAIR(spec=problem.adapted().spec, r=2, lora_alpha=4, **options)  # type: ignore[arg-type]
     made = federation(method)
-    follow(made, _Oracle(problem.dense(*LAYERS), given(made), method), tolerance=1e-8)
+    follow(made, _Oracle(problem.to_dense(*LAYERS), given(made), method), tolerance=1e-8)
 
 
 def replies(seed: int, zero: bool = False) -> tuple[Reduced, Tensor]:

@@ -51,7 +51,7 @@ def test_what_a_personal_method_shares_is_the_mean_and_the_rest_stays_on_the_cli
             for name in state
         }
         if anew := round.after.state.generation != round.before.state.generation:
-            job = run.prepared.evaluator.job(round.after, None)
+            job = run.prepared.evaluator.build_job(round.after, None)
             for layer, parametrization in job.parametrization.items():
                 averaged = run.change(layer, round.before.state.base, parametrization, {**job.tensors, **means})
                 assert relative(run.global_change(layer, round.after), averaged) < 1e-6
@@ -70,12 +70,12 @@ def sends(run: MethodRun) -> str:
     """What wrappers may make of the replies: the claim's own words."""
     values, something = True, False
     for round in run.rounds:
-        method, everything = run.federation.method, run.prepared.evaluator.job(round.before, None).tensors
+        method, everything = run.federation.method, run.prepared.evaluator.build_job(round.before, None).tensors
         replies = split_messages(round)
         something |= any(replies.values())
         for contribution, reply in ((call.result, dict(call.args[0].tensors)) for call in round.of("contribute")):
             identity = contribution.weight is None and differences(contribution.sum, reply) == []
-            values &= method.declared().reduction == "stack" or identity
+            values &= method.declare_claims().reduction == "stack" or identity
         for local in round.trained:
             start = local.job.tensors
             values &= all(
@@ -144,7 +144,7 @@ def test_the_order_of_replies_does_not_matter(key: str, run_method: RunMethod) -
             reducer = Reducer([client for client, _ in order])
             for client, contribution in order:
                 reducer.add(client.id, contribution)
-            after = run.federation.method.update(round.before.state, reducer.result())
+            after = run.federation.method.update(round.before.state, reducer.compute_result())
             assert differences(after, round.after.state) == []
 
 
@@ -173,7 +173,7 @@ def test_clients_of_different_ranks_train_together(key: str, run_method: RunMeth
                 assert parametrization.scaling == 6 / RANKS[local.client]
         if METHODS[key].claims.exact:
             assert max(errors(run, round).values()) < 1e-6
-    for ids, job in run.prepared.evaluator.models(run.rounds[-1].after):
+    for ids, job in run.prepared.evaluator.iterate_models(run.rounds[-1].after):
         own = run.federation.clients[ids[0]].client.scaling if len(ids) == 1 else 6 / largest
         if isinstance(parametrization := job.parametrization[layer], LoRA):
             assert parametrization.scaling == own

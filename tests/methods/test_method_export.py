@@ -53,7 +53,7 @@ def logits_by_peft(prepared: Prepared, adapter: Path) -> Tensor:
 def logits_by_engine(prepared: Prepared, progress: Progress, client: str | None) -> Tensor:
     examples = prepared.test
     assert examples is not None
-    job = prepared.evaluator.job(progress, client)
+    job = prepared.evaluator.build_job(progress, client)
     return prepared.engine.predict(job, examples, np.arange(len(examples)), len(examples))
 
 

@@ -138,7 +138,7 @@ def test_a_failed_round_leaves_no_dropout_in_the_model(
     indices = made.federation.clients["west"].train
 
     def predictions() -> Tensor:
-        return made.engine.predict(made.evaluator.job(progress, None), made.train, indices, 8)
+        return made.engine.predict(made.evaluator.build_job(progress, None), made.train, indices, 8)
 
     def failing(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         raise _Unplugged

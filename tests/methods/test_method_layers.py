@@ -126,7 +126,7 @@ def by_peft(made: Prepared, adapter: Path) -> Tensor:
 
 def by_engine(made: Prepared, progress: Progress, client: str | None) -> Tensor:
     assert made.test is not None
-    return made.engine.predict(made.evaluator.job(progress, client), made.test, np.arange(len(made.test)), 50)
+    return made.engine.predict(made.evaluator.build_job(progress, client), made.test, np.arange(len(made.test)), 50)
 
 
 @each

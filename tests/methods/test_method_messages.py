@@ -34,7 +34,7 @@ def with_policy(run_method: RunMethod, key: str, policy: str) -> MethodRun:
 
 def initial_extras(run: MethodRun) -> dict[str, Tensor]:
     adapted = run.prepared.engine.adapted
-    return {join_extra_name(path): adapted.extra(path) for path in adapted.extras}
+    return {join_extra_name(path): adapted.get_extra(path) for path in adapted.extras}
 
 
 def extras_of(tensors: Tensors) -> dict[str, Tensor]:
@@ -95,7 +95,7 @@ def test_a_local_head_makes_every_client_s_model_its_own(key: str, run_method: R
     """There is no one model to evaluate then, whatever the method does with its factors."""
     run = with_policy(run_method, key, "local")
     progress = run.rounds[-1].after
-    models = {ids: job for ids, job in run.prepared.evaluator.models(progress)}
+    models = {ids: job for ids, job in run.prepared.evaluator.iterate_models(progress)}
     assert set(models) == {(id,) for id in run.federation.clients}
     heads = {id: extras_of(progress.memories[id]) for id in progress.last_rounds}
     assert len(heads) > 1
@@ -112,7 +112,7 @@ def test_a_client_that_was_away_catches_up_exactly(key: str, run_method: RunMeth
     away = 0
     for number, round in enumerate(run.rounds):
         state = round.before.state
-        everything = run.prepared.evaluator.job(round.before, None)
+        everything = run.prepared.evaluator.build_job(round.before, None)
         for id in run.federation.clients:
             client = run.federation.client(id, round.before)
             away += client.last_round is not None and client.last_round < number - 1

@@ -147,7 +147,7 @@ def test_fedsa_lora_never_sends_B_and_everybody_starts_from_the_newest_A(run_met
     for round in run.rounds:
         assert all(slots(message) == {"A"} for _, _, message in sent(round))
         for id in run.federation.clients:
-            job = run.prepared.evaluator.job(round.before, id)
+            job = run.prepared.evaluator.build_job(round.before, id)
             for layer in run.layers:
                 B, A = join_tensor_name(layer.name, "B"), join_tensor_name(layer.name, "A")
                 assert torch.equal(job.tensors[A], round.before.state.tensors[A])
@@ -234,7 +234,7 @@ def test_fedavg_is_full_fine_tuning_of_the_target_weights(tiny_folder: Path, pre
         parameters = {path: value for path, value in model.named_parameters() if path in ours}
         with torch.no_grad():
             for path in made.engine.adapted.extras:
-                parameters[path].copy_(made.engine.adapted.extra(path))
+                parameters[path].copy_(made.engine.adapted.get_extra(path))
         loop(model, torch.optim.SGD(parameters.values(), lr=0.1), batches(made, id, 0))
         for path, value in parameters.items():
             means[path] = means[path] + examples[id] / sum(examples.values()) * value.detach().double()

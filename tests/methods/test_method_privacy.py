@@ -65,7 +65,7 @@ def settings(folder: Path, key: str, mechanism: str, noise: float = 0.1, **chang
 
 
 def fits(key: str, mechanism: str) -> bool:
-    claims = METHODS[key](spec=tiny_spec()).declared()
+    claims = METHODS[key](spec=tiny_spec()).declare_claims()
     if claims.sends == "nothing":
         return False
     if mechanism == "central":

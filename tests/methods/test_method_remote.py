@@ -41,7 +41,7 @@ class LocalTraining(ReplyingTransport):
                 answer = self.hosts[id].answer(order)
             except FedspanError as error:
                 answer = refuse(order, error)
-            yield id, answer.envelope()
+            yield id, answer.to_envelope()
 
 
 def remote(prepared: Prepared, folder: Path, **rules: Any) -> Federation:

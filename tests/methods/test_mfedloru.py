@@ -69,10 +69,10 @@ def test_matches_a_dense_oracle() -> None:
     problem = Problem()
     method = MFedLoRU(spec=problem.adapted().spec, seed=SEED, r=R, lora_alpha=ALPHA, tau=TAU, nested_scaling=NESTED)
     federation = Federation(with_extras(method), problem, sgd(LR, steps=STEPS), ranks=RANKS, lora_alpha=ALPHA)
-    W, head = problem.dense(*LAYERS), problem.dense(*HEAD)
+    W, head = problem.to_dense(*LAYERS), problem.to_dense(*HEAD)
 
     def fresh(generation: int) -> Pairs:
-        drawn = method.fresh(generation)
+        drawn = method.create_factors(generation)
         return {one: {slot: drawn[join_tensor_name(one, slot)].double() for slot in "AB"} for one in LAYERS}
 
     pairs = fresh(0)
@@ -95,7 +95,7 @@ def test_matches_a_dense_oracle() -> None:
             W = {one: W[one] + S * pairs[one]["B"] @ pairs[one]["A"] for one in LAYERS}
             pairs = fresh((number + 1) // TAU)
             for one in LAYERS:
-                assert close(to_dense(federation.state.base.total[one]), W[one] - problem.dense(one)[one])
+                assert close(to_dense(federation.state.base.total[one]), W[one] - problem.to_dense(one)[one])
         for one in LAYERS:
             for slot in "AB":
                 assert close(federation.state.tensors[join_tensor_name(one, slot)], pairs[one][slot])
@@ -116,7 +116,7 @@ def test_only_nested_factors_are_uploaded() -> None:
         for id, reply in federation.replies.items():
             slots = {name.partition("/")[2] for name in reply.tensors} - set(HEAD)
             assert slots == ({"A_d", "A_u", "B_d", "B_u"} if RANKS[id] < R else {"A", "B"})
-            assert federation.elements[id] == federation.declared(id, number)
+            assert federation.elements[id] == federation.declare_claims(id, number)
     # r_A (m + r) + r_B (r + n) of the paper, with the letters swapped: fc1 is 8 x 5, fc2 6 x 8.
     assert federation.elements["client-0"][1] == (8 + R) + (R + 5) + (6 + R) + (R + 8)
 
@@ -180,16 +180,16 @@ def test_a_nested_product_starts_at_zero_and_again_every_round(rank: int) -> Non
     for number in range(3):
         job = method.start(method.sync(state, client), client, {}, state.round)
         for one in LAYERS:
-            pair = job.parametrization[one].effective(
+            pair = job.parametrization[one].compute_effective(
                 {k.partition("/")[2]: v for k, v in job.tensors.items() if one in k}
             )
             assert pair.pair is not None
-            assert pair.pair.scale == method.scaling(None)
+            assert pair.pair.scale == method.get_scaling(None)
             assert torch.equal(pair.pair.B, job.tensors[f"{one}/B"])
             assert torch.equal(pair.pair.A, job.tensors[f"{one}/A"])
             assert job.tensors[f"{one}/B_u"].any()
         assert job.generation == number
         drawn.append(job.tensors["fc1/A_u"])
-        state = state.next()
+        state = state.advance_round()
     assert not torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[1], drawn[2])

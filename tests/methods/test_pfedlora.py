@@ -42,7 +42,7 @@ def test_matches_a_dense_oracle(variant: Literal[1, 2]) -> None:
     method = PFedLoRA(spec=problem.adapted().spec, seed=5, variant=variant, personal_epochs=PERSONAL_STEPS)
     training = sgd(LR, epochs=STEPS)
     federation = Federation(with_extras(method), problem, training, ranks=RANKS, lora_alpha=ALPHA)
-    server = problem.dense()
+    server = problem.to_dense()
     personal: dict[str, Weights] = {}
     for id, party in federation.parties.items():
         pair = draw_personal_pair(method, RANKS[id], party.client)
@@ -86,6 +86,6 @@ def test_the_pair_is_never_transmitted(variant: Literal[1, 2]) -> None:
         federation.round()
         for id, reply in federation.replies.items():
             assert {name.partition("/")[2] for name in reply.tensors} == {"W", *HEAD}
-            assert federation.elements[id] == federation.declared(id, number)
+            assert federation.elements[id] == federation.declare_claims(id, number)
         pairs = {tuple(party.memory["fc1/U"].flatten().tolist()) for party in federation.parties.values()}
         assert len(pairs) == len(RANKS)

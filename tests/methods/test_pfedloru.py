@@ -56,9 +56,9 @@ def test_two_phases_personal_memory_and_accumulation_match_a_dense_oracle() -> N
     )
     federation = Federation(with_extras(method), problem, sgd(LR, epochs=GLOBAL_STEPS))
 
-    W = problem.dense(*LAYERS)
-    head = problem.dense(*HEAD)
-    fresh = method.fresh(0)
+    W = problem.to_dense(*LAYERS)
+    head = problem.to_dense(*HEAD)
+    fresh = method.create_factors(0)
     shared = {one: {s: fresh[join_tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
     personal: dict[str, Pairs] = {}
     for id, party in federation.parties.items():
@@ -84,7 +84,7 @@ def test_two_phases_personal_memory_and_accumulation_match_a_dense_oracle() -> N
         shared, head = after, head_after
         if (number + 1) % TAU == 0:
             accumulations += 1
-            fresh = method.fresh(accumulations)
+            fresh = method.create_factors(accumulations)
             for one in LAYERS:
                 W[one] = W[one] + SCALING * shared[one]["B"] @ shared[one]["A"]
                 shared[one] = {slot: fresh[join_tensor_name(one, slot)].double() for slot in "AB"}
@@ -94,7 +94,7 @@ def test_two_phases_personal_memory_and_accumulation_match_a_dense_oracle() -> N
             for slot in "AB":
                 assert close(state.tensors[join_tensor_name(one, slot)].double(), shared[one][slot])
             if accumulations:
-                assert close(to_dense(state.base.total[one]), W[one] - problem.dense(one)[one])
+                assert close(to_dense(state.base.total[one]), W[one] - problem.to_dense(one)[one])
             assert close(federation.weight(one), W[one] + SCALING * shared[one]["B"] @ shared[one]["A"])
         for id, party in federation.parties.items():
             for one in LAYERS:
@@ -119,7 +119,7 @@ def test_the_personal_pair_is_never_transmitted() -> None:
             assert {name.partition("/")[2] for name in reply.tensors} == {"A", "B", *HEAD}
             down, up = federation.elements[id]
             # The declared cost is that of FedLoRU, whatever L and U weigh.
-            assert (down, up) == federation.declared(id, number)
+            assert (down, up) == federation.declare_claims(id, number)
 
 
 def test_a_lost_reply_advances_neither_memory_nor_base() -> None:

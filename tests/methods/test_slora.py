@@ -44,7 +44,7 @@ def test_matches_a_dense_oracle(sparse_rounds: int, lr_scale: float) -> None:
     )
     training = sgd(LR, steps=STEPS)
     federation = Federation(with_extras(method), problem, training, ranks=None, lora_alpha=S * R)
-    W0, head = problem.dense(*LAYERS), problem.dense(*HEAD)
+    W0, head = problem.to_dense(*LAYERS), problem.to_dense(*HEAD)
     W, pairs = dict(W0), Pairs()
     for number, members in enumerate(COHORTS):
         cohort = [problem.client_ids[member] for member in members]
@@ -97,11 +97,11 @@ def test_only_masked_values_are_transmitted_and_only_they_move() -> None:
         for id, reply in federation.replies.items():
             slots = {name.partition("/")[2] for name in reply.tensors} - set(HEAD)
             assert slots == ({"values"} if number < 2 else {"A", "B"})
-            assert federation.elements[id] == federation.declared(id, number)
+            assert federation.elements[id] == federation.declare_claims(id, number)
         if number == 0:
             assert federation.elements["client-0"] == (0, round(0.3 * 40) + round(0.3 * 48))
             for one in LAYERS:
-                moved = federation.weight(one) - problem.dense(one)[one] != 0
+                moved = federation.weight(one) - problem.to_dense(one)[one] != 0
                 assert torch.equal(moved.double(), _mask(one))
 
 

@@ -74,8 +74,8 @@ def with_weights(kind: str, folder: Path, change: Callable[[str, Tensor], Tensor
     model.load_state_dict(like.state_dict())
     for name, layer in adapt(tiny.fresh_classifier(folder / kind), kind).layers.items():
         parameter = model.get_parameter(f"{name}.weight")
-        weight = layer.original()
-        parameter.data.copy_(layer.operator.stored(change(name, weight)))
+        weight = layer.get_original()
+        parameter.data.copy_(layer.operator.to_stored(change(name, weight)))
     return model
 
 
@@ -134,7 +134,7 @@ def test_a_base_update_replaces_the_weight_and_W0_comes_back(kind: str, tiny_fol
     base = BaseUpdate().add(Increment(1, first)).add(Increment(2, second, decay=0.9))
     adapted.set_base(base)
     plain = with_weights(
-        kind, tiny_folder, lambda name, W: 0.9 * (W + first[name].dense()) + second[name].dense(), like=model
+        kind, tiny_folder, lambda name, W: 0.9 * (W + first[name].to_dense()) + second[name].to_dense(), like=model
     )
     assert distance(logits(model), logits(plain)) < 1e-5
     assert all(torch.equal(adapted.weight(name), original) for name, original in originals.items())
@@ -149,8 +149,8 @@ def test_whole_weights_and_factors_without_a_base(kind: str, tiny_folder: Path) 
     adapted = adapt(model, kind)
     pairs = random_pairs(adapted)
     factors = {"U": {name: pair.B for name, pair in pairs.items()}, "V": {name: pair.A for name, pair in pairs.items()}}
-    plain = with_weights(kind, tiny_folder, lambda name, W: pairs[name].dense(), like=model)
-    install(adapted, Dense(), W={name: pair.dense() for name, pair in pairs.items()})
+    plain = with_weights(kind, tiny_folder, lambda name, W: pairs[name].to_dense(), like=model)
+    install(adapted, Dense(), W={name: pair.to_dense() for name, pair in pairs.items()})
     assert distance(logits(model), logits(plain)) < 1e-5
     install(adapted, Factorised(), **factors)
     assert distance(logits(model), logits(plain)) < 1e-5
@@ -163,17 +163,17 @@ def test_captured_gradients_are_those_of_the_whole_weight(kind: str, tiny_folder
     pairs = random_pairs(adapted)
     install_pairs(adapted, pairs, 1.0)
     found: dict[str, list[LowRank]] = {name: [] for name in adapted.layers}
-    with adapted.captured_gradients(lambda name, gradient: found[name].append(gradient)):
+    with adapted.capture_gradients(lambda name, gradient: found[name].append(gradient)):
         model(**BATCH).logits.square().sum().backward()
     model(**BATCH).logits.square().sum().backward()  # outside of the context nothing is captured
-    plain = with_weights(kind, tiny_folder, lambda name, W: W + pairs[name].dense(), like=model)
+    plain = with_weights(kind, tiny_folder, lambda name, W: W + pairs[name].to_dense(), like=model)
     plain(**BATCH).logits.square().sum().backward()
     for name, layer in adapted.layers.items():
         gradient = plain.get_parameter(f"{name}.weight").grad
         assert gradient is not None
-        expected = layer.operator.matrix(gradient)
+        expected = layer.operator.to_matrix(gradient)
         (captured,) = found[name]
-        assert distance(captured.dense(), expected) < 1e-5 * float(expected.abs().max())
+        assert distance(captured.to_dense(), expected) < 1e-5 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -202,9 +202,9 @@ def test_a_layer_used_twice_has_one_gradient(recomputed: bool) -> None:
     slots = {"shared/A": torch.zeros(1, 5), "shared/B": torch.zeros(4, 1)}
     adapted.install({"shared": LoRA(1.0)}, slots, frozenset(slots))
     found: list[LowRank] = []
-    with adapted.captured_gradients(lambda name, gradient: found.append(gradient)):
+    with adapted.capture_gradients(lambda name, gradient: found.append(gradient)):
         model(x).square().sum().backward()
-    assert torch.allclose(torch.stack([gradient.dense() for gradient in found]).sum(0), expected, atol=1e-6)
+    assert torch.allclose(torch.stack([gradient.to_dense() for gradient in found]).sum(0), expected, atol=1e-6)
     assert len(found) == 1
 
 
@@ -219,7 +219,7 @@ def test_what_is_installed_is_a_copy_and_extras_fall_back_to_what_was_loaded(tin
             assert value.requires_grad
             value.fill_(7.0)
     assert all(torch.equal(pair.A, before[name]) for name, pair in pairs.items())
-    name, loaded = join_extra_name("classifier.bias"), adapted.extra("classifier.bias")
+    name, loaded = join_extra_name("classifier.bias"), adapted.get_extra("classifier.bias")
     live = adapted.install({}, {name: torch.ones(4)}, frozenset([name]))
     assert live[name] is model.get_parameter("classifier.bias")
     assert torch.equal(live[name].detach(), torch.ones(4))

@@ -54,7 +54,7 @@ def logits(prepared: Prepared, model: torch.nn.Module) -> Tensor:
 
 def engine_logits(prepared: Prepared, progress: Any) -> Tensor:
     assert prepared.test is not None
-    job = prepared.evaluator.job(progress, None)
+    job = prepared.evaluator.build_job(progress, None)
     return prepared.engine.predict(job, prepared.test, np.arange(len(prepared.test)), 50)
 
 
@@ -137,7 +137,7 @@ def test_the_scaling_is_folded_into_what_is_read(tiny_folder: Path, prepared: Pr
     assert read.factors.keys() == prepared.engine.adapted.operators.keys()
     for name, pair in read.factors.items():
         A, B = (tensors[f"base_model.model.{name}.lora_{slot}.weight"] for slot in "AB")
-        assert torch.allclose(pair.dense(), 1.5 * B @ A, atol=1e-6)
+        assert torch.allclose(pair.to_dense(), 1.5 * B @ A, atol=1e-6)
     assert read.extras.keys() == {"classifier.weight", "classifier.bias"}
 
 
@@ -153,13 +153,13 @@ def test_the_rank_of_an_export_is_the_sum_of_its_parts_at_most_the_layer_s(prepa
         layer.name: LowRank(torch.randn(layer.out_features, 3, generator=rng), torch.randn(3, layer.in_features))
         for layer in adapted.spec.layers
     }
-    dense = {name: pair.dense() for name, pair in pairs.items()}
+    dense = {name: pair.to_dense() for name, pair in pairs.items()}
     for deltas, ranks in ((pairs, {5}), (dense, {16})):
         updates = compute_layer_updates(job, BaseUpdate().add(Increment(1, deltas)), adapted)
         assert {pair.rank for pair in updates.values()} == ranks
         for layer in adapted.spec.layers:
             ones = 2 * 2 * torch.ones(layer.shape)  # scaling 2, rank 2
-            assert torch.allclose(updates[layer.name].dense(), dense[layer.name] + ones, atol=1e-5)
+            assert torch.allclose(updates[layer.name].to_dense(), dense[layer.name] + ones, atol=1e-5)
     assert {pair.rank for pair in compute_layer_updates(job, BaseUpdate(), adapted).values()} == {2}
     with pytest.raises(FedspanError, match="a merged model"):
         compute_layer_updates(job, BaseUpdate().add(Increment(1, {}, decay=0.5)), adapted)

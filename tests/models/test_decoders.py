@@ -39,7 +39,7 @@ def exported(prepared: Prepared, tmp_path: Path, auto: Any, **options: Any) -> t
     theirs = PeftModel.from_pretrained(base, str(adapter)).eval()
     batch = prepared.task.batch(prepared.train, [0, 5, 9], torch.device("cpu"))
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    job = prepared.evaluator.job(progress, None)
+    job = prepared.evaluator.build_job(progress, None)
     prepared.engine.adapted.model.eval()
     prepared.engine.adapted.install(job.parametrization, job.tensors, frozenset())
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_a_decoder_s_classifier_gives_the_same_logits_in_peft(family: str, decod
 @families
 def test_padding_does_not_change_what_a_decoder_s_classifier_says(family: str, decoders: Path) -> None:
     prepared = prepare(parse_config(classifier(decoders, family)))
-    job, indices = prepared.evaluator.job(prepared.federation.begin(), None), np.arange(12)
+    job, indices = prepared.evaluator.build_job(prepared.federation.begin(), None), np.arange(12)
     together = prepared.engine.predict(job, prepared.train, indices, 12)
     alone = prepared.engine.predict(job, prepared.train, indices, 1)
     assert torch.allclose(together, alone, rtol=1e-4, atol=1e-5)

@@ -36,8 +36,8 @@ def test_what_is_moved_comes_back(cohort: tuple[np.ndarray, int, int], width: in
     assert torch.equal(packed[0, : layout.used], x[real])
     assert not packed[0, layout.used :].any()
     assert torch.equal(layout.unpack(packed), x * real[:, :, None])
-    assert torch.equal(layout.ungroup(layout.by_client(packed)), packed[0])
-    grouped = layout.by_client(packed)
+    assert torch.equal(layout.ungroup(layout.group_by_client(packed)), packed[0])
+    grouped = layout.group_by_client(packed)
     for client, own in enumerate(real.view(clients, -1, tokens)):
         assert torch.equal(grouped[client, : own.sum()], x.view(clients, -1, tokens, width)[client][own])
 

@@ -112,7 +112,7 @@ def close(one: Tensor, other: Tensor, tolerance: float = 1e-12) -> bool:
 
 def with_weight(plain: nn.Module, adapted: AdaptedModel, W_OI: Tensor) -> nn.Module:
     weight = plain.get_parameter("weight")
-    weight.data = adapted.layers["layer"].operator.stored(W_OI.detach()).to(weight.dtype).clone()
+    weight.data = adapted.layers["layer"].operator.to_stored(W_OI.detach()).to(weight.dtype).clone()
     return plain
 
 
@@ -128,14 +128,14 @@ def test_every_parametrization_is_the_module_with_that_weight(kind: str, name: s
     (out * direction).sum().backward()
 
     leaves = {name: value.clone().requires_grad_() for name, value in tensors.items()}
-    original = adapted.layers["layer"].original()
-    W_OI = original + compute_dense_change(parametrization.effective(by_slot(leaves)), original)
+    original = adapted.layers["layer"].get_original()
+    W_OI = original + compute_dense_change(parametrization.compute_effective(by_slot(leaves)), original)
     expected = with_weight(plain, adapted, W_OI)(x)
     assert close(out.detach(), expected.detach())
     (expected * direction).sum().backward()
     gradient = plain.get_parameter("weight").grad
     assert gradient is not None
-    W_OI.backward(adapted.layers["layer"].operator.matrix(gradient))
+    W_OI.backward(adapted.layers["layer"].operator.to_matrix(gradient))
     for name, leaf in leaves.items():
         found, wanted = live[name].grad, leaf.grad
         assert found is not None
@@ -151,18 +151,18 @@ def test_captured_gradients_are_autograd_s(kind: str) -> None:
     tensors = drawn(adapted, "LoRA")
     adapted.install({"layer": LoRA(0.7)}, tensors, frozenset(tensors))
     found: list[LowRank] = []
-    original = adapted.layers["layer"].original()
-    change = compute_dense_change(LoRA(0.7).effective(by_slot(tensors)), original)
+    original = adapted.layers["layer"].get_original()
+    change = compute_dense_change(LoRA(0.7).compute_effective(by_slot(tensors)), original)
     plain = with_weight(plain, adapted, original + change)
     for _ in range(2):
         direction = torch.randn_like(plain(x))
-        with adapted.captured_gradients(lambda name, gradient: found.append(gradient)):
+        with adapted.capture_gradients(lambda name, gradient: found.append(gradient)):
             (adapted.model(x) * direction).sum().backward()
         (plain(x) * direction).sum().backward()
     expected = plain.get_parameter("weight").grad
     assert expected is not None
     assert {factor.dtype for gradient in found for factor in (gradient.A, gradient.B)} == {torch.float32}
-    assert close(concatenate(found).dense().double(), adapted.layers["layer"].operator.matrix(expected), 1e-5)
+    assert close(concatenate(found).to_dense().double(), adapted.layers["layer"].operator.to_matrix(expected), 1e-5)
 
 
 @of_each_module
@@ -171,18 +171,18 @@ def test_a_base_update_moves_the_weight_and_leaves_w0(kind: str, form: str) -> N
     adapted, plain, x = made(kind, torch.float32)
     layer = adapted.layers["layer"]
     m, n = layer.operator.shape
-    stored, W_OI = layer.stored_weight.detach().clone(), layer.original().clone()
+    stored, W_OI = layer.stored_weight.detach().clone(), layer.get_original().clone()
     delta = LowRank(torch.randn(m, 1), torch.randn(1, n), 0.5) if form == "pair" else torch.randn(m, n)
-    dense = delta.dense() if isinstance(delta, LowRank) else delta
+    dense = delta.to_dense() if isinstance(delta, LowRank) else delta
     base = BaseUpdate().add(Increment(0, {"layer": delta}, decay=0.5))
     tensors = {name: value.float() for name, value in drawn(adapted, "LoRA").items()}
-    pair = LoRA(0.7).effective(by_slot(tensors)).pair
+    pair = LoRA(0.7).compute_effective(by_slot(tensors)).pair
     assert pair is not None
     adapted.set_base(base)
     adapted.install({"layer": LoRA(0.7)}, tensors, frozenset())
-    expected = with_weight(plain, adapted, 0.5 * W_OI + dense + pair.dense())(x)
+    expected = with_weight(plain, adapted, 0.5 * W_OI + dense + pair.to_dense())(x)
     assert close(adapted.model(x), expected, 1e-5)
-    assert torch.equal(layer.original(), W_OI)
+    assert torch.equal(layer.get_original(), W_OI)
     assert torch.equal(adapted.weight("layer"), W_OI)
     adapted.set_base(BaseUpdate())
     adapted.install({}, {}, frozenset())
@@ -204,8 +204,8 @@ def test_in_bfloat16_the_update_stays_beside_the_weight(kind: str, form: str) ->
     out = adapted.model(x)
     assert out.dtype == torch.bfloat16
     assert torch.equal(layer.stored_weight, stored)
-    dense = delta.dense() if isinstance(delta, LowRank) else delta
-    wide = with_weight(plain.double(), adapted, layer.original().double() + dense.double())
+    dense = delta.to_dense() if isinstance(delta, LowRank) else delta
+    wide = with_weight(plain.double(), adapted, layer.get_original().double() + dense.double())
     expected = wide(x.double() if x.is_floating_point() else x)
     assert close(out.double(), expected, 2e-2)
     with pytest.raises(FedspanError, match="this method scales the base"):
@@ -219,9 +219,9 @@ def test_decay_within_a_job_shrinks_the_base_and_not_the_bias(kind: str) -> None
     tensors = drawn(adapted, "LoRA")
     adapted.install({"layer": LoRA(0.7)}, tensors, frozenset())
     layer.shrink = 0.25
-    pair = LoRA(0.7).effective(by_slot(tensors)).pair
+    pair = LoRA(0.7).compute_effective(by_slot(tensors)).pair
     assert pair is not None
-    expected = with_weight(plain, adapted, 0.25 * layer.original() + pair.dense())(x)
+    expected = with_weight(plain, adapted, 0.25 * layer.get_original() + pair.to_dense())(x)
     assert close(adapted.model(x), expected)
 
 

@@ -71,7 +71,7 @@ def logits_of(folder: Path) -> Tensor:
     from datasets import Dataset
 
     rows = Dataset.from_dict({"text": TEXTS, "label": [0] * len(TEXTS)})
-    return served.predictions(served.task.encode(rows))
+    return served.compute_predictions(served.task.encode(rows))
 
 
 def test_the_builtin_encoder_is_known_as_mean_and_normalised() -> None:
@@ -114,10 +114,10 @@ class Notes(Listener):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def noted(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.notes.append(text)
 
-    def round_finished(self, row: Any) -> None:
+    def on_round_finish(self, row: Any) -> None:
         if row["round"] == 1 and not self.notes:
             raise KeyboardInterrupt
 
@@ -225,12 +225,12 @@ def test_engines_agree(encoders: Path, runs: dict[str, Path], tmp_path: Path) ->
 def test_a_run_starts_from_an_exported_adapter(encoders: Path, runs: dict[str, Path]) -> None:
     run = prepare(parse_config(settings(encoders, "bert", model={"adapter": str(runs["bert"] / "adapter")})))
     assert run.head is None  # the adapter has a head for these labels
-    job = run.evaluator.job(run.federation.begin(), None)
+    job = run.evaluator.build_job(run.federation.begin(), None)
     import numpy as np
 
     predicted = run.engine.predict(job, run.train, np.arange(4), 4)
     served = load_served(runs["bert"], device="cpu")
-    torch.testing.assert_close(predicted, served.predictions(run.train)[:4], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(predicted, served.compute_predictions(run.train)[:4], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def batch_of(model: nn.Module) -> dict[str, Tensor]:
 def test_hidden_states_that_are_fed_give_the_same_logits(kind: str, first: int) -> None:
     adapted, blocks = made(kind)
     prefix = FrozenPrefix.find(adapted, {blocks[first]})
-    assert prefix is not None, FrozenPrefix.refusal(adapted, {blocks[first]})
+    assert prefix is not None, FrozenPrefix.explain_refusal(adapted, {blocks[first]})
     assert prefix.blocks == first
     model, batch = adapted.model, batch_of(adapted.model)
     own = [vars(module).get("forward") for module in model.modules()]
@@ -101,7 +101,7 @@ def test_what_is_used_in_the_first_block_leaves_nothing_to_skip(kind: str) -> No
     names = [name for name, one in adapted.model.named_modules() if list(one.parameters())]
     inside = next(name for name in names if name.startswith(f"{blocks[0]}."))
     assert FrozenPrefix.find(adapted, {inside, blocks[2]}) is None
-    assert f"{inside} changes" in str(FrozenPrefix.refusal(adapted, {inside, blocks[2]}))
+    assert f"{inside} changes" in str(FrozenPrefix.explain_refusal(adapted, {inside, blocks[2]}))
 
 
 @pytest.mark.parametrize(("kind", "reason"), NONE.items())
@@ -113,7 +113,7 @@ def test_architectures_that_have_none(kind: str, reason: str) -> None:
 
 def test_without_anything_that_trains_there_is_nothing_to_skip_to() -> None:
     adapted, _ = made("bert")
-    assert FrozenPrefix.refusal(adapted, set()) == "nothing in the model is trained"
+    assert FrozenPrefix.explain_refusal(adapted, set()) == "nothing in the model is trained"
 
 
 def test_the_head_alone_trains() -> None:
@@ -132,10 +132,10 @@ def test_a_pass_that_goes_another_way() -> None:
 
 def test_an_embedding_that_shares_its_weight_with_the_head() -> None:
     adapted, blocks = made("gemma2")
-    assert "lm_head changes" in str(FrozenPrefix.refusal(adapted, {"lm_head", blocks[3]}))
-    assert FrozenPrefix.refusal(adapted, {"model.norm", blocks[3]}) is None
+    assert "lm_head changes" in str(FrozenPrefix.explain_refusal(adapted, {"lm_head", blocks[3]}))
+    assert FrozenPrefix.explain_refusal(adapted, {"model.norm", blocks[3]}) is None
 
 
 def test_a_model_that_takes_neither_tokens_nor_images() -> None:
     adapted = AdaptedModel(nn.Sequential(nn.Linear(2, 2)), {}, {})
-    assert "neither tokens nor images" in str(FrozenPrefix.refusal(adapted, {"0"}))
+    assert "neither tokens nor images" in str(FrozenPrefix.explain_refusal(adapted, {"0"}))

@@ -45,9 +45,9 @@ class Counting(LoRA):
 
     uses = 0
 
-    def effective(self, slots: Slots) -> Effective:
+    def compute_effective(self, slots: Slots) -> Effective:
         Counting.uses += 1
-        return super().effective(slots)
+        return super().compute_effective(slots)
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(tiny_folder: Path, prepared: Prepared) -> None:
@@ -131,7 +131,7 @@ def test_long_texts_are_cut_to_the_positions_there_are(
     made = prepare(tiny.config(tiny_folder, kind=kind, model={"name": str(folder), "max_length": 500}))
     assert made.task.max_length == positions
     text = datasets.Dataset.from_dict({"text": ["word1 " * 60], "label": [0]})
-    job = made.evaluator.job(made.federation.begin(), None)
+    job = made.evaluator.build_job(made.federation.begin(), None)
     assert made.engine.predict(job, made.task.encode(text), np.array([0]), 1).isfinite().all()
 
 

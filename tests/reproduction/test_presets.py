@@ -47,8 +47,8 @@ def test_every_cell_is_a_valid_config_on_a_model_of_known_shape(id: str) -> None
                 assert (config.federation.clip_ratio, config.federation.max_weight_ratio) == (None, None)
                 known = {*read_architectures(), *(f"builtin:{name}" for name in ARCHITECTURES)}
                 assert config.model.name in known
-        rows = name_row_folders(preset.labels_at(scale))
-        assert len({*rows.values()}) == len(preset.labels_at(scale))
+        rows = name_row_folders(preset.get_labels(scale))
+        assert len({*rows.values()}) == len(preset.get_labels(scale))
         small_rounds = max(
             parse_config(each).federation.rounds
             for cell in list_cells(preset, "small")
@@ -80,7 +80,7 @@ def test_what_stands_for_a_paper_s_cell_is_said() -> None:
 def test_a_dry_run_needs_neither_weights_nor_data(id: str, scale: Any) -> None:
     found = dry_run(id, scale=scale)
     preset = load_preset(id)
-    assert {each.method for each in found} == set(preset.labels_at(scale))
+    assert {each.method for each in found} == set(preset.get_labels(scale))
     for each in found:
         assert each.plan.trainable > 0
         assert each.plan.client.total > 0

@@ -27,10 +27,10 @@ class RecordingListener(Listener):
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
 
-    def baseline_started(self, name: str, rounds: int) -> None:
+    def on_baseline_start(self, name: str, rounds: int) -> None:
         self.events.append((name, rounds))
 
-    def baseline_round(self, name: str, round: int, loss: float) -> None:
+    def on_baseline_round(self, name: str, round: int, loss: float) -> None:
         self.events.append((name, round))
 
 
@@ -40,7 +40,7 @@ class Losses(Listener):
     def __init__(self) -> None:
         self.losses: list[float] = []
 
-    def baseline_round(self, name: str, round: int, loss: float) -> None:
+    def on_baseline_round(self, name: str, round: int, loss: float) -> None:
         self.losses.append(loss)
 
 
@@ -71,13 +71,13 @@ def test_local_only_training_sends_nothing_and_keeps_a_model_a_client(prepared: 
     # The initial head reaches everybody once, so that all start alike; after that nothing is transmitted.
     second = made.federation.run_round(first.progress)
     assert {transfer.payload for transfer in second.transfers} == {0}
-    models = list(made.evaluator.models(second.progress))
+    models = list(made.evaluator.iterate_models(second.progress))
     assert [ids for ids, _ in models] == [(id,) for id in sorted(tiny.SITES)]
     updates = [compute_layer_updates(job, second.progress.state.base, made.engine.adapted) for _, job in models]
     layer = next(iter(updates[0]))
     changes = [update[layer] for update in updates]
-    assert all(isinstance(change, LowRank) and change.dense().any() for change in changes)
-    assert not np.allclose(changes[0].dense(), changes[1].dense())
+    assert all(isinstance(change, LowRank) and change.to_dense().any() for change in changes)
+    assert not np.allclose(changes[0].to_dense(), changes[1].to_dense())
 
 
 def test_a_baseline_takes_the_federation_s_rounds_and_tells_of_each(prepared: Prepared, tmp_path: Path) -> None:
@@ -114,8 +114,8 @@ def test_a_baseline_that_was_stopped_continues_to_the_same_scores(
     name: str, prepared: Prepared, tmp_path: Path
 ) -> None:
     class Stopping(RecordingListener):
-        def baseline_round(self, name: str, round: int, loss: float) -> None:
-            super().baseline_round(name, round, loss)
+        def on_baseline_round(self, name: str, round: int, loss: float) -> None:
+            super().on_baseline_round(name, round, loss)
             if round == 1:
                 raise KeyboardInterrupt
 

@@ -116,7 +116,7 @@ class _Ones:
     def weight(self, layer: str) -> Tensor:
         return torch.ones(self.shapes[layer])
 
-    def extra(self, parameter: str) -> Tensor:
+    def get_extra(self, parameter: str) -> Tensor:
         raise KeyError(parameter)
 
 

@@ -26,10 +26,10 @@ class Notes(Listener):
         self.notes: list[str] = []
         self.stop = stop
 
-    def noted(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.notes.append(text)
 
-    def round_finished(self, row: Any) -> None:
+    def on_round_finish(self, row: Any) -> None:
         if row["round"] == self.stop:
             raise KeyboardInterrupt
 

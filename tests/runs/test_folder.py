@@ -25,14 +25,14 @@ CONFIG = "seed: 1  # ключ\n"
 def test_a_new_folder_is_made_with_its_parents_and_found_again(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "er run"
     with RunFolder.create(path, CONFIG) as run:
-        assert run.config_text() == CONFIG
+        assert run.read_config_text() == CONFIG
     with RunFolder.resume(path) as again:
-        assert again.config_text() == CONFIG
+        assert again.read_config_text() == CONFIG
 
 
 def test_an_empty_folder_will_do(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path, CONFIG) as run:
-        assert run.config_text() == CONFIG
+        assert run.read_config_text() == CONFIG
 
 
 def test_what_a_killed_creation_leaves_is_no_hindrance(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, CONFIG).close()
     with pytest.raises(FedspanError, match=r"already holds a run. Choose another folder or use --resume"):
         RunFolder.create(tmp_path, "seed: 2\n")
-    assert RunFolder(tmp_path).config_text() == CONFIG
+    assert RunFolder(tmp_path).read_config_text() == CONFIG
 
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_configuration_that_is_no_utf8_is_named(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.config.write_bytes("seed: 1 # Schlüssel".encode("latin-1"))
     with pytest.raises(FedspanError, match=r"config\.yaml.*UTF-8"):
-        run.config_text()
+        run.read_config_text()
 
 
 def test_the_environment_is_recorded_once_and_compared_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

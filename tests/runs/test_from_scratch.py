@@ -50,12 +50,12 @@ def scratch_config(pictures: Path, method: dict[str, Any], **changes: Any) -> Ru
 
 def weights(made: Prepared, progress: Progress, client: str | None = None) -> dict[str, Tensor]:
     """The target layers' effective weights, (O, I), in float64."""
-    job, adapted = made.evaluator.job(progress, client), made.engine.adapted
+    job, adapted = made.evaluator.build_job(progress, client), made.engine.adapted
     found: dict[str, Tensor] = {}
     for layer in adapted.spec.layers:
         base = materialise(adapted.weight(layer.name), progress.state.base, layer.name).double()
         slots = {slot: value.double() for slot, value in select_slots(job.tensors, layer.name).items()}
-        found[layer.name] = base + compute_dense_change(job.parametrization[layer.name].effective(slots), base)
+        found[layer.name] = base + compute_dense_change(job.parametrization[layer.name].compute_effective(slots), base)
     return found
 
 
@@ -71,7 +71,7 @@ def require_export(made: Prepared, progress: Progress, place: Path) -> None:
     batch = made.task.batch(made.test, range(len(made.test)), torch.device("cpu"))
     with torch.no_grad():
         theirs = made.task.predict(model, batch)
-    ours = made.engine.predict(made.evaluator.job(progress, None), made.test, np.arange(len(made.test)), 50)
+    ours = made.engine.predict(made.evaluator.build_job(progress, None), made.test, np.arange(len(made.test)), 50)
     assert torch.allclose(theirs, ours, rtol=0, atol=1e-4)
 
 
@@ -83,7 +83,7 @@ def test_fedloru_builds_convolutions_of_nothing_but_its_factors(pictures: Path, 
     assert {layer.kernel for layer in spec.layers} == {(3, 3), (1, 1)}
     sums = {layer.name: torch.zeros(layer.shape, dtype=torch.float64) for layer in spec.layers}
     for round in range(3):
-        tensors = made.evaluator.job(progress, None).tensors
+        tensors = made.evaluator.build_job(progress, None).tensors
         for name, weight in weights(made, progress).items():
             B, A = (select_slots(tensors, name)[slot].double() for slot in "BA")
             assert close(weight, sums[name] + scaling * B @ A)
@@ -93,7 +93,7 @@ def test_fedloru_builds_convolutions_of_nothing_but_its_factors(pictures: Path, 
             for name, weight in weights(made, result.progress).items():
                 assert torch.linalg.matrix_rank(weight, rtol=1e-5) <= 4  # to rounding of float32
                 sums[name] = weight
-                assert not select_slots(made.evaluator.job(result.progress, None).tensors, name)["B"].any()
+                assert not select_slots(made.evaluator.build_job(result.progress, None).tensors, name)["B"].any()
         for name, weight in weights(made, result.progress).items():
             assert not close(weight, weights(made, progress)[name], 1e-3)
         progress = result.progress
@@ -109,7 +109,7 @@ def test_fedhm_takes_ranks_above_a_convolution_s_outputs(pictures: Path, tmp_pat
     for _ in range(2):
         whole = weights(made, progress)
         for id, rank in ranks.items():
-            job = made.evaluator.job(progress, id)
+            job = made.evaluator.build_job(progress, id)
             for layer in made.engine.adapted.spec.layers:
                 assert select_slots(job.tensors, layer.name)["U"].shape[1] == min(rank, *layer.rectangle)
         for name, weight in weights(made, progress, "west").items():

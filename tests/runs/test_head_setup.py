@@ -38,7 +38,7 @@ class StopAfter(Listener):
     def __init__(self, round: int) -> None:
         self.round = round
 
-    def round_finished(self, row: Mapping[str, Any]) -> None:
+    def on_round_finish(self, row: Mapping[str, Any]) -> None:
         if row["round"] == self.round:
             raise Stopped
 
@@ -57,7 +57,7 @@ def test_classifiers_start_from_lda(kind: str, tiny_folder: Path) -> None:
     assert (run.head.layer.path, run.head.layer.bias) == (expected, kind != "gpt2")
     progress = begin(run.federation, run.head)
     predictions = run.engine.predict(
-        run.evaluator.job(progress, None), run.train, run.federation.clients["west"].train, 8
+        run.evaluator.build_job(progress, None), run.train, run.federation.clients["west"].train, 8
     )
     truth = torch.from_numpy(run.train.labels[run.federation.clients["west"].train])
     labels = torch.from_numpy(np.concatenate([run.train.labels[one.train] for one in run.federation.clients.values()]))
@@ -205,7 +205,7 @@ class Notes(Listener):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def noted(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.notes.append(text)
 
 

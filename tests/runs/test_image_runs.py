@@ -42,7 +42,7 @@ def run_rounds(config: RunConfig, rounds: int = 2) -> tuple[Prepared, Progress]:
 def ours(made: Prepared, progress: Progress, client: str | None = None) -> Tensor:
     """Logits of the held-out set, by the engine."""
     assert made.test is not None
-    return made.engine.predict(made.evaluator.job(progress, client), made.test, np.arange(len(made.test)), 50)
+    return made.engine.predict(made.evaluator.build_job(progress, client), made.test, np.arange(len(made.test)), 50)
 
 
 def theirs(made: Prepared, model: nn.Module) -> Tensor:
@@ -281,7 +281,7 @@ def test_the_baselines_train_from_scratch_too(images: Path, tmp_path: Path) -> N
 
 def factorised(made: Prepared, progress: Progress) -> Job:
     """The trained model with other factors in place of its weights."""
-    job = made.evaluator.job(progress, None)
+    job = made.evaluator.build_job(progress, None)
     tensors = {name: value for name, value in job.tensors.items() if name.startswith("extras/")}
     rng = torch.Generator().manual_seed(0)
     for layer in made.engine.adapted.spec.layers:
@@ -295,7 +295,7 @@ def factorised(made: Prepared, progress: Progress) -> Job:
 def test_what_is_no_change_of_the_base_is_written_whole(kind: str, what: str, images: Path, tmp_path: Path) -> None:
     """Factors in place of the weights, and a base that was scaled: the model on disk computes what the engine does."""
     made, progress = run_rounds(tiny_images.config(images, kind), 1)
-    job, base = made.evaluator.job(progress, None), BaseUpdate()
+    job, base = made.evaluator.build_job(progress, None), BaseUpdate()
     assert not is_merging_required(job, base)
     if what == "factors":
         job = factorised(made, progress)

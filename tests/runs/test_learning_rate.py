@@ -24,7 +24,7 @@ AUTO = {"lr": "auto"}
 class Interrupted(Listener):
     """Interrupts a run after its first round."""
 
-    def round_finished(self, row: Any) -> None:
+    def on_round_finish(self, row: Any) -> None:
         raise KeyboardInterrupt
 
 
@@ -51,8 +51,8 @@ def test_a_range_test_tries_rates_around_the_default_and_is_repeatable(tiny_fold
     assert len({loss for _, loss in found.losses}) == len(EXPONENTS)
     assert min(loss for _, loss in found.losses) < found.start
     assert run_range_test(prepared, default) == found
-    assert set_rate(prepared, 0.5).federation.training.lr(0, 3) == 0.5
-    assert prepared.federation.training.lr(0, 3) == default
+    assert set_rate(prepared, 0.5).federation.training.compute_lr(0, 3) == 0.5
+    assert prepared.federation.training.compute_lr(0, 3) == default
 
 
 @pytest.mark.parametrize("engine", ["loop", "batched"])

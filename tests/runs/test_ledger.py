@@ -87,7 +87,7 @@ def test_what_is_not_for_training_is_counted_apart(tmp_path: Path) -> None:
         ledger.record(1, "b", "down", 5, 4, "export")
         ledger.commit()
     for totals in (ledger.totals, read_totals(path)):
-        assert totals.run("down") == totals.purpose("down", "train") == Tally(1, 10, 8)
+        assert totals.run("down") == totals.count_purpose("down", "train") == Tally(1, 10, 8)
         assert totals.clients == ("a",)
         assert totals.out_of_round == {"evaluate": {"down": 30, "up": 0}, "export": {"down": 5, "up": 0}}
 

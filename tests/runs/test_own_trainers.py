@@ -75,7 +75,7 @@ def test_the_adapter_loads_with_peft_and_scores_as_reported(finished: Path, tiny
 
 def test_a_run_that_stopped_ends_with_the_same_bits(finished: Path, tiny_folder: Path, tmp_path: Path) -> None:
     class Stop(fedspan.Listener):
-        def round_finished(self, row: Mapping[str, Any]) -> None:
+        def on_round_finish(self, row: Mapping[str, Any]) -> None:
             raise KeyboardInterrupt
 
     trainers = {owner: lambda owner=owner: make_trainer(tiny_folder, owner) for owner in OWNERS}
@@ -89,7 +89,7 @@ def test_a_run_that_stopped_ends_with_the_same_bits(finished: Path, tiny_folder:
 
 def test_a_run_is_not_resumed_on_other_frozen_weights(tiny_folder: Path, tmp_path: Path) -> None:
     class Stop(fedspan.Listener):
-        def round_finished(self, row: Mapping[str, Any]) -> None:
+        def on_round_finish(self, row: Mapping[str, Any]) -> None:
             raise KeyboardInterrupt
 
     trainers = {"east": make_trainer(tiny_folder, "east")}

@@ -50,10 +50,10 @@ class Notes(Listener):
         self.notes: list[str] = []
         self.stop = stop
 
-    def noted(self, note: str) -> None:
+    def on_note(self, note: str) -> None:
         self.notes.append(note)
 
-    def round_finished(self, row: Any) -> None:
+    def on_round_finish(self, row: Any) -> None:
         if row["round"] == self.stop:
             raise KeyboardInterrupt
 
@@ -131,7 +131,7 @@ class Killed(Listener):
     def __init__(self, round: int) -> None:
         self.round = round
 
-    def client_finished(self, round: int, client: str, loss: float) -> None:
+    def on_client_finish(self, round: int, client: str, loss: float) -> None:
         if round == self.round:
             raise KeyboardInterrupt
 
@@ -238,7 +238,7 @@ def test_a_node_counts_its_own_examples(tiny_folder: Path, tmp_path: Path) -> No
     order = decode_order(transport.sent[0])
     assert order.client is not None
     lie = replace(order, client=replace(order.client, examples=10**6), serial=order.serial + 10**9)
-    assert "client.examples" in (decode_reply(transport.service.answer(lie.envelope())).failed or "")
+    assert "client.examples" in (decode_reply(transport.service.answer(lie.to_envelope())).failed or "")
     ((_, noise, _),) = releases(tmp_path)
     assert noise == honest
 
@@ -284,7 +284,7 @@ def test_a_node_keeps_to_its_own_limit(tiny_folder: Path, tmp_path: Path) -> Non
     assert stopped.value.field == "good replies"
     (spent,) = [PrivacySpend(1e-5, "rdp")]
     spent.restore({"": releases(tmp_path)})
-    assert 2.0 < spent.worst() <= 2.7
+    assert 2.0 < spent.compute_worst() <= 2.7
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from helpers.clock import Clock
 
 def shown(bar: ProgressBar, width: int = 80) -> str:
     out = Console(file=io.StringIO(), width=width)
-    out.print(bar.footer())
+    out.print(bar.render_footer())
     assert isinstance(out.file, io.StringIO)
     return out.file.getvalue()
 
@@ -40,53 +40,53 @@ def bar(clock: Clock) -> ProgressBar:
 @pytest.mark.parametrize("width", [80, 120])
 def test_every_stage_has_its_bar(prepared: Prepared, clock: Clock, bar: ProgressBar, width: int) -> None:
     assert "reading the data and loading the model, elapsed 0:00" in shown(bar, width)
-    bar.stage_changed(Stage("model"))
+    bar.on_stage_change(Stage("model"))
     assert "loading the model, elapsed 0:00" in shown(bar, width)
-    bar.stage_changed(None)
+    bar.on_stage_change(None)
     clock.now = 10.0
-    bar.started(prepared, 0, False)
+    bar.on_start(prepared, 0, False)
     said = shown(bar, width)
     assert "1/3" in said
     assert "0/3" in said
     assert "left" not in said, "no speed yet"
     training = Stage("training", 0, 24)
-    bar.stage_changed(Stage("hidden states", 30, 100, outer=training))
+    bar.on_stage_change(Stage("hidden states", 30, 100, outer=training))
     said = shown(bar, width)
     assert "examples    30/100" in said
     assert "outputs of the frozen layers (once)" in said
-    bar.stage_changed(Stage("stacking", outer=training))
+    bar.on_stage_change(Stage("stacking", outer=training))
     assert "trying how many clients to train at once" in shown(bar, width)
-    bar.stage_changed(training)
+    bar.on_stage_change(training)
     clock.now = 20.0
-    first, *others = prepared.federation.cohort(0)
-    bar.stage_changed(Stage("training", 8, 24))
-    bar.client_finished(1, first, 2.0)
-    bar.client_finished(1, first, 1.0)  # a second phase of the same client
+    first, *others = prepared.federation.draw_cohort(0)
+    bar.on_stage_change(Stage("training", 8, 24))
+    bar.on_client_finish(1, first, 2.0)
+    bar.on_client_finish(1, first, 1.0)  # a second phase of the same client
     said = shown(bar, width)
     assert "clients        1/3" in said
     assert "loss 1.0000" in said
     assert first in said
     assert "elapsed 0:20, about" in said
     for client in others:
-        bar.client_finished(1, client, 1.0)
-    bar.stage_changed(Stage("training", 24, 24))
+        bar.on_client_finish(1, client, 1.0)
+    bar.on_stage_change(Stage("training", 24, 24))
     assert "finishing the round, " in shown(bar, width)
-    bar.stage_changed(Stage("evaluation", 3, 12))
+    bar.on_stage_change(Stage("evaluation", 3, 12))
     said = shown(bar, width)
     assert "measuring, " in said
     assert "examples      3/12" in said
     for round in (1, 2, 3):
-        bar.round_finished({"round": round})
-    bar.stage_changed(None)
+        bar.on_round_finish({"round": round})
+    bar.on_stage_change(None)
     assert "measuring the best round" in shown(bar, width)
 
 
 def test_baselines_and_the_end(prepared: Prepared, clock: Clock, bar: ProgressBar) -> None:
     config = prepared.config.model_copy(update={"baselines": ["centralized"]})
-    bar.started(fields(prepared, config), 3, True)
-    bar.baseline_started("centralized", 3)
-    bar.baseline_round("centralized", 1, 0.75)
-    bar.stage_changed(Stage("training", 40, 96))
+    bar.on_start(fields(prepared, config), 3, True)
+    bar.on_baseline_start("centralized", 3)
+    bar.on_baseline_round("centralized", 1, 0.75)
+    bar.on_stage_change(Stage("training", 40, 96))
     said = shown(bar)
     assert "centralized       1/3" in said
     assert "loss 0.7500" in said
@@ -106,10 +106,10 @@ def fields(prepared: Prepared, config: Any) -> Prepared:
 
 
 def test_fifty_clients_are_as_calm_as_four(prepared: Prepared, bar: ProgressBar) -> None:
-    bar.started(prepared, 0, False)
+    bar.on_start(prepared, 0, False)
     lines = len(shown(bar).splitlines())
     for index in range(50):
-        bar.client_finished(1, f"client-{index:02}", 1.0)
+        bar.on_client_finish(1, f"client-{index:02}", 1.0)
         assert len(shown(bar).splitlines()) == lines == 4
 
 
@@ -137,7 +137,7 @@ def test_a_call_shows_the_bar_on_standard_error(
     monkeypatch.setattr("sys.stderr", terminal)
 
     class Own(Listener):
-        def round_finished(self, row: Any) -> None:
+        def on_round_finish(self, row: Any) -> None:
             rounds.append(row["round"])
             print(json.dumps(row["round"]))
 

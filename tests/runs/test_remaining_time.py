@@ -32,18 +32,18 @@ def test_it_reaches_nothing_at_the_end(compared: Prepared) -> None:
         effort.finish(key)
         completed.append(effort.completed)
     assert completed[-1] == pytest.approx(effort.total)
-    assert effort.left() is None
+    assert effort.estimate_left() is None
 
     clock, total = Clock(), effort.total
     effort = Effort(compared, 0, clock)
-    assert effort.left() is None, "no speed yet"
+    assert effort.estimate_left() is None, "no speed yet"
     for key, passes in zip(keys()[:-1], completed, strict=False):
         clock.now = passes  # a pass takes a second
         effort.finish(key)
-        left = effort.left()
+        left = effort.estimate_left()
         assert left == pytest.approx(total - passes)
         clock.now += 0.5
-        assert effort.left() == pytest.approx(total - passes - 0.5), "it counts down between two counts"
+        assert effort.estimate_left() == pytest.approx(total - passes - 0.5), "it counts down between two counts"
 
 
 def test_batches_count_within_a_round(prepared: Prepared) -> None:
@@ -54,7 +54,7 @@ def test_batches_count_within_a_round(prepared: Prepared) -> None:
         clock.now = 3.0 * min(done, work)
         effort.stage(Stage("training", done, work))
         assert effort.completed == 3.0 * min(done, work)
-        assert done == 0 or effort.left() == pytest.approx(effort.total - effort.completed)
+        assert done == 0 or effort.estimate_left() == pytest.approx(effort.total - effort.completed)
     for clients, test in ((0, 0), (5, 0), (10, 0), (10, 3)):
         stage = Stage("evaluation", test or clients, 10)
         effort.stage(stage)
@@ -71,17 +71,17 @@ def test_what_only_the_first_round_waits_for_stops_the_clock(prepared: Prepared)
     effort.stage(training)
     clock.now = 10.0
     effort.stage(Stage("training", 12, 24))
-    expected = effort.left()
+    expected = effort.estimate_left()
     assert expected is not None
     effort.stage(Stage("hidden states", 0, 100, outer=training))
     clock.now = 20.0
     effort.stage(Stage("hidden states", 25, 100, outer=training))
-    assert effort.left() == pytest.approx(expected + 30.0)
+    assert effort.estimate_left() == pytest.approx(expected + 30.0)
     clock.now = 50.0
     effort.stage(Stage("training", 12, 24))
-    assert effort.left() == pytest.approx(expected)
+    assert effort.estimate_left() == pytest.approx(expected)
     effort.stage(Stage("stacking", outer=training))
-    assert effort.left() is None, "nobody knows how long that takes"
+    assert effort.estimate_left() is None, "nobody knows how long that takes"
 
 
 def test_rounds_and_epochs_that_are_not_run_are_no_work(compared: Prepared) -> None:

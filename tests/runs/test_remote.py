@@ -59,7 +59,7 @@ def host(*tasks: str, kind: type[Here] = Here) -> session.Host:
 class Impatient(Listener):
     """Stops after the second round."""
 
-    def round_finished(self, row: Mapping[str, Any]) -> None:
+    def on_round_finish(self, row: Mapping[str, Any]) -> None:
         if row["round"] == 2:
             raise KeyboardInterrupt
 
@@ -117,7 +117,7 @@ class Forgetful(Here):
         for id in envelopes.keys() & {BAD}:
             order = decode_order(envelopes[id])
             if (order.task, order.round) == ("train", 2):
-                yield id, Reply("train", 2, order.attempt, id, failed="its disk was replaced", lost=True).envelope()
+                yield id, Reply("train", 2, order.attempt, id, failed="its disk was replaced", lost=True).to_envelope()
             else:
                 yield id, reply_as(self.run, torch.get_num_threads(), self.ids.index(id), envelopes[id])
 
@@ -126,7 +126,7 @@ def test_a_client_that_lost_its_state_is_absent_from_the_round_of_the_loss_only(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     class AfterTheLoss(Listener):
-        def round_finished(self, row: Mapping[str, Any]) -> None:
+        def on_round_finish(self, row: Mapping[str, Any]) -> None:
             if row["round"] == 3:
                 raise KeyboardInterrupt
 

@@ -63,7 +63,7 @@ def test_data_by_client_are_the_partition(tiny_folder: Path, tmp_path: Path, fra
 
 
 class Stop(Listener):
-    def round_finished(self, row: Any) -> None:
+    def on_round_finish(self, row: Any) -> None:
         raise KeyboardInterrupt
 
 

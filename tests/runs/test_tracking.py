@@ -32,10 +32,10 @@ class StopAfter(Listener):
     def __init__(self, rounds: int) -> None:
         self.rounds, self.clients = rounds, 0
 
-    def client_finished(self, round: int, client: str, loss: float) -> None:
+    def on_client_finish(self, round: int, client: str, loss: float) -> None:
         self.clients += 1
 
-    def round_finished(self, row: Any) -> None:
+    def on_round_finish(self, row: Any) -> None:
         if row["round"] == self.rounds:
             raise Stop
 
@@ -75,7 +75,7 @@ class Noting(Listener):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def noted(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.notes.append(text)
 
 

@@ -108,7 +108,7 @@ class Problem:
 
     # What follows is for oracles: nothing of fedspan stands behind it.
 
-    def dense(self, *names: str) -> dict[str, Tensor]:
+    def to_dense(self, *names: str) -> dict[str, Tensor]:
         """Pretrained tensors in float64: the target layers' weights (``fc1``, ``fc2``) and the head by default."""
         keys = {"fc1": "fc1.weight", "fc2": "fc2.weight"}
         return {name: self.parameters[keys.get(name, name)].double() for name in names or (*LAYERS, *HEAD)}

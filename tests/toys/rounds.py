@@ -141,7 +141,7 @@ class Federation:
             self.elements[client.id] = _elements(message), _elements(reply)
             self.replies[client.id] = reply
             self.parties[client.id] = Party(replace(client, last_round=self.state.round), memory, base)
-        self.reduced = reducer.result()
+        self.reduced = reducer.compute_result()
         after = self.method.update(self.state, self.reduced)
         assert encode_state(self.state) == before, "update wrote to the state that it was given"
         assert after.round == self.state.round + 1
@@ -172,19 +172,19 @@ class Federation:
 
     def weight(self, layer: str, client: str | None = None) -> Tensor:
         """What a layer computes with in the model to evaluate: one dense matrix, (O, I), float64."""
-        job = self.job(client)
-        base = materialise(self.problem.dense(layer)[layer], self.state.base, layer)
-        effective = job.parametrization[layer].effective(to_double(select_slots(job.tensors, layer)))
+        job = self.build_job(client)
+        base = materialise(self.problem.to_dense(layer)[layer], self.state.base, layer)
+        effective = job.parametrization[layer].compute_effective(to_double(select_slots(job.tensors, layer)))
         return base + compute_dense_change(effective, base)
 
     def loss(self, client: str) -> float:
         """A client's loss under the model that it would evaluate, by the engine's own prediction."""
         self.adapted.set_base(self.state.base)
         indices = self.problem.indices[client]
-        predictions = self.engine.predict(self.job(client), self.problem.examples, indices, batch_size=4)
+        predictions = self.engine.predict(self.build_job(client), self.problem.examples, indices, batch_size=4)
         return self.problem.task.metrics(predictions, self.problem.examples, indices.tolist())["loss"]
 
-    def declared(self, client: str, round: int) -> tuple[int, int]:
+    def declare_claims(self, client: str, round: int) -> tuple[int, int]:
         """Elements down and up that a plan counts for a client over all target layers.
 
         The method's own estimate, of 4 bytes an element, or else what its functions give on shapes.

@@ -44,7 +44,7 @@ class SecureSum(Wrapper):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.declared().reduction == "stack":
+        if self.declare_claims().reduction == "stack":
             raise FedspanError(
                 "privacy.secure_aggregation",
                 True,

@@ -152,7 +152,7 @@ def test_no_steps_give_the_gradient_and_move_nothing() -> None:
     probe = _train(engine, problem, replace(job, tensors=moved, steps=0))
     pairs = {one: {s: moved[join_tensor_name(one, s)] for s in "AB"} for one in LAYERS}
     head = {name: moved[f"extras/{name}"] for name in HEAD}
-    by_pair, by_head = pair_gradients(problem, "client-2", problem.dense(*LAYERS), head, pairs, 2.0)
+    by_pair, by_head = pair_gradients(problem, "client-2", problem.to_dense(*LAYERS), head, pairs, 2.0)
     for one in LAYERS:
         for s in "AB":
             assert close(probe.gradient[join_tensor_name(one, s)], by_pair[one][s])
@@ -246,7 +246,7 @@ def test_a_float64_base_may_shrink() -> None:
     indices = problem.indices["client-0"]
     engine.adapted.set_base(BaseUpdate().add(Increment(1, {}, decay=0.5)))
     predictions = engine.predict(job, problem.examples, indices, batch_size=4)
-    weights = problem.dense()
+    weights = problem.to_dense()
     expected = problem.loss("client-0", {**weights, **{layer: 0.5 * weights[layer] for layer in LAYERS}})
     loss = problem.task.metrics(predictions, problem.examples, indices.tolist())["loss"]
     assert abs(loss - float(expected)) < 1e-6
@@ -262,4 +262,4 @@ def test_double_is_only_a_conversion() -> None:
         name: value.shape for name, value in double.tensors.items()
     }
     assert all(value.dtype == torch.float64 for value in double.tensors.values())
-    assert Double(inner=inner).declared() == inner.declared()
+    assert Double(inner=inner).declare_claims() == inner.declare_claims()

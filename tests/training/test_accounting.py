@@ -88,18 +88,18 @@ def test_no_noise_has_no_bound_and_nothing_costs_nothing() -> None:
 
 def test_clients_spend_each_their_own() -> None:
     spend = PrivacySpend(1e-5, "rdp")
-    assert spend.worst() == 0
+    assert spend.compute_worst() == 0
     some, more = Mechanism(0.1, 1.0), Mechanism(0.5, 2.0)
     spend.charge((Charge("a", some, 10), Charge("b", more, 3), Charge("a", some, 5)))
-    both = {payer: spend.epsilon(payer) for payer in "ab"}
+    both = {payer: spend.compute_epsilon(payer) for payer in "ab"}
     assert both["a"] == compute_epsilon({some: 15}, 1e-5, "rdp")
-    assert spend.worst() == max(both.values())
-    assert spend.worst((Charge("c", Mechanism(1.0, 0.5), 1),)) > spend.worst()
-    assert spend.epsilon("a", (Charge("a", more, 1),)) > both["a"]
+    assert spend.compute_worst() == max(both.values())
+    assert spend.compute_worst((Charge("c", Mechanism(1.0, 0.5), 1),)) > spend.compute_worst()
+    assert spend.compute_epsilon("a", (Charge("a", more, 1),)) > both["a"]
     other = PrivacySpend(1e-5, "rdp")
     other.restore(spend.dump())
     assert other.dump() == spend.dump()
-    assert other.worst() == spend.worst()
+    assert other.compute_worst() == spend.compute_worst()
     for wrong in (3, {"a": 3}, {"a": [[1, 2]]}, {"a": [["x", 1, 2]]}):
         with pytest.raises(ValueError, match=r"."):
             other.restore(wrong)  # pyright: ignore[reportArgumentType]

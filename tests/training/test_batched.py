@@ -253,7 +253,7 @@ def test_a_client_is_evaluated_as_by_the_loop_engine(tiny_folder: Path) -> None:
     scores: list[dict[str, float]] = []
     for engine in ("loop", "batched"):
         made = prepare(parse_config({**tiny.settings(tiny_folder), "engine": {"name": engine}}))
-        job = made.evaluator.job(made.federation.begin(), None)
+        job = made.evaluator.build_job(made.federation.begin(), None)
         rows = made.federation.clients["east"].validation
         scores.append(made.engine.evaluate("east", job, made.train, rows, 4))
     assert scores[1] == pytest.approx(scores[0], rel=1e-5)

@@ -126,7 +126,7 @@ def test_examples_have_the_gradients_that_opacus_finds(prepared: Prepared, tiny_
     assert engine.private is not None
     names = work.job.trainable_names
     live = engine.adapted.install(work.job.parametrization, work.job.tensors, frozenset(names))
-    _, ours = engine.private._stacked_gradients(work, live, names, run.train, indices)  # pyright: ignore[reportPrivateUsage]
+    _, ours = engine.private._compute_stacked_gradients(work, live, names, run.train, indices)  # pyright: ignore[reportPrivateUsage]
 
     base = tiny.fresh_classifier(tiny_folder / "bert")
     base.load_state_dict(engine.adapted.model.state_dict())

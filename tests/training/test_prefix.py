@@ -58,7 +58,7 @@ def engine_of(prepared: Prepared, prefix: PrefixSettings | None) -> LoopEngine:
 
 def job_of(prepared: Prepared, id: str, dtype: torch.dtype) -> Job:
     """A client's first job, with tensors that were moved off zero, in a number format."""
-    job = prepared.evaluator.job(prepared.federation.begin(), id)
+    job = prepared.evaluator.build_job(prepared.federation.begin(), id)
     rng = torch.Generator().manual_seed(1)
     tensors = {
         name: value.to(dtype) + 0.05 * torch.randn(value.shape, generator=rng, dtype=dtype)
@@ -104,7 +104,7 @@ def test_a_job_in_float64_is_the_same(kind: str, folders: Mapping[str, Path]) ->
     job = job_of(prepared, id, torch.float64)
     plain, cached = engine_of(prepared, None), engine_of(prepared, MEMORY)
     wanted = trained(plain, prepared, job, id)
-    assert cached.prefixes.refusal(prepared.train) is None
+    assert cached.prefixes.explain_refusal(prepared.train) is None
     found = trained(cached, prepared, job, id)
     assert apart(wanted.tensors, found.tensors) < tolerance
     assert found.metrics["loss"] == pytest.approx(wanted.metrics["loss"], rel=tolerance)
@@ -203,21 +203,21 @@ def test_hidden_states_are_zero_behind_each_example_s_own_and_come_in_the_model_
     assert cache is not None, reason
     indices = [int(prepared.train.lengths.argmin()), int(prepared.train.lengths.argmax()), 3]
     cache.ensure(np.array(indices), 2)
-    hidden = cache.hidden(indices, 14)
+    hidden = cache.compute_hidden(indices, 14)
     assert hidden.dtype == torch.bfloat16
     assert hidden.shape == (3, 14, 16)
     for row, index in zip(hidden, indices, strict=True):
         own = int(prepared.train.lengths[index])
         assert (row[:own].abs().sum(1) > 0).all()
         assert not row[own:].any()
-    assert torch.equal(cache.hidden(indices[:1]), hidden[:1, : int(prepared.train.lengths[indices[0]])])
+    assert torch.equal(cache.compute_hidden(indices[:1]), hidden[:1, : int(prepared.train.lengths[indices[0]])])
 
 
 def test_a_model_in_bfloat16(folders: Mapping[str, Path]) -> None:
     prepared = built("bert", folders, {**LAST, "dtype": "bfloat16"})
     job = job_of(prepared, "south", torch.float32)
     engine = engine_of(prepared, MEMORY)
-    assert engine.prefixes.refusal(prepared.train) is None
+    assert engine.prefixes.explain_refusal(prepared.train) is None
     found = trained(engine, prepared, job, "south")
     assert apart(trained(engine_of(prepared, None), prepared, job, "south").tensors, found.tensors) < 0.02
 
@@ -246,8 +246,8 @@ def test_the_budget_is_for_all_data_sets_together(folders: Mapping[str, Path]) -
     assert cache.nbytes == (1 + int(prepared.train.lengths.sum())) * 16 * 4
     assert prepared.test is not None
     engine = engine_of(prepared, PrefixSettings(budget=cache.nbytes))
-    assert engine.prefixes.refusal(prepared.train) is None
-    assert str(engine.prefixes.refusal(prepared.test)).endswith("exceed the budget of 0, and there is no file")
+    assert engine.prefixes.explain_refusal(prepared.train) is None
+    assert str(engine.prefixes.explain_refusal(prepared.test)).endswith("exceed the budget of 0, and there is no file")
     job = job_of(prepared, "south", torch.float32)
     indices = np.arange(len(prepared.test))
     wanted = engine_of(prepared, None).predict(job, prepared.test, indices, 5)
@@ -258,7 +258,7 @@ def test_a_folder_that_can_not_be_made(folders: Mapping[str, Path], tmp_path: Pa
     (tmp_path / "file").touch()
     prepared = built("bert", folders)
     engine = engine_of(prepared, PrefixSettings(budget=0, folder=tmp_path / "file"))
-    assert "can't hold" in str(engine.prefixes.refusal(prepared.train))
+    assert "can't hold" in str(engine.prefixes.explain_refusal(prepared.train))
 
 
 @pytest.mark.parametrize("kind", ["llama-lm", "gpt2-lm"])
@@ -329,7 +329,7 @@ def test_there_is_none_where_it_would_not_be_exact(
     engine = engine_of(prepared, MEMORY)
     modes = [module.training for module in prepared.engine.adapted.model.modules()]
     random = torch.get_rng_state()
-    assert reason in str(engine.prefixes.refusal(prepared.train))
+    assert reason in str(engine.prefixes.explain_refusal(prepared.train))
     assert torch.equal(torch.get_rng_state(), random)
     assert modes == [module.training for module in prepared.engine.adapted.model.modules()]
     if spoil is None:
@@ -341,13 +341,16 @@ def test_there_is_none_where_it_would_not_be_exact(
 
 def test_packed_examples_have_none(folders: Mapping[str, Path]) -> None:
     prepared = built("llama-lm", folders, data={"packing": True})
-    assert engine_of(prepared, MEMORY).prefixes.refusal(prepared.train) == "a batch's examples are packed into one row"
+    assert (
+        engine_of(prepared, MEMORY).prefixes.explain_refusal(prepared.train)
+        == "a batch's examples are packed into one row"
+    )
 
 
 def test_images_through_convolutions_have_none(images: Path) -> None:
     prepared = prepare(parse_config(tiny_images.settings(images, "resnet")))
     engine = engine_of(prepared, MEMORY)
-    assert "no list of blocks" in str(engine.prefixes.refusal(prepared.train))
+    assert "no list of blocks" in str(engine.prefixes.explain_refusal(prepared.train))
 
 
 def test_a_data_set_that_was_not_asked_for_is_computed_whole(folders: Mapping[str, Path]) -> None:
@@ -361,7 +364,7 @@ def test_a_data_set_that_was_not_asked_for_is_computed_whole(folders: Mapping[st
 
 
 def test_nobody_asked_for_it(prepared: Prepared) -> None:
-    assert engine_of(prepared, None).prefixes.refusal(prepared.train) == "it was not asked for"
+    assert engine_of(prepared, None).prefixes.explain_refusal(prepared.train) == "it was not asked for"
 
 
 class Interrupting:
@@ -397,9 +400,11 @@ def test_interrupted_and_taken_up_again(folders: Mapping[str, Path]) -> None:
     assert adapted.model.training
     assert own == [vars(module).get("forward") for module in adapted.model.modules()]
     with pytest.raises(ValueError, match="no hidden states of examples"):
-        cache.hidden(indices.tolist())
+        cache.compute_hidden(indices.tolist())
     cache.ensure(indices, 8)
-    assert torch.allclose(cache.hidden(indices.tolist()), whole.hidden(indices.tolist()), rtol=1e-5, atol=1e-6)
+    assert torch.allclose(
+        cache.compute_hidden(indices.tolist()), whole.compute_hidden(indices.tolist()), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_pass_that_fails_leaves_the_model_as_it_was(folders: Mapping[str, Path]) -> None:
@@ -410,7 +415,7 @@ def test_a_pass_that_fails_leaves_the_model_as_it_was(folders: Mapping[str, Path
     own = [vars(module).get("forward") for module in adapted.model.modules()]
     cache.ensure(np.arange(4), 4)
     batch = prepared.task.batch(prepared.train, [0, 1], adapted.device)
-    with pytest.raises(ValueError, match="hidden states of shape"), cache.prefix.feed(cache.hidden([0, 1, 2])):
+    with pytest.raises(ValueError, match="hidden states of shape"), cache.prefix.feed(cache.compute_hidden([0, 1, 2])):
         prepared.task.loss(adapted.model, batch)
     assert own == [vars(module).get("forward") for module in adapted.model.modules()]
 
@@ -421,7 +426,7 @@ def test_replicas_in_threads_share_what_is_computed(folders: Mapping[str, Path])
     first = engine_of(prepared, MEMORY).prefixes
     cache = first.cache(prepared.train)
     assert cache is not None
-    others = [first.replica(adapted.replica()) for _ in range(3)]
+    others = [first.create_replica(adapted.create_replica()) for _ in range(3)]
     indices = np.arange(len(prepared.train))
     errors: list[BaseException] = []
 

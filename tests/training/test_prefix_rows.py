@@ -65,7 +65,7 @@ def parts(prepared: Prepared) -> list[np.ndarray]:
 def filled(cache: PrefixCache, sets: list[np.ndarray]) -> list[torch.Tensor]:
     for indices in sets:
         cache.ensure(indices, SETTINGS.batch_size)
-    return [cache.hidden(indices.tolist()) for indices in sets]
+    return [cache.compute_hidden(indices.tolist()) for indices in sets]
 
 
 def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
@@ -119,7 +119,7 @@ def test_a_write_that_breaks_off_leaves_no_rows_to_be_taken_over(
         monkeypatch.setattr(cache, "_write", torn)
         with pytest.raises(MemoryError):
             cache.ensure(other, 5)
-        assert not any(cache._stored.holds(indices) for indices in (other[:5], np.sort(other)[:5]))
+        assert not any(cache._stored.has_rows(indices) for indices in (other[:5], np.sort(other)[:5]))
         taken = [index for index in range(len(cache.computed)) if cache._stored._batch_of[index] >= 0]
         assert len(taken) < len(cache.computed)
     assert all(value.any() for value in wanted)

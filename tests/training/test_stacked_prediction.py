@@ -62,7 +62,7 @@ def personal_models(prepared: Prepared, sizes: Sequence[int]) -> list[ModelInput
     """The clients' models after a round, each with some of all examples, in turns."""
     federation, evaluator = prepared.federation, prepared.evaluator
     progress = federation.run_round(federation.begin()).progress
-    jobs = [evaluator.job(progress, id) for id in federation.clients]
+    jobs = [evaluator.build_job(progress, id) for id in federation.clients]
     rng = np.random.default_rng(0)
     return [
         (jobs[at % len(jobs)], rng.choice(len(prepared.train), size, replace=False)) for at, size in enumerate(sizes)

@@ -129,8 +129,8 @@ def test_measuring_stays_within_its_tokens(tokens: float) -> None:
 
 def test_measuring_begins_if_its_first_plans_fit() -> None:
     plans = [StackingPlan(4, 1), StackingPlan(4, 2)]  # each pass runs three times
-    assert Budget(3600, pass_tokens=100).affords(plans)
-    assert not Budget(3599, pass_tokens=100).affords(plans)
+    assert Budget(3600, pass_tokens=100).can_afford(plans)
+    assert not Budget(3599, pass_tokens=100).can_afford(plans)
 
 
 @pytest.mark.parametrize("seconds", [0.005, 0.02])

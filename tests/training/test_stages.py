@@ -34,8 +34,8 @@ def test_an_observer_sees_the_innermost_stage_and_returns_to_the_outer_one() -> 
     ]  # fmt: skip
     inner = seen[3]
     assert inner is not None
-    assert inner.within("training")
-    assert not inner.within("evaluation")
+    assert inner.is_within("training")
+    assert not inner.is_within("evaluation")
 
 
 def test_a_stage_that_an_error_ends_is_closed() -> None:
@@ -73,7 +73,7 @@ class Recorder(Listener):
         self.stages: list[Stage] = []
         self._open: dict[str, Stage] = {}
 
-    def stage_changed(self, stage: Stage | None) -> None:
+    def on_stage_change(self, stage: Stage | None) -> None:
         if stage is None:
             self.stages += self._open.values()
             self._open.clear()
@@ -110,5 +110,5 @@ def test_the_long_work_of_a_run_is_counted_to_its_end(engine: str, tiny_folder: 
         ends = seen.counts(name)
         assert (total := sum(total or 0 for _, total in ends))
         assert sum(done for done, _ in ends) >= total, name
-    inside = [stage for stage in seen.stages if stage.name == "hidden states" and stage.within("training")]
+    inside = [stage for stage in seen.stages if stage.name == "hidden states" and stage.is_within("training")]
     assert not inside, "the head's statistics need them before"

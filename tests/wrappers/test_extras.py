@@ -63,7 +63,7 @@ def trained(federation: Federation, progress: Progress, id: str) -> tuple[Job, d
     engine.adapted.set_base(progress.state.base)
     message = serialization.decode(serialization.encode(federation.method.sync(progress.state, client)))
     job = federation.method.start(message, client, progress.memories.get(id, {}), progress.state.round)
-    lr, number = engine.settings.lr(progress.state.round, 2), progress.state.round
+    lr, number = engine.settings.compute_lr(progress.state.round, 2), progress.state.round
     done = engine.train(Assignment(id, number, job, federation.clients[id].train, lr), federation.examples)
     return job, dict(done.tensors)
 
@@ -141,7 +141,7 @@ def test_local_statistics_stay_on_the_client(resnet: Prepared) -> None:
     again = federation.run_round(result.progress).progress
     for id, own in first.items():
         assert differing({name: own[name] for name in buffers}, again.memories[id]) == buffers
-    assert federation.method.declared().personal
+    assert federation.method.declare_claims().personal
 
 
 def test_frozen_statistics_move_nowhere(resnet: Prepared) -> None:
@@ -184,7 +184,7 @@ def test_evaluation_never_moves_them(resnet: Prepared) -> None:
     progress = federation.run_round(federation.begin()).progress
     evaluator = replace(resnet, federation=federation).evaluator
     evaluator.federation = federation
-    job = evaluator.job(progress, None)
+    job = evaluator.build_job(progress, None)
     assert resnet.test is not None
     expected = resnet.engine.predict(job, resnet.test, np.arange(len(resnet.test)), 32)
     state = {name: value.clone() for name, value in progress.state.tensors.items()}
@@ -217,7 +217,7 @@ def test_the_order_of_replies_does_not_matter(resnet: Prepared) -> None:
         reducer = Reducer([replies[id][0] for id in order])
         for id in order:
             reducer.add(id, replies[id][1])
-        states.append(method.update(begun.state, reducer.result()))
+        states.append(method.update(begun.state, reducer.compute_result()))
     assert not differing(states[0].tensors, states[1].tensors)
     assert differing(states[0].tensors, begun.state.tensors)
 
@@ -276,7 +276,7 @@ def test_a_pass_that_only_measures_gradients_leaves_them(resnet: Prepared) -> No
     adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
     before = statistics(resnet)
     batch = resnet.task.batch(resnet.train, range(6), torch.device("cpu"))
-    with adapted.captured_gradients(lambda layer, gradient: None):
+    with adapted.capture_gradients(lambda layer, gradient: None):
         resnet.task.loss(adapted.model, batch).backward()
         assert differing(before, statistics(resnet)) == set(before)
     assert not differing(before, statistics(resnet))

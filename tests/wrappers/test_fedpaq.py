@@ -58,7 +58,7 @@ def test_rounds_match_quantised_changes_by_hand(name: str) -> None:
     problem = Problem()
     cls = {"fedit": FedIT, "rolora": RoLoRA}[name]
     federation = _federation(problem, cls(spec=problem.adapted().spec, r=2, lora_alpha=4.0))
-    W, head = problem.dense(*LAYERS), problem.dense(*HEAD)
+    W, head = problem.to_dense(*LAYERS), problem.to_dense(*HEAD)
     server = {one: {s: federation.state.tensors[join_tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
     for number, members in enumerate([(0, 1, 2, 3), (1, 3), (0, 1, 2), (0, 1, 2, 3)]):
         train = "AB" if name == "fedit" else "BA"[number % 2]
@@ -148,11 +148,11 @@ def test_refused_where_a_change_is_not_what_is_transmitted() -> None:
         "something else is transmitted ": LocalOnly(spec=spec),
     }
     for words, method in cases.items():
-        refusal = FedPAQ(inner=method).refusal(method.declared())
+        refusal = FedPAQ(inner=method).explain_refusal(method.declare_claims())
         assert refusal is not None
         assert words.strip() in refusal
     optimized = FedAvgM(inner=FedIT(spec=spec))
-    assert FedPAQ(inner=optimized).refusal(optimized.declared()) is None
+    assert FedPAQ(inner=optimized).explain_refusal(optimized.declare_claims()) is None
 
 
 def test_a_reply_that_is_not_what_was_claimed_is_an_error() -> None:

@@ -33,7 +33,7 @@ def _federation(problem: Problem, mu: float) -> Federation:
 def test_matches_the_hand_written_loop() -> None:
     problem = Problem()
     federation = _federation(problem, MU)
-    W, head = problem.dense(*LAYERS), problem.dense(*HEAD)
+    W, head = problem.to_dense(*LAYERS), problem.to_dense(*HEAD)
     server = {one: {s: federation.state.tensors[join_tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
     for _ in range(2):
         federation.round()
@@ -116,11 +116,12 @@ def test_finished_segments_of_fedgalore_are_held_too(adaptive: int) -> None:
     federation.round()
     job, trained = seen[0]
     changes = {
-        layer: job.parametrization[layer].effective(select_slots(trained.tensors, layer)).pair for layer in LAYERS
+        layer: job.parametrization[layer].compute_effective(select_slots(trained.tensors, layer)).pair
+        for layer in LAYERS
     }
-    whole = sum(float(pair.dense().square().sum()) for pair in changes.values() if pair is not None)
+    whole = sum(float(pair.to_dense().square().sum()) for pair in changes.values() if pair is not None)
     last = sum(float(trained.tensors[join_tensor_name(layer, "acc")].square().sum()) for layer in LAYERS)
-    term = float(job.penalties[-1].value(trained.tensors))
+    term = float(job.penalties[-1].compute_value(trained.tensors))
     assert abs(term - 0.5 * MU * whole) < 1e-5 * term
     assert abs(whole - last) > 0.1 * whole
     plain = Federation(Double(inner=method.inner), problem, adamw(LR, steps=6))
@@ -131,13 +132,13 @@ def test_finished_segments_of_fedgalore_are_held_too(adaptive: int) -> None:
 def changes_of(federation: Federation) -> dict[str, Tensor]:
     """The base's changes, dense."""
     return {
-        name: delta if isinstance(delta, Tensor) else delta.dense()
+        name: delta if isinstance(delta, Tensor) else delta.to_dense()
         for name, delta in federation.state.base.total.items()
     }
 
 
 def test_refused_where_nothing_is_shared() -> None:
     method = LocalOnly(spec=Problem(clients=1).adapted().spec)
-    refusal = FedProx(inner=method).refusal(method.declared())
+    refusal = FedProx(inner=method).explain_refusal(method.declare_claims())
     assert refusal is not None
     assert "share none" in refusal

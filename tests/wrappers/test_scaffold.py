@@ -88,7 +88,7 @@ class OnFactors(Textbook):
     def gradients(self, client: str, y: Weights) -> Weights:
         pairs = {one: {s: y[join_tensor_name(one, s)] for s in "AB"} for one in LAYERS}
         head = {name: y[f"extras/{name}"] for name in HEAD}
-        by_pair, by_head = pair_gradients(self.problem, client, self.problem.dense(*LAYERS), head, pairs, 2.0)
+        by_pair, by_head = pair_gradients(self.problem, client, self.problem.to_dense(*LAYERS), head, pairs, 2.0)
         flat = {join_tensor_name(one, s): by_pair[one][s] for one in LAYERS for s in "AB"}
         return {**flat, **{f"extras/{name}": by_head[name] for name in HEAD}}
 
@@ -101,7 +101,7 @@ def test_matches_the_textbook(method: str, variate: str, uniform: bool) -> None:
     if method == "fedavg":
         federation = _federation(problem, FedAvg(spec=_spec(problem)), variate, uniform)
         keys = {**{f"{one}/W": one for one in LAYERS}, **{f"extras/{name}": name for name in HEAD}}
-        textbook = Textbook(problem, problem.dense(), variate, uniform)
+        textbook = Textbook(problem, problem.to_dense(), variate, uniform)
     else:
         federation = _federation(problem, FedIT(spec=_spec(problem), seed=6, r=2, lora_alpha=4.0), variate, uniform)
         keys = {name: name for name in federation.state.tensors}
@@ -254,13 +254,13 @@ def test_refused_where_a_variate_has_no_meaning() -> None:
         "something else is transmitted": Scaffold(inner=FedIT(spec=spec)),
     }
     for words, method in cases.items():
-        refusal = Scaffold(inner=method).refusal(method.declared())
+        refusal = Scaffold(inner=method).explain_refusal(method.declare_claims())
         assert refusal is not None
         assert words.strip() in refusal
     plain = FedIT(spec=spec)
     ranks = replace(plain.claims, heterogeneous_ranks=True)
-    assert "ranks may differ" in str(Scaffold(inner=plain).refusal(ranks))
-    assert Scaffold(inner=plain).refusal(plain.claims) is None
+    assert "ranks may differ" in str(Scaffold(inner=plain).explain_refusal(ranks))
+    assert Scaffold(inner=plain).explain_refusal(plain.claims) is None
     plain_sgd, momentum = OptimizerSpec(name="sgd"), OptimizerSpec(name="sgd", momentum=0.9)
     for variate, optimizer, clip, refused in [
         ("option-II", plain_sgd, 1.0, False),
@@ -272,7 +272,7 @@ def test_refused_where_a_variate_has_no_meaning() -> None:
         ("option-I", plain_sgd, 1.0, True),
     ]:
         wrapper = Scaffold(inner=plain, variate=variate)  # type: ignore[arg-type]
-        assert (wrapper.training_refusal(optimizer, clip) is not None) == refused
+        assert (wrapper.explain_training_refusal(optimizer, clip) is not None) == refused
 
 
 def test_a_federation_of_unknown_size_is_refused() -> None:

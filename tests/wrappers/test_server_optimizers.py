@@ -89,10 +89,10 @@ def test_fedloru_under_it_matches_the_oracle_and_forgets_at_accumulations(name: 
     inner = FedLoRU(spec=problem.adapted().spec, seed=4, r=2, lora_alpha=4.0, tau=TAU)
     wrapped = cls(inner=WithExtras(inner=inner, policy="average"), **options)
     federation = Federation(Double(inner=wrapped), problem, sgd(LR, steps=STEPS))
-    W, head = problem.dense(*LAYERS), problem.dense(*HEAD)
+    W, head = problem.to_dense(*LAYERS), problem.to_dense(*HEAD)
 
     def fresh(generation: int) -> dict:
-        tensors = inner.fresh(generation)
+        tensors = inner.create_factors(generation)
         return {one: {s: tensors[join_tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
 
     server = fresh(0)
@@ -168,12 +168,12 @@ def test_refused_where_a_mean_change_has_no_meaning() -> None:
         "something else ": LocalOnly(spec=spec),
     }
     for words, method in cases.items():
-        refusal = FedAdam(inner=method).refusal(method.declared())
+        refusal = FedAdam(inner=method).explain_refusal(method.declare_claims())
         assert refusal is not None
         assert words.strip() in refusal
     residual = replace(METHODS["fedit"].claims, moves_base=True)
-    assert "moves the base" in str(FedAdam(inner=FedIT(spec=spec)).refusal(residual))
-    assert FedAdam(inner=FedIT(spec=spec)).refusal(FedLoRU(spec=spec, tau=2).declared()) is None
+    assert "moves the base" in str(FedAdam(inner=FedIT(spec=spec)).explain_refusal(residual))
+    assert FedAdam(inner=FedIT(spec=spec)).explain_refusal(FedLoRU(spec=spec, tau=2).declare_claims()) is None
 
 
 def test_a_reply_that_is_not_what_was_claimed_is_an_error() -> None:

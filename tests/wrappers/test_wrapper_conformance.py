@@ -51,7 +51,7 @@ def test_the_order_of_replies_does_not_matter(wrapper: str, key: str, run_wrappe
             reducer = Reducer([client for client, _ in order])
             for client, contribution in order:
                 reducer.add(client.id, contribution)
-            after = run.federation.method.update(round.before.state, reducer.result())
+            after = run.federation.method.update(round.before.state, reducer.compute_result())
             assert differences(after, round.after.state) == []
 
 

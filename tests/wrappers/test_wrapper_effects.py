@@ -59,14 +59,14 @@ def _forget(progress: Progress) -> Progress:
 def _values(made: Prepared, progress: Progress) -> Iterator[Tensor]:
     """Yield the global tensors and the layers' dense changes."""
     yield from split_extras(progress.state.tensors)[0].values()
-    job = made.evaluator.job(progress, None)
+    job = made.evaluator.build_job(progress, None)
     for layer in made.engine.adapted.spec.layers:
         yield compute_dense_change(
-            job.parametrization[layer.name].effective(select_slots(job.tensors, layer.name)),
+            job.parametrization[layer.name].compute_effective(select_slots(job.tensors, layer.name)),
             made.engine.adapted.weight(layer.name),
         )
         if (delta := progress.state.base.total.get(layer.name)) is not None:
-            yield delta if isinstance(delta, Tensor) else delta.dense()
+            yield delta if isinstance(delta, Tensor) else delta.to_dense()
 
 
 @pytest.fixture(scope="module")

@@ -42,15 +42,15 @@ def approve(
         return
     if refuse:
         raise FedspanError("JOB", None, "the first characters of a job's name")
-    requests = approvals.requests()
+    requests = approvals.list_requests()
     if not requests:
         typer.echo("no server has requested a job yet")
     for one in requests:
         typer.echo(f"job {one.job[:16]}")
-        for name, value in one.summary().items():
+        for name, value in one.summarize().items():
             typer.echo(f"  {name:<12}{value}")
         if settings:
-            typer.echo("".join(f"    {line}\n" for line in one.settings().splitlines()), nl=False)
+            typer.echo("".join(f"    {line}\n" for line in one.format_settings().splitlines()), nl=False)
 
 
 @register_command("audit", "fedspan audit fedspan-server", "fedspan audit fedspan-node --json", panel=MACHINES)

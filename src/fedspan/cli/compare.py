@@ -74,7 +74,7 @@ def compare(
         as_json,
         lambda watcher: _compare(config, folder, methods, seeds, overrides, overrides_for, against, watcher),
     )
-    _show(report, report.table(), as_json)
+    _show(report, report.build_table(), as_json)
     if not as_json:
         typer.echo(f"table {folder / 'table.md'}, {folder / 'table.csv'}")
 
@@ -144,7 +144,7 @@ def sweep(
         as_json,
         lambda watcher: _run_sweep(config, folder, over, trials, rounds, seeds, overrides, watcher),
     )
-    _show(report, report.table(), as_json)
+    _show(report, report.build_table(), as_json)
     if report.best is None:
         rates = [trial.values.get("training.lr") for trial in report.trials]
         shown = [value for value in rates if value is not None]

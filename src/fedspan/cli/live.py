@@ -53,15 +53,15 @@ class RunView(ProgressBar):
     def __enter__(self) -> Self:
         return super().__enter__() if self._out.is_terminal else self
 
-    def environment_changed(self, changes: Mapping[str, tuple[object, object]]) -> None:
+    def on_environment_change(self, changes: Mapping[str, tuple[object, object]]) -> None:
         shown = ", ".join(f"{name} was {then} and is {now}" for name, (then, now) in changes.items())
         self._print(Text(f"note: {shown}; the last bits of the result may differ", "yellow"))
 
-    def noted(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self._print(Text(f"note: {text}", "yellow"))
 
-    def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
-        super().started(prepared, done, resumed)
+    def on_start(self, prepared: Prepared, done: int, resumed: bool) -> None:
+        super().on_start(prepared, done, resumed)
         config, federation = prepared.config, prepared.federation
         clients = len(federation.clients)
         cohort = federation.settings.cohort or clients
@@ -84,12 +84,12 @@ class RunView(ProgressBar):
         self._print(self._line(("round", "loss", "validation", "test", "worst client", "down", "up", "time"), "dim"))
         if resumed:
             for row in read_lines(RunFolder(self._folder).metrics):
-                self._print(self._row(row, "dim"))
+                self._print(self._render_row(row, "dim"))
             self._print(Text(f"resumed after round {done} of {self.rounds}", "dim"))
 
-    def stage_changed(self, stage: Stage | None) -> None:
+    def on_stage_change(self, stage: Stage | None) -> None:
         before, now = self._stage, self._clock()
-        super().stage_changed(stage)
+        super().on_stage_change(stage)
         if (once := get_unrepeated_name(before)) != get_unrepeated_name(stage):
             if once is not None:
                 self._one_time[once] = self._one_time.get(once, 0.0) + now - self._since
@@ -99,10 +99,10 @@ class RunView(ProgressBar):
         if self._prepared is None and not self._lines:
             self._print(Text(self._now, "dim"))
         elif now - self._printed >= compute_report_interval(now - self._began):
-            self._print(Text(f"  {self.state()}", "dim"))
+            self._print(Text(f"  {self.describe_state()}", "dim"))
 
-    def round_finished(self, row: Mapping[str, Any]) -> None:
-        super().round_finished(row)
+    def on_round_finish(self, row: Mapping[str, Any]) -> None:
+        super().on_round_finish(row)
         once = [
             f"{STAGES[name]} {format_duration(seconds)}"
             for name, seconds in self._one_time.items()
@@ -111,14 +111,14 @@ class RunView(ProgressBar):
         self._one_time.clear()
         if once and self.done < 2:
             self._print(Text(f"before the first round: {', '.join(once)}", "dim"))
-        self._print(self._row(row))
+        self._print(self._render_row(row))
         for failure in row.get("failures") or ():
             self._print(Text(f"  {failure['client']}: {failure['reason']}", "yellow"))
         if late := row.get("late"):
             self._print(Text(f"  late, not waited for: {', '.join(late)}", "dim"))
 
-    def baseline_round(self, name: str, round: int, loss: float) -> None:
-        super().baseline_round(name, round, loss)
+    def on_baseline_round(self, name: str, round: int, loss: float) -> None:
+        super().on_baseline_round(name, round, loss)
         assert self._baseline is not None
         if round == self._baseline[2]:
             self._print(Text(f"baseline {get_title(name)}: {round} epochs, loss {number(loss)}", "dim"))
@@ -127,7 +127,7 @@ class RunView(ProgressBar):
         self._printed, self._lines = self._clock(), self._lines + 1
         self._out.print(text, soft_wrap=True)
 
-    def _widths(self) -> list[int]:
+    def _compute_widths(self) -> list[int]:
         """Compute the widths of eight cells, in 80 to 92 columns."""
         widths = [max(6, 2 * len(str(self.rounds)) + 2), 8, 11, 7, 0, 9, 9, 8]
         widths[_WORST] = max(12, min(self._out.width, 92) - sum(widths))
@@ -135,18 +135,18 @@ class RunView(ProgressBar):
 
     def _line(self, cells: tuple[str, ...], style: str = "") -> Text:
         """Format a line of right-aligned cells."""
-        widths = self._widths()
+        widths = self._compute_widths()
         shown = "".join(shorten(cell, width - 1).rjust(width) for cell, width in zip(cells, widths, strict=True))
         return Text(shown, style)
 
-    def _row(self, row: Mapping[str, Any], style: str = "") -> Text:
+    def _render_row(self, row: Mapping[str, Any], style: str = "") -> Text:
         assert self._prepared is not None
         metric = self._prepared.task.metric
         validation, test = row.get("validation") or {}, row.get("test") or {}
         worst = (row.get("clients") or {}).get("worst")
         if validation and row.get("best_round") == row["round"]:
             style = f"bold {style}"
-        traffic, name_width = row["bytes"], self._widths()[_WORST] - 8
+        traffic, name_width = row["bytes"], self._compute_widths()[_WORST] - 8
         cells = (
             f"{row['round']}/{self.rounds}" if row["round"] else "start",
             number(row["loss"]) if "loss" in row else "-",

@@ -202,7 +202,7 @@ def _reproduce(
     from fedspan.cli.compare import print_table
     from fedspan.reproduction.verdicts import tabulate_verdicts
 
-    print_table(screen, report.table())
+    print_table(screen, report.build_table())
     verdicts = tabulate_verdicts(report.verdicts)
     for statement, rows, by, _, verdict in verdicts.rows:  # sentences do not fit into the columns of a narrow terminal
         screen.print(f"{statement} ({rows}, by {by}): ", end="")

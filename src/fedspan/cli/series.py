@@ -41,8 +41,8 @@ class SeriesView(SeriesBar):
     def __enter__(self) -> Self:
         return super().__enter__() if self._out.is_terminal else self
 
-    def series_started(self, steps: Sequence[Step]) -> None:
-        super().series_started(steps)
+    def on_series_start(self, steps: Sequence[Step]) -> None:
+        super().on_series_start(steps)
         self._print(Text(f"{self.runs} runs in {self._folder}", "dim"))
 
     def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
@@ -54,22 +54,22 @@ class SeriesView(SeriesBar):
         self._line(step, "  failed", "yellow")
         self._note(why)
 
-    def environment_changed(self, changes: Mapping[str, tuple[object, object]]) -> None:
+    def on_environment_change(self, changes: Mapping[str, tuple[object, object]]) -> None:
         shown = ", ".join(f"{name} was {then} and is {now}" for name, (then, now) in changes.items())
         self._note(f"{shown}; the last bits of the result may differ")
 
-    def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
-        super().started(prepared, done, resumed)
+    def on_start(self, prepared: Prepared, done: int, resumed: bool) -> None:
+        super().on_start(prepared, done, resumed)
         for remark in prepared.remarks:
             self._note(remark)
 
-    def stage_changed(self, stage: Stage | None) -> None:
-        super().stage_changed(stage)
+    def on_stage_change(self, stage: Stage | None) -> None:
+        super().on_stage_change(stage)
         now = self._clock()
         if stage is None or self._step is None or self._out.is_terminal:
             return
         if now - self._printed >= compute_report_interval(now - self._began):
-            self._print(Text(shorten(f"  {self._step.label}: {self._run.state()}", self._out.width), "dim"))
+            self._print(Text(shorten(f"  {self._step.label}: {self._run.describe_state()}", self._out.width), "dim"))
 
     def _line(self, step: Step, result: str, style: str) -> None:
         left = f"{self.done:>{len(str(self.runs))}}/{self.runs}  {step.label}"

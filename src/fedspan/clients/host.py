@@ -135,7 +135,7 @@ class Host:
 
     def count_examples(self, id: str) -> int:
         """Count the examples on which a client trains in a round, including repeated uses."""
-        return self.engine.settings.workload(len(self.clients[id].train))
+        return self.engine.settings.compute_workload(len(self.clients[id].train))
 
     def count_tokens(self, id: str) -> int:
         """Estimate the number of tokens on which a client trains in a round, including repeated uses."""
@@ -164,8 +164,8 @@ class Host:
             ValueError: If ``answer`` or ``SecureClient.answer`` raises it.
         """
         if isinstance(order, Order):
-            return self.answer(order).envelope()
-        return self._get_secure_client(order.to, order.task).answer(order).envelope()
+            return self.answer(order).to_envelope()
+        return self._get_secure_client(order.to, order.task).answer(order).to_envelope()
 
     def answer(self, order: Order) -> Reply:
         """Carry out an order.
@@ -405,8 +405,8 @@ def refuse(order: Order, error: Exception) -> Reply:
 def refuse_any(order: Order | Phase, error: Exception) -> Envelope:
     """Refuse an order of any kind (``refuse``)."""
     if isinstance(order, Order):
-        return refuse(order, error).envelope()
-    return refuse_phase(order, describe_error(error)).envelope()
+        return refuse(order, error).to_envelope()
+    return refuse_phase(order, describe_error(error)).to_envelope()
 
 
 def describe_error(error: Exception) -> str:

@@ -186,7 +186,7 @@ class SecureClient:
         if self.identity is None:
             return keys
         keys = keys.model_copy(update={"identity": self.identity.public})
-        statement = keys.statement(context_of(session.run, session.number), self.id)
+        statement = keys.build_statement(context_of(session.run, session.number), self.id)
         return keys.model_copy(update={"signature": self.identity.sign(statement)})
 
     def _require_known_keys(self, peers: Mapping[str, PublicKeys], context: str) -> None:
@@ -204,7 +204,7 @@ class SecureClient:
                     raise ValueError("it is not in this node's file")
                 if compute_fingerprint(keys.identity) != self.known[id]:
                     raise ValueError("its key has another fingerprint than in this node's file")
-                verify_signature(keys.identity, keys.signature, keys.statement(context, id))
+                verify_signature(keys.identity, keys.signature, keys.build_statement(context, id))
             except ValueError as error:
                 problem = f"{id!r} cannot share a sum with this node: {error}"
                 raise FedspanError("federation.secure", id, problem=problem) from error
@@ -229,7 +229,7 @@ class SecureClient:
             self.check(order.agreement)
         update = {"phase": "shares", "peers": peers, "threshold": order.threshold, "agreement": order.agreement}
         self.sessions.store(self.id, session.model_copy(update=update))
-        transcript = order.agreement.transcript(context)
+        transcript = order.agreement.build_transcript(context)
         shared = zip(
             split(keys.own, order.threshold, len(ids)), split(keys.masking, order.threshold, len(ids)), strict=True
         )
@@ -357,7 +357,7 @@ def _get_agreement(session: Session) -> Agreement:
 
 
 def _get_transcript(session: Session) -> str:
-    return _get_agreement(session).transcript(context_of(session.run, session.number))
+    return _get_agreement(session).build_transcript(context_of(session.run, session.number))
 
 
 @lru_cache(maxsize=1)
@@ -391,7 +391,7 @@ class DiskSessionStore:
         Raises:
             FedspanError: If the file is damaged, so that the phases answered so far are unknown.
         """
-        path = self._of(client)
+        path = self._get_path(client)
         if not path.is_file():
             return None
         try:
@@ -402,10 +402,10 @@ class DiskSessionStore:
 
     def store(self, client: str, session: Session) -> None:
         """``SessionStore.store``."""
-        path = self._of(client)
+        path = self._get_path(client)
         with convert_disk_errors(self.folder, "free some space; the round can be run again"):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomic(path, session.model_dump_json().encode(), 0o600)
 
-    def _of(self, client: str) -> Path:
+    def _get_path(self, client: str) -> Path:
         return self.folder / hashlib.sha256(client.encode()).hexdigest()[:32] / "session.json"

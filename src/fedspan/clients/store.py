@@ -137,7 +137,7 @@ def write_moments(writer: Writer, kept: tuple[OptimizerState, int]) -> dict[str,
     return {
         "generation": generation,
         "steps": dict(state.steps),
-        "moments": {kind: writer.tensors(moments) for kind, moments in state.moments.items()},
+        "moments": {kind: writer.add_tensors(moments) for kind, moments in state.moments.items()},
     }
 
 
@@ -149,7 +149,7 @@ def read_moments(reader: Reader, structure: object) -> tuple[OptimizerState, int
     """
     moments, steps = expect(structure, "moments", dict), expect(structure, "steps", dict)
     state = OptimizerState(
-        {kind: reader.tensors(expect(moments, kind, dict)) for kind in moments},
+        {kind: reader.read_tensors(expect(moments, kind, dict)) for kind in moments},
         {name: expect(steps, name, int) for name in steps},
     )
     return state, expect(structure, "generation", int)
@@ -212,7 +212,7 @@ class Kind(Generic[V]):
     write: Callable[[Writer, V], Mapping[str, object]]
     read: Callable[[Reader, object], V]
 
-    def path(self, clients: Path, key: str, round: int) -> Path:
+    def get_path(self, clients: Path, key: str, round: int) -> Path:
         """Return the file of a value; it is named by a digest, since ids may be any text."""
         digest = hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
         return clients / f"round-{round:05d}" / f"{self.name}-{digest[:32]}.safetensors"
@@ -226,7 +226,7 @@ class Kind(Generic[V]):
         writer = Writer(canonical=False)
         # The digest comes first: no other 64 zeros precede it.
         structure = {"sha256": _BLANK.decode(), "of": key, "round": round, "value": self.write(writer, value)}
-        data = writer.payload(self.name, structure)
+        data = writer.build_payload(self.name, structure)
         return data.replace(_BLANK, hashlib.sha256(data).hexdigest().encode(), 1)
 
     def load(self, clients: Path, key: str, round: int) -> V:
@@ -235,7 +235,7 @@ class Kind(Generic[V]):
         Raises:
             DamagedFileError: If the file is missing or differs from what was written.
         """
-        path = self.path(clients, key, round)
+        path = self.get_path(clients, key, round)
         data = read_whole(path)
         try:
             return self.decode(data, key, round)
@@ -259,10 +259,10 @@ class Kind(Generic[V]):
 
 
 def _read_memory(reader: Reader, structure: object) -> Tensors:
-    return reader.tensors(cast(Mapping[str, object], structure))  # which checks every entry
+    return reader.read_tensors(cast(Mapping[str, object], structure))  # which checks every entry
 
 
-MEMORY: Kind[Tensors] = Kind("memory", lambda writer, memory: writer.tensors(memory), _read_memory)
+MEMORY: Kind[Tensors] = Kind("memory", lambda writer, memory: writer.add_tensors(memory), _read_memory)
 MOMENTS: Kind[tuple[OptimizerState, int]] = Kind("moments", write_moments, read_moments)
 
 
@@ -294,7 +294,7 @@ class StoredMapping(Mapping[str, V], Generic[V]):
     def __len__(self) -> int:
         return len(self.rounds)
 
-    def versions(self) -> set[Version]:
+    def list_versions(self) -> set[Version]:
         """Return the versions of all files that the values are read from."""
         return {(self.kind.name, key, round) for key, round in self.rounds.items() if round != NOTHING}
 
@@ -325,7 +325,7 @@ def store(folder: Path, progress: Progress) -> Progress:
         written = {key: round if value or kind is MOMENTS else NOTHING for key, value in changes.items()}
         for key, value in changes.items():
             if written[key] != NOTHING:
-                files[kind.path(folder, key, round)] = (kind, key, value)
+                files[kind.get_path(folder, key, round)] = (kind, key, value)
         stored.append(StoredMapping(kind, folder, {**rounds, **written}))
     if files:
         with convert_disk_errors(folder.parent):
@@ -370,12 +370,12 @@ def discard(folder: Path, needed: Iterable[Version], among: Iterable[Version] | 
         OSError: If the disk refuses to delete.
     """
     kinds: dict[str, Kind[Any]] = {kind.name: kind for kind in (MEMORY, MOMENTS)}
-    stay = {kinds[name].path(folder, key, round) for name, key, round in needed}
+    stay = {kinds[name].get_path(folder, key, round) for name, key, round in needed}
     if among is None:
         delete_temporary_files(folder)
         there = set(folder.glob("round-*/*"))
     else:
-        there = {kinds[name].path(folder, key, round) for name, key, round in among}
+        there = {kinds[name].get_path(folder, key, round) for name, key, round in among}
     stale = there - stay
     for path in stale:
         path.unlink(missing_ok=True)
@@ -386,15 +386,15 @@ def discard(folder: Path, needed: Iterable[Version], among: Iterable[Version] | 
 
 def _write_state(writer: Writer, kept: ClientState) -> Mapping[str, object]:
     moments = {phase: write_moments(writer, state) for phase, state in kept.moments.items()}
-    return {"memory": writer.tensors(kept.memory), "moments": moments, "base": writer.base(kept.base)}
+    return {"memory": writer.add_tensors(kept.memory), "moments": moments, "base": writer.add_base(kept.base)}
 
 
 def _read_state(reader: Reader, structure: object) -> ClientState:
     moments = expect(structure, "moments", dict)
     return ClientState(
-        memory=reader.tensors(expect(structure, "memory", dict)),
+        memory=reader.read_tensors(expect(structure, "memory", dict)),
         moments={phase: read_moments(reader, expect(moments, phase, dict)) for phase in moments},
-        base=reader.base(expect(structure, "base", dict)),
+        base=reader.read_base(expect(structure, "base", dict)),
     )
 
 
@@ -414,23 +414,23 @@ class DiskClientStore:
     def load(self, client: str, round: int) -> ClientState:
         """``ClientStore.load``."""
         try:
-            return STATE.load(self._of(client), client, round)
+            return STATE.load(self._get_path(client), client, round)
         except DamagedFileError as error:
             raise LostStateError(client, round, str(error.value)) from error
 
     def store(self, client: str, round: int, state: ClientState, needed: frozenset[int]) -> None:
         """``ClientStore.store``."""
-        own = self._of(client)
-        target = STATE.path(own, client, round)
+        own = self._get_path(client)
+        target = STATE.get_path(own, client, round)
         with convert_disk_errors(self.folder, "free some space; the last accepted round is intact"):
             target.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(target, STATE.encode(client, round, state))
             fsync_folder(target.parent)
-            stay = {STATE.path(own, client, kept) for kept in (round, *needed)}
+            stay = {STATE.get_path(own, client, kept) for kept in (round, *needed)}
             for path in own.glob("round-*/*.safetensors"):
                 if path not in stay:
                     path.unlink()
                     path.parent.rmdir()
 
-    def _of(self, client: str) -> Path:
+    def _get_path(self, client: str) -> Path:
         return self.folder / hashlib.sha256(client.encode()).hexdigest()[:32]

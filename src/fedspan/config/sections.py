@@ -107,21 +107,21 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _validate_combination(self) -> Self:
         method = self.wrap_method(self.method.build(Spec(()), self.seed))
-        if self.federation.reduction != "mean" and method.declared().reduction != "sum":
+        if self.federation.reduction != "mean" and method.declare_claims().reduction != "sum":
             problem = (
                 f"{self.federation.reduction} cannot be combined with {self.method.name}, whose server needs "
                 "single replies"
             )
             raise FedspanError("federation.reduction", self.federation.reduction, "mean", problem=problem)
         if self.privacy is not None:
-            self.privacy.require_fit(self.method.title, method.declared(), self.federation)
+            self.privacy.require_fit(self.method.title, method.declare_claims(), self.federation)
             if self.evaluation.diagnostics is not None:
                 problem = "it cannot be combined with privacy, because diagnostics inspect updates without noise"
                 raise FedspanError("evaluation.diagnostics", self.evaluation.diagnostics, problem=problem)
         self._require_simulation_fit()
         self._require_cluster_fit()
         self._require_head_fit()
-        self.federation.require_secure_fit(self.method.name, self.method.title, method.declared())
+        self.federation.require_secure_fit(self.method.name, self.method.title, method.declare_claims())
         self._require_trainers()
         self._require_training_fit()
         self._require_offload_fit()

@@ -116,7 +116,7 @@ def _read_sample(location: str, option: str) -> Source:
     except FedspanError as error:
         if error.field != "data.train":
             raise
-        raise error.at(option) from error
+        raise error.relocate(option) from error
 
 
 def _describe_counts(loaded: LoadedData, rows: Source, location: str, test: str | Path | None) -> list[str]:

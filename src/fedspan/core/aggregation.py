@@ -85,4 +85,4 @@ def compute_residual(layer: str, reduced: Reduced, mean_B: Tensor, scaling: floa
 def choose_smaller_form(pair: LowRank) -> Delta:
     """Return the pair, or the dense matrix where that has fewer elements."""
     rows, columns = pair.shape
-    return pair if pair.numel() <= rows * columns else pair.dense()
+    return pair if pair.numel() <= rows * columns else pair.to_dense()

@@ -97,7 +97,7 @@ class View:
         """Number of columns D."""
         return self.left.shape[1] if self.right is None else self.right.shape[1]
 
-    def mean(self) -> Tensor:
+    def compute_mean(self) -> Tensor:
         """Compute the column means in the coordinates of ``left``, (1, Q)."""
         return self.left.mean(0, keepdim=True)
 
@@ -124,14 +124,14 @@ class Ajive:
     means: tuple[Tensor, ...]
     cutoff: float | None
 
-    def joint(self, number: int) -> Tensor:
+    def compute_joint(self, number: int) -> Tensor:
         """Compute J_i = U U^T (X_i - mean), in the coordinates of the view's ``left``."""
         centred = self.views[number].left - self.means[number]
         return self.basis @ (self.basis.T @ centred)
 
-    def individual(self, number: int) -> Tensor:
+    def compute_individual(self, number: int) -> Tensor:
         """Compute I_i: X_i - mean - J_i, cut to singular values above tau_i, in coordinates of the view's ``left``."""
-        rest = self.views[number].left - self.means[number] - self.joint(number)
+        rest = self.views[number].left - self.means[number] - self.compute_joint(number)
         U, S, Vt = torch.linalg.svd(rest, full_matrices=False)
         return (U * torch.where(self.thresholds[number] < S, S, 0.0)) @ Vt
 
@@ -165,7 +165,7 @@ def compute_ajive(
         rng: Generator of those draws.
     """
     views = tuple(View.of(matrix) for matrix in matrices)
-    means = tuple(view.mean() if center else torch.zeros_like(view.mean()) for view in views)
+    means = tuple(view.compute_mean() if center else torch.zeros_like(view.compute_mean()) for view in views)
     ranks = [view_rank] * len(views) if view_rank is None or isinstance(view_rank, int) else list(view_rank)
     spaces = [_build_space(view.left - mean, rank) for view, mean, rank in zip(views, means, ranks, strict=True)]
     U, S, Vt = torch.linalg.svd(torch.cat([space.U for space in spaces], 1), full_matrices=False)

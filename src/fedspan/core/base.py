@@ -24,7 +24,7 @@ Delta = LowRank | Tensor
 
 def to_dense(delta: Delta) -> Tensor:
     """Return either form as the matrix (O, I)."""
-    return delta.dense() if isinstance(delta, LowRank) else delta
+    return delta.to_dense() if isinstance(delta, LowRank) else delta
 
 
 class Total(Mapping[str, Delta]):
@@ -63,7 +63,7 @@ class Total(Mapping[str, Delta]):
             for parts in self._parts.values()
         )
 
-    def after(self, increment: Increment) -> Total:
+    def add(self, increment: Increment) -> Total:
         """Return the sum after one more increment; a layer becomes dense where its factors would outgrow the matrix."""
         total = Total() if increment.decay != 1.0 else Total(self)
         if increment.decay != 1.0:
@@ -80,8 +80,8 @@ def _accumulate(parts: tuple[LowRank, ...] | Tensor, delta: Delta) -> tuple[LowR
         rows, columns = delta.shape
         joined = (*parts, delta.fold_scale())
         fits = sum(pair.numel() for pair in joined) <= rows * columns
-        return joined if fits else concatenate(joined).dense()
-    return concatenate(parts).dense() + delta if parts else delta
+        return joined if fits else concatenate(joined).to_dense()
+    return concatenate(parts).to_dense() + delta if parts else delta
 
 
 def _scale_parts(parts: tuple[LowRank, ...] | Tensor, factor: float) -> tuple[LowRank, ...] | Tensor:
@@ -158,14 +158,14 @@ class BaseUpdate:
         deltas = {layer: delta.contiguous() for layer, delta in increment.deltas.items()}
         if any(delta is not increment.deltas[layer] for layer, delta in deltas.items()):
             increment = replace(increment, deltas=deltas)
-        total = Total(self.total).after(increment)
+        total = Total(self.total).add(increment)
         limit = total.numel()
         recent, recent_from = (*self.recent, increment), self.recent_from
         while len(recent) > 1 and sum(past.numel() for past in recent) > limit:
             recent_from, recent = recent[0].round, recent[1:]
         return BaseUpdate(increment.round, self.rho * increment.decay, total, recent, recent_from)
 
-    def since(self, known_round: int | None) -> BasePatch | None:
+    def build_patch(self, known_round: int | None) -> BasePatch | None:
         """Return the patch for a client whose last accepted state is that of round ``known_round`` (None: only W0)."""
         known_round = -1 if known_round is None else known_round
         if known_round >= self.round:

@@ -120,7 +120,7 @@ def compute_principal_factors(
     Returns:
         ``layer/A`` and ``layer/B`` in float32, and the increment of round 0.
     """
-    scaling = method.scaling(None)
+    scaling = method.get_scaling(None)
 
     def of(layer: LayerSpec) -> LowRank:
         rng = create_generator(method.seed, "principal", layer.name) if singular == "randomized" else None
@@ -177,7 +177,7 @@ def create_lora_job(
     method: RegisteredMethod, tensors: Tensors, client: Client | None, train: Iterable[str], generation: int = 0
 ) -> Job:
     """Create a job in which every target layer is ``LoRA`` and the slots named in ``train`` are trained."""
-    parametrization = LoRA(method.scaling(client))
+    parametrization = LoRA(method.get_scaling(client))
     return Job(
         parametrization={layer.name: parametrization for layer in method.spec.layers},
         tensors=tensors,

@@ -94,14 +94,14 @@ class HeadStatistics:
         products = None if triangle is None else _expand_triangle(triangle, features)
         return cls(doubles["shares"], doubles["sums"], doubles["square"], products, doubles.get("targets"))
 
-    def rescaled(self, bound: float) -> HeadStatistics:
+    def rescale(self, bound: float) -> HeadStatistics:
         """Return the statistics of features that were divided by ``bound``, for the features themselves (0: as is)."""
         if not bound:
             return self
         products = None if self.products is None else self.products * bound**2
         return HeadStatistics(self.shares, self.sums * bound, self.square * bound**2, products, self.targets)
 
-    def normalized(self) -> HeadStatistics:
+    def normalize(self) -> HeadStatistics:
         """Return the averages over the counted examples alone, where clients left out examples of small classes."""
         total = self.shares.sum()
         return HeadStatistics(
@@ -112,7 +112,7 @@ class HeadStatistics:
             None if self.targets is None else self.targets / total,
         )
 
-    def tensors(self) -> dict[str, Tensor]:
+    def to_tensors(self) -> dict[str, Tensor]:
         """Return the statistics as named float64 tensors, with the upper triangle of the products."""
         tensors = {"shares": self.shares, "sums": self.sums, "square": self.square.reshape(1)}
         if self.products is not None:
@@ -137,7 +137,7 @@ class OutputWeights:
 
 
 def compute_statistics_shapes(kind: HeadKind, outputs: int, features: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the named tensors of ``HeadStatistics.tensors``.
+    """Return the shapes of the named tensors of ``HeadStatistics.to_tensors``.
 
     Args:
         kind: Kind of start.

@@ -56,7 +56,7 @@ class LowRank:
         """Count the stored elements: R (O + I)."""
         return self.B.numel() + self.A.numel()
 
-    def dense(self) -> Tensor:
+    def to_dense(self) -> Tensor:
         """Compute the matrix itself, (O, I)."""
         return (self.B @ self.A) * self.scale
 
@@ -111,7 +111,7 @@ def svd(pair: LowRank, rank: int | None = None) -> tuple[Tensor, Tensor, Tensor]
         ``U`` (O, k), ``S`` (k,) descending, ``Vt`` (k, I).
     """
     if pair.rank >= min(pair.shape):
-        U, S, Vt = torch.linalg.svd(pair.to(torch.float64).dense(), full_matrices=False)
+        U, S, Vt = torch.linalg.svd(pair.to(torch.float64).to_dense(), full_matrices=False)
         retained = S.numel() if rank is None else min(rank, S.numel())
         U, Vt = U[:, :retained], Vt[:retained]
     else:

@@ -115,7 +115,7 @@ class Method(ABC):
     spec: Spec
 
     @abstractmethod
-    def declared(self) -> Claims:
+    def declare_claims(self) -> Claims:
         """Return the claims of the method."""
 
     @abstractmethod
@@ -192,12 +192,12 @@ class RegisteredMethod(Method):
     lora_alpha: float = 16.0
     use_rslora: bool = False
 
-    def declared(self) -> Claims:
+    def declare_claims(self) -> Claims:
         return self.claims
 
     def rank(self, client: Client | None) -> int:
         return self.r if client is None else client.rank
 
-    def scaling(self, client: Client | None) -> float:
+    def get_scaling(self, client: Client | None) -> float:
         """Return the factor on B A of a client, or of the global model."""
         return compute_scaling(self.lora_alpha, self.r, self.use_rslora) if client is None else client.scaling

@@ -63,7 +63,7 @@ class Effective:
 class Parametrization(Protocol):
     """A mapping from one layer's tensors by slot to the layer's function."""
 
-    def effective(self, slots: Slots) -> Effective:
+    def compute_effective(self, slots: Slots) -> Effective:
         """Compute the layer's weight, differentiable in ``slots``."""
         ...
 
@@ -75,7 +75,7 @@ class LoRA:
     scaling: float
     slots: ClassVar[tuple[str, ...]] = ("A", "B")
 
-    def effective(self, slots: Slots) -> Effective:
+    def compute_effective(self, slots: Slots) -> Effective:
         return Effective(LowRank(slots["B"], slots["A"], self.scaling))
 
 
@@ -87,7 +87,7 @@ class PairSum:
     personal_scaling: float
     slots: ClassVar[tuple[str, ...]] = ("A", "B", "L", "U")
 
-    def effective(self, slots: Slots) -> Effective:
+    def compute_effective(self, slots: Slots) -> Effective:
         shared = LowRank(slots["B"], slots["A"], self.scaling)
         return Effective(concatenate([shared, LowRank(slots["L"], slots["U"], self.personal_scaling)]))
 
@@ -103,12 +103,12 @@ class Nested:
     nested_scaling: float
     slots: ClassVar[tuple[str, ...]] = ("A", "B", "A_d", "A_u", "B_d", "B_u")
 
-    def outer(self, slots: Slots, slot: str) -> Tensor:
+    def compute_outer(self, slots: Slots, slot: str) -> Tensor:
         """Compute A or B with its nested update."""
         return slots[slot] + self.nested_scaling * slots[f"{slot}_d"] @ slots[f"{slot}_u"]
 
-    def effective(self, slots: Slots) -> Effective:
-        return Effective(LowRank(self.outer(slots, "B"), self.outer(slots, "A"), self.scaling))
+    def compute_effective(self, slots: Slots) -> Effective:
+        return Effective(LowRank(self.compute_outer(slots, "B"), self.compute_outer(slots, "A"), self.scaling))
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Core:
     scaling: float
     slots: ClassVar[tuple[str, ...]] = ("A", "B", "R")
 
-    def effective(self, slots: Slots) -> Effective:
+    def compute_effective(self, slots: Slots) -> Effective:
         return Effective(LowRank(slots["B"] @ slots["R"], slots["A"], self.scaling))
 
 
@@ -129,7 +129,7 @@ class Gram:
     scaling: float = 1.0
     slots: ClassVar[tuple[str, ...]] = ("A", "L", "R")
 
-    def effective(self, slots: Slots) -> Effective:
+    def compute_effective(self, slots: Slots) -> Effective:
         # Both thin products once a step, 2 R K (O + I) operations, instead of two K-wide products for every token.
         A_RK = slots["A"]
         return Effective(LowRank(slots["L"] @ A_RK.T, A_RK @ slots["R"], self.scaling))
@@ -148,7 +148,7 @@ class MixedGram:
     side: str
     slots: ClassVar[tuple[str, ...]] = ("A", "places", "signs")
 
-    def effective(self, slots: Slots) -> Effective:
+    def compute_effective(self, slots: Slots) -> Effective:
         A_RK = slots["A"]
         mixed = multiply_by_mixing(A_RK, slots["places"], slots["signs"])
         B, A = (A_RK.T, mixed) if self.side == "right" else (mixed.T, A_RK)
@@ -179,7 +179,7 @@ class Projected:
         """Return a segment as (B, A), without the scaling."""
         return LowRank(acc, P) if self.side == "right" else LowRank(P, acc)
 
-    def effective(self, slots: Slots) -> Effective:
+    def compute_effective(self, slots: Slots) -> Effective:
         acc = slots["acc"]
         if self.scaling != 1.0:
             acc = acc + ((self.scaling - 1.0) * acc).detach()
@@ -195,7 +195,7 @@ class Factorised:
 
     slots: ClassVar[tuple[str, ...]] = ("U", "V")
 
-    def effective(self, slots: Slots) -> Effective:
+    def compute_effective(self, slots: Slots) -> Effective:
         return Effective(LowRank(slots["U"], slots["V"]), base=False)
 
 
@@ -224,7 +224,7 @@ class FactorisedConv:
     kernel: tuple[int, int]
     slots: ClassVar[tuple[str, ...]] = ("U", "V")
 
-    def effective(self, slots: Slots) -> Effective:
+    def compute_effective(self, slots: Slots) -> Effective:
         return Effective(weight=reshape_to_convolution(slots["U"] @ slots["V"], self.kernel), base=False)
 
 
@@ -235,7 +235,7 @@ class Sparse:
     shape: tuple[int, int]
     slots: ClassVar[tuple[str, ...]] = ("values", "entries")
 
-    def effective(self, slots: Slots) -> Effective:
+    def compute_effective(self, slots: Slots) -> Effective:
         return Effective(scatter_entries(slots["values"], slots["entries"], self.shape))
 
 
@@ -245,7 +245,7 @@ class Dense:
 
     slots: ClassVar[tuple[str, ...]] = ("W",)
 
-    def effective(self, slots: Slots) -> Effective:
+    def compute_effective(self, slots: Slots) -> Effective:
         return Effective(weight=slots["W"], base=False)
 
 
@@ -255,7 +255,7 @@ class DenseChange:
 
     slots: ClassVar[tuple[str, ...]] = ("D",)
 
-    def effective(self, slots: Slots) -> Effective:
+    def compute_effective(self, slots: Slots) -> Effective:
         return Effective(slots["D"], dropout=False)
 
 
@@ -266,7 +266,7 @@ class DenseLoRA:
     personal_scaling: float
     slots: ClassVar[tuple[str, ...]] = ("W", "L", "U")
 
-    def effective(self, slots: Slots) -> Effective:
+    def compute_effective(self, slots: Slots) -> Effective:
         return Effective(LowRank(slots["L"], slots["U"], self.personal_scaling), slots["W"], base=False)
 
 

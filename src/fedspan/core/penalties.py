@@ -19,7 +19,7 @@ __all__ = ["Penalty", "ProductDecay", "Proximal", "SlotProduct"]
 class Penalty(Protocol):
     """A differentiable term of the loss, a function of the job's tensors."""
 
-    def value(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def compute_value(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Compute the term, a scalar tensor."""
         ...
 
@@ -41,7 +41,7 @@ class Proximal:
     reference: Tensors = field(default_factory=dict)
     projected: Mapping[str, Projected] = field(default_factory=dict)
 
-    def value(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def compute_value(self, tensors: Mapping[str, Tensor]) -> Tensor:
         terms = [(tensors[name] - value.to(tensors[name])).square().sum() for name, value in self.reference.items()]
         for layer, parametrization in self.projected.items():
             if join_tensor_name(layer, "done_B") not in tensors:
@@ -74,7 +74,7 @@ class SlotProduct:
     first: int
     layers: tuple[str, ...]
 
-    def value(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def compute_value(self, tensors: Mapping[str, Tensor]) -> Tensor:
         products = [
             torch.linalg.norm(tensors[join_tensor_name(layer, "B")][:, self.first :])
             * torch.linalg.norm(tensors[join_tensor_name(layer, "A")][self.first :])
@@ -97,6 +97,6 @@ class ProductDecay:
     strength: float
     pairs: tuple[tuple[str, str], ...]
 
-    def value(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def compute_value(self, tensors: Mapping[str, Tensor]) -> Tensor:
         squares = [((tensors[u].T @ tensors[u]) * (tensors[v] @ tensors[v].T)).sum() for u, v in self.pairs]
         return 0.5 * self.strength * torch.stack(squares).sum()

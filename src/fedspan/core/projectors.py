@@ -41,7 +41,7 @@ def compute_svd_projector(gradient: LowRank, rank: int, side: str) -> Tensor:
     if rank <= gradient.rank <= min(gradient.shape) // 2:
         U, _, Vt = svd(gradient, rank)
     else:
-        U, _, Vt = torch.linalg.svd(gradient.to(torch.float32).dense(), full_matrices=False)
+        U, _, Vt = torch.linalg.svd(gradient.to(torch.float32).to_dense(), full_matrices=False)
         U, Vt = fix_signs(U[:, :rank], Vt[:rank])
     return (Vt if side == "right" else U).float().contiguous()
 
@@ -57,7 +57,7 @@ def compute_sketched_projector(gradient: LowRank, rank: int, side: str, rng: tor
     through = products * width * gradient.rank * (rows + columns)
     formed = gradient.rank * rows * columns + products * width * rows * columns
     tall = gradient if side == "left" else LowRank(gradient.A.T, gradient.B.T)
-    factors = (tall.B, tall.A) if through <= formed else (tall.dense(),)
+    factors = (tall.B, tall.A) if through <= formed else (tall.to_dense(),)
 
     def times(x: Tensor) -> Tensor:
         for factor in reversed(factors):

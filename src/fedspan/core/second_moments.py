@@ -119,7 +119,7 @@ class MomentSynchroniser:
 
 def _compute_joint_parts(decomposition: Ajive) -> list[Tensor]:
     """Compute J_i and the column means of every view, (M, R), in the coordinates of the view's ``left``."""
-    return [decomposition.joint(number) + mean for number, mean in enumerate(decomposition.means)]
+    return [decomposition.compute_joint(number) + mean for number, mean in enumerate(decomposition.means)]
 
 
 def compute_covering_projector(projectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

@@ -65,6 +65,6 @@ class Weights(Protocol):
         """Return W0 of a target layer, (O, I), float32; a copy."""
         ...
 
-    def extra(self, parameter: str) -> Tensor:
+    def get_extra(self, parameter: str) -> Tensor:
         """Return the initial value of one of the extras; a copy."""
         ...

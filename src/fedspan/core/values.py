@@ -79,7 +79,7 @@ class ServerState:
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
     generation: int = 0
 
-    def next(self, **changes: object) -> ServerState:
+    def advance_round(self, **changes: object) -> ServerState:
         """Return the state after one more round, with changes."""
         return replace(self, round=self.round + 1, **changes)  # pyright: ignore[reportArgumentType]
 

@@ -58,7 +58,7 @@ class JobRequest:
     decision: Literal["approved", "refused"] | None = None
     why: str = ""
 
-    def summary(self) -> dict[str, str]:
+    def summarize(self) -> dict[str, str]:
         """Return what the job asks for, as text that a terminal can show: what a decision depends on, in few lines."""
         parts = {name: self.config.get(name) or {} for name in ("model", "method", "federation", "training", "privacy")}
         model, method, rounds, training, privacy = parts.values()
@@ -87,7 +87,7 @@ class JobRequest:
         }
         return {name: escape_controls(str(value))[:300] for name, value in facts.items()}
 
-    def settings(self) -> str:
+    def format_settings(self) -> str:
         """Return the whole config as YAML that a terminal can show."""
         text = yaml.safe_dump(dict(self.config), sort_keys=False, allow_unicode=True)
         return "\n".join(escape_controls(line) for line in text.splitlines())
@@ -124,7 +124,7 @@ class Approvals:
             FedspanError: If the operator refused, or too many jobs wait.
         """
         job = compute_job_digest(invitation)
-        path = self._path(job)
+        path = self._build_path(job)
         if not path.is_file():
             self._ask(job, invitation)
         request = self._read(path)
@@ -135,14 +135,14 @@ class Approvals:
             raise NotApprovedError(job)
 
     def _ask(self, job: str, invitation: Invitation) -> None:
-        if sum(request.decision is None for request in self.requests()) >= _WAITING:
+        if sum(request.decision is None for request in self.list_requests()) >= _WAITING:
             problem = f"{_WAITING} jobs wait for the operator of this node already"
             raise FedspanError("limits.approve", job, problem=problem)
         requested_at = datetime.now(UTC).isoformat(timespec="seconds")
-        self._store(JobRequest(job, invitation.run, invitation.values(), requested_at))
+        self._store(JobRequest(job, invitation.run, invitation.read_values(), requested_at))
         self.audit.write("job requested", job=job, run=escape_controls(invitation.run))
 
-    def requests(self) -> list[JobRequest]:
+    def list_requests(self) -> list[JobRequest]:
         """Return all requests, the oldest first.
 
         Raises:
@@ -162,9 +162,9 @@ class Approvals:
         Raises:
             FedspanError: If it means no job, or several.
         """
-        matches = [request for request in self.requests() if job and request.job.startswith(job)]
+        matches = [request for request in self.list_requests() if job and request.job.startswith(job)]
         if len(matches) != 1:
-            names = ", ".join(request.job[:16] for request in self.requests()) or "none"
+            names = ", ".join(request.job[:16] for request in self.list_requests()) or "none"
             raise FedspanError("JOB", job, f"the beginning of one of these: {names}")
         decided = JobRequest(
             matches[0].job, matches[0].run, matches[0].config, matches[0].asked, decision, reason[:500]
@@ -173,13 +173,15 @@ class Approvals:
         self._store(decided)
         return decided
 
-    def _path(self, job: str) -> Path:
+    def _build_path(self, job: str) -> Path:
         return self.folder / _FOLDER / f"{job}.json"
 
     def _store(self, request: JobRequest) -> None:
         with convert_disk_errors(self.folder, "free some space on the node"):
             (self.folder / _FOLDER).mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_atomic(self._path(request.job), to_json(vars(request), indent=1).encode(errors="replace"), 0o600)
+            write_atomic(
+                self._build_path(request.job), to_json(vars(request), indent=1).encode(errors="replace"), 0o600
+            )
 
     def _read(self, path: Path) -> JobRequest:
         try:

@@ -61,9 +61,9 @@ class AuditedTransport(Transport):
         """``Transport.accept_replies``."""
         return self.inner.accept_replies(accepted)
 
-    def simulated_seconds(self) -> float | None:
-        """``Transport.simulated_seconds``."""
-        return self.inner.simulated_seconds()
+    def get_simulated_seconds(self) -> float | None:
+        """``Transport.get_simulated_seconds``."""
+        return self.inner.get_simulated_seconds()
 
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
         """``Transport.exchange``."""

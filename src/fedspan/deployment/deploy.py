@@ -222,7 +222,7 @@ def _gather_nodes(
     examples: dict[str, int] = {}
     refused: dict[str, str] = {}
     undecided: set[int] = set()
-    for node, reply in invite(grid, invitation.envelope(), wait, signer, undecided):
+    for node, reply in invite(grid, invitation.to_envelope(), wait, signer, undecided):
         admitted = read_admissions(link).get(node)  # a node may be admitted while others are waited for
         introduction, reason = _read_introduction(
             reply, base, nodes, admitted, masked=config.federation.secure is not None
@@ -236,7 +236,7 @@ def _gather_nodes(
                 undecided.add(node)
             if refused.get(id) != reason:
                 refused[id] = reason or ""
-                listener.noted(f"{id} does not take part{' yet' if node in undecided else ''}: {reason}")
+                listener.on_note(f"{id} does not take part{' yet' if node in undecided else ''}: {reason}")
         if len(nodes) == config.partition.clients:
             return nodes, examples
     reasons = "; ".join(f"{id}: {text}" for id, text in sorted(refused.items())) or "no more nodes are online"

@@ -47,7 +47,7 @@ class Invitation(HeaderPart):
     version: Name
     config: str
 
-    def envelope(self) -> Envelope:
+    def to_envelope(self) -> Envelope:
         """Encode as an envelope."""
         return Envelope(self.model_dump_json())
 
@@ -56,7 +56,7 @@ class Invitation(HeaderPart):
         """SHA-256 of the config, which all clients of a secure sum agree on."""
         return hashlib.sha256(self.config.encode(errors="surrogatepass")).hexdigest()
 
-    def values(self) -> dict[str, Any]:
+    def read_values(self) -> dict[str, Any]:
         """Return the config's plain values.
 
         Raises:
@@ -90,7 +90,7 @@ class Introduction(HeaderPart):
     refused: Reason | None = None
     waiting: bool = False
 
-    def envelope(self) -> Envelope:
+    def to_envelope(self) -> Envelope:
         """Encode as an envelope."""
         return Envelope(self.model_dump_json())
 

@@ -72,7 +72,7 @@ def _require_model(node: NodeConfig, invitation: Invitation, config: RunConfig) 
     Raises:
         FedspanError: If they are not.
     """
-    limits, requested = node.limits, dict(invitation.values().get("model") or {})
+    limits, requested = node.limits, dict(invitation.read_values().get("model") or {})
     name, revision, adapter = requested.get("name", config.model.name), config.model.revision, requested.get("adapter")
     patterns = ["builtin:*"] if limits.models is None else limits.models
     full_name = name if revision is None else f"{name}@{revision}"
@@ -116,7 +116,7 @@ def _list_sizes(config: RunConfig, invitation: Invitation, limits: NodeLimits) -
     yield "model.max_length", config.model.max_length, limits.tokens
     yield "model.image_size", config.model.image_size or 0, limits.image_size
     yield "method.r", _rank_option(config), limits.rank
-    ranks = (invitation.values().get("federation") or {}).get("ranks")
+    ranks = (invitation.read_values().get("federation") or {}).get("ranks")
     yield "federation.ranks", max(_list_whole_numbers(ranks), default=0) if ranks else 0, limits.rank
     options = [config.method.options, *(method_options.options for method_options in config.method.wrappers)]
     for name, value in ((name, value) for method_options in options for name, value in method_options.items()):
@@ -243,7 +243,7 @@ class OrderTerms:
         Raises:
             FedspanError: If it is not.
         """
-        _require_same("lr", lr, self.config.build_training_settings().lr(round, self.config.federation.rounds))
+        _require_same("lr", lr, self.config.build_training_settings().compute_lr(round, self.config.federation.rounds))
 
     def weight(self, task: str) -> float:
         """Return the client's weight in an average."""

@@ -95,7 +95,7 @@ class NodeService:
         try:
             request = decode_request(envelope)
         except ValueError:
-            return self._introduce(read_header(Invitation, envelope)).envelope()
+            return self._introduce(read_header(Invitation, envelope)).to_envelope()
         name = escape_controls(request.run)
         try:
             self._audit.write("asked", run=name, **describe_envelope(envelope))
@@ -129,14 +129,16 @@ class NodeService:
                 self._approvals.require(invitation)
             joined = self._build(invitation)
             self._usage.record_run(invitation.run)
-            self._audit.write("joined", **self._job(invitation), examples=joined.terms.client.examples)
+            self._audit.write("joined", **self._describe_job(invitation), examples=joined.terms.client.examples)
         except NotApprovedError as error:
             log.warning("%s. fedspan approve shows what it asks for", error)
             return introduction.model_copy(update={"refused": describe_error(error), "waiting": True})
         except Exception as error:  # on any error the server learns that this node does not participate
             log.exception("the invitation to %s is refused", invitation.run)
             with suppress(FedspanError):
-                self._audit.write("invitation refused", **self._job(invitation), why=describe_error(error)[:4096])
+                self._audit.write(
+                    "invitation refused", **self._describe_job(invitation), why=describe_error(error)[:4096]
+                )
             return introduction.model_copy(update={"refused": describe_error(error)[:4096]})
         folder = self._run_folder(invitation.run)
         with convert_disk_errors(self.folder, "free some space on the node"):
@@ -153,9 +155,9 @@ class NodeService:
             return reply
         decoded, min_examples = decode_reply(reply), self.node.limits.evaluation_examples
         scores = {part: coarsen_metrics(values, min_examples) for part, values in (decoded.scores or {}).items()}
-        return replace(decoded, scores={part: values for part, values in scores.items() if values}).envelope()
+        return replace(decoded, scores={part: values for part, values in scores.items() if values}).to_envelope()
 
-    def _job(self, invitation: Invitation) -> dict[str, str]:
+    def _describe_job(self, invitation: Invitation) -> dict[str, str]:
         """Return what the audit log says of an invitation."""
         run = escape_controls(invitation.run)
         return {"run": run, "job": compute_job_digest(invitation), "config_sha256": invitation.digest}
@@ -168,13 +170,13 @@ class NodeService:
             )
 
     def _require_allowed(self, invitation: Invitation) -> None:
-        config = parse_config(self._values(invitation))
+        config = parse_config(self._build_values(invitation))
         require_config(self.node, invitation, config)
         self._usage.require_run(invitation.run, config.federation.rounds)
 
-    def _values(self, invitation: Invitation) -> dict[str, object]:
+    def _build_values(self, invitation: Invitation) -> dict[str, object]:
         node = self.node.model_dump(include={"data", "validation", "test", "split_seed", "device", "threads"})
-        values = build_node_values(invitation.values(), node)
+        values = build_node_values(invitation.read_values(), node)
         model = dict(values.get("model") or {})
         for field in ("name", "adapter"):
             if model.get(field) in self.node.models:
@@ -187,14 +189,14 @@ class NodeService:
             if stored.is_file() and stored.read_bytes() == invitation.model_dump_json().encode():
                 return self._loaded[1]
         self._loaded = None  # two models may not fit into memory
-        config = parse_config(self._values(invitation))
+        config = parse_config(self._build_values(invitation))
         folder = self._run_folder(invitation.run)
-        prepared = self._build_run(config, None, self._key(folder, config), Stages())
+        prepared = self._build_run(config, None, self._load_key(folder, config), Stages())
         (data,) = prepared.federation.clients.values()
         data = replace(data, client=replace(data.client, id=self.node.id))
         require_workload(config, data.client.examples, self.node.limits)
         store = DiskClientStore(folder / "kept")
-        server_config = parse_config({**invitation.values(), "data": config.data.model_dump(mode="json")})
+        server_config = parse_config({**invitation.read_values(), "data": config.data.model_dump(mode="json")})
         plain = build_method(server_config, prepared.engine.adapted.spec)
         method = config.wrap_method(plain)
 
@@ -206,7 +208,7 @@ class NodeService:
         terms = OrderTerms(server_config, plain, data.client, ranks, invitation.digest)
         owner = dict[str, Any]()
         if config.federation.secure is not None:
-            owner = {"identity": self._identity(), "known": self.node.peers, "check": terms.require_agreement}
+            owner = {"identity": self._load_identity(), "known": self.node.peers, "check": terms.require_agreement}
         secure = secure_client(config, self.node.id, folder / "kept", self.node.limits.secure_clients, **owner)
         announced = () if config.head_kind[0] is None else (config.head_kind[0],)
         host = Host(
@@ -222,7 +224,7 @@ class NodeService:
         )
         return _Joined(host, compute_base_digest(prepared.model), terms)
 
-    def _identity(self) -> Any:
+    def _load_identity(self) -> Any:
         """Return the key that signs this node's session keys of secure sums; None: it has no key.
 
         Raises:
@@ -238,7 +240,7 @@ class NodeService:
         except (OSError, ValueError) as error:
             raise FedspanError("key", self.node.key, f"an elliptic-curve key without a passphrase ({error})") from error
 
-    def _key(self, folder: Path, config: RunConfig) -> bytes | None:
+    def _load_key(self, folder: Path, config: RunConfig) -> bytes | None:
         """Return the secret key of this node's noise in a run; it is created at the start of the run."""
         key = generate_key(config)
         if key is None:

@@ -106,7 +106,7 @@ def read_status(folder: Path) -> RunStatus:
 
 def _read_rounds(run: RunFolder) -> int | None:
     try:
-        return int(yaml.safe_load(run.config_text())["federation"]["rounds"])
+        return int(yaml.safe_load(run.read_config_text())["federation"]["rounds"])
     except (yaml.YAMLError, KeyError, TypeError, ValueError):
         return None
 

@@ -79,7 +79,7 @@ class UsageBook:
         self._key = hashlib.sha256(json.dumps([server, data]).encode()).hexdigest()[:32]
         self._new = Account(server=server, data=str(node.data.get("train") or node.data.get("dataset") or ""))
 
-    def account(self) -> Account:
+    def get_account(self) -> Account:
         """Return what the node's server has used of the node's data.
 
         Raises:
@@ -97,7 +97,7 @@ class UsageBook:
         Raises:
             FedspanError: If it does not fit.
         """
-        account = self.account()
+        account = self.get_account()
         if _compute_digest(run) in account.runs:
             return
         _require_left("runs", len(account.runs), 1, self.limits.runs)
@@ -205,7 +205,7 @@ def _add_releases(account: Account, charges: tuple[Charge, ...], limits: NodeLim
     spend = PrivacySpend(limits.delta, "rdp")
     spend.restore({"": [list(charge) for charge in account.releases]})
     unattributed = tuple(replace(charge, payer="") for charge in charges)
-    if limits.epsilon is not None and (cost := spend.worst(unattributed)) > limits.epsilon:
+    if limits.epsilon is not None and (cost := spend.compute_worst(unattributed)) > limits.epsilon:
         raise FedspanError("limits.epsilon", limits.epsilon, f"at least {cost:.4g}, with this order")
     spend.charge(unattributed)
     return tuple((rate, noise, int(count)) for rate, noise, count in spend.dump()[""])

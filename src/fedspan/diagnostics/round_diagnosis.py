@@ -160,13 +160,13 @@ def diagnose_round(
     engine, record = federation.engine, TrainingRecord()
     round = progress.state.round
     federation.settings = replace(federation.settings, rounds=max(federation.settings.rounds, round + 1))
-    if not federation.cohort(round):
+    if not federation.draw_cohort(round):
         problem = f"no client participates in round {round + 1}, because the sample drawn for privacy is empty"
         raise FedspanError("round", round, "another checkpoint", problem=problem)
     result = federation.run_round(progress, on_trained=record)
     began = time.monotonic()
     models = _make_round_models(federation, record, progress, result)
-    layers = models.layers()
+    layers = models.diagnose_layers()
     engine.adapted.set_base(progress.state.base)
     rng = create_generator(seed, "diagnosis")
     indices = np.sort(torch.randperm(len(held_out), generator=rng)[:examples].numpy())
@@ -198,7 +198,7 @@ def diagnose_layers(
         before: The progress before the round.
         result: Result of the round.
     """
-    return _make_round_models(federation, record, before, result).layers()
+    return _make_round_models(federation, record, before, result).diagnose_layers()
 
 
 def _make_round_models(
@@ -208,7 +208,7 @@ def _make_round_models(
     engine = federation.engine
     engine.adapted.set_base(result.progress.state.base)
     end = None
-    if not federation.method.declared().personal:
+    if not federation.method.declare_claims().personal:
         end = federation.method.start(
             federation.method.sync(result.progress.state, None), None, {}, result.progress.state.round
         )
@@ -241,11 +241,11 @@ class _RoundModels:
         total = sum(weights[id] for id in training)
         self.weights = {id: weights[id] / total for id in sorted(training)}
 
-    def layers(self) -> dict[str, LayerDiagnosis]:
+    def diagnose_layers(self) -> dict[str, LayerDiagnosis]:
         """Diagnose all target layers."""
-        return {layer.name: self._layer(layer.name) for layer in self.engine.adapted.spec.layers}
+        return {layer.name: self._diagnose_layer(layer.name) for layer in self.engine.adapted.spec.layers}
 
-    def _layer(self, name: str) -> LayerDiagnosis:
+    def _diagnose_layer(self, name: str) -> LayerDiagnosis:
         shape = self.engine.adapted.operators[name].shape
         starts = {id: self._start(id, name) for id in self.weights}
         updates = {id: combine([(1.0, self._own(id, name)), (-1.0, starts[id])], shape) for id in starts}
@@ -254,14 +254,16 @@ class _RoundModels:
             end = self._change(self.end.parametrization[name], self.end.tensors, name, self.after)
             # relative to the clients' mean start: the global model, unless the clients' ranks are smaller
             negative_starts = [(-self.weights[id], start) for id, start in starts.items()]
-            whole = combine([(1.0, end), *self._base_change(name), *negative_starts], shape)
+            whole = combine([(1.0, end), *self._compute_base_change(name), *negative_starts], shape)
             parts: list[tuple[float, Delta]] = [(1.0, end)]
             if name in self.after.total:
                 parts.append((1.0, self.after.total[name]))
             if self.after.rho != 1.0:
                 parts.append((self.after.rho - 1.0, self.engine.adapted.weight(name)))
             accumulated = measure_shape(combine(parts, shape))
-        return LayerDiagnosis(compare_updates(updates, self.weights, whole), self._moments(name), accumulated)
+        return LayerDiagnosis(
+            compare_updates(updates, self.weights, whole), self._compute_moment_mismatch(name), accumulated
+        )
 
     def losses(
         self, pair: tuple[str, str], examples: Examples, indices: np.ndarray, batch_size: int
@@ -300,31 +302,33 @@ class _RoundModels:
         decay = local.trained.decay
         if decay == 1.0:
             return change
-        return combine([(1.0, change), (decay - 1.0, self._base(name, self.before))], get_shape(change))
+        return combine([(1.0, change), (decay - 1.0, self._compute_base(name, self.before))], get_shape(change))
 
     def _change(
         self, parametrization: Parametrization, tensors: Mapping[str, Tensor], name: str, base: BaseUpdate
     ) -> Delta:
         """Return the change of a layer relative to a base."""
         with torch.no_grad():
-            effective = parametrization.effective(select_slots(tensors, name))
+            effective = parametrization.compute_effective(select_slots(tensors, name))
             if not effective.base or effective.weight is not None:
-                return compute_dense_change(effective, self._base(name, base))
+                return compute_dense_change(effective, self._compute_base(name, base))
         return torch.zeros(self.engine.adapted.operators[name].shape) if effective.pair is None else effective.pair
 
-    def _base(self, name: str, base: BaseUpdate) -> Tensor:
+    def _compute_base(self, name: str, base: BaseUpdate) -> Tensor:
         return materialise(self.engine.adapted.weight(name), base, name)
 
-    def _base_change(self, name: str) -> list[tuple[float, Delta]]:
+    def _compute_base_change(self, name: str) -> list[tuple[float, Delta]]:
         """Return the change of the base in the round, as terms of a linear combination."""
         new = [increment for increment in self.after.recent if increment.round > self.before.round]
         if all(increment.decay == 1.0 for increment in new):
             return [(1.0, increment.deltas[name]) for increment in new if name in increment.deltas]
-        return [(1.0, self._base(name, self.after)), (-1.0, self._base(name, self.before))]
+        return [(1.0, self._compute_base(name, self.after)), (-1.0, self._compute_base(name, self.before))]
 
-    def _moments(self, name: str) -> float | None:
+    def _compute_moment_mismatch(self, name: str) -> float | None:
         """Return the mean mismatch of the second moments of a layer's tensors; None where there are none."""
-        seconds = {id: local.trained.optimizer_state.moments.get("exp_avg_sq", {}) for id, local in self._records()}
+        seconds = {
+            id: local.trained.optimizer_state.moments.get("exp_avg_sq", {}) for id, local in self._sort_records()
+        }
         slots = [select_slots(own, name) for own in seconds.values()]
         shared = set.intersection(*(set(own) for own in slots)) if slots else set[str]()
         gaps = [
@@ -334,5 +338,5 @@ class _RoundModels:
         ]
         return sum(gaps) / len(gaps) if gaps else None
 
-    def _records(self) -> list[tuple[str, ClientTraining]]:
+    def _sort_records(self) -> list[tuple[str, ClientTraining]]:
         return sorted(self.training.items())

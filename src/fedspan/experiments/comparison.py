@@ -129,7 +129,7 @@ class CompareReport:
     rows: tuple[CompareRow, ...]
     folder: str
 
-    def table(self) -> Table:
+    def build_table(self) -> Table:
         """Return the table in its readable form."""
         metric, several = self.metric, len(self.seeds) > 1
         rows = tuple(
@@ -168,13 +168,13 @@ class CompareReport:
             ),
         )
 
-    def by_seed(self) -> Table:
+    def tabulate_seeds(self) -> Table:
         """Return every score, so that the table can be reproduced."""
         rows = tuple((row.name, *(format_mean(self.metric, score, None) for score in row.scores)) for row in self.rows)
         head = (format_heading(_OWN[self.measured], self.metric), *(f"seed {seed}" for seed in self.seeds))
         return Table(head=head, rows=rows, best=None, notes=())
 
-    def plain(self) -> list[dict[str, object]]:
+    def to_rows(self) -> list[dict[str, object]]:
         """Return machine-readable rows."""
         return [
             {
@@ -423,11 +423,13 @@ def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Compare
         settings["config"], settings["methods"], settings["seeds"], settings["for"], settings["against"]
     )
     open_series(folder, COMPARE, settings, plan.steps)
-    watcher.series_started(plan.steps)
+    watcher.on_series_start(plan.steps)
     with share_prefixes(), share_teams():
         reports = {step.name: run_step(step, folder, watcher, get_heldout_score) for step in plan.steps}
     report = build_report(plan, reports, str(folder))
     title = f"Comparison of {', '.join(plan.methods)}"
     names = [step.name for step in plan.steps]
-    write_tables(folder, title, report.table(), report.plain(), settings["command"], names, report.by_seed())
+    write_tables(
+        folder, title, report.build_table(), report.to_rows(), settings["command"], names, report.tabulate_seeds()
+    )
     return report

@@ -71,7 +71,7 @@ class FinishedRuns:
         if place.config.is_file() and place.report.is_file() and place.environment.is_file():
             with suppress(FedspanError):
                 # Parsed, not compared as text: an option added since has the earlier behaviour as its default.
-                config = parse_config(parse_yaml(place.config_text(), str(place.config)))
+                config = parse_config(parse_yaml(place.read_config_text(), str(place.config)))
                 place.read_json(place.report)
                 place.read_json(place.environment)
                 self._places.setdefault(_build_key(config), []).append(place.path)
@@ -275,7 +275,7 @@ def run_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunRep
     try:
         report = train.run(step.config, place, resume=True, listener=watcher, progress=False)
     except FedspanError as error:
-        raise error.at(note=f"This is in the run {step.name}.") from None
+        raise error.relocate(note=f"This is in the run {step.name}.") from None
     if not finished and report.seconds > _SHORT:
         # The model's replaced methods refer back to it, which would keep it alive; a GPU has no room for two models.
         gc.collect()

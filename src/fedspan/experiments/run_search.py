@@ -108,7 +108,7 @@ def resume_sweep(folder: str | Path, *, listener: Watcher | None = None, progres
 def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> SweepReport:
     plan = plan_sweep(settings["config"], settings["over"], settings["trials"], settings["rounds"], settings["seeds"])
     open_series(folder, SWEEP, settings, plan.steps)
-    watcher.series_started(plan.steps)
+    watcher.on_series_start(plan.steps)
     with share_prefixes(), share_teams():
         reports, failures = _run_trials(plan, folder, watcher)
     trials = rank_trials(plan, reports, failures)
@@ -121,7 +121,7 @@ def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> SweepRe
             write_atomic(best, yaml.safe_dump(values, sort_keys=False, allow_unicode=True).encode())
     names = [step.name for step in plan.steps if step.name in reports]
     title = f"Sweep over {', '.join(trials[0].values)}"
-    write_tables(folder, title, report.table(), report.plain(), settings["command"], names)
+    write_tables(folder, title, report.build_table(), report.to_rows(), settings["command"], names)
     return report
 
 

@@ -159,7 +159,7 @@ class SweepReport:
     folder: str
     best: str | None
 
-    def table(self) -> Table:
+    def build_table(self) -> Table:
         """Return the table in its readable form."""
         paths = list(self.trials[0].values)
         several = len(self.seeds) > 1
@@ -184,7 +184,7 @@ class SweepReport:
             ),
         )
 
-    def plain(self) -> list[dict[str, object]]:
+    def to_rows(self) -> list[dict[str, object]]:
         """Return machine-readable rows."""
         return [
             {

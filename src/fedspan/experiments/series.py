@@ -51,7 +51,7 @@ class Step:
 class Watcher(Listener):
     """Listener for the events of a series and of its runs; every method does nothing by default."""
 
-    def series_started(self, steps: Sequence[Step]) -> None:
+    def on_series_start(self, steps: Sequence[Step]) -> None:
         """Handle the start of a series: all runs are planned and the folder exists."""
 
     def run_started(self, step: Step) -> None:
@@ -71,9 +71,9 @@ class Watchers(Listeners, Watcher):
         super().__init__(*watchers)
         self._watchers = watchers
 
-    def series_started(self, steps: Sequence[Step]) -> None:
+    def on_series_start(self, steps: Sequence[Step]) -> None:
         for one in self._watchers:
-            one.series_started(steps)
+            one.on_series_start(steps)
 
     def run_started(self, step: Step) -> None:
         for one in self._watchers:

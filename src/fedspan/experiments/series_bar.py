@@ -31,16 +31,16 @@ class SeriesBar(LiveBar, Watcher):
         self.done = self.runs = 0
         self._step: Step | None = None
         super().__init__(console, clock)  # after the step, because it renders the footer
-        self._run = self._new_bar()
+        self._run = self._create_bar()
 
-    def _new_bar(self) -> ProgressBar:
+    def _create_bar(self) -> ProgressBar:
         return ProgressBar(Console(quiet=True, force_terminal=self._out.is_terminal), self._clock)
 
-    def series_started(self, steps: Sequence[Step]) -> None:
+    def on_series_start(self, steps: Sequence[Step]) -> None:
         self.done, self.runs = 0, len(steps)
 
     def run_started(self, step: Step) -> None:
-        self._step, self._run = step, self._new_bar()
+        self._step, self._run = step, self._create_bar()
 
     def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
         self.done += 1
@@ -48,25 +48,25 @@ class SeriesBar(LiveBar, Watcher):
     def run_failed(self, step: Step, why: str) -> None:
         self.done += 1
 
-    def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
-        self._run.started(prepared, done, resumed)
+    def on_start(self, prepared: Prepared, done: int, resumed: bool) -> None:
+        self._run.on_start(prepared, done, resumed)
 
-    def stage_changed(self, stage: Stage | None) -> None:
-        self._run.stage_changed(stage)
+    def on_stage_change(self, stage: Stage | None) -> None:
+        self._run.on_stage_change(stage)
 
-    def client_finished(self, round: int, client: str, loss: float) -> None:
-        self._run.client_finished(round, client, loss)
+    def on_client_finish(self, round: int, client: str, loss: float) -> None:
+        self._run.on_client_finish(round, client, loss)
 
-    def round_finished(self, row: Mapping[str, Any]) -> None:
-        self._run.round_finished(row)
+    def on_round_finish(self, row: Mapping[str, Any]) -> None:
+        self._run.on_round_finish(row)
 
-    def baseline_started(self, name: str, rounds: int) -> None:
-        self._run.baseline_started(name, rounds)
+    def on_baseline_start(self, name: str, rounds: int) -> None:
+        self._run.on_baseline_start(name, rounds)
 
-    def baseline_round(self, name: str, round: int, loss: float) -> None:
-        self._run.baseline_round(name, round, loss)
+    def on_baseline_round(self, name: str, round: int, loss: float) -> None:
+        self._run.on_baseline_round(name, round, loss)
 
-    def footer(self) -> RenderableType:
+    def render_footer(self) -> RenderableType:
         """Render the current run, its bars, and the time of the whole series."""
         elapsed = format_duration(self._clock() - self._began)
         if self._ended:
@@ -74,7 +74,7 @@ class SeriesBar(LiveBar, Watcher):
         if self._step is None:
             return Text("")
         now = f"run {min(self.done + 1, self.runs)} of {self.runs}: {self._step.label}; all: {elapsed}"
-        return Group("", Text(shorten(now, self._out.width)), self._run.footer())
+        return Group("", Text(shorten(now, self._out.width)), self._run.render_footer())
 
 
 @contextmanager

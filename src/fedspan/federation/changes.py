@@ -58,7 +58,7 @@ def measure_change(
     measured, untrained = message.tensors, expected.tensors
     if not _is_stacked(contribution):
         measured, untrained = contribution.sum, method.contribute(expected, client).sum
-    directions = method.declared().directions
+    directions = method.declare_claims().directions
     total, entries = 0.0, 0
     for name, value in measured.items():
         if not value.is_floating_point() or _get_slot(name) in directions:
@@ -104,7 +104,7 @@ def shrink_reply(
         factor: Factor on the change, from 0 to 1.
     """
     if _is_stacked(contribution):
-        directions = method.declared().directions
+        directions = method.declare_claims().directions
         tensors = {
             name: value if _get_slot(name) in directions else _scale(value, expected.tensors[name], factor)
             for name, value in message.tensors.items()

@@ -70,7 +70,7 @@ class Conditions:
     speed: Speed | None = None
     faults: Faults | None = None
 
-    def silent_from(self, client: str, round: int, attempt: int, phases: Sequence[str]) -> str | None:
+    def draw_silence(self, client: str, round: int, attempt: int, phases: Sequence[str]) -> str | None:
         """Draw the exchange at which a client stops replying in an attempt of a round; None: it replies to all of them.
 
         Args:
@@ -85,7 +85,7 @@ class Conditions:
             return None
         return phases[int(torch.randint(len(phases), (), generator=rng))]
 
-    def seconds(self, client: str, examples: int) -> float:
+    def compute_seconds(self, client: str, examples: int) -> float:
         """Return the time that a client takes to train, in simulated seconds.
 
         Args:
@@ -105,7 +105,7 @@ class Conditions:
             factor = 1.0
         return examples / (speed.median * factor)
 
-    def faulty(self, ids: Sequence[str]) -> frozenset[str]:
+    def draw_faulty(self, ids: Sequence[str]) -> frozenset[str]:
         """Draw the faulty clients.
 
         Args:

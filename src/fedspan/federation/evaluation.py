@@ -66,7 +66,7 @@ class ClientScores:
         """The metrics by which rounds are compared, which no single client decides if there are at least five."""
         return self.pooled if self.trimmed is None else self.trimmed
 
-    def summary(self, metric: str) -> dict[str, Any]:
+    def summarize(self, metric: str) -> dict[str, Any]:
         """Return unweighted client means of every metric, and under ``worst`` the client with the worst ``metric``."""
         return summarize(self.by_client, metric)
 
@@ -135,7 +135,7 @@ class Evaluator:
         self.ids = _draw_clients(federation, clients)
         """Ids of the evaluated clients, sorted."""
 
-    def job(self, progress: Progress, client_id: str | None) -> Job:
+    def build_job(self, progress: Progress, client_id: str | None) -> Job:
         """Return the job with the client's own model, or (None) the global one. Sets the engine's base, too."""
         method, engine = self.federation.method, self.federation.engine
         engine.adapted.set_base(progress.state.base)
@@ -143,7 +143,9 @@ class Evaluator:
         memory = {} if client_id is None else progress.memories.get(client_id, {})
         return method.start(method.sync(progress.state, client), client, memory, progress.state.round)
 
-    def models(self, progress: Progress, clients: Iterable[str] | None = None) -> Iterator[tuple[tuple[str, ...], Job]]:
+    def iterate_models(
+        self, progress: Progress, clients: Iterable[str] | None = None
+    ) -> Iterator[tuple[tuple[str, ...], Job]]:
         """Yield each distinct model with its clients: one for a global method, one per client for a personal method.
 
         Args:
@@ -151,11 +153,11 @@ class Evaluator:
             clients: Ids of the clients; None: all.
         """
         ids = tuple(self.federation.clients if clients is None else clients)
-        if not self.federation.method.declared().personal:
-            yield ids, self.job(progress, None)
+        if not self.federation.method.declare_claims().personal:
+            yield ids, self.build_job(progress, None)
             return
         for id in ids:  # lazily: a model is built only when it is requested
-            yield (id,), self.job(progress, id)
+            yield (id,), self.build_job(progress, id)
 
     def evaluate_clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
         """Evaluate the clients' models on their own validation and test parts (None where no client has the part)."""
@@ -166,7 +168,7 @@ class Evaluator:
             requested: deque[list[tuple[str, int, np.ndarray]]] = deque()
 
             def requests() -> Iterator[ModelInputs]:
-                for ids, job in self.models(progress, self.ids):
+                for ids, job in self.iterate_models(progress, self.ids):
                     parts = [
                         (id, part, rows)
                         for id in ids
@@ -185,9 +187,9 @@ class Evaluator:
                 for id, part, rows in requested.popleft():
                     scored[part][id] = (predictions[start : start + len(rows)], rows)
                     start += len(rows)
-        return self._scores(scored[0]), self._scores(scored[1])
+        return self._compute_scores(scored[0]), self._compute_scores(scored[1])
 
-    def _scores(self, scored: Mapping[str, tuple[Tensor, np.ndarray]]) -> ClientScores | None:
+    def _compute_scores(self, scored: Mapping[str, tuple[Tensor, np.ndarray]]) -> ClientScores | None:
         if not scored:
             return None
         task, examples = self.federation.engine.task, self.federation.examples
@@ -208,9 +210,9 @@ class Evaluator:
         task, engine = self.federation.engine.task, self.federation.engine
         indices = np.arange(len(examples))
         scores: dict[str, Metrics] = {}
-        personal = self.federation.method.declared().personal
+        personal = self.federation.method.declare_claims().personal
         with engine.stages.stage("evaluation", len(examples) * (len(self.ids) if personal else 1)):
-            for ids, job in self.models(progress, self.ids):
+            for ids, job in self.iterate_models(progress, self.ids):
                 predictions = engine.predict(job, examples, indices, self.batch_size, generate=generate)
                 key = ids[0] if personal else "global"
                 scores[key] = task.metrics(predictions, examples, indices.tolist())
@@ -230,7 +232,7 @@ class ReportedEvaluator(Evaluator):
         """
         federation = self.federation
         method, state, encoder = federation.method, progress.state, OrderEncoder(federation.run)
-        personal = method.declared().personal
+        personal = method.declare_claims().personal
         reported: dict[str, dict[str, Scores]] = {"validation": {}, "test": {}}
 
         def order(id: str) -> Envelope:
@@ -240,7 +242,7 @@ class ReportedEvaluator(Evaluator):
             federation.record(
                 Transfer(id, "down", len(encoded.body), serialization.compute_payload_size(message), "evaluate")
             )
-            return encoded.envelope()
+            return encoded.to_envelope()
 
         stages, measured = federation.engine.stages, set[str]()
         awaited = Awaited(self.ids, federation.find_absent(progress, self.ids))
@@ -291,7 +293,7 @@ class ReportedEvaluator(Evaluator):
                 self.federation.record(Failure(id, 0, f"of its {part} part, {details}", "evaluate"))
         if not rows:
             return None
-        weights = self._weights(part, {id: reported[id]["examples"] for id in rows})
+        weights = self._compute_weights(part, {id: reported[id]["examples"] for id in rows})
         pooled = {
             name: _compute_weighted_mean(rows, weights, name)
             for name in names
@@ -301,7 +303,7 @@ class ReportedEvaluator(Evaluator):
         by_client = {id: {**row, "examples": weights[id]} for id, row in rows.items()}
         return ClientScores({**pooled, "examples": sum(weights.values())}, by_client, trimmed)
 
-    def _weights(self, part: ScoredPart, reported: Mapping[str, float]) -> dict[str, float]:
+    def _compute_weights(self, part: ScoredPart, reported: Mapping[str, float]) -> dict[str, float]:
         """Return the clients' weights: their known numbers of examples, or reported ones up to what is plausible.
 
         A reported number counts as 1 at least, up to the client's training examples, as far as they count, and up to
@@ -340,20 +342,22 @@ class RemoteEvaluator(ReportedEvaluator):
         super().__init__(federation, batch_size, clients)
         self._memories = memories
 
-    def job(self, progress: Progress, client_id: str | None) -> Job:
-        """``Evaluator.job``, where the server can access the client's memory."""
+    def build_job(self, progress: Progress, client_id: str | None) -> Job:
+        """``Evaluator.build_job``, where the server can access the client's memory."""
         last_round = None if client_id is None else progress.last_rounds.get(client_id)
         if client_id is None or last_round is None:
-            return super().job(progress, client_id)
+            return super().build_job(progress, client_id)
         assert self._memories is not None, "models() names no client otherwise"
         memory = self._memories(client_id, last_round)
-        return super().job(replace(progress, memories={client_id: memory}), client_id)
+        return super().build_job(replace(progress, memories={client_id: memory}), client_id)
 
-    def models(self, progress: Progress, clients: Iterable[str] | None = None) -> Iterator[tuple[tuple[str, ...], Job]]:
-        """``Evaluator.models``; personal models only where the server can access the clients' memories."""
-        if self._memories is None and self.federation.method.declared().personal:
+    def iterate_models(
+        self, progress: Progress, clients: Iterable[str] | None = None
+    ) -> Iterator[tuple[tuple[str, ...], Job]]:
+        """``Evaluator.iterate_models``; personal models only where the server can access the clients' memories."""
+        if self._memories is None and self.federation.method.declare_claims().personal:
             return iter(())
-        return super().models(progress, clients)
+        return super().iterate_models(progress, clients)
 
 
 def _compute_weighted_mean(rows: Mapping[str, Metrics], weights: Mapping[str, float], name: str) -> float:

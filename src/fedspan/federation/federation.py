@@ -106,11 +106,11 @@ class Federation:
         self._remark: str | None = None
         self._absences = Absences(self.cohort)
 
-    def with_training(self, training: TrainingSettings) -> Federation:
+    def replace_training(self, training: TrainingSettings) -> Federation:
         """Return the federation with other settings of local training, over the same transport."""
         return self._copy(self.transport, training)
 
-    def with_transport(self, transport: Transport) -> Federation:
+    def replace_transport(self, transport: Transport) -> Federation:
         """Return the federation over another transport to the same clients."""
         return self._copy(transport, self.training)
 
@@ -133,7 +133,7 @@ class Federation:
         """Record the best progress so far: clients must not delete the state that belongs to it."""
         self._best = best.last_rounds
 
-    def remark(self) -> str | None:
+    def get_remark(self) -> str | None:
         """Return a remark on the rounds for the user, available after the first round; None: no remark."""
         return self._remark
 
@@ -145,7 +145,7 @@ class Federation:
         """Return a client with the round of the state that it stores."""
         return replace(self.clients[id].client, last_round=progress.last_rounds.get(id))
 
-    def next_charges(self, progress: Progress) -> tuple[Charge, ...]:
+    def compute_next_charges(self, progress: Progress) -> tuple[Charge, ...]:
         """Return the privacy cost of the next round if every client is selected once."""
         charges = round_charges(self.settings, len(self.clients))
         if self.settings.privacy is None or charges:
@@ -154,7 +154,7 @@ class Federation:
         by_client = compute_client_charges(context, {id: self.clients[id].client for id in context.ids})
         return tuple(charge for costs in by_client.values() for charge in costs)
 
-    def cohort(self, round: int) -> tuple[str, ...]:
+    def draw_cohort(self, round: int) -> tuple[str, ...]:
         """Return a round's selected clients, sorted; drawn from (seed, round) alone or the key of central privacy."""
         return tuple(sorted(self.select_clients(round, self.rules.over_select)))
 
@@ -185,7 +185,7 @@ class Federation:
             FedspanError: If too few replies are accepted after all attempts; the progress is unchanged.
         """
         context = self._context(progress)
-        units = {id: self.training.workload(self.clients[id].client.examples) for id in context.ids}
+        units = {id: self.training.compute_workload(self.clients[id].client.examples) for id in context.ids}
         with open_clients_stage(self.engine.stages, "training", units) as finished:
 
             def replied(id: str, loss: float) -> None:
@@ -196,13 +196,13 @@ class Federation:
             round = Round(context, self.new_aggregation, progress, self._best, replied, on_charge)
             self.transport.begin(progress, on_trained)
             result = round.run()
-        self._remark = round.aggregation.remark()
+        self._remark = round.aggregation.get_remark()
         return result
 
     def _context(self, progress: Progress) -> RoundContext:
         """Return the definition of the next round."""
         state, rules = progress.state, self.rules
-        ids = self.cohort(state.round)
+        ids = self.draw_cohort(state.round)
         return RoundContext(
             method=self.method,
             settings=self.settings,
@@ -235,7 +235,7 @@ class Federation:
         Returns:
             The failures of the clients that did not export.
         """
-        if not self.exporting or not self.method.declared().personal:
+        if not self.exporting or not self.method.declare_claims().personal:
             return ()
         state, encoder = progress.state, OrderEncoder(self.run)
         failures: list[Failure] = []
@@ -245,7 +245,7 @@ class Federation:
             message = self.method.sync(state, client)
             encoded = encoder.order("export", state.round, id, client, message)
             self.record(order_transfer(id, encoded.body, message, "export"))
-            return encoded.envelope()
+            return encoded.to_envelope()
 
         def replied(id: str, reply: Envelope | str) -> bool:
             try:

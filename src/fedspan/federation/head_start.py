@@ -87,7 +87,7 @@ class StatisticsExchange(Method):
     pretrained: bool
     spec: Spec = field(default_factory=lambda: Spec(()))
 
-    def declared(self) -> Claims:
+    def declare_claims(self) -> Claims:
         return Claims(paper="Guiding The Last Layer in Federated Learning (NeurIPS 2023, arXiv:2306.03937)", exact=True)
 
     def rank(self, client: Client | None) -> int:
@@ -115,7 +115,7 @@ class StatisticsExchange(Method):
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state
 
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
+    def count_traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         return Traffic(0, 0)
 
 
@@ -181,15 +181,15 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
         try:
             reduced, _ = round.reduce()
         finally:
-            for event in (*round.tally.sorted_transfers(), *round.tally.sorted_failures()):
+            for event in (*round.tally.sort_transfers(), *round.tally.sort_failures()):
                 federation.record(replace(event, purpose="statistics"))
     aggregation = round.aggregation  # examples count as far as the weights do
     examples = sum(clients[id].client.examples * aggregation.lowered.get(id, 1) for id in aggregation.replies)
-    statistics = HeadStatistics.of(reduced.mean).rescaled(head.bound)
+    statistics = HeadStatistics.of(reduced.mean).rescale(head.bound)
     if not float(statistics.shares.sum()) > 0:
         raise TooFewReplies("model.head_init", head.kind, "random", problem="no client sent statistics of any class")
     counted = max(1, int(examples * float(statistics.shares.sum()) + 0.5))
-    tensors = {**state.tensors, **compute_head_tensors(head, statistics.normalized(), counted)}
+    tensors = {**state.tensors, **compute_head_tensors(head, statistics.normalize(), counted)}
     return replace(progress, state=replace(state, tensors=tensors))
 
 
@@ -211,7 +211,7 @@ def is_start_pretrained(method: Method, state: ServerState, adapted: AdaptedMode
     job = method.start(method.sync(state, None), None, {}, state.round)
     slots = group_by_layer(job.tensors)
     for layer, parametrization in job.parametrization.items():
-        effective = parametrization.effective(slots[layer])
+        effective = parametrization.compute_effective(slots[layer])
         pair, update = effective.pair, state.base.total.get(layer)
         is_zero = isinstance(pair, LowRank) and not (pair.B.any() and pair.A.any())
         if effective.base and update is None and (is_zero or pair is None):

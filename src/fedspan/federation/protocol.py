@@ -198,7 +198,7 @@ class Order:
     serial: int = 0
     secure: Masking | None = None
 
-    def envelope(self) -> Envelope:
+    def to_envelope(self) -> Envelope:
         """Encode as an envelope."""
         facts = {name: getattr(self, name) for name in _OrderHeader.model_fields if name not in ("format", "client")}
         header = _OrderHeader(**facts, client=None if self.client is None else ClientFacts.of(self.client))
@@ -231,7 +231,7 @@ class Reply:
     lost: bool = False
     body: bytes = b""
 
-    def envelope(self) -> Envelope:
+    def to_envelope(self) -> Envelope:
         """Encode as an envelope."""
         facts = {name: getattr(self, name) for name in _ReplyHeader.model_fields if name not in ("format", "scores")}
         facts["failed"] = None if self.failed is None else self.failed[:4096]
@@ -356,7 +356,7 @@ class Transport(ABC):
         """
         return {}, {}
 
-    def simulated_seconds(self) -> float | None:
+    def get_simulated_seconds(self) -> float | None:
         """Return the time that the round took on a simulated clock, in seconds; None: there is no such clock."""
         return None
 

@@ -65,7 +65,7 @@ class Round:
         on_charge: OnCharge | None = None,
     ) -> None:
         self.context, self.on_client, self.on_charge, self._best = context, on_client, on_charge, best
-        self.lr = context.training.lr(context.state.round, context.settings.rounds)
+        self.lr = context.training.compute_lr(context.state.round, context.settings.rounds)
         self._last_rounds, self._last_replies = dict(progress.last_rounds), dict(progress.last_replies)
         self._tally = Tally()
         self._charges = list[Charge]()
@@ -77,7 +77,7 @@ class Round:
         Raises:
             FedspanError: If too few replies are accepted after all attempts.
         """
-        return self._result(*self.reduce())
+        return self._build_result(*self.reduce())
 
     @property
     def tally(self) -> Tally:
@@ -92,7 +92,7 @@ class Round:
         """
         context, aggregation, tally = self.context, self.aggregation, self._tally
         for attempt in range(context.rules.retries + 1):
-            clients = {id: self._client(id) for id in aggregation.missing()}
+            clients = {id: self._get_client(id) for id in aggregation.get_missing()}
             try:
                 self._train(clients, aggregation.open(clients, attempt), attempt)
                 reduced = aggregation.close(attempt)
@@ -102,9 +102,9 @@ class Round:
                 for id in tally.lost & self._last_rounds.keys():
                     self._last_replies[id] = self._last_rounds.pop(id)
             return reduced, attempt
-        raise _build_too_few_error(context, aggregation.succeeded(), tally.failures, aggregation.quorum)
+        raise _build_too_few_error(context, aggregation.get_succeeded(), tally.failures, aggregation.quorum)
 
-    def _client(self, id: str) -> Client:
+    def _get_client(self, id: str) -> Client:
         return replace(self.context.clients[id].client, last_round=self._last_rounds.get(id))
 
     def _train(self, clients: Mapping[str, Client], masks: Mapping[str, Masking | None], attempt: int) -> None:
@@ -122,7 +122,9 @@ class Round:
             if first:
                 tally.transfers.append(order_transfer(id, encoded.body, message, context.task))
                 self._charges += costs.get(id, ())
-            return replace(encoded, attempt=attempt, lr=self.lr, best=self._best.get(id), secure=masks[id]).envelope()
+            return replace(
+                encoded, attempt=attempt, lr=self.lr, best=self._best.get(id), secure=masks[id]
+            ).to_envelope()
 
         # All participants of a secure sum have already replied in this attempt, and a retry needs every client.
         absent = [] if attempt else [id for id in context.absent if id in masks and masks[id] is None]
@@ -130,7 +132,7 @@ class Round:
 
         def on_reply(id: str, reply: Envelope | str) -> bool:
             is_enough = accept(id, reply)
-            return awaited.is_over(id, self.aggregation.counted, self.aggregation.quorum) or is_enough
+            return awaited.is_over(id, self.aggregation.get_counted, self.aggregation.quorum) or is_enough
 
         def accept(id: str, reply: Envelope | str) -> bool:
             try:
@@ -164,7 +166,7 @@ class Round:
             self.on_charge((*shared, *(charge for client_costs in costs.values() for charge in client_costs)))
         return costs
 
-    def _result(self, reduced: Reduced, attempt: int) -> RoundResult:
+    def _build_result(self, reduced: Reduced, attempt: int) -> RoundResult:
         """Return the result of a successful round."""
         context, state, tally = self.context, self.context.state, self._tally
         replies = {id: self.aggregation.replies[id] for id in context.ids if id in self.aggregation.replies}
@@ -182,13 +184,13 @@ class Round:
                 optimizers=optimizers,
                 last_replies={id: round for id, round in self._last_replies.items() if id not in replies},
             ),
-            transfers=tally.sorted_transfers(),
+            transfers=tally.sort_transfers(),
             cohort=context.ids,
             lr=self.lr,
             loss=_compute_mean_loss(reported.values(), context.settings.max_weight_ratio),
-            failures=tally.sorted_failures(),
+            failures=tally.sort_failures(),
             charges=tuple(self._charges),
-            simulated_seconds=context.transport.simulated_seconds(),
+            simulated_seconds=context.transport.get_simulated_seconds(),
             late=tuple(id for id in context.ids if id not in self.aggregation.replies and id not in failed),
             clipped=dict(sorted(self.aggregation.clipped.items())),
             lowered=dict(sorted(self.aggregation.lowered.items())),

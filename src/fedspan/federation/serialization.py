@@ -59,7 +59,7 @@ class Writer:
         self._seen: dict[int, tuple[int, Tensor]] = {}  # holds the tensor, too, so that its id is not reused
         self._storages: set[int] = set()
 
-    def _ordered(self, values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    def _order(self, values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
         return sorted(values.items(), key=lambda item: item[0]) if self._canonical else values.items()
 
     def _put(self, name: str, tensor: Tensor) -> int:
@@ -78,15 +78,15 @@ class Writer:
         self._seen[id(tensor)] = number, tensor
         return number
 
-    def tensors(self, tensors: Tensors) -> dict[str, int]:
+    def add_tensors(self, tensors: Tensors) -> dict[str, int]:
         """Add named tensors; the structure is ``{name: number}``.
 
         Raises:
             ValueError: If safetensors cannot store a tensor (sparse, quantised, complex128, without data).
         """
-        return {name: self._put(name, tensor) for name, tensor in self._ordered(tensors)}
+        return {name: self._put(name, tensor) for name, tensor in self._order(tensors)}
 
-    def scalars(self, scalars: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    def check_scalars(self, scalars: Mapping[str, Scalar]) -> dict[str, Scalar]:
         """Check plain values and return them.
 
         Raises:
@@ -95,33 +95,33 @@ class Writer:
         for name, value in scalars.items():
             if not isinstance(value, int | float | str):  # bool is an int
                 raise ValueError(f"scalar {name!r} is a {type(value).__name__}, not an int, float, str or bool")
-        return dict(self._ordered(scalars))
+        return dict(self._order(scalars))
 
-    def deltas(self, deltas: Mapping[str, Delta]) -> dict[str, list[int | float]]:
+    def add_deltas(self, deltas: Mapping[str, Delta]) -> dict[str, list[int | float]]:
         """Add changes by layer: ``[number of B, number of A, scale]`` for factors, ``[number]`` for a dense matrix."""
         structure: dict[str, list[int | float]] = {}
-        for layer, delta in self._ordered(deltas):
+        for layer, delta in self._order(deltas):
             if isinstance(delta, LowRank):
                 structure[layer] = [self._put(layer, delta.B), self._put(layer, delta.A), delta.scale]
             else:
                 structure[layer] = [self._put(layer, delta)]
         return structure
 
-    def increments(self, increments: Iterable[Increment]) -> list[dict[str, object]]:
+    def add_increments(self, increments: Iterable[Increment]) -> list[dict[str, object]]:
         """Add increments of the base, in their order."""
-        return [{"round": i.round, "decay": i.decay, "deltas": self.deltas(i.deltas)} for i in increments]
+        return [{"round": i.round, "decay": i.decay, "deltas": self.add_deltas(i.deltas)} for i in increments]
 
-    def base(self, base: BaseUpdate) -> dict[str, object]:
+    def add_base(self, base: BaseUpdate) -> dict[str, object]:
         """Add a base update."""
         return {
             "round": base.round,
             "rho": base.rho,
-            "total": self.deltas(base.total),
-            "recent": self.increments(base.recent),
+            "total": self.add_deltas(base.total),
+            "recent": self.add_increments(base.recent),
             "recent_from": base.recent_from,
         }
 
-    def payload(self, kind: str, structure: Mapping[str, object]) -> bytes:
+    def build_payload(self, kind: str, structure: Mapping[str, object]) -> bytes:
         """Return the safetensors payload of all added tensors with its structure."""
         text = json.dumps({"kind": kind, "format": FORMAT, **structure}, separators=(",", ":"))
         return safetensors.torch.save(self._stored, {_KEY: text})
@@ -176,15 +176,15 @@ class Reader:
             raise ValueError(f"no tensor {number!r}")
         return self._stored[str(number)]
 
-    def tensors(self, structure: Mapping[str, object]) -> dict[str, Tensor]:
+    def read_tensors(self, structure: Mapping[str, object]) -> dict[str, Tensor]:
         """Read named tensors, in the order in which they were written."""
         return {name: self._get(number) for name, number in structure.items()}
 
-    def scalars(self, structure: Mapping[str, object]) -> dict[str, Scalar]:
+    def read_scalars(self, structure: Mapping[str, object]) -> dict[str, Scalar]:
         """Read plain values with their original types."""
         return {name: expect(structure, name, int, float, str, bool) for name in structure}
 
-    def deltas(self, structure: Mapping[str, object]) -> dict[str, Delta]:
+    def read_deltas(self, structure: Mapping[str, object]) -> dict[str, Delta]:
         """Read changes by layer."""
         deltas: dict[str, Delta] = {}
         for layer, parts in structure.items():
@@ -197,20 +197,22 @@ class Reader:
                     raise ValueError(f"the change of layer {layer!r} is neither factors nor a matrix")
         return deltas
 
-    def increments(self, structure: Iterable[object]) -> tuple[Increment, ...]:
+    def read_increments(self, structure: Iterable[object]) -> tuple[Increment, ...]:
         """Read increments of the base, in their order."""
         return tuple(
-            Increment(expect(i, "round", int), self.deltas(expect(i, "deltas", dict)), expect(i, "decay", float, int))
+            Increment(
+                expect(i, "round", int), self.read_deltas(expect(i, "deltas", dict)), expect(i, "decay", float, int)
+            )
             for i in structure
         )
 
-    def base(self, structure: Mapping[str, object]) -> BaseUpdate:
+    def read_base(self, structure: Mapping[str, object]) -> BaseUpdate:
         """Read a base update."""
         return BaseUpdate(
             round=expect(structure, "round", int),
             rho=expect(structure, "rho", float, int),
-            total=self.deltas(expect(structure, "total", dict)),
-            recent=self.increments(expect(structure, "recent", list)),
+            total=self.read_deltas(expect(structure, "total", dict)),
+            recent=self.read_increments(expect(structure, "recent", list)),
             recent_from=expect(structure, "recent_from", int),
         )
 
@@ -219,12 +221,12 @@ def encode(message: Message) -> bytes:
     """Encode a message; equal messages give equal bytes. The ledger counts their number.
 
     Raises:
-        ValueError: If a tensor or scalar cannot be stored (``Writer.tensors``, ``Writer.scalars``).
+        ValueError: If a tensor or scalar cannot be stored (``Writer.add_tensors``, ``Writer.check_scalars``).
     """
     writer = Writer(canonical=True)
     structure: dict[str, object] = {
-        "tensors": writer.tensors(message.tensors),
-        "scalars": writer.scalars(message.scalars),
+        "tensors": writer.add_tensors(message.tensors),
+        "scalars": writer.check_scalars(message.scalars),
         "base": None,
     }
     if (base := message.base) is not None:
@@ -232,10 +234,10 @@ def encode(message: Message) -> bytes:
             "round": base.round,
             "whole": base.whole,
             "rho": base.rho,
-            "total": writer.deltas(base.total),
-            "increments": writer.increments(base.increments),
+            "total": writer.add_deltas(base.total),
+            "increments": writer.add_increments(base.increments),
         }
-    return writer.payload("message", structure)
+    return writer.build_payload("message", structure)
 
 
 def decode(data: bytes) -> Message:
@@ -247,16 +249,16 @@ def decode(data: bytes) -> Message:
     reader = Reader(data, "message")
     base = expect(reader.structure, "base", dict, NoneType)
     return Message(
-        tensors=reader.tensors(expect(reader.structure, "tensors", dict)),
-        scalars=reader.scalars(expect(reader.structure, "scalars", dict)),
+        tensors=reader.read_tensors(expect(reader.structure, "tensors", dict)),
+        scalars=reader.read_scalars(expect(reader.structure, "scalars", dict)),
         base=None
         if base is None
         else BasePatch(
             round=expect(base, "round", int),
-            increments=reader.increments(expect(base, "increments", list)),
+            increments=reader.read_increments(expect(base, "increments", list)),
             whole=expect(base, "whole", bool),
             rho=expect(base, "rho", float, int),
-            total=reader.deltas(expect(base, "total", dict)),
+            total=reader.read_deltas(expect(base, "total", dict)),
         ),
     )
 
@@ -281,12 +283,12 @@ def encode_state(state: ServerState) -> bytes:
     structure = {
         "round": state.round,
         "generation": state.generation,
-        "tensors": writer.tensors(state.tensors),
-        "memory": writer.tensors(state.memory),
-        "scalars": writer.scalars(state.scalars),
-        "base": writer.base(state.base),
+        "tensors": writer.add_tensors(state.tensors),
+        "memory": writer.add_tensors(state.memory),
+        "scalars": writer.check_scalars(state.scalars),
+        "base": writer.add_base(state.base),
     }
-    return writer.payload("state", structure)
+    return writer.build_payload("state", structure)
 
 
 def decode_state(data: bytes) -> ServerState:
@@ -298,9 +300,9 @@ def decode_state(data: bytes) -> ServerState:
     reader = Reader(data, "state")
     return ServerState(
         round=expect(reader.structure, "round", int),
-        tensors=reader.tensors(expect(reader.structure, "tensors", dict)),
-        base=reader.base(expect(reader.structure, "base", dict)),
-        memory=reader.tensors(expect(reader.structure, "memory", dict)),
-        scalars=reader.scalars(expect(reader.structure, "scalars", dict)),
+        tensors=reader.read_tensors(expect(reader.structure, "tensors", dict)),
+        base=reader.read_base(expect(reader.structure, "base", dict)),
+        memory=reader.read_tensors(expect(reader.structure, "memory", dict)),
+        scalars=reader.read_scalars(expect(reader.structure, "scalars", dict)),
         generation=expect(reader.structure, "generation", int),
     )

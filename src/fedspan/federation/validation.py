@@ -63,7 +63,7 @@ class ReplyRules:
     max_missed_rounds: int | None = None
     validate: bool = True
 
-    def quorum(self, cohort: int) -> int:
+    def compute_quorum(self, cohort: int) -> int:
         """Return the number of accepted replies that a round needs."""
         required = cohort // 2 + 1 if self.min_replies is None else self.min_replies
         return min(cohort, required)
@@ -140,7 +140,7 @@ def validate_reply(method: Method, message: Message, client: Client, expected: M
     """
     if message.base is not None:
         raise ValueError("it holds a change of the base, which only the server sends")
-    _require_structure(message, expected, method.declared().shrinks)
+    _require_structure(message, expected, method.declare_claims().shrinks)
     _require_moderate(message.tensors)
     try:
         contribution = method.contribute(message, client)

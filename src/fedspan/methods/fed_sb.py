@@ -85,7 +85,7 @@ class FedSB(RegisteredMethod):
                 extras=False,
             )
         return Job(
-            parametrization={layer.name: Core(self.scaling(client)) for layer in self.spec.layers},
+            parametrization={layer.name: Core(self.get_scaling(client)) for layer in self.spec.layers},
             tensors={**memory, **message.tensors},
             trainable=(Group(list_tensor_names(self.spec, "R")),),
         )
@@ -100,15 +100,17 @@ class FedSB(RegisteredMethod):
         return Contribution(sum=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        return state.next(tensors={**state.tensors, **reduced.mean} if state.round else self._factors(reduced.mean))
+        return state.advance_round(
+            tensors={**state.tensors, **reduced.mean} if state.round else self._compute_factors(reduced.mean)
+        )
 
-    def _factors(self, gradients: Tensors) -> dict[str, Tensor]:
+    def _compute_factors(self, gradients: Tensors) -> dict[str, Tensor]:
         """Compute B, R and A of the first step."""
         tensors: dict[str, Tensor] = {}
         for layer in self.spec.layers:
             gradient = gradients[join_tensor_name(layer.name, "gradient")]
             U, S, Vt = compute_leading_svd(-self.init_step * torch.sign(gradient), self.r)
-            parts = {"A": Vt, "B": U, "R": torch.diag(S / self.scaling(None))}
+            parts = {"A": Vt, "B": U, "R": torch.diag(S / self.get_scaling(None))}
             for slot, value in parts.items():
                 tensors[join_tensor_name(layer.name, slot)] = value.to(gradient.dtype).contiguous()
         return tensors

@@ -70,4 +70,4 @@ class FedAvg(RegisteredMethod):
         return Contribution(sum=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        return state.next(tensors=reduced.mean)
+        return state.advance_round(tensors=reduced.mean)

@@ -48,7 +48,7 @@ class FeDeRA(RegisteredMethod):
     aggregation: Literal["factors", "product_svd"] = "factors"
     singular: Singular = "full"
 
-    def declared(self) -> Claims:
+    def declare_claims(self) -> Claims:
         if self.aggregation == "factors":
             return self.claims
         return replace(self.claims, reduction="stack", reinitialises=True)
@@ -59,7 +59,7 @@ class FeDeRA(RegisteredMethod):
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         known_round = None if client is None else client.last_round
-        return Message(state.tensors, {"generation": state.generation}, state.base.since(known_round))
+        return Message(state.tensors, {"generation": state.generation}, state.base.build_patch(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         return create_lora_job(self, message.tensors, client, ("A", "B"), int(message.scalars["generation"]))
@@ -74,12 +74,12 @@ class FeDeRA(RegisteredMethod):
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         if self.aggregation == "factors":
-            return state.next(tensors=reduced.mean)
+            return state.advance_round(tensors=reduced.mean)
 
         def decompose(layer: LayerSpec) -> LowRank:
             stacked = sum_products(layer.name, reduced)
             U, S, Vt = svd(stacked, self.r)
-            return balance_factors(U, S / self.scaling(None), Vt).to(stacked.B.dtype)
+            return balance_factors(U, S / self.get_scaling(None), Vt).to(stacked.B.dtype)
 
         tensors = flatten_pairs(map_layers(decompose, self.spec.layers))
-        return state.next(tensors=tensors, generation=state.generation + 1)
+        return state.advance_round(tensors=tensors, generation=state.generation + 1)

@@ -46,14 +46,14 @@ class FedExLoRA(RegisteredMethod):
 
     residual_rank: int | None = None
 
-    def declared(self) -> Claims:
+    def declare_claims(self) -> Claims:
         return self.claims if self.residual_rank is None else replace(self.claims, exact=False)
 
     def init(self, weights: Weights) -> ServerState:
         return ServerState(tensors={**draw_a_factors(self, self.r), **create_b_factors(self.spec, self.r)})
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        return Message(state.tensors, base=state.base.since(None if client is None else client.last_round))
+        return Message(state.tensors, base=state.base.build_patch(None if client is None else client.last_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         return create_lora_job(self, message.tensors, client, train=("A", "B"))
@@ -65,7 +65,7 @@ class FedExLoRA(RegisteredMethod):
         return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        means, s = average_stack(reduced), self.scaling(None)
+        means, s = average_stack(reduced), self.get_scaling(None)
 
         def lost(layer: LayerSpec) -> Delta:
             return choose_smaller_form(
@@ -73,4 +73,4 @@ class FedExLoRA(RegisteredMethod):
             )
 
         deltas = {name: delta for name, delta in map_layers(lost, self.spec.layers).items() if delta.numel()}
-        return state.next(tensors=means, base=state.base.add(Increment(state.round + 1, deltas)))
+        return state.advance_round(tensors=means, base=state.base.add(Increment(state.round + 1, deltas)))

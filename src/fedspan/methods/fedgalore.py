@@ -133,21 +133,21 @@ class FedGaLore(RegisteredMethod):
         """Number J of projectors in a round."""
         return -(-self.steps // self.period) if self.period else 1
 
-    def adaptive(self, round: int) -> int:
+    def count_adaptive(self, round: int) -> int:
         """Return the number of a round's first projectors that come from the gradient."""
         before = 0 if self.adaptive_in == "round" else round * self.segments
         return min(self.segments, max(0, self.adaptive_refreshes - before))
 
-    def fits_basis(self, round: int) -> bool:
+    def is_basis_fitted(self, round: int) -> bool:
         """Return whether a round ends with clients' own projectors, so that vbar needs a transmitted basis."""
-        return self.adaptive(round) == self.segments and self.moments != "keep" and self.synchronisation != "none"
+        return self.count_adaptive(round) == self.segments and self.moments != "keep" and self.synchronisation != "none"
 
     def seed_of(self, round: int) -> int:
         """Return the seed of a round's first projector; later projectors have the next integers."""
         rng = create_generator(self.seed, "projector seed", max(0, round) // self.rounds_per_seed)
         return int(torch.randint(2**62, (), generator=rng))
 
-    def projector(self, layer: LayerSpec, round: int, segment: int) -> Tensor:
+    def draw_seeded_projector(self, layer: LayerSpec, round: int, segment: int) -> Tensor:
         """Draw a seeded projector, (R, n) whatever the layer's orientation."""
         rank, side = min(self.r, *layer.shape), choose_side(layer.shape)
         return _transpose_wide(
@@ -159,7 +159,7 @@ class FedGaLore(RegisteredMethod):
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         known_round = None if client is None else client.last_round
-        return Message(state.memory, state.scalars, state.base.since(known_round))
+        return Message(state.memory, state.scalars, state.base.build_patch(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         steps = int(message.scalars["steps"])
@@ -167,7 +167,7 @@ class FedGaLore(RegisteredMethod):
         second: dict[str, Tensor] = {}
         for layer in self.spec.layers:
             slots, acc = select_slots(message.tensors, layer.name), join_tensor_name(layer.name, "acc")
-            P = slots["P"] if "P" in slots else self.projector(layer, round - 1, self.segments - 1)
+            P = slots["P"] if "P" in slots else self.draw_seeded_projector(layer, round - 1, self.segments - 1)
             tensors[acc] = _transpose_wide(torch.zeros(max(layer.shape), len(P)), layer)
             tensors[join_tensor_name(layer.name, "P")] = _transpose_wide(P, layer)
             if "v" in slots:
@@ -181,13 +181,13 @@ class FedGaLore(RegisteredMethod):
             optimizer_state=OptimizerState({"exp_avg_sq": second}, dict.fromkeys(second, steps)) if second else None,
             generation=round,
             refresh=Refresh(
-                self.period or None, self.projectors, self.adaptive(round), self.seed_of(round), self.moments
+                self.period or None, self.projectors, self.count_adaptive(round), self.seed_of(round), self.moments
             ),
             decay_base=self.decay_base,
         )
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
-        adaptive, reply = self.adaptive(round), dict[str, Tensor]()
+        adaptive, reply = self.count_adaptive(round), dict[str, Tensor]()
         for layer in self.spec.layers:
             accs, Ps = self._concatenate_segments(layer, select_slots(trained.tensors, layer.name))
             reply[join_tensor_name(layer.name, "acc")] = accs
@@ -218,35 +218,35 @@ class FedGaLore(RegisteredMethod):
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         mean = {n: sum(i.weight * float(i.tensors[f"{_ROUND}/{n}"]) for i in reduced.stack) for n in ("decay", "steps")}
-        deltas = {layer.name: self._delta(layer, reduced.stack, state.round) for layer in self.spec.layers}
+        deltas = {layer.name: self._compute_delta(layer, reduced.stack, state.round) for layer in self.spec.layers}
         moments: dict[str, Tensor] = {}
-        if (synchroniser := self._synchroniser()) is not None:
+        if (synchroniser := self._create_synchroniser()) is not None:
             for layer in self.spec.layers:
                 joined = self._join_moments(synchroniser, layer, reduced.stack, state.round)
                 dtype = reduced.stack[0].tensors[join_tensor_name(layer.name, "v")].dtype
                 moments |= {join_tensor_name(layer.name, slot): value.to(dtype) for slot, value in joined.items()}
-        return state.next(
+        return state.advance_round(
             memory=moments,
             base=state.base.add(Increment(state.round + 1, deltas, mean["decay"])),
             scalars={"steps": int(state.scalars["steps"]) + round(mean["steps"])},
             generation=state.generation + 1,
         )
 
-    def _delta(self, layer: LayerSpec, stack: Sequence[StackItem], round: int) -> Delta:
+    def _compute_delta(self, layer: LayerSpec, stack: Sequence[StackItem], round: int) -> Delta:
         """sum_i p_i (W_i - rho_i W): accumulators under the seed's projectors add up, the others stay separate."""
         acc, P = join_tensor_name(layer.name, "acc"), join_tensor_name(layer.name, "P")
-        own, rank = self.adaptive(round) * min(self.r, *layer.shape), min(self.r, *layer.shape)
+        own, rank = self.count_adaptive(round) * min(self.r, *layer.shape), min(self.r, *layer.shape)
         pairs = [LowRank(item.tensors[acc][:, :own], item.tensors[P], item.weight) for item in stack] if own else []
-        for segment in range(self.adaptive(round), self.segments):
+        for segment in range(self.count_adaptive(round), self.segments):
             columns = slice(segment * rank, (segment + 1) * rank)
             summed = torch.stack([item.weight * item.tensors[acc][:, columns].double() for item in stack]).sum(0)
-            shared = self.projector(layer, round, segment)
+            shared = self.draw_seeded_projector(layer, round, segment)
             pairs.append(LowRank(summed.to(stack[0].tensors[acc].dtype), shared.to(stack[0].tensors[acc].dtype)))
         tall = concatenate([LowRank(pair.B, pair.A, pair.scale * self.scale) for pair in pairs])
         pair = tall if choose_side(layer.shape) == "right" else LowRank(tall.A.T, tall.B.T)
-        return pair if pair.numel() <= layer.out_features * layer.in_features else pair.dense()
+        return pair if pair.numel() <= layer.out_features * layer.in_features else pair.to_dense()
 
-    def _synchroniser(self) -> MomentSynchroniser | None:
+    def _create_synchroniser(self) -> MomentSynchroniser | None:
         if self.synchronisation == "none":
             return None
         return MomentSynchroniser(
@@ -263,7 +263,7 @@ class FedGaLore(RegisteredMethod):
         """Return vbar as ``v`` (m, R), and ``P`` (R, n) where its coordinates are not a seeded projector's."""
         moments = [item.tensors[join_tensor_name(layer.name, "v")].double() for item in stack]
         weights, rng = [item.weight for item in stack], create_generator(self.seed, "ajive", layer.name, round)
-        if not self.fits_basis(round):  # one projector for all, or unchanged coordinates
+        if not self.is_basis_fitted(round):  # one projector for all, or unchanged coordinates
             return {"v": synchroniser.join(moments, weights, rng)}
         rank = moments[0].shape[1]
         Ps = [item.tensors[join_tensor_name(layer.name, "P")][-rank:].double() for item in stack]

@@ -145,4 +145,4 @@ class FedHM(RegisteredMethod):
             return balance_factors(*svd(mean)).to(mean.B.dtype)
 
         pairs = map_layers(average, self.spec.layers)
-        return state.next(tensors=_flatten_pairs(pairs), generation=state.generation + 1)
+        return state.advance_round(tensors=_flatten_pairs(pairs), generation=state.generation + 1)

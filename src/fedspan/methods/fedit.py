@@ -59,4 +59,4 @@ class FedIT(RegisteredMethod):
         return Contribution(sum=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        return state.next(tensors=reduced.mean)
+        return state.advance_round(tensors=reduced.mean)

@@ -64,14 +64,14 @@ class FedLoRU(RegisteredMethod):
     tau: int = 5
     from_scratch: bool = False
 
-    def declared(self) -> Claims:
+    def declare_claims(self) -> Claims:
         return replace(self.claims, reinitialises=self.tau == 1, moves_base=self.tau == 1)
 
     def init(self, weights: Weights) -> ServerState:
         base = BaseUpdate().add(Increment(0, {}, decay=0.0)) if self.from_scratch else BaseUpdate()
-        return ServerState(tensors=self.fresh(0), base=base)
+        return ServerState(tensors=self.create_factors(0), base=base)
 
-    def fresh(self, generation: int) -> dict[str, Tensor]:
+    def create_factors(self, generation: int) -> dict[str, Tensor]:
         """Create A and B after ``generation`` accumulations."""
         key = (generation,) if generation else ()  # generation 0 starts where FedIT does
         if generation or not self.from_scratch:
@@ -88,12 +88,12 @@ class FedLoRU(RegisteredMethod):
         known_round = None if client is None else client.last_round
         scalars = {"generation": state.generation}
         if state.round == max(0, state.base.round):  # just re-initialized (or never trained): the seed suffices
-            return Message(scalars=scalars, base=state.base.since(known_round))
-        return Message(state.tensors, scalars, state.base.since(known_round))
+            return Message(scalars=scalars, base=state.base.build_patch(known_round))
+        return Message(state.tensors, scalars, state.base.build_patch(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         generation = int(message.scalars["generation"])
-        tensors = message.tensors or self.fresh(generation)
+        tensors = message.tensors or self.create_factors(generation)
         return create_lora_job(self, tensors, client, train=("A", "B"), generation=generation)
 
     def finish(
@@ -106,20 +106,20 @@ class FedLoRU(RegisteredMethod):
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         if (state.round + 1) % self.tau:
-            return state.next(tensors=reduced.mean)
+            return state.advance_round(tensors=reduced.mean)
         deltas = {
             layer.name: choose_smaller_form(
                 LowRank(
                     reduced.mean[join_tensor_name(layer.name, "B")],
                     reduced.mean[join_tensor_name(layer.name, "A")],
-                    self.scaling(None),
+                    self.get_scaling(None),
                 )
             )
             for layer in self.spec.layers
         }
         generation = state.generation + 1
-        return state.next(
-            tensors=self.fresh(generation),
+        return state.advance_round(
+            tensors=self.create_factors(generation),
             base=state.base.add(Increment(state.round + 1, deltas)),
             generation=generation,
         )

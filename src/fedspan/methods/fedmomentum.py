@@ -54,11 +54,11 @@ class FedMomentum(RegisteredMethod):
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         known_round = None if client is None else client.last_round
-        return Message(state.tensors, {"generation": state.generation}, state.base.since(known_round))
+        return Message(state.tensors, {"generation": state.generation}, state.base.build_patch(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        rank, scaling = self.rank(client), self.scaling(client)
-        share = (self.scaling(None) / scaling) ** 0.5
+        rank, scaling = self.rank(client), self.get_scaling(client)
+        share = (self.get_scaling(None) / scaling) ** 0.5
         tensors = map_tensors(lambda factor: factor * share, resize_factors(self, message.tensors, rank))
         job = create_lora_job(self, tensors, client, ("A", "B"), int(message.scalars["generation"]))
         if rank >= self.r:
@@ -66,7 +66,7 @@ class FedMomentum(RegisteredMethod):
         for layer in self.spec.layers:
             tensors[join_tensor_name(layer.name, "L")] = message.tensors[join_tensor_name(layer.name, "B")][:, rank:]
             tensors[join_tensor_name(layer.name, "U")] = message.tensors[join_tensor_name(layer.name, "A")][rank:]
-        pair_sum = PairSum(scaling, self.scaling(None))
+        pair_sum = PairSum(scaling, self.get_scaling(None))
         return replace(job, parametrization=dict.fromkeys(job.parametrization, pair_sum), tensors=tensors)
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
@@ -79,13 +79,13 @@ class FedMomentum(RegisteredMethod):
         def split(layer: LayerSpec) -> tuple[LowRank, Delta]:
             U, S, Vt = svd(self._sum(layer.name, state, reduced))
             dtype = state.tensors[join_tensor_name(layer.name, "B")].dtype
-            retained = balance_factors(U[:, : self.r], S[: self.r] / self.scaling(None), Vt[: self.r])
+            retained = balance_factors(U[:, : self.r], S[: self.r] / self.get_scaling(None), Vt[: self.r])
             rest = assign_values_to_B(U[:, self.r :], S[self.r :], Vt[self.r :])
             return retained.to(dtype), choose_smaller_form(rest).to(dtype).contiguous()
 
         parts = map_layers(split, self.spec.layers)
         increment = Increment(state.round + 1, {name: rest for name, (_, rest) in parts.items() if rest.numel()})
-        return state.next(
+        return state.advance_round(
             tensors=flatten_pairs({name: retained for name, (retained, _) in parts.items()}),
             base=state.base.add(increment),
             generation=state.generation + 1,
@@ -93,10 +93,10 @@ class FedMomentum(RegisteredMethod):
 
     def _sum(self, layer: str, state: ServerState, reduced: Reduced) -> LowRank:
         """Compute D, including the frozen components."""
-        trained, frozen = sum_products(layer, reduced), self._frozen(layer, state, reduced)
+        trained, frozen = sum_products(layer, reduced), self._sum_frozen(layer, state, reduced)
         return concatenate([trained, frozen]) if frozen.rank else trained
 
-    def _frozen(self, layer: str, state: ServerState, reduced: Reduced) -> LowRank:
+    def _sum_frozen(self, layer: str, state: ServerState, reduced: Reduced) -> LowRank:
         """Sum the frozen components with weights p_i: component j counts for the clients of rank j or less."""
         B, A = state.tensors[join_tensor_name(layer, "B")], state.tensors[join_tensor_name(layer, "A")]
         minimum = min(self.r, *(contribution.client.rank for contribution in reduced.stack))
@@ -104,4 +104,4 @@ class FedMomentum(RegisteredMethod):
             sum(contribution.weight for contribution in reduced.stack if contribution.client.rank <= j)
             for j in range(minimum, self.r)
         ]
-        return LowRank(B[:, minimum:] * torch.tensor(shares, dtype=B.dtype), A[minimum:], self.scaling(None))
+        return LowRank(B[:, minimum:] * torch.tensor(shares, dtype=B.dtype), A[minimum:], self.get_scaling(None))

@@ -80,4 +80,4 @@ class FedRotLoRA(RegisteredMethod):
         return Contribution(sum=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        return state.next(tensors=reduced.mean)
+        return state.advance_round(tensors=reduced.mean)

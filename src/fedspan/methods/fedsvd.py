@@ -69,4 +69,4 @@ class FedSVD(RegisteredMethod):
             return assign_values_to_B(*svd(LowRank(B, A))).to(B.dtype)
 
         pairs = map_layers(decompose, self.spec.layers)
-        return state.next(tensors=flatten_pairs(pairs), generation=state.generation + 1)
+        return state.advance_round(tensors=flatten_pairs(pairs), generation=state.generation + 1)

@@ -67,4 +67,4 @@ class FFALoRA(RegisteredMethod):
         return Contribution(sum=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        return state.next(tensors=reduced.mean)
+        return state.advance_round(tensors=reduced.mean)

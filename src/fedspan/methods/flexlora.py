@@ -57,7 +57,7 @@ class FlexLoRA(RegisteredMethod):
         return ServerState()
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        rank, share = self.rank(client), self.scaling(client) ** (1.0 if self.split == "B" else 0.5)
+        rank, share = self.rank(client), self.get_scaling(client) ** (1.0 if self.split == "B" else 0.5)
         cut: dict[str, Tensor] = {}
         for layer in self.spec.layers if state.tensors else ():
             a, b = join_tensor_name(layer.name, "A"), join_tensor_name(layer.name, "B")
@@ -87,4 +87,4 @@ class FlexLoRA(RegisteredMethod):
             return share(*svd(stacked, largest)).to(stacked.B.dtype)
 
         tensors = flatten_pairs(map_layers(decompose, self.spec.layers))
-        return state.next(tensors=tensors, scalars={"rank": largest}, generation=state.generation + 1)
+        return state.advance_round(tensors=tensors, scalars={"rank": largest}, generation=state.generation + 1)

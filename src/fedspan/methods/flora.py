@@ -56,7 +56,7 @@ class FLoRA(RegisteredMethod):
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         known_round = None if client is None else client.last_round
-        return Message(base=state.base.since(known_round))
+        return Message(base=state.base.build_patch(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         rank = self.rank(client)
@@ -74,4 +74,4 @@ class FLoRA(RegisteredMethod):
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         deltas = map_layers(lambda layer: choose_smaller_form(sum_products(layer.name, reduced)), self.spec.layers)
         base = state.base.add(Increment(state.round + 1, deltas))
-        return state.next(base=base, generation=state.generation + 1)
+        return state.advance_round(base=base, generation=state.generation + 1)

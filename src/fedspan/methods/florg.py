@@ -80,11 +80,11 @@ class FLoRG(RegisteredMethod):
     center: bool = False
     gram_sums: bool = False
 
-    def declared(self) -> Claims:
+    def declare_claims(self) -> Claims:
         claims = replace(self.claims, reinitialises=self.alignment == "none")
         return replace(claims, reduction="sum", sends="other") if self.gram_sums else claims
 
-    def first_A(self, layer: LayerSpec) -> Tensor:
+    def draw_first_A(self, layer: LayerSpec) -> Tensor:
         """Draw A_1 (R, K), float32."""
         rng, k = create_generator(self.seed, "A", layer.name), min(layer.shape)
         if self.init_A == "gaussian":
@@ -92,9 +92,9 @@ class FLoRG(RegisteredMethod):
         rows = draw_random_projector((k, k), min(self.r, k), "right", rng)
         return self.init_std * math.sqrt(k) * torch.cat([rows, rows.new_zeros(self.r - len(rows), k)])
 
-    def fixed(self, layer: LayerSpec) -> tuple[Parametrization, dict[str, Tensor]]:
+    def build_fixed(self, layer: LayerSpec) -> tuple[Parametrization, dict[str, Tensor]]:
         """Return the layer's parametrization and its slots for L and R, all from the seed."""
-        scaling = self.scaling(None)
+        scaling = self.get_scaling(None)
         if self.bases == "dense":
             L_OK, R_KI = draw_dense_bases(layer.shape, self.seed, layer.name)
             return Gram(scaling), {"L": L_OK, "R": R_KI}
@@ -103,28 +103,28 @@ class FLoRG(RegisteredMethod):
         return MixedGram(scaling, side), {"places": positions, "signs": signs}
 
     def init(self, weights: Weights) -> ServerState:
-        tensors = {join_tensor_name(layer.name, "A"): self.first_A(layer) for layer in self.spec.layers}
+        tensors = {join_tensor_name(layer.name, "A"): self.draw_first_A(layer) for layer in self.spec.layers}
         if not self.center:
             return ServerState(tensors=tensors)
-        products = {layer.name: self._product(layer, tensors) for layer in self.spec.layers}
+        products = {layer.name: self._compute_product(layer, tensors) for layer in self.spec.layers}
         negative = {name: LowRank(pair.B, pair.A, -pair.scale) for name, pair in products.items()}
         return ServerState(tensors=tensors, base=BaseUpdate().add(Increment(0, negative)))
 
-    def _product(self, layer: LayerSpec, tensors: Tensors) -> LowRank:
-        parametrization, fixed = self.fixed(layer)
-        pair = parametrization.effective({**select_slots(tensors, layer.name), **fixed}).pair
+    def _compute_product(self, layer: LayerSpec, tensors: Tensors) -> LowRank:
+        parametrization, fixed = self.build_fixed(layer)
+        pair = parametrization.compute_effective({**select_slots(tensors, layer.name), **fixed}).pair
         assert isinstance(pair, LowRank)
         return pair
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         known_round = None if client is None else client.last_round
-        return Message(state.tensors, base=state.base.since(known_round))
+        return Message(state.tensors, base=state.base.build_patch(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         parametrization: dict[str, Parametrization] = {}
         tensors = dict(message.tensors)
         for layer in self.spec.layers:
-            parametrization[layer.name], fixed = self.fixed(layer)
+            parametrization[layer.name], fixed = self.build_fixed(layer)
             tensors |= {join_tensor_name(layer.name, slot): value for slot, value in fixed.items()}
         return Job(parametrization, tensors, trainable=(Group(list_tensor_names(self.spec, "A")),), generation=round)
 
@@ -145,10 +145,10 @@ class FLoRG(RegisteredMethod):
         for layer in self.spec.layers:
             name = join_tensor_name(layer.name, "A")
             dtype = (state if self.gram_sums else reduced.stack[0]).tensors[name].dtype
-            tensors[name] = self._align(self._mean(layer, reduced), state.tensors[name].double()).to(dtype)
-        return state.next(tensors=tensors, generation=state.generation + (self.alignment == "none"))
+            tensors[name] = self._align(self._compute_mean(layer, reduced), state.tensors[name].double()).to(dtype)
+        return state.advance_round(tensors=tensors, generation=state.generation + (self.alignment == "none"))
 
-    def _mean(self, layer: LayerSpec, reduced: Reduced) -> Tensor:
+    def _compute_mean(self, layer: LayerSpec, reduced: Reduced) -> Tensor:
         """Compute A~ of the replies."""
         if self.gram_sums:
             return factorise_gram(reduced.mean[join_tensor_name(layer.name, "gram")])

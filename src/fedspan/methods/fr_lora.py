@@ -53,7 +53,7 @@ class FRLoRA(RegisteredMethod):
     train: Literal["both", "B"] = "both"
     singular: Singular = "full"
 
-    def declared(self) -> Claims:
+    def declare_claims(self) -> Claims:
         return self.claims if self.train == "both" else replace(self.claims, exact=True)
 
     def init(self, weights: Weights) -> ServerState:
@@ -63,7 +63,7 @@ class FRLoRA(RegisteredMethod):
     def sync(self, state: ServerState, client: Client | None) -> Message:
         known_round = None if client is None else client.last_round
         tensors = state.tensors if known_round is None else {}  # A0 and B0 never change
-        return Message(tensors, {"generation": state.generation}, state.base.since(known_round))
+        return Message(tensors, {"generation": state.generation}, state.base.build_patch(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         slots = ("A", "B") if self.train == "both" else ("B",)
@@ -76,15 +76,15 @@ class FRLoRA(RegisteredMethod):
         return Contribution(sum=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        deltas = {layer.name: self._learnt(layer.name, state, reduced) for layer in self.spec.layers}
+        deltas = {layer.name: self._compute_learned(layer.name, state, reduced) for layer in self.spec.layers}
         base = state.base.add(Increment(state.round + 1, deltas))
-        return state.next(base=base, generation=state.generation + 1)
+        return state.advance_round(base=base, generation=state.generation + 1)
 
-    def _learnt(self, layer: str, state: ServerState, reduced: Reduced) -> Delta:
+    def _compute_learned(self, layer: str, state: ServerState, reduced: Reduced) -> Delta:
         """Compute ``s (B A - B0 A0)`` from differences, so that no large terms cancel."""
         a, b = join_tensor_name(layer, "A"), join_tensor_name(layer, "B")
         A0, B0, B = state.tensors[a], state.tensors[b], reduced.mean[b]
         if self.train == "B":
-            return choose_smaller_form(LowRank(B - B0, A0, self.scaling(None)))
+            return choose_smaller_form(LowRank(B - B0, A0, self.get_scaling(None)))
         A = reduced.mean[a]
-        return choose_smaller_form(LowRank(torch.cat([B - B0, B0], 1), torch.cat([A, A - A0]), self.scaling(None)))
+        return choose_smaller_form(LowRank(torch.cat([B - B0, B0], 1), torch.cat([A, A - A0]), self.get_scaling(None)))

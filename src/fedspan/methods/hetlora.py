@@ -91,7 +91,7 @@ class HetLoRA(RegisteredMethod):
     def sync(self, state: ServerState, client: Client | None) -> Message:
         rank = self.r if client is None else int(state.scalars.get(f"rank/{client.id}", client.rank))
         own = cut_slots(self._widen(state.tensors, rank), rank)
-        share = self.scaling(None) / self.scaling(client)
+        share = self.get_scaling(None) / self.get_scaling(client)
         return Message({name: value * share if name.endswith("/B") else value for name, value in own.items()})
 
     def _widen(self, tensors: Tensors, rank: int) -> dict[str, Tensor]:
@@ -123,7 +123,7 @@ class HetLoRA(RegisteredMethod):
         for tail in job.penalties:
             assert isinstance(tail, SlotProduct)
             measure = replace(tail, strength=1.0)
-            if measure.value(message.tensors) < measure.value(job.tensors):
+            if measure.compute_value(message.tensors) < measure.compute_value(job.tensors):
                 message = Message(cut_slots(message.tensors, tail.first))
         return message, memory
 
@@ -140,17 +140,19 @@ class HetLoRA(RegisteredMethod):
         return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        sizes = [self._norm(item) for item in reduced.stack]
+        sizes = [self._compute_norm(item) for item in reduced.stack]
         if self.weighting == "examples" or not sum(sizes) > 0:
             sizes = [item.weight for item in reduced.stack]
-        total, scaling = sum(sizes), self.scaling(None)
+        total, scaling = sum(sizes), self.get_scaling(None)
         ranks = {item.client.id: _rank(item.tensors) for item in reduced.stack}
         tensors = self._widen(state.tensors, max(ranks.values()))
         for layer in self.spec.layers:
             a, b = join_tensor_name(layer.name, "A"), join_tensor_name(layer.name, "B")
             pairs = list(zip(reduced.stack, sizes, strict=True))
             rows = [(size / total, item.tensors[a]) for item, size in pairs]
-            columns = [(size / total * self.scaling(item.client) / scaling, item.tensors[b].T) for item, size in pairs]
+            columns = [
+                (size / total * self.get_scaling(item.client) / scaling, item.tensors[b].T) for item, size in pairs
+            ]
             tensors[a] = _average(tensors[a], rows)
             tensors[b] = _average(tensors[b].T, columns).T.contiguous()
         pruned = {
@@ -158,13 +160,13 @@ class HetLoRA(RegisteredMethod):
             for item in reduced.stack
             if ranks[item.client.id] < item.client.rank
         }
-        return state.next(tensors=tensors, scalars={**state.scalars, **pruned})
+        return state.advance_round(tensors=tensors, scalars={**state.scalars, **pruned})
 
-    def _norm(self, item: StackItem) -> float:
+    def _compute_norm(self, item: StackItem) -> float:
         """Compute ``||s_i B_i A_i||_F`` over all layers."""
         square = 0.0
         for layer in self.spec.layers:
             a, b = join_tensor_name(layer.name, "A"), join_tensor_name(layer.name, "B")
-            pair = LowRank(item.tensors[b], item.tensors[a], self.scaling(item.client))
+            pair = LowRank(item.tensors[b], item.tensors[a], self.get_scaling(item.client))
             square += float(compute_inner_product(pair, pair))
         return math.sqrt(max(square, 0.0))

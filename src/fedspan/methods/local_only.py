@@ -58,4 +58,4 @@ class LocalOnly(RegisteredMethod):
         return Contribution()
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        return state.next()
+        return state.advance_round()

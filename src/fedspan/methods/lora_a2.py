@@ -93,9 +93,9 @@ class LoRAA2(RegisteredMethod):
     b_lr_scale: float = 5.0
 
     def init(self, weights: Weights) -> ServerState:
-        return ServerState(tensors=self._initial())
+        return ServerState(tensors=self._draw_initial())
 
-    def _initial(self) -> dict[str, Tensor]:
+    def _draw_initial(self) -> dict[str, Tensor]:
         return {**draw_a_factors(self, self.r), **create_b_factors(self.spec, self.r)}
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
@@ -104,7 +104,7 @@ class LoRAA2(RegisteredMethod):
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         active = get_alternating_factor(round)
-        job = create_lora_job(self, {**(memory or self._initial()), **message.tensors}, None, train=(active,))
+        job = create_lora_job(self, {**(memory or self._draw_initial()), **message.tensors}, None, train=(active,))
         groups = (Group(job.trainable_names, lr_scale=self.b_lr_scale if active == "B" else 1.0),)
         scalars = {"active": active}
         return replace(job, trainable=groups, epochs=1, phase="probe", extras=False, scalars=scalars)
@@ -114,7 +114,7 @@ class LoRAA2(RegisteredMethod):
     ) -> tuple[Job | Message, Memory]:
         active = str(job.scalars["active"])
         if job.phase == "probe":
-            masks = self._masks(job.tensors, trained.tensors, active, client.rank)
+            masks = self._build_masks(job.tensors, trained.tensors, active, client.rank)
             return replace(job, masks=masks, epochs=None, phase="train", extras=True), memory
         axis, tensors = _SLOT_AXIS[active], dict[str, Tensor]()
         for name, mask in job.masks.items():
@@ -126,7 +126,7 @@ class LoRAA2(RegisteredMethod):
             )
         return Message(tensors, {"active": active}), select(job.tensors, list_tensor_names(self.spec, "A", "B"))
 
-    def _masks(self, before: Tensors, probed: Tensors, active: str, rank: int) -> dict[str, Tensor]:
+    def _build_masks(self, before: Tensors, probed: Tensors, active: str, rank: int) -> dict[str, Tensor]:
         """Build masks with 1 in the most important slots, ``rank`` per layer on average; ties go to the first."""
         importance: list[Tensor] = []
         for layer in self.spec.layers:
@@ -160,7 +160,7 @@ class LoRAA2(RegisteredMethod):
             name: state.tensors[name] + reduced.mean[join_tensor_name(name.partition("/")[0], "d" + active)]
             for name in list_tensor_names(self.spec, active)
         }
-        return state.next(tensors={**state.tensors, **moved})
+        return state.advance_round(tensors={**state.tensors, **moved})
 
     def estimate_traffic(self, layer: LayerSpec, rank: int, round: int) -> Traffic:
         # Slots are selected over all layers together: ``up`` is that of the mean layer, exact if all are selected.

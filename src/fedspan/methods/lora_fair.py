@@ -109,7 +109,7 @@ class LoRAFAIR(RegisteredMethod):
             stacked = sum_products(layer.name, reduced).to(torch.float64)  # s D: s cancels in the cosine
             mean = means[join_tensor_name(layer.name, "B")]
             A, B = means[join_tensor_name(layer.name, "A")].double(), mean.double()
-            scaling = self.scaling(None)
+            scaling = self.get_scaling(None)
             C, G = stacked.B @ (stacked.A @ A.T) / scaling, A @ A.T
             if self.objective == "frobenius":
                 ridge = G + self.lam * torch.eye(len(G), dtype=G.dtype)
@@ -123,4 +123,4 @@ class LoRAFAIR(RegisteredMethod):
             )
 
         by_layer = map_layers(correct, self.spec.layers)
-        return state.next(tensors=means | {join_tensor_name(layer, "B"): B for layer, B in by_layer.items()})
+        return state.advance_round(tensors=means | {join_tensor_name(layer, "B"): B for layer, B in by_layer.items()})

@@ -46,14 +46,14 @@ class MFedLoRU(FedLoRU):
 
     nested_scaling: float = 0.5
 
-    def _parametrization(self, client: Client | None) -> LoRA | Nested:
+    def _get_parametrization(self, client: Client | None) -> LoRA | Nested:
         if client is None or client.rank >= self.r:
-            return LoRA(self.scaling(None))
-        return Nested(self.scaling(None), self.nested_scaling * client.rank)
+            return LoRA(self.get_scaling(None))
+        return Nested(self.get_scaling(None), self.nested_scaling * client.rank)
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         job = super().start(message, client, memory, round)
-        parametrization = self._parametrization(client)
+        parametrization = self._get_parametrization(client)
         job = replace(job, parametrization={layer.name: parametrization for layer in self.spec.layers})
         if client is None or isinstance(parametrization, LoRA):
             return job
@@ -71,20 +71,20 @@ class MFedLoRU(FedLoRU):
         return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        rebuilt = [(item.weight, self._rebuilt(state, item)) for item in reduced.stack]
+        rebuilt = [(item.weight, self._rebuild(state, item)) for item in reduced.stack]
         mean = {
             name: torch.stack([share * own[name].double() for share, own in rebuilt]).sum(0).to(value.dtype)
             for name, value in rebuilt[0][1].items()
         }
         return super().update(state, replace(reduced, mean=mean))
 
-    def _rebuilt(self, state: ServerState, item: StackItem) -> dict[str, Tensor]:
+    def _rebuild(self, state: ServerState, item: StackItem) -> dict[str, Tensor]:
         """Rebuild a client's A and B from its reply."""
-        parametrization = self._parametrization(item.client)
+        parametrization = self._get_parametrization(item.client)
         if isinstance(parametrization, LoRA):
             return dict(item.tensors)
         return {
-            join_tensor_name(layer.name, slot): parametrization.outer(
+            join_tensor_name(layer.name, slot): parametrization.compute_outer(
                 {**select_slots(state.tensors, layer.name), **select_slots(item.tensors, layer.name)}, slot
             )
             for layer in self.spec.layers

@@ -76,7 +76,7 @@ class PFedLoRA(RegisteredMethod):
         own = memory or draw_personal_pair(self, self.rank(client), client)
         is_joint = self.variant == 2
         return Job(
-            parametrization={layer.name: DenseLoRA(self.scaling(client)) for layer in self.spec.layers},
+            parametrization={layer.name: DenseLoRA(self.get_scaling(client)) for layer in self.spec.layers},
             tensors={**message.tensors, **own},
             trainable=(Group(list_tensor_names(self.spec, *(("W", "L", "U") if is_joint else ("L", "U")))),),
             epochs=None if is_joint else self.personal_epochs,
@@ -98,4 +98,4 @@ class PFedLoRA(RegisteredMethod):
         return Contribution(sum=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        return state.next(tensors=reduced.mean)
+        return state.advance_round(tensors=reduced.mean)

@@ -53,7 +53,7 @@ class PFedLoRU(FedLoRU):
         job = super().start(message, client, {}, round)
         own = memory or draw_personal_pair(self, self.personal_r, client)
         personal_scaling = compute_scaling(self.personal_alpha, self.personal_r, self.use_rslora)
-        parametrization = PairSum(self.scaling(client), personal_scaling)
+        parametrization = PairSum(self.get_scaling(client), personal_scaling)
         return replace(
             job,
             parametrization={layer.name: parametrization for layer in self.spec.layers},

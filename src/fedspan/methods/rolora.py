@@ -58,9 +58,9 @@ class RoLoRA(RegisteredMethod):
     )
 
     def init(self, weights: Weights) -> ServerState:
-        return ServerState(tensors=self._initial())
+        return ServerState(tensors=self._draw_initial())
 
-    def _initial(self) -> dict[str, Tensor]:
+    def _draw_initial(self) -> dict[str, Tensor]:
         return {**draw_a_factors(self, self.r), **create_b_factors(self.spec, self.r)}
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
@@ -68,7 +68,7 @@ class RoLoRA(RegisteredMethod):
         return Message(select(state.tensors, list_tensor_names(self.spec, *slots)))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        tensors = {**(memory or self._initial()), **message.tensors}
+        tensors = {**(memory or self._draw_initial()), **message.tensors}
         return create_lora_job(self, tensors, client, train=(get_alternating_factor(round),))
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
@@ -78,4 +78,4 @@ class RoLoRA(RegisteredMethod):
         return Contribution(sum=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        return state.next(tensors={**state.tensors, **reduced.mean})
+        return state.advance_round(tensors={**state.tensors, **reduced.mean})

@@ -65,15 +65,15 @@ class SLoRA(RegisteredMethod):
     sparse_lr_scale: float = 1.0
 
     def init(self, weights: Weights) -> ServerState:
-        return ServerState(tensors=self._zeros())
+        return ServerState(tensors=self._create_zeros())
 
-    def _zeros(self) -> dict[str, Tensor]:
+    def _create_zeros(self) -> dict[str, Tensor]:
         return {
             join_tensor_name(layer.name, "values"): torch.zeros(count_entries(layer.shape, self.density))
             for layer in self.spec.layers
         }
 
-    def _entries(self, layer: LayerSpec) -> Tensor:
+    def _draw_entries(self, layer: LayerSpec) -> Tensor:
         return draw_entries(layer.shape, self.density, self.seed, layer.name)
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
@@ -83,10 +83,10 @@ class SLoRA(RegisteredMethod):
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         if round >= self.sparse_rounds:
             return create_lora_job(self, message.tensors, client, train=("A", "B"), generation=1)
-        entries = {join_tensor_name(layer.name, "entries"): self._entries(layer) for layer in self.spec.layers}
+        entries = {join_tensor_name(layer.name, "entries"): self._draw_entries(layer) for layer in self.spec.layers}
         return Job(
             parametrization={layer.name: Sparse(layer.shape) for layer in self.spec.layers},
-            tensors={**(message.tensors or self._zeros()), **entries},
+            tensors={**(message.tensors or self._create_zeros()), **entries},
             trainable=(Group(list_tensor_names(self.spec, "values"), lr_scale=self.sparse_lr_scale),),
         )
 
@@ -98,15 +98,17 @@ class SLoRA(RegisteredMethod):
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         if state.round + 1 != self.sparse_rounds:
-            return state.next(tensors=reduced.mean)
-        return state.next(tensors=self._principal(reduced.mean), generation=state.generation + 1)
+            return state.advance_round(tensors=reduced.mean)
+        return state.advance_round(tensors=self._compute_principal(reduced.mean), generation=state.generation + 1)
 
-    def _principal(self, values: Tensors) -> dict[str, Tensor]:
+    def _compute_principal(self, values: Tensors) -> dict[str, Tensor]:
         """Compute A and B from the first stage's values."""
         tensors: dict[str, Tensor] = {}
         for layer in self.spec.layers:
             own = values[join_tensor_name(layer.name, "values")]
-            U, S, Vt = compute_leading_svd(scatter_entries(own.double(), self._entries(layer), layer.shape), self.r)
+            U, S, Vt = compute_leading_svd(
+                scatter_entries(own.double(), self._draw_entries(layer), layer.shape), self.r
+            )
             tensors[join_tensor_name(layer.name, "A")] = Vt.to(own.dtype).contiguous()
-            tensors[join_tensor_name(layer.name, "B")] = (U * S / self.scaling(None)).to(own.dtype)
+            tensors[join_tensor_name(layer.name, "B")] = (U * S / self.get_scaling(None)).to(own.dtype)
         return tensors

@@ -51,7 +51,7 @@ class AdaptedModel:
         self.layers = {name: AdaptedLayer(name, module) for name, module in targets.items()}
         self.extras = dict(extras)
         self._norms = {name: module for name, module in model.named_modules() if is_batch_norm(module)}
-        self._initial_extras = {path: value.detach().clone() for path, value in self.values().items()}
+        self._initial_extras = {path: value.detach().clone() for path, value in self.get_values().items()}
         self._base = BaseUpdate()
         model.requires_grad_(False)
 
@@ -72,13 +72,13 @@ class AdaptedModel:
 
     def weight(self, layer: str) -> Tensor:
         """Return a copy of a target layer's W0, (O, I), as float32 on the CPU."""
-        return self.layers[layer].original().to("cpu", torch.float32, copy=True).contiguous()
+        return self.layers[layer].get_original().to("cpu", torch.float32, copy=True).contiguous()
 
-    def extra(self, parameter: str) -> Tensor:
+    def get_extra(self, parameter: str) -> Tensor:
         """Return a copy of an extra's value as loaded, on the CPU."""
-        return self.initial(parameter).to("cpu", copy=True)
+        return self.get_initial(parameter).to("cpu", copy=True)
 
-    def initial(self, path: str) -> Tensor:
+    def get_initial(self, path: str) -> Tensor:
         """Return the value of an extra or of one of its buffers, as loaded or adopted, on the model's device."""
         return self._initial_extras[path]
 
@@ -102,9 +102,9 @@ class AdaptedModel:
             layer.set_base(base)
         self._base = base
 
-    def replica(self) -> AdaptedModel:
+    def create_replica(self) -> AdaptedModel:
         """Create another model object on the same weights, with its own extras and state, for use in another thread."""
-        own = {id(value) for value in self.values().values()}
+        own = {id(value) for value in self.get_values().values()}
         shared: list[object] = [
             value for value in (*self.model.parameters(), *self.model.buffers()) if id(value) not in own
         ]
@@ -140,7 +140,7 @@ class AdaptedModel:
             for slot, value in slots.items():
                 name = f"{layer}/{slot}"
                 live[name] = value.detach().to(self.device, copy=True).requires_grad_(name in trainable)
-        for path, value in self.values().items():
+        for path, value in self.get_values().items():
             name = join_extra_name(path)
             value.grad = None
             with torch.no_grad():
@@ -166,7 +166,7 @@ class AdaptedModel:
         for layer in self.layers.values():
             layer.restore()
 
-    def values(self) -> dict[str, Tensor]:
+    def get_values(self) -> dict[str, Tensor]:
         """Return the live extras and their buffers; buffers are looked up, since a module may have replaced its own."""
         return {**self.extras, **{path: self.model.get_buffer(path) for path in self.buffers}}
 
@@ -182,7 +182,7 @@ class AdaptedModel:
             layer.dropout = dropout
 
     @contextmanager
-    def captured_gradients(self, take: Callable[[str, LowRank], None]) -> Generator[None]:
+    def capture_gradients(self, take: Callable[[str, LowRank], None]) -> Generator[None]:
         """Pass whole-weight gradients of the forward and backward passes within this context to ``take``.
 
         These passes do not train: running statistics are restored afterwards.

@@ -51,11 +51,11 @@ class Call:
         first = self.result[0] if isinstance(self.result, tuple) and self.result else self.result
         return first if isinstance(first, Tensor) else None
 
-    def preserves_shape(self, shape: torch.Size) -> bool:
+    def is_shape_preserved(self, shape: torch.Size) -> bool:
         """Check whether both the input and the output are hidden states of the given shape."""
         return all(tensor is not None and tensor.shape == shape for tensor in (self.hidden, self.output))
 
-    def feeds(self, after: Call) -> bool:
+    def is_input_of(self, after: Call) -> bool:
         """Check whether another call took this one's returned hidden states, and none of its other returned values."""
         further = self.result[1:] if isinstance(self.result, tuple) else ()
         inputs = {id(value) for value in after.arguments}
@@ -139,9 +139,9 @@ def _order_chain(blocks: nn.ModuleList, calls: Mapping[nn.Module, Sequence[Call]
         return None
     chain = [calls[block][0] for block in used]
     first = chain[0].hidden
-    if first is None or first.ndim != 3 or not all(call.preserves_shape(first.shape) for call in chain):
+    if first is None or first.ndim != 3 or not all(call.is_shape_preserved(first.shape) for call in chain):
         return None
-    return used if all(call.feeds(after) for call, after in pairwise(chain)) else None
+    return used if all(call.is_input_of(after) for call, after in pairwise(chain)) else None
 
 
 @contextmanager

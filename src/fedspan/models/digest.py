@@ -21,7 +21,7 @@ def hash_frozen(root: nn.Module, adapted: AdaptedModel) -> Any:
         adapted: The model.
     """
     digest = hashlib.sha256()
-    own = {id(value) for value in adapted.values().values()}
+    own = {id(value) for value in adapted.get_values().values()}
     for name, value in sorted(root.state_dict(keep_vars=True).items()):
         if id(value) in own or name in adapted.extras or not isinstance(value, Tensor):
             continue

@@ -90,7 +90,7 @@ def compute_layer_updates(
     slots = group_by_layer(job.tensors)
     updates: dict[str, LowRank] = {}
     for layer, parametrization in job.parametrization.items():
-        effective = parametrization.effective(slots[layer])
+        effective = parametrization.compute_effective(slots[layer])
         parts: list[Delta] = []
         if adopted and layer in adopted:
             parts.append(adopted[layer])
@@ -117,7 +117,7 @@ def _build_exact_pair(parts: list[Delta], like: Delta) -> LowRank:
     pairs = [part for part in parts if isinstance(part, LowRank)]
     if len(pairs) == len(parts) and sum(pair.rank for pair in pairs) <= min(rows, columns):
         return concatenate(pairs)
-    dense = torch.stack([part.dense() if isinstance(part, LowRank) else part for part in parts]).sum(0)
+    dense = torch.stack([part.to_dense() if isinstance(part, LowRank) else part for part in parts]).sum(0)
     return LowRank(dense, torch.eye(columns)) if columns <= rows else LowRank(torch.eye(rows), dense)
 
 
@@ -242,7 +242,7 @@ def truncate_adapter(folder: Path, rank: int) -> None:
 
 def get_job_extras(job: Job, model: AdaptedModel) -> dict[str, Tensor]:
     """Return the values of extras and buffers in a job, or as loaded if the job does not contain them, by path."""
-    return {path: job.tensors.get(join_extra_name(path), model.extra(path)) for path in model.spec.extras}
+    return {path: job.tensors.get(join_extra_name(path), model.get_extra(path)) for path in model.spec.extras}
 
 
 def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = None) -> StartingAdapter:

@@ -65,12 +65,12 @@ class AdaptedLayer:
     def shared(self, values: tuple[LowRank | None, Delta | None, Tensor | None]) -> None:
         self.adopted, self.moved, self._original = values
 
-    def original(self) -> Tensor:
+    def get_original(self) -> Tensor:
         """Return W0, (O, I), in its stored dtype; for a quantised layer, the dequantised numbers."""
         if is_quantized(self.module):
             return dequantize(self.module)
         stored = read_weight(self.module) if self._original is None else self._original
-        return self.operator.matrix(stored)
+        return self.operator.to_matrix(stored)
 
     def set_base(self, base: BaseUpdate) -> None:
         """Let the layer compute with ``rho * W0 + total``.
@@ -98,9 +98,9 @@ class AdaptedLayer:
             return
         if self._original is None:
             self._original = self.stored_weight.detach().clone()
-        working = materialise(self.original(), base, self.name)
+        working = materialise(self.get_original(), base, self.name)
         with torch.no_grad():
-            self.stored_weight.copy_(self.operator.stored(working))
+            self.stored_weight.copy_(self.operator.to_stored(working))
 
     def restore(self) -> None:
         """Give the module its own forward back; this object is of no use afterwards."""
@@ -115,17 +115,17 @@ class AdaptedLayer:
             return self.stacked(x)
         if self.parametrization is None:
             return self.base_forward(x)
-        effective = self.parametrization.effective(self.slots)
+        effective = self.parametrization.compute_effective(self.slots)
         dtype = x.dtype if x.is_floating_point() else self.stored_weight.dtype
         pair: Tensor | None = None
         if effective.pair is not None:
             dropout = self.dropout if effective.dropout and x.is_floating_point() else None
             dropped = x if dropout is None else dropout(x, self.name)
-            pair = self.operator.product(effective.pair, dropped, dtype)
+            pair = self.operator.apply_change(effective.pair, dropped, dtype)
         y = self._apply_base(x, effective, pair)
         for fixed in (self.adopted, self.moved if effective.base else None):
             if fixed is not None:
-                y = y + self.operator.product(fixed, x, dtype) * self.shrink
+                y = y + self.operator.apply_change(fixed, x, dtype) * self.shrink
         if pair is not None:
             y = y + pair
         if self.capture is not None and y.requires_grad:
@@ -143,16 +143,16 @@ class AdaptedLayer:
             y = self.base_forward(x)
             if bias is None:
                 return y * self.shrink
-            bias = self.operator.bias_like(bias)
+            bias = self.operator.reshape_bias(bias)
             return (y - bias) * self.shrink + bias
         if effective.weight is not None:
             dtype = x.dtype if x.is_floating_point() else self.stored_weight.dtype
             return self.operator.apply(x, effective.weight.to(dtype), bias)
         assert pair is not None
-        return torch.zeros_like(pair) if bias is None else self.operator.bias_like(bias).expand_as(pair)
+        return torch.zeros_like(pair) if bias is None else self.operator.reshape_bias(bias).expand_as(pair)
 
     def _collect(self, dy: Tensor, x: Tensor) -> None:
-        self._captured.append(self.operator.gradient(dy, x))
+        self._captured.append(self.operator.compute_gradient(dy, x))
         if len(self._captured) == self._expected:
             self.deliver_gradient()
 

@@ -38,7 +38,7 @@ class Bins:
     text: np.ndarray
     position: np.ndarray
 
-    def masked(self, mask: Tensor) -> Tensor:
+    def build_mask(self, mask: Tensor) -> Tensor:
         """Return the additive mask (bins, 1, W, W): the batch's (B, 1, 1 or T, T) within a text, masked elsewhere."""
         text, at = (to_device(torch.from_numpy(array), mask.device) for array in (self.text, self.position))
         own = (text[:, :, None] == text[:, None, :]) & (text >= 0)[:, :, None]
@@ -225,11 +225,11 @@ class TokenLayout:
             at += count
         return Move.of(source.ravel(), self.places, self.device)
 
-    def holds(self, x: Tensor) -> bool:
+    def is_flat(self, x: Tensor) -> bool:
         """Check whether a tensor is in one row: (1, P, D), or (P, D) in some models."""
         return x.ndim > 1 and x.shape[:-1] in ((1, self.places), (self.places,))
 
-    def by_client(self, x_PD: Tensor) -> Tensor:
+    def group_by_client(self, x_PD: Tensor) -> Tensor:
         """(P, D) or (1, P, D) -> (C, S, D)."""
         if self._grouped is None or self._grouped[0] is not x_PD:  # queries, keys and values share one input
             grouped = self._by_client(x_PD.reshape(self.places, -1)).view(self.clients, -1, x_PD.shape[-1])
@@ -294,16 +294,16 @@ class TokenLayout:
         Returns:
             (1, P, heads, d).
         """
-        parts = zip(*(self._parts(tensor) for tensor in (query, key, value)), strict=True)
+        parts = zip(*(self._split_parts(tensor) for tensor in (query, key, value)), strict=True)
         outputs = [
             forward(module, *own, masked, **options)[0].flatten(0, 1)
-            for own, masked in zip(parts, self._bin_masks(mask), strict=True)
+            for own, masked in zip(parts, self._build_bin_masks(mask), strict=True)
         ]
         heads, width = outputs[0].shape[1:]
         whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return self._from_bins(whole.flatten(1)).view(1, self.places, heads, width)
 
-    def _parts(self, x_1HPd: Tensor) -> list[Tensor]:
+    def _split_parts(self, x_1HPd: Tensor) -> list[Tensor]:
         """Return (bins, heads, W, d) for every width."""
         heads, width = x_1HPd.shape[1], x_1HPd.shape[3]
         rows = self._to_bins(heads)(x_1HPd[0].transpose(0, 1).reshape(-1, width))
@@ -313,12 +313,12 @@ class TokenLayout:
         parts = rows.split([count * heads * size for count, _, size, _ in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def _bin_masks(self, mask: Any) -> list[Tensor]:
+    def _build_bin_masks(self, mask: Any) -> list[Tensor]:
         if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[3] != self.tokens:
             raise Padded("attention is given a mask of a form of its own")
         if not mask.is_floating_point():
             raise Padded("attention is given a mask that is not added")
         if id(mask) not in self._masks:  # the same for many blocks; holding it keeps its id unique
             whole = mask.expand(len(self.lengths), *mask.shape[1:])
-            self._masks[id(mask)] = (mask, [bins.masked(whole) for bins in self._bins])
+            self._masks[id(mask)] = (mask, [bins.build_mask(whole) for bins in self._bins])
         return self._masks[id(mask)][1]

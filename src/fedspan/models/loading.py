@@ -116,7 +116,7 @@ def load_pretrained(
                 torch.manual_seed(seed)  # Transformers draws new heads from the global generator
                 kind = head.load_class() if pooling is None else get_encoder_class(config)
                 if offload is not None:
-                    options = offload.options(kind, config, dtype, device, keep)
+                    options = offload.get_options(kind, config, dtype, device, keep)
                 model, info = kind.from_pretrained(
                     source,
                     config=config,

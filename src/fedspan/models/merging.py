@@ -36,7 +36,9 @@ def is_merging_required(job: Job, base: BaseUpdate) -> bool:
         base: The state's base update.
     """
     slots = group_by_layer(job.tensors)
-    effective = (parametrization.effective(slots[layer]) for layer, parametrization in job.parametrization.items())
+    effective = (
+        parametrization.compute_effective(slots[layer]) for layer, parametrization in job.parametrization.items()
+    )
     return base.rho != 1.0 or any(not one.base and one.weight is None for one in effective)
 
 
@@ -55,12 +57,12 @@ def merge_weights(adapted: AdaptedModel, job: Job, base: BaseUpdate) -> dict[str
         if is_quantized(layer.module):
             expected = "null: what this method trains is no adapter of the base, and is written as a model of its own"
             raise FedspanError("model.quantization", type(layer.module).__name__, expected)
-        W_OI = materialise(layer.original().cpu(), base, name)
+        W_OI = materialise(layer.get_original().cpu(), base, name)
         if name in job.parametrization:
-            W_OI = W_OI + compute_dense_change(job.parametrization[name].effective(slots[name]), W_OI)
+            W_OI = W_OI + compute_dense_change(job.parametrization[name].compute_effective(slots[name]), W_OI)
         if layer.adopted is not None:
             W_OI = W_OI + to_dense(layer.adopted).cpu()
-        weights[f"{name}.weight"] = layer.operator.stored(W_OI).to(layer.stored_weight.dtype).contiguous()
+        weights[f"{name}.weight"] = layer.operator.to_stored(W_OI).to(layer.stored_weight.dtype).contiguous()
     return weights
 
 

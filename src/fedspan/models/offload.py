@@ -60,7 +60,7 @@ class Offload:
         trained = re.compile(rf"(?:.*\.)?(?:{'|'.join(map(re.escape, (*_HEADS, *keep)))})(?:\..*)?")
         return {path: own if trained.fullmatch(path) else place for path, place in places.items()}
 
-    def options(
+    def get_options(
         self, kind: Any, config: Any, dtype: torch.dtype, device: torch.device | None, keep: Sequence[str]
     ) -> dict[str, Any]:
         """Return the keyword arguments of ``from_pretrained`` that load a model so.

@@ -40,11 +40,11 @@ class Operator(ABC):
         return 1, 1
 
     @abstractmethod
-    def matrix(self, stored: Tensor) -> Tensor:
+    def to_matrix(self, stored: Tensor) -> Tensor:
         """Convert the stored weight to a matrix (O, I); a view."""
 
     @abstractmethod
-    def stored(self, matrix: Tensor) -> Tensor:
+    def to_stored(self, matrix: Tensor) -> Tensor:
         """Convert a matrix (O, I) to the weight as the module stores it; a view."""
 
     @abstractmethod
@@ -52,10 +52,10 @@ class Operator(ABC):
         """Compute the layer's output with another matrix in place of its weight."""
 
     @abstractmethod
-    def spread(self, h: Tensor, up: Tensor) -> Tensor:
+    def apply_up(self, h: Tensor, up: Tensor) -> Tensor:
         """Apply (O, R) to the output of ``apply`` with an (R, I): its R features become O."""
 
-    def product(self, delta: Delta, x: Tensor, like: torch.dtype) -> Tensor:
+    def apply_change(self, delta: Delta, x: Tensor, like: torch.dtype) -> Tensor:
         """Apply a change of weight to an input, through its factors if it has any.
 
         The product is computed in the delta's number format, but in bfloat16 if the result is (as under autocast): on
@@ -71,15 +71,15 @@ class Operator(ABC):
             delta = delta.to(like)
         if isinstance(delta, LowRank):
             h_R = self.apply(self._cast(x, delta.A.dtype), delta.A)
-            return (self.spread(h_R, delta.B) * delta.scale).to(like)
+            return (self.apply_up(h_R, delta.B) * delta.scale).to(like)
         return self.apply(self._cast(x, delta.dtype), delta).to(like)
 
-    def bias_like(self, bias: Tensor) -> Tensor:
+    def reshape_bias(self, bias: Tensor) -> Tensor:
         """Reshape a bias so that it adds to an output."""
         return bias
 
     @abstractmethod
-    def gradient(self, dy: Tensor, x: Tensor) -> LowRank:
+    def compute_gradient(self, dy: Tensor, x: Tensor) -> LowRank:
         """Return the loss gradient by the matrix, (O, I), as float32 factors: gradients by the output, and inputs."""
 
     def to_peft(self, B_OR: Tensor, A_RI: Tensor) -> dict[str, Tensor]:
@@ -111,19 +111,19 @@ class Linear(Operator):
         assert isinstance(weight, Tensor)
         return weight.shape[1], weight.shape[0]
 
-    def matrix(self, stored: Tensor) -> Tensor:
+    def to_matrix(self, stored: Tensor) -> Tensor:
         return stored.T if self._transposed else stored
 
-    def stored(self, matrix: Tensor) -> Tensor:
+    def to_stored(self, matrix: Tensor) -> Tensor:
         return matrix.T if self._transposed else matrix
 
     def apply(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, matrix, bias)
 
-    def spread(self, h: Tensor, up: Tensor) -> Tensor:
+    def apply_up(self, h: Tensor, up: Tensor) -> Tensor:
         return F.linear(h, up)
 
-    def gradient(self, dy: Tensor, x: Tensor) -> LowRank:
+    def compute_gradient(self, dy: Tensor, x: Tensor) -> LowRank:
         return LowRank(dy.flatten(0, -2).T.float(), x.flatten(0, -2).float())
 
 
@@ -144,36 +144,36 @@ class Convolution(Operator):
         k1, k2 = self._conv.kernel_size
         return k1, k2
 
-    def matrix(self, stored: Tensor) -> Tensor:
+    def to_matrix(self, stored: Tensor) -> Tensor:
         return stored.flatten(1)
 
-    def stored(self, matrix: Tensor) -> Tensor:
+    def to_stored(self, matrix: Tensor) -> Tensor:
         return matrix.reshape(-1, self._conv.in_channels, *self.kernel)
 
     def apply(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         conv = self._conv
-        return F.conv2d(x, self.stored(matrix), bias, conv.stride, conv.padding, conv.dilation)
+        return F.conv2d(x, self.to_stored(matrix), bias, conv.stride, conv.padding, conv.dilation)
 
-    def spread(self, h: Tensor, up: Tensor) -> Tensor:
+    def apply_up(self, h: Tensor, up: Tensor) -> Tensor:
         return F.conv2d(h, up[:, :, None, None])
 
-    def bias_like(self, bias: Tensor) -> Tensor:
+    def reshape_bias(self, bias: Tensor) -> Tensor:
         return bias[:, None, None]
 
     def to_peft(self, B_OR: Tensor, A_RI: Tensor) -> dict[str, Tensor]:
-        return super().to_peft(B_OR[:, :, None, None], self.stored(A_RI))
+        return super().to_peft(B_OR[:, :, None, None], self.to_stored(A_RI))
 
     def from_peft(self, B: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
         return B.flatten(1), A.flatten(1)
 
-    def gradient(self, dy: Tensor, x: Tensor) -> LowRank:
+    def compute_gradient(self, dy: Tensor, x: Tensor) -> LowRank:
         conv = self._conv
         # Input patch at each place of the output; padded beforehand, since "same" may pad unevenly.
-        padded = F.pad(x.float(), self._margins())
+        padded = F.pad(x.float(), self._compute_margins())
         columns = F.unfold(padded, conv.kernel_size, conv.dilation, 0, conv.stride)
         return LowRank(dy.float().transpose(0, 1).flatten(1), columns.transpose(1, 2).flatten(0, 1))
 
-    def _margins(self) -> tuple[int, int, int, int]:
+    def _compute_margins(self) -> tuple[int, int, int, int]:
         """Return the numbers of zeros to the left, to the right, above and below an image."""
         conv = self._conv
         if isinstance(conv.padding, str):
@@ -200,20 +200,20 @@ class Lookup(Operator):
     def shape(self) -> tuple[int, int]:
         return self._embedding.embedding_dim, self._embedding.num_embeddings
 
-    def matrix(self, stored: Tensor) -> Tensor:
+    def to_matrix(self, stored: Tensor) -> Tensor:
         return stored.T
 
-    def stored(self, matrix: Tensor) -> Tensor:
+    def to_stored(self, matrix: Tensor) -> Tensor:
         return matrix.T
 
     def apply(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.embedding(x, matrix.T, self._embedding.padding_idx)
 
-    def spread(self, h: Tensor, up: Tensor) -> Tensor:
+    def apply_up(self, h: Tensor, up: Tensor) -> Tensor:
         return F.linear(h, up)
 
-    def product(self, delta: Delta, x: Tensor, like: torch.dtype) -> Tensor:
-        result = super().product(delta, x, like)
+    def apply_change(self, delta: Delta, x: Tensor, like: torch.dtype) -> Tensor:
+        result = super().apply_change(delta, x, like)
         padding = self._embedding.padding_idx
         # For a pair, `apply` blocks the gradient at the padding for A only.
         return result if padding is None else torch.where((x == padding)[..., None], result.detach(), result)
@@ -221,7 +221,7 @@ class Lookup(Operator):
     def to_peft(self, B_OR: Tensor, A_RI: Tensor) -> dict[str, Tensor]:
         return {"lora_embedding_A": A_RI, "lora_embedding_B": B_OR}
 
-    def gradient(self, dy: Tensor, x: Tensor) -> LowRank:
+    def compute_gradient(self, dy: Tensor, x: Tensor) -> LowRank:
         words, inverse = x.flatten().unique(return_inverse=True)
         sums = torch.zeros(len(words), self.shape[0], device=dy.device)
         sums.index_add_(0, inverse, dy.flatten(0, -2).float())

@@ -85,14 +85,14 @@ class FrozenPrefix:
 
     @classmethod
     def find(cls, adapted: AdaptedModel, live: Collection[str]) -> FrozenPrefix | None:
-        """Find the prefix as ``search`` does; return None if there is none (``refusal`` gives the reason)."""
+        """Find the prefix as ``search`` does; return None if there is none (``explain_refusal`` gives the reason)."""
         try:
             return cls.search(adapted, live)
         except NoPrefix:
             return None
 
     @classmethod
-    def refusal(cls, adapted: AdaptedModel, live: Collection[str]) -> str | None:
+    def explain_refusal(cls, adapted: AdaptedModel, live: Collection[str]) -> str | None:
         """Return the reason why there is no prefix; None if there is one."""
         try:
             cls.search(adapted, live)

@@ -43,7 +43,7 @@ def stack_effective(parametrization: Parametrization, slots: Mapping[str, Tensor
     traced: list[Effective] = []
 
     def one(own: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        effective = parametrization.effective(own)
+        effective = parametrization.compute_effective(own)
         traced.append(effective)
         pair = effective.pair
         parts = () if pair is None else ((pair.B, pair.A) if isinstance(pair, LowRank) else (pair,))
@@ -83,7 +83,7 @@ def add_product(y_CNO: Tensor, pair: StackedPair, x_CB: Tensor) -> Tensor:
 
 
 def apply_stacked_change(operator: Operator, pair: Any, x_CB: Tensor, like: torch.dtype) -> Tensor:
-    """Apply each client's change of weight to its rows, (C, B, ..., O): ``Operator.product`` client by client."""
+    """Apply each client's change of weight to its rows, (C, B, ..., O): ``Operator.apply_change`` client by client."""
     factors = isinstance(pair, StackedPair)
     if isinstance(operator, Linear):
         if not factors:
@@ -91,8 +91,8 @@ def apply_stacked_change(operator: Operator, pair: Any, x_CB: Tensor, like: torc
         h = _apply_stacked_linear(x_CB.to(pair.A.dtype), pair.A)
         return _apply_stacked_linear(h, pair.B * pair.scale).to(like)
     if factors:
-        return vmap(lambda B, A, x: operator.product(LowRank(B, A, pair.scale), x, like))(pair.B, pair.A, x_CB)
-    return vmap(lambda matrix, x: operator.product(matrix, x, like))(pair, x_CB)
+        return vmap(lambda B, A, x: operator.apply_change(LowRank(B, A, pair.scale), x, like))(pair.B, pair.A, x_CB)
+    return vmap(lambda matrix, x: operator.apply_change(matrix, x, like))(pair, x_CB)
 
 
 def apply(operator: Operator, weight_COI: Tensor, x_CB: Tensor) -> Tensor:
@@ -141,25 +141,25 @@ class StackedLayer:
         layer, operator, effective = self.layer, self.layer.operator, self.effective
         dtype = x.dtype if x.is_floating_point() else layer.stored_weight.dtype
         if effective is None:
-            return self._base(x)
+            return self._apply_base(x)
         grouped = self._group(x)
         pair, dropped = effective.pair, grouped
         if pair is not None and layer.dropout is not None and effective.dropout and x.is_floating_point():
             dropped = self._group(layer.dropout(x, layer.name))
-        if pair is not None and dtype == torch.bfloat16:  # as in `Operator.product`
+        if pair is not None and dtype == torch.bfloat16:  # as in `Operator.apply_change`
             pair = pair.to(dtype)
         if effective.base:
-            y = self._base(x)
+            y = self._apply_base(x)
         elif effective.weight is not None:
             y = self._add_bias(self._ungroup(apply(operator, effective.weight.to(dtype), grouped), x))
         else:
             y, pair = self._add_bias(self._ungroup(apply_stacked_change(operator, pair, dropped, dtype), x)), None
         for fixed in (layer.adopted, layer.moved if effective.base else None):
             if fixed is not None:
-                y = y + operator.product(fixed, x, dtype)
+                y = y + operator.apply_change(fixed, x, dtype)
         if pair is None:
             return y
-        if can_add(operator, pair, dropped, y) and isinstance(pair, StackedPair) and self._packed_layout(x) is None:
+        if can_add(operator, pair, dropped, y) and isinstance(pair, StackedPair) and self._get_packed_layout(x) is None:
             return add_product(y.view(self.clients, -1, y.shape[-1]), pair, dropped).view(y.shape)
         return y + self._ungroup(apply_stacked_change(operator, pair, dropped, dtype), x)
 
@@ -177,27 +177,27 @@ class StackedLayer:
         return x.unflatten(0, (self.clients, -1))
 
     def _ungroup(self, y_CB: Tensor, like: Tensor) -> Tensor:
-        layout = self._packed_layout(like)
+        layout = self._get_packed_layout(like)
         return y_CB.flatten(0, 1) if layout is None else layout.ungroup(y_CB).view(*like.shape[:-1], -1)
 
-    def _packed_layout(self, x: Tensor) -> TokenLayout | None:
+    def _get_packed_layout(self, x: Tensor) -> TokenLayout | None:
         """Return the layout of an input without padding; None if it is padded."""
         layout = get_current_layout()
-        return layout if layout is not None and layout.holds(x) else None
+        return layout if layout is not None and layout.is_flat(x) else None
 
-    def _base(self, x: Tensor) -> Tensor:
+    def _apply_base(self, x: Tensor) -> Tensor:
         if self.bias is None:
             return self.layer.base_forward(x)
         operator = self.layer.operator
-        return self._add_bias(operator.apply(x, operator.matrix(self.layer.stored_weight)))
+        return self._add_bias(operator.apply(x, operator.to_matrix(self.layer.stored_weight)))
 
     def _add_bias(self, y: Tensor) -> Tensor:
         operator = self.layer.operator
         if self.bias is None:
             bias = getattr(self.layer.module, "bias", None)
-            return y if bias is None else y + operator.bias_like(bias)
+            return y if bias is None else y + operator.reshape_bias(bias)
         grouped = self._group(y)
-        biases = vmap(operator.bias_like)(self.bias)  # (C, O) or, for a convolution, (C, O, 1, 1)
+        biases = vmap(operator.reshape_bias)(self.bias)  # (C, O) or, for a convolution, (C, O, 1, 1)
         middle = grouped.ndim - 1 - (biases.ndim - 1)
         return self._ungroup(grouped + biases.reshape(self.clients, *[1] * middle, *biases.shape[1:]), y)
 
@@ -271,7 +271,7 @@ class StackedModel:
             if owner not in adapted.layers and owner not in self._modules:
                 self._modules[owner] = StackedModule(owner, adapted.model.get_submodule(owner))
 
-    def refusal(self) -> str | None:
+    def explain_refusal(self) -> str | None:
         """Return why this model can't be stacked, as far as its modules show; None if they show no obstacle."""
         for path, module in self._modules.items():
             if any(module.module.children()):
@@ -303,7 +303,7 @@ class StackedModel:
         for path in (*self.adapted.extras, *self.adapted.buffers):
             owner, _, name = path.rpartition(".")
             value = extras.get(path)
-            owned.setdefault(owner, {})[name] = self._initial(path, clients) if value is None else value
+            owned.setdefault(owner, {})[name] = self._get_initial(path, clients) if value is None else value
         layers = self.adapted.layers
         try:
             for name, layer in layers.items():
@@ -319,6 +319,6 @@ class StackedModel:
             for layer in layers.values():
                 layer.stacked = None
 
-    def _initial(self, path: str, clients: int) -> Tensor:
-        value = self.adapted.initial(path)
+    def _get_initial(self, path: str, clients: int) -> Tensor:
+        value = self.adapted.get_initial(path)
         return value.expand(clients, *value.shape)

@@ -119,7 +119,7 @@ class Speed:
     start: float = 0.0
     memory: int | None = None
 
-    def duration(self, compute: Compute, base: int, config: RunConfig, transfer: float | None) -> Duration:
+    def compute_duration(self, compute: Compute, base: int, config: RunConfig, transfer: float | None) -> Duration:
         """Compute how long training takes.
 
         Args:

@@ -130,7 +130,7 @@ class _Bench:
         kinds = {LayerSpec("", *layer.shape, layer.kernel) for layer in adapted.spec.layers}
         computations = {kind: Computation(rank=rank, moves=frozenset("AB")) for kind in kinds}
         prefix = passes.prefix if config.engine.prefix_cache else None
-        cost = passes.cost(Trains(computations, bool(adapted.extras)), settings.batch_size, length, prefix)
+        cost = passes.count_cost(Trains(computations, bool(adapted.extras)), settings.batch_size, length, prefix)
         self._step = (cost.forward + cost.backward) * settings.accumulate
         self._job = _build_job(adapted, rank)
 
@@ -138,10 +138,10 @@ class _Bench:
         """Measure the FLOP/s of one client."""
         if isinstance(self.engine, BatchedEngine):
             self.engine.stacking = StackingPlan(1, 1)
-        self._seconds(1, 1)
-        first = self._seconds(1, 1)
+        self._measure_seconds(1, 1)
+        first = self._measure_seconds(1, 1)
         steps = int(min(_STEPS, max(1, _SECONDS / first)))
-        return steps * self._step / self._seconds(1, steps)
+        return steps * self._step / self._measure_seconds(1, steps)
 
     def time_parallel(self, clients: int, steps: int | None) -> tuple[float, float]:
         """Measure the FLOP/s of the stacking plan that the engine finds best, and the seconds of finding it."""
@@ -155,16 +155,16 @@ class _Bench:
         clients = min(
             clients, max(_MIN_CLIENTS, 2 * stacking.clients_per_pass * stacking.workers)
         )  # enough to form batches
-        first = self._seconds(clients, 1)
+        first = self._measure_seconds(clients, 1)
         steps_each = int(min(steps, max(1, _SECONDS / first)))
-        return clients * steps_each * self._step / self._seconds(clients, steps_each), measuring
+        return clients * steps_each * self._step / self._measure_seconds(clients, steps_each), measuring
 
     def _make_assignment(self, client: str, steps: int) -> Assignment:
         indices = np.arange(self._batch * steps)
         lr = self._config.build_training_settings().optimizer.lr
         return Assignment(client, 0, replace(self._job, steps=steps), indices, lr)
 
-    def _seconds(self, clients: int, steps: int) -> float:
+    def _measure_seconds(self, clients: int, steps: int) -> float:
         """Time this many clients with this many steps each."""
         self.engine.prepare(self._examples, [np.arange(self._batch * steps)])
         sizes = {f"client-{number}": self._batch * steps for number in range(clients)}
@@ -186,7 +186,7 @@ def _get_processor_attributes(adapted: AdaptedModel) -> Any:
 def _build_job(adapted: AdaptedModel, rank: int) -> Job:
     """Build a job of LoRA for all target layers, and the extras."""
     rng = torch.Generator().manual_seed(0)
-    tensors = {join_extra_name(path): adapted.initial(path).cpu() for path in adapted.values()}
+    tensors = {join_extra_name(path): adapted.get_initial(path).cpu() for path in adapted.get_values()}
     for layer in adapted.spec.layers:
         outputs, inputs = layer.shape
         tensors[f"{layer.name}/A"] = torch.randn(rank, inputs, generator=rng) / inputs

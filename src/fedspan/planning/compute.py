@@ -94,7 +94,7 @@ class Prefix:
     features: int
     dtype: torch.dtype
 
-    def nbytes(self, tokens: int) -> int:
+    def count_bytes(self, tokens: int) -> int:
         """Return the bytes of the hidden states of this many tokens."""
         return tokens * self.features * self.dtype.itemsize
 
@@ -119,7 +119,7 @@ class PlannedPasses:
         self._prefix: Prefix | None = None
         self._searched = False
 
-    def cost(self, trains: Trains, rows: int, length: int | None, prefix: Prefix | None = None) -> PassCost:
+    def count_cost(self, trains: Trains, rows: int, length: int | None, prefix: Prefix | None = None) -> PassCost:
         """Count the cost of a pass of a batch; its ``peak`` excludes the gradients of what trains.
 
         Args:
@@ -134,13 +134,13 @@ class PlannedPasses:
         return self._known[key]
 
     def _meter_pass(self, trains: Trains, rows: int, length: int | None, prefix: Prefix | None) -> PassCost:
-        trained, inputs = self._install(trains), self._inputs(rows, length)
+        trained, inputs = self._install(trains), self._build_inputs(rows, length)
         with ExitStack() as contexts:
             if prefix is not None and length is not None:
                 hidden = torch.empty(rows, length, prefix.features, device="meta", dtype=prefix.dtype)
                 contexts.enter_context(prefix.frozen.feed(hidden))
-            cost = meter_pass(lambda: self._loss(inputs))
-        gradients = sum(value.grad.untyped_storage().nbytes() for value in trained if value.grad is not None)
+            cost = meter_pass(lambda: self._compute_loss(inputs))
+        gradients = sum(value.grad.untyped_storage().count_bytes() for value in trained if value.grad is not None)
         self._install(Trains({}, False))
         return replace(cost, peak=max(0, cost.peak - gradients))
 
@@ -163,7 +163,7 @@ class PlannedPasses:
         live = adapted.install(parametrization, tensors, frozenset(names))
         return [value for value in (*live.values(), *adapted.extras.values()) if value.requires_grad]
 
-    def _inputs(self, rows: int, length: int | None) -> dict[str, Tensor]:
+    def _build_inputs(self, rows: int, length: int | None) -> dict[str, Tensor]:
         model: Any = self._adapted.model
         if length is None:
             size = self._size or getattr(model.config, "image_size", None) or 224
@@ -175,7 +175,7 @@ class PlannedPasses:
         ids = torch.empty(rows, length, dtype=torch.long, device="meta")
         return {"input_ids": ids, "attention_mask": torch.empty_like(ids)}
 
-    def _outputs(self, inputs: Mapping[str, Any]) -> Any:
+    def _run_model(self, inputs: Mapping[str, Any]) -> Any:
         try:
             return self._adapted.model(**inputs)
         except (RuntimeError, AttributeError, TypeError, ValueError, LookupError) as error:  # of the model's code
@@ -201,7 +201,7 @@ class PlannedPasses:
                 frozen = FrozenPrefix.find(self._adapted, list_live_modules(self._adapted))
                 if frozen is not None:
                     with frozen.record() as recorded:
-                        self._outputs(self._inputs(1, 2))
+                        self._run_model(self._build_inputs(1, 2))
                     self._prefix = Prefix(frozen, recorded.hidden.shape[-1], recorded.hidden.dtype)
         self._searched = True
         return self._prefix
@@ -209,9 +209,9 @@ class PlannedPasses:
     def prefix_flops(self, prefix: Prefix, rows: int, length: int) -> int:
         """Count the FLOPs of a batch's hidden states at the end of the prefix."""
         self._install(Trains({}, False))
-        inputs = self._inputs(rows, length)
+        inputs = self._build_inputs(rows, length)
         with Meter() as meter, torch.no_grad(), prefix.frozen.record():
-            self._outputs(inputs)
+            self._run_model(inputs)
         return meter.flops
 
 
@@ -260,10 +260,10 @@ def compute_training_cost(
     examples_seen = _count_round_examples(settings, examples)
     own = examples_seen if examples is None else examples
     prefix = passes.prefix if config.engine.prefix_cache else None
-    cache = 0 if prefix is None or length is None else prefix.nbytes(math.ceil((own or 0) * length))
+    cache = 0 if prefix is None or length is None else prefix.count_bytes(math.ceil((own or 0) * length))
     if cache > config.engine.prefix_memory * _GIB and config.engine.prefix_folder is None:
         prefix, cache = None, 0
-    cost = passes.cost(trains, batch, length, prefix)
+    cost = passes.count_cost(trains, batch, length, prefix)
     example = (cost.forward + cost.backward) // batch
     once = 0 if prefix is None or length is None else passes.prefix_flops(prefix, batch, length) // batch
     client = None if examples_seen is None else round(examples_seen * example)
@@ -272,7 +272,7 @@ def compute_training_cost(
         selected, first = [at for cohort in cohorts for at in cohort], round(once * own)
         run = client * len(selected) + (stored := first * len({*selected}))
     compute = Compute(length, example, once, example * batch * settings.accumulate, client, run, first, stored)
-    return LocalTraining(compute, passes.cost(trains, batch, longest, prefix).peak, cache)
+    return LocalTraining(compute, passes.count_cost(trains, batch, longest, prefix).peak, cache)
 
 
 def _count_round_examples(settings: TrainingSettings, examples: float | None) -> float | None:

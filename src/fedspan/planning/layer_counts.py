@@ -47,7 +47,7 @@ class StandIn:
     def __init__(self, computation: Computation) -> None:
         self._computation = computation
 
-    def effective(self, slots: Mapping[str, Tensor]) -> Effective:
+    def compute_effective(self, slots: Mapping[str, Tensor]) -> Effective:
         computation = self._computation
         pair: Any = LowRank(slots["B"], slots["A"]) if computation.rank else slots.get("D")
         weight = slots.get("W")
@@ -118,7 +118,7 @@ def _build_computation(job: Job, layer: str) -> Computation:
         for slot, value in group_by_layer(job.tensors).get(layer, {}).items()
     }
     with torch.enable_grad():
-        effective = parametrization.effective(slots)
+        effective = parametrization.compute_effective(slots)
     pair, tensors = effective.pair, dict[str, Tensor]()
     if isinstance(pair, LowRank):
         tensors |= {"A": pair.A, "B": pair.B}

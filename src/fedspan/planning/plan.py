@@ -245,7 +245,7 @@ def plan_run(
     bytes_down, bytes_up = sum(traffic.down for traffic in rounds), sum(traffic.up for traffic in rounds)
     orders = sum(traffic.clients for traffic in rounds)
     transfer = None if mbit is None else 8 * (bytes_down + bytes_up) / orders / (mbit * 1e6)
-    replies_in_memory = 1 if method.declared().reduction == "sum" else first.clients
+    replies_in_memory = 1 if method.declare_claims().reduction == "sum" else first.clients
     return Plan(
         method=config.method.title,
         model=config.model.name,
@@ -285,7 +285,7 @@ def plan_run(
 
 def add_time(plan: Plan, speed: Speed, config: RunConfig) -> Plan:
     """Add the time that training takes on a device of this speed to a plan."""
-    return replace(plan, time=speed.duration(plan.compute, plan.client.base, config, plan.transfer))
+    return replace(plan, time=speed.compute_duration(plan.compute, plan.client.base, config, plan.transfer))
 
 
 def _compute_head_bytes(config: RunConfig, adapted: AdaptedModel) -> int:

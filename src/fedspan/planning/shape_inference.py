@@ -122,7 +122,7 @@ class _Weights:
     def weight(self, layer: str) -> Tensor:
         return torch.empty(self._shapes[layer])
 
-    def extra(self, parameter: str) -> Tensor:
+    def get_extra(self, parameter: str) -> Tensor:
         return self._extras[parameter]
 
 
@@ -165,7 +165,7 @@ class ShapeInference:
     def start(self, rank: int) -> tuple[Message, Job]:
         """Return the message to a client of a rank in the current round, and its first job."""
         with _to_meta():
-            client, round = self._client(rank), self.state.round
+            client, round = self._build_client(rank), self.state.round
             message = self._method.sync(self.state, client)
             return message, self._method.start(message, client, self._memories[rank], round)
 
@@ -181,16 +181,17 @@ class ShapeInference:
         exchanges = {rank: self._exchange(rank) for rank in self._memories}
         with _to_meta():
             parts = {
-                rank: self._method.contribute(exchanges[rank].up, self._client(rank)) for rank in sorted(set(cohort))
+                rank: self._method.contribute(exchanges[rank].up, self._build_client(rank))
+                for rank in sorted(set(cohort))
             }
             self.state = self._method.update(self.state, self._reduce(cohort, parts))
         return exchanges
 
-    def _client(self, rank: int) -> Client:
+    def _build_client(self, rank: int) -> Client:
         return Client(f"rank {rank}", rank, 1.0, 1, 1.0, self.state.round - 1 if self.state.round else None)
 
     def _exchange(self, rank: int) -> Exchange:
-        (down, job), client, memory = self.start(rank), self._client(rank), self._memories[rank]
+        (down, job), client, memory = self.start(rank), self._build_client(rank), self._memories[rank]
         jobs = [job]
         with _to_meta():
             while True:
@@ -207,7 +208,7 @@ class ShapeInference:
         mean = {name: value for part in parts.values() for name, value in part.sum.items()}
         share = 1 / len(cohort)
         stack = tuple(
-            StackItem(replace(self._client(rank), id=f"client {number}"), share, parts[rank].stack)
+            StackItem(replace(self._build_client(rank), id=f"client {number}"), share, parts[rank].stack)
             for number, rank in enumerate(cohort)
             if parts[rank].stack
         )

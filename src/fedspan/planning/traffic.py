@@ -60,7 +60,9 @@ class Extras:
 
 def list_extras(config: RunConfig, adapted: AdaptedModel, method: RegisteredMethod) -> Extras:
     """Return the extras of a run's model under the run's policy, or the method's own."""
-    values = {path: value.float() if value.is_floating_point() else value for path, value in adapted.values().items()}
+    values = {
+        path: value.float() if value.is_floating_point() else value for path, value in adapted.get_values().items()
+    }
     return Extras(config.model.extras or method.claims.extras, count(adapted.extras), values)
 
 

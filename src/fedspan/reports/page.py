@@ -47,10 +47,10 @@ class _Page:
         self.parts: list[str] = []
         self.figures: list[str] = []
 
-    def section(self, title: str, *content: str) -> None:
+    def add_section(self, title: str, *content: str) -> None:
         self.parts.append(f"<section><h2>{html.escape(title)}</h2>{''.join(content)}</section>")
 
-    def figure(self, figure: Figure, description: str) -> str:
+    def add_figure(self, figure: Figure, description: str) -> str:
         """Return the placeholder of a figure; ``description`` is its description for screen readers."""
         number = len(self.figures)
         self.figures.append(_escape_script(figure.to_json()))
@@ -70,38 +70,38 @@ def page(groups: Sequence[Group], events: OutOfRoundEvents, title: str, version:
     metric = runs[0].metric
     percent = METRICS[metric].percent
     sections.parts.append(f'<p class="verdict">{html.escape(" ".join(write_sentences(groups)))}</p>')
-    sections.section("Runs", _render_summary(groups))
+    sections.add_section("Runs", _render_summary(groups))
     scores = {run.name: charts.score_of(run) for run in runs}
     losses = {run.name: charts.get_losses(run) for run in runs}
     if any(scores.values()):
         figure = charts.draw_course(groups, scores, METRICS[metric].title, percent)
-        sections.section("Score", sections.figure(figure, f"{metric} by round"), _note(groups))
+        sections.add_section("Score", sections.add_figure(figure, f"{metric} by round"), _note(groups))
     if any(losses.values()):
-        sections.section(
-            "Training loss", sections.figure(charts.draw_course(groups, losses, "loss", False), "loss by round")
+        sections.add_section(
+            "Training loss", sections.add_figure(charts.draw_course(groups, losses, "loss", False), "loss by round")
         )
     if (figure := charts.draw_clients(groups, metric)) is not None:
         note = "<p>Of the best round's models, on each client's own test part; the worst stands at the bottom.</p>"
-        sections.section("Clients", sections.figure(figure, f"{metric} of every client"), note)
+        sections.add_section("Clients", sections.add_figure(figure, f"{metric} of every client"), note)
     if events.partition is not None:
         name, rows, labels = events.partition
-        figure = sections.figure(matrices.partition(rows, labels), "examples of each label by client")
-        sections.section("Who holds what", f"<p>{html.escape(name)}</p>", figure)
-    sections.section(
-        "Traffic", sections.figure(charts.draw_traffic(groups), "bytes down and up"), _render_ledger(groups)
+        figure = sections.add_figure(matrices.partition(rows, labels), "examples of each label by client")
+        sections.add_section("Who holds what", f"<p>{html.escape(name)}</p>", figure)
+    sections.add_section(
+        "Traffic", sections.add_figure(charts.draw_traffic(groups), "bytes down and up"), _render_ledger(groups)
     )
     participated = [group.runs[0] for group in groups if any("cohort" in row for row in group.runs[0].rows)]
     if participated:
         figure = matrices.draw_participation(participated[0])
         note = f"<p>{html.escape(participated[0].name)}; dark: took part, x: its reply did not count.</p>"
-        sections.section("Participation", note, sections.figure(figure, "who took part in which round"))
+        sections.add_section("Participation", note, sections.add_figure(figure, "who took part in which round"))
     _add_diagnostics(sections, groups, events.diagnoses)
     if events.spectra is not None and (figure := charts.draw_spectra(events.spectra[1])) is not None:
         note = f"<p>{html.escape(events.spectra[0])}: the adapter's update by layer.</p>"
-        sections.section("Singular values of the update", note, sections.figure(figure, "singular values"))
+        sections.add_section("Singular values of the update", note, sections.add_figure(figure, "singular values"))
     if (figure := charts.draw_privacy(runs)) is not None:
-        sections.section("Privacy", sections.figure(figure, "epsilon by round"))
-    sections.section("Configuration", _render_configuration(groups))
+        sections.add_section("Privacy", sections.add_figure(figure, "epsilon by round"))
+    sections.add_section("Configuration", _render_configuration(groups))
     return _render_html(sections, title, version)
 
 
@@ -112,14 +112,14 @@ def _add_diagnostics(sections: _Page, groups: Sequence[Group], diagnoses: Mappin
         if (figure := matrices.draw_rounds(run)) is not None:
             parts += [
                 f"<p>{html.escape(run.name)}, by round.</p>",
-                sections.figure(figure, f"diagnostics of {run.name}"),
+                sections.add_figure(figure, f"diagnostics of {run.name}"),
             ]
     if diagnoses:
-        figure = sections.figure(charts.draw_layers(diagnoses), "diagnostics by layer")
+        figure = sections.add_figure(charts.draw_layers(diagnoses), "diagnostics by layer")
         parts += ["<p>Of one more round after the last.</p>", figure]
     if parts:
         table = _render_table(("measure", "how to read it", "source"), [(m.title, m.reads, m.source) for m in MEASURES])
-        sections.section("Diagnostics", *parts, _render_details("How to read", table))
+        sections.add_section("Diagnostics", *parts, _render_details("How to read", table))
 
 
 def _note(groups: Sequence[Group]) -> str:

@@ -58,7 +58,7 @@ def list_cells(
     Raises:
         FedspanError: If an override is invalid.
     """
-    axes = preset.axes_at(scale)
+    axes = preset.get_axes(scale)
     published = merge(_AS_PUBLISHED, preset.config)
     base = published if scale == "full" else merge(published, preset.small.config)
     wheres = preset.where if scale == "full" else preset.small.where
@@ -72,7 +72,7 @@ def list_cells(
         for _, changes in combination:
             shared = merge(shared, changes)
         configs: dict[str, Mapping[str, Any]] = {}
-        for label in preset.labels_at(scale):
+        for label in preset.get_labels(scale):
             config = shared
             for patch in wheres:
                 if _is_applicable(patch, values, label):

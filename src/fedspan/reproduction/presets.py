@@ -235,16 +235,16 @@ class Preset(Record):
         if name not in names:
             raise ValueError(f"{field}: {name!r} is none of {', '.join(names)}")
 
-    def axes_at(self, scale: Scale) -> dict[str, dict[str, Values]]:
+    def get_axes(self, scale: Scale) -> dict[str, dict[str, Values]]:
         """Return the axes at a scale."""
         return self.axes if scale == "full" else {**self.axes, **self.small.axes}
 
-    def labels_at(self, scale: Scale) -> tuple[str, ...]:
+    def get_labels(self, scale: Scale) -> tuple[str, ...]:
         """Return the rows at a scale."""
         left_out = () if scale == "full" else self.small.leave_out
         return tuple(label for label in self.methods if label not in left_out)
 
-    def sweep_at(self, scale: Scale) -> dict[str, list[Any]]:
+    def get_sweep(self, scale: Scale) -> dict[str, list[Any]]:
         """Return the values to try at a scale."""
         return self.sweep if scale == "full" or self.small.sweep is None else self.small.sweep
 
@@ -253,7 +253,7 @@ class Preset(Record):
         """Whether seconds are compared: then no run is reused, since its seconds are from another time."""
         return any(claim.measure == "seconds_to" for claim in self.claims)
 
-    def seeds_at(self, scale: Scale) -> tuple[int, ...]:
+    def get_seeds(self, scale: Scale) -> tuple[int, ...]:
         """Return the seeds at a scale."""
         return tuple(self.seeds if scale == "full" or self.small.seeds is None else self.small.seeds)
 

@@ -46,11 +46,11 @@ def dry_run(id: str, *, scale: Scale = "small", overrides: Sequence[str] = ()) -
     preset = load_preset(id)
     require_scale(scale)
     count = 1
-    for values in preset.sweep_at(scale).values():
+    for values in preset.get_sweep(scale).values():
         count *= len(values)
     # the best run of the sweep counts as that of the first seed, unless all have to be timed
     swept = count - (not preset.timed) if count > 1 else 0
-    runs = swept + len(preset.seeds_at(scale))
+    runs = swept + len(preset.get_seeds(scale))
     planned_cells: list[PlannedCell] = []
     for cell in list_cells(preset, scale, overrides=overrides):
         for label, values in cell.configs.items():

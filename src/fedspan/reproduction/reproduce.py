@@ -70,7 +70,7 @@ class Reproduction:
     folder: str
     settings: Table
 
-    def table(self) -> Table:
+    def build_table(self) -> Table:
         """Tabulate the scores for people to read."""
         rows = tuple(
             (
@@ -178,7 +178,7 @@ def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Reprodu
         )
     verdicts = judge(preset.claims, cells, scores)
     report = Reproduction(
-        preset.id, scale, preset.seeds_at(scale), scores, verdicts, str(folder), tabulate_settings(cells)
+        preset.id, scale, preset.get_seeds(scale), scores, verdicts, str(folder), tabulate_settings(cells)
     )
     _write(report, preset, settings["command"])
     return report
@@ -215,7 +215,7 @@ def _open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
 def _run_row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path, watcher: Watcher) -> CellScore:
     """Run one row in one cell: the sweep, if there are several values to try, and the seeds."""
     config: Any = cell.configs[label]
-    candidates, seeds = preset.sweep_at(scale), preset.seeds_at(scale)
+    candidates, seeds = preset.get_sweep(scale), preset.get_seeds(scale)
     best_values: Mapping[str, object] = {}
     if any(len(values) > 1 for values in candidates.values()):
         search = sweep(config, folder / "sweep", candidates, seeds=seeds[:1], listener=watcher, progress=False)
@@ -257,7 +257,7 @@ def _run_row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path,
 def _write(report: Reproduction, preset: Preset, command: Sequence[str]) -> None:
     folder = Path(report.folder)
     lines = [f"# {preset.paper}: {preset.item}", "", preset.title, "", f"Command: `{' '.join(command)}`", ""]
-    for table in (report.settings, report.table(), tabulate_verdicts(report.verdicts)):
+    for table in (report.settings, report.build_table(), tabulate_verdicts(report.verdicts)):
         lines += [*format_markdown(table), ""]
     lines += ["Notes:", ""]
     lines += [f"- {' '.join(note.split())}" for note in preset.notes]

@@ -41,7 +41,7 @@ def build_pooled(prepared: Prepared) -> Prepared:
     changed, method = _set_method(prepared, "fedit")
     parts = [(data.train, data.validation, data.test) for data in clients.values()]
     train, validation, test = (np.concatenate(part) for part in zip(*parts, strict=True))
-    client = Client("all", method.r, method.scaling(None), len(train), 1.0)
+    client = Client("all", method.r, method.get_scaling(None), len(train), 1.0)
     data = ClientData(client, train, validation, test)
     variant = _build_variant(prepared, changed, method, [data], changed.centralized_lr)
     federation = variant.federation
@@ -59,7 +59,7 @@ def build_local_only(prepared: Prepared) -> Prepared:
 
     def same(index: int) -> ClientData:
         data = clients[ids[index]]
-        return replace(data, client=replace(data.client, rank=method.r, scaling=method.scaling(None)))
+        return replace(data, client=replace(data.client, rank=method.r, scaling=method.get_scaling(None)))
 
     return _build_variant(prepared, changed, method, LazyMapping(ids, same), None)
 
@@ -127,7 +127,7 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
         untested = variant
         variant = set_rate(variant, load_or_choose(tested, lambda: run_range_test(untested, config.default_lr)))
     federation, evaluator = variant.federation, variant.evaluator
-    listener.baseline_started(name, federation.settings.rounds)
+    listener.on_baseline_start(name, federation.settings.rounds)
     stored = checkpoints.resume(run_folder) if folder.is_dir() else None
     progress, selection = (
         (_BEGINNINGS[name](federation, variant.head), Selection())
@@ -163,7 +163,7 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
         result = federation.run_round(progress)
         progress = store(run_folder.clients, result.progress)
         selection = rate_and_save(progress, selection)
-        listener.baseline_round(name, progress.state.round, result.loss)
+        listener.on_baseline_round(name, progress.state.round, result.loss)
     best = selection.best
     if best is not None and best.round != progress.state.round:
         progress = load_checkpoint(run_folder.best).progress

@@ -18,31 +18,31 @@ __all__ = ["Listener", "Listeners", "compute_final_scores", "sample_predictions"
 class Listener:
     """Receives the events of a run; every method does nothing by default."""
 
-    def environment_changed(self, changes: Mapping[str, tuple[object, object]]) -> None:
+    def on_environment_change(self, changes: Mapping[str, tuple[object, object]]) -> None:
         """A run resumes with other versions or threads, ``{name: (then, now)}``: its last bits may differ."""
 
-    def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
+    def on_start(self, prepared: Prepared, done: int, resumed: bool) -> None:
         """The run is built; ``done`` rounds are already finished."""
 
-    def noted(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         """A note for the user is available: one sentence without its full stop."""
 
-    def stage_changed(self, stage: Stage | None) -> None:
+    def on_stage_change(self, stage: Stage | None) -> None:
         """Another stage of the work has begun, or more of it is done; None: no stage is open.
 
         It is called after every batch, also from the threads that train, and must return quickly.
         """
 
-    def client_finished(self, round: int, client: str, loss: float) -> None:
+    def on_client_finish(self, round: int, client: str, loss: float) -> None:
         """A client has finished training (rounds count from 1)."""
 
-    def round_finished(self, row: Mapping[str, Any]) -> None:
+    def on_round_finish(self, row: Mapping[str, Any]) -> None:
         """A round is committed; ``row`` is its line of metrics.jsonl."""
 
-    def baseline_started(self, name: str, rounds: int) -> None:
+    def on_baseline_start(self, name: str, rounds: int) -> None:
         """A baseline starts to train."""
 
-    def baseline_round(self, name: str, round: int, loss: float) -> None:
+    def on_baseline_round(self, name: str, round: int, loss: float) -> None:
         """An epoch of a baseline is finished."""
 
 
@@ -52,37 +52,37 @@ class Listeners(Listener):
     def __init__(self, *listeners: Listener) -> None:
         self._listeners = listeners
 
-    def environment_changed(self, changes: Mapping[str, tuple[object, object]]) -> None:
+    def on_environment_change(self, changes: Mapping[str, tuple[object, object]]) -> None:
         for listener in self._listeners:
-            listener.environment_changed(changes)
+            listener.on_environment_change(changes)
 
-    def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
+    def on_start(self, prepared: Prepared, done: int, resumed: bool) -> None:
         for listener in self._listeners:
-            listener.started(prepared, done, resumed)
+            listener.on_start(prepared, done, resumed)
 
-    def noted(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         for listener in self._listeners:
-            listener.noted(text)
+            listener.on_note(text)
 
-    def stage_changed(self, stage: Stage | None) -> None:
+    def on_stage_change(self, stage: Stage | None) -> None:
         for listener in self._listeners:
-            listener.stage_changed(stage)
+            listener.on_stage_change(stage)
 
-    def client_finished(self, round: int, client: str, loss: float) -> None:
+    def on_client_finish(self, round: int, client: str, loss: float) -> None:
         for listener in self._listeners:
-            listener.client_finished(round, client, loss)
+            listener.on_client_finish(round, client, loss)
 
-    def round_finished(self, row: Mapping[str, Any]) -> None:
+    def on_round_finish(self, row: Mapping[str, Any]) -> None:
         for listener in self._listeners:
-            listener.round_finished(row)
+            listener.on_round_finish(row)
 
-    def baseline_started(self, name: str, rounds: int) -> None:
+    def on_baseline_start(self, name: str, rounds: int) -> None:
         for listener in self._listeners:
-            listener.baseline_started(name, rounds)
+            listener.on_baseline_start(name, rounds)
 
-    def baseline_round(self, name: str, round: int, loss: float) -> None:
+    def on_baseline_round(self, name: str, round: int, loss: float) -> None:
         for listener in self._listeners:
-            listener.baseline_round(name, round, loss)
+            listener.on_baseline_round(name, round, loss)
 
 
 def compute_final_scores(prepared: Prepared, progress: Progress) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
@@ -92,7 +92,7 @@ def compute_final_scores(prepared: Prepared, progress: Progress) -> tuple[dict[s
     if validation is not None:
         scores["validation"] = dict(validation.pooled)
     if own is not None:
-        scores["clients"] = own.summary(metric)
+        scores["clients"] = own.summarize(metric)
     if prepared.test is not None:
         heldout = prepared.evaluator.evaluate_heldout(
             progress, prepared.test, generate=prepared.config.evaluation.generate
@@ -108,7 +108,7 @@ def sample_predictions(prepared: Prepared, progress: Progress, count: int = 3) -
     if prepared.test is None:
         return ()
     indices = np.unique(np.linspace(0, len(prepared.test) - 1, count).astype(np.int64))
-    _, job = next(prepared.evaluator.models(progress), (None, None))
+    _, job = next(prepared.evaluator.iterate_models(progress), (None, None))
     if job is None:  # personal models, which stay with the clients
         return ()
     batch_size = prepared.config.evaluation.batch_size

@@ -209,7 +209,7 @@ def load_latest(run: RunFolder) -> Checkpoint | None:
                 load(rounds[round])
                 way_on = f"Round {round} is intact. Delete {rounds[newest]} to go on from there."
                 break
-        raise error.at(note=way_on) from error
+        raise error.relocate(note=way_on) from error
 
 
 def truncate_logs(run: RunFolder, checkpoint: Checkpoint | None) -> None:

@@ -162,7 +162,7 @@ def load(folder: Path) -> Checkpoint:
     try:
         state = decode_state(data[_STATE])
         last_rounds, last_replies, memories, optimizer_states = _decode_clients(data[_CLIENTS], clients)
-        for name, key, round in memories.versions() | optimizer_states.versions():
+        for name, key, round in memories.list_versions() | optimizer_states.list_versions():
             if round == state.round:
                 (MEMORY if name == MEMORY.name else MOMENTS).load(clients, key, round)
         selection = Selection.from_json(expect(index, "selection", dict))
@@ -206,4 +206,4 @@ def read_versions(folder: Path) -> set[Version]:
     """
     data = _parse_contents(folder, read_index(folder), (_CLIENTS,))
     *_, memories, moments = _decode_clients(data[_CLIENTS], folder)
-    return memories.versions() | moments.versions()
+    return memories.list_versions() | moments.list_versions()

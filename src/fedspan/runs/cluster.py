@@ -99,7 +99,7 @@ def connect_workers(
     with prepared.engine.stages.stage("workers", len(team.handles), "workers"):
         targets = tuple(prepared.model.adapted.layers)
         team.build(build, WorkerKit(config, prepared.labels, targets, partition, prepared.train, key))
-    federation = here.with_transport(ClusterTransport(local.host, team, local.conditions))
+    federation = here.replace_transport(ClusterTransport(local.host, team, local.conditions))
     evaluator = Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
     return replace(prepared, federation=federation, evaluator=evaluator)
 

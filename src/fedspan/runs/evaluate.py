@@ -88,7 +88,9 @@ def evaluate(
         rows = _load_held_out_examples(folder, served_from, run_data)
     served = load_served(folder, client, objects=ModelObjects(model, tokenizer))
     examples = served.task.encode(rows)
-    metrics = served.task.metrics(served.predictions(examples, generate=generate), examples, range(len(examples)))
+    metrics = served.task.metrics(
+        served.compute_predictions(examples, generate=generate), examples, range(len(examples))
+    )
     return {**{name: metrics[name] for name in order_metrics(metrics)}, "examples": float(len(examples))}
 
 
@@ -105,7 +107,7 @@ def _build_file_config(
     except ValidationError as error:
         mistake = convert_validation_error(error)
         field = "data" if mistake.field in ("config", "train") else mistake.field
-        raise mistake.at(field, str(data)) from None
+        raise mistake.relocate(field, str(data)) from None
 
 
 def _load_examples(data: Any) -> Source:

@@ -88,9 +88,9 @@ def extend(run_folder: RunFolder, stored: RunConfig, changed: RunConfig, listene
         extend_command(run_folder, [f"{field}={text}" for field, text in texts.items()])
         write_atomic(run_folder.config, format_config(changed).encode())
     for field, (before, after) in changes.items():
-        listener.noted(f"{field} is {after} from now on, and was {before}")
+        listener.on_note(f"{field} is {after} from now on, and was {before}")
     if trained:
-        listener.noted("the baselines are trained again, because their number of epochs is that of the rounds")
+        listener.on_note("the baselines are trained again, because their number of epochs is that of the rounds")
     last, every = stored.federation.rounds, stored.evaluation.every
     if checkpoints.read_last_saved_round(run_folder) == last < changed.federation.rounds and last % every:
-        listener.noted(f"round {last} was measured as the last one, though evaluation.every is {every}")
+        listener.on_note(f"round {last} was measured as the last one, though evaluation.every is {every}")

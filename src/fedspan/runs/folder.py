@@ -196,7 +196,7 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def config_text(self) -> str:
+    def read_config_text(self) -> str:
         """Read the text of config.yaml.
 
         Raises:

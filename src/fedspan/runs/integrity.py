@@ -64,7 +64,7 @@ def read_config(folder: str | Path) -> RunConfig:
         FedspanError: If config.yaml is missing, cut off or no longer a valid config.
     """
     run_folder = RunFolder(folder)
-    text = run_folder.config_text()
+    text = run_folder.read_config_text()
     config = parse_config(parse_yaml(text, str(run_folder.config)))
     if not text.replace("\r\n", "\n").endswith(_END):
         problem = (

@@ -48,7 +48,7 @@ class RangeTest:
     start: float
     losses: tuple[tuple[float, float], ...]
 
-    def values(self) -> dict[str, object]:
+    def to_json_values(self) -> dict[str, object]:
         """Return the result as JSON values, with null for an infinite loss."""
         trials = [{"lr": lr, "loss": loss if math.isfinite(loss) else None} for lr, loss in self.losses]
         return {**asdict(self), "losses": trials}
@@ -99,7 +99,7 @@ def _test_rates(prepared: Prepared, trial: Federation, short: TrainingSettings, 
     losses: list[tuple[float, float]] = []
     for exponent in EXPONENTS:
         lr = default * 10 ** (exponent / 2)
-        federation = trial.with_training(_set_lr(short, lr))
+        federation = trial.replace_training(_set_lr(short, lr))
         try:
             progress = first
             for _ in range(min(ROUNDS, trial.settings.rounds)):
@@ -147,14 +147,14 @@ def load_or_choose(path: Path, find: Callable[[], RangeTest]) -> float:
     result = find()
     with convert_disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, (to_json(result.values(), indent=2) + "\n").encode())
+        write_atomic(path, (to_json(result.to_json_values(), indent=2) + "\n").encode())
     return result.lr
 
 
 def set_rate(prepared: Prepared, lr: float) -> Prepared:
     """Return a run whose orders have another peak learning rate."""
     federation = prepared.federation
-    return replace(prepared, federation=federation.with_training(_set_lr(federation.training, lr)))
+    return replace(prepared, federation=federation.replace_training(_set_lr(federation.training, lr)))
 
 
 def _set_lr(settings: TrainingSettings, lr: float) -> TrainingSettings:

@@ -51,14 +51,14 @@ class Totals:
 
     def add(self, round: int, client: str, direction: Direction, tally: Tally, purpose: Purpose = "train") -> None:
         """Count one message."""
-        self._purposes[direction, purpose] = self.purpose(direction, purpose) + tally
+        self._purposes[direction, purpose] = self.count_purpose(direction, purpose) + tally
         if purpose != "train":
             return
         self._runs[direction] = self.run(direction) + tally
         self._rounds[direction, round] = self.round(direction, round) + tally
         self._clients[direction, client] = self.client(direction, client) + tally
 
-    def purpose(self, direction: Direction, purpose: Purpose) -> Tally:
+    def count_purpose(self, direction: Direction, purpose: Purpose) -> Tally:
         """Return the traffic for one purpose."""
         return self._purposes.get((direction, purpose), Tally())
 
@@ -67,7 +67,7 @@ class Totals:
         """Bytes of messages that are not for training, by purpose and direction; only purposes with messages."""
         purposes: dict[Purpose, None] = dict.fromkeys(purpose for _, purpose in self._purposes if purpose != "train")
         return {
-            purpose: {"down": self.purpose("down", purpose).bytes, "up": self.purpose("up", purpose).bytes}
+            purpose: {"down": self.count_purpose("down", purpose).bytes, "up": self.count_purpose("up", purpose).bytes}
             for purpose in purposes
         }
 

@@ -64,7 +64,7 @@ class Served:
     revision: str | None
 
     @torch.inference_mode()
-    def predictions(self, examples: Examples, *, generate: bool = True) -> Tensor:
+    def compute_predictions(self, examples: Examples, *, generate: bool = True) -> Tensor:
         """Compute the predictions, one row per example, float32 on the CPU; if ``generate``, with generated text."""
         rows: dict[int, Tensor] = {}
         for indices in split_evaluation_batches(np.arange(len(examples)), examples.lengths, _BATCH):
@@ -210,7 +210,7 @@ def _load_base(
     except FedspanError as error:
         if not name.isidentifier():  # a class: the name of a model from Python without a ``name_or_path``
             raise
-        raise error.at(note="If the model was passed from Python, pass it again as model=.") from None
+        raise error.relocate(note="If the model was passed from Python, pass it again as model=.") from None
 
 
 def _load_adapter(model: Any, adapter_path: Path) -> Any:

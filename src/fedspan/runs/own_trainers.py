@@ -156,7 +156,7 @@ def adopt_trainers(trainers: Mapping[str, Any]) -> dict[str, LocalTrainer]:
         try:
             adopted[id] = adopt_trainer(trainers[id])
         except FedspanError as error:
-            raise error.at(f"trainers[{id!r}]") from None
+            raise error.relocate(f"trainers[{id!r}]") from None
         own = getattr(adopted[id], "trainer", adopted[id])
         for other in list(adopted)[:-1]:
             if getattr(adopted[other], "trainer", adopted[other]) is own:

@@ -25,7 +25,7 @@ def require_independent_rounds(done: int, stored: RunConfig, changed: RunConfig)
     before, after, training = stored.federation.rounds, changed.federation.rounds, stored.training
     start_anew = f"Start a new run with {ROUNDS_FIELD}={after} in another folder"
     settings = stored.build_training_settings()
-    if any(settings.lr(round, before) != settings.lr(round, after) for round in range(done)):
+    if any(settings.compute_lr(round, before) != settings.compute_lr(round, after) for round in range(done)):
         problem = (
             f"training.schedule {training.schedule} spreads over all rounds, and the {done} finished rounds had the "
             f"learning rates of a run of {before} rounds. {start_anew}; a run with training.schedule: constant can be "

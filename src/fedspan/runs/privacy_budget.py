@@ -114,10 +114,10 @@ class Budget:
         if self._spend is None or self._config is None:
             return
         announced = _add(self._now, _count_charges(charges))
-        total = self._with_earlier(announced)
+        total = self._add_earlier(announced)
         if (
             self._config.epsilon is not None
-            and (cost := self._spend.worst(_list_charges(total))) > self._config.epsilon
+            and (cost := self._spend.compute_worst(_list_charges(total))) > self._config.epsilon
         ):
             problem = f"asking again in round {round + 1} would cost {cost:.4g}. The state before the round is stored"
             raise FedspanError("privacy.epsilon", self._config.epsilon, problem=problem)
@@ -130,16 +130,18 @@ class Budget:
     def count(self, charges: tuple[Charge, ...]) -> None:
         """Charge the cost of a finished round."""
         if self._spend is not None:
-            self._spend.charge(_list_charges(self._with_earlier(_count_charges(charges))))
+            self._spend.charge(_list_charges(self._add_earlier(_count_charges(charges))))
             self._earlier, self._now = {}, {}
 
-    def allows(self, charges: tuple[Charge, ...]) -> bool:
+    def can_spend(self, charges: tuple[Charge, ...]) -> bool:
         """Check whether the budget covers a round with these charges."""
         if self._spend is None or self._config is None or self._config.epsilon is None:
             return True
-        return self._spend.worst(_list_charges(self._with_earlier(_count_charges(charges)))) <= self._config.epsilon
+        return (
+            self._spend.compute_worst(_list_charges(self._add_earlier(_count_charges(charges)))) <= self._config.epsilon
+        )
 
-    def _with_earlier(self, totals: _Totals) -> _Totals:
+    def _add_earlier(self, totals: _Totals) -> _Totals:
         assert self._config is not None
         if self._config.mechanism == "central" and self._config.randomness == "secret":
             return _add(self._earlier, totals)
@@ -151,8 +153,8 @@ class Budget:
         Raises:
             FedspanError: If it does not.
         """
-        if not self.allows(charges) and self._spend is not None and self._config is not None:
-            least = f"at least {self._spend.worst(charges):.3g}, which one round costs with this noise"
+        if not self.can_spend(charges) and self._spend is not None and self._config is not None:
+            least = f"at least {self._spend.compute_worst(charges):.3g}, which one round costs with this noise"
             raise FedspanError("privacy.epsilon", self._config.epsilon, least)
 
     @property
@@ -160,18 +162,18 @@ class Budget:
         """Whether the budget is limited."""
         return self._config is not None and self._config.epsilon is not None
 
-    def row(self) -> dict[str, Any] | None:
+    def to_row(self) -> dict[str, Any] | None:
         """Return the spent budget for a line of metrics: the largest epsilon of all clients; None without privacy."""
         if self._spend is None or self._config is None:
             return None
-        return {"epsilon": self._spend.worst(), "delta": self._config.delta}
+        return {"epsilon": self._spend.compute_worst(), "delta": self._config.delta}
 
     def report(self) -> dict[str, Any]:
         """Return the spent budget and the privacy settings for the report; empty without privacy."""
         if self._config is None:
             return {}
         names = ("mechanism", "clip", "noise", "accountant", "randomness")
-        return {**(self.row() or {}), **{name: getattr(self._config, name) for name in names}}
+        return {**(self.to_row() or {}), **{name: getattr(self._config, name) for name in names}}
 
     def dump(self) -> str:
         """Serialize the spent budget as text, for a checkpoint."""

@@ -44,7 +44,7 @@ class LiveBar(ABC):
         self._clock, self._began = clock, clock()
         self._ended = False
         self._live = Live(
-            get_renderable=self.footer,
+            get_renderable=self.render_footer,
             console=self._out,
             refresh_per_second=4,
             redirect_stdout=sys.stdout.isatty(),  # what a script prints into a file stays out of the bars
@@ -59,7 +59,7 @@ class LiveBar(ABC):
         self._live.stop()
 
     @abstractmethod
-    def footer(self) -> RenderableType:
+    def render_footer(self) -> RenderableType:
         """Render the current progress."""
 
 
@@ -82,46 +82,46 @@ class ProgressBar(LiveBar, Listener):
         self._baseline: tuple[str, int, int, float] | None = None
         super().__init__(console, clock)  # last, because it renders the footer
 
-    def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
+    def on_start(self, prepared: Prepared, done: int, resumed: bool) -> None:
         self._prepared, self.done, self.rounds = prepared, done, prepared.federation.settings.rounds
         self._effort = Effort(prepared, done, self._clock)
         self._now = "training" if done < self.rounds else "measuring the best round"
 
-    def stage_changed(self, stage: Stage | None) -> None:
+    def on_stage_change(self, stage: Stage | None) -> None:
         self._stage = stage
         if self._effort is not None:
             self._effort.stage(stage)
 
-    def client_finished(self, round: int, client: str, loss: float) -> None:
+    def on_client_finish(self, round: int, client: str, loss: float) -> None:
         self._losses[client], self._last = loss, client
 
-    def round_finished(self, row: Mapping[str, Any]) -> None:
+    def on_round_finish(self, row: Mapping[str, Any]) -> None:
         assert self._effort is not None
         self.done = row["round"]
         self._effort.finish(f"round {self.done}")
         self._losses.clear()
         self._now = "training" if self.done < self.rounds else "measuring the best round"
 
-    def baseline_started(self, name: str, rounds: int) -> None:
+    def on_baseline_start(self, name: str, rounds: int) -> None:
         assert self._effort is not None
         self._effort.finish("closing" if self._baseline is None else self._baseline[0])
         self._baseline = (name, 0, rounds, 0.0)
         self._now = f"for comparison, {get_title(name)}"
 
-    def baseline_round(self, name: str, round: int, loss: float) -> None:
+    def on_baseline_round(self, name: str, round: int, loss: float) -> None:
         assert self._baseline is not None
         assert self._effort is not None
         self._effort.finish(f"{name} {round}")
         self._baseline = (name, round, self._baseline[2], loss)
 
-    def footer(self) -> RenderableType:
+    def render_footer(self) -> RenderableType:
         """Render the current progress: bars, losses so far, elapsed time and time left."""
         if self._ended:
             return Text(f"{self.done} rounds in {format_duration(self._clock() - self._began)}")
-        state = Spinner("dots", Text(self.state(), "dim", no_wrap=True, overflow="ellipsis"))
-        return state if self._prepared is None else Group("", *self._bars(self._prepared), state)
+        state = Spinner("dots", Text(self.describe_state(), "dim", no_wrap=True, overflow="ellipsis"))
+        return state if self._prepared is None else Group("", *self._render_bars(self._prepared), state)
 
-    def state(self) -> str:
+    def describe_state(self) -> str:
         """Describe the current stage, the elapsed time and the time left in one line."""
         stage, now = self._stage, self._now
         if stage is not None:
@@ -130,11 +130,11 @@ class ProgressBar(LiveBar, Listener):
                 now = f"for comparison, {get_title(self._baseline[0])}: {now}"
             if stage.total and stage.done < stage.total and not bars:
                 now += f", {stage.done} of {stage.total} {stage.unit}"
-        left = None if self._effort is None else self._effort.left()
+        left = None if self._effort is None else self._effort.estimate_left()
         times = f"elapsed {format_duration(self._clock() - self._began)}"
         return f"{now}, {times}" + ("" if left is None else f", about {format_duration(left)} left")
 
-    def _bars(self, prepared: Prepared) -> list[Table]:
+    def _render_bars(self, prepared: Prepared) -> list[Table]:
         bars = Table.grid(padding=(0, 1))
         bars.add_column(no_wrap=True, min_width=8)
         bars.add_column(no_wrap=True, min_width=9, justify="right")
@@ -151,7 +151,7 @@ class ProgressBar(LiveBar, Listener):
         training = stage is not None and stage.name == "training" and stage.outer is None
         bar = None if stage is None or not stage.total else Bar(stage.total, min(stage.done, stage.total))
         if self._baseline is None and self.done < self.rounds and (training or bar is None):
-            cohort, losses = len(prepared.federation.cohort(self.done)), list(self._losses.values())
+            cohort, losses = len(prepared.federation.draw_cohort(self.done)), list(self._losses.values())
             description = f"loss {number(sum(losses) / len(losses))}  {shorten(self._last, 20)}" if losses else ""
             bars.add_row("clients", f"{len(losses)}/{cohort}", bar or Bar(cohort, len(losses)), Text(description))
         elif stage is not None and stage.total:

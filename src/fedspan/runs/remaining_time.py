@@ -35,7 +35,7 @@ STAGES: Mapping[StageName, str] = {
 def describe_stage(stage: Stage) -> str:
     """Return a stage in words, without its numbers."""
     outer = stage.outer
-    if outer is not None and outer.within("learning rate"):
+    if outer is not None and outer.is_within("learning rate"):
         while outer.name != "learning rate":
             assert outer.outer is not None
             outer = outer.outer
@@ -49,7 +49,7 @@ def get_unrepeated_name(stage: Stage | None) -> StageName | None:
     """Return the name of a stage that the first round waits for and later ones do not repeat; None for any other."""
     if stage is None:
         return None
-    if stage.within("learning rate"):
+    if stage.is_within("learning rate"):
         return "learning rate"
     return stage.name if stage.name in _ONCE else None
 
@@ -131,13 +131,13 @@ class Effort:
 
     def _count(self, completed: float) -> None:
         if completed > self.completed:
-            self.completed, self._counted = completed, self._working()
+            self.completed, self._counted = completed, self._get_working_time()
 
-    def _working(self) -> float:
+    def _get_working_time(self) -> float:
         """Return the clock without the seconds for which it stood still."""
         return (self._clock() if self._once is None else self._stopped_at) - self._stopped
 
-    def left(self) -> float | None:
+    def estimate_left(self) -> float | None:
         """Estimate the seconds left, counting down; None before a speed is known, and if the rest takes longer."""
         if not self.completed:
             return None
@@ -148,7 +148,9 @@ class Effort:
                 return None
             once = (self._clock() - began) * (stage.total - stage.done) / stage.done
         seconds = self._counted - self._began
-        left = seconds * (self.total - self.completed) / self.completed - (self._working() - self._counted) + once
+        left = (
+            seconds * (self.total - self.completed) / self.completed - (self._get_working_time() - self._counted) + once
+        )
         return left if left >= 1 else None
 
 
@@ -158,16 +160,16 @@ def _parts(prepared: Prepared, done: int) -> list[_Part]:
     clients, measured = federation.clients, prepared.evaluator.ids
     examples = sum(len(data.validation) + len(data.test) for data in map(clients.__getitem__, measured))
     heldout = 0 if prepared.test is None else len(prepared.test)
-    personal = federation.method.declared().personal
+    personal = federation.method.declare_claims().personal
     rounds, every = federation.settings.rounds, config.evaluation.every
 
     def trained(ids: Iterable[str]) -> float:
-        return _TRAINING * sum(training.workload(clients[id].client.examples) for id in ids)
+        return _TRAINING * sum(training.compute_workload(clients[id].client.examples) for id in ids)
 
     scored = examples + (0 if personal else heldout)
     parts = [_Part("round 0", 0.0, scored)] if prepared.head is not None and not done else []
     parts += [
-        _Part(f"round {n}", trained(federation.cohort(n - 1)), scored if n % every == 0 or n == rounds else 0)
+        _Part(f"round {n}", trained(federation.draw_cohort(n - 1)), scored if n % every == 0 or n == rounds else 0)
         for n in range(done + 1, rounds + 1)
     ]
     parts.append(_Part("closing", 0.0, examples + heldout * (len(measured) if personal else 1)))

@@ -101,7 +101,7 @@ def run(
                 extend(run_folder, read_config(run_folder.path), config, listener)
             stored = read_resolved_config(run_folder.path)
             if changes := record_environment(run_folder, stored.seed, command):
-                listener.environment_changed(changes)
+                listener.on_environment_change(changes)
             return _run(run_folder, stored, listener, resumed=True, host=host, build=build)
     if config is None:
         raise FedspanError("config", None, "a config for a new run")
@@ -113,13 +113,13 @@ def run(
     written, unresolved, (config, note) = format_config(config), config.model, resolve_pooling(config)
     key = generate_key(config)
     # Before the folder is created: an invalid config leaves no files.
-    prepared = build(config, None, key, Stages(listener.stage_changed))
+    prepared = build(config, None, key, Stages(listener.on_stage_change))
     with RunFolder.create(folder, written) as run_folder:
         store_noise_key(run_folder.path, key)
         if config.model != unresolved:
             run_folder.write_json(run_folder.pooling, {name: getattr(config.model, name) for name in RESOLVED})
         if note is not None:
-            listener.noted(note)
+            listener.on_note(note)
         record_environment(run_folder, config.seed, command)
         return _run(run_folder, config, listener, resumed=False, prepared=prepared, host=host, build=build)
 
@@ -137,7 +137,7 @@ def _run(
     stored = checkpoints.resume(run_folder)
     if prepared is None:
         require_same_run(run_folder, config, stored)
-        stages = Stages(listener.stage_changed)
+        stages = Stages(listener.on_stage_change)
         prepared = build(config, load_partition(run_folder), load_noise_key(run_folder.path, config), stages)
     if prepared.partition is not None and not run_folder.partition.exists():
         with convert_disk_errors(run_folder.path):
@@ -200,36 +200,36 @@ class _Session:
                 federation.retain(load_checkpoint(self.run_folder.best).progress)
         engine = self.prepared.engine
         keep_stacking_plan(self.run_folder, engine)
-        self.listener.started(self.prepared, 0 if progress is None else progress.state.round, resumed)
+        self.listener.on_start(self.prepared, 0 if progress is None else progress.state.round, resumed)
         if self.prepared.config.training.lr == "auto":
             lr = federation.training.optimizer.lr
-            self.listener.noted(f"training.lr is {lr:g}, by a range test ({self.run_folder.learning_rate.name})")
+            self.listener.on_note(f"training.lr is {lr:g}, by a range test ({self.run_folder.learning_rate.name})")
         if progress is None:
             progress = self._start()
         first = progress.state.round + 1
         if not progress.state.round and self.budget.limited:
-            self.budget.require_first(federation.next_charges(progress))
+            self.budget.require_first(federation.compute_next_charges(progress))
         while not self._is_finished(progress):
             started, number = time.monotonic(), progress.state.round + 1
 
             def report_loss(client: str, loss: float, number: int = number) -> None:
-                self.listener.client_finished(number, client, loss)
+                self.listener.on_client_finish(number, client, loss)
 
             announce = partial(self.budget.announce, progress.state.round)
             if self.diagnostics is None:
                 result, diagnosis = federation.run_round(progress, report_loss, on_charge=announce), None
             else:
                 result, diagnosis = self.diagnostics.run_round(progress, report_loss, announce)
-            for note in (describe_refusal(self.prepared.config, engine), federation.remark()):
+            for note in (describe_refusal(self.prepared.config, engine), federation.get_remark()):
                 if number == first and note is not None:
-                    self.listener.noted(note)
-            row = self._row(result) | ({} if diagnosis is None else {"diagnostics": diagnosis})
+                    self.listener.on_note(note)
+            row = self._build_row(result) | ({} if diagnosis is None else {"diagnostics": diagnosis})
             self.seconds += time.monotonic() - started - (0.0 if diagnosis is None else diagnosis["seconds"])
             progress = self._commit(result, {**row, "seconds": self.seconds})
             del result  # the cohort's state is now on the disk
         if self.diagnostics is not None and self.diagnostics.seconds:
             seconds = self.diagnostics.seconds
-            self.listener.noted(f"evaluation.diagnostics took {seconds:.1f} s beside the rounds themselves")
+            self.listener.on_note(f"evaluation.diagnostics took {seconds:.1f} s beside the rounds themselves")
         return progress
 
     def _start(self) -> Progress:
@@ -239,13 +239,13 @@ class _Session:
             return prepared.federation.begin()
         try:
             progress = start_head(prepared.federation, prepared.federation.begin(), prepared.head)
-            row = {"round": 0, "head_init": prepared.head.kind, **self._scores(progress)}
+            row = {"round": 0, "head_init": prepared.head.kind, **self._measure_progress(progress)}
         except TooFewReplies as error:
             if prepared.config.model.head_init != "auto":
                 remedy = "Fix the cause and resume, or start a run with model.head_init: auto"
-                raise error.at("model.head_init", note=remedy) from None
+                raise error.relocate("model.head_init", note=remedy) from None
             progress, reason = prepared.federation.begin(), f"{error.problem}"
-            self.listener.noted(f"the head starts at random: {reason}")
+            self.listener.on_note(f"the head starts at random: {reason}")
             row = {"round": 0, "head_init": "random", "reason": reason}
         self.seconds += time.monotonic() - started
         result = RoundResult(progress, transfers=(), cohort=(), lr=0.0, loss=math.nan)
@@ -254,11 +254,10 @@ class _Session:
     def _is_finished(self, progress: Progress) -> bool:
         """Check whether all rounds are finished, or something ends the run before its last round."""
         return (
-            progress.state.round >= self.prepared.federation.settings.rounds
-            or self._stopping_reason(progress) is not None
+            progress.state.round >= self.prepared.federation.settings.rounds or self._explain_stop(progress) is not None
         )
 
-    def _stopping_reason(self, progress: Progress) -> str | None:
+    def _explain_stop(self, progress: Progress) -> str | None:
         """Return the reason why no further round follows before the last one, as a clause; None: there is none."""
         federation, number = self.prepared.federation, progress.state.round
         improved = self.selection.improved
@@ -266,11 +265,11 @@ class _Session:
             if not improved.round:
                 return "no round is better than the start by validation (federation.early_stopping)"
             return f"the validation score has not improved since round {improved.round} (federation.early_stopping)"
-        if self.budget.limited and not self.budget.allows(federation.next_charges(progress)):
+        if self.budget.limited and not self.budget.can_spend(federation.compute_next_charges(progress)):
             return "the next one would exceed privacy.epsilon"
         return None
 
-    def _row(self, result: RoundResult) -> dict[str, Any]:
+    def _build_row(self, result: RoundResult) -> dict[str, Any]:
         """Build the round's line of metrics, and update the best round."""
         prepared, progress = self.prepared, result.progress
         number = progress.state.round
@@ -281,13 +280,13 @@ class _Session:
             "cohort": list(result.cohort),
         }
         self.budget.count(result.charges)
-        if (spent := self.budget.row()) is not None:
+        if (spent := self.budget.to_row()) is not None:
             row["privacy"] = spent
         if number % prepared.config.evaluation.every and not self._is_finished(progress):
             return row
-        return row | self._scores(progress)
+        return row | self._measure_progress(progress)
 
-    def _scores(self, progress: Progress) -> dict[str, Any]:
+    def _measure_progress(self, progress: Progress) -> dict[str, Any]:
         """Measure a progress, and update the best round."""
         prepared, number, scores = self.prepared, progress.state.round, dict[str, Any]()
         validation, test = prepared.evaluator.evaluate_clients(progress)
@@ -296,8 +295,8 @@ class _Session:
             if validation.trimmed is not None and validation.trimmed != validation.pooled:
                 scores["validation_trimmed"] = dict(validation.trimmed)
         if test is not None:
-            scores["clients"] = test.summary(prepared.task.metric)
-        if prepared.test is not None and not prepared.federation.method.declared().personal:
+            scores["clients"] = test.summarize(prepared.task.metric)
+        if prepared.test is not None and not prepared.federation.method.declare_claims().personal:
             scores["test"] = dict(prepared.evaluator.evaluate_heldout(progress, prepared.test)["global"])
         metric = prepared.config.evaluation.get_selection_metric(prepared.task.metric)
         before, self.selection = self.selection.best, self.selection.add(metric, number, validation)
@@ -352,7 +351,7 @@ class _Session:
             ),
         )
         checkpoints.prune(self.run_folder)
-        self.listener.round_finished(row)
+        self.listener.on_round_finish(row)
         return progress
 
     def _record(self, round: int, transfers: Iterable[Transfer]) -> None:
@@ -365,9 +364,9 @@ class _Session:
         """Evaluate the best round, export its adapters, train the baselines, write the report."""
         prepared, run_folder = self.prepared, self.run_folder
         best_round = last_round = progress.state.round
-        stopped = self._stopping_reason(progress) if last_round < prepared.federation.settings.rounds else None
+        stopped = self._explain_stop(progress) if last_round < prepared.federation.settings.rounds else None
         if stopped is not None:
-            self.listener.noted(f"stopped after round {last_round}: {stopped}")
+            self.listener.on_note(f"stopped after round {last_round}: {stopped}")
         best = self.selection.best
         if best is not None and best.round != progress.state.round:
             best_round, progress = best.round, load_checkpoint(run_folder.best).progress
@@ -377,7 +376,7 @@ class _Session:
             adapters = write_adapters(prepared, progress, run_folder, prepared.evaluator.ids)
         failures = prepared.federation.conclude(progress)
         for failure in failures:
-            self.listener.noted(f"{failure.client} did not export its own adapter: {failure.reason}")
+            self.listener.on_note(f"{failure.client} did not export its own adapter: {failure.reason}")
         events = prepared.federation.pop_events()
         self._record(best_round, events.transfers)
         logs = {run_folder.metrics.name: self.metrics.commit(), run_folder.ledger.name: self.ledger.commit()}

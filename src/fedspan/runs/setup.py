@@ -300,7 +300,7 @@ def _flip_labels(
         return train
     assert isinstance(train, EncodedText | EncodedImages)
     flipped = train.labels.copy()
-    for id in conditions.faulty(sorted(clients)):
+    for id in conditions.draw_faulty(sorted(clients)):
         indices = clients[id].train
         flipped[indices] = labels - 1 - flipped[indices]
     return replace(train, labels=flipped)

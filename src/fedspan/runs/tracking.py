@@ -45,8 +45,8 @@ class TrackingListener(Listeners):
         self.inner, self.names, self.folder = inner, tuple(names), folder
         self._trackers: dict[str, Any] = {}
 
-    def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
-        super().started(prepared, done, resumed)
+    def on_start(self, prepared: Prepared, done: int, resumed: bool) -> None:
+        super().on_start(prepared, done, resumed)
         PartialState()  # Accelerate's trackers ask it whether they are the main process
         config = _flatten(prepared.config.model_dump(mode="json"))
 
@@ -60,11 +60,11 @@ class TrackingListener(Listeners):
         for name in self.names:
             self._try(name, lambda name=name: begun(name))
 
-    def round_finished(self, row: Mapping[str, Any]) -> None:
+    def on_round_finish(self, row: Mapping[str, Any]) -> None:
         values = select_numbers(row)
         for name, tracker in list(self._trackers.items()):
             self._try(name, lambda tracker=tracker: tracker.log(values, step=int(row["round"])))
-        super().round_finished(row)
+        super().on_round_finish(row)
 
     def close(self) -> None:
         """Flush and close the trackers; to be called whether or not the run succeeded."""
@@ -79,7 +79,7 @@ class TrackingListener(Listeners):
         except Exception as error:  # from any of four libraries, their networks and disks
             self._trackers.pop(name, None)
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            self.inner.noted(f"{name} does not follow this run any more ({reason}); metrics.jsonl has all numbers")
+            self.inner.on_note(f"{name} does not follow this run any more ({reason}); metrics.jsonl has all numbers")
 
 
 def select_numbers(row: Mapping[str, Any]) -> dict[str, float]:

@@ -37,9 +37,9 @@ def write_adapters(
     Returns:
         Folders by client id, or under ``global``.
     """
-    personal = prepared.federation.method.declared().personal
+    personal = prepared.federation.method.declare_claims().personal
     folders: dict[str, Path] = {}
-    for ids, job in prepared.evaluator.models(progress, clients):
+    for ids, job in prepared.evaluator.iterate_models(progress, clients):
         key = ids[0] if personal else "global"
         folder = run_folder.adapter / build_folder_name(key) if personal else run_folder.adapter
         write_model(prepared, job, progress.state.base, folder, progress.state.round, ids[0] if personal else None)

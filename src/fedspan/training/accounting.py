@@ -75,18 +75,18 @@ class PrivacySpend:
             counts = self._counts.setdefault(release.payer, {})
             counts[release.mechanism] = counts.get(release.mechanism, 0) + release.count
 
-    def epsilon(self, payer: str, further: tuple[Charge, ...] = ()) -> float:
+    def compute_epsilon(self, payer: str, further: tuple[Charge, ...] = ()) -> float:
         """Compute the epsilon that a payer has spent, with more charges of its own on top."""
         counts = dict(self._counts.get(payer, {}))
         for release in further:
             counts[release.mechanism] = counts.get(release.mechanism, 0) + release.count
         return compute_epsilon(counts, self.delta, self.accounting)
 
-    def worst(self, further: tuple[Charge, ...] = ()) -> float:
+    def compute_worst(self, further: tuple[Charge, ...] = ()) -> float:
         """Compute the largest epsilon of all payers; they do not add up, since each payer has its own data."""
         payers = {*self._counts, *(release.payer for release in further)}
         by_payer = {payer: tuple(release for release in further if release.payer == payer) for payer in payers}
-        return max((self.epsilon(payer, by_payer[payer]) for payer in payers), default=0.0)
+        return max((self.compute_epsilon(payer, by_payer[payer]) for payer in payers), default=0.0)
 
     def dump(self) -> dict[str, list[list[float]]]:
         """Return the counts as plain values, for a checkpoint."""

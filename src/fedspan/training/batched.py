@@ -154,7 +154,7 @@ class BatchedEngine:
 
         def predict_share(number: int) -> None:
             share = batches[number :: len(workers)]
-            rows.update(workers[number].loop.rows(job, examples, share, generate=generate))
+            rows.update(workers[number].loop.compute_rows(job, examples, share, generate=generate))
 
         run_parallel([lambda number=number: predict_share(number) for number in range(len(workers))])
         return torch.stack([rows[index] for index in indices.tolist()])
@@ -223,9 +223,9 @@ class BatchedEngine:
     def _get_workers(self, count: int) -> Sequence[Worker]:
         """Return ``count`` workers, all with the current base."""
         while len(self._workers) < max(1, count):
-            loop = LoopEngine(self.adapted.replica(), self.task, self.settings, self.seed, stages=self.stages)
-            loop.prefixes = self._workers[0].loop.prefixes.replica(loop.adapted)
-            loop.padding = self._workers[0].loop.padding.replica(loop.adapted)
+            loop = LoopEngine(self.adapted.create_replica(), self.task, self.settings, self.seed, stages=self.stages)
+            loop.prefixes = self._workers[0].loop.prefixes.create_replica(loop.adapted)
+            loop.padding = self._workers[0].loop.padding.create_replica(loop.adapted)
             self._workers.append(Worker(loop, self.compiled))
         workers = self._workers[: max(1, count)]
         for worker in workers[1:]:

@@ -116,7 +116,7 @@ class Padding:
         self._state = _State(refusal)
         self._unpadded: Unpadded | None = None
 
-    def replica(self, adapted: AdaptedModel) -> Padding:
+    def create_replica(self, adapted: AdaptedModel) -> Padding:
         """Return the same object for a replica of the model, in another thread."""
         copied = copy.copy(self)
         copied.adapted, copied._unpadded = adapted, None

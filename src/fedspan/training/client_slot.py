@@ -50,7 +50,7 @@ class ClientSlot:
         self.costs = [int(examples.lengths[batch].max()) for batch in self.batches]
         self.batches_done = 0  # batches used so far
         self.steps = 0  # optimizer steps so far
-        self.values = layout.row(job.tensors, device)
+        self.values = layout.copy_row(job.tensors, device)
         self.frozen = {
             name: to_device(value.detach(), device).clone()
             for name, value in _order(job.tensors).items()
@@ -61,13 +61,13 @@ class ClientSlot:
         self._initial = state
         names = ("exp_avg", "exp_avg_sq") if self.spec.name == "adamw" else ("momentum_buffer",)
         kinds = names if self.spec.name == "adamw" or self.spec.momentum else ()
-        self.moments = {kind: layout.row(state.moments.get(kind, {}), device) for kind in kinds}
+        self.moments = {kind: layout.copy_row(state.moments.get(kind, {}), device) for kind in kinds}
         first = state.moments.get("exp_avg", {})
         self.counts = np.array([state.steps.get(name, 0) for name in layout.names], dtype=np.int64)
         # If the first moment starts at zero and the second one is handed over, the first is corrected from here on.
         self.steps_before = np.array([0 if n in first else state.steps.get(n, 0) for n in layout.names], dtype=np.int64)
-        self.mask = layout.row(job.masks, device, missing=1.0) if job.masks else None
-        self.offset = layout.row(job.gradient_offset, device) if job.gradient_offset else None
+        self.mask = layout.copy_row(job.masks, device, missing=1.0) if job.masks else None
+        self.offset = layout.copy_row(job.gradient_offset, device) if job.gradient_offset else None
         self.kind = 0  # clients of one kind can share a pass; set by the engine
         self.gathered: Tensor | None = None  # summed gradient of one step's micro-batches
         self.gradient: Tensor | None = None  # sum of the raw gradients
@@ -98,7 +98,7 @@ class ClientSlot:
         """Weight of the next batch in its step's gradient."""
         return len(self.batch) / len(self.assignment.indices) if self.probing else 1 / self.settings.accumulate
 
-    def grouping_key(self) -> tuple[object, ...]:
+    def get_grouping_key(self) -> tuple[object, ...]:
         """The grouping key: clients with equal keys can share a pass."""
         job = self.assignment.job
         shapes = tuple((name, value.shape, value.dtype) for name, value in self.frozen.items())
@@ -111,18 +111,18 @@ class ClientSlot:
         equal = bool((self.counts == self.counts[0]).all()) and not self.steps_before.any()
         return self.spec.name == "adamw" and all(self.spec.bias_correction) and equal
 
-    def tensors(self) -> dict[str, Tensor]:
+    def get_tensors(self) -> dict[str, Tensor]:
         """Return the current tensors of the job; trainable ones are views."""
-        trainable = self.layout.views(self.values)
+        trainable = self.layout.split_views(self.values)
         return {name: trainable[name] if name in trainable else self.frozen[name] for name in self._names}
 
-    def moment(self, kind: str, name: str) -> Tensor:
+    def get_moment(self, kind: str, name: str) -> Tensor:
         """Return a view of one tensor's moment; writing to it changes the optimizer."""
-        return self.layout.views(self.moments[kind])[name]
+        return self.layout.split_views(self.moments[kind])[name]
 
     def update_tensors(self, live: Mapping[str, Tensor]) -> None:
         """Copy in tensors that were changed outside (by a projector refresh), new names included."""
-        trainable = self.layout.views(self.values)
+        trainable = self.layout.split_views(self.values)
         for name, value in live.items():
             if name in trainable:
                 trainable[name].copy_(value.detach())
@@ -141,7 +141,7 @@ class ClientSlot:
         self._losses.append(loss)
         self.batches_done += 1
 
-    def result(self) -> Trained:
+    def build_result(self) -> Trained:
         """Return the result of the job.
 
         Raises:
@@ -158,12 +158,12 @@ class ClientSlot:
         if self.steps:
             counts.update(zip(self.layout.names, self.counts.tolist(), strict=True))
             for kind, row in self.moments.items():
-                moments.setdefault(kind, {}).update(self.layout.views(row.cpu()))
+                moments.setdefault(kind, {}).update(self.layout.split_views(row.cpu()))
         gradient: dict[str, Tensor] = {}
         if self.gradient is not None:
-            gradient = self.layout.views((self.gradient / max(1, self.steps)).cpu())
+            gradient = self.layout.split_views((self.gradient / max(1, self.steps)).cpu())
         return Trained(
-            tensors=_copy({**self.tensors(), **self.layout.views(self.values.cpu())}),  # a row is one copy
+            tensors=_copy({**self.tensors(), **self.layout.split_views(self.values.cpu())}),  # a row is one copy
             optimizer_state=OptimizerState({kind: _copy(values) for kind, values in moments.items()}, counts),
             steps=self.steps,
             lr_sum=assignment.lr * self.steps,

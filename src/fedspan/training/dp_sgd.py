@@ -101,7 +101,7 @@ class PrivateTraining:
     def __init__(self, trainer: Trainer, privacy: Privacy) -> None:
         self.trainer, self.privacy = trainer, privacy
         self.stacked = StackedModel(trainer.adapted)
-        self.refusal = self.stacked.refusal()
+        self.refusal = self.stacked.explain_refusal()
         """The reason why examples go through the model one by one, if they must."""
         self._verified = False
 
@@ -132,27 +132,27 @@ class PrivateTraining:
             for number, start in enumerate(passes):
                 indices = sample[start : start + settings.batch_size]
                 trainer.set_dropout(assignment, f"{steps} {number}")
-                losses, gradients = self._gradients(assignment, live, optimizer.names, examples, indices)
+                losses, gradients = self._compute_gradients(assignment, live, optimizer.names, examples, indices)
                 value = float(losses.sum())
                 if not math.isfinite(value):
                     raise build_not_finite_error(assignment, value)
                 loss_sum, examples_seen = loss_sum + value, examples_seen + len(indices)
                 trainer.stages.advance("training", len(indices))
-                noisy.add({name: self._masked(job, name, value) for name, value in gradients.items()})
+                noisy.add({name: self._mask_gradients(job, name, value) for name, value in gradients.items()})
             trainer.apply(job, live, optimizer, noisy.pop_mean(steps, expected), clipping=False)
             steps += 1
             decay *= trainer.decay_frozen(assignment, live)
         adapted.set_dropout(None)
         return Trained(
             tensors={name: value.detach().to("cpu", copy=True) for name, value in live.items()},
-            optimizer_state=optimizer.state(),
+            optimizer_state=optimizer.copy_state(),
             steps=steps,
             lr_sum=assignment.lr * steps,
             decay=decay,
             metrics={"loss": loss_sum / max(1, examples_seen), "examples": float(examples_seen)},
         )
 
-    def _gradients(
+    def _compute_gradients(
         self, assignment: Assignment, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute losses (K,) and gradients (K, ...) of examples."""
@@ -162,14 +162,14 @@ class PrivateTraining:
         if self.refusal is None and not self._verified:
             self._verify(assignment, live, names, examples, indices[:2])
         if self.refusal is None:
-            return self._stacked_gradients(assignment, live, names, examples, indices)
-        return self._single_gradients(live, names, examples, indices)
+            return self._compute_stacked_gradients(assignment, live, names, examples, indices)
+        return self._compute_single_gradients(live, names, examples, indices)
 
-    def _masked(self, job: Job, name: str, gradients: Tensor) -> Tensor:
+    def _mask_gradients(self, job: Job, name: str, gradients: Tensor) -> Tensor:
         """Zero the gradients of masked entries, which then do not count in the norm."""
         return gradients * job.masks[name].to(gradients) if name in job.masks else gradients
 
-    def _stacked_gradients(
+    def _compute_stacked_gradients(
         self, assignment: Assignment, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
     ) -> tuple[Tensor, dict[str, Tensor]]:
         trainer, count = self.trainer, len(indices)
@@ -189,7 +189,7 @@ class PrivateTraining:
         gradients = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
         return losses.detach(), gradients
 
-    def _single_gradients(
+    def _compute_single_gradients(
         self, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
     ) -> tuple[Tensor, dict[str, Tensor]]:
         trainer = self.trainer
@@ -216,8 +216,8 @@ class PrivateTraining:
                 noise = draw_gaussian(derive_seed_key(0), live[name].shape, "verify", name) * 0.02
                 live[name].add_(noise.to(live[name]))
         try:
-            _, shared = self._stacked_gradients(assignment, live, names, examples, indices)
-            _, alone = self._single_gradients(live, names, examples, indices)
+            _, shared = self._compute_stacked_gradients(assignment, live, names, examples, indices)
+            _, alone = self._compute_single_gradients(live, names, examples, indices)
             error_norm = compute_norm(subtract(shared, alone)) / max(compute_norm(alone), 1e-30)
             if not error_norm < compute_tolerance(self.trainer.adapted.model):
                 self.refusal = f"gradients differ by {error_norm:.1e} when two examples share a pass"

@@ -225,7 +225,7 @@ class Trainer:
         self.padding.ensure(examples)
         self.prefixes.ensure(examples, parts)
 
-    def logit_offsets(self, assignment: Assignment, examples: Examples) -> Tensor | None:
+    def compute_logit_offsets(self, assignment: Assignment, examples: Examples) -> Tensor | None:
         """Compute the terms that local training adds to the logits of an assignment's examples; None: it adds none."""
         strength = self.settings.logit_adjustment
         if not strength:
@@ -296,7 +296,7 @@ class Trainer:
         """Take an optimizer step: penalties, masks, clipping and offsets, then the update."""
         names = optimizer.names
         if job.penalties:
-            penalty = torch.stack([penalty.value(live) for penalty in job.penalties]).sum()
+            penalty = torch.stack([penalty.compute_value(live) for penalty in job.penalties]).sum()
             penalty_gradients = torch.autograd.grad(penalty, [live[name] for name in names], allow_unused=True)
             for name, extra in zip(names, penalty_gradients, strict=True):
                 gradients[name] = gradients[name] if extra is None else gradients[name] + extra
@@ -313,7 +313,7 @@ class Trainer:
         self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
     ) -> Tensor:
         """Predict some examples: one row each, in the order of ``indices``, float32 on the CPU."""
-        rows = self.rows(
+        rows = self.compute_rows(
             job, examples, split_evaluation_batches(indices, examples.lengths, batch_size), generate=generate
         )
         return torch.stack([rows[index] for index in indices.tolist()])
@@ -332,7 +332,7 @@ class Trainer:
         return self.task.metrics(predictions, examples, indices.tolist())
 
     @torch.no_grad()
-    def rows(
+    def compute_rows(
         self,
         job: Job | None,
         examples: Examples,
@@ -372,7 +372,9 @@ class Trainer:
     def features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
         """``Engine.features``."""
         batches = split_evaluation_batches(indices, examples.lengths, batch_size)
-        rows = self.rows(job, examples, batches, tap=FeatureTap(self.adapted.model, find_output_layer(self.adapted)))
+        rows = self.compute_rows(
+            job, examples, batches, tap=FeatureTap(self.adapted.model, find_output_layer(self.adapted))
+        )
         return torch.stack([rows[index] for index in indices.tolist()])
 
 
@@ -390,7 +392,7 @@ def draw_dropout_mask(shape: Sequence[int], rate: float, *key: int | str) -> Ten
 class Moments(Protocol):
     """The part of an optimizer's interface that projectors need."""
 
-    def moment(self, kind: str, name: str) -> Tensor:
+    def get_moment(self, kind: str, name: str) -> Tensor:
         """Return a live moment; writing to it changes the optimizer."""
         ...
 
@@ -428,7 +430,7 @@ def refresh_projectors(
             close_segment(live, layer, parametrization)
         live[join_tensor_name(layer, "P")] = P = new[layer].to(old) if layer in new else old
         for kind, second in (("exp_avg", False), ("exp_avg_sq", True)):
-            moment = optimizer.moment(kind, join_tensor_name(layer, "acc"))
+            moment = optimizer.get_moment(kind, join_tensor_name(layer, "acc"))
             moment.copy_(reproject(moment, old, P, side, refresh.moments, second))
     trainer.adapted.bind(job.parametrization, live)
 
@@ -488,7 +490,7 @@ def _from_gradients(
 
     adapted = trainer.adapted
     adapted.set_dropout(None)
-    with adapted.captured_gradients(take):
+    with adapted.capture_gradients(take):
         batch = trainer.task.batch(examples, batch_indices.tolist(), adapted.device)
         with trainer.prefixes.feed(examples, batch_indices.tolist()):
             loss = trainer.task.loss(adapted.model, batch)

@@ -89,13 +89,13 @@ class TrainingSettings:
     head_updates: Literal["all", "own-classes"] = "all"
     privacy: Privacy | None = None
 
-    def workload(self, count: int) -> int:
+    def compute_workload(self, count: int) -> int:
         """Return how many examples a client with ``count`` of them trains on in a round, counting repeated uses."""
         if self.steps is None:
             return self.epochs * count
         return self.steps * min(count, self.batch_size * self.accumulate)
 
-    def lr(self, round: int, rounds: int) -> float:
+    def compute_lr(self, round: int, rounds: int) -> float:
         """Compute the learning rate of a round (counted from 0) of ``rounds``."""
         peak = self.optimizer.lr
         if round < self.warmup_rounds:

@@ -51,7 +51,7 @@ class LoopEngine(Trainer):
         self.prepare(examples, [indices])
         adapted.train_mode(job.buffers)
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
-        optimizer, offsets = self.make_optimizer(assignment, live), self.logit_offsets(assignment, examples)
+        optimizer, offsets = self.make_optimizer(assignment, live), self.compute_logit_offsets(assignment, examples)
         gradients_sum: dict[str, Tensor] = {}
         probing = job.steps == 0
         loss_sum = examples_seen = 0.0
@@ -89,7 +89,7 @@ class LoopEngine(Trainer):
         adapted.set_dropout(None)
         return Trained(
             tensors={name: value.detach().to("cpu", copy=True) for name, value in live.items()},
-            optimizer_state=optimizer.state(),
+            optimizer_state=optimizer.copy_state(),
             steps=0 if probing else steps,
             lr_sum=0.0 if probing else assignment.lr * steps,
             gradient={name: (value / max(1, steps)).to("cpu") for name, value in gradients_sum.items()},

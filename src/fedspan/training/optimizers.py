@@ -85,7 +85,7 @@ class LocalOptimizer:
         """The trainable tensors' names."""
         return tuple(self._hyper)
 
-    def moment(self, kind: str, name: str) -> Tensor:
+    def get_moment(self, kind: str, name: str) -> Tensor:
         """Return a live moment (created as zeros on first use); writing to it changes the optimizer."""
         moments = self._moments.setdefault(kind, {})
         if name not in moments:
@@ -105,24 +105,24 @@ class LocalOptimizer:
             self._steps[name] = self._steps.get(name, 0) + 1
             before = self._tensors[name].clone() if mask is not None else None
             if self._spec.name == "sgd":
-                self._sgd(name, gradient, hyper)
+                self._step_sgd(name, gradient, hyper)
             else:
-                self._adamw(name, gradient, hyper)
+                self._step_adamw(name, gradient, hyper)
             if mask is not None and before is not None:
                 self._tensors[name].copy_(torch.where(mask.bool(), self._tensors[name], before))
 
-    def _sgd(self, name: str, gradient: Tensor, hyper: _Hyper) -> None:
+    def _step_sgd(self, name: str, gradient: Tensor, hyper: _Hyper) -> None:
         tensor, spec = self._tensors[name], self._spec
         if spec.momentum:
-            buffer = self.moment("momentum_buffer", name)
+            buffer = self.get_moment("momentum_buffer", name)
             # Starting from zero, this equals torch's first step (buffer = gradient), since dampening is 0.
             gradient = buffer.mul_(spec.momentum).add_(gradient)
         tensor.add_(gradient, alpha=-hyper.lr)
 
-    def _adamw(self, name: str, gradient: Tensor, hyper: _Hyper) -> None:
+    def _step_adamw(self, name: str, gradient: Tensor, hyper: _Hyper) -> None:
         tensor, spec, step = self._tensors[name], self._spec, self._steps[name]
         beta1, beta2 = spec.betas
-        first, second = self.moment("exp_avg", name), self.moment("exp_avg_sq", name)
+        first, second = self.get_moment("exp_avg", name), self.get_moment("exp_avg_sq", name)
         tensor.mul_(1 - hyper.lr * hyper.weight_decay)
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -131,7 +131,7 @@ class LocalOptimizer:
         denominator = (second.sqrt() / math.sqrt(correct2)).add_(spec.eps)
         tensor.addcdiv_(first, denominator, value=-hyper.lr / correct1)
 
-    def state(self) -> OptimizerState:
+    def copy_state(self) -> OptimizerState:
         """Return moments and step counts, copied to the CPU."""
         return OptimizerState(
             {
@@ -211,7 +211,7 @@ class Layout:
         """Number of elements of each tensor."""
         return [shape.numel() for shape in self.shapes]
 
-    def row(self, tensors: Mapping[str, Tensor], device: torch.device, missing: float = 0.0) -> Tensor:
+    def copy_row(self, tensors: Mapping[str, Tensor], device: torch.device, missing: float = 0.0) -> Tensor:
         """Copy a client's tensors into a row (P,); a missing tensor is filled with ``missing``."""
         parts = [
             tensors[name].detach().to(self.dtype).reshape(-1)
@@ -221,7 +221,7 @@ class Layout:
         ]
         return to_device(torch.cat(parts), device)  # in one copy
 
-    def views(self, rows: Tensor) -> dict[str, Tensor]:
+    def split_views(self, rows: Tensor) -> dict[str, Tensor]:
         """Return views of the tensors inside rows (C, P), each (C, ...), or inside one row (P,)."""
         parts = rows.split(self.sizes, -1)
         return {

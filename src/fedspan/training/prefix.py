@@ -83,7 +83,7 @@ class PrefixCache:
             return PrefixRows.make(shape, dtype, len(lengths), budget, file)
 
         self._stored = (
-            allocate() if store is None else store.rows(prefix_key(adapted, prefix, task, examples), allocate)
+            allocate() if store is None else store.get_rows(prefix_key(adapted, prefix, task, examples), allocate)
         )
         self._rows = self._stored.values
         self.mapped = self._stored.mapped
@@ -129,13 +129,13 @@ class PrefixCache:
             return None, str(error)
         return cache, ""
 
-    def replica(self, adapted: AdaptedModel) -> PrefixCache:
+    def create_replica(self, adapted: AdaptedModel) -> PrefixCache:
         """Return a cache with the same hidden states for a replica of the model, in another thread."""
         cache = copy.copy(self)
         cache.prefix, cache.adapted = self.prefix.on(adapted), adapted
         return cache
 
-    def missing(self, indices: np.ndarray) -> int:
+    def count_missing(self, indices: np.ndarray) -> int:
         """Count the examples whose hidden states are not computed yet."""
         return int(np.count_nonzero(~self.computed[np.unique(indices)]))
 
@@ -163,7 +163,7 @@ class PrefixCache:
                 self._claimed[claimed] = True
             try:
                 for batch in split_evaluation_batches(claimed, self.tokens, batch_size):
-                    if not self._stored.holds(batch):
+                    if not self._stored.has_rows(batch):
                         hidden = self._compute(batch.tolist()).cpu()
                         self._stored.invalidate(batch)
                         self._write(batch, hidden)
@@ -176,7 +176,7 @@ class PrefixCache:
                     self._claimed[claimed] = False
                     self._changed.notify_all()
 
-    def hidden(self, indices: Sequence[int], tokens: int | None = None) -> Tensor:
+    def compute_hidden(self, indices: Sequence[int], tokens: int | None = None) -> Tensor:
         """Return hidden states on the model's device, (examples, tokens, D), zero beyond each example's own.
 
         Args:
@@ -191,7 +191,7 @@ class PrefixCache:
             raise ValueError(
                 f"no hidden states of examples {examples[~self.computed[examples]].tolist()[:5]} were computed"
             )
-        rows = self._row_numbers(examples, int(self.tokens[examples].max()) if tokens is None else tokens)
+        rows = self._compute_row_numbers(examples, int(self.tokens[examples].max()) if tokens is None else tokens)
         return to_device(self._rows.index_select(0, rows.flatten()).view(*rows.shape, -1), self.adapted.device)
 
     def verify(self) -> None:
@@ -205,11 +205,11 @@ class PrefixCache:
         sample = order[np.unique(np.linspace(0, len(order) - 1, _SAMPLE).astype(np.int64))]
         self.ensure(sample, 2)
         batch = self.task.batch(self.examples, sample.tolist(), self.adapted.device)
-        hidden = self.hidden(sample.tolist())
+        hidden = self.compute_hidden(sample.tolist())
         with enter_evaluation(self.adapted.model):
-            expected = self._logits(batch, sample)
+            expected = self._compute_logits(batch, sample)
             with self.prefix.feed(hidden):
-                logits = self._logits(batch, sample)
+                logits = self._compute_logits(batch, sample)
         error = _compute_relative_error(logits, expected)
         if not error <= _get_tolerance(hidden.dtype):
             raise NoPrefix(f"logits differ by {error:.1e} when hidden states are taken from the cache")
@@ -219,7 +219,7 @@ class PrefixCache:
             if not error <= _get_tolerance(hidden.dtype):
                 raise NoPrefix(f"hidden states differ by {error:.1e} between training and evaluation")
 
-    def _logits(self, batch: object, sample: np.ndarray) -> Tensor:
+    def _compute_logits(self, batch: object, sample: np.ndarray) -> Tensor:
         """Return the model's logits in a forward pass; logits by token without those of padding."""
         outputs: list[Tensor] = []
         model = self.adapted.model
@@ -247,13 +247,13 @@ class PrefixCache:
             raise NoPrefix(f"{len(indices)} examples have hidden states of shape {tuple(hidden.shape)}")
         return hidden
 
-    def _row_numbers(self, indices: np.ndarray, tokens: int) -> Tensor:
+    def _compute_row_numbers(self, indices: np.ndarray, tokens: int) -> Tensor:
         """Return the rows of examples' hidden states, (examples, tokens); 0 beyond their own."""
         position = torch.arange(tokens)
         return torch.where(position < self._tokens[indices][:, None], self._starts[indices][:, None] + position, 0)
 
     def _write(self, indices: np.ndarray, hidden: Tensor) -> None:
-        rows = self._row_numbers(indices, hidden.shape[1])
+        rows = self._compute_row_numbers(indices, hidden.shape[1])
         self._rows.index_copy_(0, rows[rows > 0], hidden[rows > 0])
 
 
@@ -299,7 +299,7 @@ class PrefixCaches:
         self._replicas: dict[int, PrefixCache] = {}
         self._store = store_in_use()
 
-    def replica(self, adapted: AdaptedModel) -> PrefixCaches:
+    def create_replica(self, adapted: AdaptedModel) -> PrefixCaches:
         """Return the same caches for a replica of the model, in another thread."""
         caches = copy.copy(self)
         caches.adapted, caches._replicas = adapted, {}
@@ -312,13 +312,13 @@ class PrefixCaches:
         key = id(examples)
         with self._lock:
             if key not in self._caches:
-                self._caches[key] = (examples, *self._new(examples, self.settings))
+                self._caches[key] = (examples, *self._create(examples, self.settings))
             made = self._caches[key][1]
         if made is not None and key not in self._replicas:
-            self._replicas[key] = made if made.adapted is self.adapted else made.replica(self.adapted)
+            self._replicas[key] = made if made.adapted is self.adapted else made.create_replica(self.adapted)
         return self._replicas.get(key)
 
-    def _new(self, examples: Examples, settings: PrefixSettings) -> tuple[PrefixCache | None, str]:
+    def _create(self, examples: Examples, settings: PrefixSettings) -> tuple[PrefixCache | None, str]:
         used = sum(cache.nbytes for _, cache, _ in self._caches.values() if cache is not None and not cache.mapped)
         file = None if settings.folder is None else settings.folder / f"prefix-{os.getpid()}-{len(self._caches)}.bin"
         budget = settings.budget - used
@@ -326,7 +326,7 @@ class PrefixCaches:
         store = None if any(map(is_offloaded, self.adapted.model.modules())) else self._store
         return PrefixCache.make(self.adapted, self.task, examples, budget=budget, file=file, store=store)
 
-    def refusal(self, examples: Examples) -> str | None:
+    def explain_refusal(self, examples: Examples) -> str | None:
         """Return the reason why a data set has no cache; None if it has one."""
         if self.cache(examples) is not None:
             return None
@@ -353,4 +353,4 @@ class PrefixCaches:
             indices: Examples that ``ensure`` has computed.
         """
         cache = self._replicas.get(id(examples))  # no cache is made here: the model must not change during a job
-        return nullcontext() if cache is None else cache.prefix.feed(cache.hidden(indices))
+        return nullcontext() if cache is None else cache.prefix.feed(cache.compute_hidden(indices))

@@ -69,7 +69,7 @@ class PrefixRows:
         values[0] = 0
         return cls(values, examples, size > budget)
 
-    def holds(self, batch: np.ndarray) -> bool:
+    def has_rows(self, batch: np.ndarray) -> bool:
         """Return whether these examples' hidden states are stored and were computed in this batch, in this order."""
         return bool((self._batch_of[batch] == self._numbers.get(batch.tobytes(), -2)).all())
 

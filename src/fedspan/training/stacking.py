@@ -92,7 +92,7 @@ class Budget:
         self.exhausted = False
         """Whether a measurement was left out."""
 
-    def passes(self, plan: StackingPlan, seconds_a_token: float = 0.0) -> int:
+    def take_passes(self, plan: StackingPlan, seconds_a_token: float = 0.0) -> int:
         """Take the tokens of a measurement, and return its number of passes in each worker; 0: it costs too much.
 
         Args:
@@ -113,7 +113,7 @@ class Budget:
         """The budget's order of magnitude, from 0: runs of one size may share a plan."""
         return int(min(_SIZES, math.log(max(1.0, self.tokens / self._client), 4)))
 
-    def affords(self, plans: Sequence[StackingPlan]) -> bool:
+    def can_afford(self, plans: Sequence[StackingPlan]) -> bool:
         """Check whether one pass of each plan can be measured."""
         return sum(map(self._pass_tokens, plans)) <= self.tokens
 
@@ -155,7 +155,7 @@ def tune(
     per_client = float(np.mean([_count_tokens(first, assignment, examples) for assignment in assignments]))
     planned = float("inf") if rounds is None else _SHARE * rounds * clients * per_client
     budget = Budget(planned, _count_tokens(first, assignments[0], examples) / len(probe.batches))
-    if not budget.affords(_list_first_plans(request, clients, threads)):
+    if not budget.can_afford(_list_first_plans(request, clients, threads)):
         return default
     key = _build_key(request, first, probe, clients, examples, budget)
     if (cached := read_plans().get(key)) is not None:
@@ -196,7 +196,7 @@ def search(
     best, best_seconds = first[0], 0.0
 
     def seconds(plan: StackingPlan) -> float:
-        passes = budget.passes(plan, best_seconds)
+        passes = budget.take_passes(plan, best_seconds)
         return measure(plan, passes) if passes else float("inf")
 
     best_seconds = seconds(best)

@@ -51,9 +51,9 @@ class Stage:
     unit: str = "examples"
     outer: Stage | None = None
 
-    def within(self, name: StageName) -> bool:
+    def is_within(self, name: StageName) -> bool:
         """Check whether this is a stage of that name, or runs within one."""
-        return self.name == name or (self.outer is not None and self.outer.within(name))
+        return self.name == name or (self.outer is not None and self.outer.is_within(name))
 
 
 class Stages:

@@ -49,7 +49,7 @@ class Worker:
         self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
         self.stacked = StackedModel(adapted)
         self.compiled = CompiledBlocks(adapted) if compiled else None
-        self.refusal = self.stacked.refusal()
+        self.refusal = self.stacked.explain_refusal()
         if loop.private is not None:
             self.refusal = "DP-SGD clips the gradient of each example, which takes the place of clients in a pass"
         """The reason why all clients train one by one here, if they must."""
@@ -91,7 +91,7 @@ class Worker:
             for slot in group:
                 if not slot.batches_left:
                     slots.remove(slot)
-                    next_assignment = finish_job(slot.assignment, slot.result())
+                    next_assignment = finish_job(slot.assignment, slot.build_result())
                     if next_assignment is not None:
                         self._admit(next_assignment, examples, clients_per_pass, slots, finish_job)
                 else:
@@ -158,7 +158,7 @@ class Worker:
 
     def _set_kind(self, slot: ClientSlot) -> None:
         """Set a client's kind: clients of one kind can share a pass."""
-        slot.kind = self._kinds.setdefault(slot.grouping_key(), len(self._kinds))
+        slot.kind = self._kinds.setdefault(slot.get_grouping_key(), len(self._kinds))
 
     def _refresh_projectors(self, slot: ClientSlot, examples: Examples) -> None:
         """Refresh a client's projectors if that is due before its next batch."""
@@ -168,14 +168,14 @@ class Worker:
             return
         self.adapted.train_mode(job.buffers)
         self._mode = None
-        live = self.adapted.install(job.parametrization, slot.tensors(), frozenset(job.trainable_names))
+        live = self.adapted.install(job.parametrization, slot.get_tensors(), frozenset(job.trainable_names))
         refresh_projectors(self.loop, job, live, slot, slot.steps, examples, slot.batch)
         slot.update_tensors(live)
         self._set_kind(slot)
 
     def advance(self, group: Sequence[ClientSlot], examples: Examples) -> None:
         """Train one batch of each of several clients of one kind, and take the optimizer steps that it completes."""
-        losses, gradients = self._gradients(group, examples)
+        losses, gradients = self._compute_gradients(group, examples)
         gathers = group[0].probing or self.settings.accumulate > 1
         complete: list[ClientSlot] = []
         for loss, gradient, slot in zip(losses, gradients, group, strict=True):
@@ -189,7 +189,7 @@ class Worker:
         if complete:
             self._step(complete, gradients)
 
-    def _gradients(self, group: Sequence[ClientSlot], examples: Examples) -> tuple[Tensor, Tensor]:
+    def _compute_gradients(self, group: Sequence[ClientSlot], examples: Examples) -> tuple[Tensor, Tensor]:
         """Compute losses (C,) and gradients (C, P) of the clients' next batches."""
         job, layout, device = group[0].assignment.job, group[0].layout, self.adapted.device
         clients, size = len(group), max(len(slot.batch) for slot in group)
@@ -203,7 +203,7 @@ class Worker:
             self.adapted.train_mode(job.buffers)
             self._mode = job.buffers
         values = torch.stack([slot.values for slot in group])
-        leaves = {name: view.detach().requires_grad_() for name, view in layout.views(values).items()}
+        leaves = {name: view.detach().requires_grad_() for name, view in layout.split_views(values).items()}
         frozen = stack_frozen(group)
         batch = self.task.batch(examples, rows, device)
         offsets = [slot.logit_offsets.expand(size, -1) for slot in group if slot.logit_offsets is not None]
@@ -212,7 +212,7 @@ class Worker:
         counted = members.sum(0).numpy() > 0
         lengths = examples.lengths[rows]
         if len(group) > 1 and group[0].kind not in self._verified:
-            pair = [perturb(slot.tensors(), slot.layout.names, slot.assignment.client) for slot in group[:2]]
+            pair = [perturb(slot.get_tensors(), slot.layout.names, slot.assignment.client) for slot in group[:2]]
             self._verify(group[0].kind, job, pair, batch, size, lengths, counted)
         self._set_dropout(group, batch, size)
         stacked = self.stacked.hold_tensors(job.parametrization, {**frozen, **leaves}, clients, clients * size)
@@ -237,7 +237,7 @@ class Worker:
         if group[0].probing:
             return
         if any(slot.assignment.job.penalties for slot in group):
-            gradients = gradients + torch.stack([self._penalty(slot) for slot in group])
+            gradients = gradients + torch.stack([self._compute_penalty_gradient(slot) for slot in group])
         masks = [slot.mask for slot in group if slot.mask is not None]
         mask = torch.stack(masks) if masks else None
         if mask is not None:
@@ -313,13 +313,15 @@ class Worker:
         loop.stages.advance("evaluation", int(counted.sum()))
         return [outputs[at * size : at * size + len(indices)] for at, (_, indices) in enumerate(models)]
 
-    def _penalty(self, slot: ClientSlot) -> Tensor:
+    def _compute_penalty_gradient(self, slot: ClientSlot) -> Tensor:
         """Compute the gradient of a client's penalties, (P,)."""
         if not slot.assignment.job.penalties:
             return torch.zeros_like(slot.values)
         with torch.enable_grad():
-            trainable = {name: view.detach().requires_grad_() for name, view in slot.layout.views(slot.values).items()}
-            terms = [penalty.value({**slot.frozen, **trainable}) for penalty in slot.assignment.job.penalties]
+            trainable = {
+                name: view.detach().requires_grad_() for name, view in slot.layout.split_views(slot.values).items()
+            }
+            terms = [penalty.compute_value({**slot.frozen, **trainable}) for penalty in slot.assignment.job.penalties]
             gradients = torch.autograd.grad(torch.stack(terms).sum(), list(trainable.values()), allow_unused=True)
         return slot.layout.join(gradients, 1, slot.values)[0]
 

@@ -117,7 +117,7 @@ class InProcess(Transport):
         self._round, self._attempt = 0, -1
         self._clock = 0.0
         if conditions is not None and conditions.faults is not None:
-            self._faulty, self._faults = conditions.faulty(sorted(host.clients)), conditions.faults
+            self._faulty, self._faults = conditions.draw_faulty(sorted(host.clients)), conditions.faults
             host.tamper = self._tamper
 
     def begin(self, progress: Progress, on_trained: OnTrained | None = None) -> None:
@@ -134,8 +134,8 @@ class InProcess(Transport):
         assert isinstance(self.host.store, ProgressStore)
         return self.host.store.accept(accepted)
 
-    def simulated_seconds(self) -> float | None:
-        """``Transport.simulated_seconds``."""
+    def get_simulated_seconds(self) -> float | None:
+        """``Transport.get_simulated_seconds``."""
         return None if self.conditions is None or self.conditions.speed is None else self._clock
 
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
@@ -159,7 +159,7 @@ class InProcess(Transport):
                 reply = refuse_any(phase, error)
             if on_reply(id, reply):
                 return
-        if dropped and self.simulated_seconds() is not None:
+        if dropped and self.get_simulated_seconds() is not None:
             self._clock += seconds  # of a secure sum: the server waits for clients that stopped replying
 
     def _split_dropped(self, orders: Orders) -> tuple[list[str], list[str]]:
@@ -171,7 +171,7 @@ class InProcess(Transport):
         self._attempt += phase == phases[0]
         dropped: list[str] = []
         for id in orders:
-            phase_of_dropout = self.conditions.silent_from(id, self._round, self._attempt, phases)
+            phase_of_dropout = self.conditions.draw_silence(id, self._round, self._attempt, phases)
             if phase_of_dropout is not None and phases.index(phase_of_dropout) <= phases.index(phase):
                 dropped.append(id)
         dropped_ids = set(dropped)
@@ -195,7 +195,7 @@ class InProcess(Transport):
             # All replies arrive at once: the order in which the engine finishes clients has no effect.
             self.carry_out(orders, responding, on_reply)
             return
-        times = {id: conditions.seconds(id, self.host.count_examples(id)) for id in responding}
+        times = {id: conditions.compute_seconds(id, self.host.count_examples(id)) for id in responding}
         in_time = [id for id in responding if times[id] <= seconds]
         for id in responding:
             if times[id] > seconds:
@@ -237,13 +237,13 @@ class InProcess(Transport):
         if orders.task == "train":
 
             def pass_on(reply: Reply) -> None:
-                on_reply(reply.id, reply.envelope())
+                on_reply(reply.id, reply.to_envelope())
 
             self.host.train(_LazyOrders(orders, ids), pass_on)
             return
         self.host.prepare(ids)
         for id in ids:
-            on_reply(id, self.host.answer(decode_order(orders[id])).envelope())
+            on_reply(id, self.host.answer(decode_order(orders[id])).to_envelope())
 
     def _tamper(self, order: Order, order_message: Message, reply: Message) -> Message:
         """Return a client's reply; that of a faulty client is corrupted."""

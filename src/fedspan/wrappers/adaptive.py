@@ -36,13 +36,13 @@ class Adaptive(ServerOptimizer):
     tau: float = 1e-3
 
     @abstractmethod
-    def second(self, v: Tensor, squared: Tensor) -> Tensor:
+    def compute_second(self, v: Tensor, squared: Tensor) -> Tensor:
         """Compute the second moment from the old one and the squared mean change."""
 
-    def initial(self, moment: str) -> float:
+    def get_initial(self, moment: str) -> float:
         return self.tau**2 if moment == "v" else 0.0
 
     def step(self, change: Tensor, moments: Tensors) -> tuple[Tensor, Tensors]:
         m = self.beta1 * moments["m"] + (1 - self.beta1) * change
-        v = self.second(moments["v"], change.square())
+        v = self.compute_second(moments["v"], change.square())
         return self.lr * m / (v.sqrt() + self.tau), {"m": m, "v": v}

@@ -39,14 +39,14 @@ class WithExtras(Wrapper):
     policy: ExtrasPolicy
     lr_scale: float = 1.0
 
-    def declared(self) -> Claims:
-        claims = self.inner.declared()
+    def declare_claims(self) -> Claims:
+        claims = self.inner.declare_claims()
         # A client with its own head has its own model.
         return replace(claims, personal=True) if self.policy == "local" and self.spec.extras else claims
 
     def init(self, weights: Weights) -> ServerState:
         state = self.inner.init(weights)
-        extras = {join_extra_name(parameter): weights.extra(parameter) for parameter in self.spec.extras}
+        extras = {join_extra_name(parameter): weights.get_extra(parameter) for parameter in self.spec.extras}
         return replace(state, tensors={**state.tensors, **extras})
 
     def sync(self, state: ServerState, client: Client | None) -> Message:

@@ -29,5 +29,5 @@ class FedAdagrad(Adaptive):
 
     beta1: float = declare_decay_rate(0.0)
 
-    def second(self, v: Tensor, squared: Tensor) -> Tensor:
+    def compute_second(self, v: Tensor, squared: Tensor) -> Tensor:
         return v + squared

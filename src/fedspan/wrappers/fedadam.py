@@ -35,5 +35,5 @@ class FedAdam(Adaptive):
 
     beta2: float = declare_decay_rate(0.99)
 
-    def second(self, v: Tensor, squared: Tensor) -> Tensor:
+    def compute_second(self, v: Tensor, squared: Tensor) -> Tensor:
         return self.beta2 * v + (1 - self.beta2) * squared

@@ -43,7 +43,7 @@ class FedAvgM(ServerOptimizer):
     lr: float = 1.0
     momentum: float = declare_decay_rate(0.9)
 
-    def initial(self, moment: str) -> float:
+    def get_initial(self, moment: str) -> float:
         return 0.0
 
     def step(self, change: Tensor, moments: Tensors) -> tuple[Tensor, Tensors]:

@@ -42,7 +42,7 @@ class FedProx(RegisteredWrapper):
 
     mu: float = declare_bounded(0.01, 0.0)
 
-    def refusal(self, claims: Claims) -> str | None:
+    def explain_refusal(self, claims: Claims) -> str | None:
         if claims.sends == "nothing":
             return "holds clients near the model that they share, and this method's share none"
         return None

@@ -34,5 +34,5 @@ class FedYogi(Adaptive):
 
     beta2: float = declare_decay_rate(0.99)
 
-    def second(self, v: Tensor, squared: Tensor) -> Tensor:
+    def compute_second(self, v: Tensor, squared: Tensor) -> Tensor:
         return v - (1 - self.beta2) * squared * (v - squared).sign()

@@ -70,10 +70,10 @@ class Scaffold(RegisteredWrapper):
 
     variate: Literal["option-I", "option-II", "gradient"] = "option-II"
 
-    def declared(self) -> Claims:
-        return replace(self.inner.declared(), sends="other")
+    def declare_claims(self) -> Claims:
+        return replace(self.inner.declare_claims(), sends="other")
 
-    def refusal(self, claims: Claims) -> str | None:
+    def explain_refusal(self, claims: Claims) -> str | None:
         if claims.reinitialises:
             return "remembers gradients of tensors, and this method's tensors are re-initialized in every round"
         if claims.heterogeneous_ranks:
@@ -82,7 +82,7 @@ class Scaffold(RegisteredWrapper):
             return "corrects tensors that all clients start from alike, and here something else is transmitted"
         return None
 
-    def training_refusal(self, optimizer: OptimizerSpec, max_grad_norm: float) -> str | None:
+    def explain_training_refusal(self, optimizer: OptimizerSpec, max_grad_norm: float) -> str | None:
         if self.variate == "option-II" and (optimizer.name != "sgd" or optimizer.momentum):
             return (
                 "option-II derives the mean gradient from the client's change, which needs training.optimizer: sgd and "
@@ -119,7 +119,7 @@ class Scaffold(RegisteredWrapper):
         offsets = _valid(stored, OFFSET, generation)
         for name, variate in variates.items():
             offsets[name] = variate - own[name] if name in own else variate
-        return self._next_phase(job, offsets, {}, generation)
+        return self._build_next_phase(job, offsets, {}, generation)
 
     def finish(
         self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
@@ -132,7 +132,7 @@ class Scaffold(RegisteredWrapper):
                 **add_prefix(DRIFT, trained.gradient),
                 **stored,
             }  # tensors of an earlier phase retain its gradient
-            return self._next_phase(_restore_phase(job), offsets, stored, generation), {
+            return self._build_next_phase(_restore_phase(job), offsets, stored, generation), {
                 **inner_memory,
                 **add_prefix(PREFIX, stored),
             }
@@ -141,7 +141,7 @@ class Scaffold(RegisteredWrapper):
         if self.variate != "option-I":
             self._follow(stored, job, trained)
         if isinstance(result, Job):
-            return self._next_phase(result, offsets, stored, generation), {
+            return self._build_next_phase(result, offsets, stored, generation), {
                 **inner_memory,
                 **add_prefix(PREFIX, stored),
             }
@@ -163,7 +163,7 @@ class Scaffold(RegisteredWrapper):
         reply = replace(result, tensors={**result.tensors, **add_prefix(PREFIX, changes)})
         return reply, {**inner_memory, **add_prefix(PREFIX, own_memory)}
 
-    def _next_phase(self, job: Job, offsets: Tensors, stored: Mapping[str, Tensor], generation: int) -> Job:
+    def _build_next_phase(self, job: Job, offsets: Tensors, stored: Mapping[str, Tensor], generation: int) -> Job:
         """Add the correction to a phase; under option I, insert a phase that takes the gradient of its new tensors."""
         job = replace(job, scalars={**job.scalars, PREFIX + GENERATION: generation})
         lacks_gradient = any(DRIFT + name not in stored for name in job.trainable_names)

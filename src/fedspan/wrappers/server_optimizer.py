@@ -33,17 +33,17 @@ class ServerOptimizer(RegisteredWrapper):
     """Moments that the optimizer stores for every tensor."""
 
     @abstractmethod
-    def initial(self, moment: str) -> float:
+    def get_initial(self, moment: str) -> float:
         """Return the initial value of a moment's entries."""
 
     @abstractmethod
     def step(self, change: Tensor, moments: Tensors) -> tuple[Tensor, Tensors]:
         """Compute the step that is added to a tensor, given its mean change, and its new moments by kind."""
 
-    def declared(self) -> Claims:
-        return replace(self.inner.declared(), exact=False)
+    def declare_claims(self) -> Claims:
+        return replace(self.inner.declare_claims(), exact=False)
 
-    def refusal(self, claims: Claims) -> str | None:
+    def explain_refusal(self, claims: Claims) -> str | None:
         if claims.reduction == "stack":
             return "steps along the mean of the replies, and this method's server needs a stack of them"
         if claims.reinitialises:
@@ -65,7 +65,7 @@ class ServerOptimizer(RegisteredWrapper):
                 field = "method.wrappers"
                 raise FedspanError(field, type(self).__name__, problem=f"{name} is no tensor that clients start from")
             before = {
-                kind: own.get(f"{kind}/{name}", torch.full_like(mean, self.initial(kind))) for kind in self.moments
+                kind: own.get(f"{kind}/{name}", torch.full_like(mean, self.get_initial(kind))) for kind in self.moments
             }
             step, after = self.step(mean - start[name], before)
             stepped[name] = start[name] + step

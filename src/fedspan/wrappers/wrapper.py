@@ -40,8 +40,8 @@ class Wrapper(Method):
         """Spec of the inner method."""
         return self.inner.spec
 
-    def declared(self) -> Claims:
-        return self.inner.declared()
+    def declare_claims(self) -> Claims:
+        return self.inner.declare_claims()
 
     def rank(self, client: Client | None) -> int:
         return self.inner.rank(client)
@@ -86,10 +86,10 @@ class RegisteredWrapper(Wrapper):
     seed: int = 0
 
     @abstractmethod
-    def refusal(self, claims: Claims) -> str | None:
+    def explain_refusal(self, claims: Claims) -> str | None:
         """Explain why it cannot wrap a method with these claims, as a clause; None if it can."""
 
-    def training_refusal(self, optimizer: OptimizerSpec, max_grad_norm: float) -> str | None:
+    def explain_training_refusal(self, optimizer: OptimizerSpec, max_grad_norm: float) -> str | None:
         """Explain why it does not work with such local training, as a clause; None if it does."""
         return None
 

@@ -46,7 +46,7 @@ def _reduce(cohort: dict[str, tuple[Client, Contribution | None]], order: tuple[
     reducer = Reducer([cohort[id][0] for id in order])
     for id in order:
         reducer.add(id, cohort[id][1])
-    return reducer.result()
+    return reducer.compute_result()
 
 
 @given(cohorts())
@@ -88,7 +88,7 @@ def test_a_failed_client_counts_for_nothing() -> None:
     reducer.add("c", Contribution(sum={"l/A": torch.tensor([4.0])}))
     reducer.add("b", None)
     reducer.add("a", Contribution(sum={"l/A": torch.tensor([0.0])}))
-    reduced = reducer.result()
+    reduced = reducer.compute_result()
     assert reduced.mean["l/A"].item() == 3.0  # weights 1 and 3
     assert reduced.count == 2
 
@@ -97,7 +97,7 @@ def test_a_missing_client_is_named() -> None:
     reducer = Reducer([_client("a", 1.0), _client("b", 1.0)])
     reducer.add("b", Contribution(sum={"l/A": torch.zeros(1)}))
     with pytest.raises(ValueError, match="'a'"):
-        reducer.result()
+        reducer.compute_result()
 
 
 def test_strangers_and_repetitions_are_refused() -> None:
@@ -117,7 +117,7 @@ def test_a_round_without_weight_is_refused(replies: dict[str, Contribution | Non
     for id, reply in replies.items():
         reducer.add(id, reply)
     with pytest.raises(ValueError, match="positive weight"):
-        reducer.result()
+        reducer.compute_result()
 
 
 def test_a_tensor_that_some_leave_out_counts_as_zero_for_them() -> None:
@@ -125,7 +125,7 @@ def test_a_tensor_that_some_leave_out_counts_as_zero_for_them() -> None:
     reducer = Reducer([_client("a", 1.0), _client("b", 3.0)])
     reducer.add("a", Contribution(sum={"l/dA": torch.tensor([8.0])}))
     reducer.add("b", Contribution(sum={"l/dB": torch.tensor([4.0])}))
-    mean = reducer.result().mean
+    mean = reducer.compute_result().mean
     assert (mean["l/dA"].item(), mean["l/dB"].item()) == (2.0, 3.0)
 
 
@@ -134,7 +134,7 @@ def test_contributions_are_not_written_to() -> None:
     reducer = Reducer([_client("a", 1.0), _client("b", 1.0)])
     for id in ("a", "b"):
         reducer.add(id, Contribution(sum={"l/A": value}))
-    assert torch.equal(reducer.result().mean["l/A"], torch.ones(2, dtype=torch.float64))
+    assert torch.equal(reducer.compute_result().mean["l/A"], torch.ones(2, dtype=torch.float64))
     assert torch.equal(value, torch.ones(2, dtype=torch.float64))
 
 
@@ -144,7 +144,7 @@ def test_small_addends_survive_large_ones() -> None:
     reducer = Reducer([_client(id, 1.0) for id in IDS])
     for id, value in zip(IDS, values, strict=True):
         reducer.add(id, Contribution(sum={"l/A": torch.tensor([value])}))
-    mean = reducer.result().mean["l/A"]
+    mean = reducer.compute_result().mean["l/A"]
     assert mean.item() == 0.5
     assert mean.dtype == torch.float32
 
@@ -153,4 +153,4 @@ def test_integers_are_not_averaged_silently() -> None:
     reducer = Reducer([_client("a", 1.0), _client("b", 1.0)])
     for id, value in (("a", 2), ("b", 3)):
         reducer.add(id, Contribution(sum={"l/n": torch.tensor([value])}))
-    assert reducer.result().mean["l/n"].item() == 2.5
+    assert reducer.compute_result().mean["l/n"].item() == 2.5

@@ -42,7 +42,7 @@ def reduced(
     reducer = reducer_of(clients, torch.zeros_like(values[0]) if origin is None else origin, **settings)
     for number in order or range(len(values)):
         reducer.add(clients[number].id, Contribution(sum={"layer/A": values[number]}))
-    return reducer.result()
+    return reducer.compute_result()
 
 
 def drawn(rng: Any, count: int, *shape: int) -> list[torch.Tensor]:
@@ -170,7 +170,7 @@ def test_weights_do_not_count(rule: str) -> None:
         reducer = reducer_of(clients, torch.zeros(4), reduction=rule)
         for client, value in zip(clients, values, strict=True):
             reducer.add(client.id, Contribution(sum={"layer/A": value}))
-        found.append(reducer.result().mean["layer/A"])
+        found.append(reducer.compute_result().mean["layer/A"])
     assert torch.equal(*found)
 
 
@@ -180,17 +180,17 @@ def test_a_tensor_that_a_client_leaves_out_counts_as_zero_and_a_stack_is_refused
     for id, value in (("a", 4.0), ("b", 2.0)):
         reducer.add(id, Contribution(sum={"x": torch.tensor([value])}))
     with pytest.raises(ValueError, match="no contribution yet of client 'c'"):
-        reducer.result()
+        reducer.compute_result()
     reducer.add("c", Contribution(sum={"y": torch.ones(1)}))
-    assert reducer.result().mean["x"].tolist() == [2.0]
-    assert reducer.result().mean["y"].tolist() == [0.0]
+    assert reducer.compute_result().mean["x"].tolist() == [2.0]
+    assert reducer.compute_result().mean["y"].tolist() == [0.0]
     for rule in RULES:
         other = reducer_of(clients[:1], reduction=rule)
         with pytest.raises(ValueError, match="not summed"):
             other.add("a", Contribution(stack={"x": torch.ones(1)}))
         other.add("a", None)
         with pytest.raises(ValueError, match="no reply in this round"):
-            other.result()
+            other.compute_result()
     assert type(reducer_of(clients)) is Reducer
 
 

@@ -163,7 +163,7 @@ def test_every_byte_that_is_transmitted_is_counted(built: Prepared, tmp_path: Pa
             assert len(counted) == 4
     elements = sum(value.numel() for value in reduced(federation).mean.values())
     assert {one.payload for one in result.transfers if one.direction == "up"} == {0, 4 * elements}
-    assert f"{elements} masked integers of 32 bits" in (federation.remark() or "")
+    assert f"{elements} masked integers of 32 bits" in (federation.get_remark() or "")
 
 
 def changed(change: Any) -> secure_rounds.Spoil:
@@ -173,7 +173,7 @@ def changed(change: Any) -> secure_rounds.Spoil:
         if not isinstance(asked, Order) or asked.to != "south":
             return back
         answer = decode_reply(back)
-        return replace(answer, body=serialization.encode(change(serialization.decode(answer.body)))).envelope()
+        return replace(answer, body=serialization.encode(change(serialization.decode(answer.body)))).to_envelope()
 
     return spoil
 
@@ -224,7 +224,7 @@ def test_shares_that_do_not_fit_end_the_attempt(built: Prepared, tmp_path: Path)
             return back
         answer = UnmaskReply.model_validate_json(back.header)
         wrong = {id: share[:2] + bytes(32) for id, share in answer.shares.items()}
-        return answer.model_copy(update={"shares": wrong}).envelope()
+        return answer.model_copy(update={"shares": wrong}).to_envelope()
 
     lose = secure_rounds.gone_at("train", "south", attempts=1)
     federation, _ = secure_rounds.secured(built, tmp_path, lose=lose, spoil=spoil)

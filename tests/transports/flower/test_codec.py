@@ -127,7 +127,7 @@ def fuzzed(seeds: list[str], count: int, openers: Sequence[Callable[[Envelope], 
                 made = opened(envelope)
             except ValueError:
                 continue
-            assert made.envelope()
+            assert made.to_envelope()
 
 
 def test_forty_thousand_records_with_mistakes_raise_nothing_but_a_value_error() -> None:
@@ -186,10 +186,10 @@ def seeds() -> list[str]:
     assert decode_reply(Envelope(answer)).parts
     masking = Masking(session=7, peers=("a", "b"))
     masked = replace(decode_order(Envelope(order)), secure=masking)
-    assert decode_order(masked.envelope()) == masked
-    invitation = Invitation(run="r", version="1", config="{}").envelope().header
-    introduction = Introduction(id="a", version="1").envelope().header
-    return [order, answer, invitation, introduction, "[" * 3000, masked.envelope().header]
+    assert decode_order(masked.to_envelope()) == masked
+    invitation = Invitation(run="r", version="1", config="{}").to_envelope().header
+    introduction = Introduction(id="a", version="1").to_envelope().header
+    return [order, answer, invitation, introduction, "[" * 3000, masked.to_envelope().header]
 
 
 def phases() -> list[str]:
@@ -207,8 +207,8 @@ def phases() -> list[str]:
         UnmaskReply(id="a", session=7, shares={"b": bytes(range(34))}),
     ]
     for phase in phases:
-        assert read_header(type(phase), phase.envelope()) == phase
-    return [phase.envelope().header for phase in phases]
+        assert read_header(type(phase), phase.to_envelope()) == phase
+    return [phase.to_envelope().header for phase in phases]
 
 
 def _objects(records: Any) -> tuple[str, dict[str, bytes]]:

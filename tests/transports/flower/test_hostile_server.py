@@ -63,7 +63,7 @@ class Scene(NamedTuple):
 
         invitation = Invitation(run=run, version=__version__, config=json.dumps(values))
         found: dict[str, tuple[int, Introduction]] = {}
-        for node, back in invite(self.grid, invitation.envelope(), 120.0, self.signer):
+        for node, back in invite(self.grid, invitation.to_envelope(), 120.0, self.signer):
             assert isinstance(back, Envelope), back
             introduction = read_header(Introduction, back)
             found[introduction.id] = node, introduction
@@ -104,7 +104,7 @@ class Lying(Transport):
         def changed(id: str) -> Envelope:
             asked = self.lie(id, decode_request(orders[id]))
             self.sent.append(asked)
-            return asked.envelope()
+            return asked.to_envelope()
 
         def replied(id: str, back: Envelope | str) -> bool:
             self.came.append((id, back))
@@ -207,6 +207,6 @@ def test_a_deleted_record_restores_nothing(scene: Scene) -> None:
 
 def refusal(transport: Transport, order: Order) -> str:
     """Why a node refuses an order, signed and with a new serial."""
-    back = exchanged(transport, {order.to: replace(order, serial=serial()).envelope()}, 120.0)[order.to]
+    back = exchanged(transport, {order.to: replace(order, serial=serial()).to_envelope()}, 120.0)[order.to]
     assert isinstance(back, Envelope), back
     return decode_reply(back).failed or ""

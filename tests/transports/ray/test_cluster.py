@@ -99,7 +99,10 @@ def test_central_privacy_and_its_empty_cohorts(tiny_folder: Path, tmp_path: Path
 
 
 def test_language_models_and_images(decoders: Path, images: Path, tmp_path: Path) -> None:
-    for name, settings in (("text", tiny_decoders.settings(decoders)), ("image", tiny_images.settings(images, "vit"))):
+    for name, settings in (
+        ("text", tiny_decoders.settings(decoders)),
+        ("image", tiny_images.settings(images, "vit")),
+    ):
         require_same({**settings, "engine": {"name": "loop"}}, tmp_path / name)
 
 

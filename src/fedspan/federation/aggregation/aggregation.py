@@ -90,11 +90,11 @@ class Tally:
     failures: list[Failure] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
 
-    def sorted_transfers(self) -> tuple[Transfer, ...]:
+    def sort_transfers(self) -> tuple[Transfer, ...]:
         """Return the transfers by client and direction: they happen in no particular order."""
         return tuple(sorted(self.transfers, key=lambda transfer: (transfer.client, transfer.direction)))
 
-    def sorted_failures(self) -> tuple[Failure, ...]:
+    def sort_failures(self) -> tuple[Failure, ...]:
         """Return the failures by attempt and client: they happen in no particular order."""
         return tuple(sorted(self.failures, key=lambda failure: (failure.attempt, failure.client)))
 
@@ -111,7 +111,7 @@ class Aggregation(Protocol):
     lowered: Mapping[str, float]
     """The factors by which weights were lowered, by client."""
 
-    def missing(self) -> tuple[str, ...]:
+    def get_missing(self) -> tuple[str, ...]:
         """Return the clients that receive an order in the next attempt."""
         ...
 
@@ -152,15 +152,15 @@ class Aggregation(Protocol):
         """
         ...
 
-    def counted(self) -> Collection[str]:
+    def get_counted(self) -> Collection[str]:
         """Return the clients whose replies would count if the attempt ended now."""
         ...
 
-    def succeeded(self) -> Collection[str]:
+    def get_succeeded(self) -> Collection[str]:
         """Return the clients that did not cause the failure of a round."""
         ...
 
-    def remark(self) -> str | None:
+    def get_remark(self) -> str | None:
         """Return a remark on the aggregation for the user, or None."""
         ...
 
@@ -183,7 +183,7 @@ class PlaintextAggregation:
 
     def __init__(self, context: RoundContext, tally: Tally) -> None:
         self.context, self.tally = context, tally
-        self.quorum = context.rules.quorum(context.target)
+        self.quorum = context.rules.compute_quorum(context.target)
         self.replies: dict[str, Reply] = {}
         self.clipped: Mapping[str, float] = {}
         self._changes: dict[str, ChangeSize] = {}
@@ -201,8 +201,8 @@ class PlaintextAggregation:
             settings, clients, len(context.clients), context.state.round, self._origin
         )
 
-    def missing(self) -> tuple[str, ...]:
-        """``Aggregation.missing``."""
+    def get_missing(self) -> tuple[str, ...]:
+        """``Aggregation.get_missing``."""
         return tuple(id for id in self.context.ids if id not in self.replies)
 
     def open(self, clients: Mapping[str, Client], attempt: int) -> Mapping[str, Masking | None]:
@@ -224,11 +224,11 @@ class PlaintextAggregation:
         self.replies[client.id] = replace(reply, body=b"")
         size, payload = len(reply.body), serialization.compute_payload_size(message)
         self.tally.transfers.append(Transfer(client.id, "up", size, payload, context.task))
-        return not self._folds and len(self.counted()) >= context.target
+        return not self._folds and len(self.get_counted()) >= context.target
 
     def _measure_change(self, message: Message, client: Client) -> ChangeSize:
         """Validate a reply, if the rules ask for it, and return the size of its change."""
-        method, expected = self.context.method, self._untrained_reply(client)
+        method, expected = self.context.method, self._get_untrained_reply(client)
         if self.context.rules.validate:
             return validate_reply(method, message, client, expected).change
         change = measure_change(message, method.contribute(message, client), expected, method, client)
@@ -236,10 +236,10 @@ class PlaintextAggregation:
             raise ValueError("the norm of its change is not finite, so the change cannot be scaled down")
         return change
 
-    def _untrained_reply(self, client: Client) -> Message:
+    def _get_untrained_reply(self, client: Client) -> Message:
         """Return the reply of the client if its training changed nothing; one for all where ranks do not differ."""
         context = self.context
-        key = client.id if context.method.declared().heterogeneous_ranks else ""
+        key = client.id if context.method.declare_claims().heterogeneous_ranks else ""
         if key not in self._expected:
             self._expected.clear()  # replies come one by one
             new_client = replace(client, last_round=None)
@@ -247,7 +247,7 @@ class PlaintextAggregation:
             self._expected[key] = build_untrained_reply(context.method, order, new_client, context.state.round)
         return self._expected[key]
 
-    def _outliers(self) -> dict[str, str]:
+    def _find_outliers(self) -> dict[str, str]:
         rules, privacy = self.context.rules, self.context.settings.privacy
         if not rules.validate or (privacy is not None and privacy.mechanism == "central"):
             return {}  # under central privacy one client must not decide whether others count; replies are clipped
@@ -260,7 +260,7 @@ class PlaintextAggregation:
             if len(self.replies) < self.quorum:
                 raise TooFew
             return self._reduce({})
-        for id, reason in self._outliers().items():
+        for id, reason in self._find_outliers().items():
             self._drop(id)
             self.tally.failures.append(Failure(id, attempt, reason, context.task))
         if len(changes) < self.quorum:
@@ -286,7 +286,7 @@ class PlaintextAggregation:
             id: limits[id] / change.norm for id, change in self._changes.items() if limits and limits[id] < change.norm
         }
 
-    def _contribution(self, id: str) -> Contribution:
+    def _build_contribution(self, id: str) -> Contribution:
         """Return a buffered reply's contribution, scaled down if its change is too large."""
         context = self.context
         client = replace(context.clients[id].client, last_round=None)
@@ -294,7 +294,7 @@ class PlaintextAggregation:
         contribution = context.method.contribute(message, client)
         if id not in self.clipped:
             return contribution
-        expected = self._untrained_reply(client)
+        expected = self._get_untrained_reply(client)
         return shrink_reply(context.method, message, contribution, expected, client, self.clipped[id])
 
     def _reduce(self, ids: Collection[str]) -> Reduced:
@@ -306,8 +306,8 @@ class PlaintextAggregation:
         try:
             for id in self.context.ids:
                 if id in ids or id not in self.replies:
-                    self._reducer.add(id, self._contribution(id) if id in ids else None)
-            return self._reducer.result()
+                    self._reducer.add(id, self._build_contribution(id) if id in ids else None)
+            return self._reducer.compute_result()
         except ValueError as error:
             reduction = self.context.settings.reduction
             raise FedspanError(
@@ -318,16 +318,16 @@ class PlaintextAggregation:
         del self._changes[id]
         del self.replies[id]
 
-    def counted(self) -> Collection[str]:
-        """``Aggregation.counted``: the outliers among the replies so far do not."""
-        return self.replies.keys() - self._outliers().keys()
+    def get_counted(self) -> Collection[str]:
+        """``Aggregation.get_counted``: the outliers among the replies so far do not."""
+        return self.replies.keys() - self._find_outliers().keys()
 
-    def succeeded(self) -> Collection[str]:
-        """``Aggregation.succeeded``."""
+    def get_succeeded(self) -> Collection[str]:
+        """``Aggregation.get_succeeded``."""
         return self.replies
 
-    def remark(self) -> str | None:
-        """``Aggregation.remark``: the clients whose weights are lowered."""
+    def get_remark(self) -> str | None:
+        """``Aggregation.get_remark``: the clients whose weights are lowered."""
         if not self.lowered:
             return None
         clients, ratio = self.context.clients, self.context.settings.max_weight_ratio
@@ -338,7 +338,7 @@ class PlaintextAggregation:
         who = ", ".join(sorted(self.lowered))
         return f"{who} declared so many examples that the weight is lowered. Limits: {', '.join(limits)}"
 
-    def _origin(self) -> Tensors:
+    def _compute_origin(self) -> Tensors:
         context = self.context
         new_client = replace(context.clients[next(iter(context.clients))].client, last_round=None)
         return compute_origin(

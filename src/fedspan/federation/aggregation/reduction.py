@@ -76,7 +76,7 @@ class Reducer:
         if contribution.stack:
             self._stacks[client.id] = contribution.stack
 
-    def result(self) -> Reduced:
+    def compute_result(self) -> Reduced:
         """Return the reduced round after every client of the cohort was added.
 
         Raises:
@@ -132,7 +132,7 @@ class PrivateReducer(Reducer):
             for name, value in contribution.sum.items():
                 self._total[name] += value
 
-    def result(self) -> Reduced:
+    def compute_result(self) -> Reduced:
         self._require_all()
         expected = self._rate * self._all
         mean = compute_private_mean(self._total, self._origin, self._privacy, self._rate, expected, self._round)

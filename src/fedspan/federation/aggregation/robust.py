@@ -79,7 +79,7 @@ class RobustReducer(Reducer, ABC):
             self._contributions.append(contribution)
             self._shares.append(client.weight if contribution.weight is None else contribution.weight)
 
-    def result(self) -> Reduced:
+    def compute_result(self) -> Reduced:
         self._require_all()
         if not self._contributions:
             raise ValueError("no reply in this round")
@@ -89,7 +89,7 @@ class RobustReducer(Reducer, ABC):
     def _combine(self) -> dict[str, Tensor]:
         """Return the reduction of the contributions."""
 
-    def _names(self) -> dict[str, Tensor]:
+    def _list_tensors(self) -> dict[str, Tensor]:
         """Return the name of every summed tensor with one reply's tensor of that name."""
         return {
             name: value for contribution in reversed(self._contributions) for name, value in contribution.sum.items()
@@ -97,7 +97,7 @@ class RobustReducer(Reducer, ABC):
 
     def _flatten(self) -> Tensor:
         """Return all replies as rows in float64; tensors that a client omits are zero."""
-        names = self._names()
+        names = self._list_tensors()
         rows = [
             torch.cat(
                 [contribution.sum.get(name, torch.zeros_like(like)).double().flatten() for name, like in names.items()]
@@ -108,7 +108,7 @@ class RobustReducer(Reducer, ABC):
 
     def _unflatten(self, flat: Tensor) -> dict[str, Tensor]:
         """Return a flat result by name, in the replies' formats; means of integers are float64."""
-        names = self._names()
+        names = self._list_tensors()
         parts = flat.split([like.numel() for like in names.values()])
         return {
             name: part.view(like.shape).to(like.dtype if like.is_floating_point() else torch.float64)
@@ -130,7 +130,7 @@ class CoordinateReducer(RobustReducer):
         self._rule, self._trim = rule, trim
 
     def _combine(self) -> dict[str, Tensor]:
-        return {name: self._reduce(name, like) for name, like in self._names().items()}
+        return {name: self._reduce(name, like) for name, like in self._list_tensors().items()}
 
     def _reduce(self, name: str, like: Tensor) -> Tensor:
         zeros = torch.zeros_like(like)

@@ -63,11 +63,11 @@ class SecureAggregation:
             expected = f"at least {_FEWEST} clients a round, so that none stands alone in a sum"
             raise FedspanError("federation.secure", len(context.ids), expected)
         self.context, self.tally, self.secure = context, tally, secure
-        self.quorum = max(2, context.rules.quorum(len(context.ids)))
+        self.quorum = max(2, context.rules.compute_quorum(len(context.ids)))
         self.replies: dict[str, Reply] = {}
         self.clipped: Mapping[str, float] = {}  # by the clients themselves, which the server cannot see
         self.lowered: Mapping[str, float] = {}  # clients weigh their own vectors, by no weight but their own
-        self._origin = self._initial_contribution()
+        self._origin = self._build_initial_contribution()
         self._session: SecureSession | None = None
         self._clients: dict[str, Client] = {}
         self._top = 0.0
@@ -78,8 +78,8 @@ class SecureAggregation:
         self._heavy = [id for id, one in members.items() if limited[id] < one.client.weight]
         self._remark: str | None = None
 
-    def missing(self) -> tuple[str, ...]:
-        """``Aggregation.missing``: masks are used once, so every attempt involves the whole cohort."""
+    def get_missing(self) -> tuple[str, ...]:
+        """``Aggregation.get_missing``: masks are used once, so every attempt involves the whole cohort."""
         return self.context.ids
 
     def open(self, clients: Mapping[str, Client], attempt: int) -> Mapping[str, Masking | None]:
@@ -112,8 +112,8 @@ class SecureAggregation:
             config=context.settings.agreed,
             task=context.task,
             round=round,
-            lr=context.training.lr(round, context.settings.rounds),
-            model=self._model(clients),
+            lr=context.training.compute_lr(round, context.settings.rounds),
+            model=self._compute_model_digest(clients),
             clients=len(clients),
             clip=self._clip,
             bits=self.secure.bits,
@@ -121,7 +121,7 @@ class SecureAggregation:
             layout=compute_layout_digest(self._origin),
         )
 
-    def _model(self, clients: Sequence[Client]) -> str:
+    def _compute_model_digest(self, clients: Sequence[Client]) -> str:
         """Return the digest of the message that all clients are sent, whatever they store of earlier rounds.
 
         Raises:
@@ -170,18 +170,18 @@ class SecureAggregation:
                 raise TooFew
         return self._reduce(change, share)
 
-    def counted(self) -> Collection[str]:
-        """``Aggregation.counted``."""
+    def get_counted(self) -> Collection[str]:
+        """``Aggregation.get_counted``."""
         return self.replies
 
-    def succeeded(self) -> Collection[str]:
-        """``Aggregation.succeeded``: the clients without a failure in the last attempt."""
+    def get_succeeded(self) -> Collection[str]:
+        """``Aggregation.get_succeeded``: the clients without a failure in the last attempt."""
         attempts = [failure.attempt for failure in self.tally.failures]
         failed = {failure.client for failure in self.tally.failures if failure.attempt == max(attempts)}
         return [id for id in self.context.ids if id not in failed]
 
-    def remark(self) -> str | None:
-        """``Aggregation.remark``: the cost of masking, and the clients that dominate the sum by what they declare."""
+    def get_remark(self) -> str | None:
+        """``Aggregation.get_remark``: the cost of masking, and the clients with dominating declared weights."""
         if self._remark is None or not self._heavy:
             return self._remark
         return (
@@ -200,7 +200,7 @@ class SecureAggregation:
             self.tally.transfers += session.transfers[transfers:]
             self.tally.failures += session.failures[failures:]
 
-    def _initial_contribution(self) -> Tensors:
+    def _build_initial_contribution(self) -> Tensors:
         """Return the initial values, common to all clients of a round, of the tensors that they contribute.
 
         Raises:

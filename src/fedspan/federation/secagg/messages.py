@@ -105,7 +105,7 @@ class PublicKeys(BinaryPart):
     identity: Annotated[str, Field(max_length=1024)] = ""
     signature: Annotated[bytes, Field(max_length=256)] = b""
 
-    def statement(self, context: str, id: str) -> bytes:
+    def build_statement(self, context: str, id: str) -> bytes:
         """Return what the signature covers: the keys, the client, and the session in which they are used."""
         parts = (context.encode(), id.encode(), self.sealing, self.masking)
         return b"".join(len(part).to_bytes(8, "big") + part for part in (b"fedspan session keys 1", *parts))
@@ -138,7 +138,7 @@ class Agreement(HeaderPart):
     top: Annotated[float, Field(gt=0)]
     layout: _Digest
 
-    def transcript(self, context: str) -> str:
+    def build_transcript(self, context: str) -> str:
         """Return the text that binds secrets to this agreement and the session.
 
         Args:
@@ -156,7 +156,7 @@ class _Order(BinaryPart):
     to: Name
     session: Count
 
-    def envelope(self) -> Envelope:
+    def to_envelope(self) -> Envelope:
         """Encode as an envelope."""
         return Envelope(self.model_dump_json())
 
@@ -214,7 +214,7 @@ class PhaseReply(BinaryPart):
     session: Count
     failed: Reason | None = None
 
-    def envelope(self) -> Envelope:
+    def to_envelope(self) -> Envelope:
         """Encode as an envelope."""
         return Envelope(self.model_dump_json())
 

@@ -154,7 +154,7 @@ class SecureSession:
         neighbours = select_neighbourhoods(sorted(self._keys), self.settings.neighbours)
         self._needed = {id: compute_threshold(len(neighbours[id]), self.settings.threshold) for id in neighbours}
         agreement = agree(self._keys)
-        self._transcript = agreement.transcript(context_of(self.run, self.number))
+        self._transcript = agreement.build_transcript(context_of(self.run, self.number))
         orders = {
             id: self._order(
                 SharesOrder,
@@ -231,7 +231,7 @@ class SecureSession:
         replies, awaited = dict[str, A](), Awaited(orders, absent)
 
         def sent(id: str) -> Envelope:
-            envelope = orders[id].envelope()
+            envelope = orders[id].to_envelope()
             self.transfers.append(Transfer(id, "down", count_envelope_bytes(envelope), 0))
             return envelope
 

@@ -31,7 +31,7 @@ class FrozenBase:
         layers = {id(layer.stored_weight): layer for layer in adapted.layers.values()}
         state = root.state_dict(keep_vars=True)
         self._targets = {name: layers[id(value)] for name, value in state.items() if id(value) in layers}
-        found = checksum_frozen(root, adapted.values())
+        found = checksum_frozen(root, adapted.get_values())
         self._working = {name: found[name] for name in self._targets if name in found}
         self._reference = {name: self._original(name, value) for name, value in found.items()}
 

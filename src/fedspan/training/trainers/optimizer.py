@@ -111,4 +111,4 @@ class JobOptimizer(torch.optim.Optimizer):
 
     def moments(self) -> OptimizerState:
         """Return moments and step counts, copied to the CPU."""
-        return self._local.state()
+        return self._local.copy_state()

@@ -82,7 +82,7 @@ class Link:
     def __init__(self, address: str, authority: Path | None, keys: Keys | None, limit: int) -> None:
         self.address, self.authority, self.keys, self.limit = address, authority, keys, limit
 
-    def signer(self) -> Signer:
+    def create_signer(self) -> Signer:
         """Return the signer of this node: with keys, only orders that the server signed are carried out.
 
         Raises:
@@ -104,7 +104,7 @@ def serve(link: Link, answer: Answer, stop: Event) -> None:
     Raises:
         FedspanError: If the SuperLink refuses this node, or the authority's file has no certificate of an order key.
     """
-    signer, received = link.signer(), _Received()
+    signer, received = link.create_signer(), _Received()
     pause, give_up_at = _RECONNECT[0], time.monotonic() + _REFUSED
     while not stop.is_set():
         try:

@@ -95,11 +95,13 @@ class GridTransport(Transport):
 
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
         """``Transport.exchange``."""
-        for id, reply in self._replies(orders, seconds, wait_for_offline):
+        for id, reply in self._receive_replies(orders, seconds, wait_for_offline):
             if on_reply(id, reply):
                 return
 
-    def _replies(self, orders: Orders, seconds: float, wait_for_offline: bool) -> Iterator[tuple[str, Envelope | str]]:
+    def _receive_replies(
+        self, orders: Orders, seconds: float, wait_for_offline: bool
+    ) -> Iterator[tuple[str, Envelope | str]]:
         unsent, pending = dict.fromkeys(orders), dict[str, _Sent[str]]()
         refused = set[str]()
         started, pause = time.monotonic(), _POLL[0]

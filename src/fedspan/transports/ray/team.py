@@ -164,7 +164,7 @@ class Team:
         # A new actor instead of Ray's restarts: calls to it wait for its start, whereas calls to one that Ray restarts
         # fail until it is back.
         options = {"num_cpus": size.threads, "num_gpus": size.gpus, "scheduling_strategy": "SPREAD"}
-        return ray.remote(Worker).options(**options, max_restarts=0).remote(size.threads)
+        return ray.remote(Worker).get_options(**options, max_restarts=0).remote(size.threads)
 
     def build(self, build: Callable[[Any], Host], kit: object) -> None:
         """Build the hosts of a run, in new processes where an earlier run lost a worker or left it busy.
@@ -242,11 +242,11 @@ class Team:
         self._base, self._number, self._patches = base, self._number + 1, {}
         self._rounds[self._number] = base.round
 
-    def base_for(self, handle: WorkerHandle) -> tuple[BaseVersion, Any]:
+    def get_base(self, handle: WorkerHandle) -> tuple[BaseVersion, Any]:
         """Return the version of the base, and a reference to the change since the worker's version, or None."""
         known, handle.version = handle.version, self._number
         if known not in self._patches:
-            patch = self._base.since(None if known is None else self._rounds[known])
+            patch = self._base.build_patch(None if known is None else self._rounds[known])
             self._patches[known] = None if patch is None else ray.put(serialization.encode(Message(base=patch)))
         return BaseVersion(self._number, known), self._patches[known]
 
@@ -281,7 +281,7 @@ class Team:
 
         dispatch()
         while running or remaining:
-            ref = self._next(running)
+            ref = self._take_next(running)
             if ref in self._recovering:
                 idle += self._finish_restart(ref)
                 dispatch()
@@ -304,7 +304,7 @@ class Team:
             dispatch()  # before the result is processed, for which workers need not wait
             on_result(piece.content, result)
 
-    def _next(self, running: Mapping[Any, object]) -> Any:
+    def _take_next(self, running: Mapping[Any, object]) -> Any:
         """Return the reference of the next result, or of a worker that was restarted."""
         waiting, ready = [*running, *self._recovering], list[Any]()
         if waiting:

@@ -97,7 +97,7 @@ class ClusterTransport(InProcess):
 
         def send(handle: WorkerHandle, stack: list[str]) -> Any:
             bodies, stacked = self._pack(orders, stack)
-            return handle.actor.carry_out.remote(*self.team.base_for(handle), bodies, stacked, plan)
+            return handle.actor.carry_out.remote(*self.team.get_base(handle), bodies, stacked, plan)
 
         def on_result(stack: list[str], outcomes: Sequence[Outcome]) -> None:
             for outcome in outcomes:
@@ -121,7 +121,7 @@ class ClusterTransport(InProcess):
 
         def send(handle: WorkerHandle, stack: Sequence[str]) -> Any:
             bodies, stacked = self._pack(orders, stack)
-            return handle.actor.choose_plan.remote(*self.team.base_for(handle), bodies, stacked, share)
+            return handle.actor.choose_plan.remote(*self.team.get_base(handle), bodies, stacked, share)
 
         def on_result(stack: Sequence[str], plan: StackingPlan) -> None:
             plans.append(plan)

@@ -166,7 +166,7 @@ class Worker:
             replies = [host.answer(order) for order in orders]
         states = self._store.departing
         return [
-            Outcome(reply.id, reply.envelope(), states.pop(reply.id, None), _load_session(host, reply.id))
+            Outcome(reply.id, reply.to_envelope(), states.pop(reply.id, None), _load_session(host, reply.id))
             for reply in replies
         ]
 

@@ -125,7 +125,7 @@ class MessageStore:
         Returns:
             The order, and the answer with those of its objects that fit; None: there is no order.
         """
-        with self._transaction():
+        with self._begin():
             while messages := self._state.get_message_ins(node_id=node, limit=1):
                 id, run = messages[0].metadata.message_id, messages[0].metadata.run_id
                 if self._has_ended(run):
@@ -139,7 +139,9 @@ class MessageStore:
                     messages_list=[message_to_proto(messages[0])], message_object_trees=[tree]
                 ).SerializeToString()
                 expires_at = messages[0].metadata.created_at + messages[0].metadata.ttl
-                return SentOrder(id, head, tree, expires_at, run), pack([head, *self._contents(tree, INLINE_BYTES)])
+                return SentOrder(id, head, tree, expires_at, run), pack(
+                    [head, *self._read_contents(tree, INLINE_BYTES)]
+                )
         return None
 
     def return_orders(self, node: int, received: str) -> None:
@@ -150,7 +152,7 @@ class MessageStore:
             received: Id of the last order that the node received as a whole, whose objects are deleted if it was sent
                 to this node; empty: none.
         """
-        with self._transaction() as session:
+        with self._begin() as session:
             connection = session.connection()
             for id in connection.exec_driver_sql(_SENT, (uint64_to_int64(node),)).scalars().all():
                 if id == received:
@@ -160,10 +162,10 @@ class MessageStore:
 
     def repeat_order(self, order: SentOrder) -> bytes | None:
         """Return the answer with an order that was sent before; None: it or its run has ended, or it was confirmed."""
-        with self._transaction():
+        with self._begin():
             if now().timestamp() > order.expires_at or self._has_ended(order.run) or order.id not in self._objects:
                 return None
-            return pack([order.head, *self._contents(order.tree, INLINE_BYTES)])
+            return pack([order.head, *self._read_contents(order.tree, INLINE_BYTES)])
 
     def delete(self, id: str) -> None:
         """Delete a message's objects."""
@@ -186,7 +188,7 @@ class MessageStore:
             raise ValueError(f"no message of Flower's ({type(error).__name__})") from error
         run, reply_to = message.metadata.run_id, message.metadata.reply_to_message_id
         self._require_running(run)
-        with self._transaction():
+        with self._begin():
             session = self._state.start_session(run)
             tree = request.message_object_trees[0]
             stored, missing = self._state.store_message_and_object_tree(message, tree, session)
@@ -215,7 +217,7 @@ class MessageStore:
             ValueError: If an order or an object is not valid.
         """
         request = _parse(PushAppMessagesRequest, head)
-        with self._transaction():
+        with self._begin():
             answer = self._runtime.push_messages(request, self._state, task)
             missing = self._store_objects(task.run_id, answer.session_id, answer.objects_to_push, contents)
             del answer.objects_to_push[:]
@@ -232,12 +234,12 @@ class MessageStore:
         Returns:
             The replies, and the answer with the objects of those that are complete and fit.
         """
-        with self._transaction():
+        with self._begin():
             request = PullAppMessagesRequest(message_ids=list(ids))
             answer = self._runtime.pull_messages(request, self._state, task)
             parts, trees, left = [answer.SerializeToString()], list[ObjectTree](), BATCH_BYTES
             for tree in answer.message_object_trees:
-                contents = self._contents(tree, min(left, INLINE_BYTES))
+                contents = self._read_contents(tree, min(left, INLINE_BYTES))
                 if len(contents) == len(list_tree_ids(tree)):
                     parts += contents
                     left -= sum(map(len, contents))
@@ -247,14 +249,14 @@ class MessageStore:
 
     def repeat_replies(self, sent: SentReplies) -> bytes:
         """Return the answer with replies that were sent before."""
-        with self._transaction():
+        with self._begin():
             return pack(
-                [sent.head, *(content for tree in sent.trees for content in self._contents(tree, INLINE_BYTES))]
+                [sent.head, *(content for tree in sent.trees for content in self._read_contents(tree, INLINE_BYTES))]
             )
 
     def delete_replies(self, sent: SentReplies) -> None:
         """Delete the objects that came along with replies."""
-        with self._transaction():
+        with self._begin():
             for tree in sent.trees:
                 self._objects.delete(tree.object_id)
 
@@ -268,14 +270,14 @@ class MessageStore:
         Raises:
             ValueError: If an order is another run's.
         """
-        with self._transaction():
+        with self._begin():
             answer = self._runtime.pull_messages(PullAppMessagesRequest(message_ids=ids), self._state, task)
             self._state.delete_messages(message_ins_ids=set(ids))
             for id in (*ids, *(tree.object_id for tree in answer.message_object_trees)):
                 self._objects.delete(id)
 
     @contextmanager
-    def _transaction(self) -> Generator[Any]:
+    def _begin(self) -> Generator[Any]:
         """Begin a transaction for writing, and yield SQLAlchemy's session.
 
         Python's driver for SQLite begins none by itself before a statement that starts with WITH, with which Flower
@@ -309,7 +311,7 @@ class MessageStore:
         if reason is not None:
             raise RunNotRunningException
 
-    def _contents(self, tree: ObjectTree, most: int) -> list[bytes]:
+    def _read_contents(self, tree: ObjectTree, most: int) -> list[bytes]:
         """Return the contents of a tree's objects that have arrived, up to a size."""
         contents = list[bytes]()
         for id in list_tree_ids(tree):
