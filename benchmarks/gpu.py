@@ -159,7 +159,7 @@ class Bench:
     works: Mapping[str, Assignment]
 
     @classmethod
-    def of(cls, shape: Shape, adapted: AdaptedModel, clients: int, batch: int) -> Bench:
+    def prepare(cls, shape: Shape, adapted: AdaptedModel, clients: int, batch: int) -> Bench:
         """Prepare the clients' jobs of FedIT."""
         task, examples = examples_of(shape, clients * batch * STEPS)
         config = parse_config(
@@ -264,7 +264,7 @@ def distance_from_cpu(shape: Shape, device: torch.device) -> float:
     """Relative distance between one client's trained tensors on the device and on the CPU, float32, two blocks."""
     results = []
     for place in (torch.device("cpu"), device):
-        bench = Bench.of(shape, adapt(shape, build(shape, torch.float32, place, depth=2)), 1, 2)
+        bench = Bench.prepare(shape, adapt(shape, build(shape, torch.float32, place, depth=2)), 1, 2)
         results.append(bench.train()["c00"].tensors)
     gaps = [(results[1][name] - value).norm() / value.norm().clamp(min=1e-3) for name, value in results[0].items()]
     return float(max(gaps))
@@ -303,7 +303,7 @@ def rows_of(shape: Shape, args: argparse.Namespace, device: torch.device, until:
             if time.monotonic() >= until:
                 break
             try:
-                bench = Bench.of(shape, adapted, clients, batch)
+                bench = Bench.prepare(shape, adapted, clients, batch)
                 rates[clients] = bench.tokens / seconds(bench.train, device)
                 memory[clients] = peak_memory(bench.train, device)
             except FedspanError as error:

@@ -100,7 +100,7 @@ def attacked(run: Prepared) -> dict[str, float]:
         "advantage": 100 * float((true - false).max()),
         "accuracy": 100 * accuracy,
         "fitted": 100 * fitted,
-        "epsilon": spend.worst(),
+        "epsilon": spend.compute_worst(),
     }
 
 

@@ -31,5 +31,5 @@ def test_cut_slots_copies_the_first_slots() -> None:
     assert cut["one/A"].tolist() == [[0, 1], [2, 3]]
     assert cut["one/B"].tolist() == [[0, 1], [3, 4], [6, 7], [9, 10]]
     assert all(
-        value.is_contiguous() and value.untyped_storage().count_bytes() == 4 * value.numel() for value in cut.values()
+        value.is_contiguous() and value.untyped_storage().nbytes() == 4 * value.numel() for value in cut.values()
     )

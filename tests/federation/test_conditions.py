@@ -73,7 +73,7 @@ def test_speeds_have_their_median_and_spread(distribution: Any) -> None:
         assert float(seconds.log().std()) == pytest.approx(math.log(3), rel=0.1)
     else:
         assert 100 / (50 * 3) <= float(seconds.min()) < float(seconds.max()) <= 3 * 100 / 50
-    assert Conditions(0).seconds("c7", 200) == 0.0
+    assert Conditions(0).compute_seconds("c7", 200) == 0.0
 
 
 @pytest.mark.parametrize(

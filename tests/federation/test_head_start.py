@@ -198,7 +198,7 @@ def honest(kind: Any = "lda") -> tuple[Message, Client]:
     features, labels = torch.randn(30, 16, generator=rng), torch.randint(0, 4, (30,), generator=rng)
     answers = labels if kind != "least-squares" else features.sum(1)
     outputs = 4 if kind != "least-squares" else 1
-    tensors = summarize(features, answers, outputs, kind).tensors()
+    tensors = summarize(features, answers, outputs, kind).to_tensors()
     return Message({name: value.float() for name, value in tensors.items()}), Client("a", 2, 2.0, 30, 30.0)
 
 

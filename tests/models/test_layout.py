@@ -52,7 +52,7 @@ def test_a_move_s_gradient_is_its_transpose(kept: list[bool], empty: int) -> Non
     for place, row in enumerate(source.tolist()):
         if row >= 0:
             matrix[place, row] = 1
-    move = Move.of(source, rows, CPU)
+    move = Move.from_sources(source, rows, CPU)
     x = torch.randn(rows, 2, dtype=torch.float64, requires_grad=True)
     made = move(x)
     assert torch.equal(made, matrix @ x)

@@ -90,7 +90,7 @@ def test_a_state_carried_over_continues_bit_for_bit(spec: OptimizerSpec, cut: in
     _run(LocalOptimizer(spec, GROUPS, whole), whole, range(STEPS))
     first = LocalOptimizer(spec, GROUPS, split)
     _run(first, split, range(cut))
-    state = first.state()
+    state = first.copy_state()
     copies = {kind: {name: value.clone() for name, value in values.items()} for kind, values in state.moments.items()}
     _run(LocalOptimizer(spec, GROUPS, split, state), split, range(cut, STEPS))
     for name in SHAPES:
@@ -163,10 +163,10 @@ def test_moments_of_what_does_not_train_wait_untouched() -> None:
     live = _start()
     first = LocalOptimizer(ADAMW, (Group(("l/A",)),), live)
     _run(first, live, range(3))
-    before, A = first.state(), live["l/A"].clone()
+    before, A = first.copy_state(), live["l/A"].clone()
     second = LocalOptimizer(ADAMW, (Group(("l/B",)),), live, before)
     _run(second, live, range(3, 8))
-    after = second.state()
+    after = second.copy_state()
     assert after.steps == {"l/A": 3, "l/B": 5}
     assert torch.equal(live["l/A"], A)
     for kind in ("exp_avg", "exp_avg_sq"):

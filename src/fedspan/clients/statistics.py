@@ -89,7 +89,7 @@ def compute_client_statistics(
         features = engine.features(job, examples, part, _BATCH)
         if bound:
             features = features / features.norm(dim=1, keepdim=True).clamp(min=bound)
-        summary = summarize(features, targets[start : start + _CHUNK], layer.outputs, kind).tensors()
+        summary = summarize(features, targets[start : start + _CHUNK], layer.outputs, kind).to_tensors()
         for name, value in summary.items():
             total[name] += value * (len(part) / len(indices))
     return {name: value.float() for name, value in total.items()}

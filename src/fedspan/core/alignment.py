@@ -84,7 +84,7 @@ class View:
     right: Tensor | None = None
 
     @staticmethod
-    def of(matrix: Tensor | LowRank) -> View:
+    def from_matrix(matrix: Tensor | LowRank) -> View:
         """Create a view in float64 from a matrix, or from any pair of factors (whose right one is orthonormalised)."""
         if isinstance(matrix, Tensor):
             return View(matrix.double())
@@ -164,7 +164,7 @@ def compute_ajive(
         samples: Number of draws for each bound.
         rng: Generator of those draws.
     """
-    views = tuple(View.of(matrix) for matrix in matrices)
+    views = tuple(View.from_matrix(matrix) for matrix in matrices)
     means = tuple(view.compute_mean() if center else torch.zeros_like(view.compute_mean()) for view in views)
     ranks = [view_rank] * len(views) if view_rank is None or isinstance(view_rank, int) else list(view_rank)
     spaces = [_build_space(view.left - mean, rank) for view, mean, rank in zip(views, means, ranks, strict=True)]

@@ -86,7 +86,7 @@ class HeadStatistics:
     targets: Tensor | None = None
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> HeadStatistics:
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> HeadStatistics:
         """Build statistics from named tensors, where the products are the upper triangle."""
         doubles = {name: value.double() for name, value in tensors.items()}
         triangle = doubles.get("products")

@@ -48,7 +48,7 @@ class Shares:
     bounds: np.ndarray
 
     @classmethod
-    def of(cls, ids: Sequence[str], owners: np.ndarray) -> Shares:
+    def from_owners(cls, ids: Sequence[str], owners: np.ndarray) -> Shares:
         """Build the shares in which row k belongs to client number ``holders[k]``."""
         # Stable, so that a client's rows stay in ascending order.
         rows = np.argsort(owners, kind="stable").astype(np.int64)
@@ -87,7 +87,7 @@ def assign(
         group_shares = _assign_rows(dataset.select(firsts), config, seed, field, sizes)
         owners = np.empty(len(firsts), np.int64)
         owners[group_shares.rows] = np.repeat(np.arange(len(group_shares.ids)), np.diff(group_shares.bounds))
-        shares = Shares.of(group_shares.ids, owners[numbers])
+        shares = Shares.from_owners(group_shares.ids, owners[numbers])
     sizes = np.diff(shares.bounds)
     undersized = np.flatnonzero(sizes < config.min_examples)
     if len(undersized):
@@ -135,7 +135,7 @@ def _assign_at_random(dataset: datasets.Dataset, config: PartitionConfig, seed: 
         raise _make_too_few_error(ids[0], 0, config, field)
     owners = np.empty(len(dataset), np.int64)
     owners[_shuffle_rows(len(dataset), seed)] = np.repeat(np.arange(config.clients), sizes)
-    return Shares.of(ids, owners)
+    return Shares.from_owners(ids, owners)
 
 
 def _compute_unequal_sizes(count: int, config: PartitionConfig) -> np.ndarray:
@@ -183,7 +183,7 @@ def _assign_dirichlet(
             owners[order[rows]] = np.repeat(np.arange(config.clients), counts)
             sizes += counts if weights is None else _sum_weights(weights[order[rows]], counts)
         if sizes.min() >= config.min_examples:
-            return Shares.of(make_client_ids(config.clients), owners)
+            return Shares.from_owners(make_client_ids(config.clients), owners)
     expected = (
         f"a larger alpha, fewer clients or a smaller {field}.min_examples: no draw gave each of "
         f"{config.clients} clients {config.min_examples} of the {len(classes)} examples"
@@ -241,7 +241,7 @@ def _assign_natural(dataset: datasets.Dataset, config: PartitionConfig, field: s
     values = [name for name in names if name is not None]
     ids = sort_names(values)
     number = {id: index for index, id in enumerate(ids)}
-    return Shares.of(ids, np.fromiter((number[value] for value in values), np.int64, len(values)))
+    return Shares.from_owners(ids, np.fromiter((number[value] for value in values), np.int64, len(values)))
 
 
 def _run_partitioner(partitioner: Partitioner, ids: Sequence[str], rows: datasets.Dataset) -> Shares:
@@ -252,7 +252,7 @@ def _run_partitioner(partitioner: Partitioner, ids: Sequence[str], rows: dataset
     owners = np.empty(len(rows), np.int64)
     for number, part in enumerate(parts):
         owners[part] = number
-    return Shares.of(ids, owners)
+    return Shares.from_owners(ids, owners)
 
 
 def _shuffle_rows(count: int, seed: int) -> np.ndarray:

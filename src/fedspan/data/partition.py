@@ -85,7 +85,7 @@ class ClientParts(Sequence[ClientPart]):
             array.setflags(write=False)
 
     @classmethod
-    def of(cls, clients: Sequence[ClientPart]) -> ClientParts:
+    def from_clients(cls, clients: Sequence[ClientPart]) -> ClientParts:
         """Return the same parts as flat arrays."""
         if isinstance(clients, ClientParts):
             return clients
@@ -135,7 +135,7 @@ class Partition:
     @cached_property
     def parts(self) -> ClientParts:
         """The clients' parts as flat arrays."""
-        return ClientParts.of(self.clients)
+        return ClientParts.from_clients(self.clients)
 
     @cached_property
     def fingerprint(self) -> str:

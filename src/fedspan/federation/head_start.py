@@ -8,7 +8,7 @@ starts from; where that is the pretrained one, orders carry no tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from fedspan.core.base import to_dense
 from fedspan.core.heads import HeadKind, HeadStatistics, compute_statistics_shapes, solve_head
 from fedspan.core.lowrank import LowRank
-from fedspan.core.method import Claims, Memory, Method, Traffic
+from fedspan.core.method import Claims, Memory, Method
 from fedspan.core.parametrization import compute_dense_change
 from fedspan.core.tensors import group_by_layer, join_extra_name
 from fedspan.core.values import (
@@ -25,7 +25,6 @@ from fedspan.core.values import (
     Contribution,
     Group,
     Job,
-    LayerSpec,
     Message,
     Reduced,
     ServerState,
@@ -115,9 +114,6 @@ class StatisticsExchange(Method):
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state
 
-    def count_traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        return Traffic(0, 0)
-
 
 class _ByExamples(Mapping[str, ClientData]):
     """The clients, weighted by their numbers of examples whatever the run's weights are."""
@@ -185,7 +181,7 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
                 federation.record(replace(event, purpose="statistics"))
     aggregation = round.aggregation  # examples count as far as the weights do
     examples = sum(clients[id].client.examples * aggregation.lowered.get(id, 1) for id in aggregation.replies)
-    statistics = HeadStatistics.of(reduced.mean).rescale(head.bound)
+    statistics = HeadStatistics.from_tensors(reduced.mean).rescale(head.bound)
     if not float(statistics.shares.sum()) > 0:
         raise TooFewReplies("model.head_init", head.kind, "random", problem="no client sent statistics of any class")
     counted = max(1, int(examples * float(statistics.shares.sum()) + 0.5))
@@ -238,7 +234,7 @@ def check_statistics(message: Message, client: Client, head: HeadStart) -> None:
             raise ValueError(f"{name} holds numbers that are not finite")
     if {name: tuple(value.shape) for name, value in message.tensors.items()} != head.shapes:
         raise ValueError("its tensors are not those of the statistics")
-    statistics = HeadStatistics.of(message.tensors)
+    statistics = HeadStatistics.from_tensors(message.tensors)
     counts = statistics.shares * client.examples
     if bool((counts < -_SLACK).any()) or float(statistics.shares.sum()) > 1 + _SLACK:
         raise ValueError("its counts of classes are negative, or more than its examples")

@@ -103,7 +103,7 @@ class ClientFacts(HeaderPart):
     last_round: Count | None
 
     @classmethod
-    def of(cls, client: Client) -> ClientFacts:
+    def from_client(cls, client: Client) -> ClientFacts:
         """Create the facts of a client."""
         return cls(**{name: getattr(client, name) for name in cls.model_fields})
 
@@ -201,7 +201,7 @@ class Order:
     def to_envelope(self) -> Envelope:
         """Encode as an envelope."""
         facts = {name: getattr(self, name) for name in _OrderHeader.model_fields if name not in ("format", "client")}
-        header = _OrderHeader(**facts, client=None if self.client is None else ClientFacts.of(self.client))
+        header = _OrderHeader(**facts, client=None if self.client is None else ClientFacts.from_client(self.client))
         return Envelope(header.model_dump_json(), self.body)
 
 

@@ -123,7 +123,7 @@ class Move:
     lost: Tensor
 
     @classmethod
-    def of(cls, source: np.ndarray, rows: int, device: torch.device) -> Move:
+    def from_sources(cls, source: np.ndarray, rows: int, device: torch.device) -> Move:
         """Build the move from the source row of each place (M,), -1 at empty places; no row has two places."""
         filled = np.flatnonzero(source >= 0)
         target = np.full(rows, -1, dtype=np.int64)
@@ -193,7 +193,7 @@ class TokenLayout:
         example = np.repeat(np.arange(len(self.lengths)), self.lengths)
         source = np.full(self.places, -1, dtype=np.int64)
         source[: self.used] = example * self.tokens + np.arange(self.used) - self._starts[example]
-        return Move.of(source, len(self.lengths) * self.tokens, self.device)
+        return Move.from_sources(source, len(self.lengths) * self.tokens, self.device)
 
     def pack(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) -> (1, P, D)."""
@@ -223,7 +223,7 @@ class TokenLayout:
         for client, count in enumerate(counts.tolist()):
             source[client, :count] = np.arange(at, at + count)
             at += count
-        return Move.of(source.ravel(), self.places, self.device)
+        return Move.from_sources(source.ravel(), self.places, self.device)
 
     def is_flat(self, x: Tensor) -> bool:
         """Check whether a tensor is in one row: (1, P, D), or (P, D) in some models."""
@@ -261,14 +261,14 @@ class TokenLayout:
         if heads not in self._moves:
             bins, own = (place[:, None, :] for place in self._bin_places), np.arange(heads)[:, None]
             parts = [np.where(place < 0, -1, place * heads + own).ravel() for place in bins]
-            self._moves[heads] = Move.of(np.concatenate(parts), self.places * heads, self.device)
+            self._moves[heads] = Move.from_sources(np.concatenate(parts), self.places * heads, self.device)
         return self._moves[heads]
 
     @cached_property
     def _from_bins(self) -> Move:
         """Move from the places of all bins to those of the row."""
         places = np.concatenate([place.ravel() for place in self._bin_places])
-        return Move.of(places, self.places, self.device).reverse
+        return Move.from_sources(places, self.places, self.device).reverse
 
     def attend(
         self,

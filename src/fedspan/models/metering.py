@@ -79,8 +79,8 @@ class Meter(TorchDispatchMode):
         return result
 
     def _count(self, address: int, storage: torch.UntypedStorage) -> None:
-        self._sizes[address] = storage.count_bytes()
-        self._now += storage.count_bytes()
+        self._sizes[address] = storage.nbytes()
+        self._now += storage.nbytes()
         self.peak = max(self.peak, self._now)
         weakref.finalize(storage, self._release, address)
 

@@ -140,7 +140,7 @@ class PlannedPasses:
                 hidden = torch.empty(rows, length, prefix.features, device="meta", dtype=prefix.dtype)
                 contexts.enter_context(prefix.frozen.feed(hidden))
             cost = meter_pass(lambda: self._compute_loss(inputs))
-        gradients = sum(value.grad.untyped_storage().count_bytes() for value in trained if value.grad is not None)
+        gradients = sum(value.grad.untyped_storage().nbytes() for value in trained if value.grad is not None)
         self._install(Trains({}, False))
         return replace(cost, peak=max(0, cost.peak - gradients))
 

@@ -225,7 +225,7 @@ def plan_run(
     ids = make_client_ids(count)
     by_client = compute_client_ranks(config, method, ids)
     ranks = [by_client[id] for id in ids]
-    counts = {rank: RankCounts.of(method, rank) for rank in sorted(set(ranks))}
+    counts = {rank: RankCounts.count(method, rank) for rank in sorted(set(ranks))}
     rounds = plan_traffic(config, planned.adapted, method, ranks)
     first, later = rounds[0], rounds[1:]
     messages = sum(traffic.clients for traffic in later) or 1

@@ -83,7 +83,7 @@ class RankCounts:
     stored: int
 
     @classmethod
-    def of(cls, method: RegisteredMethod, rank: int) -> Self:
+    def count(cls, method: RegisteredMethod, rank: int) -> Self:
         """Count a method's target layers; layers of one shape are counted once."""
         counts = [
             (kind, count_layer(method, kind, rank), number) for kind, number in count_layer_shapes(method.spec).items()

@@ -141,5 +141,8 @@ def begin_locally(federation: Federation, head: HeadStart | None) -> Progress:
             if not len(data.train):
                 continue
             statistics = compute_client_statistics(engine, None, federation.examples, data.train, head.kind, 0.0, 1)
-            memories[id] = {**loaded, **compute_head_tensors(head, HeadStatistics.of(statistics), len(data.train))}
+            memories[id] = {
+                **loaded,
+                **compute_head_tensors(head, HeadStatistics.from_tensors(statistics), len(data.train)),
+            }
     return replace(progress, memories=memories, last_rounds=dict.fromkeys(memories, 0))

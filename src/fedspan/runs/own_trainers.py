@@ -303,4 +303,4 @@ def _partition(trainers: Mapping[str, LocalTrainer]) -> Partition:
         stop = middle + trainers[id].validation_examples
         clients.append(ClientPart(id, np.arange(start, middle), np.arange(middle, stop), nothing))
         start = stop
-    return Partition(ClientParts.of(clients), start)
+    return Partition(ClientParts.from_clients(clients), start)

@@ -163,7 +163,7 @@ class ClientSlot:
         if self.gradient is not None:
             gradient = self.layout.split_views((self.gradient / max(1, self.steps)).cpu())
         return Trained(
-            tensors=_copy({**self.tensors(), **self.layout.split_views(self.values.cpu())}),  # a row is one copy
+            tensors=_copy({**self.get_tensors(), **self.layout.split_views(self.values.cpu())}),  # a row is one copy
             optimizer_state=OptimizerState({kind: _copy(values) for kind, values in moments.items()}, counts),
             steps=self.steps,
             lr_sum=assignment.lr * self.steps,

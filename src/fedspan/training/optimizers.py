@@ -186,7 +186,7 @@ class Layout:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, job: Job, spec: OptimizerSpec) -> Layout | None:
+    def build(cls, job: Job, spec: OptimizerSpec) -> Layout | None:
         """Build a job's layout; None if its trainable tensors differ in number format, or if there are none."""
         names = job.trainable_names
         dtypes = {job.tensors[name].dtype for name in names}

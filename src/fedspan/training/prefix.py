@@ -337,7 +337,7 @@ class PrefixCaches:
         cache = self.cache(examples)
         if cache is None or self.settings is None:
             return
-        missing = sum(map(cache.missing, parts))
+        missing = sum(map(cache.count_missing, parts))
         if missing:
             with self.stages.stage("hidden states", missing):
                 for indices in parts:

@@ -129,7 +129,7 @@ class Worker:
     def open_slot(self, assignment: Assignment, examples: Examples) -> ClientSlot | None:
         """Open a client slot for a job; None if the job must train alone."""
         spec = build_optimizer_spec(assignment, self.settings)
-        layout = Layout.of(assignment.job, spec)
+        layout = Layout.build(assignment.job, spec)
         reasons = {
             "its trainable tensors have several number formats": layout is None,
             "its weight decay shrinks the base, by each client's own steps": assignment.job.decay_base

@@ -129,7 +129,7 @@ def test_connections_without_a_tls_handshake_are_few_and_closed_soon(tmp_path: P
     async def run() -> None:
         bound = socket.create_server(("127.0.0.1", 0))
         port = bound.getsockname()[1]
-        server = await asyncio.get_running_loop().create_server(Protocol, sock=Socket.of(bound), ssl=context)
+        server = await asyncio.get_running_loop().create_server(Protocol, sock=Socket.take_over(bound), ssl=context)
         async with server:
             silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
             await asyncio.sleep(0.1)

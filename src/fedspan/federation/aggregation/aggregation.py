@@ -198,7 +198,7 @@ class PlaintextAggregation:
         }
         clients = [replace(data.client, last_round=None, weight=weights[id]) for id, data in selected.items()]
         self._reducer: Reducer = create_reducer(
-            settings, clients, len(context.clients), context.state.round, self._origin
+            settings, clients, len(context.clients), context.state.round, self._compute_origin
         )
 
     def get_missing(self) -> tuple[str, ...]:

@@ -191,7 +191,7 @@ class BoundedSocket(socket.socket):
     bounds = CONNECTIONS
 
     @classmethod
-    def of(cls, bound: socket.socket) -> Self:
+    def take_over(cls, bound: socket.socket) -> Self:
         """Take over a socket that is bound to its address."""
         return cls(bound.family, bound.type, bound.proto, fileno=bound.detach())
 

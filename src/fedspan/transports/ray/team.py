@@ -164,7 +164,7 @@ class Team:
         # A new actor instead of Ray's restarts: calls to it wait for its start, whereas calls to one that Ray restarts
         # fail until it is back.
         options = {"num_cpus": size.threads, "num_gpus": size.gpus, "scheduling_strategy": "SPREAD"}
-        return ray.remote(Worker).get_options(**options, max_restarts=0).remote(size.threads)
+        return ray.remote(Worker).options(**options, max_restarts=0).remote(size.threads)
 
     def build(self, build: Callable[[Any], Host], kit: object) -> None:
         """Build the hosts of a run, in new processes where an earlier run lost a worker or left it busy.
