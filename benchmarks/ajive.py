@@ -30,7 +30,7 @@ from fedspan.core.alignment import Ajive, compute_ajive
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "claims"))
 
-from planted_views import planted, shortest
+from planted_views import draw_views, time_shortest
 
 TOLERANCE, FASTER = 1e-6, 50.0
 
@@ -52,7 +52,7 @@ np.savez(sys.argv[2], seconds=seconds, **{f"joint{k}": one for k, one in enumera
 """
 
 
-def parts(found: Ajive) -> list[tuple[Tensor, Tensor]]:
+def compute_parts(found: Ajive) -> list[tuple[Tensor, Tensor]]:
     """(J_i, I_i) as dense matrices."""
     return [
         (view.lift(found.compute_joint(number)), view.lift(found.compute_individual(number)))
@@ -60,7 +60,7 @@ def parts(found: Ajive) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def difference(left: Sequence[tuple[Tensor, Tensor]], right: Sequence[tuple[Tensor, Tensor]]) -> float:
+def compute_difference(left: Sequence[tuple[Tensor, Tensor]], right: Sequence[tuple[Tensor, Tensor]]) -> float:
     """The largest relative difference (Frobenius) over views of J_i and I_i; none of them may be zero."""
     worst = 0.0
     for ours, theirs in zip(left, right, strict=True):
@@ -70,7 +70,7 @@ def difference(left: Sequence[tuple[Tensor, Tensor]], right: Sequence[tuple[Tens
     return worst
 
 
-def by_mvlearn(
+def run_mvlearn(
     python: str, dense: Sequence[Tensor], rank: int, joint: int
 ) -> tuple[float, list[tuple[Tensor, Tensor]]]:
     """Seconds, and J_i and I_i, of mvlearn under another interpreter."""
@@ -96,24 +96,24 @@ def main() -> None:
     args = parser.parse_args()
     joint = args.rank // 2
     for shared in (True, False):
-        pairs = planted(args.size, args.rank, args.views, shared)
+        pairs = draw_views(args.size, args.rank, args.views, shared)
         dense = [pair.to_dense() for pair in pairs]
         # With one projector the small factors are the views, in other coordinates.
         given = [pair.B for pair in pairs] if shared else pairs
-        quick, found = shortest(lambda given=given: compute_ajive(given, joint, args.rank, identifiable=True), 5)
-        slow, whole = shortest(lambda dense=dense: compute_ajive(dense, joint, args.rank, identifiable=True), 1)
-        small = parts(found)
+        quick, found = time_shortest(lambda given=given: compute_ajive(given, joint, args.rank, identifiable=True), 5)
+        slow, whole = time_shortest(lambda dense=dense: compute_ajive(dense, joint, args.rank, identifiable=True), 1)
+        small = compute_parts(found)
         if shared:
             small = [(left @ pair.A, right @ pair.A) for (left, right), pair in zip(small, pairs, strict=True)]
-        apart = difference(small, parts(whole))
+        apart = compute_difference(small, compute_parts(whole))
         print(f"{args.views} views of {args.size} x {args.size}, rank {args.rank}, joint rank {joint}, ", end="")
         print("one projector for all" if shared else "a projector each")
         print(f"  factored {quick * 1e3:.2f} ms, dense {slow * 1e3:.0f} ms: {slow / quick:.0f} x; apart by {apart:.1e}")
         assert apart < TOLERANCE, f"the factored form differs by {apart}"
         assert slow / quick >= FASTER, f"only {slow / quick:.0f} times as fast"
         if args.mvlearn:
-            seconds, theirs = by_mvlearn(args.mvlearn, dense, args.rank, joint)
-            apart = difference(small, theirs)
+            seconds, theirs = run_mvlearn(args.mvlearn, dense, args.rank, joint)
+            apart = compute_difference(small, theirs)
             print(f"  mvlearn {seconds * 1e3:.0f} ms: {seconds / quick:.0f} x; apart by {apart:.1e}")
             assert apart < TOLERANCE, f"mvlearn differs by {apart}"
 

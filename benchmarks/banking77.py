@@ -38,7 +38,7 @@ class Trial:
         return f"{self.method}-lr{self.lr:g}-seed{self.seed}-rounds{self.rounds}"
 
 
-def config_of(trial: Trial, args: argparse.Namespace) -> dict[str, Any]:
+def build_config(trial: Trial, args: argparse.Namespace) -> dict[str, Any]:
     """The trial's config, as a user would write it."""
     return {
         "seed": trial.seed,
@@ -72,7 +72,7 @@ def run_trial(work: tuple[Trial, argparse.Namespace]) -> tuple[Trial, float]:
     report = folder / "report.json"
     began = time.monotonic()
     if not report.exists():
-        config = parse_config(config_of(trial, args))
+        config = parse_config(build_config(trial, args))
         try:
             if trial.method in BASELINES:
                 train_baseline(prepare(config), trial.method, Listener(), folder)
@@ -101,7 +101,7 @@ def report_of(trial: Trial, args: argparse.Namespace) -> dict[str, Any]:
     return json.loads((args.out / trial.folder / "report.json").read_text())
 
 
-def best_rate(method: str, args: argparse.Namespace) -> float:
+def select_rate(method: str, args: argparse.Namespace) -> float:
     """The learning rate with the best validation accuracy on the first seed."""
 
     if len(args.rates) == 1:
@@ -114,11 +114,11 @@ def best_rate(method: str, args: argparse.Namespace) -> float:
     return max(args.rates, key=score)
 
 
-def row(method: str, args: argparse.Namespace) -> dict[str, Any]:
+def summarize_cell(method: str, args: argparse.Namespace) -> dict[str, Any]:
     """Means and standard deviations over the seeds at the chosen rate."""
     import numpy as np
 
-    lr = best_rate(method, args)
+    lr = select_rate(method, args)
     reports = [report_of(Trial(method, lr, seed, args.rounds), args) for seed in args.seeds]
 
     def stat(*path: str) -> tuple[float, float]:
@@ -174,12 +174,12 @@ def page(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
-def difference_table(args: argparse.Namespace) -> str:
+def tabulate_differences(args: argparse.Namespace) -> str:
     """Test accuracy minus that of centralized training under the same seed, in points."""
     import numpy as np
 
     def accuracy(method: str) -> Any:
-        rate = best_rate(method, args)
+        rate = select_rate(method, args)
         reports = [report_of(Trial(method, rate, seed, args.rounds), args) for seed in args.seeds]
         return 100 * np.array([report["scores"]["test"]["accuracy"] for report in reports])
 
@@ -196,7 +196,7 @@ def difference_table(args: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
-def sweep_table(args: argparse.Namespace) -> str:
+def tabulate_sweep(args: argparse.Namespace) -> str:
     """Validation accuracy of every rate after the sweep's rounds, on the first seed."""
     lines = [
         "| method | " + " | ".join(f"lr {rate:g}" for rate in args.rates) + " |",
@@ -232,17 +232,17 @@ def main() -> None:
     args = parser.parse_args()
     sweep = [Trial(method, lr, args.seeds[0], args.sweep_rounds) for method in args.methods for lr in args.rates]
     run_trials(sweep if len(args.rates) > 1 else [], args)
-    chosen = {method: best_rate(method, args) for method in args.methods}
+    chosen = {method: select_rate(method, args) for method in args.methods}
     print("learning rates:", chosen, flush=True)
     run_trials(
         [Trial(method, chosen[method], seed, args.rounds) for seed in args.seeds for method in args.methods], args
     )
-    table = page([row(method, args) for method in args.methods], args)
+    table = page([summarize_cell(method, args) for method in args.methods], args)
     if len(args.seeds) > 1 and "centralized" in args.methods:
-        table += f"\nTest accuracy minus centralized training's, in points:\n\n{difference_table(args)}"
+        table += f"\nTest accuracy minus centralized training's, in points:\n\n{tabulate_differences(args)}"
     if len(args.rates) > 1:
         table += (
-            f"\nValidation accuracy % after {args.sweep_rounds} rounds, seed {args.seeds[0]}:\n\n{sweep_table(args)}"
+            f"\nValidation accuracy % after {args.sweep_rounds} rounds, seed {args.seeds[0]}:\n\n{tabulate_sweep(args)}"
         )
     print(table)
     if args.page:

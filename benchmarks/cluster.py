@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engines.contenders import HERE, Contender, Measured, fedspan_variables, in_turns
-from engines.environment import PEERS, make_environment, peer_variables
-from engines.page import Limit, limit_table, machine, ratios, table
+from engines.contenders import HERE, Contender, Measured, get_fedspan_variables, take_turns
+from engines.environment import PEERS, get_peer_variables, make_environment
+from engines.page import Limit, compute_ratios, describe_machine, format_table, limit_table
 from engines.work import Work, write_plan
 
 FASTER, OUTSIDE, MEMORY = 1.7, 0.1, 0.5
@@ -30,24 +30,24 @@ CLIENTS, EXAMPLES, BATCH = 50, 64, 16
 MIB = 2**20
 
 
-def workers(name: str, values: dict[str, Any], count: int, folder: Path, *options: str) -> Contender:
+def run_workers(name: str, values: dict[str, Any], count: int, folder: Path, *options: str) -> Contender:
     """fedspan on a number of workers of one thread."""
     path = folder / f"{name.replace(' ', '-').replace(',', '')}.json"
     path.write_text(json.dumps({**values, "threads": 1, "cluster": {"workers": count}}))
     command = [sys.executable, str(HERE / "fedspan_cluster.py"), str(path), str(folder / path.stem), *options]
-    return Contender(name, command, fedspan_variables(1))
+    return Contender(name, command, get_fedspan_variables(1))
 
 
-def peers(python: Path, plan: Path, folder: Path) -> list[Contender]:
+def run_peers(python: Path, plan: Path, folder: Path) -> list[Contender]:
     """Flower's simulation and pfl-research with two processes of one thread."""
-    variables = peer_variables(1, folder / "flower-home")
+    variables = get_peer_variables(1, folder / "flower-home")
     flower = [str(python), str(HERE / "peers_flower.py"), str(plan), "--actors", "2", "--threads", "1"]
     launch = [str(python.parent / "torchrun"), "--nproc-per-node", "2", "--master-port", "29517"]
     pfl = [*launch, str(HERE / "peers_pfl.py"), str(plan), "--threads", "1"]
     return [Contender("Flower, 2 actors", flower, variables), Contender("pfl-research, 2 processes", pfl, variables)]
 
 
-def speed(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
+def measure_speed(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     """One worker, two workers and the peers, in turns."""
     folder = args.out / "speed"
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,21 +55,21 @@ def speed(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     engine = {"name": "batched", **({} if args.at_once is None else {"clients_per_pass": args.at_once})}
     names = [f"{count} worker{'s' * (count > 1)}, {dtype}" for dtype in args.dtypes for count in (1, 2)]
     contenders = [
-        workers(f"{count} worker{'s' * (count > 1)}, {dtype}", work.values(dtype, engine), count, folder)
+        run_workers(f"{count} worker{'s' * (count > 1)}, {dtype}", work.values(dtype, engine), count, folder)
         for dtype in args.dtypes
         for count in (1, 2)
     ]
     if args.environment is not None:
         write_plan(work, folder / "plan", 1)
-        contenders += peers(make_environment(args.environment), folder / "plan", folder)
-    results = in_turns(contenders, args.repetitions, folder)
+        contenders += run_peers(make_environment(args.environment), folder / "plan", folder)
+    results = take_turns(contenders, args.repetitions, folder)
     (folder / "results.json").write_text(json.dumps({name: vars(one) for name, one in results.items()}, indent=1))
     subject = names[-1]
-    rows = [row(name, one, results[subject], name == subject) for name, one in results.items()]
+    rows = [format_row(name, one, results[subject], name == subject) for name, one in results.items()]
     limits: list[Limit] = []
     for dtype in args.dtypes:
         one, two = results[f"1 worker, {dtype}"], results[f"2 workers, {dtype}"]
-        faster, outside = statistics.median(ratios(one, two)), statistics.median(shares(two))
+        faster, outside = statistics.median(compute_ratios(one, two)), statistics.median(measure_shares(two))
         kept = (faster >= FASTER, outside < OUTSIDE) if args.judged else (None, None)
         limits.append(Limit(f"{dtype}: two workers against one", f"{faster:.2f}", f"at least {FASTER:g}", kept[0]))
         limits.append(Limit(f"{dtype}: not training", f"{outside:.1%} of a round", f"below {OUTSIDE:.0%}", kept[1]))
@@ -81,31 +81,33 @@ def speed(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
         "training: what of a round's time the workers' engines did not work, all of them together. Peers train in "
         f"float32. Clients in a pass, as the first round measured them: {stacked}.",
         "",
-        *table(["", "ms an example", "not training", f"{subject} is faster by", "loss: round 1", "round 2"], rows),
+        *format_table(
+            ["", "ms an example", "not training", f"{subject} is faster by", "loss: round 1", "round 2"], rows
+        ),
     ]
     return lines, limits
 
 
-def shares(result: Measured) -> list[float]:
+def measure_shares(result: Measured) -> list[float]:
     """What of each round is not training."""
     return [1 - round["training"] / round["seconds"] for round in result.rounds]
 
 
-def row(name: str, result: Measured, subject: Measured, itself: bool) -> list[str]:
+def format_row(name: str, result: Measured, subject: Measured, itself: bool) -> list[str]:
     """A contender's line."""
-    faster = ratios(result, subject)
+    faster = compute_ratios(result, subject)
     spread = "" if itself else f"{statistics.median(faster):.2f} ({min(faster):.2f} to {max(faster):.2f})"
     losses = [f"{loss:.5f}" for loss in result.ready["losses"][:2]]
     return [
         name,
         f"{statistics.median(result.milliseconds()):.2f}",
-        f"{statistics.median(shares(result)):.1%}",
+        f"{statistics.median(measure_shares(result)):.1%}",
         spread,
         *losses,
     ]
 
 
-def large_model(folder: Path, layers: int) -> Path:
+def create_large_model(folder: Path, layers: int) -> Path:
     """A BERT of random weights on MiniLM's vocabulary; six layers are 430 MB."""
     from transformers import AutoTokenizer, BertConfig, BertModel
 
@@ -126,11 +128,11 @@ def large_model(folder: Path, layers: int) -> Path:
     return path
 
 
-def memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
+def measure_memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     """Proportional memory of one worker and of two on a large base."""
     folder = args.out / "memory"
     folder.mkdir(parents=True, exist_ok=True)
-    model = large_model(folder, args.layers)
+    model = create_large_model(folder, args.layers)
     work = Work(args.data, 4, 8, 8, threads=1)
     values = work.values("float32", {"name": "batched", "clients_per_pass": 2, "workers": 1})
     values["model"] = {**values["model"], "name": str(model), "pooling": "cls", "head_init": "random"}
@@ -138,7 +140,7 @@ def memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     peaks: dict[int, list[int]] = {}
     for count in (1, 2):
         name = f"memory {count}"
-        last: Any = in_turns([workers(name, values, count, folder, "--peak")], 1, folder)[name].rounds[-1]
+        last: Any = take_turns([run_workers(name, values, count, folder, "--peak")], 1, folder)[name].rounds[-1]
         found[count], peaks[count] = last["memory"], last["peak"]
     first, second = sum(found[1]), sum(found[2]) - sum(found[1])
     at_peak = sum(peaks[2]) / sum(peaks[1]) - 1
@@ -156,7 +158,7 @@ def memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
         f"page that two processes share counts half for each. While they train, the second takes {at_peak:.2f} of the "
         "first; that is not judged.",
         "",
-        *table(["workers", "each of them after a round, MiB", "while they train, MiB"], rows),
+        *format_table(["workers", "each of them after a round, MiB", "while they train, MiB"], rows),
     ]
     return lines, [Limit("a second worker's memory", f"{second / first:.2f}", f"at most {MEMORY:g} of the first", kept)]
 
@@ -176,7 +178,7 @@ def page(args: argparse.Namespace, parts: Sequence[str], limits: Sequence[Limit]
         "[cluster](../cluster.md) that is one machine.",
         "",
         f"Command: `{command}{at_once}`  ",
-        machine() + (f" Peers: {', '.join(PEERS)}." if args.environment is not None else ""),
+        describe_machine() + (f" Peers: {', '.join(PEERS)}." if args.environment is not None else ""),
         "",
         *limit_table(limits),
         *parts,
@@ -206,7 +208,7 @@ def main() -> None:
     args.judged = (args.clients, args.examples) == (CLIENTS, EXAMPLES) and not args.quick
     args.out, args.data = args.out.resolve(), args.data.resolve()
     parts, limits = list[str](), list[Limit]()
-    for measure in (speed, memory):
+    for measure in (measure_speed, measure_memory):
         lines, judged = measure(args)
         parts, limits = [*parts, *lines], [*limits, *judged]
     text = page(args, parts, limits)

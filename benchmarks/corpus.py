@@ -27,7 +27,7 @@ def read(split: str) -> tuple[list[str], list[str]]:
 
 
 @torch.no_grad()
-def sentence_vectors(texts: list[str]) -> np.ndarray:
+def compute_sentence_vectors(texts: list[str]) -> np.ndarray:
     """Mean-pooled vectors of the frozen model, normalised: (texts, hidden)."""
     folder = resolve_model("builtin:all-minilm-l6-v2")
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
@@ -54,7 +54,7 @@ def main() -> None:
     tfidf = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True).fit(train)
     for name, left, right in (
         ("TF-IDF of words and word pairs", tfidf.transform(train), tfidf.transform(test)),
-        ("frozen sentence vectors", sentence_vectors(train), sentence_vectors(test)),
+        ("frozen sentence vectors", compute_sentence_vectors(train), compute_sentence_vectors(test)),
     ):
         model = LogisticRegression(C=10.0, max_iter=2000).fit(left, labels)
         print(f"{name} with logistic regression: {100 * model.score(right, truth):.1f} %")

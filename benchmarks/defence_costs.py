@@ -76,7 +76,7 @@ class Variant:
         return 100 * evaluator.evaluate_heldout(self.progress, self.prepared.test)["global"]["accuracy"]
 
 
-def simulated(rounds: int, seed: int, **changes: Any) -> Variant:
+def prepare_simulation(rounds: int, seed: int, **changes: Any) -> Variant:
     """Prepare a variant in the simulator."""
     config = parse_config(
         {
@@ -102,7 +102,7 @@ def simulated(rounds: int, seed: int, **changes: Any) -> Variant:
 
 def simulate(rounds: int, seed: int) -> list[str]:
     """Rows of the simulator: the variants take turns, and the first round of each, which fills caches, is left out."""
-    variants = {name: simulated(rounds, seed, **changes) for name, changes in SIMULATED.items()}
+    variants = {name: prepare_simulation(rounds, seed, **changes) for name, changes in SIMULATED.items()}
     for number in range(rounds):
         for name in sorted(variants, reverse=number % 2 == 1):
             variants[name].run()

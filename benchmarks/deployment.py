@@ -38,7 +38,7 @@ SLOWER = 1.05
 """Longest round over that of another checkout."""
 
 
-def divided(folder: Path) -> tuple[dict[str, Path], list[str]]:
+def write_partition(folder: Path) -> tuple[dict[str, Path], list[str]]:
     """The corpus in as many files as nodes, and its labels."""
     source = find_corpus_file("builtin:patient-messages", "train", "data.train")
     rows = list(csv.DictReader(source.read_text(encoding="utf-8").splitlines()))
@@ -64,7 +64,7 @@ def measure(
     """
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        data, labels = divided(folder)
+        data, labels = write_partition(folder)
         config = {
             "model": {"name": "builtin:all-minilm-l6-v2", "target_modules": ["query", "value"]},
             "data": {"labels": labels},
@@ -94,7 +94,7 @@ def measure_checkout(rounds: int, checkout: Path) -> list[float]:
         return json.loads(result.read_text())
 
 
-def pairs(rounds: int, before: Path, repetitions: int) -> list[tuple[list[float], list[float]]]:
+def measure_pairs(rounds: int, before: Path, repetitions: int) -> list[tuple[list[float], list[float]]]:
     """Return the seconds of the rounds of another checkout and of this one, of as many deployments of each, in turns.
 
     The order changes from pair to pair.
@@ -127,7 +127,7 @@ def pair_table(found: Sequence[tuple[list[float], list[float]]], commit: str) ->
     ]
 
 
-def commit_of(checkout: Path) -> str:
+def get_commit(checkout: Path) -> str:
     """Return the short name of a checkout's commit."""
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--exclude=*"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -166,8 +166,8 @@ def main() -> None:
         f"| largest | {max(taken):.2f} |  |  |",
     ]
     if args.before:
-        found = pairs(args.rounds, args.before.resolve(), args.repetitions)
-        lines += pair_table(found, commit_of(args.before))
+        found = measure_pairs(args.rounds, args.before.resolve(), args.repetitions)
+        lines += pair_table(found, get_commit(args.before))
     text = "\n".join(lines) + "\n"
     print(text)
     if args.page:

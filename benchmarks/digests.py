@@ -129,7 +129,7 @@ def _start() -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name in ModelConfig.model_fields}
 
 
-def _base(folder: Path) -> dict[str, Any]:
+def _build_base(folder: Path) -> dict[str, Any]:
     return {
         "seed": 3,
         "device": "cpu",
@@ -144,7 +144,7 @@ def _base(folder: Path) -> dict[str, Any]:
     }
 
 
-def cases(folder: Path) -> dict[str, dict[str, Any]]:
+def build_cases(folder: Path) -> dict[str, dict[str, Any]]:
     """Changes to the base config, section by section, by case: methods and wrappers as this checkout registers them."""
     from fedspan.methods.registry import METHODS
     from fedspan.wrappers.registry import WRAPPERS
@@ -192,13 +192,13 @@ def cases(folder: Path) -> dict[str, dict[str, Any]]:
     return made
 
 
-def configs(folder: Path, host: str) -> dict[str, dict[str, Any]]:
+def build_configs(folder: Path, host: str) -> dict[str, dict[str, Any]]:
     """Whole configs by case, for one host."""
     engine = {"batched": {"name": "batched", "clients_per_pass": 2, "workers": 1}, "loop": {"name": "loop"}}
     engine["flower-sim"] = {"name": "flower-sim", "workers": 1}
     made: dict[str, dict[str, Any]] = {}
-    for name, changes in cases(folder).items():
-        values = _base(folder)
+    for name, changes in build_cases(folder).items():
+        values = _build_base(folder)
         for section, change in changes.items():
             merged = {**values.get(section, {}), **change} if isinstance(change, Mapping) else change
             if isinstance(merged, Mapping):
@@ -216,10 +216,10 @@ def digest_folder(folder: Path) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             found[name] = _digest_tensors(path)
         elif path.name in ("ledger.jsonl", "metrics.jsonl"):
-            found[name] = [_untimed(json.loads(line)) for line in path.read_text().splitlines()]
+            found[name] = [_remove_times(json.loads(line)) for line in path.read_text().splitlines()]
         elif path.name in ("report.json", "partition.json"):
             content = json.loads(path.read_text())
-            found[name] = _untimed({key: value for key, value in content.items() if key not in ("sha256", "logs")})
+            found[name] = _remove_times({key: value for key, value in content.items() if key not in ("sha256", "logs")})
     return found
 
 
@@ -236,15 +236,15 @@ def _digest_tensors(path: Path) -> dict[str, Any]:
         tensors[name] = f"{entry['dtype']}{entry['shape']} {hashlib.sha256(content).hexdigest()[:32]}"
     if not structure:
         return {"tensors": dict(sorted(tensors.items()))}
-    return {"value": _with_digests(structure, tensors)}
+    return {"value": _insert_digests(structure, tensors)}
 
 
-def _with_digests(structure: Any, tensors: Mapping[str, str], inside: bool = False) -> Any:
+def _insert_digests(structure: Any, tensors: Mapping[str, str], inside: bool = False) -> Any:
     """A structure in which numbers of tensors are replaced by their digests, under the names that they stand for."""
     if isinstance(structure, Mapping):
-        return {key: _with_digests(value, tensors, inside or key in _HOLDERS) for key, value in structure.items()}
+        return {key: _insert_digests(value, tensors, inside or key in _HOLDERS) for key, value in structure.items()}
     if isinstance(structure, list):
-        return [_with_digests(value, tensors, inside) for value in structure]
+        return [_insert_digests(value, tensors, inside) for value in structure]
     if inside and type(structure) is int:
         return tensors.get(str(structure), structure)
     return structure
@@ -254,10 +254,10 @@ _HOLDERS = {"tensors", "memory", "moments", "deltas", "total", "value"}
 """Keys of a structure below which whole numbers name tensors."""
 
 
-def _untimed(value: Any) -> Any:
+def _remove_times(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _untimed(one) for key, one in value.items() if key not in TIMED}
-    return [_untimed(one) for one in value] if isinstance(value, list) else value
+        return {key: _remove_times(one) for key, one in value.items() if key not in TIMED}
+    return [_remove_times(one) for one in value] if isinstance(value, list) else value
 
 
 def record_host(host: str, folder: Path, only: str, write: Callable[[Mapping[str, Any]], object]) -> None:
@@ -272,9 +272,9 @@ def record_host(host: str, folder: Path, only: str, write: Callable[[Mapping[str
     import fedspan
 
     found: dict[str, Any] = {}
-    deployment = _deployment(folder) if host == "deployment" else None
+    deployment = _start_deployment(folder) if host == "deployment" else None
     try:
-        for name, values in configs(folder / "inputs", host).items():
+        for name, values in build_configs(folder / "inputs", host).items():
             if not re.search(only, name):
                 continue
             out = folder / host / name
@@ -283,9 +283,9 @@ def record_host(host: str, folder: Path, only: str, write: Callable[[Mapping[str
                     fedspan.run(values, out)
                     found[name] = digest_folder(out)
                 else:
-                    found[name] = _deployed(deployment, folder, values, out)
+                    found[name] = _run_deployment(deployment, folder, values, out)
             except Exception as error:
-                found[name] = {"refused": _without(str(error), folder)}
+                found[name] = {"refused": _remove_varying(str(error), folder)}
                 if os.environ.get("DIGESTS_TRACE"):
                     traceback.print_exc()
             print(f"{host}: {name}: {found[name].get('refused', 'recorded')}", file=sys.stderr, flush=True)
@@ -295,12 +295,12 @@ def record_host(host: str, folder: Path, only: str, write: Callable[[Mapping[str
             deployment.__exit__()
 
 
-def _without(text: str, folder: Path) -> str:
+def _remove_varying(text: str, folder: Path) -> str:
     """A message without what differs from run to run: folders and, in logs, times."""
     return text.replace(str(folder), "FOLDER")[:500]
 
 
-def _deployment(folder: Path) -> Any:
+def _start_deployment(folder: Path) -> Any:
     from stage import Deployment
 
     made = Deployment(folder / "deployed").__enter__()
@@ -321,7 +321,7 @@ def _join(deployment: Any, folder: Path, case: str = "") -> None:
         deployment.join(site, deployment.node_file(site, train, columns, **split))
 
 
-def _deployed(deployment: Any, folder: Path, values: Mapping[str, Any], out: Path) -> dict[str, Any]:
+def _run_deployment(deployment: Any, folder: Path, values: Mapping[str, Any], out: Path) -> dict[str, Any]:
     sent = {key: value for key, value in values.items() if key not in ("engine", "device", "threads")}
     sent["data"] = {key: value for key, value in values["data"].items() if key in ("labels", "prompt", "answer")}
     if own := out.name in ("regression", "image-classification"):  # of a task whose data the nodes have otherwise
@@ -334,11 +334,11 @@ def _deployed(deployment: Any, folder: Path, values: Mapping[str, Any], out: Pat
     config.write_text(yaml.safe_dump(sent))
     log = folder / "submit.txt"
     arguments = ["submit", str(config), "--out", str(out), "--server", str(deployment.server), "--wait", "300"]
-    code = _forked(arguments, log)
+    code = _run_forked(arguments, log)
     if own:
         _join(deployment, folder)
     if code:
-        return {"refused": _without(log.read_text(), folder)}
+        return {"refused": _remove_varying(log.read_text(), folder)}
     found = digest_folder(out)
     for site in SITES:
         runs = sorted((deployment.folder / f"{site}-state").glob("*/kept"), key=lambda path: path.stat().st_mtime)
@@ -348,7 +348,7 @@ def _deployed(deployment: Any, folder: Path, values: Mapping[str, Any], out: Pat
     return found
 
 
-def _forked(arguments: list[str], log: Path) -> int:
+def _run_forked(arguments: list[str], log: Path) -> int:
     """Run a command of the recorded checkout in a fork of this process, which has torch loaded; its exit code."""
     import datasets  # noqa: F401
     import peft  # noqa: F401
@@ -380,10 +380,12 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any], changes: Mappin
     for host in sorted({*before, *after}):
         one, other = before.get(host, {}), after.get(host, {})
         for case in sorted({*one, *other}):
-            for where, left, right in _differences(_mapped(one.get(case), changes), _mapped(other.get(case), changes)):
+            for where, left, right in _list_differences(
+                _apply_map(one.get(case), changes), _apply_map(other.get(case), changes)
+            ):
                 if _is_shorter(case, where, left, right, changes) or _is_changed(case, where, changes):
                     continue
-                yield f"{host} {case} {where}: {_short(left)} -> {_short(right)}"
+                yield f"{host} {case} {where}: {_shorten(left)} -> {_shorten(right)}"
 
 
 def _is_shorter(case: str, where: str, left: Any, right: Any, changes: Mapping[str, Any]) -> bool:
@@ -402,26 +404,26 @@ def _is_changed(case: str, where: str, changes: Mapping[str, Any]) -> bool:
     )
 
 
-def _mapped(value: Any, changes: Mapping[str, Any]) -> Any:
+def _apply_map(value: Any, changes: Mapping[str, Any]) -> Any:
     """A record under the committed map: keys renamed, keys that are gone left out."""
     gone, renamed = set(changes.get("gone", ())), dict(changes.get("renamed", {}))
     if isinstance(value, Mapping):
-        return {renamed.get(key, key): _mapped(one, changes) for key, one in value.items() if key not in gone}
-    return [_mapped(one, changes) for one in value] if isinstance(value, list) else value
+        return {renamed.get(key, key): _apply_map(one, changes) for key, one in value.items() if key not in gone}
+    return [_apply_map(one, changes) for one in value] if isinstance(value, list) else value
 
 
-def _differences(one: Any, other: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _list_differences(one: Any, other: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for key in {**one, **other}:
-            yield from _differences(one.get(key), other.get(key), f"{where}/{key}")
+            yield from _list_differences(one.get(key), other.get(key), f"{where}/{key}")
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         for number, (left, right) in enumerate(zip(one, other, strict=True)):
-            yield from _differences(left, right, f"{where}[{number}]")
+            yield from _list_differences(left, right, f"{where}[{number}]")
     elif one != other and not (one != one and other != other):
         yield where, one, other
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) < 120 else f"{text[:117]}..."
 

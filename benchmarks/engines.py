@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 
 from engines.environment import PEERS, make_environment
-from engines.page import Limit, gemm_table, limit_table, machine
-from engines.runs import accuracy, memory, overhead, profiled
-from engines.speed import compare, compare_checkouts, compiled, last_layers
+from engines.page import Limit, describe_machine, format_gemm_table, limit_table
+from engines.runs import measure_accuracy, measure_memory, measure_overhead, profile_round
+from engines.speed import compare, compare_checkouts, measure_compiled, measure_last_layers
 
 FULL = {"clients": 50, "threads": 2, "registered": 100_000}
 EXAMPLES = {4: 16, 32: 64}
@@ -36,10 +36,16 @@ def sections(python: Path | None) -> dict[str, Section]:
     for batch in EXAMPLES:
         parts[f"batch{batch}"] = partial(compare, python=python, batch=batch)
     for batch in EXAMPLES:
-        parts[f"last{batch}"] = partial(last_layers, python=python, batch=batch)
-    parts["compiled"] = partial(compiled, python=python, batch=min(EXAMPLES))
+        parts[f"last{batch}"] = partial(measure_last_layers, python=python, batch=batch)
+    parts["compiled"] = partial(measure_compiled, python=python, batch=min(EXAMPLES))
     parts["before"] = partial(compare_checkouts, batch=min(EXAMPLES))
-    return {**parts, "profile": profiled, "overhead": overhead, "memory": memory, "accuracy": accuracy}
+    return {
+        **parts,
+        "profile": profile_round,
+        "overhead": measure_overhead,
+        "memory": measure_memory,
+        "accuracy": measure_accuracy,
+    }
 
 
 def command(args: argparse.Namespace) -> str:
@@ -59,7 +65,7 @@ def command(args: argparse.Namespace) -> str:
 
 def page(args: argparse.Namespace, python: Path | None) -> str:
     """Run everything; the tables in markdown."""
-    products = gemm_table(args.threads)
+    products = format_gemm_table(args.threads)
     body: list[str] = []
     limits: list[Limit] = []
     for name, section in sections(python).items():
@@ -79,7 +85,7 @@ def page(args: argparse.Namespace, python: Path | None) -> str:
         "contenders; ratios are computed within a repetition.",
         "",
         f"Command: `{command(args)}`  ",
-        machine() + (f" Peers: {', '.join(PEERS)}." if python is not None else ""),
+        describe_machine() + (f" Peers: {', '.join(PEERS)}." if python is not None else ""),
         "",
         f"Limits are judged at {FULL['clients']} clients and {FULL['threads']} threads.",
         "",

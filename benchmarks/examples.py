@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 NOTE = "\nSeconds of wall-clock time"
 
 
-def timed(script: Path, out: Path, model: Path | None) -> float:
+def time_example(script: Path, out: Path, model: Path | None) -> float:
     """Seconds of an example."""
     words = ["--model", str(model)] if model is not None and script.stem == "instruction_tuning" else []
     began = time.monotonic()
@@ -54,7 +54,7 @@ def main() -> None:
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         for script in found:
-            seconds[script.stem] = timed(script, Path(name), args.model)
+            seconds[script.stem] = time_example(script, Path(name), args.model)
             print(f"{script.stem}: {seconds[script.stem]:.1f} s", flush=True)
     if args.page is not None:
         model = "" if args.model is None else f" --model PATH/{args.model.name}"

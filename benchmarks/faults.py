@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import yaml
 from safetensors.torch import load_file
-from stage import Deployment, command, environment
+from stage import Deployment, build_command, build_environment
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
@@ -102,9 +102,11 @@ class Submitted:
     def __init__(self, stage: Stage, log: Path, out: Path, *arguments: str) -> None:
         self.stage, self.log, self.out = stage, log, out
         self.began = time.time()
-        given = command("submit", *arguments, "--server", str(stage.made.server))
+        given = build_command("submit", *arguments, "--server", str(stage.made.server))
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(given, env=environment(), stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(
+                given, env=build_environment(), stdout=log, stderr=log, start_new_session=True
+            )
 
     def rows(self) -> list[str]:
         path = self.out / "metrics.jsonl"
@@ -125,9 +127,9 @@ class Submitted:
             site: Name of the client; left out: the last one.
         """
         self.until(1)
-        worker = child(self.stage.made.processes[site or WEST].pid)
-        idle, end = processor_seconds(worker), time.monotonic() + WAIT
-        while processor_seconds(worker) < idle + BUSY:
+        worker = find_child(self.stage.made.processes[site or WEST].pid)
+        idle, end = read_processor_seconds(worker), time.monotonic() + WAIT
+        while read_processor_seconds(worker) < idle + BUSY:
             require(time.monotonic() < end, f"{site or WEST} does nothing{self.stage.made.logs()}")
             time.sleep(0.02)
         return self.rows()
@@ -186,7 +188,7 @@ class Stage:
         if id == WEST:
             given = [sys.executable, str(HERE / "spoilt_node.py"), str(path), str(self.kind)]
         else:
-            given = command("join", str(path))
+            given = build_command("join", str(path))
         (self.made.folder / f"{id}.log").unlink(missing_ok=True)
         self.made.start(id, given=[*before, *given])
         self.made.wait_for(id, until, WAIT)
@@ -289,12 +291,12 @@ class Stage:
             self.kind.write_text("")
 
 
-def child(pid: int) -> int:
+def find_child(pid: int) -> int:
     """The process that another started last."""
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[-1])
 
 
-def processor_seconds(pid: int) -> float:
+def read_processor_seconds(pid: int) -> float:
     """What a process has used of the processors so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -311,7 +313,7 @@ Scenario = Callable[[Stage], Outcome]
 FAULTS: dict[str, tuple[str, Scenario]] = {}
 
 
-def fault(name: str, done: str) -> Callable[[Scenario], Scenario]:
+def register_fault(name: str, done: str) -> Callable[[Scenario], Scenario]:
     def known(scenario: Scenario) -> Scenario:
         FAULTS[name] = (done, scenario)
         return scenario
@@ -333,7 +335,7 @@ _REPLIES = {
 }
 
 
-def _spoilt(kind: str, words: str) -> Scenario:
+def _make_spoilt_scenario(kind: str, words: str) -> Scenario:
     def scenario(stage: Stage) -> Outcome:
         wanted = stage.without_west()
         with stage.spoilt(kind):
@@ -348,10 +350,10 @@ def _spoilt(kind: str, words: str) -> Scenario:
 
 
 for _kind, (_done, _words) in _REPLIES.items():
-    fault(_kind, _done)(_spoilt(_kind, _words))
+    register_fault(_kind, _done)(_make_spoilt_scenario(_kind, _words))
 
 
-@fault(
+@register_fault(
     "node-killed",
     "a node is killed (-9) in the middle of the second round and started again; FedSA-LoRA, whose B stays on the nodes",
 )
@@ -367,18 +369,20 @@ def node_killed(stage: Stage) -> Outcome:
     return Outcome(line(said, f"{NORTH}:"), ALL + ", every client's own model")
 
 
-@fault("worker-killed", "the process in which a node trains is killed (-9), as when memory runs out")
+@register_fault("worker-killed", "the process in which a node trains is killed (-9), as when memory runs out")
 def worker_killed(stage: Stage) -> Outcome:
     wanted = stage.clean()
     run = stage.submit("worker-killed")
     before = run.in_the_middle(SOUTH)
-    os.kill(child(stage.made.processes[SOUTH].pid), signal.SIGKILL)
+    os.kill(find_child(stage.made.processes[SOUTH].pid), signal.SIGKILL)
     said = run.end()
     stage.finished(run, before).require_same(wanted)
     return Outcome(line(said, f"{SOUTH}:"), ALL)
 
 
-@fault("training-hangs", "training hangs (SIGSTOP) for longer than the node's limit (`limits.round_seconds: 15`)")
+@register_fault(
+    "training-hangs", "training hangs (SIGSTOP) for longer than the node's limit (`limits.round_seconds: 15`)"
+)
 def training_hangs(stage: Stage) -> Outcome:
     wanted = stage.clean()
     stage.leave(SOUTH)
@@ -386,7 +390,7 @@ def training_hangs(stage: Stage) -> Outcome:
     try:
         run = stage.submit("training-hangs")
         before = run.in_the_middle(SOUTH)
-        os.kill(child(stage.made.processes[SOUTH].pid), signal.SIGSTOP)
+        os.kill(find_child(stage.made.processes[SOUTH].pid), signal.SIGSTOP)
         said = run.end()
     finally:
         stage.leave(SOUTH)
@@ -411,7 +415,7 @@ def node_hangs(stage: Stage) -> Outcome:
     return Outcome(line(said, "no reply within"), REST, "that client, in that round")
 
 
-@fault("server-killed", "`fedspan submit` is killed (-9) in the middle of the second round, and resumed")
+@register_fault("server-killed", "`fedspan submit` is killed (-9) in the middle of the second round, and resumed")
 def server_killed(stage: Stage) -> Outcome:
     wanted = stage.clean()
     run = stage.submit("server-killed")
@@ -423,7 +427,7 @@ def server_killed(stage: Stage) -> Outcome:
     return Outcome(line(said, "going on after round"), ALL)
 
 
-@fault(
+@register_fault(
     "superlink-killed",
     "the SuperLink is killed (-9) in the middle of the second round; `fedspan server` starts it anew",
 )
@@ -431,14 +435,14 @@ def superlink_killed(stage: Stage) -> Outcome:
     wanted = stage.clean()
     run = stage.submit("superlink-killed")
     before = run.in_the_middle()
-    os.kill(child(stage.made.processes["server"].pid), signal.SIGKILL)
+    os.kill(find_child(stage.made.processes["server"].pid), signal.SIGKILL)
     run.end()
     stage.finished(run, before).require_same(wanted)
     stage.made.wait_for("server", "it runs again")
     return Outcome(line(stage.made.log("server"), "it runs again"), ALL)
 
 
-@fault(
+@register_fault(
     "server-down", "the whole server, SuperLink included, is down for 100 s, longer than Flower waits for heartbeats"
 )
 def server_down(stage: Stage) -> Outcome:
@@ -460,7 +464,7 @@ def server_down(stage: Stage) -> Outcome:
     return Outcome(seen, ALL)
 
 
-@fault(
+@register_fault(
     "network-cut",
     "the network between a node and the server is cut for 30 s in the middle of the second round (the node in a "
     "network namespace, whose veth is set down)",
@@ -468,15 +472,15 @@ def server_down(stage: Stage) -> Outcome:
 def network_cut(stage: Stage) -> Outcome:
     wanted = stage.clean()
     stage.leave(NORTH)
-    with network():
+    with open_network():
         port = stage.made.port
         stage.join(NORTH, stage.node(NORTH, server=f"{OUTSIDE}:{port}"), ("ip", "netns", "exec", AREA))
         try:
             run = stage.submit("network-cut")
             before = run.in_the_middle(NORTH)
-            ip("link", "set", f"{AREA[:12]}0", "down")
+            run_ip("link", "set", f"{AREA[:12]}0", "down")
             time.sleep(30)
-            ip("link", "set", f"{AREA[:12]}0", "up")
+            run_ip("link", "set", f"{AREA[:12]}0", "up")
             said = run.end()
         finally:
             stage.leave(NORTH)
@@ -486,33 +490,33 @@ def network_cut(stage: Stage) -> Outcome:
     return Outcome(seen or "nothing: the reply came when the network was back", ALL)
 
 
-def ip(*arguments: str) -> None:
+def run_ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
 @contextlib.contextmanager
-def network() -> Iterator[None]:
+def open_network() -> Iterator[None]:
     """A namespace with an interface of its own to this machine."""
     near, far = f"{AREA[:12]}0", f"{AREA[:12]}1"
-    ip("netns", "add", AREA)
+    run_ip("netns", "add", AREA)
     try:
-        ip("link", "add", near, "type", "veth", "peer", "name", far)
-        ip("link", "set", far, "netns", AREA)
-        ip("addr", "add", f"{OUTSIDE}/30", "dev", near)
-        ip("link", "set", near, "up")
+        run_ip("link", "add", near, "type", "veth", "peer", "name", far)
+        run_ip("link", "set", far, "netns", AREA)
+        run_ip("addr", "add", f"{OUTSIDE}/30", "dev", near)
+        run_ip("link", "set", near, "up")
         for arguments in (
             ("addr", "add", f"{INSIDE}/30", "dev", far),
             ("link", "set", far, "up"),
             ("link", "set", "lo", "up"),
         ):
-            ip("netns", "exec", AREA, "ip", *arguments)
+            run_ip("netns", "exec", AREA, "ip", *arguments)
         yield
     finally:
-        ip("netns", "del", AREA)
+        run_ip("netns", "del", AREA)
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path, mib: int) -> Iterator[Callable[[bool], None]]:
+def mount_small_disk(folder: Path, mib: int) -> Iterator[Callable[[bool], None]]:
     """A file system of its own at a folder, and a function that fills it or frees it."""
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)], check=True)
@@ -532,10 +536,10 @@ def small_disk(folder: Path, mib: int) -> Iterator[Callable[[bool], None]]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-@fault("server-disk-full", "the disk of the run's folder is full after the first round; freed, and resumed")
+@register_fault("server-disk-full", "the disk of the run's folder is full after the first round; freed, and resumed")
 def server_disk_full(stage: Stage) -> Outcome:
     wanted = stage.clean()
-    with small_disk(stage.folder / "disk", 16) as filled:
+    with mount_small_disk(stage.folder / "disk", 16) as filled:
         run = stage.submit("server-disk-full", out=stage.folder / "disk" / "run")
         before = run.in_the_middle()
         filled(True)
@@ -547,14 +551,16 @@ def server_disk_full(stage: Stage) -> Outcome:
     return Outcome(line(said, "the disk is full"), ALL)
 
 
-@fault("client-disk-full", "the disk of a node's folder is full in the second round; the run stops; freed, and resumed")
+@register_fault(
+    "client-disk-full", "the disk of a node's folder is full in the second round; the run stops; freed, and resumed"
+)
 def client_disk_full(stage: Stage) -> Outcome:
     wanted = stage.clean()
     stage.leave(NORTH)
     folder = stage.made.folder / f"{NORTH}-disk"
     book = Path("budget.json")  # what the server has used of the node's data goes along with it
     usual = stage.made.folder / f"{NORTH}-state"
-    with small_disk(folder, 16) as filled:
+    with mount_small_disk(folder, 16) as filled:
         shutil.copy2(usual / book, folder / book)
         stage.join(NORTH, stage.node(NORTH, folder=str(folder)))
         try:
@@ -574,7 +580,7 @@ def client_disk_full(stage: Stage) -> Outcome:
     return Outcome(line(said, "error:"), ALL)
 
 
-@fault("same-key", "a second node joins with the key of another")
+@register_fault("same-key", "a second node joins with the key of another")
 def same_key(stage: Stage) -> Outcome:
     wanted = stage.clean()
     known = yaml.safe_load((stage.made.folder / f"{NORTH}.yaml").read_text())
@@ -591,7 +597,7 @@ def same_key(stage: Stage) -> Outcome:
     return Outcome(line(stage.made.log("double"), "refused the connection"), ALL)
 
 
-@fault("same-id", "a node that was admitted under another name calls itself as one that is there")
+@register_fault("same-id", "a node that was admitted under another name calls itself as one that is there")
 def same_id(stage: Stage) -> Outcome:
     wanted = stage.clean()
     path = stage.node("twin", NORTH)
@@ -613,7 +619,7 @@ def same_id(stage: Stage) -> Outcome:
     return Outcome(line(said, "was admitted as"), ALL, "that node")
 
 
-@fault("wrong-authority", "a node trusts another authority than the server's")
+@register_fault("wrong-authority", "a node trusts another authority than the server's")
 def wrong_authority(stage: Stage) -> Outcome:
     from fedspan.transports.flower.keys import make_authority
 
@@ -624,7 +630,7 @@ def wrong_authority(stage: Stage) -> Outcome:
     return Outcome(line(stage.made.log("misled"), "no connection"), "no run is touched", "that node")
 
 
-def _not_taking_part(stage: Stage, name: str, words: str, join: Callable[[], None]) -> Outcome:
+def _check_non_participation(stage: Stage, name: str, words: str, join: Callable[[], None]) -> Outcome:
     """The third node can't participate: the run waits for it, in vain; with the right one it goes on."""
     wanted = stage.clean()
     stage.leave(WEST)
@@ -646,7 +652,7 @@ def _not_taking_part(stage: Stage, name: str, words: str, join: Callable[[], Non
     return Outcome(line(said, words), ALL + ", resumed with the right node", "that node")
 
 
-@fault("version", "a node runs another version of fedspan")
+@register_fault("version", "a node runs another version of fedspan")
 def version(stage: Stage) -> Outcome:
     def join() -> None:
         os.environ["SPOILT_VERSION"] = "0.0.9"
@@ -658,22 +664,24 @@ def version(stage: Stage) -> Outcome:
     return _not_taking_part(stage, "version", "`version`: ", join)
 
 
-@fault("labels", "a node's data hold a label that the run has not")
+@register_fault("labels", "a node's data hold a label that the run has not")
 def labels(stage: Stage) -> Outcome:
     path = stage.folder / "labels.csv"
     path.write_text(stage.files[WEST].read_text() + "word1 word2,surgery,west\n")
     stage.files["labels"] = path
-    return _not_taking_part(stage, "labels", "does not take part", lambda: stage.join(WEST, stage.node(WEST, "labels")))
+    return _check_non_participation(
+        stage, "labels", "does not take part", lambda: stage.join(WEST, stage.node(WEST, "labels"))
+    )
 
 
-def redacted(text: str, folder: Path) -> str:
+def redact(text: str, folder: Path) -> str:
     return text.replace(str(folder), "FOLDER").replace("|", "\\|")
 
 
-def table(found: Mapping[str, tuple[Outcome, float]], folder: Path) -> str:
+def format_table(found: Mapping[str, tuple[Outcome, float]], folder: Path) -> str:
     rows = ["| fault | what is seen | left out | rounds lost | model | s |", "|---|---|---|---|---|---|"]
     for name, (outcome, seconds) in found.items():
-        cells = (FAULTS[name][0], f"`` {redacted(outcome.seen, folder)} ``", outcome.left_out, "0", outcome.state)
+        cells = (FAULTS[name][0], f"`` {redact(outcome.seen, folder)} ``", outcome.left_out, "0", outcome.state)
         rows.append(f"| {' | '.join(cells)} | {seconds:.0f} |")
     return "\n".join(rows)
 
@@ -721,7 +729,7 @@ def main() -> None:
                     stage.restore()
                     continue
                 found[name] = (outcome, time.monotonic() - began)
-                print(f"{found[name][1]:4.0f} s  {name}: {redacted(outcome.seen, stage.folder)}", flush=True)
+                print(f"{found[name][1]:4.0f} s  {name}: {redact(outcome.seen, stage.folder)}", flush=True)
                 if args.page:  # a run of all of them is long
                     args.page.write_text(page(found, stage.folder), encoding="utf-8")
         print(page(found, stage.folder))
@@ -739,7 +747,7 @@ def page(found: Mapping[str, tuple[Outcome, float]], folder: Path) -> str:
         machine=platform.machine(),
         cores=os.cpu_count(),
         torch=torch.__version__,
-        table=table(found, folder),
+        table=format_table(found, folder),
         missing="" if not missing else f"\nNot done in this run: {', '.join(missing)}.\n",
     )
 

@@ -51,7 +51,7 @@ def fuzz(name: str, seed: int, numbers: Iterable[int]) -> tuple[int, int]:
     target = TARGETS[name]()
     for data in target.seeds:  # warm: imports and caches
         target.read(data)
-    before, count, findings = _peak(), 0, 0
+    before, count, findings = _read_peak(), 0, 0
     for number in numbers:
         data = target.input(seed, number)
         began, why = time.process_time(), ""
@@ -62,9 +62,9 @@ def fuzz(name: str, seed: int, numbers: Iterable[int]) -> tuple[int, int]:
         took, count = time.process_time() - began, count + 1
         if took > SECONDS:
             why += f"{took:.1f} s of processor time\n"
-        if _peak() - before > MEMORY:
-            why += f"{(_peak() - before) / 2**20:.0f} MiB more memory\n"
-            before = _peak()
+        if _read_peak() - before > MEMORY:
+            why += f"{(_read_peak() - before) / 2**20:.0f} MiB more memory\n"
+            before = _read_peak()
         if why:
             findings += 1
             print(f"FINDING: --target {name} --seed {seed} --number {number} ({len(data)} bytes)\n{why}", flush=True)
@@ -73,12 +73,12 @@ def fuzz(name: str, seed: int, numbers: Iterable[int]) -> tuple[int, int]:
     return count, findings
 
 
-def _peak() -> int:
+def _read_peak() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def guided(name: str, seconds: int, seed: int) -> None:
+def fuzz_with_guidance(name: str, seconds: int, seed: int) -> None:
     """Fuzz a target with atheris until the time is up, or to the first finding. Ends the process."""
     import atheris
 
@@ -122,7 +122,7 @@ def main() -> None:
     given = parser.parse_args()
     names = [given.target] if given.target else NAMES
     if given.guided:
-        guided(given.target, given.coverage, given.seed)
+        fuzz_with_guidance(given.target, given.coverage, given.seed)
     print(f"Python {platform.python_version()} on {platform.machine()}, seed {given.seed}", flush=True)
     failed = 0
     for name in names:

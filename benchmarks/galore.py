@@ -64,7 +64,7 @@ class Squares:
         return (model(batch["x"]) - batch["y"]).square().mean()
 
 
-def network() -> nn.Sequential:
+def create_network() -> nn.Sequential:
     """The same weights every time, in float64."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -75,26 +75,26 @@ def network() -> nn.Sequential:
     return nn.Sequential(OrderedDict([(n, nn.Sequential(OrderedDict(linear=one, act=nn.Tanh()))) for n, one in layers]))
 
 
-def points() -> Points:
+def draw_points() -> Points:
     """Inputs of falling variances, and targets of another network."""
     rng = torch.Generator().manual_seed(1)
     x = torch.randn((EXAMPLES, 32), generator=rng, dtype=torch.float64) / torch.arange(1, 33).sqrt()
     return Points(x, torch.tanh(x @ torch.randn((32, 24), generator=rng, dtype=torch.float64)))
 
 
-def spec_of(bias_correction: bool) -> OptimizerSpec:
+def build_spec(bias_correction: bool) -> OptimizerSpec:
     # With bias correction the two add eps in different places, so it is made too small to matter.
     eps = 1e-14 if bias_correction else 1e-8
     return OptimizerSpec("adamw", LR, eps=eps, bias_correction=(bias_correction, bias_correction))
 
 
-def settings(bias_correction: bool) -> TrainingSettings:
-    return TrainingSettings(spec_of(bias_correction), batch_size=BATCH, max_grad_norm=0.0, group_by_length=False)
+def build_settings(bias_correction: bool) -> TrainingSettings:
+    return TrainingSettings(build_spec(bias_correction), batch_size=BATCH, max_grad_norm=0.0, group_by_length=False)
 
 
-def ours(steps: int, period: int, scale: float, bias_correction: bool) -> dict[str, Tensor]:
+def train_ours(steps: int, period: int, scale: float, bias_correction: bool) -> dict[str, Tensor]:
     """The weights after some steps of the loop engine."""
-    model, data = network(), points()
+    model, data = create_network(), draw_points()
     targets = {f"{name}.linear": getattr(model, name).linear for name in SHAPES}
     start = {name: module.weight.detach().clone() for name, module in targets.items()}
     adapted = AdaptedModel(model, targets, {})
@@ -114,7 +114,7 @@ def ours(steps: int, period: int, scale: float, bias_correction: bool) -> dict[s
         steps=steps,
         refresh=Refresh(period, rule="svd", moments="keep"),
     )
-    engine = LoopEngine(adapted, Squares(), settings(bias_correction), seed=0)  # type: ignore[arg-type]
+    engine = LoopEngine(adapted, Squares(), build_settings(bias_correction), seed=0)  # type: ignore[arg-type]
     trained: Trained = engine.train(Assignment("one", 0, job, np.arange(EXAMPLES), LR), data)  # type: ignore[arg-type]
     weights: dict[str, Tensor] = {}
     for name in targets:
@@ -124,14 +124,14 @@ def ours(steps: int, period: int, scale: float, bias_correction: bool) -> dict[s
     return weights
 
 
-def theirs(steps: int, period: int, scale: float, bias_correction: bool) -> dict[str, Tensor]:
+def train_theirs(steps: int, period: int, scale: float, bias_correction: bool) -> dict[str, Tensor]:
     """The weights after some steps of ``galore_torch.GaLoreAdamW``."""
     from galore_torch import GaLoreAdamW, galore_projector
 
-    model, data = network(), points()
+    model, data = create_network(), draw_points()
     parameters = {f"{name}.linear": getattr(model, name).linear.weight for name in SHAPES}
     group = {"params": list(parameters.values()), "rank": RANK, "update_proj_gap": period, "scale": scale}
-    spec = spec_of(bias_correction)
+    spec = build_spec(bias_correction)
     optimizer = GaLoreAdamW(
         [{**group, "proj_type": "std"}], lr=LR, eps=spec.eps, correct_bias=bias_correction, no_deprecation_warning=True
     )
@@ -159,9 +159,9 @@ def theirs(steps: int, period: int, scale: float, bias_correction: bool) -> dict
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
-def apart(steps: int, period: int, scale: float = 1.0, bias_correction: bool = False) -> float:
+def compute_distance(steps: int, period: int, scale: float = 1.0, bias_correction: bool = False) -> float:
     """The largest relative difference (Frobenius) of a layer's weight after some steps."""
-    mine, other = ours(steps, period, scale, bias_correction), theirs(steps, period, scale, bias_correction)
+    mine, other = train_ours(steps, period, scale, bias_correction), train_theirs(steps, period, scale, bias_correction)
     return max(float((mine[name] - other[name]).norm() / other[name].norm()) for name in other)
 
 
@@ -172,12 +172,12 @@ def main() -> None:
     for period, scale, bias_correction in ((1000, 1.0, False), (1000, 0.25, True), (5, 1.0, True), (5, 0.25, False)):
         begin, worst = time.perf_counter(), 0.0
         for steps in range(1, args.steps + 1):
-            worst = max(worst, apart(steps, period, scale, bias_correction))
+            worst = max(worst, compute_distance(steps, period, scale, bias_correction))
         corrected = "with" if bias_correction else "without"
         print(f"refresh every {period} steps, scale {scale}, {corrected} bias correction: ", end="")
         print(f"apart by at most {worst:.1e} over {args.steps} steps ({time.perf_counter() - begin:.1f} s)")
-        start = {f"{name}.linear": getattr(network(), name).linear.weight.detach() for name in SHAPES}
-        moved = ours(args.steps, period, scale, bias_correction)
+        start = {f"{name}.linear": getattr(create_network(), name).linear.weight.detach() for name in SHAPES}
+        moved = train_ours(args.steps, period, scale, bias_correction)
         assert min(float((moved[name] - start[name]).norm() / start[name].norm()) for name in start) > 0.02
         assert worst < TOLERANCE, f"galore-torch differs by {worst}"
 

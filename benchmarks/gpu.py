@@ -123,7 +123,7 @@ def build(shape: Shape, dtype: torch.dtype, device: torch.device, depth: int | N
     return model.to(device)
 
 
-def examples_of(shape: Shape, count: int) -> tuple[Any, Any]:
+def draw_examples(shape: Shape, count: int) -> tuple[Any, Any]:
     """A task, and random texts of a quarter of the longest length to all of it."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(max(4, shape.longest // 4), shape.longest + 1, count)
@@ -161,7 +161,7 @@ class Bench:
     @classmethod
     def prepare(cls, shape: Shape, adapted: AdaptedModel, clients: int, batch: int) -> Bench:
         """Prepare the clients' jobs of FedIT."""
-        task, examples = examples_of(shape, clients * batch * STEPS)
+        task, examples = draw_examples(shape, clients * batch * STEPS)
         config = parse_config(
             {
                 "task": "causal-lm" if shape.head == "language-model" else "sequence-classification",
@@ -214,7 +214,7 @@ def adapt(shape: Shape, model: nn.Module) -> AdaptedModel:
 
 def train_with_peft(shape: Shape, model: nn.Module, clients: int, batch: int) -> Callable[[], int]:
     """Return a function that trains clients one by one with PEFT's model, and counts their tokens."""
-    task, examples = examples_of(shape, clients * batch * STEPS)
+    task, examples = draw_examples(shape, clients * batch * STEPS)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     before = [parameter.detach().clone() for parameter in trained]
     device = before[0].device
@@ -240,7 +240,7 @@ def train_with_peft(shape: Shape, model: nn.Module, clients: int, batch: int) ->
     return run
 
 
-def seconds(run: Callable[[], Any], device: torch.device) -> float:
+def measure_seconds(run: Callable[[], Any], device: torch.device) -> float:
     """Wall-clock seconds of a run, after one that warms up."""
     run()
     wait_for(device)
@@ -250,7 +250,7 @@ def seconds(run: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def peak_memory(run: Callable[[], Any], device: torch.device) -> float | None:
+def measure_peak_memory(run: Callable[[], Any], device: torch.device) -> float | None:
     """Peak of allocated GPU memory in GiB; None on a CPU."""
     if device.type != "cuda":
         return None
@@ -260,7 +260,7 @@ def peak_memory(run: Callable[[], Any], device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated(device) / GIB
 
 
-def distance_from_cpu(shape: Shape, device: torch.device) -> float:
+def measure_distance_from_cpu(shape: Shape, device: torch.device) -> float:
     """Relative distance between one client's trained tensors on the device and on the CPU, float32, two blocks."""
     results = []
     for place in (torch.device("cpu"), device):
@@ -270,17 +270,17 @@ def distance_from_cpu(shape: Shape, device: torch.device) -> float:
     return float(max(gaps))
 
 
-def server_step(size: int, clients: int, device: torch.device) -> float:
+def measure_server_step(size: int, clients: int, device: torch.device) -> float:
     """Seconds of the truncated SVD of one layer's aggregate, from the clients' factors."""
     rng = torch.Generator().manual_seed(0)
     pairs = [
         LowRank(torch.randn(size, RANK, generator=rng), torch.randn(RANK, size, generator=rng), 1 / clients).to(device)
         for _ in range(clients)
     ]
-    return seconds(lambda: svd(concatenate(pairs), RANK), device)
+    return measure_seconds(lambda: svd(concatenate(pairs), RANK), device)
 
 
-def rows_of(shape: Shape, args: argparse.Namespace, device: torch.device, until: float) -> list[list[str]]:
+def measure_rows(shape: Shape, args: argparse.Namespace, device: torch.device, until: float) -> list[list[str]]:
     """The table's rows of a shape, one for each batch size; cells after the time limit say so."""
     rows: list[list[str]] = []
     loops: dict[int, float] = {}
@@ -292,7 +292,7 @@ def rows_of(shape: Shape, args: argparse.Namespace, device: torch.device, until:
     for batch in args.batches:
         if time.monotonic() < until:
             run = train_with_peft(shape, peft, few, batch)
-            loops[batch] = run() / seconds(run, device)
+            loops[batch] = run() / measure_seconds(run, device)
     del peft
     gc.collect()
     adapted = adapt(shape, build(shape, narrow, device))
@@ -304,19 +304,19 @@ def rows_of(shape: Shape, args: argparse.Namespace, device: torch.device, until:
                 break
             try:
                 bench = Bench.prepare(shape, adapted, clients, batch)
-                rates[clients] = bench.tokens / seconds(bench.train, device)
-                memory[clients] = peak_memory(bench.train, device)
+                rates[clients] = bench.tokens / measure_seconds(bench.train, device)
+                memory[clients] = measure_peak_memory(bench.train, device)
             except FedspanError as error:
                 if not isinstance(error.__cause__, torch.OutOfMemoryError):
                     raise
                 rates[clients] = 0.0  # out of memory
                 torch.cuda.empty_cache()
-        rows.append(row_of(shape, batch, loops.get(batch), rates, memory, args))
+        rows.append(format_row(shape, batch, loops.get(batch), rates, memory, args))
         print(*rows[-1], sep=" | ", flush=True)
     return rows
 
 
-def row_of(
+def format_row(
     shape: Shape,
     batch: int,
     loop: float | None,
@@ -343,10 +343,10 @@ def page(args: argparse.Namespace, device: torch.device) -> str:
     """Measure everything, and write the page."""
     until = time.monotonic() + 60 * args.minutes
     shapes: Sequence[Shape] = SMOKE if args.smoke else SHAPES
-    rows = [row for shape in shapes for row in rows_of(shape, args, device, until)]
-    gaps = {shape.name: distance_from_cpu(shape, device) for shape in shapes}
+    rows = [row for shape in shapes for row in measure_rows(shape, args, device, until)]
+    gaps = {shape.name: measure_distance_from_cpu(shape, device) for shape in shapes}
     size = 32 if args.smoke else 4096
-    steps = {place: server_step(size, args.clients[-1], torch.device(place)) for place in ("cpu", str(device))}
+    steps = {place: measure_server_step(size, args.clients[-1], torch.device(place)) for place in ("cpu", str(device))}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     counts = " | ".join(f"clients: {clients}" for clients in args.clients)
     rule = "|".join(["---"] * (7 + len(args.clients)))

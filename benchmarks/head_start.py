@@ -30,14 +30,14 @@ def sample(source: Path, target: Path, step: int) -> str:
     return str(target)
 
 
-def values_of(data: dict[str, str], model: str, pooling: str, kind: str, clients: int) -> dict[str, Any]:
+def build_values(data: dict[str, str], model: str, pooling: str, kind: str, clients: int) -> dict[str, Any]:
     """A run whose clients differ in their classes, as plain values."""
     part = {"partitioner": "dirichlet", "alpha": 0.3, "clients": clients, "validation": 0.0, "test": 0.0}
     options = {"name": model, "pooling": pooling, "head_init": kind, "max_length": 64}
     return {"model": options, "data": data, "partition": part}
 
 
-def started(prepared: Prepared) -> tuple[str, str, int]:
+def measure_start(prepared: Prepared) -> tuple[str, str, int]:
     """Accuracy (%) and cross-entropy of the start, and the bytes of the largest reply."""
     from fedspan.runs.head_setup import begin
 
@@ -48,7 +48,7 @@ def started(prepared: Prepared) -> tuple[str, str, int]:
     return f"{100 * scores['accuracy']:.1f}", f"{scores['loss']:.3f}", sent
 
 
-def counted(prepared: Prepared, least: int) -> tuple[float, int]:
+def measure_counted(prepared: Prepared, least: int) -> tuple[float, int]:
     """Share of the examples and number of the classes that at least one client counts."""
     labels, kept, classes = prepared.train.labels, 0, set[int]()  # type: ignore[attr-defined]
     for member in prepared.federation.clients.values():
@@ -80,18 +80,18 @@ def main() -> None:
         print("| pooling | head_init | accuracy, % | cross-entropy | sent by a client, kB |\n|---|---|---|---|---|")
         for pooling in ("auto", "stock"):
             for kind in ("class-means", "lda"):
-                prepared = prepare(parse_config(values_of(data, args.model, pooling, kind, 10)))
-                accuracy, loss, sent = started(prepared)
+                prepared = prepare(parse_config(build_values(data, args.model, pooling, kind, 10)))
+                accuracy, loss, sent = measure_start(prepared)
                 print(f"| {pooling} | {kind} | {accuracy} | {loss} | {sent / 1e3:.0f} |", flush=True)
         print("\n| clients | class_examples | examples counted, % | classes | accuracy, % | cross-entropy |")
         print("|---|---|---|---|---|---|")
         for clients in (10, 50):
-            prepared = prepare(parse_config(values_of(data, args.model, "auto", "lda", clients)))
+            prepared = prepare(parse_config(build_values(data, args.model, "auto", "lda", clients)))
             assert isinstance(prepared.federation.transport, InProcess)
             for least in (1, 2, 3, 5, 10):
                 prepared.federation.transport.host.limits = StatisticsLimits(class_examples=least)
-                share, classes = counted(prepared, least)
-                accuracy, loss, _ = started(prepared)
+                share, classes = measure_counted(prepared, least)
+                accuracy, loss, _ = measure_start(prepared)
                 print(f"| {clients} | {least} | {100 * share:.0f} | {classes} | {accuracy} | {loss} |", flush=True)
 
 

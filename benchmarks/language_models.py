@@ -27,7 +27,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import prepare
 
 
-def config_of(data: str, method: str, lr: float, rounds: int, args: argparse.Namespace) -> dict[str, Any]:
+def build_config(data: str, method: str, lr: float, rounds: int, args: argparse.Namespace) -> dict[str, Any]:
     """One run, as a user would write it."""
     sources: dict[str, dict[str, Any]] = {
         "alpaca": {"train": str(args.alpaca), "prompt": "alpaca", "answer": "output", "invalid": "skip"},
@@ -59,7 +59,7 @@ def train(data: str, method: str, lr: float, rounds: int, args: argparse.Namespa
         return None
     began = time.monotonic()
     try:
-        fedspan.run(config_of(data, method, lr, rounds, args), folder, resume=True)
+        fedspan.run(build_config(data, method, lr, rounds, args), folder, resume=True)
     except FedspanError as error:
         if error.field != "training.lr":
             raise
@@ -69,7 +69,7 @@ def train(data: str, method: str, lr: float, rounds: int, args: argparse.Namespa
     return json.loads((folder / "report.json").read_text())
 
 
-def best_rate(data: str, method: str, args: argparse.Namespace) -> float:
+def select_rate(data: str, method: str, args: argparse.Namespace) -> float:
     """The learning rate with the lowest validation loss after one round."""
 
     def loss(lr: float) -> float:
@@ -79,18 +79,18 @@ def best_rate(data: str, method: str, args: argparse.Namespace) -> float:
     return args.rates[0] if len(args.rates) == 1 else min(args.rates, key=loss)
 
 
-def before(data: str, args: argparse.Namespace) -> dict[str, float]:
+def measure_before(data: str, args: argparse.Namespace) -> dict[str, float]:
     """What the pretrained model gives on the held-out set."""
-    prepared = prepare(parse_config(config_of(data, "fedit", args.rates[0], 1, args)))
+    prepared = prepare(parse_config(build_config(data, "fedit", args.rates[0], 1, args)))
     job = prepared.evaluator.job(prepared.federation.begin(), None)
     assert prepared.test is not None
     indices = np.arange(len(prepared.test))
     return prepared.task.metrics(prepared.engine.predict(job, prepared.test, indices, 64), prepared.test, indices)
 
 
-def table(data: str, args: argparse.Namespace) -> str:
+def format_table(data: str, args: argparse.Namespace) -> str:
     """Held-out loss, perplexity and token accuracy of each method, and what was transmitted."""
-    start = before(data, args)
+    start = measure_before(data, args)
     lines = [
         "| method | lr | held-out loss | perplexity | token accuracy % | exact match % "
         "| own tests: worst client's loss | MB in all |",
@@ -99,7 +99,7 @@ def table(data: str, args: argparse.Namespace) -> str:
         "| - | - | - |",
     ]
     for method in args.methods:
-        lr = best_rate(data, method, args)
+        lr = select_rate(data, method, args)
         report = train(data, method, lr, args.rounds, args)
         assert report is not None
         test, worst = report["scores"]["test"], report["scores"]["clients"]["worst"]
@@ -137,7 +137,7 @@ def main() -> None:
         f"thread), torch {torch.__version__}, transformers {transformers.__version__}.\n"
     )
     for data in ("alpaca", "gsm8k"):
-        page += f"\n## {data}\n\n{table(data, args)}"
+        page += f"\n## {data}\n\n{format_table(data, args)}"
     print(page)
     if args.page:
         args.page.write_text(page)

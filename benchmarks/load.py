@@ -46,7 +46,7 @@ REQUESTS = 8.0
 """Goal for the requests per node and round."""
 
 
-def answered(envelope: Envelope) -> Envelope:
+def make_answer(envelope: Envelope) -> Envelope:
     """A node's answer: as large as what came, and like no other's."""
     return Envelope(envelope.header, envelope.header.encode() + envelope.body)
 
@@ -84,7 +84,7 @@ def answer(ready: str, authority: str, address: str, keys: list[str], most: int,
 
     def one(key: str) -> None:
         link = Link(address, Path(authority), load_node_key(Path(key)), most)
-        serve(link, answered, Event())
+        serve(link, make_answer, Event())
 
     for key in keys:
         threading.Thread(target=one, args=(key,), daemon=True).start()
@@ -108,7 +108,7 @@ def register(home: Path, address: str, authority: Path, keys: list[Path]) -> lis
     return ids
 
 
-def resident(pid: int) -> float:
+def read_resident_memory(pid: int) -> float:
     """MiB of a process's memory."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
@@ -116,7 +116,7 @@ def resident(pid: int) -> float:
     raise RuntimeError(f"no memory of process {pid}")
 
 
-def processor_seconds(pid: int) -> float:
+def read_processor_seconds(pid: int) -> float:
     """Processor time of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -146,7 +146,7 @@ class Measured:
     processor: float
 
 
-def exchanged(transport: Transport, envelopes: dict[str, Envelope], seconds: float) -> dict[str, Envelope | str]:
+def exchange(transport: Transport, envelopes: dict[str, Envelope], seconds: float) -> dict[str, Envelope | str]:
     """Send parcels and collect the replies."""
     back: dict[str, Envelope | str] = {}
 
@@ -158,18 +158,20 @@ def exchanged(transport: Transport, envelopes: dict[str, Envelope], seconds: flo
     return back
 
 
-def loaded(transport: Transport, nodes: dict[str, int], rounds: int, superlink: int, counts: list[Any]) -> Measured:
+def measure_load(
+    transport: Transport, nodes: dict[str, int], rounds: int, superlink: int, counts: list[Any]
+) -> Measured:
     lost, seconds, memory = 0, [], {}
-    before, busy = [one.value for one in counts], processor_seconds(superlink)
+    before, busy = [one.value for one in counts], read_processor_seconds(superlink)
     for number in range(1, rounds + 1):
         began = time.monotonic()
         body = os.urandom(BODY)  # the same for all, as a round's tensors are
         envelopes = {id: Envelope(f"{number} {id}", body) for id in nodes}
-        back = exchanged(transport, envelopes, 600.0)
-        lost += sum(back.get(id) != answered(envelope) for id, envelope in envelopes.items())
+        back = exchange(transport, envelopes, 600.0)
+        lost += sum(back.get(id) != make_answer(envelope) for id, envelope in envelopes.items())
         seconds.append(time.monotonic() - began)
         if number in (10 if rounds >= 20 else 1, rounds):
-            now = resident(superlink), resident(os.getpid())
+            now = read_resident_memory(superlink), read_resident_memory(os.getpid())
             for name, mib in zip(("SuperLink", "submitting process"), now, strict=True):
                 memory[name] = (*memory.get(name, ()), mib)
             print(f"round {number}: {seconds[-1]:.1f} s, {now[0]:.0f} and {now[1]:.0f} MiB", flush=True)
@@ -181,11 +183,11 @@ def loaded(transport: Transport, nodes: dict[str, int], rounds: int, superlink: 
         seconds,
         {name: (both[0], both[-1]) for name, both in memory.items()},
         (sum(sent[1:]), sent[0]),
-        (processor_seconds(superlink) - busy) / rounds,
+        (read_processor_seconds(superlink) - busy) / rounds,
     )
 
 
-def large(
+def measure_large(
     transport: Transport, nodes: dict[str, int], grid: object, megabytes: int, most: int
 ) -> list[tuple[str, str, bool]]:
     """One message, there and back; and what is said of larger ones than the limits."""
@@ -195,8 +197,8 @@ def large(
     def sent(size: int) -> tuple[object, float]:
         envelope = Envelope("large", os.urandom(size))  # equal pieces would be transmitted once
         began = time.monotonic()
-        back = exchanged(transport, {id: envelope}, 590.0)[id]
-        return (back if isinstance(back, str) else back == answered(envelope)), time.monotonic() - began
+        back = exchange(transport, {id: envelope}, 590.0)[id]
+        return (back if isinstance(back, str) else back == make_answer(envelope)), time.monotonic() - began
 
     back, seconds = sent(megabytes * 10**6)
     found.append((f"{megabytes} MB to a node and back", f"{seconds:.0f} s", back is True))
@@ -247,8 +249,8 @@ def measure(count: int, rounds: int, processes: int, megabytes: int, folder: Pat
                 superlink = int(Path(f"/proc/{server}/task/{server}/children").read_text().split()[-1])
                 known = {id: public.read_bytes() for id, public in zip(ids, publics, strict=True)}
                 transport = GridTransport(grid, nodes, signer=ServerSigner(link.folder, lambda: known))
-                result = loaded(transport, nodes, rounds, superlink, counts)
-                return result, large(transport, nodes, grid, megabytes, most) if megabytes else []
+                result = measure_load(transport, nodes, rounds, superlink, counts)
+                return result, measure_large(transport, nodes, grid, megabytes, most) if megabytes else []
         finally:
             logging.getLogger("httpx").removeHandler(own_count)
             for child in children:
@@ -302,20 +304,20 @@ def page(
         wanted = "none lost" if goal is None else f"none lost, {goal:g} s"
         rounds.append(
             f"| {one.nodes} | {one.rounds} | {one.lost} of {one.nodes * one.rounds} | {median:.1f}, "
-            f"{max(one.seconds):.1f} | {wanted} | {_verdict(ok)} |"
+            f"{max(one.seconds):.1f} | {wanted} | {_format_verdict(ok)} |"
         )
         few = sum(one.requests) <= REQUESTS
         requests.append(
-            f"| {one.nodes} | {one.requests[0]:.1f}, {one.requests[1]:.1f} | {REQUESTS:g} | {_verdict(few)} | "
+            f"| {one.nodes} | {one.requests[0]:.1f}, {one.requests[1]:.1f} | {REQUESTS:g} | {_format_verdict(few)} | "
             f"{one.processor:.1f} |"
         )
         flat = one.rounds < 20 or all(late <= early * (1 + GROWTH) for early, late in one.memory.values())
         cells = [f"{early:.0f}, {late:.0f}" for early, late in one.memory.values()]
         compared = f"{10 if one.rounds >= 20 else 1} and {one.rounds}"
-        verdict = _verdict(flat) if one.rounds >= 20 else ""
+        verdict = _format_verdict(flat) if one.rounds >= 20 else ""
         memory.append(f"| {one.nodes} | {compared} | {' | '.join(cells)} | {verdict} |")
         good = good and ok and few and flat
-    large = "".join(f"| {what} | {said} | {_verdict(ok)} |\n" for what, said, ok in messages)
+    large = "".join(f"| {what} | {said} | {_format_verdict(ok)} |\n" for what, said, ok in messages)
     text = PAGE.format(
         processes=args.processes,
         body=BODY // 1000,
@@ -332,7 +334,7 @@ def page(
     return text, good
 
 
-def _verdict(ok: bool) -> str:
+def _format_verdict(ok: bool) -> str:
     return "pass" if ok else "**FAIL**"
 
 

@@ -127,7 +127,7 @@ def run(kind: str, folder: Path) -> None:
     import digests
 
     digests.save_inputs(folder / "inputs")
-    values = digests.configs(folder / "inputs", "loop")["method-fedit"]
+    values = digests.build_configs(folder / "inputs", "loop")["method-fedit"]
     values["federation"] = {"rounds": 1}
     if kind == "loop":
         import fedspan

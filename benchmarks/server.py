@@ -76,13 +76,13 @@ class Cost:
     decomposes: bool
 
 
-def status(key: str) -> int:
+def read_status(key: str) -> int:
     """A size in /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
 
 
-def settle() -> None:
+def free_memory() -> None:
     """Give freed memory back to the system and forget the peak."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -90,7 +90,7 @@ def settle() -> None:
 
 
 @contextmanager
-def counted() -> Iterator[list[str]]:
+def count_decompositions() -> Iterator[list[str]]:
     """Names of LAPACK's decompositions as they are called."""
     calls: list[str] = []
     originals = {name: getattr(torch.linalg, name) for name in DECOMPOSITIONS}
@@ -111,7 +111,7 @@ def counted() -> Iterator[list[str]]:
             setattr(torch.linalg, name, original)
 
 
-def trained(job: Job, rng: torch.Generator) -> Trained:
+def simulate_training(job: Job, rng: torch.Generator) -> Trained:
     """What an engine might give back: trainable tensors moved at random, moments and gradients of the right shapes."""
 
     def noise(names: Any) -> dict[str, Tensor]:
@@ -139,7 +139,7 @@ def answer(method: Method, message: Message, client: Client, memory: Memory, rou
     rng = create_generator(0, "reply", client.id, round)
     result: Job | Message = method.start(message, client, memory, round)
     while isinstance(result, Job):
-        result, memory = method.finish(result, trained(result, rng), client, memory, round)
+        result, memory = method.finish(result, simulate_training(result, rng), client, memory, round)
     return result, memory
 
 
@@ -165,16 +165,16 @@ def measure(key: str, args: argparse.Namespace) -> Cost:
                 method, message, client, memories.get(client.id, {}), round
             )
         del message
-        settle()
-        before = status("VmRSS")
-        with counted() as found:
+        free_memory()
+        before = read_status("VmRSS")
+        with count_decompositions() as found:
             start = time.perf_counter()
             reducer = Reducer(cohort)
             for client in cohort:
                 reducer.add(client.id, method.contribute(replies[client.id], client))
             state = method.update(state, reducer.compute_result())
             seconds = max(seconds, time.perf_counter() - start)
-        peak, calls = max(peak, status("VmHWM") - before), calls + found
+        peak, calls = max(peak, read_status("VmHWM") - before), calls + found
     return Cost(seconds, peak / GIB, bool(calls) or method.declare_claims().reduction == "stack")
 
 
@@ -208,7 +208,7 @@ def compare(size: int, rank: int, clients: int) -> Comparison:
     return Comparison(factored, dense, float(((U * S) @ Vt - expected).norm() / expected.norm()))
 
 
-def sends_whole(key: str, args: argparse.Namespace) -> bool:
+def is_whole_sent(key: str, args: argparse.Namespace) -> bool:
     """Whether a reply of the first round holds as many numbers as the weights themselves."""
     spec = Spec((LayerSpec("layer", args.size, args.size),), clients=args.clients)
     method = METHODS[key](spec=spec, r=args.rank)
@@ -216,7 +216,7 @@ def sends_whole(key: str, args: argparse.Namespace) -> bool:
     return not method.claims.adapter or first[args.rank].up >= 4 * args.size**2
 
 
-def alone(key: str, args: argparse.Namespace) -> Cost:
+def measure_alone(key: str, args: argparse.Namespace) -> Cost:
     """``measure`` in a new process, forked from one that has imported everything and computed nothing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
@@ -226,7 +226,7 @@ def alone(key: str, args: argparse.Namespace) -> Cost:
         return pool.submit(measure, key, args).result()
 
 
-def verdict(kept: bool, full: bool) -> str:
+def format_verdict(kept: bool, full: bool) -> str:
     """``pass`` or ``FAIL``, where a limit applies."""
     return ("pass" if kept else "**FAIL**") if full else "not judged"
 
@@ -240,15 +240,15 @@ def page(args: argparse.Namespace) -> str:
         if key in CLIENTS_DEAR:
             skipped.append(f"{key} ({CLIENTS_DEAR[key]})")
             continue
-        if sends_whole(key, args):
+        if is_whole_sent(key, args):
             skipped.append(f"{key} (sends whole weights or gradients)")
             continue
-        cost = alone(key, args)
+        cost = measure_alone(key, args)
         limit = DECOMPOSING if cost.decomposes else AVERAGING
         kind = "SVDs, Grams or stacks" if cost.decomposes else "averages"
         kept = cost.seconds < limit and cost.gibibytes < MEMORY
         limits = f"{limit:g} s, {MEMORY:g} GiB"
-        rows.append([key, kind, f"{cost.seconds:.2f}", f"{cost.gibibytes:.2f}", limits, verdict(kept, full)])
+        rows.append([key, kind, f"{cost.seconds:.2f}", f"{cost.gibibytes:.2f}", limits, format_verdict(kept, full)])
         print(*rows[-1], sep=" | ", flush=True)
     at = min(10, args.clients)
     one = compare(args.size, args.rank, at)
@@ -256,7 +256,7 @@ def page(args: argparse.Namespace) -> str:
     kept = faster >= SPEEDUP and one.error < ERROR
     chosen = "" if args.methods == sorted(METHODS) else f" --methods {' '.join(args.methods)}"
     sizes = " ".join(f"--{name} {getattr(args, name)}" for name in FULL)
-    cells = f"{one.factored:.4f} | {one.dense:.2f} | {faster:.0f} | {one.error:.0e} | {verdict(kept, full)}"
+    cells = f"{one.factored:.4f} | {one.dense:.2f} | {faster:.0f} | {one.error:.0e} | {format_verdict(kept, full)}"
     return "\n".join(
         [
             "# Cost of a round on the server",

@@ -22,11 +22,11 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def command(*arguments: str) -> list[str]:
+def build_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "fedspan.cli", *arguments]
 
 
-def environment() -> dict[str, str]:
+def build_environment() -> dict[str, str]:
     path = os.pathsep.join(path for path in sys.path if path)
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "160"}
 
@@ -56,7 +56,9 @@ class Deployment:
             self.end(name, signal.SIGTERM)
 
     def call(self, *arguments: str, timeout: float = 300, check: bool = True) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(command(*arguments), env=environment(), capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(
+            build_command(*arguments), env=build_environment(), capture_output=True, text=True, timeout=timeout
+        )
         assert not check or done.returncode == 0, done.stdout + done.stderr + self.logs()
         return done
 
@@ -64,7 +66,11 @@ class Deployment:
         """Start a command of fedspan, or whatever is given."""
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                given or command(*arguments), env=environment(), stdout=log, stderr=log, start_new_session=True
+                given or build_command(*arguments),
+                env=build_environment(),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         self.processes[name] = process
         return process

@@ -55,7 +55,7 @@ FIRST = (
 """Presets that are run before the others."""
 
 
-def preset_jobs() -> tuple[Job, ...]:
+def list_preset_jobs() -> tuple[Job, ...]:
     """A page for each preset of which something can be judged; their data and models are what their configs name."""
     jobs: list[Job] = []
     for preset in sorted(
@@ -92,7 +92,7 @@ JOBS = (
         ("banking77",),
         quick=("--seeds", "0", "--examples", "100", "--rounds", "2", "--steps", "2"),
     ),
-    *preset_jobs(),
+    *list_preset_jobs(),
     Job(
         "reasons",  # after the pages that it examines, whose runs it copies
         ("reasons.py", "--data", "{data}", "--model", "{model}", "--runs", "{work}/runs"),
@@ -102,7 +102,7 @@ JOBS = (
 )
 
 
-def command(job: Job, args: argparse.Namespace) -> list[str]:
+def build_command(job: Job, args: argparse.Namespace) -> list[str]:
     """What is called for a page."""
     places = {"{data}": args.data, "{model}": args.model, "{work}": args.work}
     words = list(job.words)
@@ -112,7 +112,7 @@ def command(job: Job, args: argparse.Namespace) -> list[str]:
     return [sys.executable, str(HERE / words[0]), *words[1:], *more, "--out", str(args.work)]
 
 
-def missing(job: Job, data: Path | None, model: Path | None) -> str | None:
+def list_missing(job: Job, data: Path | None, model: Path | None) -> str | None:
     """What of a page's data or model is not there."""
     if job.model and (model is None or not model.is_dir()):
         return "no --model" if model is None else f"no folder {model}"
@@ -128,12 +128,12 @@ def run_jobs(jobs: Sequence[Job], args: argparse.Namespace) -> list[str]:
     for job in jobs:
         if (args.work / f"{job.page}.json").is_file():
             print(f"{job.page}: done before", flush=True)
-        elif why := missing(job, args.data, args.model):
+        elif why := list_missing(job, args.data, args.model):
             print(f"{job.page}: left out, {why}", flush=True)
             continue
         else:
             began = time.monotonic()
-            done = subprocess.run(command(job, args), check=False)
+            done = subprocess.run(build_command(job, args), check=False)
             said = f"ended with {done.returncode}" if done.returncode else "done"
             print(f"{job.page}: {said}, {time.monotonic() - began:.0f} s", flush=True)
             if done.returncode:

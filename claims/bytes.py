@@ -31,7 +31,7 @@ Count = Callable[[int, int], float]
 """Numbers of a layer with so many outputs and inputs."""
 
 
-def factors(m: int, n: int) -> float:
+def count_factors(m: int, n: int) -> float:
     """Both factors of rank r, which is what LoRA sends."""
     return RANK * (m + n)
 
@@ -41,7 +41,7 @@ def weight(m: int, n: int) -> float:
     return m * n
 
 
-def nothing(m: int, n: int) -> float:
+def count_nothing(m: int, n: int) -> float:
     """Of a direction in which nothing is transmitted."""
     return 0.0
 
@@ -65,56 +65,58 @@ class Said:
     why: str = ""
 
 
-LORA = Said(factors, factors, "r (m + n) up and down")
+LORA = Said(count_factors, count_factors, "r (m + n) up and down")
 ALL: Mapping[str, Said] = {
     "fedit": LORA,
     "fedavg": Said(weight, weight, "m n up and down"),
-    "local-only": Said(nothing, nothing, "nothing"),
+    "local-only": Said(count_nothing, count_nothing, "nothing"),
     "ffa-lora": Said(lambda m, n: RANK * m, lambda m, n: RANK * m, "r m up and down"),
     "rolora": Said(
-        lambda m, n: factors(m, n) / 2,
-        lambda m, n: factors(m, n) / 2,
+        lambda m, n: count_factors(m, n) / 2,
+        lambda m, n: count_factors(m, n) / 2,
         "r m and r n in turn, up and down",
     ),
     "fedsa-lora": Said(lambda m, n: RANK * n, lambda m, n: RANK * n, "r n up and down"),
-    "fedsvd": Said(lambda m, n: RANK * m, factors, "r m up, r (m + n) down"),
-    "flora": Said(factors, lambda m, n: CLIENTS * factors(m, n), "r (m + n) up, all clients' stack, K r (m + n), down"),
+    "fedsvd": Said(lambda m, n: RANK * m, count_factors, "r m up, r (m + n) down"),
+    "flora": Said(
+        count_factors, lambda m, n: CLIENTS * count_factors(m, n), "r (m + n) up, all clients' stack, K r (m + n), down"
+    ),
     "flexlora": LORA,
-    "hetlora": Said(factors, factors, "r (m + n) up and down", {"gamma": 1.0}),
+    "hetlora": Said(count_factors, count_factors, "r (m + n) up and down", {"gamma": 1.0}),
     "federa": LORA,
     "fedex-lora": Said(
-        factors,
-        lambda m, n: factors(m, n) + weight(m, n),
+        count_factors,
+        lambda m, n: count_factors(m, n) + weight(m, n),
         "r (m + n) up, r (m + n) and a residual of m n down",
         why="the residual has rank (K - 1) r and travels as factors",
     ),
     "fr-lora": Said(
-        factors,
-        factors,
+        count_factors,
+        count_factors,
         "r (m + n) up and down, the clients finding the residual themselves",
         why="what the base gained is sent, so that clients that were away can follow; the paper's clients never are",
     ),
     "fedmomentum": Said(
-        factors,
-        lambda m, n: factors(m, n) + weight(m, n),
+        count_factors,
+        lambda m, n: count_factors(m, n) + weight(m, n),
         "r (m + n) up, r (m + n) and what the base gains (dense: m n) down",
         why="what the base gains has rank (K - 1) r and travels as factors",
     ),
     "lora-fair": LORA,
     "fedrot-lora": LORA,
     "lora-a2": Said(
-        lambda m, n: factors(m, n) / 2,
-        lambda m, n: factors(m, n) / 2,
+        lambda m, n: count_factors(m, n) / 2,
+        lambda m, n: count_factors(m, n) / 2,
         "of a budget of r slots a layer r m and r n in turn, up and down",
         why="where the chosen slots stand travels, too",
     ),
     "fed-sb": Said(lambda m, n: RANK**2, lambda m, n: RANK**2, "r^2 up and down"),
     "fedhm": LORA,
-    "slora": Said(factors, factors, "r (m + n) up and down, in the second stage", {"sparse_rounds": 1}),
+    "slora": Said(count_factors, count_factors, "r (m + n) up and down, in the second stage", {"sparse_rounds": 1}),
     "florg": Said(lambda m, n: RANK * min(m, n), lambda m, n: RANK * min(m, n), "r min(m, n) up and down"),
-    "fedloru": Said(factors, factors, "r (m + n) up and down, in a round without accumulation", {"tau": 5}),
-    "mfedloru": Said(factors, factors, "r (m + n) up and down, for clients of the greatest rank"),
-    "pfedloru": Said(factors, factors, "r (m + n) up and down: the personal factors stay"),
+    "fedloru": Said(count_factors, count_factors, "r (m + n) up and down, in a round without accumulation", {"tau": 5}),
+    "mfedloru": Said(count_factors, count_factors, "r (m + n) up and down, for clients of the greatest rank"),
+    "pfedloru": Said(count_factors, count_factors, "r (m + n) up and down: the personal factors stay"),
     "pfedlora": Said(weight, weight, "m n up and down: the personal factors stay"),
     "fedgalore": Said(
         lambda m, n: 2 * RANK * max(m, n),
@@ -163,7 +165,7 @@ def count_sent(key: str, folder: Path, model: str, layer: int) -> Sent:
     return Sent(up, down, *(4 * sum(count(*shape) for shape in shapes) for count in (said.up, said.down)))
 
 
-def finding(key: str, sent: Sent) -> report.Finding:
+def build_finding(key: str, sent: Sent) -> report.Finding:
     """Holds where no more is sent than the paper says; what is sent beyond it has its reason beside it."""
     parts: list[str] = []
     for direction, ours, said in (("up", sent.up, sent.said_up), ("down", sent.down, sent.said_down)):
@@ -204,10 +206,10 @@ def page(found: Mapping[str, Sent], folder: Path) -> None:
         f"Layers m x n (outputs x inputs) of all three kinds, square, tall and wide; rank r = {RANK}, K = {CLIENTS} "
         f"clients, {ROUNDS} rounds; the mean of rounds {LATER[0]} and {LATER[1]}. Holds: no more than the paper says. "
         "Heads are frozen, so that target layers alone are counted; headers are not (the ledger has them, too).",
-        report.table(("method", "bytes up", "the paper's", "bytes down", "the paper's"), rows),
+        report.format_table(("method", "bytes up", "the paper's", "bytes down", "the paper's"), rows),
         report.save_figure(draw(found), folder, "bytes", "Bytes of one client and round by method"),
     ]
-    findings = [finding(key, sent) for key, sent in found.items()]
+    findings = [build_finding(key, sent) for key, sent in found.items()]
     report.write(folder, "bytes", "Bytes: what every method sends", "of each method its own", findings, sections)
 
 

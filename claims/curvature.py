@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Curvature", "curvature", "largest_magnitude", "products"]
+__all__ = ["Curvature", "estimate_largest_magnitude", "estimate_norms", "make_hessian_product"]
 
 Product = Callable[[Tensor], Tensor]
 
@@ -40,7 +40,7 @@ class Curvature:
         return math.nan if self.spectral == 0 else (self.frobenius / self.spectral) ** 2
 
 
-def products(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Product, int]:
+def make_hessian_product(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Product, int]:
     """Return a function that multiplies a loss's Hessian by a vector.
 
     Args:
@@ -61,7 +61,7 @@ def products(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Product, int]:
     return product, sum(sizes)
 
 
-def curvature(
+def estimate_norms(
     product: Product, size: int, draw: torch.Generator, *, probes: int = 16, iterations: int = 16
 ) -> Curvature:
     """Estimate the norms of a symmetric matrix.
@@ -73,13 +73,13 @@ def curvature(
         probes: Number of Hutchinson's random vectors, at least 2.
         iterations: Largest number of Lanczos iterations.
     """
-    squares = torch.stack([(product(_signs(size, draw)) ** 2).sum() for _ in range(probes)]).double()
+    squares = torch.stack([(product(_draw_signs(size, draw)) ** 2).sum() for _ in range(probes)]).double()
     error = float(squares.std() / math.sqrt(probes))
-    spectral = largest_magnitude(product, torch.randn(size, generator=draw), iterations)
+    spectral = estimate_largest_magnitude(product, torch.randn(size, generator=draw), iterations)
     return Curvature(math.sqrt(float(squares.mean())), error, spectral)
 
 
-def largest_magnitude(product: Product, start: Tensor, iterations: int) -> float:
+def estimate_largest_magnitude(product: Product, start: Tensor, iterations: int) -> float:
     """Estimate the largest magnitude of a symmetric matrix's eigenvalues by Lanczos, never too large.
 
     Args:
@@ -106,5 +106,5 @@ def largest_magnitude(product: Product, start: Tensor, iterations: int) -> float
     return float(torch.linalg.eigvalsh(small).abs().max())
 
 
-def _signs(size: int, draw: torch.Generator) -> Tensor:
+def _draw_signs(size: int, draw: torch.Generator) -> Tensor:
     return torch.randint(0, 2, (size,), generator=draw).mul_(2).sub_(1).to(torch.get_default_dtype())

@@ -1,7 +1,7 @@
 """FedGaLore's Figure 5: the second moment that clients share, by averaging, by average and SVD, and by AJIVE.
 
 ``python claims/fedgalore_ajive.py`` takes some minutes. The data are
-``planted_views.second_moments``, AJIVE is ``fedspan.core.alignment.compute_ajive``.
+``planted_views.draw_second_moments``, AJIVE is ``fedspan.core.alignment.compute_ajive``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import report
 import torch
 from matplotlib.figure import Figure
-from planted_views import second_moments
+from planted_views import draw_second_moments
 from torch import Tensor
 
 from fedspan.core.alignment import compute_ajive
@@ -35,7 +35,9 @@ READINGS = {
 }
 
 
-def joint(views: Sequence[Tensor], rank: int, view_rank: int = 0, center: bool = True, means: bool = True) -> Tensor:
+def compute_joint(
+    views: Sequence[Tensor], rank: int, view_rank: int = 0, center: bool = True, means: bool = True
+) -> Tensor:
     """The mean over clients of J_k, with the column means that AJIVE took off unless told otherwise."""
     found = compute_ajive(views, rank, view_rank or rank, center=center)
     parts = [found.compute_joint(number) + (mean if means else 0.0) for number, mean in enumerate(found.means)]
@@ -48,12 +50,12 @@ def cut(matrix: Tensor, rank: int) -> Tensor:
     return (U[:, :rank] * S[:rank]) @ Vt[:rank]
 
 
-def svd_name(rank: int) -> str:
+def format_svd_name(rank: int) -> str:
     """Of the average cut to a rank."""
     return f"average + SVD, rank {rank}"
 
 
-def ajive_name(rank: int, view_rank: int) -> str:
+def format_ajive_name(rank: int, view_rank: int) -> str:
     """Of AJIVE with a joint rank, from so many directions of each view."""
     return f"AJIVE, rank {rank} of {view_rank}"
 
@@ -61,17 +63,17 @@ def ajive_name(rank: int, view_rank: int) -> str:
 LOW, EQUAL, WIDER = (RANK, RANK), (SQUARED, SQUARED), (SQUARED, WIDE)
 
 
-def estimates(views: Sequence[Tensor], ranks: Sequence[tuple[int, int]], bias: float) -> dict[str, Tensor]:
+def compute_estimates(views: Sequence[Tensor], ranks: Sequence[tuple[int, int]], bias: float) -> dict[str, Tensor]:
     """What every way of combining views makes of them; ``ranks`` are AJIVE's joint and view ranks."""
     mean = torch.stack(list(views)).mean(0)
     found = {AVERAGE: mean, ORACLE: mean - bias}
     for rank, view_rank in ranks:
-        found[svd_name(rank)] = cut(mean, rank)
-        found[ajive_name(rank, view_rank)] = joint(views, rank, view_rank)
+        found[format_svd_name(rank)] = cut(mean, rank)
+        found[format_ajive_name(rank, view_rank)] = compute_joint(views, rank, view_rank)
     return found
 
 
-def error(estimate: Tensor, target: Tensor) -> float:
+def compute_error(estimate: Tensor, target: Tensor) -> float:
     """The distance (Frobenius) in % of the target's norm."""
     return 100 * float((estimate - target).norm() / target.norm())
 
@@ -80,7 +82,7 @@ Errors = Mapping[tuple[str, int], Sequence[float]]
 """By estimate and number of clients: one error a seed."""
 
 
-def measured(
+def measure_errors(
     seeds: Sequence[int],
     clients: Sequence[int],
     size: int,
@@ -91,48 +93,49 @@ def measured(
     """Errors of one setting."""
     found: dict[tuple[str, int], list[float]] = {}
     for seed in seeds:
-        target, views = second_moments(size, max(clients), drift, noise, seed, RANK)
+        target, views = draw_second_moments(size, max(clients), drift, noise, seed, RANK)
         for count in clients:
-            for name, estimate in estimates(views[:count], ranks, drift**2 + noise**2).items():
-                found.setdefault((name, count), []).append(error(estimate, target))
+            for name, estimate in compute_estimates(views[:count], ranks, drift**2 + noise**2).items():
+                found.setdefault((name, count), []).append(compute_error(estimate, target))
     return found
 
 
-def points(found: Within) -> str:
+def format_points(found: Within) -> str:
     """A difference of errors."""
     return f"{found.mean:+.2f} ± {found.error:.2f}"
 
 
-def below(errors: Errors, better: str, worse: str, count: int) -> Within:
+def compute_advantage(errors: Errors, better: str, worse: str, count: int) -> Within:
     """How far the first estimate's error lies below the second's."""
     return compare_pairs(errors[worse, count], errors[better, count])
 
 
-def findings(errors: Errors, clients: Sequence[int]) -> list[report.Finding]:
+def build_findings(errors: Errors, clients: Sequence[int]) -> list[report.Finding]:
     """The paper's statements, at the largest number of clients."""
     most, least = max(clients), min(clients)
     compared = {
-        f"Joint rank {RANK}: AJIVE below average + SVD of that rank": (ajive_name(*LOW), svd_name(RANK)),
+        f"Joint rank {RANK}: AJIVE below average + SVD of that rank": (format_ajive_name(*LOW), format_svd_name(RANK)),
         "Averaging keeps a bias: above what it is without the bias": (ORACLE, AVERAGE),
     }
     falls: list[report.Finding] = []
     for joint_rank, view_rank in (EQUAL, WIDER):
-        ours = ajive_name(joint_rank, view_rank)
+        ours = format_ajive_name(joint_rank, view_rank)
         said = f"Joint rank {joint_rank}, {view_rank} directions of each view: AJIVE"
         compared |= {
             f"{said} below averaging": (ours, AVERAGE),
-            f"{said} below average + SVD of rank {joint_rank}": (ours, svd_name(joint_rank)),
-            f"{said} below AJIVE of joint rank {RANK}, which underfits": (ours, ajive_name(*LOW)),
+            f"{said} below average + SVD of rank {joint_rank}": (ours, format_svd_name(joint_rank)),
+            f"{said} below AJIVE of joint rank {RANK}, which underfits": (ours, format_ajive_name(*LOW)),
         }
         fall = compare_pairs(errors[ours, least], errors[ours, most])
         text = f"{said} recovers better as clients grow, {least} to {most}"
-        falls.append(report.Finding(text, f"error falls by {points(fall)} points", fall.verdict))
+        falls.append(report.Finding(text, f"error falls by {format_points(fall)} points", fall.verdict))
         perfect = compare_pairs([5.0] * len(errors[ours, most]), errors[ours, most])
         text = f"{said} recovers V* nearly perfectly (read as: error below 5 %), {most} clients"
         falls.append(report.Finding(text, f"error {5 - perfect.mean:.2f} ± {perfect.error:.2f} %", perfect.verdict))
-    leads = {statement: below(errors, *pair, most) for statement, pair in compared.items()}
+    leads = {statement: compute_advantage(errors, *pair, most) for statement, pair in compared.items()}
     found = [
-        report.Finding(f"{key}, {most} clients", f"by {points(one)} points", one.verdict) for key, one in leads.items()
+        report.Finding(f"{key}, {most} clients", f"by {format_points(one)} points", one.verdict)
+        for key, one in leads.items()
     ]
     return found + falls
 
@@ -142,9 +145,9 @@ def draw(errors: Errors, clients: Sequence[int]) -> Figure:
     figure = Figure(figsize=(6, 4))
     axes = figure.subplots()
     for name in dict.fromkeys(name for name, _ in errors):
-        low = name in (ajive_name(*LOW), svd_name(RANK))
+        low = name in (format_ajive_name(*LOW), format_svd_name(RANK))
         color = "tab:red" if name in (AVERAGE, ORACLE) else "tab:blue" if low else "tab:green"
-        marker = "^" if name == ajive_name(*WIDER) else "o"
+        marker = "^" if name == format_ajive_name(*WIDER) else "o"
         style = {AVERAGE: "--", ORACLE: ":"}.get(name, marker if name.startswith("AJIVE") else "-")
         values = [sum(errors[name, count]) / len(errors[name, count]) for count in clients]
         axes.plot(clients, values, style, color=color, label=name)
@@ -153,53 +156,55 @@ def draw(errors: Errors, clients: Sequence[int]) -> Figure:
     return figure
 
 
-def by_clients(errors: Errors, clients: Sequence[int]) -> list[str]:
+def tabulate_clients(errors: Errors, clients: Sequence[int]) -> list[str]:
     """Errors, and the comparisons at every number of clients."""
     rows: list[list[object]] = []
     for name in dict.fromkeys(name for name, _ in errors):
         rows.append([name, *(f"{sum(errors[name, k]) / len(errors[name, k]):.2f}" for k in clients)])
     compared: list[list[object]] = []
     for ranks in (LOW, EQUAL, WIDER):
-        for other in (AVERAGE, svd_name(ranks[0])):
-            leads = [below(errors, ajive_name(*ranks), other, k) for k in clients]
-            cells = (f"{points(lead)}, {lead.verdict}" for lead in leads)
-            compared.append([f"{ajive_name(*ranks)}, below {other}", *cells])
+        for other in (AVERAGE, format_svd_name(ranks[0])):
+            leads = [compute_advantage(errors, format_ajive_name(*ranks), other, k) for k in clients]
+            cells = (f"{format_points(lead)}, {lead.verdict}" for lead in leads)
+            compared.append([f"{format_ajive_name(*ranks)}, below {other}", *cells])
     header = [f"{k} clients" for k in clients]
     return [
         "Error, % of the norm of V*, mean over seeds:",
-        report.table(("estimate", *header), rows),
+        report.format_table(("estimate", *header), rows),
         "How far AJIVE's error lies below, in points (negative: above), and the verdict by the same rule:",
-        report.table(("comparison", *header), compared),
+        report.format_table(("comparison", *header), compared),
     ]
 
 
-def readings(seeds: Sequence[int], count: int, size: int, drift: float, noise: float, errors: Errors) -> str:
+def tabulate_readings(seeds: Sequence[int], count: int, size: int, drift: float, noise: float, errors: Errors) -> str:
     """AJIVE read in other ways, in the main setting."""
     rows: list[list[object]] = []
-    drawn = [second_moments(size, count, drift, noise, seed, RANK) for seed in seeds]
+    drawn = [draw_second_moments(size, count, drift, noise, seed, RANK) for seed in seeds]
     for name, options in READINGS.items():
-        found = [error(joint(views, SQUARED, **options), target) for target, views in drawn]
-        others = [errors[other, count] for other in (AVERAGE, svd_name(SQUARED))]
+        found = [compute_error(compute_joint(views, SQUARED, **options), target) for target, views in drawn]
+        others = [errors[other, count] for other in (AVERAGE, format_svd_name(SQUARED))]
         leads = [compare_pairs(other, found) for other in others]
-        rows.append([name, f"{sum(found) / len(found):.2f}", *(f"{points(one)}, {one.verdict}" for one in leads)])
-    return report.table((f"AJIVE, rank {SQUARED}", "error, %", "below average", "below average + SVD"), rows)
+        rows.append(
+            [name, f"{sum(found) / len(found):.2f}", *(f"{format_points(one)}, {one.verdict}" for one in leads)]
+        )
+    return report.format_table((f"AJIVE, rank {SQUARED}", "error, %", "below average", "below average + SVD"), rows)
 
 
-def settings(seeds: Sequence[int], count: int, given: Sequence[tuple[int, float, float]]) -> str:
+def tabulate_settings(seeds: Sequence[int], count: int, given: Sequence[tuple[int, float, float]]) -> str:
     """The comparisons of joint rank 15 under other sizes, drifts and noises."""
     rows: list[list[object]] = []
     for size, drift, noise in given:
-        errors = measured(seeds, [count], size, drift, noise, [EQUAL, WIDER])
-        names = (AVERAGE, svd_name(SQUARED), ajive_name(*EQUAL), ajive_name(*WIDER))
+        errors = measure_errors(seeds, [count], size, drift, noise, [EQUAL, WIDER])
+        names = (AVERAGE, format_svd_name(SQUARED), format_ajive_name(*EQUAL), format_ajive_name(*WIDER))
         means = [f"{sum(errors[name, count]) / len(seeds):.2f}" for name in names]
-        leads = [below(errors, ours, worse, count) for ours in names[2:] for worse in names[:2]]
-        rows.append([size, drift, noise, *means, *(f"{points(lead)}, {lead.verdict}" for lead in leads)])
+        leads = [compute_advantage(errors, ours, worse, count) for ours in names[2:] for worse in names[:2]]
+        rows.append([size, drift, noise, *means, *(f"{format_points(lead)}, {lead.verdict}" for lead in leads)])
     ours = [f"{SQUARED} of {rank} below {other}" for _, rank in (EQUAL, WIDER) for other in (AVERAGE, "SVD")]
     header = ("size", "drift", "noise", AVERAGE, "SVD", *(f"AJIVE {SQUARED} of {r}" for _, r in (EQUAL, WIDER)), *ours)
-    return report.table(header, rows)
+    return report.format_table(header, rows)
 
 
-def setting(args: argparse.Namespace, minutes: float) -> str:
+def describe_setting(args: argparse.Namespace, minutes: float) -> str:
     """What was run, what the paper leaves open, and why it comes out so."""
     return f"""## Setting
 
@@ -247,24 +252,24 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     start = time.process_time()
     most = max(args.clients)
-    errors = measured(args.seeds, args.clients, args.size, args.drift, args.noise, [LOW, EQUAL, WIDER])
-    other_readings = readings(args.seeds, most, args.size, args.drift, args.noise, errors)
+    errors = measure_errors(args.seeds, args.clients, args.size, args.drift, args.noise, [LOW, EQUAL, WIDER])
+    other_readings = tabulate_readings(args.seeds, most, args.size, args.drift, args.noise, errors)
     given = [(size, args.drift, args.noise) for size in args.sizes]
     given += [(args.size, drift, noise) for drift in args.drifts for noise in args.noises]
-    other_settings = settings(args.seeds, most, given)
+    other_settings = tabulate_settings(args.seeds, most, given)
     shown = report.save_figure(draw(errors, args.clients), args.out, "fedgalore_ajive", "error by number of clients")
     minutes = (time.process_time() - start) / 60
     sections = [
-        *by_clients(errors, args.clients),
+        *tabulate_clients(errors, args.clients),
         shown,
-        setting(args, minutes),
+        describe_setting(args, minutes),
         f"## Other readings of AJIVE\n\n{most} clients, points of error as above:",
         other_readings,
         f"## Other sizes, drifts and noises\n\n{most} clients, joint rank {SQUARED}, error in % and points:",
         other_settings,
     ]
     title = "FedGaLore: AJIVE of second moments under drift"
-    report.write(args.out, "fedgalore_ajive", title, PAPER, findings(errors, args.clients), sections)
+    report.write(args.out, "fedgalore_ajive", title, PAPER, build_findings(errors, args.clients), sections)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 import report
 import torch
 from matplotlib.figure import Figure
-from planted_views import planted, shortest
+from planted_views import draw_views, time_shortest
 from torch import Tensor
 
 from fedspan.core.alignment import Ajive, compute_ajive
@@ -44,7 +44,7 @@ class Times:
     apart: float
 
 
-def joints(found: Ajive) -> list[Tensor]:
+def compute_joints(found: Ajive) -> list[Tensor]:
     """J_i as the views' coordinates have it."""
     return [found.compute_joint(number) for number in range(len(found.views))]
 
@@ -53,23 +53,25 @@ def measure(size: int, views: int, rank: int, seeds: Sequence[int]) -> Times:
     """AJIVE of views under one projector: of the matrices, and of their factors."""
     dense, factored, apart = list[float](), list[float](), 0.0
     for seed in seeds:
-        pairs = planted(size, rank, views, shared=True, seed=seed)
+        pairs = draw_views(size, rank, views, shared=True, seed=seed)
         matrices, small = [pair.to_dense() for pair in pairs], [pair.B for pair in pairs]
-        slow, whole = shortest(lambda given=matrices: compute_ajive(given, rank // 2, rank), 2, time.process_time)
-        quick, found = shortest(lambda given=small: compute_ajive(given, rank // 2, rank), 5, time.process_time)
+        slow, whole = time_shortest(lambda given=matrices: compute_ajive(given, rank // 2, rank), 2, time.process_time)
+        quick, found = time_shortest(lambda given=small: compute_ajive(given, rank // 2, rank), 5, time.process_time)
         dense.append(1e3 * slow)
         factored.append(1e3 * quick)
-        for left, right, pair in zip(joints(found), joints(whole), pairs, strict=True) if views > 1 else ():
+        for left, right, pair in (
+            zip(compute_joints(found), compute_joints(whole), pairs, strict=True) if views > 1 else ()
+        ):
             apart = max(apart, float((left @ pair.A - right).norm() / right.norm()))
     return Times(tuple(dense), tuple(factored), apart)
 
 
-def spread(values: Sequence[float]) -> str:
+def compute_spread(values: Sequence[float]) -> str:
     """Mean and standard error."""
     return f"{sum(values) / len(values):.2f} ± {compute_standard_error(values):.2f}"
 
 
-def findings(times: Mapping[tuple[int, int], Times]) -> list[report.Finding]:
+def build_findings(times: Mapping[tuple[int, int], Times]) -> list[report.Finding]:
     """The table's statements, on this machine, for both kinds of views."""
     found: list[report.Finding] = []
     for kind in ("dense", "factored"):
@@ -77,7 +79,7 @@ def findings(times: Mapping[tuple[int, int], Times]) -> list[report.Finding]:
             values, printed = getattr(times[NAMED], kind), PRINTED[NAMED]
             lead = compare_pairs([printed] * len(values), values)
             text = f"5 views with n = 1024 take {printed:.0f} ms on a CPU (read as: at most that), {kind} views"
-            found.append(report.Finding(text, f"{spread(values)} ms", lead.verdict))
+            found.append(report.Finding(text, f"{compute_spread(values)} ms", lead.verdict))
         size = max(size for _, size in times)
         few, many = sorted({views for views, _ in times})[-2:]
         pairs = zip(getattr(times[many, size], kind), getattr(times[few, size], kind), strict=True)
@@ -86,7 +88,7 @@ def findings(times: Mapping[tuple[int, int], Times]) -> list[report.Finding]:
         text = (
             f"Time grows in proportion to the views (read as: within 20 %), {few} to {many}, n = {size}, {kind} views"
         )
-        found.append(report.Finding(text, f"{spread(ratios)} times", growth.verdict))
+        found.append(report.Finding(text, f"{compute_spread(ratios)} times", growth.verdict))
     return found
 
 
@@ -127,8 +129,8 @@ def main() -> None:
             printed = f"{PRINTED[views, size]:.1f}" if (views, size) in PRINTED else "-"
             cells = (
                 printed,
-                spread(one.dense),
-                spread(one.factored),
+                compute_spread(one.dense),
+                compute_spread(one.factored),
                 f"{ratio:.0f}",
                 f"{one.apart:.0e}" if views > 1 else "-",
             )
@@ -150,8 +152,8 @@ roughly. Its estimate of operations, {FLOPS / 1024**2:.1f} n^2 for a view, is th
 does not count a full SVD of the view; ours takes one. What carries over to other machines is the ratio of *dense* to
 *factored*. With factors, K views cost K thin SVDs and one SVD of n x K {args.rank}, which grows like K^2."""
     title = "FedGaLore: the time of AJIVE"
-    sections = ["Mean and standard error over seeds:", report.table(header, rows), shown, text]
-    report.write(args.out, "fedgalore_ajive_time", title, PAPER, findings(times), sections)
+    sections = ["Mean and standard error over seeds:", report.format_table(header, rows), shown, text]
+    report.write(args.out, "fedgalore_ajive_time", title, PAPER, build_findings(times), sections)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ SETTINGS = {
 }
 
 
-def at_random(number: int) -> tuple[str, Setting]:
+def draw_setting(number: int) -> tuple[str, Setting]:
     """A setting drawn from ranges: whether an order depends on numbers that were picked by hand."""
     share = torch.rand(6, generator=create_generator(number, "kinetic trap setting"), dtype=torch.float64).tolist()
     setting = Setting(
@@ -142,28 +142,28 @@ def draw(setting: Setting, seeds: Sequence[int]) -> Trials:
     return Trials(*(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
-def basins(setting: Setting, trials: Trials, W: Tensor) -> tuple[Tensor, Tensor]:
+def compute_basins(setting: Setting, trials: Trials, W: Tensor) -> tuple[Tensor, Tensor]:
     """L_1 (flat) and L_2 (valley) of every trial's weight."""
     flat = setting.flat / 2 * (W - trials.centre).square().sum((1, 2))
     along = (W @ trials.e1[:, :, None]).square().sum((1, 2))
     return flat, setting.steep / 2 * (W.square().sum((1, 2)) - along) + setting.shallow / 2 * along
 
 
-def landscape(setting: Setting, trials: Trials, W: Tensor) -> Tensor:
+def compute_landscape(setting: Setting, trials: Trials, W: Tensor) -> Tensor:
     """The SoftMin of both, summed over trials, whose gradients do not touch."""
     tau = setting.softness
-    return -tau * torch.logsumexp(-torch.stack(basins(setting, trials, W)) / tau, 0).sum()
+    return -tau * torch.logsumexp(-torch.stack(compute_basins(setting, trials, W)) / tau, 0).sum()
 
 
-def plain_sgd(setting: Setting, trials: Trials, W: Tensor) -> Tensor:
+def run_plain_sgd(setting: Setting, trials: Trials, W: Tensor) -> Tensor:
     """Full SGD without the engine, all trials at once: for the choice of W_ref, which needs many runs."""
     for _ in range(setting.steps):
         W = W.detach().requires_grad_()
-        W = W - torch.autograd.grad(landscape(setting, trials, W), W)[0] / setting.steep
+        W = W - torch.autograd.grad(compute_landscape(setting, trials, W), W)[0] / setting.steep
     return W.detach()
 
 
-def reference(setting: Setting, seeds: Sequence[int]) -> float:
+def select_reference(setting: Setting, seeds: Sequence[int]) -> float:
     """Where W_ref lies from the origin (0) to the flat centre (1) for full SGD to reach the flat basin as in the paper.
 
     By bisection: the farther from the origin, the more often.
@@ -171,7 +171,7 @@ def reference(setting: Setting, seeds: Sequence[int]) -> float:
     trials, low, high = draw(setting, seeds), -0.5, 1.0
     for _ in range(10):
         middle = (low + high) / 2
-        flat, valley = basins(setting, trials, plain_sgd(setting, trials, trials.start(setting, middle)))
+        flat, valley = compute_basins(setting, trials, run_plain_sgd(setting, trials, trials.start(setting, middle)))
         low, high = (middle, high) if float((flat < valley).double().mean()) < SHARE else (low, middle)
     return high
 
@@ -196,10 +196,10 @@ class Landscape:
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         weights = torch.stack([layer(batch["x"]).T for layer in model.children()])
-        return landscape(self.setting, self.trials, weights)
+        return compute_landscape(self.setting, self.trials, weights)
 
 
-def job(method: str, setting: Setting, trials: Trials, W: Tensor, layers: Sequence[str]) -> Job:
+def build_job(method: str, setting: Setting, trials: Trials, W: Tensor, layers: Sequence[str]) -> Job:
     """What a method trains in every layer."""
     refresh = None
     if method == "full":
@@ -236,7 +236,7 @@ def train(method: str, setting: Setting, trials: Trials, W: Tensor) -> Tensor:
     spec = OptimizerSpec("sgd" if full else setting.optimizer, lr=lr)
     local = TrainingSettings(spec, batch_size=1, max_grad_norm=0.0, group_by_length=False)
     engine = LoopEngine(adapted, task, local, seed=0)  # type: ignore[arg-type]
-    todo = job(method, setting, trials, W, list(targets))
+    todo = build_job(method, setting, trials, W, list(targets))
     trained = engine.train(Assignment("one", 0, todo, np.arange(1), lr), Identity())  # type: ignore[arg-type]
     adapted.install(todo.parametrization, trained.tensors, frozenset())
     x = torch.eye(setting.size, dtype=torch.float64)
@@ -267,13 +267,13 @@ def run_seeds(setting: Setting, seeds: Sequence[int], position: float) -> dict[s
     trials, found = draw(setting, seeds), dict[str, Outcome]()
     W = trials.start(setting, position)
     for method in METHODS:
-        flat, valley = basins(setting, trials, train(method, setting, trials, W))
+        flat, valley = compute_basins(setting, trials, train(method, setting, trials, W))
         won = tuple(100.0 * float(one) for one in flat < valley)
         found[method] = Outcome(won, float(torch.minimum(flat, valley).mean()))
     return found
 
 
-def findings(results: Mapping[str, Mapping[str, Outcome]]) -> list[report.Finding]:
+def build_findings(results: Mapping[str, Mapping[str, Outcome]]) -> list[report.Finding]:
     """The table's order, for both places of W_ref, and in how many settings it holds."""
     found: list[report.Finding] = []
     pairs = (("full", "galore"), ("galore", "lora"), ("full", "lora"))
@@ -289,7 +289,7 @@ def findings(results: Mapping[str, Mapping[str, Outcome]]) -> list[report.Findin
     return found
 
 
-def figure(results: Mapping[str, Mapping[str, Outcome]]) -> Figure:
+def draw_figure(results: Mapping[str, Mapping[str, Outcome]]) -> Figure:
     """Shares by setting."""
     shown = Figure(figsize=(7, 0.6 * len(results) + 1))
     axes = shown.subplots()
@@ -304,7 +304,7 @@ def figure(results: Mapping[str, Mapping[str, Outcome]]) -> Figure:
     return shown
 
 
-def rows(results: Mapping[str, Mapping[str, Outcome]], positions: Mapping[str, float]) -> tuple[str, int]:
+def tabulate_rows(results: Mapping[str, Mapping[str, Outcome]], positions: Mapping[str, float]) -> tuple[str, int]:
     """The table of all settings, and in how many of them the paper's order holds in both its steps."""
     lines: list[list[object]] = []
     ordered = 0
@@ -319,10 +319,10 @@ def rows(results: Mapping[str, Mapping[str, Outcome]], positions: Mapping[str, f
         verdicts = [f"{step}, {step.verdict}" for step in steps]
         lines.append([name, f"{positions[name]:.3f}", *shares, *verdicts, ", ".join(left)])
     header = ("setting", "W_ref / c", *METHODS.values(), "Full above GaLore", "GaLore above LoRA", "loss left")
-    return report.table(header, lines), ordered
+    return report.format_table(header, lines), ordered
 
 
-def text(args: argparse.Namespace, minutes: float) -> str:
+def write_text(args: argparse.Namespace, minutes: float) -> str:
     """What was run, and what the paper leaves open."""
     return f"""## Setting
 
@@ -376,28 +376,28 @@ def main() -> None:
     begin = time.process_time()
     positions: dict[str, float] = {}
     results: dict[str, dict[str, Outcome]] = {}
-    drawn = [at_random(number) for number in range(args.drawn)]
+    drawn = [draw_setting(number) for number in range(args.drawn)]
     for name, given in [*list(SETTINGS.items())[: args.settings], *drawn]:
         setting = replace(given, steps=args.steps)
-        positions[name] = reference(setting, range(HELD_APART, HELD_APART + args.calibration))
+        positions[name] = select_reference(setting, range(HELD_APART, HELD_APART + args.calibration))
         results[name] = run_seeds(setting, range(args.trials), positions[name])
         shares = " ".join(f"{outcome.share:.1f}" for outcome in results[name].values())
         print(f"{name}: {shares} %, {time.process_time() - begin:.0f} s", flush=True)
-    table, ordered = rows(results, positions)
+    table, ordered = tabulate_rows(results, positions)
     counted = report.Finding(
         "Full SGD above GaLore above LoRA (91 %, 60 %, 20 %), over all settings (holds: in all, contradicted: in none)",
         f"both steps hold in {ordered} of {len(results)} settings",
         "holds" if ordered == len(results) else "contradicted" if not ordered else "inconclusive",
     )
-    shown = report.save_figure(figure(results), args.out, "fedgalore_trap", "trials in the flat basin by setting")
+    shown = report.save_figure(draw_figure(results), args.out, "fedgalore_trap", "trials in the flat basin by setting")
     sections = [
         "Trials in the flat basin, %; differences in points, paired by seed:",
         table,
         shown,
-        text(args, (time.process_time() - begin) / 60),
+        write_text(args, (time.process_time() - begin) / 60),
     ]
     title = "FedGaLore: the kinetic trap"
-    report.write(args.out, "fedgalore_trap", title, PAPER, [*findings(results), counted], sections)
+    report.write(args.out, "fedgalore_trap", title, PAPER, [*build_findings(results), counted], sections)
 
 
 if __name__ == "__main__":

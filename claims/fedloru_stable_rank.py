@@ -12,7 +12,7 @@ from pathlib import Path
 
 import report
 import torch
-from curvature import curvature, products
+from curvature import estimate_norms, make_hessian_product
 from matplotlib.figure import Figure
 from rolora_mnist import Images, read_images
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ Curves = dict[int, list[list[float]]]
 """By number of images: for each seed, the stable rank at every look."""
 
 
-def network(seed: int) -> ResNetForSmallImages:
+def create_network(seed: int) -> ResNetForSmallImages:
     """A ResNet-8 with weights of its own for each seed, the same for all sizes."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -40,7 +40,7 @@ def network(seed: int) -> ResNetForSmallImages:
         )
 
 
-def pixels(images: Images) -> Tensor:
+def load_pixels(images: Images) -> Tensor:
     """Three equal channels of half the side, (N, 3, 14, 14)."""
     small = F.avg_pool2d(images.x.view(-1, 1, SIDE, SIDE), 2)
     return ((small - small.mean()) / small.std()).expand(-1, 3, -1, -1).contiguous()
@@ -49,13 +49,13 @@ def pixels(images: Images) -> Tensor:
 def measure_rank(model: nn.Module, x: Tensor, y: Tensor, draw: torch.Generator, args: argparse.Namespace) -> float:
     """The stable rank of the Hessian on the training images, running statistics held."""
     model.eval()
-    product, size = products(F.cross_entropy(model(x).logits, y), list(model.parameters()))
-    return curvature(product, size, draw, probes=args.probes, iterations=args.iterations).stable_rank
+    product, size = make_hessian_product(F.cross_entropy(model(x).logits, y), list(model.parameters()))
+    return estimate_norms(product, size, draw, probes=args.probes, iterations=args.iterations).stable_rank
 
 
-def trained(x: Tensor, y: Tensor, seed: int, args: argparse.Namespace) -> list[float]:
+def measure_training(x: Tensor, y: Tensor, seed: int, args: argparse.Namespace) -> list[float]:
     """Stable ranks before training and at each look."""
-    model, count = network(seed), len(y)
+    model, count = create_network(seed), len(y)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     found = [measure_rank(model, x, y, create_generator(seed, "look", count, 0), args)]
     for epoch in range(1, args.epochs + 1):
@@ -70,20 +70,20 @@ def trained(x: Tensor, y: Tensor, seed: int, args: argparse.Namespace) -> list[f
     return found
 
 
-def curves(args: argparse.Namespace) -> Curves:
+def measure_curves(args: argparse.Namespace) -> Curves:
     """For every size and seed; the smaller sets are part of the larger ones of their seed."""
     images = read_images(args.data, "train")
     found: Curves = {size: [] for size in sorted(args.images)}
     for seed in args.seeds:
         chosen = torch.randperm(len(images), generator=create_generator(seed, "images"))[: max(args.images)]
-        x, y = pixels(Images(images.x[chosen], images.y[chosen])), images.y[chosen]
+        x, y = load_pixels(Images(images.x[chosen], images.y[chosen])), images.y[chosen]
         for size in found:
-            found[size].append(trained(x[:size], y[:size], seed, args))
+            found[size].append(measure_training(x[:size], y[:size], seed, args))
             print(f"seed {seed}, {size} images: {', '.join(f'{one:.1f}' for one in found[size][-1])}", flush=True)
     return found
 
 
-def findings(found: Curves, measured_epochs: Sequence[int]) -> list[report.Finding]:
+def build_findings(found: Curves, measured_epochs: Sequence[int]) -> list[report.Finding]:
     """At every look, and over all of them."""
     few, many = min(found), max(found)
     rows: list[report.Finding] = []
@@ -110,7 +110,7 @@ def draw_figure(found: Curves, measured_epochs: Sequence[int]) -> Figure:
     return figure
 
 
-def setting(args: argparse.Namespace, minutes: float) -> str:
+def describe_setting(args: argparse.Namespace, minutes: float) -> str:
     """What was run, and where it differs from the paper."""
     return f"""## Setting
 
@@ -144,7 +144,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    found = curves(args)
+    found = measure_curves(args)
     measured_epochs = list(range(0, args.epochs + 1, args.every))
     shown = report.save_figure(
         draw_figure(found, measured_epochs), args.out, "fedloru_stable_rank", "stable rank by epoch"
@@ -153,10 +153,10 @@ def main() -> None:
         [size, *(f"{sum(values) / len(values):.1f}" for values in zip(*given, strict=True))]
         for size, given in found.items()
     ]
-    table = report.table(("images", *(f"epoch {epoch}" for epoch in measured_epochs)), rows)
-    sections = ["Stable rank, mean over seeds:", table, shown, setting(args, (time.monotonic() - start) / 60)]
+    table = report.format_table(("images", *(f"epoch {epoch}" for epoch in measured_epochs)), rows)
+    sections = ["Stable rank, mean over seeds:", table, shown, describe_setting(args, (time.monotonic() - start) / 60)]
     title = "FedLoRU: the stable rank of the Hessian"
-    report.write(args.out, "fedloru_stable_rank", title, PAPER, findings(found, measured_epochs), sections)
+    report.write(args.out, "fedloru_stable_rank", title, PAPER, build_findings(found, measured_epochs), sections)
 
 
 if __name__ == "__main__":

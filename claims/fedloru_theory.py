@@ -53,7 +53,7 @@ class Noisy:
 
 
 @cache
-def noisy(theta: tuple[float, ...], scale: float, size: int, seed: int, who: str) -> Noisy:
+def draw_noisy(theta: tuple[float, ...], scale: float, size: int, seed: int, who: str) -> Noisy:
     """diag(theta, 0, ...) + scale * X, X symmetric with entries of variance 1 / R."""
     draw = create_generator(seed, "noise", who, scale)
     upper = torch.randn(size, size, generator=draw, dtype=torch.float64).triu()
@@ -65,14 +65,14 @@ def noisy(theta: tuple[float, ...], scale: float, size: int, seed: int, who: str
     return Noisy(values[order], vectors[:, order])
 
 
-def outlier(theta: float, scale: float) -> float:
+def compute_outlier(theta: float, scale: float) -> float:
     """The paper's g^-1: where an eigenvalue of the true Hessian goes."""
     return theta + scale**2 / theta
 
 
 def estimate(theta: Sequence[float], scale: float, size: int) -> float:
     """Equation (35): the limiting stable rank, with all of the bulk at its edges."""
-    apart = [outlier(value, scale) for value in theta if abs(value) > scale]
+    apart = [compute_outlier(value, scale) for value in theta if abs(value) > scale]
     top = max((abs(value) for value in apart), default=2 * scale)
     return (sum(value**2 for value in apart) + (size - len(apart)) * (2 * scale) ** 2) / top**2
 
@@ -83,19 +83,21 @@ def bound(theta: Sequence[float], client: float, server: float, size: int) -> fl
     top = max(theta, key=abs)
     inner = sum(8 * client * server * abs(top / value - value / top) for value in apart)
     inner += 4 * (size - len(apart)) * (top**2 - (client * server / top) ** 2)
-    return (client**2 - server**2) / (outlier(top, client) * outlier(top, server)) ** 2 * inner
+    return (client**2 - server**2) / (compute_outlier(top, client) * compute_outlier(top, server)) ** 2 * inner
 
 
-def gaps(theta: tuple[float, ...], client: float, size: int, seeds: Sequence[int]) -> list[float]:
+def compute_gaps(theta: tuple[float, ...], client: float, size: int, seeds: Sequence[int]) -> list[float]:
     """By how much a client's stable rank exceeds the server's, for each seed."""
     return [
-        noisy(theta, client, size, seed, "client 0").stable_rank
-        - noisy(theta, SERVER, size, seed, "server").stable_rank
+        draw_noisy(theta, client, size, seed, "client 0").stable_rank
+        - draw_noisy(theta, SERVER, size, seed, "server").stable_rank
         for seed in seeds
     ]
 
 
-def alignment(clients: Sequence[Noisy], derivatives: Sequence[Tensor], rank: int, signs: Sequence[Tensor]) -> float:
+def compute_alignment(
+    clients: Sequence[Noisy], derivatives: Sequence[Tensor], rank: int, signs: Sequence[Tensor]
+) -> float:
     """Mean cosine between clients' gradients, cut to the leading eigenvectors.
 
     Args:
@@ -112,7 +114,7 @@ def alignment(clients: Sequence[Noisy], derivatives: Sequence[Tensor], rank: int
     return float(sum(torch.nn.functional.cosine_similarity(one, other, dim=0) for one, other in pairs) / len(pairs))
 
 
-def alignments(
+def compute_alignments(
     theta: tuple[float, ...], scale: float, size: int, seed: int, count: int, most: int, spread: float
 ) -> list[float]:
     """Alignment by rank, 1 to ``most``.
@@ -120,7 +122,7 @@ def alignments(
     The derivative along every eigenvector is 1, as the paper assumes of its expectation; with a ``spread`` its mean
     along the first is 0.2 and it varies between clients by so much. Outliers' eigenvectors point as the true ones.
     """
-    clients = [noisy(theta, scale, size, seed, f"client {number}") for number in range(count)]
+    clients = [draw_noisy(theta, scale, size, seed, f"client {number}") for number in range(count)]
     slopes, signs = [], []
     for number, one in enumerate(clients):
         slope = torch.ones(size, dtype=torch.float64)
@@ -133,17 +135,17 @@ def alignments(
             sign[place] = 1.0 if one.vectors[index, place] >= 0 else -1.0
         slopes.append(slope)
         signs.append(sign)
-    return [alignment(clients, slopes, rank, signs) for rank in range(1, most + 1)]
+    return [compute_alignment(clients, slopes, rank, signs) for rank in range(1, most + 1)]
 
 
-def worst(found: Sequence[Within]) -> Verdict:
+def select_worst(found: Sequence[Within]) -> Verdict:
     """Of several steps that a theorem says all hold."""
     if any(one.verdict == "contradicted" for one in found):
         return "contradicted"
     return "holds" if all(one.verdict == "holds" for one in found) else "inconclusive"
 
 
-def eigenvalues(size: int, seeds: Sequence[int]) -> list[report.Finding]:
+def check_eigenvalues(size: int, seeds: Sequence[int]) -> list[report.Finding]:
     """Proposition 3.1 and equation (5)."""
     found: list[report.Finding] = []
     client = CLIENTS[-1]
@@ -151,8 +153,10 @@ def eigenvalues(size: int, seeds: Sequence[int]) -> list[report.Finding]:
         by_size = sorted(theta, key=abs, reverse=True)
         ratios, overlaps = [], []
         for seed in seeds:
-            one = noisy(theta, client, size, seed, "client 0")
-            ratios.append(sum(float(one.values[at]) / outlier(v, client) for at, v in enumerate(by_size)) / len(theta))
+            one = draw_noisy(theta, client, size, seed, "client 0")
+            ratios.append(
+                sum(float(one.values[at]) / compute_outlier(v, client) for at, v in enumerate(by_size)) / len(theta)
+            )
             inner = [float(one.vectors[theta.index(v), at]) ** 2 for at, v in enumerate(by_size)]
             overlaps.append(sum(x - (1 - (client / v) ** 2) for x, v in zip(inner, by_size, strict=True)) / len(theta))
         one = compare_to(ratios, 1.0, TOLERANCE)
@@ -161,11 +165,11 @@ def eigenvalues(size: int, seeds: Sequence[int]) -> list[report.Finding]:
         one = compare_to(overlaps, 0.0, TOLERANCE)
         text = f"Equation (5): squared cosines go to 1 - sigma^2 s^2 / theta^2 (within {TOLERANCE}); theta = {name}"
         found.append(report.Finding(text, f"{one.mean:+.4f} ± {one.error:.4f} off", one.verdict))
-    tops = [float(noisy(HIDDEN, client, size, seed, "client 0").values[0].abs()) for seed in seeds]
+    tops = [float(draw_noisy(HIDDEN, client, size, seed, "client 0").values[0].abs()) for seed in seeds]
     for said, target in (
         (
             f"Proposition 3.1 as stated: theta = {HIDDEN[0]} goes to g^-1(theta), as that is above U",
-            outlier(HIDDEN[0], client),
+            compute_outlier(HIDDEN[0], client),
         ),
         (f"The same with theta > sigma s as the condition: theta = {HIDDEN[0]} goes to the edge U", 2 * client),
     ):
@@ -173,14 +177,14 @@ def eigenvalues(size: int, seeds: Sequence[int]) -> list[report.Finding]:
         found.append(report.Finding(said, f"{one.mean:.4f} ± {one.error:.4f} of it", one.verdict))
     theta = next(iter(SPECTRA.values()))
     bulk = [
-        float((noisy(theta, client, size, seed, "client 0").values[len(theta) :] ** 2).mean()) / (2 * client) ** 2
+        float((draw_noisy(theta, client, size, seed, "client 0").values[len(theta) :] ** 2).mean()) / (2 * client) ** 2
         for seed in seeds
     ]
     one = compare_to(bulk, 1.0, TOLERANCE)
     text = "Proposition 3.1: all other eigenvalues go to the edges (read as: their mean square to U^2)"
     found.append(report.Finding(text, f"{one.mean:.4f} ± {one.error:.4f} of it", one.verdict))
     ratios = [
-        noisy(theta, client, size, seed, "client 0").stable_rank / estimate(theta, client, size) for seed in seeds
+        draw_noisy(theta, client, size, seed, "client 0").stable_rank / estimate(theta, client, size) for seed in seeds
     ]
     one = compare_to(ratios, 1.0, TOLERANCE)
     text = "Equation (35) gives the stable rank"
@@ -188,12 +192,12 @@ def eigenvalues(size: int, seeds: Sequence[int]) -> list[report.Finding]:
     return found
 
 
-def ranks(size: int, seeds: Sequence[int]) -> list[report.Finding]:
+def check_ranks(size: int, seeds: Sequence[int]) -> list[report.Finding]:
     """Theorem 3.2."""
     found: list[report.Finding] = []
     few, many = CLIENTS[-1], CLIENTS[0]
     for name, theta in SPECTRA.items():
-        gap = gaps(theta, few, size, seeds)
+        gap = compute_gaps(theta, few, size, seeds)
         one = compare_pairs(gap, [0.0] * len(gap))
         text = f"Theorem 3.2: the client's stable rank is above the server's; theta = {name}"
         found.append(report.Finding(text, f"by {one.mean:+.2f} ± {one.error:.2f}", one.verdict))
@@ -201,13 +205,13 @@ def ranks(size: int, seeds: Sequence[int]) -> list[report.Finding]:
         one = compare_pairs(gap, [least] * len(gap))
         text = f"Theorem 3.2: ... by at least equation (4); theta = {name}"
         found.append(report.Finding(text, f"{sum(gap) / len(gap):.2f}, where (4) says {least:.2f}", one.verdict))
-        one = compare_pairs(gap, gaps(theta, many, size, seeds))
+        one = compare_pairs(gap, compute_gaps(theta, many, size, seeds))
         text = f"Theorem 3.2: ... by more where the client has fewer examples (s {few} against {many}); theta = {name}"
         found.append(report.Finding(text, f"by {one.mean:+.2f} ± {one.error:.2f}", one.verdict))
     return found
 
 
-def falls(curves: Sequence[Sequence[float]]) -> list[Within]:
+def compute_falls(curves: Sequence[Sequence[float]]) -> list[Within]:
     """How much alignment falls with each rank more, over seeds."""
     return [
         compare_pairs([curve[at] for curve in curves], [curve[at + 1] for curve in curves])
@@ -215,14 +219,16 @@ def falls(curves: Sequence[Sequence[float]]) -> list[Within]:
     ]
 
 
-def gradients(curves: Mapping[tuple[str, float], Sequence[Sequence[float]]], spread: float) -> list[report.Finding]:
+def check_gradients(
+    curves: Mapping[tuple[str, float], Sequence[Sequence[float]]], spread: float
+) -> list[report.Finding]:
     """Theorem 3.3."""
     found: list[report.Finding] = []
     for name in SPECTRA:
-        steps = falls(curves[name, 0.0])
+        steps = compute_falls(curves[name, 0.0])
         least = min(steps, key=lambda one: one.mean)
         text = f"Theorem 3.3: alignment falls with every rank, 1 to {len(steps) + 1}, derivatives of 1; theta = {name}"
-        found.append(report.Finding(text, f"at least by {least.mean:+.4f} ± {least.error:.4f}", worst(steps)))
+        found.append(report.Finding(text, f"at least by {least.mean:+.4f} ± {least.error:.4f}", select_worst(steps)))
         varied = curves[name, spread]
         one = compare_pairs([curve[0] for curve in varied], [curve[1] for curve in varied])
         text = (
@@ -246,23 +252,23 @@ def draw(curves: Mapping[tuple[str, float], Sequence[Sequence[float]]]) -> Figur
     return figure
 
 
-def by_size(sizes: Sequence[int], seeds: Sequence[int]) -> str:
+def tabulate_sizes(sizes: Sequence[int], seeds: Sequence[int]) -> str:
     """The stable ranks and the paper's estimates as R grows."""
     rows: list[list[object]] = []
     for name, theta in SPECTRA.items():
         for size in sizes:
             found = [
-                sum(noisy(theta, scale, size, seed, who).stable_rank for seed in seeds) / len(seeds)
+                sum(draw_noisy(theta, scale, size, seed, who).stable_rank for seed in seeds) / len(seeds)
                 for who, scale in (("server", SERVER), ("client 0", CLIENTS[-1]))
             ]
             guesses = [estimate(theta, scale, size) for scale in (SERVER, CLIENTS[-1])]
             least = bound(theta, CLIENTS[-1], SERVER, size)
             rows.append([name, size, *(f"{value:.2f}" for value in (*found, *guesses, found[1] - found[0], least))])
     header = ("theta", "R", "server", "client", "(35) of server", "(35) of client", "gap", "(4), its lower bound")
-    return report.table(header, rows)
+    return report.format_table(header, rows)
 
 
-def setting(args: argparse.Namespace, minutes: float) -> str:
+def describe_setting(args: argparse.Namespace, minutes: float) -> str:
     """What was drawn, and why it comes out so."""
     return f"""## Setting
 
@@ -301,16 +307,20 @@ def main() -> None:
     start, size = time.process_time(), max(args.sizes)
     curves = {
         (name, spread): [
-            alignments(theta, CLIENTS[-1], size, seed, args.clients, args.most, spread) for seed in args.seeds
+            compute_alignments(theta, CLIENTS[-1], size, seed, args.clients, args.most, spread) for seed in args.seeds
         ]
         for name, theta in SPECTRA.items()
         for spread in (0.0, args.spread)
     }
-    found = [*eigenvalues(size, args.seeds), *ranks(size, args.seeds), *gradients(curves, args.spread)]
-    table = by_size(args.sizes, args.seeds)
+    found = [
+        *check_eigenvalues(size, args.seeds),
+        *check_ranks(size, args.seeds),
+        *check_gradients(curves, args.spread),
+    ]
+    table = tabulate_sizes(args.sizes, args.seeds)
     shown = report.save_figure(draw(curves), args.out, "fedloru_theory", "alignment by rank")
     minutes = (time.process_time() - start) / 60
-    sections = ["Stable ranks, means over seeds:", table, shown, setting(args, minutes)]
+    sections = ["Stable ranks, means over seeds:", table, shown, describe_setting(args, minutes)]
     report.write(args.out, "fedloru_theory", "FedLoRU: spectra of noisy Hessians", PAPER, found, sections)
 
 

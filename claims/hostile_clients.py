@@ -112,7 +112,7 @@ class Cell:
 Cells = dict[Key, Cell]
 
 
-def grid(methods: Sequence[str], seeds: Sequence[int]) -> list[Key]:
+def list_cells(methods: Sequence[str], seeds: Sequence[int]) -> list[Key]:
     """Return the cells of the experiment."""
     conditions = [("", 0.0), *itertools.product(FAULTS, SHARES)]
     return [
@@ -123,7 +123,7 @@ def grid(methods: Sequence[str], seeds: Sequence[int]) -> list[Key]:
     ]
 
 
-def config_of(args: argparse.Namespace, key: Key) -> RunConfig:
+def build_config(args: argparse.Namespace, key: Key) -> RunConfig:
     """Return the config of a cell."""
     defence = next(defence for defence in DEFENCES if defence.name == key.defence)
     simulation: dict[str, Any] = {"validation": defence.validation}
@@ -215,10 +215,10 @@ def run_cells(args: argparse.Namespace, keys: Sequence[Key]) -> Cells:
         missing = [key for key in group if key not in cells]
         if not missing:
             continue
-        built = prepare(config_of(args, missing[0]))
+        built = prepare(build_config(args, missing[0]))
         for key in missing:
             began = time.perf_counter()
-            cells[key] = run_cell(built, config_of(args, key))
+            cells[key] = run_cell(built, build_config(args, key))
             print(f"{key}: {cells[key]}, {time.perf_counter() - began:.1f} s", flush=True)
             if store is not None:
                 store.parent.mkdir(parents=True, exist_ok=True)
@@ -232,7 +232,7 @@ def select(cells: Cells, fault: str, share: float, defence: str) -> list[Cell]:
     return [cell for key, cell in cells.items() if (key.fault, key.share, key.defence) == (fault, share, defence)]
 
 
-def accuracies(found: Sequence[Cell]) -> list[float]:
+def get_accuracies(found: Sequence[Cell]) -> list[float]:
     """Return accuracies for a paired comparison; a run without a result answers nothing: 0."""
     return [0.0 if cell.accuracy is None else cell.accuracy for cell in found]
 
@@ -244,7 +244,7 @@ def label_fault(fault: str) -> str:
 
 def compare_defences(statement: str, better: Sequence[Cell], worse: Sequence[Cell]) -> report.Finding:
     """Compare two defences, paired by method and seed."""
-    one, other = accuracies(better), accuracies(worse)
+    one, other = get_accuracies(better), get_accuracies(worse)
     difference = compare_pairs(one, other)
     means = f"{sum(one) / len(one):.1f} % and {sum(other) / len(other):.1f} %"
     return report.Finding(statement, f"{means}: {difference} points", difference.verdict)
@@ -294,7 +294,7 @@ def tabulate(cells: Cells, method: str, seeds: Sequence[int]) -> str:
             found = [cells.get(Key(method, seed, fault, share, defence.name)) for seed in seeds]
             shown.append(" / ".join(str(cell) for cell in found if cell is not None))
         rows.append((label_fault(fault) if fault else "none", f"{100 * share:.0f} %", *shown))
-    return report.table(("bad replies", "of clients", *(defence.name for defence in DEFENCES)), rows)
+    return report.format_table(("bad replies", "of clients", *(defence.name for defence in DEFENCES)), rows)
 
 
 def tabulate_dropped(cells: Cells, rounds: int) -> str:
@@ -310,7 +310,7 @@ def tabulate_dropped(cells: Cells, rounds: int) -> str:
             shown += [f"{bad} of {hostile}", f"{good} of {honest}"] if found else ["", ""]
         rows.append((label_fault(fault) if fault else "none", f"{100 * share:.0f} %", *shown))
     limits = [f"limit {limit}: {side}" for limit in (10, 2) for side in ("hostile", "honest")]
-    return report.table(("bad replies", "of clients", *limits), rows)
+    return report.format_table(("bad replies", "of clients", *limits), rows)
 
 
 def draw(cells: Cells) -> Figure:
@@ -318,7 +318,7 @@ def draw(cells: Cells) -> Figure:
     figure = Figure(figsize=(8, 5.5))
     panels = figure.subplots(2, 2, sharex=True, sharey=True, gridspec_kw={"wspace": 0.08, "hspace": 0.22}).flat
     most = max(SHARES)
-    clean = accuracies(select(cells, "", 0.0, PLAIN))
+    clean = get_accuracies(select(cells, "", 0.0, PLAIN))
     for axes, fault in zip(panels, FAULTS, strict=True):
         axes.axhline(sum(clean) / len(clean), color="0.6", linestyle=":", label="mean, no hostile clients")
         for (method, name), mark in zip(METHODS.items(), "os^", strict=True):
@@ -361,7 +361,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=report.FOLDER)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    keys = grid(args.methods, args.seeds)
+    keys = list_cells(args.methods, args.seeds)
     cells = run_cells(args, keys)
     args.out.mkdir(parents=True, exist_ok=True)
     setting = (

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from report import FOLDER, table, title_of
+from report import FOLDER, build_title, format_table
 
 from fedspan.reproduction.presets import list_presets
 
@@ -40,28 +40,31 @@ def index(folder: Path) -> str:
     """The page as markdown."""
     parts: dict[str, list[dict[str, Any]]] = {title: [] for title in (*SYSTEMS.values(), REST)}
     looked: list[dict[str, Any]] = []
-    for path in sorted(folder.glob("*.json"), key=_by_number):
+    for path in sorted(folder.glob("*.json"), key=_sort_by_number):
         saved = json.loads(path.read_text(encoding="utf-8"))
         if saved["name"] == REASONS:
             looked.append(saved)
             continue
         parts[SYSTEMS.get(re.split("[-_]", saved["name"])[0], REST)].append(saved)
     parts = {title: pages for title, pages in parts.items() if pages}
-    whole = [OPENING, summary(parts) if parts else "No results yet."]
+    whole = [OPENING, summarize_papers(parts) if parts else "No results yet."]
     for title, pages in parts.items():
-        whole.append(f"## {title}\n\n" + table(("claim", "the paper's statement", "measured", "verdict"), rows(pages)))
+        whole.append(
+            f"## {title}\n\n"
+            + format_table(("claim", "the paper's statement", "measured", "verdict"), format_rows(pages))
+        )
     if looked:
-        whole += [LOOKED, table(("page", "under what is changed", "measured", "verdict"), rows(looked))]
+        whole += [LOOKED, format_table(("page", "under what is changed", "measured", "verdict"), format_rows(looked))]
     there = {page["name"] for pages in parts.values() for page in pages}
-    return "\n\n".join([*whole, *missing_pages(there)]) + "\n"
+    return "\n\n".join([*whole, *list_missing_pages(there)]) + "\n"
 
 
-def _by_number(path: Path) -> list[str]:
+def _sort_by_number(path: Path) -> list[str]:
     """Table 2 before table 10."""
     return [text.zfill(4) for text in re.split(r"(\d+)", path.stem)]
 
 
-def summary(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def summarize_papers(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """How many statements of each paper came out how."""
     counts = {
         title: Counter(finding["verdict"] for page in pages for finding in page["findings"])
@@ -74,10 +77,10 @@ def summary(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     whole = sum(counts.values(), Counter[str]())
     pages = str(sum(map(len, parts.values())))
     shown.append(("all", pages, str(sum(whole.values())), *(str(whole[one]) for one in VERDICTS)))
-    return table(("paper", "claims", "statements", *(one.removesuffix(" here") for one in VERDICTS)), shown)
+    return format_table(("paper", "claims", "statements", *(one.removesuffix(" here") for one in VERDICTS)), shown)
 
 
-def rows(pages: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+def format_rows(pages: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """A row for each statement, a page's first with a link to it."""
     found: list[tuple[str, ...]] = []
     for saved in pages:
@@ -87,7 +90,7 @@ def rows(pages: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return found
 
 
-def missing_pages(there: Collection[str]) -> list[str]:
+def list_missing_pages(there: Collection[str]) -> list[str]:
     """What no page is of; those that something else than a run would have to judge have a script of their own.
 
     Args:
@@ -99,10 +102,10 @@ def missing_pages(there: Collection[str]) -> list[str]:
     if not presets:
         return []
     rows = [
-        (f"`{preset.id}`", title_of(preset), str(sum(claim.needs is None for claim in preset.claims)))
+        (f"`{preset.id}`", build_title(preset), str(sum(claim.needs is None for claim in preset.claims)))
         for preset in presets
     ]
-    return [UNPLAYED, table(("preset", "what it plays", "statements"), rows)]
+    return [UNPLAYED, format_table(("preset", "what it plays", "statements"), rows)]
 
 
 def main() -> None:

@@ -19,16 +19,16 @@ from torch import Tensor
 
 __all__ = [
     "LinearFederation",
-    "angle_distance",
-    "fedit_round",
-    "ffa_loss",
-    "ffa_solution",
+    "compute_angle_distance",
+    "compute_ffa_loss",
+    "compute_ffa_solution",
+    "compute_gradient_a",
+    "create_population",
     "from_samples",
-    "gradient_a",
     "losses",
     "minimise_b",
-    "population",
-    "rolora_round",
+    "run_fedit_round",
+    "run_rolora_round",
 ]
 
 
@@ -52,13 +52,13 @@ def from_samples(X_NMD: Tensor, a_D: Tensor, b_NP: Tensor) -> LinearFederation:
     return LinearFederation(X_NMD.mT @ X_NMD / X_NMD.shape[1], a_D, b_NP)
 
 
-def population(a_D: Tensor, b_NP: Tensor) -> LinearFederation:
+def create_population(a_D: Tensor, b_NP: Tensor) -> LinearFederation:
     """Build clients with infinitely many samples."""
     identity = torch.eye(len(a_D), dtype=a_D.dtype)
     return LinearFederation(identity.expand(len(b_NP), -1, -1), a_D, b_NP)
 
 
-def angle_distance(a_D: Tensor, other_D: Tensor) -> float:
+def compute_angle_distance(a_D: Tensor, other_D: Tensor) -> float:
     """Return |sin| of the angle between two unit vectors: the norm of one's component orthogonal to the other."""
     return float(torch.linalg.norm(a_D - other_D * (other_D @ a_D)))
 
@@ -76,30 +76,30 @@ def minimise_b(problem: LinearFederation, a: Tensor) -> Tensor:
     return ((Ga_ND @ problem.a_D) / (Ga_ND * own_ND).sum(1))[:, None] * problem.b_NP
 
 
-def gradient_a(problem: LinearFederation, a: Tensor, b: Tensor) -> Tensor:
+def compute_gradient_a(problem: LinearFederation, a: Tensor, b: Tensor) -> Tensor:
     """Return the gradient of every l_i by a, (N, D): 2 G_i (a b^T - a* b_i*^T) b; a and b are shared or one each."""
     own_ND, b_NP = a.expand(len(problem.b_NP), -1), b.expand_as(problem.b_NP)
     residual_ND = (b_NP * b_NP).sum(1)[:, None] * own_ND - (problem.b_NP * b_NP).sum(1)[:, None] * problem.a_D
     return 2 * (problem.G_NDD @ residual_ND[:, :, None]).squeeze(2)
 
 
-def rolora_round(problem: LinearFederation, a_D: Tensor, eta: float) -> tuple[Tensor, Tensor]:
+def run_rolora_round(problem: LinearFederation, a_D: Tensor, eta: float) -> tuple[Tensor, Tensor]:
     """Run one iteration of Algorithm 2 (two communication rounds): exact b for a, their mean, one step of a, unit norm.
 
     Returns:
         The new a, and the mean b used for its step.
     """
     b_P = minimise_b(problem, a_D).mean(0)
-    moved_D = a_D - eta * gradient_a(problem, a_D, b_P).mean(0)
+    moved_D = a_D - eta * compute_gradient_a(problem, a_D, b_P).mean(0)
     return moved_D / torch.linalg.norm(moved_D), b_P
 
 
-def ffa_solution(problem: LinearFederation, a_D: Tensor) -> Tensor:
+def compute_ffa_solution(problem: LinearFederation, a_D: Tensor) -> Tensor:
     """Return FFA-LoRA's b for the frozen a: the mean of the clients' minimisers, constant after one round."""
     return minimise_b(problem, a_D).mean(0)
 
 
-def ffa_loss(delta: float, b_norm: float, clients: int, samples: int) -> float:
+def compute_ffa_loss(delta: float, b_norm: float, clients: int, samples: int) -> float:
     """Return FFA-LoRA's expected training loss (Proposition 5.5) for homogeneous clients with more than 2 samples each.
 
     ``(1 + c) ||b*||^2 delta^2``, c = (N (4 - m) - 2) / (N^2 m (m - 2)), delta the angle distance of the frozen a. c is
@@ -109,7 +109,7 @@ def ffa_loss(delta: float, b_norm: float, clients: int, samples: int) -> float:
     return (1 + c) * b_norm**2 * delta**2
 
 
-def fedit_round(problem: LinearFederation, a_D: Tensor, eta: float, steps: int = 1) -> tuple[Tensor, Tensor]:
+def run_fedit_round(problem: LinearFederation, a_D: Tensor, eta: float, steps: int = 1) -> tuple[Tensor, Tensor]:
     """Run one round of FedAvg of LoRA: every client alternates on its own, and both factors are averaged.
 
     A client's step is that of Algorithm 2 with its own b: exact b for its a, one step of a, unit norm. After the last
@@ -121,7 +121,7 @@ def fedit_round(problem: LinearFederation, a_D: Tensor, eta: float, steps: int =
     """
     own_ND = a_D.expand(len(problem.b_NP), -1)
     for _ in range(steps):
-        moved_ND = own_ND - eta * gradient_a(problem, own_ND, minimise_b(problem, own_ND))
+        moved_ND = own_ND - eta * compute_gradient_a(problem, own_ND, minimise_b(problem, own_ND))
         own_ND = moved_ND / torch.linalg.norm(moved_ND, dim=1, keepdim=True)
     b_P, mean_D = minimise_b(problem, own_ND).mean(0), own_ND.mean(0)
     length = torch.linalg.norm(mean_D)

@@ -35,7 +35,7 @@ DELTA = 1e-4
 CLIENTS, BATCH = 5, 16
 
 
-def divided(folder: Path, out: Path, count: int, seed: int) -> tuple[Path, Path]:
+def draw_members(folder: Path, out: Path, count: int, seed: int) -> tuple[Path, Path]:
     """So many members, and as many others, from one shuffled file: both are drawn alike."""
     with (folder / "train.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -83,7 +83,7 @@ def losses(run: Prepared, examples: Any, progress: Any) -> tuple[np.ndarray, flo
     return np.array(found), run.task.metrics(predictions, examples, indices.tolist())["accuracy"]
 
 
-def attacked(run: Prepared) -> dict[str, float]:
+def attack_model(run: Prepared) -> dict[str, float]:
     """Train; what the attack finds, and what was spent."""
     progress, spend = run.federation.begin(), PrivacySpend(DELTA, "rdp")
     for _ in range(run.federation.settings.rounds):
@@ -109,7 +109,7 @@ def bound(epsilon: float) -> float:
     return 100 * (math.exp(epsilon) - 1 + 2 * DELTA) / (math.exp(epsilon) + 1)
 
 
-def chance(count: int) -> float:
+def compute_chance_advantage(count: int) -> float:
     """The advantage, in points, of the best threshold on losses that tell nothing: its 95th percentile."""
     rng = np.random.default_rng(0)
     truth = np.repeat([1, 0], count)
@@ -120,7 +120,7 @@ def chance(count: int) -> float:
     return 100 * float(np.quantile(found, 0.95))
 
 
-def findings(results: Mapping[str, Sequence[dict[str, float]]], budgets: Sequence[float]) -> list[report.Finding]:
+def build_findings(results: Mapping[str, Sequence[dict[str, float]]], budgets: Sequence[float]) -> list[report.Finding]:
     """Paired by seed."""
     none = [one["auc"] for one in results["none"]]
     known = compare_pairs(none, [50.0] * len(none))
@@ -153,7 +153,7 @@ def findings(results: Mapping[str, Sequence[dict[str, float]]], budgets: Sequenc
     return made
 
 
-def drawn(results: Mapping[str, Sequence[dict[str, float]]]) -> Figure:
+def draw_figure(results: Mapping[str, Sequence[dict[str, float]]]) -> Figure:
     """AUC and accuracy by budget."""
     figure = Figure(figsize=(6, 3.2))
     axes = figure.subplots()
@@ -191,9 +191,9 @@ def main() -> None:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as out:
         for seed in args.seeds:
-            paths = divided(args.data, Path(out), args.examples, seed)
+            paths = draw_members(args.data, Path(out), args.examples, seed)
             for name, epsilon in settings.items():
-                results[name].append(attacked(build(args, paths, seed, epsilon)))
+                results[name].append(attack_model(build(args, paths, seed, epsilon)))
                 shown = ", ".join(f"{key} {value:.3g}" for key, value in results[name][-1].items())
                 print(f"seed {seed}, epsilon {name}: {shown}", flush=True)
     minutes = (time.perf_counter() - start) / 60
@@ -205,19 +205,21 @@ def main() -> None:
         spent = "no bound" if name == "none" else f"{max(one['epsilon'] for one in own):.2f}"
         rows.append((name, spent, *cells))
     figure = report.save_figure(
-        drawn(results), args.out, "membership_inference", "The attack's AUC and the accuracy by privacy budget"
+        draw_figure(results), args.out, "membership_inference", "The attack's AUC and the accuracy by privacy budget"
     )
     where = f"layers {' and '.join(map(str, args.layers))} of {Path(args.model).name}"
     setting = (
         f"Banking77, {args.examples} members over {CLIENTS} clients, as many others from the same file; FedIT of rank 8"
         f" on query and value of {where}, {args.rounds} rounds of one epoch, AdamW at {args.lr:g}, batches of {BATCH}, "
         f"clipping at {args.clip:g}, delta {DELTA:g}; {len(args.seeds)} seeds, {minutes:.0f} minutes. A threshold on "
-        f"losses that tell nothing has an advantage of up to {chance(args.examples):.1f} points here (95 % of draws): "
-        "the best threshold is chosen after the fact."
+        f"losses that tell nothing has an advantage of up to {compute_chance_advantage(args.examples):.1f} points here "
+        "(95 % of draws): the best threshold is chosen after the fact."
     )
     title = "Membership inference, with and without DP-SGD"
-    made = findings(results, args.budgets)
-    report.write(args.out, "membership_inference", title, PAPER, made, [setting, report.table(header, rows), figure])
+    made = build_findings(results, args.budgets)
+    report.write(
+        args.out, "membership_inference", title, PAPER, made, [setting, report.format_table(header, rows), figure]
+    )
 
 
 if __name__ == "__main__":

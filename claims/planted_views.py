@@ -1,7 +1,7 @@
 """Test data for AJIVE with a known answer (a planted joint component, second moments under drift), and its timing.
 
-``second_moments`` is the synthetic setting of Peng et al., "Rethinking LoRA for Data Heterogeneous Federated Learning:
-Subspace and State Alignment", arXiv:2602.01746, appendix F. Shapes: N rows, M columns.
+``draw_second_moments`` is the synthetic setting of Peng et al., "Rethinking LoRA for Data Heterogeneous Federated
+Learning: Subspace and State Alignment", arXiv:2602.01746, appendix F. Shapes: N rows, M columns.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from fedspan.core.lowrank import LowRank
 
-__all__ = ["planted", "second_moments", "shortest"]
+__all__ = ["draw_second_moments", "draw_views", "time_shortest"]
 
 Result = TypeVar("Result")
 
 
-def planted(size: int, rank: int, views: int, shared: bool, seed: int = 0) -> list[LowRank]:
+def draw_views(size: int, rank: int, views: int, shared: bool, seed: int = 0) -> list[LowRank]:
     """Draw views v P (size, size) whose column spaces share rank // 2 directions, with one P for all or one each."""
     rng = torch.Generator().manual_seed(seed)
 
@@ -38,7 +38,7 @@ def planted(size: int, rank: int, views: int, shared: bool, seed: int = 0) -> li
     ]
 
 
-def second_moments(
+def draw_second_moments(
     size: int, clients: int, drift: float, noise: float, seed: int, rank: int = 5, drift_rank: int = 2
 ) -> tuple[Tensor, list[Tensor]]:
     """Draw V* = (G*)^2 and the clients' V_k = (G* + L_k + Xi_k)^2, elementwise squares, all (size, size).
@@ -60,7 +60,7 @@ def second_moments(
     return G.square(), views
 
 
-def shortest(
+def time_shortest(
     function: Callable[[], Result], repeats: int, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, Result]:
     """Return the shortest time of several calls, in seconds of the clock, and the result of the last call."""

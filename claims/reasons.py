@@ -13,7 +13,7 @@ from pathlib import Path
 
 import report
 from looks import LOOKS, Look
-from reproduced import finding, measures
+from reproduced import build_finding, tabulate_measures
 
 from fedspan.experiments.comparison import compare
 from fedspan.experiments.execution import reuse_finished_runs
@@ -32,7 +32,7 @@ rows of such pages are played again with something changed. No learning rate is 
 page chose, unless it is said here that it is another."""
 
 
-def needs_model(look: Look) -> bool:
+def is_model_needed(look: Look) -> bool:
     """Whether a folder with a language model has to be given."""
     return any(MODEL in json.dumps(dict(cell.configs)) for cell in list_cells(load_preset(look.preset), "small"))
 
@@ -70,15 +70,15 @@ def run_rows(look: Look, args: argparse.Namespace, folder: Path) -> tuple[CellSc
     return tuple(scores)
 
 
-def findings(look: Look, scores: Sequence[CellScore]) -> list[report.Finding]:
+def build_findings(look: Look, scores: Sequence[CellScore]) -> list[report.Finding]:
     """The first row against each of the others, by the claims' own rule."""
     cells = [cell for cell in list_cells(load_preset(look.preset), "small") if cell.name == look.cell]
     first, *others = (row.name for row in look.rows)
     claim = Claim(statement=look.statement, better=first, worse=others, measure=look.measure)
-    return [finding(judged) for judged in judge([claim], cells, scores)]
+    return [build_finding(judged) for judged in judge([claim], cells, scores)]
 
 
-def section(look: Look, scores: Sequence[CellScore]) -> str:
+def write_section(look: Look, scores: Sequence[CellScore]) -> str:
     """Of the page."""
     preset = load_preset(look.preset)
     rows = [
@@ -92,12 +92,12 @@ def section(look: Look, scores: Sequence[CellScore]) -> str:
         for row, score in zip(look.rows, scores, strict=True)
     ]
     head = ("row", "config", f"held-out {scores[0].metric}", "MB up", "seconds")
-    link = f"[{report.title_of(preset)}]({look.preset}.md)"
+    link = f"[{report.build_title(preset)}]({look.preset}.md)"
     parts = (
-        f"## {report.title_of(preset)}",
+        f"## {report.build_title(preset)}",
         f"{link}, {look.cell}. {look.asked}",
-        report.table(head, rows),
-        measures(scores),
+        report.format_table(head, rows),
+        tabulate_measures(scores),
         look.found,
     )
     return "\n\n".join(part for part in parts if part)
@@ -116,7 +116,7 @@ def main() -> None:
     args = parser.parse_args()
     args.runs.mkdir(parents=True, exist_ok=True)
     looks = {name: look for name, look in LOOKS.items() if name in args.looks}
-    for name in [name for name, look in looks.items() if args.model is None and needs_model(look)]:
+    for name in [name for name, look in looks.items() if args.model is None and is_model_needed(look)]:
         print(f"{name}: left out, no --model", flush=True)
         del looks[name]
     found: list[report.Finding] = []
@@ -124,8 +124,8 @@ def main() -> None:
     with share_prefixes(), reuse_finished_runs([args.runs]):
         for name, look in looks.items():
             scores = run_rows(look, args, args.runs / PAGE / name)
-            found += findings(look, scores)
-            sections.append(section(look, scores))
+            found += build_findings(look, scores)
+            sections.append(write_section(look, scores))
     args.out.mkdir(parents=True, exist_ok=True)
     seeds = ", ".join(map(str, args.seeds))
     closing = f"Mean ± standard deviation over the seeds {seeds}; MB and seconds are those of one run."

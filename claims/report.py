@@ -24,7 +24,7 @@ from fedspan.experiments.verdict import Verdict
 from fedspan.methods.describe import list_methods
 from fedspan.reproduction.presets import Preset
 
-__all__ = ["FOLDER", "Finding", "command_line", "save_figure", "table", "title_of", "write"]
+__all__ = ["FOLDER", "Finding", "build_title", "format_command_line", "format_table", "save_figure", "write"]
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "claims"
 
@@ -44,7 +44,7 @@ class Finding:
     verdict: Verdict | Literal["not runnable here"]
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A markdown table."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
@@ -57,13 +57,13 @@ def save_figure(figure: Figure, folder: Path, name: str, alt: str) -> str:
     return f"![{alt}]({name}.svg)"
 
 
-def title_of(preset: Preset) -> str:
+def build_title(preset: Preset) -> str:
     """Of a preset's page: the system's name, the table or figure, and what that is about."""
     names = {row.key: row.name for row in list_methods()}
     return f"{names[preset.id.split('-')[0]]}, {preset.item}: {preset.title}"
 
 
-def command_line() -> str:
+def format_command_line() -> str:
     """How this was started; paths that lead elsewhere are shortened to their last part."""
     elsewhere = [Path(word).is_absolute() or Path(word).parts[:1] == ("..",) for word in sys.argv[1:]]
     words = [f"PATH/{Path(word).name}" if away else word for word, away in zip(sys.argv[1:], elsewhere, strict=True)]
@@ -91,7 +91,7 @@ def write(
         stated: Column title of the findings' statements.
     """
     run = {
-        "command": command_line(),
+        "command": format_command_line(),
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
         f"{torch.get_num_threads()} thread(s)",
@@ -102,7 +102,7 @@ def write(
         f"# {title}",
         f"Paper: {paper}.",
         f"Command: `{run['command']}`  \nDate: {run['date']}. Machine: {run['machine']}.",
-        table((stated, "measured", "verdict"), rows),
+        format_table((stated, "measured", "verdict"), rows),
         *sections,
     ]
     folder.mkdir(parents=True, exist_ok=True)

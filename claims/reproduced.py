@@ -24,7 +24,7 @@ from fedspan.reproduction.verdicts import CellScore, Judged, format_difference
 from fedspan.tasks.metrics import METRICS, Metric
 
 
-def finding(judged: Judged) -> report.Finding:
+def build_finding(judged: Judged) -> report.Finding:
     """A verdict as a row."""
     statement = f"{judged.statement}: {judged.better} against {judged.worse}"
     if judged.overall is None:
@@ -34,7 +34,7 @@ def finding(judged: Judged) -> report.Finding:
     return report.Finding(statement, f"by {format_difference(judged.metric, judged.overall)}{unit}", judged.verdict)
 
 
-def by_cell(verdicts: Sequence[Judged]) -> str:
+def tabulate_cells(verdicts: Sequence[Judged]) -> str:
     """The same, cell by cell, where there are several."""
     rows = [
         [judged.statement, judged.better, judged.worse, cell.cell, format_difference(judged.metric, cell), cell.verdict]
@@ -44,10 +44,10 @@ def by_cell(verdicts: Sequence[Judged]) -> str:
     ]
     if not rows:
         return ""
-    return "Cell by cell:\n\n" + report.table(("statement", "better", "worse", "cell", "by", "verdict"), rows)
+    return "Cell by cell:\n\n" + report.format_table(("statement", "better", "worse", "cell", "by", "verdict"), rows)
 
 
-def measures(scores: Sequence[CellScore]) -> str:
+def tabulate_measures(scores: Sequence[CellScore]) -> str:
     """What was measured beside scores, bytes and time, mean and deviation over the seeds; empty if nothing was."""
     rows: list[tuple[str, str, str, str]] = []
     for score in scores:
@@ -57,10 +57,10 @@ def measures(scores: Sequence[CellScore]) -> str:
             rows.append((score.cell, score.method, name, f"{fmean(known):.3g}{spread}" if known else "-"))
     if not rows:
         return ""
-    return "Measured on the finished runs:\n\n" + report.table(("cell", "method", "measure", "value"), rows)
+    return "Measured on the finished runs:\n\n" + report.format_table(("cell", "method", "measure", "value"), rows)
 
 
-def at_ends(found: Reproduction, preset: Preset) -> str:
+def describe_ends(found: Reproduction, preset: Preset) -> str:
     """Which rows' settings were chosen at an end of their grid; empty if none were."""
     rows: list[str] = []
     for path, grid in preset.get_sweep(found.scale).items():
@@ -88,7 +88,7 @@ def draw(scores: Sequence[CellScore]) -> Figure:
     axes = figure.subplots(1, len(parts), squeeze=False, width_ratios=bars)[0]
     labels = list(dict.fromkeys(score.method for score in scores))
     for one, metric, part in zip(axes, metrics, parts, strict=True):
-        _bars(one, METRICS[metric], part, labels)
+        _draw_bars(one, METRICS[metric], part, labels)
     looks = [Patch(label=label, **_look(at)) for at, label in enumerate(labels)]
     figure.legend(handles=looks, loc="outside right upper", fontsize="small")
     return figure
@@ -100,7 +100,7 @@ def _look(at: int) -> dict[str, Any]:
     return {"facecolor": f"C{at}", "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
 
 
-def _bars(axes: Axes, metric: Metric, scores: Sequence[CellScore], labels: Sequence[str]) -> None:
+def _draw_bars(axes: Axes, metric: Metric, scores: Sequence[CellScore], labels: Sequence[str]) -> None:
     cells = list(dict.fromkeys(score.cell for score in scores))
     factor = 100.0 if metric.percent else 1.0
     width = 0.8 / len(labels)
@@ -129,13 +129,15 @@ def page(found: Reproduction, preset: Preset, folder: Path) -> None:
         "--scale full --out FOLDER`.",
         "\n".join(format_markdown(found.build_table())),
         shown,
-        measures(found.scores),
-        at_ends(found, preset),
-        by_cell(found.verdicts),
+        tabulate_measures(found.scores),
+        describe_ends(found, preset),
+        tabulate_cells(found.verdicts),
         "## Setting\n\n" + "\n".join(format_markdown(found.settings)) + f"\n\n{notes}",
     ]
-    findings = [finding(judged) for judged in found.verdicts]
-    report.write(folder, found.id, report.title_of(preset), preset.paper, findings, [part for part in sections if part])
+    findings = [build_finding(judged) for judged in found.verdicts]
+    report.write(
+        folder, found.id, report.build_title(preset), preset.paper, findings, [part for part in sections if part]
+    )
 
 
 def main() -> None:

@@ -16,16 +16,16 @@ import report
 import torch
 from linear_model import (
     LinearFederation,
-    angle_distance,
-    fedit_round,
-    ffa_loss,
-    ffa_solution,
+    compute_angle_distance,
+    compute_ffa_loss,
+    compute_ffa_solution,
+    compute_gradient_a,
+    create_population,
     from_samples,
-    gradient_a,
     losses,
     minimise_b,
-    population,
-    rolora_round,
+    run_fedit_round,
+    run_rolora_round,
 )
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -42,32 +42,32 @@ PAPER = (
 )
 
 
-def gaussian(seed: int, purpose: str, *shape: int) -> Tensor:
+def draw_gaussian(seed: int, purpose: str, *shape: int) -> Tensor:
     """Standard normal numbers in float64."""
     return torch.randn(shape, generator=create_generator(seed, purpose, *shape), dtype=torch.float64)
 
 
 def start(seed: int, delta: float) -> tuple[Tensor, Tensor]:
     """(a*, a0), unit vectors at a given angle distance."""
-    a_star = gaussian(seed, "a*", D)
+    a_star = draw_gaussian(seed, "a*", D)
     a_star = a_star / a_star.norm()
-    across = gaussian(seed, "a0", D)
+    across = draw_gaussian(seed, "a0", D)
     across = across - a_star * (a_star @ across)
     return a_star, math.sqrt(1 - delta**2) * a_star + delta * across / across.norm()
 
 
-def homogeneous(seed: int, samples: int) -> tuple[LinearFederation, Tensor]:
+def create_homogeneous(seed: int, samples: int) -> tuple[LinearFederation, Tensor]:
     """Clients with one target, and a0."""
     a_star, a = start(seed, DELTA)
-    b_star = gaussian(seed, "b*", 1, D).expand(CLIENTS, -1)
-    return from_samples(gaussian(seed, "X", CLIENTS, samples, D), a_star, b_star), a
+    b_star = draw_gaussian(seed, "b*", 1, D).expand(CLIENTS, -1)
+    return from_samples(draw_gaussian(seed, "X", CLIENTS, samples, D), a_star, b_star), a
 
 
-def heterogeneous(seed: int) -> tuple[LinearFederation, Tensor]:
+def create_heterogeneous(seed: int) -> tuple[LinearFederation, Tensor]:
     """Clients with targets b_i* of their own and infinitely many samples, and a0."""
     a_star, a = start(seed, DELTA)
-    b_star = gaussian(seed, "b*", 1, D) + gaussian(seed, "b_i*", CLIENTS, D)
-    return population(a_star, b_star), a
+    b_star = draw_gaussian(seed, "b*", 1, D) + draw_gaussian(seed, "b_i*", CLIENTS, D)
+    return create_population(a_star, b_star), a
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Trajectory:
 def descend(problem: LinearFederation, a: Tensor, eta: float, iterations: int) -> Trajectory:
     """Algorithm 2 until float64 has no digits left in the distance."""
     b_star = problem.b_NP.mean(0)
-    size, deltas, b_error, a_error = float(b_star.norm()), [angle_distance(a, problem.a_D)], 0.0, 0.0
+    size, deltas, b_error, a_error = float(b_star.norm()), [compute_angle_distance(a, problem.a_D)], 0.0, 0.0
     for _ in range(iterations):
         delta = deltas[-1]
         if delta < 1e-9:
@@ -104,20 +104,20 @@ def descend(problem: LinearFederation, a: Tensor, eta: float, iterations: int) -
         b = minimise_b(problem, a).mean(0)
         b_error = max(b_error, float((b - b_star * (a @ problem.a_D)).norm()) / (delta * size))
         mean = 2 * (a * (b @ b) - problem.a_D * (b_star @ b))
-        noise = float((gradient_a(problem, a, b).mean(0) - mean).norm())
+        noise = float((compute_gradient_a(problem, a, b).mean(0) - mean).norm())
         a_error = max(a_error, noise / (2 * (1 + b_error) ** 2 * delta * size**2))
-        a, _ = rolora_round(problem, a, eta)
-        deltas.append(angle_distance(a, problem.a_D))
+        a, _ = run_rolora_round(problem, a, eta)
+        deltas.append(compute_angle_distance(a, problem.a_D))
     return Trajectory(tuple(deltas), b_error, a_error)
 
 
-def contraction(seeds: Sequence[int], sizes: Sequence[int]) -> tuple[report.Finding, list[str]]:
+def check_contraction(seeds: Sequence[int], sizes: Sequence[int]) -> tuple[report.Finding, list[str]]:
     """Lemma 5.3 and Theorem 5.4 on samples."""
     limit = (1 - DELTA**2) / 16
     rows: list[list[object]] = []
     proven: list[bool] = []
     for samples in sizes:
-        problems = [homogeneous(seed, samples) for seed in seeds]
+        problems = [create_homogeneous(seed, samples) for seed in seeds]
         for share in SHARES:
             needed = math.ceil(2 / (share * (1 - DELTA**2)) * math.log(DELTA / TARGET))
             paths = [
@@ -158,17 +158,17 @@ until delta <= {TARGET:g}, the slowest seed, beside the theorem's sufficient num
     remark = """(9) in the main text and (80) in the appendix place the square differently; the proof ends in
 `sqrt(1 - eta (1 - (delta^0)^2) ||b*||^2)`, which is what is measured here. The premise asks for many samples, because
 eps~ falls like sqrt(d / (N m))."""
-    return finding, [text, report.table(header, rows), remark]
+    return finding, [text, report.format_table(header, rows), remark]
 
 
-def largest_step() -> tuple[report.Finding, str, report.Finding]:
+def check_largest_step() -> tuple[report.Finding, str, report.Finding]:
     """Lemma 5.3 at eta = 1 / ||b*||^2, which it allows, with infinitely many samples: both errors are 0."""
     delta0, rows = 0.5, list[list[str]]()
     findings: dict[float, float] = {}
     for share in (0.5, 1.0):
         a_star, a = start(0, delta0)
-        b_star = gaussian(0, "b*", 1, D)
-        problem, eta = population(a_star, b_star), share / float(b_star.square().sum())
+        b_star = draw_gaussian(0, "b*", 1, D)
+        problem, eta = create_population(a_star, b_star), share / float(b_star.square().sum())
         deltas = descend(problem, a, eta, 50).deltas
         bound = math.sqrt(1 - share * (1 - delta0**2))
         ratios = [after / before for before, after in itertools.pairwise(deltas)]
@@ -183,7 +183,7 @@ dropping the absolute value of `1 - 2 eta ||b||^2`, which is right only while 2 
 statement for eta <= 1 / (2 ||b*||^2), as Lemma A.16 has it. Beyond that the statement is not true: with infinitely many
 samples (eps' = eps~ = 0) and delta^0 = {delta0}, the ratios `delta^(t+1) / delta^t` are
 
-{report.table(header, rows)}
+{report.format_table(header, rows)}
 
 At eta = 1 / ||b*||^2 the ratio tends to 1: near the target an iteration reflects a about a* instead of moving it
 there."""
@@ -201,7 +201,7 @@ there."""
     return wide, text, half
 
 
-def frozen(draws: int) -> tuple[report.Finding, list[str]]:
+def check_frozen(draws: int) -> tuple[report.Finding, list[str]]:
     """Proposition 5.5: the mean over data sets of FFA-LoRA's loss."""
     delta, b_norm = DELTA, 1.5
     a = torch.tensor([1.0, 0.0], dtype=torch.float64)
@@ -210,16 +210,16 @@ def frozen(draws: int) -> tuple[report.Finding, list[str]]:
     apart: list[float] = []
     for clients in (1, 5, 20):
         for samples in (6, 10, 50):
-            X = gaussian(clients, "proposition 5.5", draws, clients, samples, 2)
+            X = draw_gaussian(clients, "proposition 5.5", draws, clients, samples, 2)
             G = X.mT @ X / samples
             b_star = torch.full((clients, 1), b_norm, dtype=torch.float64)
             here, fresh = torch.empty(draws).double(), torch.empty(draws).double()
             for draw in range(draws):
                 problem = LinearFederation(G[draw], a_star, b_star)
-                b = ffa_solution(problem, a)
+                b = compute_ffa_solution(problem, a)
                 here[draw] = losses(problem, a, b).mean()
                 fresh[draw] = (a_star * b_norm - a * b).square().sum()
-            expected = ffa_loss(delta, b_norm, clients, samples)
+            expected = compute_ffa_loss(delta, b_norm, clients, samples)
             unseen = b_norm**2 * delta**2 * (1 + 1 / (clients * (samples - 2)))
             error, fresh_error = (float(one.std()) / math.sqrt(draws) for one in (here, fresh))
             apart.append((float(here.mean()) - expected) / error)
@@ -246,10 +246,10 @@ c is negative for m > 4, because this is the loss on the samples that b was fitt
 bound", does not mean that the loss is at least ||b*||^2 (delta^0)^2. On unseen data it is, on average: with b = s b*,
 E s = cos(a0, a*) and Var s = (delta^0)^2 / (N (m - 2)), the expected loss there is
 `(1 + 1 / (N (m - 2))) ||b*||^2 (delta^0)^2` (our derivation)."""
-    return finding, [text, report.table(header, rows), remark]
+    return finding, [text, report.format_table(header, rows), remark]
 
 
-def different_targets(seeds: Sequence[int]) -> tuple[list[report.Finding], list[str]]:
+def check_different_targets(seeds: Sequence[int]) -> tuple[list[report.Finding], list[str]]:
     """Theorem A.14 with Lemma A.16, and Proposition A.17, in the population."""
     rows: list[list[object]] = []
     kept, in_time, excess, exact = [], [], [], []
@@ -257,7 +257,7 @@ def different_targets(seeds: Sequence[int]) -> tuple[list[report.Finding], list[
         worst, slowest, beyond = 0.0, 0, 0.0
         needed = math.ceil(1 / (2 * share * (1 - DELTA**2)) * math.log(DELTA / TARGET))
         for seed in seeds:
-            problem, a = heterogeneous(seed)
+            problem, a = create_heterogeneous(seed)
             mean_b = problem.b_NP.mean(0)
             size = float(mean_b.square().sum())
             variance = float((problem.b_NP - mean_b).square().sum(1).mean())
@@ -267,10 +267,10 @@ def different_targets(seeds: Sequence[int]) -> tuple[list[report.Finding], list[
             slowest = max(slowest, needed + 1 if reached is None else reached)
             last = a
             for _ in range(needed if reached is None else reached):
-                last, _ = rolora_round(problem, last, share / size)
-            loss = float(losses(problem, last, ffa_solution(problem, last)).mean())
+                last, _ = run_rolora_round(problem, last, share / size)
+            loss = float(losses(problem, last, compute_ffa_solution(problem, last)).mean())
             beyond = max(beyond, (loss - variance) / size)
-            frozen_loss = float(losses(problem, a, ffa_solution(problem, a)).mean())
+            frozen_loss = float(losses(problem, a, compute_ffa_solution(problem, a)).mean())
             exact.append(abs(frozen_loss - variance - size * DELTA**2) / frozen_loss)
         kept.append(worst <= 1 + 1e-9)
         in_time.append(slowest <= needed)
@@ -305,33 +305,33 @@ model for all can have, when delta <= eps: at most eps^2 ||mean b*||^2."""
     remark = """(247) and (250) write mean b* as a sum without 1/N; with the mean, as defined in A.13, the statements
 are right. They are about the population: with finitely many samples and different targets the residual does not vanish
 at a*, and a is found only up to that noise."""
-    return findings, [text, report.table(header, rows), remark]
+    return findings, [text, report.format_table(header, rows), remark]
 
 
-def curves(seed: int, iterations: int) -> tuple[Figure, str]:
+def draw_curves(seed: int, iterations: int) -> tuple[Figure, str]:
     """Loss by communication round of the three methods, on samples and in the population."""
     figure = Figure(figsize=(8, 3))
     rows: list[list[str]] = []
-    same, other = homogeneous(seed, 100), heterogeneous(seed)
+    same, other = create_homogeneous(seed, 100), create_heterogeneous(seed)
     cases = {"one target, m = 100": same, "different targets, population": other}
     for axes, (name, (problem, first)) in zip(figure.subplots(1, 2), cases.items(), strict=True):
         mean_b = problem.b_NP.mean(0)
         floor = float((problem.b_NP - mean_b).square().sum(1).mean()) if problem is other[0] else 0.0
         eta = 0.25 / float(mean_b.square().sum())
         steps: dict[str, Callable[[Tensor], Tensor]] = {
-            "RoLoRA": lambda a, p=problem, e=eta: rolora_round(p, a, e)[0],
+            "RoLoRA": lambda a, p=problem, e=eta: run_rolora_round(p, a, e)[0],
             "FFA-LoRA": lambda a: a,
         }
         found: dict[str, list[float]] = {}
         for method, step in steps.items():
             a, values = first, list[float]()
             for _ in range(iterations // 2):  # one iteration of Algorithm 2 is two communication rounds
-                values += [float(losses(problem, a, ffa_solution(problem, a)).mean())] * 2
+                values += [float(losses(problem, a, compute_ffa_solution(problem, a)).mean())] * 2
                 a = step(a)
             found[method] = values
         a, values = first, list[float]()
         for _ in range(iterations):
-            a, b = fedit_round(problem, a, eta)
+            a, b = run_fedit_round(problem, a, eta)
             values.append(float(losses(problem, a, b).mean()))
         found["LoRA"] = values
         for method, values in found.items():
@@ -340,7 +340,7 @@ def curves(seed: int, iterations: int) -> tuple[Figure, str]:
         axes.set(title=name, xlabel="communication round")
     figure.axes[0].set_ylabel("loss above the least")
     figure.axes[0].legend()
-    return figure, report.table(("case", "method", f"loss above the least after {iterations} rounds"), rows)
+    return figure, report.format_table(("case", "method", f"loss above the least after {iterations} rounds"), rows)
 
 
 def main() -> None:
@@ -354,11 +354,11 @@ def main() -> None:
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
     seeds = range(args.seeds)
-    lemma, lemma_text = contraction(seeds, args.samples)
-    wide, wide_text, half = largest_step()
-    proposition, proposition_text = frozen(args.draws)
-    others, others_text = different_targets(seeds)
-    figure, ends = curves(0, 200)
+    lemma, lemma_text = check_contraction(seeds, args.samples)
+    wide, wide_text, half = check_largest_step()
+    proposition, proposition_text = check_frozen(args.draws)
+    others, others_text = check_different_targets(seeds)
+    figure, ends = draw_curves(0, 200)
     shown = report.save_figure(figure, args.out, "rolora_linear", "loss by communication round")
     comparison = f"""## The three methods beside each other
 

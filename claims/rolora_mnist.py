@@ -207,7 +207,7 @@ def draw(curves: Mapping[tuple[str, int], Sequence[Curve]]) -> Figure:
     return figure
 
 
-def findings(curves: Mapping[tuple[str, int], Sequence[Curve]]) -> list[report.Finding]:
+def build_findings(curves: Mapping[tuple[str, int], Sequence[Curve]]) -> list[report.Finding]:
     """The paper's three statements, one row a comparison."""
     level = {key: [curve.plateau("test") for curve in runs] for key, runs in curves.items()}
     found: list[report.Finding] = []
@@ -225,7 +225,7 @@ def findings(curves: Mapping[tuple[str, int], Sequence[Curve]]) -> list[report.F
     return found
 
 
-def setting(args: argparse.Namespace, minutes: float) -> str:
+def describe_setting(args: argparse.Namespace, minutes: float) -> str:
     """What was run, and where it is not the paper's."""
     part = "all of them but the validation images" if args.train + args.validation == 60_000 else "fewer, to save time"
     return f"""## Setting
@@ -285,14 +285,14 @@ def main() -> None:
     rates = ("method, clients", *(f"lr {rate:g}" for rate in args.rates))
     sections = [
         "Test accuracy, %:",
-        report.table(header, rows),
+        report.format_table(header, rows),
         shown,
-        setting(args, (time.process_time() - start) / 60),
+        describe_setting(args, (time.process_time() - start) / 60),
         f"## The learning rate\n\nValidation accuracy, %, seed {args.seeds[0]}:",
-        report.table(rates, sweep),
+        report.format_table(rates, sweep),
     ]
     title = "RoLoRA, FFA-LoRA and LoRA on MNIST"
-    report.write(args.out, "rolora_mnist", title, PAPER, findings(curves), sections)
+    report.write(args.out, "rolora_mnist", title, PAPER, build_findings(curves), sections)
 
 
 if __name__ == "__main__":

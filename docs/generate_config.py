@@ -48,7 +48,7 @@ def _type(annotation: Any) -> str:
     return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
 
 
-def section(title: str, model: type[BaseModel]) -> str:
+def format_section(title: str, model: type[BaseModel]) -> str:
     """The fields of a section with their types, defaults and descriptions."""
     lines = [f"## {title}", ""]
     for name, field in model.model_fields.items():
@@ -60,7 +60,7 @@ def section(title: str, model: type[BaseModel]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def nested(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+def list_nested(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
     """The optional sections of a section, by field."""
     found: dict[str, type[BaseModel]] = {}
     for name, field in model.model_fields.items():
@@ -73,20 +73,22 @@ def nested(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
 
 def page(intro: str = INTRO, top: type[BaseModel] = RunConfig) -> str:
     """The page of a file: its top level and its sections."""
-    parts = [intro, section("Top level", top)]
+    parts = [intro, format_section("Top level", top)]
     for name, field in top.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            parts.append(section(f"`{name}`", field.annotation))
-            parts += [section(f"`{name}.{inner}`", kind) for inner, kind in nested(field.annotation).items()]
-    parts += [section(f"`{name}`", kind) for name, kind in nested(top).items()]
+            parts.append(format_section(f"`{name}`", field.annotation))
+            parts += [
+                format_section(f"`{name}.{inner}`", kind) for inner, kind in list_nested(field.annotation).items()
+            ]
+    parts += [format_section(f"`{name}`", kind) for name, kind in list_nested(top).items()]
     return "\n".join(parts)
 
 
-def node_page() -> str:
+def format_node_page() -> str:
     """The page of a node's file."""
     return page(NODE_INTRO, NodeConfig)
 
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
-    NODE_PAGE.write_text(node_page(), encoding="utf-8")
+    NODE_PAGE.write_text(format_node_page(), encoding="utf-8")

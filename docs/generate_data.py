@@ -40,7 +40,7 @@ statement was found. Read the source before you use a data set. `fedspan data` p
 """
 
 
-def table(entries: tuple[DatasetEntry, ...]) -> str:
+def format_table(entries: tuple[DatasetEntry, ...]) -> str:
     """All data sets, one row each."""
     lines = ["| key | content | task | metric | rows | licence | hub |", "|---|---|---|---|---|---|---|"]
     for entry in entries:
@@ -51,7 +51,7 @@ def table(entries: tuple[DatasetEntry, ...]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def section(entry: DatasetEntry) -> str:
+def format_section(entry: DatasetEntry) -> str:
     """The section of one data set."""
     lines = [f"## {entry.key}", "", f"{entry.title}: {entry.summary}.", ""]
     if entry.note is not None:
@@ -70,7 +70,7 @@ def section(entry: DatasetEntry) -> str:
 def page() -> str:
     """The page."""
     entries = list_datasets()
-    return "\n".join([INTRO, table(entries), *(section(entry) for entry in entries)])
+    return "\n".join([INTRO, format_table(entries), *(format_section(entry) for entry in entries)])
 
 
 if __name__ == "__main__":

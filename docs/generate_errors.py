@@ -26,7 +26,7 @@ versions.
 """
 
 
-def row(mistake: Mistake, message: str) -> str:
+def format_row(mistake: Mistake, message: str) -> str:
     """A line of a table."""
     what, said = (text.replace("|", "\\|") for text in (mistake.what, message))
     return f"| {what} | {_code(said)} |"
@@ -40,7 +40,7 @@ def page(said: Callable[[Mistake], str]) -> str:
     """The whole page; ``said`` makes a mistake and gives the message."""
     parts = [INTRO]
     for title, mistakes in SECTIONS.items():
-        rows = [row(mistake, said(mistake)) for mistake in mistakes]
+        rows = [format_row(mistake, said(mistake)) for mistake in mistakes]
         parts.append("\n".join([f"## {title}", "", "| mistake | message |", "|---|---|", *rows]) + "\n")
     return "\n".join(parts)
 

@@ -159,7 +159,7 @@ def save_inbox(path: Path) -> None:
             writer.writerow([received, clinic, row["text"].replace("'", "\u2019").replace("...", "\u2026"), concern])
 
 
-def outputs(folder: Path) -> Iterator[str]:
+def run_blocks(folder: Path) -> Iterator[str]:
     """Run everything in an empty folder, and yield the texts of the page's blocks in their order."""
     save_inbox(folder / "inbox.csv")
     save_hub(folder / "hub")
@@ -208,7 +208,7 @@ def page(blocks: Iterator[str], stamp: str) -> str:
     return "\n".join([*parts, END])
 
 
-def stamp() -> str:
+def format_stamp() -> str:
     """The date and machine of the outputs."""
     import torch
 
@@ -222,7 +222,7 @@ def main() -> None:
         save_inbox(Path(sys.argv[1]))
         return
     with tempfile.TemporaryDirectory(prefix="fedspan-") as folder:
-        PAGE.write_text(page(outputs(Path(folder)), stamp()), encoding="utf-8")
+        PAGE.write_text(page(run_blocks(Path(folder)), format_stamp()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ PAGE = Path(__file__).with_name("reproducing.md")
 MARK = "<!-- presets -->\n"
 
 
-def rows() -> str:
+def format_rows() -> str:
     """A table with a row for each preset."""
     lines = ["| preset | item | content | methods |", "|---|---|---|---|"]
     for preset in list_presets():
@@ -22,7 +22,7 @@ def page(text: str) -> str:
     """The page with a current table."""
     before, _, rest = text.partition(MARK)
     _, _, after = rest.partition(MARK)
-    return f"{before}{MARK}{rows()}{MARK}{after}"
+    return f"{before}{MARK}{format_rows()}{MARK}{after}"
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry")
 OFFICES = ("north", "south")
 
 
-def texts(office: str, count: int) -> Dataset:
+def create_texts(office: str, count: int) -> Dataset:
     """The letters of an office: each greets in its own way."""
     rng = random.Random(office)
     greeting = "Good morning" if office == "north" else "Dear"
@@ -40,7 +40,7 @@ def make_trainer(office: str, name: str, out: Path, count: int) -> SFTTrainer:
     """The training script of an office."""
     tokenizer = AutoTokenizer.from_pretrained(name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    rows = texts(office, count).train_test_split(0.25, seed=0)
+    rows = create_texts(office, count).train_test_split(0.25, seed=0)
     return SFTTrainer(
         model=AutoModelForCausalLM.from_pretrained(name, dtype="float32"),
         args=SFTConfig(

@@ -37,7 +37,7 @@ class Progress(fedspan.Watcher):
         print(f"  round {row['round']}: held-out accuracy {row['test']['accuracy']:.1%}", flush=True)
 
 
-def config_of(args: argparse.Namespace) -> dict[str, Any]:
+def build_config(args: argparse.Namespace) -> dict[str, Any]:
     """What all runs share: everything but the method's name."""
     data: dict[str, Any] = {"train": "builtin:patient-messages"}
     if args.dataset:
@@ -63,7 +63,7 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def by_peft_alone(adapter: Path, model: str, text: str) -> tuple[str, float]:
+def predict_with_peft(adapter: Path, model: str, text: str) -> tuple[str, float]:
     """Label and probability, as anybody computes them who has never heard of fedspan."""
     logging.set_verbosity_error()  # that the classification head is new is no news: the adapter brings it
     labels = json.loads((adapter / "fedspan.json").read_text(encoding="utf-8"))["labels"]
@@ -91,7 +91,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out = args.out or Path("runs/ten_banks-smoke" if args.smoke else "runs/ten_banks")
 
-    report = fedspan.compare(config_of(args), args.out, METHODS, seeds=[0], listener=Progress())
+    report = fedspan.compare(build_config(args), args.out, METHODS, seeds=[0], listener=Progress())
 
     shown = report.table()
     table = Table(*shown.head)
@@ -104,7 +104,7 @@ def main() -> None:
     run = args.out / f"{best}-seed0"
     label, probability = fedspan.predict(run, [args.text])[0]
     print(f"{args.text}\n  {best}: {label} ({probability:.3f})")
-    label, probability = by_peft_alone(run / "adapter", args.model, args.text)
+    label, probability = predict_with_peft(run / "adapter", args.model, args.text)
     print(f"  by PEFT alone: {label} ({probability:.3f}), from {run / 'adapter'}")
 
 

@@ -41,7 +41,7 @@ def call(*arguments: str | Path) -> None:
 
 
 @contextmanager
-def running(log: Path, *arguments: str | Path) -> Generator[subprocess.Popen[bytes]]:
+def run_command(log: Path, *arguments: str | Path) -> Generator[subprocess.Popen[bytes]]:
     """A command that stays; it ends with all that it started when the block is left."""
     words = [str(argument) for argument in arguments]
     print("$ fedspan", shlex.join(words), f"> {log} &", flush=True)
@@ -69,7 +69,7 @@ def wait_for(words: str, log: Path, process: subprocess.Popen[bytes], seconds: f
         time.sleep(0.1)
 
 
-def divided(folder: Path, most: int | None) -> list[str]:
+def write_partition(folder: Path, most: int | None) -> list[str]:
     """A csv file for each holder, of the built-in corpus; returns its labels, which all must know."""
     text = find_corpus_file("builtin:patient-messages", "train", "data.train").read_text(encoding="utf-8")
     rows = list(csv.DictReader(text.splitlines()))[:most]
@@ -105,12 +105,12 @@ def main() -> None:
     # Asked to end (kill, a scheduler), Python would end at once and leave the others behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
-    labels = divided(out, 120 if args.smoke else None)
+    labels = write_partition(out, 120 if args.smoke else None)
     server, run = out / "server", out / "run"
     with ExitStack() as stack:
         # The operator starts the server, which makes an authority and a certificate.
         listening = stack.enter_context(
-            running(out / "server.log", "server", "--folder", server, "--host", "127.0.0.1", "--port", str(port))
+            run_command(out / "server.log", "server", "--folder", server, "--host", "127.0.0.1", "--port", str(port))
         )
         wait_for("listening on", out / "server.log", listening)
         for holder in HOLDERS:
@@ -129,7 +129,7 @@ def main() -> None:
                 "limits": {"models": [args.model], "methods": ["fedit", "rolora"], "rounds": 50, **small},
             }
             (out / f"{holder}.yaml").write_text(yaml.safe_dump(node), encoding="utf-8")
-            stack.enter_context(running(out / f"{holder}.log", "join", out / f"{holder}.yaml"))
+            stack.enter_context(run_command(out / f"{holder}.log", "join", out / f"{holder}.yaml"))
 
         config: dict[str, Any] = {
             "model": {"name": args.model, "target_modules": ["query", "value"], "layers_to_transform": args.layer},

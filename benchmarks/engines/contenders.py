@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HERE", "Contender", "Measured", "fedspan_variables", "in_turns", "run_once"]
+__all__ = ["HERE", "Contender", "Measured", "get_fedspan_variables", "run_once", "take_turns"]
 
 HERE = Path(__file__).parent
 
@@ -50,7 +50,7 @@ class Measured:
         return [1000 * round[key] / round["examples"] for round in self.rounds if key in round]
 
 
-def fedspan_variables(threads: int) -> dict[str, str]:
+def get_fedspan_variables(threads: int) -> dict[str, str]:
     """Environment variables of fedspan's own processes."""
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
 
@@ -90,12 +90,12 @@ class _Process:
     def run_round(self) -> dict[str, float]:
         """One round, with the processor's seconds that it took beside those of the clock."""
         assert self.process.stdin is not None
-        before = processor_seconds(self.process.pid)
+        before = read_processor_seconds(self.process.pid)
         self._signal(signal.SIGCONT)
         self.process.stdin.write("round\n")
         self.process.stdin.flush()
         found = self.hear()
-        return {**found, "processor": processor_seconds(self.process.pid) - before}
+        return {**found, "processor": read_processor_seconds(self.process.pid) - before}
 
     def close(self) -> None:
         """End the session: nobody is waiting for an answer any more."""
@@ -103,12 +103,12 @@ class _Process:
         self.process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
-        for pid in session_members(self.process.pid):
+        for pid in list_session_members(self.process.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
 
-def session_members(session: int) -> list[int]:
+def list_session_members(session: int) -> list[int]:
     """Ids of the processes of a session."""
     members: list[int] = []
     for folder in Path("/proc").iterdir():
@@ -121,13 +121,13 @@ def session_members(session: int) -> list[int]:
     return members
 
 
-def processor_seconds(pid: int) -> float:
+def read_processor_seconds(pid: int) -> float:
     """Seconds that a process has spent on processors in all its threads, whatever else ran on the machine."""
     times = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[11:13]
     return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
 
 
-def in_turns(contenders: Sequence[Contender], repetitions: int, logs: Path) -> dict[str, Measured]:
+def take_turns(contenders: Sequence[Contender], repetitions: int, logs: Path) -> dict[str, Measured]:
     """A round of everybody, and again: what slows the machine for a while slows all of a repetition alike.
 
     Args:
@@ -155,7 +155,7 @@ def in_turns(contenders: Sequence[Contender], repetitions: int, logs: Path) -> d
 def run_once(script: str, arguments: Sequence[str], threads: int, log: Path) -> dict[str, Any]:
     """A process of fedspan that says one line and ends."""
     command = [sys.executable, str(HERE / script), *arguments]
-    process = _Process(Contender(script, command, fedspan_variables(threads)), log)
+    process = _Process(Contender(script, command, get_fedspan_variables(threads)), log)
     try:
         return process.hear()
     finally:

@@ -8,7 +8,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["PEERS", "make_environment", "peer_variables"]
+__all__ = ["PEERS", "get_peer_variables", "make_environment"]
 
 PEERS = ("flwr[simulation]==1.41.0", "pfl==0.6.0")
 SAME = ("torch", "transformers", "peft", "numpy", "safetensors")
@@ -28,7 +28,7 @@ def make_environment(folder: Path) -> Path:
     return python
 
 
-def peer_variables(threads: int, home: Path) -> dict[str, str]:
+def get_peer_variables(threads: int, home: Path) -> dict[str, str]:
     """Environment variables of a peer's process: as many threads as everybody, no calls home."""
     here = str(Path(__file__).parent)
     return {

@@ -52,20 +52,20 @@ def build(kit: WorkerKit) -> Host:
     return host
 
 
-def proportional(pid: int) -> int:
+def read_proportional_memory(pid: int) -> int:
     """Memory of a process in bytes; pages that it shares count by the number of their processes."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 @contextmanager
-def memory_peak(pids: Sequence[int], peak: list[int]) -> Generator[None]:
+def measure_memory_peak(pids: Sequence[int], peak: list[int]) -> Generator[None]:
     """Put the memory of processes at the moment when it was the most, all together, into ``peak``."""
     ended = threading.Event()
 
     def sample() -> None:
         while not ended.wait(0.05):
-            now = [proportional(pid) for pid in pids]
+            now = [read_proportional_memory(pid) for pid in pids]
             if sum(now) > sum(peak):
                 peak[:] = now
 
@@ -98,7 +98,7 @@ def main() -> None:
             nonlocal progress, known
             peak = list[int]()
             known_pids = [int(path.stem) for path in folder.glob("*.txt")]
-            with memory_peak(known_pids, peak) if known_pids and "--peak" in sys.argv else nullcontext():
+            with measure_memory_peak(known_pids, peak) if known_pids and "--peak" in sys.argv else nullcontext():
                 result = federation.run_round(progress, record_loss)
             progress = result.progress
             files = list(folder.glob("*.txt"))
@@ -109,7 +109,7 @@ def main() -> None:
             if "--peak" not in sys.argv:
                 return found
             ray.get([handle.actor.release_memory.remote() for handle in team.handles])  # as they do in a moment
-            return {**found, "memory": [proportional(int(path.stem)) for path in files], "peak": peak}
+            return {**found, "memory": [read_proportional_memory(int(path.stem)) for path in files], "peak": peak}
 
         def report() -> dict[str, object]:
             stacking = getattr(prepared.engine, "stacking", None)

@@ -15,7 +15,16 @@ import torch
 
 from engines.contenders import Measured
 
-__all__ = ["GEMMS", "Limit", "gemm_table", "limit_table", "machine", "ratios", "speed_table", "table"]
+__all__ = [
+    "GEMMS",
+    "Limit",
+    "compute_ratios",
+    "describe_machine",
+    "format_gemm_table",
+    "format_speed_table",
+    "format_table",
+    "limit_table",
+]
 
 GEMMS = ((512, 384, 384), (2048, 1024, 1024))
 
@@ -41,7 +50,7 @@ class Limit:
         return "not judged" if self.kept is None else "pass" if self.kept else "**FAIL**"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of markdown."""
     return [
         "| " + " | ".join(head) + " |",
@@ -51,18 +60,18 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def ratios(slow: Measured, fast: Measured, key: str = "seconds") -> list[float]:
+def compute_ratios(slow: Measured, fast: Measured, key: str = "seconds") -> list[float]:
     """How many times faster, by repetition, by the clock or the processor's seconds."""
     pairs = zip(slow.milliseconds(key), fast.milliseconds(key), strict=True)
     return [one / other for one, other in pairs]
 
 
-def speed_table(results: dict[str, Measured], subject: str) -> list[str]:
+def format_speed_table(results: dict[str, Measured], subject: str) -> list[str]:
     """Every contender beside the subject, whose ratios to the others are given."""
     rows: list[list[str]] = []
     for name, result in results.items():
         training = result.milliseconds("training")
-        faster = ratios(result, results[subject])
+        faster = compute_ratios(result, results[subject])
         spread = f"{statistics.median(faster):.2f} ({min(faster):.2f} to {max(faster):.2f})"
         first = result.ready.get("first")
         losses = [*result.ready["losses"], None][:2]
@@ -85,15 +94,17 @@ def speed_table(results: dict[str, Measured], subject: str) -> list[str]:
         "round 1",
         "round 2",
     ]
-    return table(head, rows)
+    return format_table(head, rows)
 
 
 def limit_table(limits: Sequence[Limit]) -> list[str]:
     """What was asked for, with the verdicts."""
-    return table(["", "measured", "wanted", ""], [[one.what, one.measured, one.wanted, one.verdict] for one in limits])
+    return format_table(
+        ["", "measured", "wanted", ""], [[one.what, one.measured, one.wanted, one.verdict] for one in limits]
+    )
 
 
-def machine() -> str:
+def describe_machine() -> str:
     """The line about code, date and machine."""
     # --dirty: a page must not name a commit that is not what ran
     asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
@@ -105,7 +116,7 @@ def machine() -> str:
     )
 
 
-def gemm_table(threads: int) -> list[str]:
+def format_gemm_table(threads: int) -> list[str]:
     """How much faster this machine multiplies matrices in bfloat16."""
     torch.set_num_threads(threads)
     rows: list[list[str]] = []
@@ -118,15 +129,15 @@ def gemm_table(threads: int) -> list[str]:
         taken: dict[torch.dtype, list[float]] = {dtype: [] for dtype in matrices}
         for _ in range(9):  # in turns, too
             for dtype, (left, right) in matrices.items():
-                taken[dtype].append(_seconds(left, right))
+                taken[dtype].append(_measure_seconds(left, right))
         for dtype, seconds in taken.items():
             speeds[dtype] = 2e-9 * rows_out * inner * columns / statistics.median(seconds)
         wide, narrow = speeds[torch.float32], speeds[torch.bfloat16]
         rows.append([f"{rows_out} x {inner} x {columns}", f"{wide:.0f}", f"{narrow:.0f}", f"{narrow / wide:.2f}"])
-    return table(["product", "float32, GFLOP/s", "bfloat16, GFLOP/s", "ratio"], rows)
+    return format_table(["product", "float32, GFLOP/s", "bfloat16, GFLOP/s", "ratio"], rows)
 
 
-def _seconds(left: torch.Tensor, right: torch.Tensor, least: float = 0.05) -> float:
+def _measure_seconds(left: torch.Tensor, right: torch.Tensor, least: float = 0.05) -> float:
     """Of one product, the mean over some."""
     left @ right
     began, count = time.perf_counter(), 0

@@ -17,7 +17,7 @@ from peers_common import Plan
 from peers_flower_client import app
 
 
-def summed(records: list[RecordDict], weight: str) -> MetricRecord:
+def sum_replies(records: list[RecordDict], weight: str) -> MetricRecord:
     """Of the replies: the mean loss over examples, their number, the seconds within local training."""
     metrics = [record["metrics"] for record in records]
     examples = sum(entry[weight] for entry in metrics)
@@ -38,7 +38,7 @@ def serve(grid: Grid, plan: Plan, answers: Answers, args: argparse.Namespace) ->
         fraction_evaluate=0.0,
         min_train_nodes=nodes,  # or the first round starts before all clients have connected
         min_available_nodes=nodes,
-        train_metrics_aggr_fn=summed,
+        train_metrics_aggr_fn=sum_replies,
     )
     arrays = ArrayRecord(plan.start)
 

@@ -19,7 +19,7 @@ app = ClientApp()
 
 
 @cache
-def worker(folder: str, dtype: str, attention: str, threads: int) -> tuple[Plan, PeftModel]:
+def load_worker(folder: str, dtype: str, attention: str, threads: int) -> tuple[Plan, PeftModel]:
     """Data and model of this process."""
     torch.set_num_threads(threads)
     plan = Plan(folder)
@@ -30,7 +30,7 @@ def worker(folder: str, dtype: str, attention: str, threads: int) -> tuple[Plan,
 def fit(message: Message, context: Context) -> Message:
     """One client's round."""
     config = message.content["config"]
-    plan, model = worker(config["plan"], config["dtype"], config["attention"], config["threads"])
+    plan, model = load_worker(config["plan"], config["dtype"], config["attention"], config["threads"])
     client = int(context.node_config["partition-id"])
     set_peft_model_state_dict(model, message.content["arrays"].to_torch_state_dict())
     batches = plan.batches(client, int(config["round"]))

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from engines.contenders import run_once
-from engines.page import Limit, table
+from engines.page import Limit, format_table
 from engines.work import Work
 
-__all__ = ["accuracy", "memory", "overhead", "profiled"]
+__all__ = ["measure_accuracy", "measure_memory", "measure_overhead", "profile_round"]
 
 MIB = 2**20
 OVERHEAD, STACKED, REGISTERED = 0.05, 1.3, 1.1
@@ -37,7 +37,7 @@ def run_config(values: dict[str, Any], args: argparse.Namespace, name: str) -> d
     return result
 
 
-def changed(values: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
+def change_config(values: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
     """A config with some options set."""
     result = copy.deepcopy(values)
     for section, options in sections.items():
@@ -45,13 +45,15 @@ def changed(values: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any
     return result
 
 
-def overhead(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
+def measure_overhead(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     """What of a round is not training or evaluation."""
     rows: list[list[str]] = []
     limits: list[Limit] = []
     for batch, examples in args.examples.items():
         work = Work(args.data, batch, examples, args.clients, threads=args.threads)
-        values = changed(work.values("bfloat16", {"name": "batched"}), federation={"rounds": args.repetitions + 1})
+        values = change_config(
+            work.values("bfloat16", {"name": "batched"}), federation={"rounds": args.repetitions + 1}
+        )
         result = run_config(values, args, f"overhead-{batch}")
         seconds, outside = result["seconds"][1:], result["outside"][1:]
         share = statistics.median(other / whole for other, whole in zip(outside, seconds, strict=True))
@@ -69,12 +71,12 @@ def overhead(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
         "engine's training (messages, the method's two ends, reduction, update, commit). The first round, in which the "
         "engine measures how many clients to stack, is left out.",
         "",
-        *table(["batch", "s a round", "of it the federation", "share"], rows),
+        *format_table(["batch", "s a round", "of it the federation", "share"], rows),
     ]
     return lines, limits
 
 
-def profiled(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
+def profile_round(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     """What bounds a round, by kinds of operators."""
     folder = args.out / "runs"
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,12 +100,12 @@ def profiled(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
         "clients at once as make 64 examples: milliseconds an example in operators of a kind (share of the round). "
         "The profiler itself adds to small operators.",
         "",
-        *table(["", *(f"batch {batch}" for batch in args.examples)], rows),
+        *format_table(["", *(f"batch {batch}" for batch in args.examples)], rows),
     ]
     return lines, []
 
 
-def memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
+def measure_memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     """Peaks: many clients against one at as many tokens in flight, and many registered ones against few."""
     at_once, batch = args.at_once, 4
     stacked = {"name": "batched", "clients_per_pass": at_once, "workers": 1}
@@ -113,20 +115,20 @@ def memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     one = Work(args.data, batch * at_once, examples * args.clients, 1, threads=args.threads).values("bfloat16", alone)
     two = {"rounds": 2}
     results = {
-        f"1 client, batch {batch * at_once}": run_config(changed(one, federation=two), args, "memory-one"),
+        f"1 client, batch {batch * at_once}": run_config(change_config(one, federation=two), args, "memory-one"),
         f"{args.clients} clients, {at_once} at once, batch {batch}": run_config(
-            changed(many, federation=two), args, "memory-many"
+            change_config(many, federation=two), args, "memory-many"
         ),
     }
     limits = [limit("50 clients against one: peak memory", results, STACKED, args)]
     with tempfile.TemporaryDirectory(dir=args.out) as folder:
-        data = {"train": str(registered_data(args, Path(folder))), "max_examples": None}
-        wide = changed(many, data=data, training={"batch_size": 2, "local_steps": 1})
+        data = {"train": str(write_registered_data(args, Path(folder))), "max_examples": None}
+        wide = change_config(many, data=data, training={"batch_size": 2, "local_steps": 1})
         names = [f"{args.clients} registered clients", f"{args.registered} registered clients, a cohort of 100"]
         pair = {
-            names[0]: run_config(changed(wide, federation=two), args, "memory-few-registered"),
+            names[0]: run_config(change_config(wide, federation=two), args, "memory-few-registered"),
             names[1]: run_config(
-                changed(
+                change_config(
                     wide,
                     partition={"clients": args.registered},
                     federation={**two, "clients_per_round": min(100, args.registered)},
@@ -147,7 +149,7 @@ def memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
         "their checkpoints. The last two rows share a file of two examples for each registered client; each client "
         "of the cohort takes one step of 2 examples.",
         "",
-        *table(["", "loaded", "peak"], rows),
+        *format_table(["", "loaded", "peak"], rows),
     ]
     return lines, limits
 
@@ -159,7 +161,7 @@ def limit(what: str, results: dict[str, dict[str, Any]], most: float, args: argp
     return Limit(what, f"{second / first:.2f}", f"at most {most:g} times", kept)
 
 
-def registered_data(args: argparse.Namespace, folder: Path) -> Path:
+def write_registered_data(args: argparse.Namespace, folder: Path) -> Path:
     """A csv with two examples for each registered client: Banking77's again and again, numbered."""
     with (args.data / "train.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -173,14 +175,14 @@ def registered_data(args: argparse.Namespace, folder: Path) -> Path:
     return path
 
 
-def accuracy(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
+def measure_accuracy(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     """Test accuracy of the same runs in both number formats."""
     scores: dict[str, list[float]] = {"float32": [], "bfloat16": []}
     for seed in args.accuracy_seeds:
         for dtype, found in scores.items():
             per_client = args.accuracy_examples // args.clients
             work = Work(args.data, 16, per_client, args.clients, threads=args.threads, seed=seed)
-            values = changed(
+            values = change_config(
                 work.values(dtype, {"name": "batched"}),
                 data={"test": str(args.data / "test.csv")},
                 federation={"rounds": args.accuracy_rounds},
@@ -201,6 +203,6 @@ def accuracy(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
         f"one epoch at batch 16 and learning rate {args.accuracy_lr:g}: test accuracy in percent. What trains is "
         f"float32 in both. bfloat16 minus float32, mean over seeds: {apart:+.2f} points.",
         "",
-        *table(["seed", "float32", "bfloat16", "difference"], rows),
+        *format_table(["seed", "float32", "bfloat16", "difference"], rows),
     ]
     return lines, []

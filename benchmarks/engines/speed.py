@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engines.contenders import HERE, Contender, Measured, fedspan_variables, in_turns
-from engines.environment import peer_variables
-from engines.page import Limit, ratios, speed_table, table
+from engines.contenders import HERE, Contender, Measured, get_fedspan_variables, take_turns
+from engines.environment import get_peer_variables
+from engines.page import Limit, compute_ratios, format_speed_table, format_table
 from engines.work import Work, write_plan
 
-__all__ = ["LAST", "compare", "compare_checkouts", "compiled", "last_layers"]
+__all__ = ["LAST", "compare", "compare_checkouts", "measure_compiled", "measure_last_layers"]
 
 SUBJECT = "fedspan batched, bfloat16"
 PLAIN, SAME = "PEFT loop, float32", "PEFT loop, bfloat16, bucketed"
@@ -55,7 +55,7 @@ class Field:
         """fedspan with an engine; of another checkout, if one is given, with that one's own script."""
         path = self.folder / f"{name.replace(' ', '-')}.json"
         path.write_text(json.dumps(work.values(dtype, dict(engine))))
-        here, variables = HERE, fedspan_variables(work.threads)
+        here, variables = HERE, get_fedspan_variables(work.threads)
         if checkout is not None:
             here = checkout / "benchmarks" / "engines"
             variables = {**variables, "PYTHONPATH": str(checkout / "src")}
@@ -65,7 +65,7 @@ class Field:
         """A peer."""
         command = [str(self.python), str(HERE / script), str(plan), *options, "--attention", self.args.attention]
         home = self.folder / "flower-home"
-        return Contender(name, command, peer_variables(threads or self.args.threads, home))
+        return Contender(name, command, get_peer_variables(threads or self.args.threads, home))
 
 
 def work_of(args: argparse.Namespace, batch: int, layers: tuple[int, ...] | None = None) -> Work:
@@ -103,11 +103,11 @@ def compare(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[
                 for actors, threads in dict.fromkeys(((1, args.threads), (args.threads, 1)))
             ]
             contenders.append(field.peer("pfl-research", "peers_pfl.py", plan))
-    results = in_turns(contenders, args.repetitions, field.folder)
+    results = take_turns(contenders, args.repetitions, field.folder)
     keep(results, field.folder)
-    limits = [agreement(results, batch)]
+    limits = [check_agreement(results, batch)]
     for name, wanted in TARGETS.get(batch, {}).items():
-        if faster := against(results, name):
+        if faster := compare_subject(results, name):
             kept = statistics.median(faster) >= wanted if args.judged else None
             what = f"batch {batch}: times faster than {name if name != 'Flower' else 'Flower at its best'}"
             limits.append(Limit(what, f"{statistics.median(faster):.2f}", f"at least {wanted:g}", kept))
@@ -119,7 +119,7 @@ def compare(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[
         f"{stacking['clients']} clients at once and {stacking['workers']} workers. Flower's settings are actors x "
         "threads.",
         "",
-        *speed_table(results, SUBJECT),
+        *format_speed_table(results, SUBJECT),
     ]
     return lines, limits
 
@@ -136,33 +136,33 @@ def compare_checkouts(args: argparse.Namespace, batch: int) -> tuple[list[str], 
         for engine, values in settings.items()
         for side, checkout in (("before", args.before), ("after", None))
     ]
-    results = in_turns(contenders, args.repetitions, field.folder)
+    results = take_turns(contenders, args.repetitions, field.folder)
     keep(results, field.folder)
     limits: list[Limit] = []
     rows: list[list[str]] = []
     for engine in settings:
         pair = results[f"{engine}, before"], results[f"{engine}, after"]
         for key, measure in (("seconds", "by the clock"), ("processor", "by processor seconds")):
-            found = ratios(*pair, key)
+            found = compute_ratios(*pair, key)
             rows.append([engine, measure, f"{statistics.median(found):.3f}", f"{min(found):.2f} to {max(found):.2f}"])
         # What else runs on the machine slows the clock, and hardly the processor's seconds.
         middle = statistics.median(found)
         what = f"batch {batch}: speed of {engine} over that of the other checkout"
         limits.append(Limit(what, f"{middle:.3f}", f"at least {SLOWER}", middle >= SLOWER))
-    lines = [f"## Before and after, batch {batch}", "", *speed_table(results, "batched, after")]
-    lines += [*table(["engine", "speed after over before", "median", "smallest to largest"], rows)]
+    lines = [f"## Before and after, batch {batch}", "", *format_speed_table(results, "batched, after")]
+    lines += [*format_table(["engine", "speed after over before", "median", "smallest to largest"], rows)]
     return lines, limits
 
 
-def against(results: Mapping[str, Measured], name: str) -> list[float]:
+def compare_subject(results: Mapping[str, Measured], name: str) -> list[float]:
     """How many times faster the subject is, by repetition; than Flower: than the faster of its settings."""
     if name == "Flower":
-        settings = [ratios(result, results[SUBJECT]) for one, result in results.items() if one.startswith(name)]
+        settings = [compute_ratios(result, results[SUBJECT]) for one, result in results.items() if one.startswith(name)]
         return [min(found) for found in zip(*settings, strict=True)]
-    return ratios(results[name], results[SUBJECT]) if name in results else []
+    return compute_ratios(results[name], results[SUBJECT]) if name in results else []
 
 
-def agreement(results: Mapping[str, Measured], batch: int) -> Limit:
+def check_agreement(results: Mapping[str, Measured], batch: int) -> Limit:
     """Whether all that trains in float32 trains the same: first client's loss, then the mean of the first rounds."""
     reference = results["fedspan loop, float32"].ready
     apart = 0.0
@@ -183,7 +183,7 @@ def keep(results: Mapping[str, Measured], folder: Path) -> None:
     (folder / "results.json").write_text(json.dumps(content, indent=1))
 
 
-def last_layers(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[list[str], list[Limit]]:
+def measure_last_layers(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[list[str], list[Limit]]:
     """Adapters on the last two layers only, the hidden states before them computed once."""
     field = Field(args, python, args.out / f"last-layers-{batch}")
     everywhere, last = work_of(args, batch), work_of(args, batch, LAST)
@@ -197,9 +197,9 @@ def last_layers(args: argparse.Namespace, python: Path | None, batch: int) -> tu
             field.peer(plain, "peers_plain.py", field.plan(everywhere, "plan")),
             field.peer(f"{PLAIN}, last 2 layers", "peers_plain.py", field.plan(last, "plan-last")),
         ]
-    results = in_turns(contenders, args.repetitions, field.folder)
+    results = take_turns(contenders, args.repetitions, field.folder)
     keep(results, field.folder)
-    faster = statistics.median(ratios(results[ALL_LAYERS], results[CACHED]))
+    faster = statistics.median(compute_ratios(results[ALL_LAYERS], results[CACHED]))
     kept = faster >= MORE if args.judged else None
     what = f"batch {batch}, adapters on the last 2 of 6 layers: times faster than on all"
     limits = [Limit(what, f"{faster:.2f}", f"at least {MORE:g}", kept)]
@@ -210,12 +210,12 @@ def last_layers(args: argparse.Namespace, python: Path | None, batch: int) -> tu
         f"The first {len(results[CACHED].ready['losses'])} rounds, which fill the cache, took "
         f"{results[CACHED].ready['warm_up']:.1f} s, those of all layers {results[ALL_LAYERS].ready['warm_up']:.1f} s.",
         "",
-        *speed_table(results, CACHED),
+        *format_speed_table(results, CACHED),
     ]
     return lines, limits
 
 
-def compiled(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[list[str], list[Limit]]:
+def measure_compiled(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[list[str], list[Limit]]:
     """What torch.compile gains; without peers."""
     field = Field(args, python, args.out / f"compiled-{batch}")
     work, stacking = work_of(args, batch), {"clients_per_pass": args.at_once, "workers": args.threads}
@@ -223,7 +223,7 @@ def compiled(args: argparse.Namespace, python: Path | None, batch: int) -> tuple
         field.fedspan(name, work, "bfloat16", {"name": "batched", **stacking, **options})
         for name, options in ((COMPILED, {"compile": True}), (PADDED, {"padding_free": False}), (SUBJECT, {}))
     ]
-    results = in_turns(contenders, args.repetitions, field.folder)
+    results = take_turns(contenders, args.repetitions, field.folder)
     keep(results, field.folder)
     lines = [
         f"## torch.compile, batch {batch}",
@@ -234,6 +234,6 @@ def compiled(args: argparse.Namespace, python: Path | None, batch: int) -> tuple
         f"{results[COMPILED].ready['warm_up']:.0f} s; padded and not compiled "
         f"{results[PADDED].ready['warm_up']:.1f} s.",
         "",
-        *speed_table(results, COMPILED),
+        *format_speed_table(results, COMPILED),
     ]
     return lines, []

@@ -89,14 +89,14 @@ def write_plan(work: Work, folder: Path, rounds: int) -> Path:
         rounds: Number of rounds for which the centralized loop's bucketed batches are written.
     """
     prepared = prepare(parse_config(work.values(engine={"name": "loop"})))
-    job, members = _job(prepared), prepared.federation.clients
+    job, members = _build_job(prepared), prepared.federation.clients
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_start(job), folder / "start.safetensors")
     plan = {
         "model": resolve_model(MODEL),
         "labels": len(prepared.labels),
         "layers": work.layers,
-        "modules_to_save": sorted(_saved(prepared)),
+        "modules_to_save": sorted(_list_saved(prepared)),
         "r": RANK,
         "lora_alpha": ALPHA,
         "lr": RATE,
@@ -108,22 +108,22 @@ def write_plan(work: Work, folder: Path, rounds: int) -> Path:
         "targets": prepared.train.labels.tolist(),
         "clients": [member.train.tolist() for member in members.values()],
         "checked": [
-            [_batches(prepared, Assignment(id, round, job, member.train, RATE)) for id, member in members.items()]
+            [_draw_batches(prepared, Assignment(id, round, job, member.train, RATE)) for id, member in members.items()]
             for round in range(CHECKED)
         ],
-        "bucketed": [_centralized(work, prepared, round) for round in range(rounds)],
+        "bucketed": [_draw_centralized(work, prepared, round) for round in range(rounds)],
     }
     path = folder / "plan.json"
     path.write_text(json.dumps(plan))
     return path
 
 
-def _batches(prepared: Prepared, assignment: Assignment) -> list[list[int]]:
+def _draw_batches(prepared: Prepared, assignment: Assignment) -> list[list[int]]:
     engine = prepared.engine
     return [batch.tolist() for batch in draw_job_batches(engine.settings, engine.seed, assignment, prepared.train)]
 
 
-def _centralized(work: Work, prepared: Prepared, round: int) -> list[list[int]]:
+def _draw_centralized(work: Work, prepared: Prepared, round: int) -> list[list[int]]:
     """One epoch over everybody's examples, in fedspan's buckets."""
     batches = draw_training_batches(
         np.concatenate([member.train for member in prepared.federation.clients.values()]),
@@ -138,12 +138,12 @@ def _centralized(work: Work, prepared: Prepared, round: int) -> list[list[int]]:
     return [batch.tolist() for batch in batches]
 
 
-def _saved(prepared: Prepared) -> set[str]:
+def _list_saved(prepared: Prepared) -> set[str]:
     """Modules that train whole."""
     return {path.rpartition(".")[0] for path in prepared.engine.adapted.spec.extras}
 
 
-def _job(prepared: Prepared) -> Job:
+def _build_job(prepared: Prepared) -> Job:
     """What a client trains in the first round."""
     method = prepared.federation.method
     job = method.start(

@@ -44,7 +44,7 @@ def test_variants_take_turns_and_differ_in_their_defences_alone(
         monkeypatch.setattr(made[name], "accuracy", lambda: 50.0)
         return made[name]
 
-    monkeypatch.setattr(costs, "simulated", simulated)
+    monkeypatch.setattr(costs, "prepare_simulation", simulated)
     rows = costs.simulate(2, 0)
     off, defaults, validated = costs.SIMULATED
     assert sorted(order[:3]) == sorted(costs.SIMULATED)

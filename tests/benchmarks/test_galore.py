@@ -27,4 +27,4 @@ def test_galore_torch_takes_the_same_steps(
     monkeypatch.setitem(sys.modules, "benchmark_galore", benchmark)
     spec.loader.exec_module(benchmark)
     for steps in (1, 2, 7):
-        assert benchmark.apart(steps, period, scale, bias_correction) < 1e-6
+        assert benchmark.compute_distance(steps, period, scale, bias_correction) < 1e-6

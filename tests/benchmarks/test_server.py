@@ -34,8 +34,8 @@ def test_every_method_is_measured_or_not_measured_for_a_reason(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process: a process for each method takes seconds to start, and the memory of this one is not judged."""
-    monkeypatch.setattr(script, "alone", script.measure)
-    monkeypatch.setattr(script, "settle", lambda: None)
+    monkeypatch.setattr(script, "measure_alone", script.measure)
+    monkeypatch.setattr(script, "free_memory", lambda: None)
     monkeypatch.setattr(sys, "argv", ["server.py", *SIZES, "--page", str(tmp_path / "page.md")])
     script.main()
     page = (tmp_path / "page.md").read_text()

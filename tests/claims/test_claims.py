@@ -198,14 +198,14 @@ def test_the_trap_trains_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     W = trials.start(setting, 0.3)
     full = trap.train("full", setting, trials, W)
     assert (full - W).norm() > 0.1
-    torch.testing.assert_close(full, trap.plain_sgd(setting, trials, W), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(full, trap.run_plain_sgd(setting, trials, W), rtol=1e-12, atol=1e-12)
 
     whole = dataclasses.replace(setting, rank=4)
     square = dataclasses.replace(trials, A=torch.eye(4, dtype=torch.float64).expand(3, -1, -1))
     torch.testing.assert_close(trap.train("galore", whole, square, W), full, rtol=1e-5, atol=1e-6)
 
     one = dataclasses.replace(setting, steps=1)
-    gradient = (W - trap.plain_sgd(one, trials, W)) * setting.steep
+    gradient = (W - trap.run_plain_sgd(one, trials, W)) * setting.steep
     expected = W - gradient @ trials.A.mT @ trials.A / setting.steep
     torch.testing.assert_close(trap.train("lora", one, trials, W), expected, rtol=1e-12, atol=1e-12)
     U, S, Vt = torch.linalg.svd(gradient)
@@ -219,10 +219,10 @@ def test_the_trap_has_the_two_minima_that_the_paper_describes(monkeypatch: pytes
     trap = importlib.import_module("fedgalore_trap")
     setting = trap.Setting(size=6, rank=2, shallow=0.3)
     trials = trap.draw(setting, range(5))
-    flat, valley = trap.basins(setting, trials, trials.centre)
+    flat, valley = trap.compute_basins(setting, trials, trials.centre)
     assert float(flat.abs().max()) == 0.0
     torch.testing.assert_close(valley, torch.full_like(valley, setting.steep / 2 * setting.distance**2))
     assert float((trials.centre @ trials.A.mT).abs().max()) < 1e-12
-    torch.testing.assert_close(trap.basins(setting, trials, trials.aside)[1], torch.full_like(valley, 0.15))
+    torch.testing.assert_close(trap.compute_basins(setting, trials, trials.aside)[1], torch.full_like(valley, 0.15))
     rest = trials.aside - trials.aside @ torch.linalg.pinv(trials.A) @ trials.A
     assert float(rest.abs().max()) < 1e-12

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from curvature import curvature, largest_magnitude, products
+from curvature import estimate_largest_magnitude, estimate_norms, make_hessian_product
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -35,7 +35,7 @@ def hessian(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
 def test_products_are_the_hessian_s() -> None:
     model, loss = network()
     whole = hessian(model, loss)
-    product, size = products(loss, list(model.parameters()))
+    product, size = make_hessian_product(loss, list(model.parameters()))
     assert whole.shape == (size, size)
     vector = torch.randn(size, generator=torch.Generator().manual_seed(1))
     assert torch.allclose(product(vector), whole @ vector, atol=1e-6)
@@ -44,8 +44,8 @@ def test_products_are_the_hessian_s() -> None:
 def test_norms_and_stable_rank() -> None:
     model, loss = network()
     whole = hessian(model, loss).double()
-    product, size = products(loss, list(model.parameters()))
-    found = curvature(product, size, torch.Generator().manual_seed(2), probes=400, iterations=30)
+    product, size = make_hessian_product(loss, list(model.parameters()))
+    found = estimate_norms(product, size, torch.Generator().manual_seed(2), probes=400, iterations=30)
     squared = float((whole**2).sum())
     assert abs(found.frobenius**2 - squared) < 4 * found.error
     assert found.error < 0.1 * squared
@@ -60,12 +60,12 @@ def test_lanczos_is_never_above_and_ends_exact(size: int, seed: int) -> None:
     half = torch.randn(size, size, generator=draw, dtype=torch.float64)
     matrix, start = half + half.T, torch.randn(size, generator=draw, dtype=torch.float64)
     true = float(torch.linalg.eigvalsh(matrix).abs().max())
-    found = [largest_magnitude(matrix.mv, start, count) for count in range(1, size + 1)]
+    found = [estimate_largest_magnitude(matrix.mv, start, count) for count in range(1, size + 1)]
     assert all(one <= true * (1 + 1e-9) for one in found)
     assert abs(found[-1] - true) <= 1e-6 * true
 
 
 def test_nothing_curved_has_no_stable_rank() -> None:
-    zero = curvature(torch.zeros_like, 7, torch.Generator().manual_seed(0))
+    zero = estimate_norms(torch.zeros_like, 7, torch.Generator().manual_seed(0))
     assert (zero.frobenius, zero.spectral) == (0.0, 0.0)
     assert zero.stable_rank != zero.stable_rank

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_model import (
     LinearFederation,
-    angle_distance,
-    fedit_round,
-    ffa_loss,
-    ffa_solution,
+    compute_angle_distance,
+    compute_ffa_loss,
+    compute_ffa_solution,
+    compute_gradient_a,
+    create_population,
     from_samples,
-    gradient_a,
     losses,
     minimise_b,
-    population,
-    rolora_round,
+    run_fedit_round,
+    run_rolora_round,
 )
 from torch import Tensor
 
@@ -64,14 +64,14 @@ def test_losses_minimisers_and_gradients_are_those_of_the_data(homogeneous: bool
     for i in range(N):
         assert torch.allclose(losses(problem, data.a, b)[i], data.loss(i, data.a, b), rtol=1e-12)
         assert torch.allclose(minimise_b(problem, data.a)[i], data.best_b(i, data.a), rtol=1e-10)
-        assert torch.allclose(gradient_a(problem, data.a, b)[i], data.slope(i, data.a, b), rtol=1e-10)
+        assert torch.allclose(compute_gradient_a(problem, data.a, b)[i], data.slope(i, data.a, b), rtol=1e-10)
 
 
 def test_three_iterations_of_algorithm_2() -> None:
     data = Data()
     problem, a, expected = data.problem(), data.a, data.a
     for _ in range(3):
-        a, b = rolora_round(problem, a, ETA)
+        a, b = run_rolora_round(problem, a, ETA)
         mean_b = sum(data.best_b(i, expected) for i in range(N)) / N  # type: ignore[arg-type]
         moved = expected - ETA / N * sum(data.slope(i, expected, mean_b) for i in range(N))  # type: ignore[arg-type]
         expected = moved / moved.norm()
@@ -84,7 +84,7 @@ def test_three_rounds_of_fedit_average_both_factors() -> None:
     data = Data()
     problem, a, expected = data.problem(), data.a, data.a
     for _ in range(3):
-        a, b = fedit_round(problem, a, ETA, steps=2)
+        a, b = run_fedit_round(problem, a, ETA, steps=2)
         finals = []
         for i in range(N):
             own = expected
@@ -101,13 +101,13 @@ def test_three_rounds_of_fedit_average_both_factors() -> None:
 def test_ffa_lora_stops_at_the_mean_of_the_minimisers() -> None:
     data = Data()
     mean_b = sum(data.best_b(i, data.a) for i in range(N)) / N  # type: ignore[arg-type]
-    assert torch.allclose(ffa_solution(data.problem(), data.a), mean_b, rtol=1e-10)
+    assert torch.allclose(compute_ffa_solution(data.problem(), data.a), mean_b, rtol=1e-10)
 
 
 def test_the_population_is_the_limit_of_many_samples() -> None:
     """l_i = ||a* b_i*^T - a b^T||^2, and b = b* cos(a, a*)."""
     data = Data()
-    problem, b = population(data.a_star, data.b_star), torch.randn(P, dtype=torch.float64)
+    problem, b = create_population(data.a_star, data.b_star), torch.randn(P, dtype=torch.float64)
     for i in range(N):
         dense = torch.outer(data.a_star, data.b_star[i]) - torch.outer(data.a, b)
         assert torch.allclose(losses(problem, data.a, b)[i], dense.square().sum(), rtol=1e-12)
@@ -119,12 +119,12 @@ def test_the_population_is_the_limit_of_many_samples() -> None:
 def test_population_iterations_contract_as_lemma_A16_says(seed: int, share: float) -> None:
     """delta' <= delta (1 - 2 eta (1 - delta0^2) ||mean b*||^2) for eta up to 1 / (2 ||mean b*||^2)."""
     data = Data(seed)
-    problem, size = population(data.a_star, data.b_star), float(data.b_star.mean(0).square().sum())
-    eta, a, first = share / (2 * size), data.a, angle_distance(data.a, data.a_star)
+    problem, size = create_population(data.a_star, data.b_star), float(data.b_star.mean(0).square().sum())
+    eta, a, first = share / (2 * size), data.a, compute_angle_distance(data.a, data.a_star)
     for _ in range(5):
-        delta = angle_distance(a, data.a_star)
-        a, _ = rolora_round(problem, a, eta)
-        assert angle_distance(a, data.a_star) <= delta * (1 - 2 * eta * (1 - first**2) * size) + 1e-12
+        delta = compute_angle_distance(a, data.a_star)
+        a, _ = run_rolora_round(problem, a, eta)
+        assert compute_angle_distance(a, data.a_star) <= delta * (1 - 2 * eta * (1 - first**2) * size) + 1e-12
 
 
 @pytest.mark.parametrize(("clients", "samples"), [(1, 5), (3, 8), (5, 20)])
@@ -137,16 +137,16 @@ def test_proposition_5_5_is_the_mean_over_draws(clients: int, samples: int) -> N
 
     def loss(drawn: Tensor) -> Tensor:
         problem = from_samples(drawn, a_star, b_star.expand(clients, 1))
-        return losses(problem, a, ffa_solution(problem, a)).mean()
+        return losses(problem, a, compute_ffa_solution(problem, a)).mean()
 
     values = torch.vmap(loss)(X)
     error = float(values.std() / len(values) ** 0.5)
-    assert abs(float(values.mean()) - ffa_loss(0.8, 2.0, clients, samples)) < 4 * error
+    assert abs(float(values.mean()) - compute_ffa_loss(0.8, 2.0, clients, samples)) < 4 * error
     assert abs(float(values.mean()) - 4 * 0.64) > 4 * error
 
 
 def test_angle_distance() -> None:
     a, b = torch.tensor([1.0, 0.0]), torch.tensor([0.6, -0.8])
-    assert angle_distance(a, b) == pytest.approx(0.8)
-    assert angle_distance(b, a) == pytest.approx(0.8)
-    assert angle_distance(a, -a) == pytest.approx(0.0)
+    assert compute_angle_distance(a, b) == pytest.approx(0.8)
+    assert compute_angle_distance(b, a) == pytest.approx(0.8)
+    assert compute_angle_distance(a, -a) == pytest.approx(0.0)

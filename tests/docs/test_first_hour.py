@@ -39,7 +39,7 @@ def test_the_page_has_the_script_s_words_and_commands(script: ModuleType) -> Non
 @pytest.mark.slow
 def test_the_commands_print_what_the_page_says(script: ModuleType, tmp_path: Path) -> None:
     """Apart from numbers, which depend on the machine, and from predictions."""
-    *found, predicted = script.outputs(tmp_path)
+    *found, predicted = script.run_blocks(tmp_path)
     *expected, _ = printed()
     assert [shape(block, script.CLINICS) for block in found] == [shape(block, script.CLINICS) for block in expected]
     assert re.fullmatch(r"(0\.\d\d  \w+\n?){3}", predicted)

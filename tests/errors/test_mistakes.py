@@ -29,13 +29,13 @@ def test_a_mistake_is_answered_as_the_page_says(
     world: World, tables: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, title: str, mistake: Mistake
 ) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
-    from generate_errors import row
+    from generate_errors import format_row
 
     field, message = world.said(mistake)
     assert field == mistake.field
     assert message.splitlines() == [message]
     assert message.startswith(f"`{field}`: ")
-    assert row(mistake, message) in tables[title], "python docs/generate_errors.py writes the page"
+    assert format_row(mistake, message) in tables[title], "python docs/generate_errors.py writes the page"
 
 
 def test_the_page_has_these_rows_and_no_others(tables: dict[str, list[str]]) -> None:

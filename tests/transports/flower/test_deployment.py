@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
-from stage import Deployment, command, environment
+from stage import Deployment, build_command, build_environment
 
 from helpers.sites import SITES, run_values, site_files
 
@@ -62,7 +62,7 @@ def submitted(made: Deployment, config: Path, out: Path, *options: str) -> subpr
     if "--resume" not in options:
         arguments = ("submit", str(config), "--out", str(out), *options, "--server", str(made.server))
     return subprocess.Popen(
-        command(*arguments), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        build_command(*arguments), env=build_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
 
