@@ -172,7 +172,7 @@ class Federation:
 
     def weight(self, layer: str, client: str | None = None) -> Tensor:
         """What a layer computes with in the model to evaluate: one dense matrix, (O, I), float64."""
-        job = self.build_job(client)
+        job = self.job(client)
         base = materialise(self.problem.to_dense(layer)[layer], self.state.base, layer)
         effective = job.parametrization[layer].compute_effective(to_double(select_slots(job.tensors, layer)))
         return base + compute_dense_change(effective, base)
@@ -181,7 +181,7 @@ class Federation:
         """A client's loss under the model that it would evaluate, by the engine's own prediction."""
         self.adapted.set_base(self.state.base)
         indices = self.problem.indices[client]
-        predictions = self.engine.predict(self.build_job(client), self.problem.examples, indices, batch_size=4)
+        predictions = self.engine.predict(self.job(client), self.problem.examples, indices, batch_size=4)
         return self.problem.task.metrics(predictions, self.problem.examples, indices.tolist())["loss"]
 
     def declare_claims(self, client: str, round: int) -> tuple[int, int]:

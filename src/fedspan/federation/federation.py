@@ -104,7 +104,7 @@ class Federation:
         self._transfers: list[Transfer] = []
         self._failures: list[Failure] = []
         self._remark: str | None = None
-        self._absences = Absences(self.cohort)
+        self._absences = Absences(self.draw_cohort)
 
     def replace_training(self, training: TrainingSettings) -> Federation:
         """Return the federation with other settings of local training, over the same transport."""
