@@ -399,7 +399,7 @@ def training_hangs(stage: Stage) -> Outcome:
     return Outcome(line(said, "limits.round_seconds"), ALL)
 
 
-@fault("node-hangs", "a whole node hangs (SIGSTOP) past `federation.deadline: 15`, in rounds of 300 steps")
+@register_fault("node-hangs", "a whole node hangs (SIGSTOP) past `federation.deadline: 15`, in rounds of 300 steps")
 def node_hangs(stage: Stage) -> Outcome:
     wanted = stage.without_west(LONG)
     run = stage.submit("node-hangs", min_replies=2, deadline=15.0, steps=LONG)

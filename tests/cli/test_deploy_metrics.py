@@ -53,7 +53,7 @@ class Lying(ReplyingTransport):
                     continue
                 reply = decode_reply(reply_as(self.run, torch.get_num_threads(), self.ids.index(id), envelope))
                 scores = {part: {**row, **self.lies} for part, row in reply.scores.items()}
-                yield id, replace(reply, scores=scores).envelope()
+                yield id, replace(reply, scores=scores).to_envelope()
             else:
                 yield id, reply_as(self.run, torch.get_num_threads(), self.ids.index(id), envelope)
 

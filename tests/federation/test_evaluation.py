@@ -143,15 +143,15 @@ def test_a_client_that_was_admitted_with_a_number_counts_up_to_it(tiny_folder: P
     reported = {**dict.fromkeys(ids, 10.0), ids[0]: 500.0}
     ratio = federation.settings.max_weight_ratio
     assert ratio is not None
-    assert evaluator._weights("validation", reported)[ids[0]] == 10 * ratio  # pyright: ignore[reportPrivateUsage]
+    assert evaluator._compute_weights("validation", reported)[ids[0]] == 10 * ratio  # pyright: ignore[reportPrivateUsage]
     clients[ids[0]] = replace(clients[ids[0]], client=replace(clients[ids[0]].client, examples=50_000))
     clients[ids[0]] = replace(clients[ids[0]], max_weight=50_000.0)
-    assert evaluator._weights("validation", reported)[ids[0]] == 500  # pyright: ignore[reportPrivateUsage]
+    assert evaluator._compute_weights("validation", reported)[ids[0]] == 500  # pyright: ignore[reportPrivateUsage]
     # admitted with its training examples, it claims to evaluate on all of them: it weighs what the others' share gives
     lied = {**reported, ids[0]: 50_000.0}
-    assert evaluator._weights("validation", lied)[ids[0]] == 500  # pyright: ignore[reportPrivateUsage]
+    assert evaluator._compute_weights("validation", lied)[ids[0]] == 500  # pyright: ignore[reportPrivateUsage]
     clients[ids[0]] = replace(clients[ids[0]], max_weight=400.0)
-    assert evaluator._weights("validation", lied)[ids[0]] == 4  # pyright: ignore[reportPrivateUsage]
+    assert evaluator._compute_weights("validation", lied)[ids[0]] == 4  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize("most", [None, 400.0])

@@ -141,7 +141,7 @@ def test_the_reason_of_a_refused_header_is_short_and_obeyed_by_no_terminal(
     """The names in a header are its sender's, and an error that quotes them goes to terminals and logs."""
 
     def spoil(_: Order, reply: Reply) -> Envelope:
-        header = json.loads(reply.envelope().header)
+        header = json.loads(reply.to_envelope().header)
         OBEYED[kind](header)
         return Envelope(json.dumps(header), reply.body)
 
@@ -293,7 +293,7 @@ def test_a_client_that_loses_its_state_in_every_round_is_absent(built: Prepared,
     """Its last accepted reply counts, however often it says since then that its state is gone."""
 
     def spoil(order: Order, reply: Reply) -> Envelope:
-        return (reply if order.round == 0 else Reply("train", order.round, order.attempt, BAD, lost=True)).envelope()
+        return (reply if order.round == 0 else Reply("train", order.round, order.attempt, BAD, lost=True)).to_envelope()
 
     found = federation(built, tmp_path, spoil, max_missed_rounds=2)
     progress, absent = found.begin(), list[bool]()

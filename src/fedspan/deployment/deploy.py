@@ -138,7 +138,7 @@ def submit(
         run, config = _name(run_folder), prepared.config
         evaluated = min(config.partition.clients, config.evaluation.clients or config.partition.clients)
         if (note := describe_few_nodes(evaluated)) is not None:
-            events.noted(note)
+            events.on_note(note)
         with attach(link, prepared.config.federation.message_mib << 20) as grid:
             signer = None
             if link.authority is not None:

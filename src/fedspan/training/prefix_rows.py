@@ -94,7 +94,7 @@ class PrefixStore:
         """Begin a new run."""
         self._last, self._current = self._current, {}
 
-    def rows(self, key: bytes, make: Callable[[], PrefixRows]) -> PrefixRows:
+    def get_rows(self, key: bytes, make: Callable[[], PrefixRows]) -> PrefixRows:
         """Return the rows that the last run stored under a key, or new ones."""
         if key not in self._current:
             if key not in self._last:

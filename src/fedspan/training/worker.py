@@ -144,7 +144,7 @@ class Worker:
         self._mode = None
         assignment, offsets = (
             self.loop.restrict_head(assignment, examples),
-            self.loop.logit_offsets(assignment, examples),
+            self.loop.compute_logit_offsets(assignment, examples),
         )
         slot = ClientSlot(assignment, layout, self.settings, self.seed, examples, self.adapted.device, offsets)
         for name, value in slot.frozen.items():
