@@ -28,7 +28,7 @@ PAPER = (
 )
 SIDE, CLASSES = 28, 10
 Curves = dict[int, list[list[float]]]
-"""By number of images: for each seed, the stable rank at every look."""
+"""By number of images: for each seed, the stable rank at every measured epoch."""
 
 
 def create_network(seed: int) -> ResNetForSmallImages:
@@ -54,7 +54,7 @@ def measure_rank(model: nn.Module, x: Tensor, y: Tensor, draw: torch.Generator, 
 
 
 def measure_training(x: Tensor, y: Tensor, seed: int, args: argparse.Namespace) -> list[float]:
-    """Stable ranks before training and at each look."""
+    """Measure stable ranks before training and at each measured epoch."""
     model, count = create_network(seed), len(y)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     found = [measure_rank(model, x, y, create_generator(seed, "look", count, 0), args)]
@@ -84,7 +84,7 @@ def measure_curves(args: argparse.Namespace) -> Curves:
 
 
 def build_findings(found: Curves, measured_epochs: Sequence[int]) -> list[report.Finding]:
-    """At every look, and over all of them."""
+    """Build the findings for every measured epoch and for all of them together."""
     few, many = min(found), max(found)
     rows: list[report.Finding] = []
     for at, epoch in enumerate(measured_epochs):
@@ -94,7 +94,7 @@ def build_findings(found: Curves, measured_epochs: Sequence[int]) -> list[report
         rows.append(report.Finding(text, f"by {one.mean:+.1f} ± {one.error:.1f}", one.verdict))
     means = [[sum(curve) / len(curve) for curve in found[size]] for size in (few, many)]
     one = compare_pairs(*means)
-    text = f"The stable rank with {few} images is above that with {many}, mean over all looks"
+    text = f"The stable rank with {few} images is above that with {many}, mean over all measured epochs"
     return [report.Finding(text, f"by {one.mean:+.1f} ± {one.error:.1f}", one.verdict), *rows]
 
 
@@ -129,13 +129,13 @@ the images that the Hessian is taken on."""
 
 
 def main() -> None:
-    """Train, look, page."""
+    """Train, measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=report.FOLDER)
     parser.add_argument("--images", type=int, nargs=2, default=[50, 500])
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--every", type=int, default=5, help="epochs between two looks")
+    parser.add_argument("--every", type=int, default=5, help="epochs between two measurements")
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--batch", type=int, default=25)
     parser.add_argument("--probes", type=int, default=12)

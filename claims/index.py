@@ -16,34 +16,36 @@ from fedspan.reproduction.presets import list_presets
 
 OPENING = """# Claims
 
-What papers say of their methods, run again with this library. One script a claim, in `claims/`; every number comes from
-the run that the page names. A comparison is paired by seed: it *holds* if the mean difference exceeds two standard
-errors in the paper's direction, is *contradicted* if it does in the other, and else is *inconclusive*. This page is
-written by `python claims/index.py` from the claims' saved results."""
-UNPLAYED = """## Not run yet
+This page lists statements of papers about their methods, and what this library measured for each of them. Every claim
+has a script in `claims/`, and every number comes from the run that its page names. Comparisons are paired by seed. A
+statement *holds* if the mean difference exceeds two standard errors in the paper's direction, is *contradicted* if it
+does so in the other direction, and is *inconclusive* otherwise. `python claims/index.py` writes this page from the
+saved results."""
+NOT_RUN = """## Not run yet
 
-Experiments that are presets and were not played for these pages: `python claims/all.py ID --data PATH --model PATH`
-plays one on two cores and writes its page, `fedspan reproduce ID --scale full --out FOLDER` plays it at the paper's
-size."""
+These presets have no page yet. `python claims/all.py ID --data PATH --model PATH` runs one of them on two cores and
+writes its page. `fedspan reproduce ID --scale full --out FOLDER` runs it at the paper's size."""
 
 
 SYSTEMS = {"rolora": "RoLoRA", "fedloru": "FedLoRU", "fedgalore": "FedGaLore", "florg": "FLoRG"}
-"""The papers' systems by what their pages' names begin with."""
+"""Names of the papers' systems by the first word of their pages' file names."""
 REST = "All methods"
 REASONS = "reasons"
-"""The page that examines contradictions; its statements are no paper's, and are not counted."""
-LOOKED = "## Looked into\n\nRows of contradicted statements, played again under what might be the reason."
+"""The page that examines contradictions; its statements are not those of a paper, and are not counted."""
+EXAMINED = """## Examined contradictions
+
+Rows of contradicted statements, run again under a possible reason for the contradiction."""
 VERDICTS = ("holds", "contradicted", "inconclusive", "not runnable here")
 
 
 def index(folder: Path) -> str:
-    """The page as markdown."""
+    """Return the page in Markdown."""
     parts: dict[str, list[dict[str, Any]]] = {title: [] for title in (*SYSTEMS.values(), REST)}
-    looked: list[dict[str, Any]] = []
-    for path in sorted(folder.glob("*.json"), key=_sort_by_number):
+    examined: list[dict[str, Any]] = []
+    for path in sorted(folder.glob("*.json"), key=_build_sort_key):
         saved = json.loads(path.read_text(encoding="utf-8"))
         if saved["name"] == REASONS:
-            looked.append(saved)
+            examined.append(saved)
             continue
         parts[SYSTEMS.get(re.split("[-_]", saved["name"])[0], REST)].append(saved)
     parts = {title: pages for title, pages in parts.items() if pages}
@@ -53,51 +55,58 @@ def index(folder: Path) -> str:
             f"## {title}\n\n"
             + format_table(("claim", "the paper's statement", "measured", "verdict"), format_rows(pages))
         )
-    if looked:
-        whole += [LOOKED, format_table(("page", "under what is changed", "measured", "verdict"), format_rows(looked))]
-    there = {page["name"] for pages in parts.values() for page in pages}
-    return "\n\n".join([*whole, *list_missing_pages(there)]) + "\n"
+    if examined:
+        whole += [
+            EXAMINED,
+            format_table(("page", "statement under the change", "measured", "verdict"), format_rows(examined)),
+        ]
+    existing = {page["name"] for pages in parts.values() for page in pages}
+    return "\n\n".join([*whole, *list_missing_pages(existing)]) + "\n"
 
 
-def _sort_by_number(path: Path) -> list[str]:
-    """Table 2 before table 10."""
+def _build_sort_key(path: Path) -> list[str]:
+    """Return a sort key that puts table 2 before table 10."""
     return [text.zfill(4) for text in re.split(r"(\d+)", path.stem)]
 
 
 def summarize_papers(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """How many statements of each paper came out how."""
+    """Count the verdicts of each paper's statements."""
     counts = {
         title: Counter(finding["verdict"] for page in pages for finding in page["findings"])
         for title, pages in parts.items()
     }
-    shown = [
-        (title, str(len(parts[title])), str(sum(count.values())), *(str(count[one]) for one in VERDICTS))
+    rows = [
+        (title, str(len(parts[title])), str(sum(count.values())), *(str(count[verdict]) for verdict in VERDICTS))
         for title, count in counts.items()
     ]
     whole = sum(counts.values(), Counter[str]())
     pages = str(sum(map(len, parts.values())))
-    shown.append(("all", pages, str(sum(whole.values())), *(str(whole[one]) for one in VERDICTS)))
-    return format_table(("paper", "claims", "statements", *(one.removesuffix(" here") for one in VERDICTS)), shown)
+    rows.append(("all", pages, str(sum(whole.values())), *(str(whole[verdict]) for verdict in VERDICTS)))
+    return format_table(
+        ("paper", "claims", "statements", *(verdict.removesuffix(" here") for verdict in VERDICTS)), rows
+    )
 
 
 def format_rows(pages: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """A row for each statement, a page's first with a link to it."""
-    found: list[tuple[str, ...]] = []
+    """Return a row for each statement; the first row of a page links to it."""
+    rows: list[tuple[str, ...]] = []
     for saved in pages:
         for number, finding in enumerate(saved["findings"]):
             page = f"[{saved['title']}]({saved['name']}.md), {saved['date']}" if number == 0 else ""
-            found.append((page, finding["statement"], finding["measured"], f"**{finding['verdict']}**"))
-    return found
+            rows.append((page, finding["statement"], finding["measured"], f"**{finding['verdict']}**"))
+    return rows
 
 
-def list_missing_pages(there: Collection[str]) -> list[str]:
-    """What no page is of; those that something else than a run would have to judge have a script of their own.
+def list_missing_pages(existing: Collection[str]) -> list[str]:
+    """Return the section of presets without a page; statements that no run can judge have scripts of their own.
 
     Args:
-        there: Names of the existing pages.
+        existing: Names of the existing pages.
     """
     presets = [
-        one for one in list_presets() if one.id not in there and any(claim.needs is None for claim in one.claims)
+        preset
+        for preset in list_presets()
+        if preset.id not in existing and any(claim.needs is None for claim in preset.claims)
     ]
     if not presets:
         return []
@@ -105,7 +114,7 @@ def list_missing_pages(there: Collection[str]) -> list[str]:
         (f"`{preset.id}`", build_title(preset), str(sum(claim.needs is None for claim in preset.claims)))
         for preset in presets
     ]
-    return [UNPLAYED, format_table(("preset", "what it plays", "statements"), rows)]
+    return [NOT_RUN, format_table(("preset", "experiment", "statements"), rows)]
 
 
 def main() -> None:

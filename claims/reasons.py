@@ -1,7 +1,7 @@
-"""Why the small scale contradicts a paper: its rows rerun under what might be the reason.
+"""Test hypotheses about why runs at the small scale contradict a paper.
 
-``python claims/reasons.py --data PATH --model PATH``. Runs that a page made are copied, if they are in ``--runs``.
-Stopped, the same command goes on.
+``python claims/reasons.py --data PATH --model PATH``. Finished runs of a page are copied if they are in ``--runs``.
+After an interruption, the same command continues.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import report
-from looks import LOOKS, Look
+from hypotheses import HYPOTHESES, Hypothesis
 from reproduced import build_finding, tabulate_measures
 
 from fedspan.experiments.comparison import compare
@@ -25,62 +25,70 @@ from fedspan.reproduction.verdicts import CellScore, judge
 from fedspan.training.prefix_rows import share_prefixes
 
 PAGE = "reasons"
-TITLE = "Looked into: why the small scale contradicts"
-PAPER = "of each page its own"
-OPENING = """Where a page contradicts its paper, the reason may be the small scale, a setting or an error of ours. Here
-rows of such pages are played again with something changed. No learning rate is searched anew: each is the one that the
-page chose, unless it is said here that it is another."""
+TITLE = "Examined contradictions at the small scale"
+PAPER = "the one of each page"
+OPENING = """\
+Where a page contradicts its paper, the reason may be the small scale, a setting, or an error in this library. Here rows
+of such pages are run again with one change. Learning rates are not searched again: each is the one that the page
+selected, unless the section names another one."""
 
 
-def is_model_needed(look: Look) -> bool:
-    """Whether a folder with a language model has to be given."""
-    return any(MODEL in json.dumps(dict(cell.configs)) for cell in list_cells(load_preset(look.preset), "small"))
+def is_model_needed(hypothesis: Hypothesis) -> bool:
+    """Check whether a hypothesis needs a folder with a language model."""
+    return any(MODEL in json.dumps(dict(cell.configs)) for cell in list_cells(load_preset(hypothesis.preset), "small"))
 
 
-def run_rows(look: Look, args: argparse.Namespace, folder: Path) -> tuple[CellScore, ...]:
-    """Every row under all seeds; a run that is finished in ``--runs`` is copied."""
-    preset = load_preset(look.preset)
+def run_rows(hypothesis: Hypothesis, args: argparse.Namespace, folder: Path) -> tuple[CellScore, ...]:
+    """Run every row with all seeds; runs that are finished in ``--runs`` are copied."""
+    preset = load_preset(hypothesis.preset)
     cells = {cell.name: cell for cell in list_cells(preset, "small", str(args.data), args.model and str(args.model))}
     scores: list[CellScore] = []
-    for number, row in enumerate(look.rows):
+    for number, row in enumerate(hypothesis.rows):
         key = preset.methods[row.label].key
-        config = dict(cells[look.cell].configs[row.label])
+        config = dict(cells[hypothesis.cell].configs[row.label])
         overrides = [*row.changes, *args.overrides]
-        found = compare(config, folder / f"row-{number}", [key], args.seeds, overrides=overrides)
-        one = found.rows[0]
-        places = [folder / f"row-{number}" / f"{key}-seed{seed}" for seed in args.seeds]
-        seen = [measure(place, [look.measure]) for place in places] if look.measure in MEASURED else []
+        compared = compare(config, folder / f"row-{number}", [key], args.seeds, overrides=overrides)
+        row_scores = compared.rows[0]
+        run_folders = [folder / f"row-{number}" / f"{key}-seed{seed}" for seed in args.seeds]
+        measured = (
+            [measure(run_folder, [hypothesis.measure]) for run_folder in run_folders]
+            if hypothesis.measure in MEASURED
+            else []
+        )
         scores.append(
             CellScore(
-                cell=look.cell,
+                cell=hypothesis.cell,
                 method=row.name,
                 selected={},
-                metric=found.metric,
-                higher=found.higher,
-                scores=one.scores,
-                mean=one.mean,
-                deviation=one.deviation,
-                bytes_down=one.bytes_down,
-                bytes_up=one.bytes_up,
-                seconds=one.seconds,
-                measured={look.measure: tuple(each[look.measure] for each in seen)} if seen else {},
+                metric=compared.metric,
+                higher=compared.higher,
+                scores=row_scores.scores,
+                mean=row_scores.mean,
+                deviation=row_scores.deviation,
+                bytes_down=row_scores.bytes_down,
+                bytes_up=row_scores.bytes_up,
+                seconds=row_scores.seconds,
+                measured={hypothesis.measure: tuple(each[hypothesis.measure] for each in measured)} if measured else {},
             )
         )
-        print(f"{look.preset}, {row.name}: {format_mean(found.metric, one.mean, one.deviation)}", flush=True)
+        print(
+            f"{hypothesis.preset}, {row.name}: {format_mean(compared.metric, row_scores.mean, row_scores.deviation)}",
+            flush=True,
+        )
     return tuple(scores)
 
 
-def build_findings(look: Look, scores: Sequence[CellScore]) -> list[report.Finding]:
-    """The first row against each of the others, by the claims' own rule."""
-    cells = [cell for cell in list_cells(load_preset(look.preset), "small") if cell.name == look.cell]
-    first, *others = (row.name for row in look.rows)
-    claim = Claim(statement=look.statement, better=first, worse=others, measure=look.measure)
+def build_findings(hypothesis: Hypothesis, scores: Sequence[CellScore]) -> list[report.Finding]:
+    """Judge the first row against each of the others by the rule of the claims."""
+    cells = [cell for cell in list_cells(load_preset(hypothesis.preset), "small") if cell.name == hypothesis.cell]
+    first, *others = (row.name for row in hypothesis.rows)
+    claim = Claim(statement=hypothesis.statement, better=first, worse=others, measure=hypothesis.measure)
     return [build_finding(judged) for judged in judge([claim], cells, scores)]
 
 
-def write_section(look: Look, scores: Sequence[CellScore]) -> str:
-    """Of the page."""
-    preset = load_preset(look.preset)
+def write_section(hypothesis: Hypothesis, scores: Sequence[CellScore]) -> str:
+    """Write the section of a hypothesis in Markdown."""
+    preset = load_preset(hypothesis.preset)
     rows = [
         (
             row.name,
@@ -89,47 +97,49 @@ def write_section(look: Look, scores: Sequence[CellScore]) -> str:
             format_megabytes(score.bytes_up),
             format_seconds(score.seconds),
         )
-        for row, score in zip(look.rows, scores, strict=True)
+        for row, score in zip(hypothesis.rows, scores, strict=True)
     ]
     head = ("row", "config", f"held-out {scores[0].metric}", "MB up", "seconds")
-    link = f"[{report.build_title(preset)}]({look.preset}.md)"
+    link = f"[{report.build_title(preset)}]({hypothesis.preset}.md)"
     parts = (
         f"## {report.build_title(preset)}",
-        f"{link}, {look.cell}. {look.asked}",
+        f"{link}, {hypothesis.cell}. {hypothesis.reason}",
         report.format_table(head, rows),
         tabulate_measures(scores),
-        look.found,
+        hypothesis.result,
     )
     return "\n\n".join(part for part in parts if part)
 
 
 def main() -> None:
-    """Run, or go on; page."""
+    """Run the hypotheses, or continue them, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with data sets")
-    parser.add_argument("--model", type=Path, help="folder with a language model; without, what needs one is left out")
+    parser.add_argument(
+        "--model", type=Path, help="folder with a language model; without it, hypotheses that need one are skipped"
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs/claims"))
-    parser.add_argument("--looks", nargs="+", choices=tuple(LOOKS), default=tuple(LOOKS))
+    parser.add_argument("--hypotheses", nargs="+", choices=tuple(HYPOTHESES), default=tuple(HYPOTHESES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", dest="overrides", nargs="*", default=[], help="section.field=value")
     parser.add_argument("--out", type=Path, default=report.FOLDER)
     args = parser.parse_args()
     args.runs.mkdir(parents=True, exist_ok=True)
-    looks = {name: look for name, look in LOOKS.items() if name in args.looks}
-    for name in [name for name, look in looks.items() if args.model is None and is_model_needed(look)]:
-        print(f"{name}: left out, no --model", flush=True)
-        del looks[name]
-    found: list[report.Finding] = []
+    hypotheses = {name: hypothesis for name, hypothesis in HYPOTHESES.items() if name in args.hypotheses}
+    for name in [name for name, hypothesis in hypotheses.items() if args.model is None and is_model_needed(hypothesis)]:
+        print(f"{name}: skipped, because no --model is given", flush=True)
+        del hypotheses[name]
+    findings: list[report.Finding] = []
     sections = [OPENING]
     with share_prefixes(), reuse_finished_runs([args.runs]):
-        for name, look in looks.items():
-            scores = run_rows(look, args, args.runs / PAGE / name)
-            found += build_findings(look, scores)
-            sections.append(write_section(look, scores))
+        for name, hypothesis in hypotheses.items():
+            scores = run_rows(hypothesis, args, args.runs / PAGE / name)
+            findings += build_findings(hypothesis, scores)
+            sections.append(write_section(hypothesis, scores))
     args.out.mkdir(parents=True, exist_ok=True)
     seeds = ", ".join(map(str, args.seeds))
     closing = f"Mean ± standard deviation over the seeds {seeds}; MB and seconds are those of one run."
-    report.write(args.out, PAGE, TITLE, PAPER, found, [*sections, closing], stated="under what is changed")
+    report.write(args.out, PAGE, TITLE, PAPER, findings, [*sections, closing], stated="statement under the change")
 
 
 if __name__ == "__main__":

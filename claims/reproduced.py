@@ -89,12 +89,12 @@ def draw(scores: Sequence[CellScore]) -> Figure:
     labels = list(dict.fromkeys(score.method for score in scores))
     for one, metric, part in zip(axes, metrics, parts, strict=True):
         _draw_bars(one, METRICS[metric], part, labels)
-    looks = [Patch(label=label, **_look(at)) for at, label in enumerate(labels)]
-    figure.legend(handles=looks, loc="outside right upper", fontsize="small")
+    patches = [Patch(label=label, **_get_style(at)) for at, label in enumerate(labels)]
+    figure.legend(handles=patches, loc="outside right upper", fontsize="small")
     return figure
 
 
-def _look(at: int) -> dict[str, Any]:
+def _get_style(at: int) -> dict[str, Any]:
     """Of a row's bars, on all axes; without colour, too."""
     hatch = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")[at % 8]
     return {"facecolor": f"C{at}", "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
@@ -113,7 +113,7 @@ def _draw_bars(axes: Axes, metric: Metric, scores: Sequence[CellScore], labels: 
             [factor * (score.mean or 0.0) for _, score in shown],
             width,
             yerr=[factor * (score.deviation or 0.0) for _, score in shown],
-            **_look(at),
+            **_get_style(at),
         )
     axes.set_xticks(range(len(cells)), [cell.replace(" / ", "\n") for cell in cells], fontsize="small")
     axes.set_ylabel(f"{metric.title}{', %' if metric.percent else ''} (mean ± deviation over seeds)")

@@ -78,10 +78,13 @@ def test_the_page_of_a_preset(id: str, scripts: None, tmp_path: Path) -> None:
 
 def test_what_is_looked_into_is_a_cell_of_its_preset(scripts: None) -> None:
     """Every row's config is one, and no two rows of a look are the same."""
-    for look in importlib.import_module("looks").LOOKS.values():
-        cells = {cell.name: cell for cell in list_cells(load_preset(look.preset), "small", "DATA", "MODEL")}
-        configs = [parse_config(override(dict(cells[look.cell].configs[row.label]), row.changes)) for row in look.rows]
-        assert len({config.model_dump_json() for config in configs}) == len({row.name for row in look.rows}) > 1
+    for hypothesis in importlib.import_module("hypotheses").HYPOTHESES.values():
+        cells = {cell.name: cell for cell in list_cells(load_preset(hypothesis.preset), "small", "DATA", "MODEL")}
+        configs = [
+            parse_config(override(dict(cells[hypothesis.cell].configs[row.label]), row.changes))
+            for row in hypothesis.rows
+        ]
+        assert len({config.model_dump_json() for config in configs}) == len({row.name for row in hypothesis.rows}) > 1
         assert all(config.seed == configs[0].seed for config in configs)
 
 
@@ -100,7 +103,7 @@ def test_every_script_and_preset_has_its_place(every: ModuleType) -> None:
     pages = [job.page for job in every.JOBS]
     assert len(set(pages)) == len(pages)
     libraries = {"curvature", "linear_model", "planted_views"}
-    helpers = {"all", "index", "looks", "report", "reproduced"} | libraries
+    helpers = {"all", "index", "hypotheses", "report", "reproduced"} | libraries
     scripts = {path.stem for path in CLAIMS.glob("*.py")} - helpers
     presets = {preset.id for preset in list_presets()}
     assert scripts <= set(pages) <= scripts | presets

@@ -101,7 +101,7 @@ def pages(digits: Path, questions: Path, tmp_path_factory: pytest.TempPathFactor
 
 def test_every_claim_has_a_smoke_size() -> None:
     libraries = {"curvature", "linear_model", "planted_views"}  # with tests of their own
-    helpers = {"all", "index", "looks", "reasons", "report", "reproduced"}  # their tests are in test_all_claims.py
+    helpers = {"all", "hypotheses", "index", "reasons", "report", "reproduced"}  # their tests are in test_all_claims.py
     assert {path.stem for path in CLAIMS.glob("*.py")} == helpers | libraries | set(SMOKE)
 
 
@@ -159,7 +159,7 @@ def test_the_pages_in_the_docs_are_indexed(tmp_path: Path) -> None:
 def test_the_page_of_what_was_looked_into(digits: Path, tmp_path: Path) -> None:
     """At a size that takes seconds; a second call runs nothing, and its page says the same."""
     small = ("data.max_examples=80", "federation.rounds=2", "partition.clients=2", "federation.clients_per_round=2")
-    words = ("--looks", "fedloru-rounds", "--seeds", "0", "1", "--set", *small, "training.local_epochs=1")
+    words = ("--hypotheses", "fedloru-rounds", "--seeds", "0", "1", "--set", *small, "training.local_epochs=1")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "fashion-mnist").symlink_to(digits)
     places = ("--data", str(tmp_path / "data"), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path))

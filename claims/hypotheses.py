@@ -1,4 +1,4 @@
-"""Which rows ``reasons.py`` reruns: each look is one thing that may be why the small scale contradicts a paper."""
+"""The hypotheses that ``reasons.py`` tests: possible reasons why a run at the small scale contradicts a paper."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """What is run.
+    """One row of a comparison.
 
     Args:
         name: Name on the page.
@@ -21,30 +21,30 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Look:
-    """One possible reason.
+class Hypothesis:
+    """One possible reason for a contradiction.
 
     Args:
         preset: The preset whose statement is contradicted.
         cell: Cell of its small scale.
-        asked: The suspected reason, in Markdown.
+        reason: The suspected reason, in Markdown.
         statement: The claim that is judged: the first row is better than each of the others.
         rows: The rows that are compared.
-        found: The result in words; the numbers are the table's.
+        result: The result in words; the table has the numbers.
         measure: Quantity that is compared (``statements.Claim``).
     """
 
     preset: str
     cell: str
-    asked: str
+    reason: str
     statement: str
     rows: tuple[Row, ...]
-    found: str
+    result: str
     measure: str = "score"
 
 
-def _rate(lr: float, *changes: str) -> tuple[str, ...]:
-    """A row's learning rate, and what else is changed."""
+def _set_rate(lr: float, *changes: str) -> tuple[str, ...]:
+    """Return the changes that set a row's learning rate, with further changes."""
     return (f"training.lr={lr}", *changes)
 
 
@@ -59,160 +59,160 @@ EVERYWHERE = (
     "method.lora_alpha=64",
 )
 
-LOOKS: dict[str, Look] = {
-    "rolora-budgets": Look(
+HYPOTHESES: dict[str, Hypothesis] = {
+    "rolora-budgets": Hypothesis(
         "rolora-figure4",
         "sst-2-p3",
         "With enough parameters FFA-LoRA is to be level with RoLoRA, and stays below it after 20 rounds. Three times "
         "as many:",
         "With enough parameters RoLoRA is still above FFA-LoRA after 60 rounds",
         (
-            Row("RoLoRA, 60 rounds", "RoLoRA", _rate(0.004, MORE(60))),
-            Row("FFA-LoRA, 60 rounds", "FFA-LoRA", _rate(0.016, MORE(60))),
+            Row("RoLoRA, 60 rounds", "RoLoRA", _set_rate(0.004, MORE(60))),
+            Row("FFA-LoRA, 60 rounds", "FFA-LoRA", _set_rate(0.016, MORE(60))),
         ),
         "Both gain as much: too few rounds are not the reason.",
     ),
-    "rolora-enough": Look(
+    "rolora-enough": Hypothesis(
         "rolora-figure4",
         "sst-2-p3",
         "So is the budget: eight times the rank, on all linear layers, for the page's 20 rounds. The learning rates "
         "are lower, and more than one is shown of each:",
         "With rank 32 on every linear layer FFA-LoRA at its better rate is above the others",
         (
-            Row("FFA-LoRA at 0.001", "FFA-LoRA", _rate(0.001, *EVERYWHERE)),
-            Row("RoLoRA at 0.002", "RoLoRA", _rate(0.002, *EVERYWHERE)),
-            Row("RoLoRA at 0.001", "RoLoRA", _rate(0.001, *EVERYWHERE)),
-            Row("FFA-LoRA at 0.002", "FFA-LoRA", _rate(0.002, *EVERYWHERE)),
-            Row("RoLoRA at 0.0005", "RoLoRA", _rate(0.0005, *EVERYWHERE)),
+            Row("FFA-LoRA at 0.001", "FFA-LoRA", _set_rate(0.001, *EVERYWHERE)),
+            Row("RoLoRA at 0.002", "RoLoRA", _set_rate(0.002, *EVERYWHERE)),
+            Row("RoLoRA at 0.001", "RoLoRA", _set_rate(0.001, *EVERYWHERE)),
+            Row("FFA-LoRA at 0.002", "FFA-LoRA", _set_rate(0.002, *EVERYWHERE)),
+            Row("RoLoRA at 0.0005", "RoLoRA", _set_rate(0.0005, *EVERYWHERE)),
         ),
         "So it is: the page's largest budget is not yet enough. With this one the two are within a point of each "
         "other, each at its best rate.",
     ),
-    "rolora-77-classes": Look(
+    "rolora-77-classes": Hypothesis(
         "rolora-figure6",
         "banking77-p3",
         "RoLoRA is far below FFA-LoRA on 77 classes with the largest budget. Three times as many rounds, at the page's "
         "rate and at a quarter of it:",
         "After 60 rounds RoLoRA at a quarter of its rate is above FFA-LoRA, and above itself at the page's rate",
         (
-            Row("RoLoRA at a quarter of the rate", "RoLoRA", _rate(0.004, MORE(60))),
-            Row("FFA-LoRA", "FFA-LoRA", _rate(0.016, MORE(60))),
-            Row("RoLoRA at the page's rate", "RoLoRA", _rate(0.016, MORE(60))),
+            Row("RoLoRA at a quarter of the rate", "RoLoRA", _set_rate(0.004, MORE(60))),
+            Row("FFA-LoRA", "FFA-LoRA", _set_rate(0.016, MORE(60))),
+            Row("RoLoRA at the page's rate", "RoLoRA", _set_rate(0.016, MORE(60))),
         ),
         "The rate that 20 rounds choose is too high for RoLoRA to go on with, and 20 rounds are few for 77 classes "
         "under a head that stays as it was drawn.",
     ),
-    "rolora-instructions": Look(
+    "rolora-instructions": Hypothesis(
         "rolora-table12",
         "alpaca",
         "RoLoRA's loss is above LoRA's after 20 rounds, in which each of its factors trains in ten. Twice as many, "
         "which send what LoRA sends in 20:",
         "RoLoRA's loss after 40 rounds is below LoRA's",
         (
-            Row("RoLoRA, 40 rounds", "RoLoRA", _rate(0.016, MORE(40))),
-            Row("LoRA, 20 rounds", "LoRA", _rate(0.016)),
-            Row("LoRA, 40 rounds", "LoRA", _rate(0.016, MORE(40))),
+            Row("RoLoRA, 40 rounds", "RoLoRA", _set_rate(0.016, MORE(40))),
+            Row("LoRA, 20 rounds", "LoRA", _set_rate(0.016)),
+            Row("LoRA, 40 rounds", "LoRA", _set_rate(0.016, MORE(40))),
         ),
         "Each factor trains in half of the rounds: with as many bytes RoLoRA is ahead, with as many rounds LoRA is.",
     ),
-    "rolora-questions": Look(
+    "rolora-questions": Hypothesis(
         "rolora-table10",
         "boolq",
         "So is RoLoRA's loss at rank 2 after ten rounds, five for each factor. Twice as many:",
         "At rank 2 RoLoRA's loss after 20 rounds is below LoRA's",
         (
-            Row("RoLoRA, 20 rounds", "RoLoRA", _rate(0.016, MORE(20))),
-            Row("LoRA, 10 rounds", "LoRA", _rate(0.016)),
-            Row("LoRA, 20 rounds", "LoRA", _rate(0.016, MORE(20))),
+            Row("RoLoRA, 20 rounds", "RoLoRA", _set_rate(0.016, MORE(20))),
+            Row("LoRA, 10 rounds", "LoRA", _set_rate(0.016)),
+            Row("LoRA, 20 rounds", "LoRA", _set_rate(0.016, MORE(20))),
         ),
         "The two are level with as many bytes; with as many rounds LoRA's lead is within two standard errors.",
     ),
-    "florg-rounds": Look(
+    "florg-rounds": Hypothesis(
         "florg-table2",
         "sst-2-r-8",
         "FLoRG is below FedIT after ten rounds. Three times as many:",
         "FLoRG is above FedIT after 30 rounds",
         (
-            Row("FLoRG, 30 rounds", "FLoRG", _rate(0.016, MORE(30))),
-            Row("FedIT, 30 rounds", "FedIT", _rate(0.004, MORE(30))),
+            Row("FLoRG, 30 rounds", "FLoRG", _set_rate(0.016, MORE(30))),
+            Row("FedIT, 30 rounds", "FedIT", _set_rate(0.004, MORE(30))),
         ),
         "Ten rounds were too few: after 30 the two are level.",
     ),
-    "florg-heterogeneity": Look(
+    "florg-heterogeneity": Hypothesis(
         "florg-table3",
         "sst-2-rho-0.1",
         "FLoRG is further below FeDeRA the more the clients differ. With the most unlike ones, three times as many "
         "rounds:",
         "With Dirichlet 0.1 FLoRG is above FeDeRA after 30 rounds",
         (
-            Row("FLoRG, 30 rounds", "FLoRG", _rate(0.016, MORE(30))),
-            Row("FeDeRA, 30 rounds", "FeDeRA", _rate(0.004, MORE(30))),
+            Row("FLoRG, 30 rounds", "FLoRG", _set_rate(0.016, MORE(30))),
+            Row("FeDeRA, 30 rounds", "FeDeRA", _set_rate(0.004, MORE(30))),
         ),
         "Few rounds are most of the reason: FLoRG gains much in the other 20, FeDeRA nothing, and the two are no "
         "longer told apart.",
     ),
-    "florg-drift": Look(
+    "florg-drift": Hypothesis(
         "florg-procrustes",
         "sst-2",
         "Not contradicted, but the page's rows differ in the learning rate, on which the drift of A depends. Both at "
         "the rate that FLoRG chose:",
         "At one rate alignment keeps the drift of A from round to round small",
         (
-            Row("FLoRG", "FLoRG", _rate(0.004)),
-            Row("without alignment", "without alignment", _rate(0.004)),
+            Row("FLoRG", "FLoRG", _set_rate(0.004)),
+            Row("without alignment", "without alignment", _set_rate(0.004)),
         ),
         "On the average A moves less with alignment, but without it the seeds differ too much for a verdict: the "
         "page's is owed in part to the rates.",
         measure="state_step",
     ),
-    "fedgalore-projectors": Look(
+    "fedgalore-projectors": Hypothesis(
         "fedgalore-table3",
         "non-iid-sst",
         "FedGaLore is below FedIT without IID. After its first refreshes, projectors are random. From the gradient in "
         "all rounds, and from the gradient anew at the start of every round, FedGaLore at four times the page's rate:",
         "With projectors from the gradient in all rounds FedGaLore is above the others",
         (
-            Row("FedGaLore, gradient in all rounds", "FedGaLore", _rate(0.016, GRADIENT)),
-            Row("FedGaLore", "FedGaLore", _rate(0.016)),
-            Row("FedGaLore, gradient first in every round", "FedGaLore", _rate(0.016, *EACH_ROUND)),
-            Row("FedIT", "FedIT", _rate(0.004)),
+            Row("FedGaLore, gradient in all rounds", "FedGaLore", _set_rate(0.016, GRADIENT)),
+            Row("FedGaLore", "FedGaLore", _set_rate(0.016)),
+            Row("FedGaLore, gradient first in every round", "FedGaLore", _set_rate(0.016, *EACH_ROUND)),
+            Row("FedIT", "FedIT", _set_rate(0.004)),
         ),
         "What the gradient's projectors gain is within the seeds' spread, and FedIT stays ahead: random projectors are "
         "not the reason, or not all of it.",
     ),
-    "fedgalore-domains": Look(
+    "fedgalore-domains": Hypothesis(
         "fedgalore-table11",
         "non-iid-reviews",
         "The same with a domain of reviews for each client:",
         "With projectors from the gradient in all rounds FedGaLore is above the others, by domain",
         (
-            Row("FedGaLore, gradient in all rounds", "FedGaLore", _rate(0.004, GRADIENT)),
-            Row("FedGaLore", "FedGaLore", _rate(0.004)),
-            Row("FedIT", "FedIT", _rate(0.016)),
+            Row("FedGaLore, gradient in all rounds", "FedGaLore", _set_rate(0.004, GRADIENT)),
+            Row("FedGaLore", "FedGaLore", _set_rate(0.004)),
+            Row("FedIT", "FedIT", _set_rate(0.016)),
         ),
         "By domain they bring it level with FedIT.",
     ),
-    "pfedloru-rate": Look(
+    "pfedloru-rate": Hypothesis(
         "fedloru-table4",
         "psi-0.5",
         "One seed's validation chose a rate for pFedLoRU under which the others are unstable. At a third of it:",
         "At a lower rate pFedLoRU is above both variants of pFedLoRA",
         (
-            Row("pFedLoRU at a third of the rate", "pFedLoRU", _rate(0.1)),
-            Row("pFedLoRA(1)", "pFedLoRA(1)", _rate(0.1)),
-            Row("pFedLoRA(2)", "pFedLoRA(2)", _rate(0.3)),
+            Row("pFedLoRU at a third of the rate", "pFedLoRU", _set_rate(0.1)),
+            Row("pFedLoRA(1)", "pFedLoRA(1)", _set_rate(0.1)),
+            Row("pFedLoRA(2)", "pFedLoRA(2)", _set_rate(0.3)),
         ),
         "The seeds agree then, well below both: the rate is not the reason, or not all of it. Both variants of "
         "pFedLoRA train and share whole weights.",
     ),
-    "fedloru-rounds": Look(
+    "fedloru-rounds": Hypothesis(
         "fedloru-table1",
         "fashion-mnist-iid-20-clients-rank-128",
         "FedLoRU is below FedLoRA after 20 rounds. Four times as many under one cosine, with cycles of twenty:",
         "FedLoRU with cycles of 20 rounds is above FedLoRA after 80",
         (
-            Row("FedLoRU, cycles of 20", "FedLoRU", _rate(0.3, MORE(80), AT_ONCE, "method.tau=20")),
-            Row("FedLoRA", "FedLoRA", _rate(0.3, MORE(80), AT_ONCE)),
+            Row("FedLoRU, cycles of 20", "FedLoRU", _set_rate(0.3, MORE(80), AT_ONCE, "method.tau=20")),
+            Row("FedLoRA", "FedLoRA", _set_rate(0.3, MORE(80), AT_ONCE)),
         ),
         "FedLoRU gains more in the other 60 rounds, and stays below: few rounds are a large part of the reason.",
     ),
