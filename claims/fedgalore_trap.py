@@ -342,7 +342,7 @@ The paper gives the SoftMin, the character of the two basins and the three updat
   another reading *aside* by {ASIDE.aside} c along e1. How far along the line, full SGD alone decides:
   {args.calibration} trials of other seeds, bisected until {100 * SHARE:.0f} % of them reach the flat basin, the share
   in the paper. W_ref / c = -0.5 is where the bisection ends: full SGD reaches the flat basin from there too.
-- **The other numbers** of the first rows were picked by hand, after results of all three methods were known. So the rows
+- **The other numbers** of the first rows were picked by hand, knowing the results of all methods. So the rows
   *drawn* take theirs at random: rank 1 to 5, steep 1 to 4, shallow 0.1 to 0.5, tau 0.1 to 2, noise 0.05 to 0.3, aside
   0 to 1.
 - **e1 and e2** are vectors in the paper, and W_1 = c e2 is a matrix: here W_1 = c u e2^T, and the valley is shallow in

@@ -165,7 +165,7 @@ def test_the_page_of_what_was_looked_into(digits: Path, tmp_path: Path) -> None:
     places = ("--data", str(tmp_path / "data"), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path))
     run("reasons", *places, *words)
     page, saved = (tmp_path / "reasons.md").read_text(), json.loads((tmp_path / "reasons.json").read_text())
-    assert "| under what is changed | measured | verdict |" in page
+    assert "| statement under the change | measured | verdict |" in page
     assert "(fedloru-table1.md), fashion-mnist-iid-20-clients-rank-128." in page
     assert "| FedLoRU, cycles of 20 | training.lr=0.3, federation.rounds=80, " in page
     assert [one["statement"].partition(": ")[2] for one in saved["findings"]] == [
