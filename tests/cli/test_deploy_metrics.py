@@ -21,9 +21,9 @@ from fedspan.federation.protocol import Envelope, decode_order, decode_reply
 from fedspan.logs import read_lines
 from fedspan.runs import session
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.model_card import RunReport
 from fedspan.runs.remote import connect, get_nodes_folder, reply_as
 from fedspan.runs.results import read_report
-from fedspan.runs.session import RunReport
 from fedspan.runs.setup import Prepared
 from fedspan.transports.flower.server import prepare_folder
 from helpers import tiny

@@ -16,12 +16,19 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 from Crypto.Cipher import AES
 
 from fedspan.crypto.keys import Keys, derive_pair_seed, draw_secret
-from fedspan.crypto.masks import add_mask, generate_mask
+from fedspan.crypto.masks import Integers, add_mask
 from helpers.randomness import chi_square
 
 U32, U64 = np.dtype("<u4"), np.dtype("<u8")
 SEED = bytes(range(32))
 both = pytest.mark.parametrize("dtype", [U32, U64], ids=["32", "64"])
+
+
+def generate_mask(seed: bytes, length: int, dtype: np.dtype[Any]) -> Integers:
+    """Generate a seed's mask: what ``add_mask`` adds to zeros."""
+    total: Integers = np.zeros(length, dtype)
+    add_mask(total, seed)
+    return total
 
 
 @both

@@ -18,8 +18,8 @@ from fedspan.runs.callbacks import Listener
 from fedspan.runs.checkpoint import load_latest
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_totals
+from fedspan.runs.model_card import RunReport
 from fedspan.runs.remote import connect, get_nodes_folder, reply_as
-from fedspan.runs.session import RunReport
 from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.reply_transport import Replies, ReplyingTransport

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES256
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 from numpy.typing import NDArray
 
-__all__ = ["Integers", "Ring", "add_mask", "generate_mask"]
+__all__ = ["Integers", "Ring", "add_mask"]
 
 Integers = NDArray[Any]
 """Array of uint32 or uint64."""
@@ -106,10 +106,3 @@ def add_mask(total: Integers, seed: bytes, sign: int = 1) -> None:
             part += drawn
         else:
             part -= drawn
-
-
-def generate_mask(seed: bytes, length: int, dtype: np.dtype[np.uint32] | np.dtype[np.uint64]) -> Integers:
-    """Generate a seed's mask."""
-    total: Integers = np.zeros(length, dtype)
-    add_mask(total, seed)
-    return total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
@@ -12,9 +12,6 @@ from fedspan.data.config import DataConfig
 from fedspan.data.names import get_arrow_table, make_dataset
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["unwrap_lists"]
 

@@ -26,9 +26,9 @@ from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import require_intact
+from fedspan.runs.model_card import RunReport
 from fedspan.runs.remote import build_server_clients, connect, prepare_server
 from fedspan.runs.results import is_run, read_report
-from fedspan.runs.session import RunReport
 from fedspan.runs.setup import Prepared
 from fedspan.transports.flower import require
 

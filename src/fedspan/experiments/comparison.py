@@ -40,7 +40,7 @@ from fedspan.experiments.tables import (
     write_tables,
 )
 from fedspan.methods.registry import get_method_class
-from fedspan.runs.session import RunReport
+from fedspan.runs.model_card import RunReport
 from fedspan.tasks.metrics import METRICS, rank_of
 from fedspan.training.prefix_rows import share_prefixes
 from fedspan.transports.ray.sharing import share_teams

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,10 +12,6 @@ from fedspan.config.federation import FractionRanks, RandomRanks
 from fedspan.core.method import RegisteredMethod, compute_scaling
 from fedspan.core.tensors import create_generator
 from fedspan.errors import FedspanError, suggest_nearest
-
-if TYPE_CHECKING:
-    pass
-
 
 __all__ = ["compute_client_ranks", "compute_client_scaling"]
 

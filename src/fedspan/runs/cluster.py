@@ -12,8 +12,8 @@ from fedspan.data.partition import Partition
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.model_card import RunReport
 from fedspan.runs.privacy_budget import load_noise_key
-from fedspan.runs.session import RunReport
 from fedspan.runs.setup import Prepared, build_simulated_federation, build_trainer, choose_device
 from fedspan.tasks.task import Examples
 from fedspan.transports.in_process import InProcess

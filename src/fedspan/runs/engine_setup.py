@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
@@ -16,10 +15,6 @@ from fedspan.training.jobs import TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.stacking import StackingPlan, StackingRequest
 from fedspan.training.stages import Stages
-
-if TYPE_CHECKING:
-    pass
-
 
 __all__ = ["describe_refusal", "keep_stacking_plan", "make_engine"]
 

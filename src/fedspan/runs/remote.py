@@ -28,9 +28,10 @@ from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.head_setup import build_aggregation, build_head_start
 from fedspan.runs.integrity import read_resolved_config
+from fedspan.runs.model_card import RunReport
 from fedspan.runs.model_setup import build_model
 from fedspan.runs.privacy_budget import load_noise_key
-from fedspan.runs.session import RunReport, load_partition
+from fedspan.runs.session import load_partition
 from fedspan.runs.setup import Prepared, choose_device, compute_max_length, prepare, require_private_model
 from fedspan.runs.task_setup import collect_facts
 from fedspan.training.stages import Stages

@@ -51,7 +51,7 @@ from fedspan.runs.suspects import find_limited
 from fedspan.runs.trained_models import write_adapters
 from fedspan.training.stages import Stages
 
-__all__ = ["Build", "Host", "RunReport", "load_partition", "run", "write_adapters"]
+__all__ = ["Build", "Host", "load_partition", "run", "write_adapters"]
 
 
 def load_partition(run_folder: RunFolder) -> Partition | None:

@@ -20,11 +20,11 @@ from fedspan.runs.cluster import simulate_on_cluster
 from fedspan.runs.extension import require_extensible
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_config, require_intact
+from fedspan.runs.model_card import RunReport
 from fedspan.runs.objects import collect_objects
 from fedspan.runs.progress_bar import ProgressBar, is_bar_wanted
 from fedspan.runs.remote import simulate_with_flower
 from fedspan.runs.results import is_run, read_report
-from fedspan.runs.session import RunReport
 from fedspan.runs.setup import prepare
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.registry import register_task
