@@ -54,7 +54,7 @@ class DrawnWeights:
 
     size: int
 
-    def weight(self, layer: str) -> Tensor:
+    def get_weight(self, layer: str) -> Tensor:
         return torch.randn((self.size, self.size), generator=create_generator(0, "weight", layer)) * self.size**-0.5
 
     def get_extra(self, parameter: str) -> Tensor:

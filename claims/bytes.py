@@ -160,7 +160,7 @@ def count_sent(key: str, folder: Path, model: str, layer: int) -> Sent:
     fedspan.run(config, folder)
     shapes = [layer.shape for layer in prepare(config).engine.adapted.spec.layers]
     totals = read_totals(RunFolder(folder).ledger)
-    rounds = [(totals.round("up", number), totals.round("down", number)) for number in LATER]
+    rounds = [(totals.count_round("up", number), totals.count_round("down", number)) for number in LATER]
     up, down = (sum(each[at].payload for each in rounds) / len(LATER) / CLIENTS for at in (0, 1))
     return Sent(up, down, *(4 * sum(count(*shape) for shape in shapes) for count in (said.up, said.down)))
 

@@ -25,7 +25,7 @@ METHODS = ("local-only", "fedit", "fedsa-lora", "pfedloru")
 class Progress(fedspan.Watcher):
     """One line for each run."""
 
-    def run_finished(self, step: Any, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
+    def on_run_finish(self, step: Any, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
         print(f"{step.label}: mean {metric} {value or 0.0:.1%}", flush=True)
 
 

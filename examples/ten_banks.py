@@ -30,7 +30,7 @@ METHODS = ["fedit", "rolora", "flora"]
 class Progress(fedspan.Watcher):
     """One line for each round."""
 
-    def run_started(self, step: Any) -> None:
+    def on_run_start(self, step: Any) -> None:
         print(step.label, flush=True)
 
     def on_round_finish(self, row: Any) -> None:

@@ -32,7 +32,7 @@ class FedspanError(Exception):
         sentences = [_build_default_problem(value) if problem is None else problem]
         if expected:
             sentences.append(f"Expected {expected}")
-        line = " ".join(f"`{field}`: {' '.join(_end(sentence) for sentence in sentences)}".split())
+        line = " ".join(f"`{field}`: {' '.join(_end_sentence(sentence) for sentence in sentences)}".split())
         # File names and JSON may hold half a character, which no terminal can print.
         super().__init__(line.encode(errors="backslashreplace").decode())
 
@@ -50,7 +50,7 @@ class FedspanError(Exception):
         value = self.value if value is None else value
         problem = self.problem
         if note:
-            problem = f"{_end(_build_default_problem(value) if problem is None else problem)} {note}"
+            problem = f"{_end_sentence(_build_default_problem(value) if problem is None else problem)} {note}"
         return FedspanError(self.field if field is None else field, value, self.expected, problem=problem)
 
 
@@ -70,7 +70,7 @@ def _build_default_problem(value: object) -> str:
     return f"{shown} is not accepted"
 
 
-def _end(sentence: str) -> str:
+def _end_sentence(sentence: str) -> str:
     """Return the sentence with a full stop, unless it ends in a mark of its own."""
     sentence = sentence.rstrip()
     return sentence if sentence.endswith((".", "?", "!")) else f"{sentence}."

@@ -246,7 +246,7 @@ class AuditLog:
                 flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
                 descriptor = os.open(self.path, flags, 0o600)
                 try:
-                    end = self._end(descriptor)
+                    end = self._find_end(descriptor)
                     os.ftruncate(descriptor, end.length)  # cuts a line that a killed process wrote in part
                     os.lseek(descriptor, 0, os.SEEK_END)
                     write_all(descriptor, encode_chain_line(end.head, row)[1])
@@ -255,7 +255,7 @@ class AuditLog:
                     os.close(descriptor)
         return time
 
-    def _end(self, descriptor: int) -> Position:
+    def _find_end(self, descriptor: int) -> Position:
         """Return the end of the last complete line, from the file's last bytes; the rest is not read."""
         size, tail = os.fstat(descriptor).st_size, b""
         while len(tail) < size:

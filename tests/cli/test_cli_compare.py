@@ -231,7 +231,7 @@ def footer(shown: SeriesView) -> str:
 def test_the_footer_has_the_run_and_its_round(series: tuple[SeriesView, Console, Step], prepared: Prepared) -> None:
     shown, out, step = series
     assert footer(shown).strip() == ""
-    shown.run_started(step)
+    shown.on_run_start(step)
     assert "run 1 of 2: fedit, seed 0" in footer(shown)
     shown.on_start(prepared, 0, False)
     shown.on_client_finish(1, "north", 1.5)
@@ -245,11 +245,11 @@ def test_the_footer_has_the_run_and_its_round(series: tuple[SeriesView, Console,
     shown.on_baseline_start("local", 3)
     shown.on_baseline_round("local", 2, 0.5)
     assert "local only       2/3" in footer(shown)
-    shown.run_finished(step, "accuracy", 0.5, 61.0, True)
+    shown.on_run_finish(step, "accuracy", 0.5, 61.0, True)
     assert "run 2 of 2" in footer(shown)
     for _ in range(2):
         shown.on_environment_change({"torch": ("1.0", "2.0")})
-    shown.run_failed(step, "training.lr: 9; too much")
+    shown.on_run_failure(step, "training.lr: 9; too much")
     assert isinstance(out.file, io.StringIO)
     lines = out.file.getvalue()
     assert "50.0%     1:01" in lines

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fedspan.cli.formatting import format_duration, format_percent, number, shorten
+from fedspan.cli.formatting import format_duration, format_number, format_percent, shorten
 from fedspan.cli.live import RunView
 from fedspan.experiments.tables import format_size
 from fedspan.runs.setup import Prepared
@@ -123,6 +123,6 @@ def test_numbers() -> None:
     ]  # fmt: skip
     assert [format_duration(s) for s in (0.4, 59.6, 75, 3675)] == ["0:00", "1:00", "1:15", "1:01:15"]
     assert [format_percent(v) for v in (None, 0.0, 0.8125, 1.0)] == ["-", "0.0%", "81.2%", "100.0%"]
-    assert [number(v) for v in (None, 0.5, 123456.0)] == ["-", "0.5000", "1.23e+05"]
+    assert [format_number(v) for v in (None, 0.5, 123456.0)] == ["-", "0.5000", "1.23e+05"]
     assert shorten(" two\n words ", 20) == "two words"
     assert shorten("a long text", 6) == "a lon…"

@@ -40,7 +40,7 @@ class StopAfter(Watcher):
     def __init__(self, runs: int) -> None:
         self.left = runs
 
-    def run_finished(self, *_: Any) -> None:
+    def on_run_finish(self, *_: Any) -> None:
         self.left -= 1
         if not self.left:
             raise Stop
@@ -88,7 +88,7 @@ class FinishedNames(Watcher):
     def __init__(self) -> None:
         self.names: dict[bool, list[str]] = {True: [], False: []}
 
-    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
+    def on_run_finish(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
         self.names[is_new].append(step.name)
 
 

@@ -37,13 +37,13 @@ from fedspan.federation.secagg.messages import (
     SharesReply,
     UnmaskOrder,
     UnmaskReply,
+    build_session_context,
     compute_layout_digest,
-    context_of,
     create_initial_values,
     unflatten_change,
 )
 from fedspan.federation.secagg.session import Masked, unmask
-from fedspan.federation.validation import change_of, clip_change
+from fedspan.federation.validation import clip_change, compute_change
 
 IDS = ("a", "b", "c", "d")
 ZEROS = hashlib.sha256(b"zeros").hexdigest()
@@ -160,7 +160,7 @@ class Sums:
         given = {id: self.opened(id, set(vectors)) for id in opening}
         present = {id: self.present(id) for id in self.sealed}
         needed = {id: self.threshold(id) for id in self.around}
-        transcript = self.agreement().build_transcript(context_of("run", self.session))
+        transcript = self.agreement().build_transcript(build_session_context("run", self.session))
         unmask(total, Masked(transcript, present, needed, self.keys, set(vectors)), given)
         top = self.agreement().top
         share = sum(self.weights[id] / top for id in vectors)
@@ -209,7 +209,7 @@ def test_the_mean_is_that_of_the_survivors_within_the_bound(
     for name in start:
         exact = torch.zeros_like(start[name], dtype=torch.float64)
         for id in vectors:
-            own = clip_change(change_of(Contribution(sum=values[id]), start), clip)
+            own = clip_change(compute_change(Contribution(sum=values[id]), start), clip)
             exact += own[name] * (weights[id] / total)
         assert float((mean[name] - exact).abs().max()) <= error * (1 + 1e-9)
 
@@ -413,7 +413,7 @@ def test_a_victim_among_clients_that_were_told_otherwise_stays_hidden(lie: dict[
         total += vector.view(ring.dtype)
     session = made.sessions.load("a")
     assert session is not None
-    add_mask(total, Keys.derive(session.secret, context_of("run", 1)).own, -1)
+    add_mask(total, Keys.derive(session.secret, build_session_context("run", 1)).own, -1)
     for id in IDS[1:]:
         add_mask(total, combine([shares[id] for shares in given.values()], made.threshold(id)), -1)
     assert float(np.abs(ring.decode(total) - 1.0).max()) > 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedspan.core.noise import derive_seed_key
-from fedspan.federation.privacy import round_charges
+from fedspan.federation.privacy import compute_round_charges
 from fedspan.federation.settings import RoundSettings
 from fedspan.training.jobs import Privacy
 
@@ -23,5 +23,7 @@ def test_the_page_says_that_central_epsilon_needs_secret_cohorts() -> None:
     assert "that of `clients_per_round` left out" in item
     # The accounting that the page describes: the sampling rate lowers the cost, and without sampling it is 1.
     privacy = Privacy("central", 1.0, 1.0, key=derive_seed_key(1))
-    rates = [round_charges(RoundSettings(4, cohort=size, privacy=privacy), 8)[0].mechanism.rate for size in (2, None)]
+    rates = [
+        compute_round_charges(RoundSettings(4, cohort=size, privacy=privacy), 8)[0].mechanism.rate for size in (2, None)
+    ]
     assert rates == [0.25, 1.0]

@@ -42,7 +42,7 @@ class RecordingWatcher(Watcher):
     def on_series_start(self, steps: Any) -> None:
         self.planned = [step.name for step in steps]
 
-    def run_started(self, step: Any) -> None:
+    def on_run_start(self, step: Any) -> None:
         self._now = step.name
 
     def on_start(self, prepared: Any, done: int, resumed: bool) -> None:
@@ -52,7 +52,7 @@ class RecordingWatcher(Watcher):
         if (self._now, row["round"]) == self._stop:
             raise Stop
 
-    def run_finished(self, step: Any, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
+    def on_run_finish(self, step: Any, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
         self.scores[step.name] = value
         if is_new:
             self.played.append(step.name)

@@ -37,19 +37,19 @@ class RecordingWatcher(Watcher):
         self.scores: list[float | None] = []
         self._stop, self._now = stop_in, ""
 
-    def run_started(self, step: Any) -> None:
+    def on_run_start(self, step: Any) -> None:
         self._now = step.name
 
     def on_round_finish(self, row: Any) -> None:
         if self._now == self._stop:
             raise Stop
 
-    def run_finished(self, step: Any, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
+    def on_run_finish(self, step: Any, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
         self.scores.append(value)
         if is_new:
             self.played.append(step.name)
 
-    def run_failed(self, step: Any, why: str) -> None:
+    def on_run_failure(self, step: Any, why: str) -> None:
         self.failed.append(step.name)
 
 

@@ -27,7 +27,7 @@ def test_the_current_run_has_its_place_in_the_series_and_its_bars(prepared: Prep
     bar = SeriesBar(Console(file=io.StringIO(), width=80, force_terminal=True), lambda: 0.0)
     step = Step("fedit-seed0", "fedit, seed 0", "fedit", 0, prepared.config)
     bar.on_series_start([step, step])
-    bar.run_started(step)
+    bar.on_run_start(step)
     bar.on_stage_change(Stage("model"))
     assert "run 1 of 2: fedit, seed 0; all: 0:00" in shown(bar)
     assert "loading the model" in shown(bar)
@@ -35,11 +35,11 @@ def test_the_current_run_has_its_place_in_the_series_and_its_bars(prepared: Prep
     bar.on_stage_change(Stage("training", 6, 24))
     bar.on_client_finish(1, "north", 1.5)
     assert "clients        1/3" in shown(bar)
-    bar.run_finished(step, "accuracy", 0.5, 61.0, True)
-    bar.run_started(step)
+    bar.on_run_finish(step, "accuracy", 0.5, 61.0, True)
+    bar.on_run_start(step)
     assert "run 2 of 2" in shown(bar)
     assert "clients" not in shown(bar), "of the next run, nothing is known yet"
-    bar.run_failed(step, "it diverged")
+    bar.on_run_failure(step, "it diverged")
     with bar:
         pass
     assert shown(bar) == "2 runs in 0:00\n"
@@ -58,7 +58,7 @@ def test_a_comparison_shows_one_view_of_all_its_runs(
     monkeypatch.setattr("sys.stderr", terminal)
 
     class Own(Watcher):
-        def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
+        def on_run_finish(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
             finished.append(step.name)
 
     values = tiny.settings(tiny_folder, federation={"rounds": 1})

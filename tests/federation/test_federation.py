@@ -97,7 +97,7 @@ def test_what_a_client_holds_is_the_last_round_it_took_part_in(prepared: Prepare
     federation = with_rounds(prepared, 5, 2)
     progress, expected = federation.begin(), dict[str, int]()
     for round in range(5):
-        assert {id: federation.client(id, progress).last_round for id in federation.clients} == {
+        assert {id: federation.get_client(id, progress).last_round for id in federation.clients} == {
             id: expected.get(id) for id in federation.clients
         }
         progress = federation.run_round(progress).progress

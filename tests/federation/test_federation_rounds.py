@@ -309,7 +309,7 @@ def test_an_order_that_is_not_for_this_client_is_refused(built: Prepared, tmp_pa
     transport = found.transport
     assert isinstance(transport, LocalTraining)
     host = transport.hosts["north"]
-    client = found.client("south", Progress(found.begin().state))
+    client = found.get_client("south", Progress(found.begin().state))
     order = Order("train", 0, 0, 0.1, "south", client, b"")
     with pytest.raises(ValueError, match="addressed to 'south'"):
         host.answer(order)
@@ -318,7 +318,7 @@ def test_an_order_that_is_not_for_this_client_is_refused(built: Prepared, tmp_pa
 
 
 def test_headers_survive_the_way(built: Prepared, tmp_path: Path) -> None:
-    client = built.federation.client("south", Progress(built.federation.begin().state, last_rounds={"south": 3}))
+    client = built.federation.get_client("south", Progress(built.federation.begin().state, last_rounds={"south": 3}))
     order = Order("train", 4, 1, 0.125, "south", client, b"\x00body", 2, "run", 17)
     assert decode_order(order.to_envelope()) == order
     answer = Reply("train", 4, 1, "south", failed="why", lost=True, body=b"x")

@@ -20,12 +20,12 @@ from fedspan.federation.aggregation.reducers import create_reducer
 from fedspan.federation.privacy import (
     compute_client_noise,
     compute_private_mean,
+    compute_round_charges,
     compute_sampling_rate,
     draw_poisson_cohort,
-    round_charges,
 )
 from fedspan.federation.settings import RoundSettings
-from fedspan.federation.validation import apply_change, change_of, clip_change
+from fedspan.federation.validation import apply_change, clip_change, compute_change
 from fedspan.training.jobs import Privacy
 
 SHAPES = {"layer/A": (2, 5), "layer/B": (7, 2), "extras/bias": (3,)}
@@ -61,7 +61,7 @@ def reduced(
 
 def moved(reply: Mapping[str, Tensor], origin: Mapping[str, Tensor], norm: float) -> dict[str, Tensor]:
     """The origin, and on it the direction of a reply with a norm."""
-    change = change_of(Contribution(sum=reply), origin)
+    change = compute_change(Contribution(sum=reply), origin)
     return apply_change({name: value * (norm / norm_of(change)) for name, value in change.items()}, origin)
 
 
@@ -105,7 +105,7 @@ def test_without_much_noise_it_is_the_mean_of_clipped_changes() -> None:
         for n, (one, norm) in enumerate(zip(clients(3), (0.1, 9, 0.4), strict=True))
     }
     found = reduced(origin, replies, RoundSettings(4, privacy=central(noise=1e-12)), 3).mean
-    changes = [clip_change(change_of(Contribution(sum=reply), origin), 0.5) for reply in replies.values()]
+    changes = [clip_change(compute_change(Contribution(sum=reply), origin), 0.5) for reply in replies.values()]
     assert [round(norm_of(change), 4) for change in changes] == [0.1, 0.5, 0.4]
     for name in SHAPES:
         expected = origin[name].double() + torch.stack([change[name] for change in changes]).mean(0)
@@ -140,7 +140,7 @@ def test_a_reply_that_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match=why):
             reduced(origin, {"c000": wrong}, RoundSettings(4, privacy=central()), 1)
     with pytest.raises(ValueError, match="are stacked"):
-        change_of(Contribution(stack=tensors(0)), origin)
+        compute_change(Contribution(stack=tensors(0)), origin)
 
 
 def test_cohorts_are_poisson_samples() -> None:
@@ -185,10 +185,10 @@ def test_secret_noise_never_serves_twice() -> None:
 
 def test_what_a_round_costs() -> None:
     settings = RoundSettings(4, cohort=5, privacy=central())
-    (charge,) = round_charges(settings, 20)
+    (charge,) = compute_round_charges(settings, 20)
     assert (charge.payer, charge.mechanism.rate, charge.mechanism.noise, charge.count) == ("", 0.25, 1.0, 1)
-    assert round_charges(replace(settings, privacy=central(mechanism="local")), 20) == ()
-    assert round_charges(replace(settings, privacy=None), 20) == ()
+    assert compute_round_charges(replace(settings, privacy=central(mechanism="local")), 20) == ()
+    assert compute_round_charges(replace(settings, privacy=None), 20) == ()
     assert compute_sampling_rate(settings, 3) == 1.0
     target = central(noise=None, epsilon=2.0, rounds=50)
     local = replace(target, mechanism="local")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedspan.federation.weights import limit_weights, weight_limit
+from fedspan.federation.weights import compute_weight_limit, limit_weights
 from fedspan.runs.setup import prepare
 from helpers import tiny
 
@@ -21,7 +21,7 @@ from helpers import tiny
 def test_a_limit_is_a_multiple_of_the_median(
     weights: tuple[int, ...], ratio: float | None, limit: float | None
 ) -> None:
-    assert weight_limit(weights, ratio) == limit
+    assert compute_weight_limit(weights, ratio) == limit
 
 
 def test_a_client_that_declares_2_to_the_53_examples_weighs_as_much_as_the_limit(tiny_folder: Path) -> None:

@@ -99,7 +99,7 @@ def follow(
         oracle.finish(trained, shares)
         model = oracle.model()
         for layer in LAYERS:
-            assert close(made.weight(layer), model[layer], tolerance), (number, layer)
+            assert close(made.get_weight(layer), model[layer], tolerance), (number, layer)
         for name in HEAD:
             assert close(made.state.tensors[f"extras/{name}"], head[name], tolerance)
         steady = steady and len(members) == len(problem.client_ids)

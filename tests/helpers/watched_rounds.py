@@ -234,7 +234,7 @@ class MethodRun:
 
     def change(self, layer: str, base: BaseUpdate, parametrization: Parametrization, tensors: Tensors) -> Tensor:
         """A layer's effective weight minus W0, (O, I), computed densely in float64 from the float32 tensors."""
-        weight = self.prepared.engine.adapted.weight(layer).double()
+        weight = self.prepared.engine.adapted.get_weight(layer).double()
         exact = BaseUpdate(base.round, base.rho, {name: _double(delta) for name, delta in base.total.items()})
         moved = materialise(weight, exact, layer)
         slots = {

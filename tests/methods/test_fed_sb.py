@@ -32,7 +32,7 @@ def test_matches_a_dense_oracle(first: tuple[int, ...]) -> None:
     factors: dict[str, dict[str, Tensor]] = {}
     for one in LAYERS:
         U, sigma, Vt = torch.linalg.svd(-STEP * torch.sign(gradient[one]), full_matrices=False)
-        begun = federation.weight(one) - W[one]  # not taken off W0: the first step is taken
+        begun = federation.get_weight(one) - W[one]  # not taken off W0: the first step is taken
         assert close(begun, (U[:, :R] * sigma[:R]) @ Vt[:R])
         A, B = (federation.state.tensors[join_tensor_name(one, slot)].double() for slot in "AB")
         assert close(B.T @ B, torch.eye(R).double())
@@ -58,9 +58,9 @@ def test_matches_a_dense_oracle(first: tuple[int, ...]) -> None:
         head = {name: mean[name] for name in HEAD}
         for one in LAYERS:
             factors[one]["R"] = mean[one]
-            assert close(federation.weight(one), W[one] + S * factors[one]["B"] @ mean[one] @ factors[one]["A"])
+            assert close(federation.get_weight(one), W[one] + S * factors[one]["B"] @ mean[one] @ factors[one]["A"])
             for id in problem.client_ids:  # whoever was away, or never asked, has the same model
-                assert close(federation.weight(one, id), federation.weight(one), 1e-15)
+                assert close(federation.get_weight(one, id), federation.get_weight(one), 1e-15)
 
 
 def test_after_the_first_rounds_only_r_squared_is_transmitted() -> None:

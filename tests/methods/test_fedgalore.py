@@ -194,7 +194,7 @@ def test_rounds_match_dense_galore_and_dense_ajive(options: dict[str, Any], deca
         W = average((shares[id], one.W) for id, one in clients.items())
         head = average((shares[id], one.head) for id, one in clients.items())
         for layer in LAYERS:
-            assert close(federation.weight(layer), W[layer])
+            assert close(federation.get_weight(layer), W[layer])
         for name in HEAD:
             assert close(federation.state.tensors[f"extras/{name}"], head[name])
         if method.synchronisation == "none":
@@ -274,7 +274,7 @@ def test_clients_of_different_numbers_of_steps_decay_the_base_by_their_shares(mo
                 assert pair is not None
                 mean += shares[id] * (one.decay * W[layer] + pair.to_dense())
             W[layer] = mean
-            assert close(federation.weight(layer), mean)
+            assert close(federation.get_weight(layer), mean)
 
 
 def test_what_does_not_decay_keeps_the_base() -> None:
@@ -287,7 +287,7 @@ def test_what_does_not_decay_keeps_the_base() -> None:
         federation = Federation(with_extras(made(problem, decay_base=False), "frozen"), problem, settings)
         federation.round()
         assert federation.state.base.rho == 1.0
-        weights.append(federation.weight("fc1"))
+        weights.append(federation.get_weight("fc1"))
     assert torch.equal(*weights)
 
 
@@ -354,9 +354,9 @@ def test_steps_stay_bounded_under_new_projectors_unless_moments_are_mapped_linea
     federation = Federation(with_extras(method), problem, adamw(LR))
     largest = 0.0
     for _ in range(4):
-        before = {layer: federation.weight(layer) for layer in LAYERS}
+        before = {layer: federation.get_weight(layer) for layer in LAYERS}
         federation.round()
-        largest = max(largest, *(float((federation.weight(one) - before[one]).abs().max()) for one in LAYERS))
+        largest = max(largest, *(float((federation.get_weight(one) - before[one]).abs().max()) for one in LAYERS))
     assert (largest > 50 * LR) == (moments == "linear")
 
 
@@ -440,9 +440,9 @@ def test_a_warm_second_moment_comes_with_its_steps() -> None:
         assert (state is None) == (number == 0)
         if state is not None:
             assert set(state.steps.values()) == {3 * number}
-        before = federation.weight("fc1")
+        before = federation.get_weight("fc1")
         federation.round()
-        moved.append(float((federation.weight("fc1") - before).norm()))
+        moved.append(float((federation.get_weight("fc1") - before).norm()))
     assert min(moved) > max(moved) / 5
 
 

@@ -36,7 +36,7 @@ def test_matches_a_dense_oracle(decay: float, keep_global: bool) -> None:
     training = sgd(LR, steps=STEPS)
     training = replace(training, optimizer=OptimizerSpec(name="sgd", lr=LR, weight_decay=0.3 if decay else 0.0))
     federation = Federation(with_extras(method), problem, training, ranks=RANKS)
-    W, head = {one: federation.weight(one) for one in LAYERS}, problem.to_dense(*HEAD)
+    W, head = {one: federation.get_weight(one) for one in LAYERS}, problem.to_dense(*HEAD)
     factors = {one: tuple(federation.state.tensors[f"{one}/{slot}"].double() for slot in "UV") for one in LAYERS}
     for one in LAYERS:
         for ours, theirs in zip(factors[one], _split(problem.to_dense(one)[one]), strict=True):
@@ -66,11 +66,11 @@ def test_matches_a_dense_oracle(decay: float, keep_global: bool) -> None:
         W, head = mean, average((shares[id], own) for id, own in heads.items())
         factors = {one: _split(W[one]) for one in LAYERS}
         for one in LAYERS:
-            assert close(federation.weight(one), W[one])  # the global model is the whole mean
+            assert close(federation.get_weight(one), W[one])  # the global model is the whole mean
             U, S, Vt = torch.linalg.svd(W[one], full_matrices=False)
             for id, rank in RANKS.items():
                 kept = U[:, :rank] * S[:rank] @ Vt[:rank]  # Eckart-Young: the best of that rank
-                assert close(federation.weight(one, id), kept)
+                assert close(federation.get_weight(one, id), kept)
         for name in HEAD:
             assert close(federation.state.tensors[f"extras/{name}"], head[name])
 
@@ -92,12 +92,12 @@ def test_a_rank_that_the_weight_has_lost_can_be_trained_again() -> None:
     federation = Federation(with_extras(FedHM(spec=problem.adapted().spec)), problem, sgd(LR, steps=2), ranks=RANKS)
     federation.round(["client-0"])
     for one in LAYERS:
-        assert torch.linalg.matrix_rank(federation.weight(one)) == 1
-        assert close(federation.weight(one, "client-2"), federation.weight(one))
+        assert torch.linalg.matrix_rank(federation.get_weight(one)) == 1
+        assert close(federation.get_weight(one, "client-2"), federation.get_weight(one))
     federation.round(["client-2"])
     assert federation.elements["client-2"] == federation.declare_claims("client-2", 1)
     for one in LAYERS:
-        assert torch.linalg.matrix_rank(federation.weight(one)) > 1
+        assert torch.linalg.matrix_rank(federation.get_weight(one)) > 1
 
 
 def test_all_zeros_are_no_dead_end() -> None:
@@ -119,7 +119,7 @@ class _Random:
         rng = torch.Generator().manual_seed(seed)
         self.weights = {layer.name: torch.randn(layer.shape, generator=rng) for layer in layers}
 
-    def weight(self, layer: str) -> Tensor:
+    def get_weight(self, layer: str) -> Tensor:
         return self.weights[layer].clone()
 
     def get_extra(self, parameter: str) -> Tensor:
@@ -172,7 +172,7 @@ def test_convolutions_of_any_ranks(rounds: list[list[int]], weights: list[float]
     start = _Random(CONVOLUTIONS, seed)
     state, rng = method.init(start), torch.Generator().manual_seed(seed + 1)
     for layer in CONVOLUTIONS:
-        assert close(_weight(method, state, layer, None), start.weight(layer.name), 1e-6)
+        assert close(_weight(method, state, layer, None), start.get_weight(layer.name), 1e-6)
     for ranks in rounds:
         total, items = sum(weights[: len(ranks)]), list[StackItem]()
         expected = {layer.name: torch.zeros(layer.shape, dtype=torch.float64) for layer in CONVOLUTIONS}

@@ -63,14 +63,14 @@ def test_matches_a_dense_oracle(tau: int, from_scratch: bool) -> None:
             assert not any(pair["B"].any() for pair in pairs.values())  # also from scratch: the weight must not jump
         for one in LAYERS:
             expected = W[one] + SCALING * pairs[one]["B"] @ pairs[one]["A"]
-            assert close(federation.weight(one), expected)
+            assert close(federation.get_weight(one), expected)
             for id in cohort:  # each holds a base of its own, from its patches alone
                 held = federation.parties[id].base
                 assert held.rho == (0.0 if from_scratch else 1.0)
         for name in HEAD:
             assert close(federation.state.tensors[f"extras/{name}"], head[name])
         for id in cohort:
-            loss = problem.loss(id, {**{one: federation.weight(one) for one in LAYERS}, **head})
+            loss = problem.loss(id, {**{one: federation.get_weight(one) for one in LAYERS}, **head})
             assert abs(federation.loss(id) - float(loss)) < 1e-6  # predictions come back in float32
 
 

@@ -61,7 +61,7 @@ def test_under_sgd_it_is_ffa_lora_with_an_orthonormal_A() -> None:
             descend(problem, id, W, heads[id], trained[id], 2.0, LR, STEPS, train="B")
         pairs, head = factor_mean(trained, shares), average((shares[id], heads[id]) for id in ids)
         for one in LAYERS:
-            assert close(made.weight(one), W[one] + 2.0 * pairs[one]["B"] @ pairs[one]["A"])
+            assert close(made.get_weight(one), W[one] + 2.0 * pairs[one]["B"] @ pairs[one]["A"])
     assert not close(made.state.tensors["fc1/A"], pairs["fc1"]["A"], 0.01)  # it is the weights that agree
 
 

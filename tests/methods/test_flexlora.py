@@ -69,7 +69,7 @@ def test_a_client_s_model_is_the_best_of_its_rank() -> None:
     assert oracle.D is not None
     for id, rank in RANKS.items():
         for one in LAYERS:
-            lost = made.weight(one, id) - oracle.W[one] - oracle.D[one]
+            lost = made.get_weight(one, id) - oracle.W[one] - oracle.D[one]
             cut = torch.linalg.svdvals(oracle.D[one])[rank:]
             assert torch.isclose(lost.norm(), cut.norm(), atol=1e-9)
 

@@ -69,7 +69,7 @@ def test_rounds_match_dense_gram_matrices(alignment: str, bases: str, center: bo
     if center:
         W = {one: W[one] - s * LR_of[one][0] @ A[one].T @ A[one] @ LR_of[one][1] for one in LAYERS}
         for one in LAYERS:
-            assert close(federation.weight(one), problem.to_dense(one)[one], 1e-7)  # the start is W0
+            assert close(federation.get_weight(one), problem.to_dense(one)[one], 1e-7)  # the start is W0
 
     for members in [(0, 1, 2, 3), (0, 2, 3), (0, 1, 2, 3)]:
         cohort = [problem.client_ids[member] for member in members]
@@ -92,7 +92,7 @@ def test_rounds_match_dense_gram_matrices(alignment: str, bases: str, center: bo
             A[one] = next_A(Q, A[one], alignment)
             assert close(federation.state.tensors[join_tensor_name(one, "A")], A[one], 1e-7 if center else 1e-9)
             change = s * LR_of[one][0] @ A[one].T @ A[one] @ LR_of[one][1]
-            assert close(federation.weight(one), W[one] + change, 1e-7 if center else 1e-9)
+            assert close(federation.get_weight(one), W[one] + change, 1e-7 if center else 1e-9)
         for name in HEAD:
             assert close(federation.state.tensors[f"extras/{name}"], head[name], 1e-7 if center else 1e-9)
 
@@ -131,11 +131,11 @@ def test_a_round_in_which_nobody_moved(alignment: str, r: int) -> None:
     method = made(problem, alignment=alignment, r=r)
     federation = Federation(with_extras(method), problem, sgd(lr=0.0))
     before = {layer: federation.state.tensors[join_tensor_name(layer, "A")].double() for layer in LAYERS}
-    weights = {layer: federation.weight(layer) for layer in LAYERS}
+    weights = {layer: federation.get_weight(layer) for layer in LAYERS}
     federation.round()
     for layer in LAYERS:
         after = federation.state.tensors[join_tensor_name(layer, "A")]
-        assert close(federation.weight(layer), weights[layer], 1e-7)
+        assert close(federation.get_weight(layer), weights[layer], 1e-7)
         assert close(after, before[layer], 1e-7) == (alignment != "none")
 
 
@@ -188,9 +188,9 @@ def test_zero_is_a_stationary_point_and_the_start_is_not() -> None:
             assert 0.2 < float(A.norm()) / (0.01 * math.sqrt(A.numel())) < 2
             gram = A @ A.T / (1e-4 * min(layer.shape))
             assert close(gram, torch.eye(2), 1e-6) == (init_A == "orthonormal")
-        before = {layer: federation.weight(layer) for layer in LAYERS}
+        before = {layer: federation.get_weight(layer) for layer in LAYERS}
         federation.round()
-        assert all(not close(federation.weight(layer), before[layer], 1e-6) for layer in LAYERS)
+        assert all(not close(federation.get_weight(layer), before[layer], 1e-6) for layer in LAYERS)
     for layer in LAYERS:  # nothing was taken off the base
         assert torch.equal(
             materialise(problem.to_dense(layer)[layer], federation.state.base, layer), problem.to_dense(layer)[layer]
@@ -224,7 +224,7 @@ def test_gram_sums_give_what_stacked_factors_give(alignment: str, r: int) -> Non
         for members in [(0, 1, 2, 3), (0, 2, 3), (0, 1, 2, 3)]:
             found[sums].round([problem.client_ids[member] for member in members])
     for layer in LAYERS:
-        assert close(found[True].weight(layer), found[False].weight(layer), 1e-6)
+        assert close(found[True].get_weight(layer), found[False].get_weight(layer), 1e-6)
         if alignment != "none":  # signs of directions that are all but equal may turn
             one, other = (found[sums].state.tensors[join_tensor_name(layer, "A")] for sums in (True, False))
             assert close(one.double(), other.double(), 1e-6)

@@ -40,7 +40,7 @@ def test_rounds_match_dense_weights(train: str, exact: bool) -> None:
     method = FRLoRA(spec=problem.adapted().spec, r=2, lora_alpha=4, train=train)
     made = federation(method)
     for one in LAYERS:
-        assert close(made.weight(one), problem.to_dense(one)[one])  # the model begins as the pretrained one
+        assert close(made.get_weight(one), problem.to_dense(one)[one])  # the model begins as the pretrained one
     follow(made, _Oracle(problem.to_dense(*LAYERS), given(made)), train="AB" if train == "both" else "B")
     assert method.declare_claims().exact == exact
 

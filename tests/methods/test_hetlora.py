@@ -98,8 +98,8 @@ def test_pruning_padding_and_weights_match_the_oracle(weighting: str) -> None:
         for id, rank in ranks.items():
             assert federation.job(id).tensors[join_tensor_name("fc1", "A")].shape == (rank, 5)
             cut = server["fc1"]["B"][:, :rank] @ server["fc1"]["A"][:rank]
-            assert close(federation.weight("fc1", id), W["fc1"] + cut)
-        assert close(federation.weight("fc2"), W["fc2"] + server["fc2"]["B"][:, :R] @ server["fc2"]["A"][:R])
+            assert close(federation.get_weight("fc1", id), W["fc1"] + cut)
+        assert close(federation.get_weight("fc2"), W["fc2"] + server["fc2"]["B"][:, :R] @ server["fc2"]["A"][:R])
     assert pruned >= 2
 
 

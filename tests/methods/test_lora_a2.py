@@ -77,7 +77,7 @@ def test_probe_selection_masks_and_aggregation_match_the_oracle() -> None:
             server[one][slot] = server[one][slot] + moved[one]
             for s in "AB":
                 assert close(federation.state.tensors[join_tensor_name(one, s)], server[one][s])
-            assert close(federation.weight(one), W[one] + SCALING * server[one]["B"] @ server[one]["A"])
+            assert close(federation.get_weight(one), W[one] + SCALING * server[one]["B"] @ server[one]["A"])
     assert {len(value) for value in selected.values()} != {RANKS["client-3"]}  # the budget is one over all layers
 
 

@@ -191,4 +191,4 @@ def test_a_federation_of_every_method_is_the_same_with_several_clients_at_once(
         found = run_rounds(prepared, engine).state.tensors
         assert apart(expected, found) < (1e-3 if key in ADAMW else 1e-5)
         assert isinstance(engine, BatchedEngine)
-        assert (engine._workers[0].loop.prefixes.cache(prepared.train) is not None) == (layers is not None)
+        assert (engine._workers[0].loop.prefixes.get_cache(prepared.train) is not None) == (layers is not None)

@@ -114,7 +114,7 @@ def test_a_client_that_was_away_catches_up_exactly(key: str, run_method: RunMeth
         state = round.before.state
         everything = run.prepared.evaluator.build_job(round.before, None)
         for id in run.federation.clients:
-            client = run.federation.client(id, round.before)
+            client = run.federation.get_client(id, round.before)
             away += client.last_round is not None and client.last_round < number - 1
             message = decode(encode(run.federation.method.sync(state, client)))
             base = apply_patch(bases[id], message.base)

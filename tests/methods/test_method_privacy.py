@@ -17,7 +17,7 @@ from test_method_remote import remote
 
 from fedspan.core.values import Trained
 from fedspan.errors import FedspanError
-from fedspan.federation.privacy import compute_client_noise, compute_sampling_rate, order_charges
+from fedspan.federation.privacy import compute_client_noise, compute_order_charges, compute_sampling_rate
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.federation.serialization import encode_state
 from fedspan.methods.registry import METHODS
@@ -193,7 +193,7 @@ def test_an_order_costs_what_its_phases_release(prepared: Prepared, tiny_folder:
         run = tiny.variant(prepared, settings(tiny_folder, key, "dp-sgd"))
         state, client = run.federation.begin().state, run.federation.clients["west"].client
         sent = run.federation.method.sync(state, client)
-        (costs[key],) = order_charges(
+        (costs[key],) = compute_order_charges(
             run.federation.settings.privacy, run.engine.settings, run.federation.method, sent, client, state.round
         )
     assert costs["pfedloru"].count > costs["fedit"].count == 2

@@ -100,9 +100,9 @@ def test_matches_a_dense_oracle() -> None:
             for slot in "AB":
                 assert close(federation.state.tensors[join_tensor_name(one, slot)], pairs[one][slot])
             expected = W[one] + S * pairs[one]["B"] @ pairs[one]["A"]
-            assert close(federation.weight(one), expected)
+            assert close(federation.get_weight(one), expected)
             for id in problem.client_ids:  # whatever its rank, a client's model before training is the global one
-                assert close(federation.weight(one, id), expected)
+                assert close(federation.get_weight(one, id), expected)
         for name in HEAD:
             assert close(federation.state.tensors[f"extras/{name}"], head[name])
 

@@ -71,8 +71,8 @@ def test_matches_a_dense_oracle(variant: Literal[1, 2]) -> None:
                     assert close(party.memory[f"{one}/L"], personal[id][f"{one}/L"])
                     assert close(party.memory[f"{one}/U"], personal[id][f"{one}/U"])
                 own = ALPHA / RANKS[id] * personal[id][f"{one}/L"] @ personal[id][f"{one}/U"]
-                assert close(federation.weight(one, id), server[one] + own)
-            assert close(federation.weight(one), server[one])  # the global model has no personal part
+                assert close(federation.get_weight(one, id), server[one] + own)
+            assert close(federation.get_weight(one), server[one])  # the global model has no personal part
         for name in HEAD:
             assert close(federation.state.tensors[f"extras/{name}"], server[name])
 

@@ -95,13 +95,13 @@ def test_two_phases_personal_memory_and_accumulation_match_a_dense_oracle() -> N
                 assert close(state.tensors[join_tensor_name(one, slot)].double(), shared[one][slot])
             if accumulations:
                 assert close(to_dense(state.base.total[one]), W[one] - problem.to_dense(one)[one])
-            assert close(federation.weight(one), W[one] + SCALING * shared[one]["B"] @ shared[one]["A"])
+            assert close(federation.get_weight(one), W[one] + SCALING * shared[one]["B"] @ shared[one]["A"])
         for id, party in federation.parties.items():
             for one in LAYERS:
                 for slot, value in personal[id][one].items():
                     if party.memory:
                         assert close(party.memory[join_tensor_name(one, slot)], value)
-                assert close(federation.weight(one, id), _effective(W, shared, personal[id])[one])
+                assert close(federation.get_weight(one, id), _effective(W, shared, personal[id])[one])
             expected = problem.loss(id, {**_effective(W, shared, personal[id]), **head})
             assert abs(federation.loss(id) - float(expected)) < 1e-6  # predictions come back in float32
 

@@ -83,7 +83,7 @@ def test_matches_a_dense_oracle(sparse_rounds: int, lr_scale: float) -> None:
         for one in LAYERS:
             second = number + 1 >= sparse_rounds
             expected = W0[one] + S * pairs[one]["B"] @ pairs[one]["A"] if second else W[one]
-            assert close(federation.weight(one), expected)
+            assert close(federation.get_weight(one), expected)
         for name in HEAD:
             assert close(federation.state.tensors[f"extras/{name}"], head[name])
 
@@ -101,7 +101,7 @@ def test_only_masked_values_are_transmitted_and_only_they_move() -> None:
         if number == 0:
             assert federation.elements["client-0"] == (0, round(0.3 * 40) + round(0.3 * 48))
             for one in LAYERS:
-                moved = federation.weight(one) - problem.to_dense(one)[one] != 0
+                moved = federation.get_weight(one) - problem.to_dense(one)[one] != 0
                 assert torch.equal(moved.double(), _mask(one))
 
 

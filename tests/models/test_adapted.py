@@ -130,14 +130,14 @@ def test_a_base_update_replaces_the_weight_and_W0_comes_back(kind: str, tiny_fol
     adapted = adapt(model, kind)
     first, second = random_pairs(adapted, 1), random_pairs(adapted, 2)
     stored = {name: value.clone() for name, value in model.state_dict().items()}
-    originals = {name: adapted.weight(name) for name in adapted.layers}
+    originals = {name: adapted.get_weight(name) for name in adapted.layers}
     base = BaseUpdate().add(Increment(1, first)).add(Increment(2, second, decay=0.9))
     adapted.set_base(base)
     plain = with_weights(
         kind, tiny_folder, lambda name, W: 0.9 * (W + first[name].to_dense()) + second[name].to_dense(), like=model
     )
     assert distance(logits(model), logits(plain)) < 1e-5
-    assert all(torch.equal(adapted.weight(name), original) for name, original in originals.items())
+    assert all(torch.equal(adapted.get_weight(name), original) for name, original in originals.items())
     adapted.set_base(BaseUpdate())
     assert all(torch.equal(value, stored[name]) for name, value in model.state_dict().items())
 

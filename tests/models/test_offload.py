@@ -61,7 +61,7 @@ def test_training_ends_where_it_ends_with_the_base_in_memory(
     assert all(is_offloaded(layer.module) for layer in adapted.layers.values())
     assert all(layer.stored_weight.is_meta for layer in adapted.layers.values())
     for name in adapted.layers:
-        assert torch.equal(adapted.weight(name), plain.engine.adapted.weight(name))
+        assert torch.equal(adapted.get_weight(name), plain.engine.adapted.get_weight(name))
     expected, found = state(plain), state(apart)
     assert expected.keys() == found.keys()
     for name, value in expected.items():

@@ -183,7 +183,7 @@ def test_a_base_update_moves_the_weight_and_leaves_w0(kind: str, form: str) -> N
     expected = with_weight(plain, adapted, 0.5 * W_OI + dense + pair.to_dense())(x)
     assert close(adapted.model(x), expected, 1e-5)
     assert torch.equal(layer.get_original(), W_OI)
-    assert torch.equal(adapted.weight("layer"), W_OI)
+    assert torch.equal(adapted.get_weight("layer"), W_OI)
     adapted.set_base(BaseUpdate())
     adapted.install({}, {}, frozenset())
     assert torch.equal(layer.stored_weight, stored)
@@ -284,7 +284,7 @@ def test_shapes_and_kernels() -> None:
     adapted = AdaptedModel(Whole(conv), {"layer": conv}, {})
     (layer,) = adapted.spec.layers
     assert (layer.shape, layer.kernel) == ((5, 24), (2, 4))
-    assert torch.equal(adapted.weight("layer")[:, 8:16], conv.weight[:, 1].flatten(1))
+    assert torch.equal(adapted.get_weight("layer")[:, 8:16], conv.weight[:, 1].flatten(1))
 
 
 class Scaled(nn.Embedding):

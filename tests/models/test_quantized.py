@@ -52,8 +52,8 @@ def test_weights_are_the_numbers_that_the_layer_computes_with(kind: str, family:
     plain = prepare(parse_config(tiny_decoders.settings(decoders, family))).engine.adapted
     assert made.spec == plain.spec
     for name, layer in made.layers.items():
-        weight, x = made.weight(name), torch.randn(5, made.weight(name).shape[1])
-        assert torch.allclose(weight, rounded(plain.weight(name), kind), atol=1e-6)
+        weight, x = made.get_weight(name), torch.randn(5, made.get_weight(name).shape[1])
+        assert torch.allclose(weight, rounded(plain.get_weight(name), kind), atol=1e-6)
         bias = 0 if layer.module.bias is None else layer.module.bias
         with torch.no_grad():
             y = layer.module(x) - bias

@@ -74,8 +74,8 @@ def test_bytes_are_the_ledger_s(
     assert plan.exact
     assert plan.bytes_down == totals.run("down").payload
     assert plan.bytes_up == totals.run("up").payload
-    assert plan.first_up * plan.clients == totals.round("up", 1).payload
-    assert plan.first_down * plan.clients == totals.round("down", 1).payload
+    assert plan.first_up * plan.clients == totals.count_round("up", 1).payload
+    assert plan.first_down * plan.clients == totals.count_round("down", 1).payload
 
 
 @pytest.mark.parametrize("wrapper", ["scaffold", {"name": "fedpaq", "bits": 5}, "fedprox", "fedadam"])

@@ -20,7 +20,7 @@ pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed
 from fedspan.reports import charts
 from fedspan.reports.groups import group_runs, list_differences, summarize_curve
 from fedspan.reports.run_data import RunData, read_runs
-from fedspan.reports.summary import score_text, write_sentences
+from fedspan.reports.summary import format_score, write_sentences
 
 LIMIT = 7_000_000
 
@@ -83,7 +83,7 @@ def test_numbers_are_those_of_the_runs(series: Path, text: str) -> None:
     assert {group.label for group in groups} == {"fedit", "ffa-lora"}
     assert set(list_differences([group.runs[0] for group in groups])) == {"method.name"}
     for group in groups:
-        made = summarize_curve(group, {run.name: charts.score_of(run) for run in group.runs})
+        made = summarize_curve(group, {run.name: charts.get_scores(run) for run in group.runs})
         assert made.rounds == (1, 2, 3)
         for run in group.runs:
             assert run.report is not None
@@ -92,7 +92,7 @@ def test_numbers_are_those_of_the_runs(series: Path, text: str) -> None:
         assert made.bytes[-1] == sum(run.bytes for run in group.runs) / 2
         assert made.seconds[0] < made.seconds[-1]
         assert all(low <= mean <= high for low, mean, high in zip(made.low, made.mean, made.high, strict=True))
-        assert score_text("accuracy", group.runs[0].final) in text
+        assert format_score("accuracy", group.runs[0].final) in text
     buttons = figures(text)[0]["layout"]["updatemenus"][0]["buttons"]
     assert [button["label"] for button in buttons] == ["by rounds", "by bytes", "by time"]
     assert all(len(button["args"][0]["x"]) == len(figures(text)[0]["data"]) for button in buttons)
@@ -144,8 +144,8 @@ def test_a_client_is_left_behind_by_the_metrics_own_measure(series: Path) -> Non
 
 
 def test_scores() -> None:
-    assert score_text("loss", 0.5, 0.01) == "0.5000 ± 0.0100"
-    assert score_text("accuracy", None) == "-"
+    assert format_score("loss", 0.5, 0.01) == "0.5000 ± 0.0100"
+    assert format_score("accuracy", None) == "-"
 
 
 def test_a_run_at_work_and_data_that_are_gone(series: Path, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ class _Ones:
     def __init__(self, spec: Spec) -> None:
         self.shapes = {layer.name: layer.shape for layer in spec.layers}
 
-    def weight(self, layer: str) -> Tensor:
+    def get_weight(self, layer: str) -> Tensor:
         return torch.ones(self.shapes[layer])
 
     def get_extra(self, parameter: str) -> Tensor:

@@ -35,8 +35,8 @@ def everything(totals: Totals) -> dict[str, object]:
     return {
         direction: (
             totals.run(direction),
-            [totals.round(direction, round) for round in totals.rounds],
-            [totals.client(direction, client) for client in totals.clients],
+            [totals.count_round(direction, round) for round in totals.rounds],
+            [totals.count_client(direction, client) for client in totals.clients],
         )
         for direction in DIRECTIONS
     }
@@ -73,9 +73,9 @@ def test_by_round_and_client(tmp_path: Path) -> None:
         ledger.record(2, "a", "down", 1, 0)
         totals = ledger.totals
     assert totals.run("down") == Tally(3, 31, 24)
-    assert totals.round("down", 1) == Tally(2, 30, 24)
-    assert totals.round("up", 1) == Tally()
-    assert totals.client("down", "a") == Tally(2, 11, 8)
+    assert totals.count_round("down", 1) == Tally(2, 30, 24)
+    assert totals.count_round("up", 1) == Tally()
+    assert totals.count_client("down", "a") == Tally(2, 11, 8)
     assert (totals.rounds, totals.clients) == ((1, 2), ("a", "b"))
 
 

@@ -170,7 +170,7 @@ class Federation:
         known, memory = (None, {}) if party is None else (party.client, party.memory)
         return self.method.start(self.method.sync(self.state, known), known, memory, self.state.round)
 
-    def weight(self, layer: str, client: str | None = None) -> Tensor:
+    def get_weight(self, layer: str, client: str | None = None) -> Tensor:
         """What a layer computes with in the model to evaluate: one dense matrix, (O, I), float64."""
         job = self.job(client)
         base = materialise(self.problem.to_dense(layer)[layer], self.state.base, layer)

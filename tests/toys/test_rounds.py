@@ -128,7 +128,7 @@ def test_float32_follows_float64(name: str) -> None:
         federation = Federation(method, problem, sgd(LR, steps=2))
         for _ in range(ROUNDS):
             federation.round()
-        weights[dtype] = {layer: federation.weight(layer, "client-1") for layer in LAYERS}
+        weights[dtype] = {layer: federation.get_weight(layer, "client-1") for layer in LAYERS}
     for layer in LAYERS:
         assert close(weights[torch.float32][layer], weights[torch.float64][layer], 1e-5)
 

@@ -60,7 +60,7 @@ def trained(prepared: Prepared, padding_free: bool) -> tuple[Mapping[str, Tensor
     engine = LoopEngine(prepared.engine.adapted, prepared.task, settings, 0, None, padding_free)
     id, member = next((id, one) for id, one in federation.clients.items() if len(one.train))
     state = federation.begin().state
-    client = federation.client(id, federation.begin())
+    client = federation.get_client(id, federation.begin())
     job = federation.method.start(federation.method.sync(state, client), client, {}, state.round)
     assert isinstance(job, Job)
     made = engine.train(Assignment(id, 0, job, member.train, 0.02), prepared.train)

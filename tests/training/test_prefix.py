@@ -122,7 +122,7 @@ def test_a_job_on_examples_of_one_length_is_the_same_in_every_model(kind: str, f
     prepared.engine.adapted.model.double()
     engine = engine_of(prepared, MEMORY)
     lengths = prepared.train.lengths
-    cache = engine.prefixes.cache(prepared.train)
+    cache = engine.prefixes.get_cache(prepared.train)
     assert cache is not None
     tried = cache.computed  # beside examples of other lengths
     indices = np.flatnonzero((lengths == np.bincount(lengths).argmax()) & ~tried)
@@ -184,7 +184,7 @@ def test_each_example_is_computed_once(folders: Mapping[str, Path]) -> None:
     prepared = built("bert", folders, training={"local_steps": None, "local_epochs": 3})
     adapted, part = prepared.engine.adapted, prepared.federation.clients["south"].train
     engine = engine_of(prepared, MEMORY)
-    cache = engine.prefixes.cache(prepared.train)
+    cache = engine.prefixes.get_cache(prepared.train)
     assert cache is not None
     job = job_of(prepared, "south", torch.float32)
     with uses(adapted) as seen:
@@ -230,7 +230,7 @@ def test_beyond_the_budget_a_file_holds_them_and_leaves_nothing_behind(
     inside, mapped = (
         engine_of(prepared, PrefixSettings(budget=budget, folder=tmp_path / "made" / "here")) for budget in (1 << 20, 0)
     )
-    caches = [engine.prefixes.cache(prepared.train) for engine in (inside, mapped)]
+    caches = [engine.prefixes.get_cache(prepared.train) for engine in (inside, mapped)]
     assert [cache is not None and cache.mapped for cache in caches] == [False, True]
     results = [trained(engine, prepared, job, "south") for engine in (inside, mapped)]
     for name, value in results[0].tensors.items():
@@ -424,7 +424,7 @@ def test_replicas_in_threads_share_what_is_computed(folders: Mapping[str, Path])
     prepared = built("bert", folders)
     adapted = prepared.engine.adapted
     first = engine_of(prepared, MEMORY).prefixes
-    cache = first.cache(prepared.train)
+    cache = first.get_cache(prepared.train)
     assert cache is not None
     others = [first.create_replica(adapted.create_replica()) for _ in range(3)]
     indices = np.arange(len(prepared.train))

@@ -53,7 +53,7 @@ def cache_of(prepared: Prepared, settings: PrefixSettings = SETTINGS) -> PrefixC
         prepared.config.seed,
         settings,
     )
-    cache = engine.prefixes.cache(prepared.train)
+    cache = engine.prefixes.get_cache(prepared.train)
     assert cache is not None
     return cache
 

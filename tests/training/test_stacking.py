@@ -19,7 +19,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import prepare
 from fedspan.training import stacking
 from fedspan.training.batched import BatchedEngine
-from fedspan.training.stacking import DEFAULT, Budget, StackingPlan, StackingRequest, cache_file, read_plans, search
+from fedspan.training.stacking import DEFAULT, Budget, StackingPlan, StackingRequest, get_cache_file, read_plans, search
 from fedspan.training.worker import Worker
 from helpers import tiny
 
@@ -71,7 +71,7 @@ def test_as_many_at_once_as_is_fastest(
         assert again.stacking == engine.stacking
     finally:
         torch.set_num_threads(threads)
-    kept = cache_file()
+    kept = get_cache_file()
     assert kept.parent == Path(os.environ["FEDSPAN_CACHE"])
     written = list(json.loads(kept.read_text()).values())
     assert written == [{"clients_per_pass": expected[0], "workers": expected[1]}]
@@ -79,7 +79,7 @@ def test_as_many_at_once_as_is_fastest(
 
 def test_a_damaged_cache_is_no_cache(measured: dict[StackingPlan, float]) -> None:
     for text in ("", "[]", '{"a": 1}', '{"a": {"clients_per_pass": "x"}}'):
-        cache_file().write_text(text)
+        get_cache_file().write_text(text)
         assert read_plans() == {}
 
 

@@ -59,7 +59,7 @@ def differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> set[str
 
 def trained(federation: Federation, progress: Progress, id: str) -> tuple[Job, dict[str, Tensor]]:
     """A client's job in a round and what its training gives."""
-    engine, client = federation.engine, federation.client(id, progress)
+    engine, client = federation.engine, federation.get_client(id, progress)
     engine.adapted.set_base(progress.state.base)
     message = serialization.decode(serialization.encode(federation.method.sync(progress.state, client)))
     job = federation.method.start(message, client, progress.memories.get(id, {}), progress.state.round)
@@ -132,7 +132,7 @@ def test_local_statistics_stay_on_the_client(resnet: Prepared) -> None:
     for id, own in first.items():
         memory = result.progress.memories[id]
         assert not differing({name: own[name] for name in buffers}, memory)
-        client = federation.client(id, result.progress)
+        client = federation.get_client(id, result.progress)
         message = federation.method.sync(result.progress.state, client)
         assert not buffers & set(message.tensors)
         job = federation.method.start(message, client, memory, result.progress.state.round)
@@ -206,7 +206,7 @@ def test_the_order_of_replies_does_not_matter(resnet: Prepared) -> None:
     begun, method = federation.begin(), federation.method
     replies: dict[str, tuple[Client, Contribution]] = {}
     for id in federation.clients:
-        client = federation.client(id, begun)
+        client = federation.get_client(id, begun)
         job = method.start(method.sync(begun.state, client), client, {}, begun.state.round)
         done = federation.engine.train(Assignment(id, 0, job, federation.clients[id].train, 0.02), federation.examples)
         message, _ = method.finish(job, done, client, {}, 0)
@@ -245,7 +245,7 @@ def test_traffic_counts_them(resnet: Prepared) -> None:
     """What is transmitted beside the factors is the extras, whole, the statistics among them."""
     federation = under(resnet, "average")
     begun = federation.begin()
-    client = federation.client("east", begun)
+    client = federation.get_client("east", begun)
     sent = federation.method.sync(begun.state, client)
     extras = {name: value for name, value in sent.tensors.items() if name.startswith("extras/")}
     assert {name: tuple(value.shape) for name, value in extras.items()} == {
@@ -257,7 +257,7 @@ def test_traffic_counts_them(resnet: Prepared) -> None:
 
 
 def _finished(federation: Federation, progress: Progress, id: str) -> Any:
-    client = federation.client(id, progress)
+    client = federation.get_client(id, progress)
     job = federation.method.start(federation.method.sync(progress.state, client), client, {}, progress.state.round)
     done = federation.engine.train(Assignment(id, 0, job, federation.clients[id].train, 0.02), federation.examples)
     return job, done, client, {}, progress.state.round

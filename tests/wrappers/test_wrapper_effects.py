@@ -63,7 +63,7 @@ def _values(made: Prepared, progress: Progress) -> Iterator[Tensor]:
     for layer in made.engine.adapted.spec.layers:
         yield compute_dense_change(
             job.parametrization[layer.name].compute_effective(select_slots(job.tensors, layer.name)),
-            made.engine.adapted.weight(layer.name),
+            made.engine.adapted.get_weight(layer.name),
         )
         if (delta := progress.state.base.total.get(layer.name)) is not None:
             yield delta if isinstance(delta, Tensor) else delta.to_dense()

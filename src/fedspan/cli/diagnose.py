@@ -96,7 +96,7 @@ def _to_dict(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def _show(out: Console, diagnosis: Diagnosis) -> None:
-    from fedspan.cli.formatting import create_table, number
+    from fedspan.cli.formatting import create_table, format_number
     from fedspan.diagnostics.measures import summarize_measures
 
     rows = summarize_measures(diagnosis)
@@ -118,7 +118,7 @@ def _show(out: Console, diagnosis: Diagnosis) -> None:
             table.add_column(title, justify="right", no_wrap=True)
         for barrier in diagnosis.barriers:
             losses = (barrier.losses[0], max(barrier.losses), barrier.losses[-1], barrier.height)
-            table.add_row(" - ".join(barrier.clients), *map(number, losses))
+            table.add_row(" - ".join(barrier.clients), *map(format_number, losses))
         out.print(table)
     for row in rows:
         out.print(f"{row.measure.title}: {row.measure.reads} ({row.measure.source})", style="dim")

@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fedspan.runs.formatting import format_duration, get_title, number, shorten
+from fedspan.runs.formatting import format_duration, format_number, get_title, shorten
 from fedspan.tasks.metrics import METRICS
 
 __all__ = [
@@ -14,11 +14,11 @@ __all__ = [
     "create_table",
     "format_duration",
     "format_flop_count",
+    "format_number",
     "format_percent",
+    "format_score",
     "format_span",
     "get_title",
-    "number",
-    "score",
     "shorten",
 ]
 
@@ -38,9 +38,9 @@ def format_percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f}%"
 
 
-def score(metric: str, value: float | None) -> str:
+def format_score(metric: str, value: float | None) -> str:
     """Format a metric's value: shares in percent, all else as a number; a dash for an unmeasured value."""
-    return format_percent(value) if METRICS[metric].percent else number(value)
+    return format_percent(value) if METRICS[metric].percent else format_number(value)
 
 
 def format_flop_count(count: float) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.text import Text
 
-from fedspan.cli.formatting import format_duration, get_title, number, score, shorten
+from fedspan.cli.formatting import format_duration, format_number, format_score, get_title, shorten
 from fedspan.experiments.tables import format_size
 from fedspan.logs import read_lines
 from fedspan.runs.folder import RunFolder
@@ -81,7 +81,9 @@ class RunView(ProgressBar):
         self._print(Text(f"run folder {self._folder}", "dim"))
         for remark in prepared.remarks:
             self._print(Text(f"note: {remark}", "yellow"))
-        self._print(self._line(("round", "loss", "validation", "test", "worst client", "down", "up", "time"), "dim"))
+        self._print(
+            self._format_line(("round", "loss", "validation", "test", "worst client", "down", "up", "time"), "dim")
+        )
         if resumed:
             for row in read_lines(RunFolder(self._folder).metrics):
                 self._print(self._render_row(row, "dim"))
@@ -121,7 +123,7 @@ class RunView(ProgressBar):
         super().on_baseline_round(name, round, loss)
         assert self._baseline is not None
         if round == self._baseline[2]:
-            self._print(Text(f"baseline {get_title(name)}: {round} epochs, loss {number(loss)}", "dim"))
+            self._print(Text(f"baseline {get_title(name)}: {round} epochs, loss {format_number(loss)}", "dim"))
 
     def _print(self, text: Text) -> None:
         self._printed, self._lines = self._clock(), self._lines + 1
@@ -133,7 +135,7 @@ class RunView(ProgressBar):
         widths[_WORST] = max(12, min(self._out.width, 92) - sum(widths))
         return widths
 
-    def _line(self, cells: tuple[str, ...], style: str = "") -> Text:
+    def _format_line(self, cells: tuple[str, ...], style: str = "") -> Text:
         """Format a line of right-aligned cells."""
         widths = self._compute_widths()
         shown = "".join(shorten(cell, width - 1).rjust(width) for cell, width in zip(cells, widths, strict=True))
@@ -149,12 +151,12 @@ class RunView(ProgressBar):
         traffic, name_width = row["bytes"], self._compute_widths()[_WORST] - 8
         cells = (
             f"{row['round']}/{self.rounds}" if row["round"] else "start",
-            number(row["loss"]) if "loss" in row else "-",
-            score(metric, validation.get(metric)),
-            score(metric, test.get(metric)),
-            "-" if worst is None else f"{shorten(worst['client'], name_width)} {score(metric, worst[metric])}",
+            format_number(row["loss"]) if "loss" in row else "-",
+            format_score(metric, validation.get(metric)),
+            format_score(metric, test.get(metric)),
+            "-" if worst is None else f"{shorten(worst['client'], name_width)} {format_score(metric, worst[metric])}",
             format_size(traffic["down"]),
             format_size(traffic["up"]),
             format_duration(row["seconds"]),
         )
-        return self._line(cells, style)
+        return self._format_line(cells, style)

@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedspan.cli.formatting import create_table, format_duration, get_title, score, shorten
+from fedspan.cli.formatting import create_table, format_duration, format_score, get_title, shorten
 from fedspan.experiments.tables import format_size
 from fedspan.models.names import get_architecture, resolve_model
 from fedspan.runs.session import RunReport
@@ -119,17 +119,17 @@ def _make_score_table(report: RunReport) -> Table:
         cells: list[str] = []
         if heldout:
             test = scores.get("test") or {}
-            cells += [*(score(one, test.get(one)) for one in metrics[:3]), _format_worst(test, metric)]
+            cells += [*(format_score(one, test.get(one)) for one in metrics[:3]), _format_worst(test, metric)]
         if own:
             clients = scores.get("clients") or {}
-            cells += [score(metric, clients.get(metric)), _format_worst(clients, metric)]
+            cells += [format_score(metric, clients.get(metric)), _format_worst(clients, metric)]
         table.add_row(get_title(name), *cells, style="bold" if name == report.method else "")
     return table
 
 
 def _format_worst(scores: Mapping[str, Any], metric: str) -> str:
     worst = scores.get("worst")
-    return "" if worst is None else f"{shorten(worst['client'], 12)} {score(metric, worst[metric])}"
+    return "" if worst is None else f"{shorten(worst['client'], 12)} {format_score(metric, worst[metric])}"
 
 
 def _describe_gain(report: RunReport) -> str:

@@ -10,7 +10,7 @@ from typing import Self
 from rich.console import Console
 from rich.text import Text
 
-from fedspan.cli.formatting import format_duration, score, shorten
+from fedspan.cli.formatting import format_duration, format_score, shorten
 from fedspan.cli.live import compute_report_interval
 from fedspan.experiments.series import Step
 from fedspan.experiments.series_bar import SeriesBar
@@ -45,13 +45,15 @@ class SeriesView(SeriesBar):
         super().on_series_start(steps)
         self._print(Text(f"{self.runs} runs in {self._folder}", "dim"))
 
-    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
-        super().run_finished(step, metric, value, seconds, is_new)
-        self._line(step, f"{score(metric, value):>8} {format_duration(seconds):>8}", "" if is_new else "dim")
+    def on_run_finish(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
+        super().on_run_finish(step, metric, value, seconds, is_new)
+        self._format_line(
+            step, f"{format_score(metric, value):>8} {format_duration(seconds):>8}", "" if is_new else "dim"
+        )
 
-    def run_failed(self, step: Step, why: str) -> None:
-        super().run_failed(step, why)
-        self._line(step, "  failed", "yellow")
+    def on_run_failure(self, step: Step, why: str) -> None:
+        super().on_run_failure(step, why)
+        self._format_line(step, "  failed", "yellow")
         self._note(why)
 
     def on_environment_change(self, changes: Mapping[str, tuple[object, object]]) -> None:
@@ -71,7 +73,7 @@ class SeriesView(SeriesBar):
         if now - self._printed >= compute_report_interval(now - self._began):
             self._print(Text(shorten(f"  {self._step.label}: {self._run.describe_state()}", self._out.width), "dim"))
 
-    def _line(self, step: Step, result: str, style: str) -> None:
+    def _format_line(self, step: Step, result: str, style: str) -> None:
         left = f"{self.done:>{len(str(self.runs))}}/{self.runs}  {step.label}"
         self._print(Text(f"{shorten(left, _LEFT):<{_LEFT}} {result}", style))
 

@@ -158,7 +158,7 @@ def evaluate(
         if value is not None:
             raise FedspanError(name, str(value), problem="it needs --tasks")
     import fedspan
-    from fedspan.cli.formatting import score
+    from fedspan.cli.formatting import format_score
     from fedspan.tasks.metrics import METRICS
 
     metrics = fedspan.evaluate(
@@ -175,7 +175,7 @@ def evaluate(
     if as_json:
         typer.echo(json.dumps(metrics))
         return
-    shown = {METRICS[name].title: score(name, value) for name, value in metrics.items() if name in METRICS}
+    shown = {METRICS[name].title: format_score(name, value) for name, value in metrics.items() if name in METRICS}
     width = max(map(len, shown))
     for name, value in {**shown, "examples": f"{metrics['examples']:.0f}"}.items():
         typer.echo(f"{name:<{width}} {value:>8}")

@@ -27,7 +27,7 @@ from fedspan.core.method import Memory, Method
 from fedspan.core.values import Client, Contribution, Job, Message, OptimizerState, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.privacy import compute_training_noise, order_charges, privatize
+from fedspan.federation.privacy import compute_order_charges, compute_training_noise, privatize
 from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Envelope, Order, Part, Reply, ScoredPart, Scores
 from fedspan.federation.secagg.messages import Phase, refuse_phase
@@ -324,7 +324,7 @@ class Host:
             return ()
         client = _set_true_examples(order.client, self._get_data(order))
         memory = self._load_state(client.id, client.last_round).memory
-        return order_charges(
+        return compute_order_charges(
             settings.privacy, settings, self.method, self._decode_message(order), client, order.round, memory
         )
 

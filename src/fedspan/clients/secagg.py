@@ -49,12 +49,12 @@ from fedspan.federation.secagg.messages import (
     SharesReply,
     UnmaskOrder,
     UnmaskReply,
+    build_session_context,
     compute_layout_digest,
-    context_of,
     create_initial_values,
     flatten,
 )
-from fedspan.federation.validation import change_of, clip_change
+from fedspan.federation.validation import clip_change, compute_change
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 
 __all__ = ["DiskSessionStore", "MemorySessionStore", "SecureClient", "Session", "SessionStore"]
@@ -186,7 +186,7 @@ class SecureClient:
         if self.identity is None:
             return keys
         keys = keys.model_copy(update={"identity": self.identity.public})
-        statement = keys.build_statement(context_of(session.run, session.number), self.id)
+        statement = keys.build_statement(build_session_context(session.run, session.number), self.id)
         return keys.model_copy(update={"signature": self.identity.sign(statement)})
 
     def _require_known_keys(self, peers: Mapping[str, PublicKeys], context: str) -> None:
@@ -221,7 +221,7 @@ class SecureClient:
             expected = f"more than half of the {len(peers)} clients of the neighbourhood, and no more than all"
             raise FedspanError("message.threshold", order.threshold, expected)
         self._require_min_clients(len(peers), order.threshold)
-        ids, context = sorted(peers), context_of(order.run, order.session)
+        ids, context = sorted(peers), build_session_context(order.run, order.session)
         self._require_known_keys(peers, context)
         if order.agreement.round != order.round:
             raise FedspanError("message.agreement.round", order.agreement.round, f"the order's, {order.round}")
@@ -299,7 +299,7 @@ class SecureClient:
         if compute_layout_digest(origin) != agreement.layout:
             raise FedspanError("reply", self.id, "tensors with the same names and shapes as the other clients'")
         try:
-            change = change_of(contribution, origin)
+            change = compute_change(contribution, origin)
         except ValueError as error:
             raise FedspanError("reply", self.id, problem=f"the numbers cannot be summed: {error}") from error
         return flatten(clip_change(change, agreement.clip)) * (client.weight / agreement.top)
@@ -347,7 +347,7 @@ class SecureClient:
 
 
 def _derive_keys(session: Session) -> Keys:
-    return Keys.derive(session.secret, context_of(session.run, session.number))
+    return Keys.derive(session.secret, build_session_context(session.run, session.number))
 
 
 def _get_agreement(session: Session) -> Agreement:
@@ -357,7 +357,7 @@ def _get_agreement(session: Session) -> Agreement:
 
 
 def _get_transcript(session: Session) -> str:
-    return _get_agreement(session).build_transcript(context_of(session.run, session.number))
+    return _get_agreement(session).build_transcript(build_session_context(session.run, session.number))
 
 
 @lru_cache(maxsize=1)

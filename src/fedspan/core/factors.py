@@ -124,7 +124,7 @@ def compute_principal_factors(
 
     def of(layer: LayerSpec) -> LowRank:
         rng = create_generator(method.seed, "principal", layer.name) if singular == "randomized" else None
-        U, S, Vt = compute_leading_svd(weights.weight(layer.name), method.r, rng)
+        U, S, Vt = compute_leading_svd(weights.get_weight(layer.name), method.r, rng)
         return balance_factors(U, S / scaling, Vt).to(torch.float32)
 
     pairs = map_layers(of, method.spec.layers)

@@ -226,7 +226,7 @@ def fit_cosine_discriminant(
     v = (d * centred).sum(1).clamp(min=0).sqrt()
     k = _scale(statistics.shares * examples, v, noise, along, fitted) if free > 0 else SCALE / len(m) ** 0.5
     weight = torch.where(v[:, None] > 1e-9, k * d / v[:, None].clamp(min=_TINY), 0.0)
-    return _to_weights(weight, _log_shares(statistics, present, examples) - weight @ m)
+    return _to_weights(weight, _compute_log_shares(statistics, present, examples) - weight @ m)
 
 
 def _scale(counts: Tensor, v: Tensor, noise: Tensor, along: Tensor, fitted: Tensor) -> Tensor:
@@ -294,7 +294,7 @@ def _compute_class_means(statistics: HeadStatistics) -> tuple[Tensor, Tensor]:
     return present, torch.where(present[:, None], means, _compute_mean(statistics))
 
 
-def _log_shares(statistics: HeadStatistics, present: Tensor, examples: float) -> Tensor:
+def _compute_log_shares(statistics: HeadStatistics, present: Tensor, examples: float) -> Tensor:
     """Return the logarithm of the classes' shares, (C,); a class that nobody has counts as half an example."""
     return torch.where(present, statistics.shares, 0.5 / max(1.0, examples)).log()
 

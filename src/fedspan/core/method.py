@@ -119,7 +119,7 @@ class Method(ABC):
         """Return the claims of the method."""
 
     @abstractmethod
-    def rank(self, client: Client | None) -> int:
+    def get_rank(self, client: Client | None) -> int:
         """Return the rank of a client, or of the global model."""
 
     @abstractmethod
@@ -195,7 +195,7 @@ class RegisteredMethod(Method):
     def declare_claims(self) -> Claims:
         return self.claims
 
-    def rank(self, client: Client | None) -> int:
+    def get_rank(self, client: Client | None) -> int:
         return self.r if client is None else client.rank
 
     def get_scaling(self, client: Client | None) -> float:

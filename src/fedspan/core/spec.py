@@ -61,7 +61,7 @@ class Spec:
 class Weights(Protocol):
     """Read access to the pretrained model, for a server's ``init``."""
 
-    def weight(self, layer: str) -> Tensor:
+    def get_weight(self, layer: str) -> Tensor:
         """Return W0 of a target layer, (O, I), float32; a copy."""
         ...
 

@@ -135,7 +135,7 @@ def submit(
     events = listener or Listener()
 
     def host(run_folder: RunFolder, prepared: Prepared, run_rounds: Any) -> RunReport:
-        run, config = _name(run_folder), prepared.config
+        run, config = _read_run_name(run_folder), prepared.config
         evaluated = min(config.partition.clients, config.evaluation.clients or config.partition.clients)
         if (note := describe_few_nodes(evaluated)) is not None:
             events.on_note(note)
@@ -181,7 +181,7 @@ def submit(
     )
 
 
-def _name(folder: RunFolder) -> str:
+def _read_run_name(folder: RunFolder) -> str:
     """Return the run's name for its nodes; it is created at the start of the run."""
     path = folder.path / _NAME
     if not path.is_file():

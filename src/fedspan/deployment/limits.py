@@ -115,7 +115,7 @@ def _list_sizes(config: RunConfig, invitation: Invitation, limits: NodeLimits) -
     yield "training.local_steps", (training.local_steps or 1) * training.gradient_accumulation_steps, limits.steps
     yield "model.max_length", config.model.max_length, limits.tokens
     yield "model.image_size", config.model.image_size or 0, limits.image_size
-    yield "method.r", _rank_option(config), limits.rank
+    yield "method.r", _get_rank_option(config), limits.rank
     ranks = (invitation.read_values().get("federation") or {}).get("ranks")
     yield "federation.ranks", max(_list_whole_numbers(ranks), default=0) if ranks else 0, limits.rank
     options = [config.method.options, *(method_options.options for method_options in config.method.wrappers)]
@@ -124,7 +124,7 @@ def _list_sizes(config: RunConfig, invitation: Invitation, limits: NodeLimits) -
             yield f"method.{name}", value, limits.steps if name == "steps" else _LARGEST_OPTION
 
 
-def _rank_option(config: RunConfig) -> int:
+def _get_rank_option(config: RunConfig) -> int:
     value = config.method.options.get("r", 1)
     return value if isinstance(value, int) else 1
 
@@ -245,14 +245,14 @@ class OrderTerms:
         """
         _require_same("lr", lr, self.config.build_training_settings().compute_lr(round, self.config.federation.rounds))
 
-    def weight(self, task: str) -> float:
+    def get_weight(self, task: str) -> float:
         """Return the client's weight in an average."""
         uniform = self.config.federation.weights == "uniform" and task != "statistics"
         return 1.0 if uniform else float(self.client.examples)
 
     def _require_client(self, client: Client, task: str) -> None:
         _require_same("client.examples", client.examples, self.client.examples)
-        _require_same("client.weight", client.weight, self.weight(task))
+        _require_same("client.weight", client.weight, self.get_weight(task))
         if client.rank not in self.ranks:
             raise FedspanError("message.client.rank", client.rank, f"a rank of the run's config: {sorted(self.ranks)}")
         _require_same("client.scaling", client.scaling, compute_client_scaling(self.config, self.method, client.rank))

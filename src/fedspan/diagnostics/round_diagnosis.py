@@ -251,7 +251,7 @@ class _RoundModels:
         updates = {id: combine([(1.0, self._own(id, name)), (-1.0, starts[id])], shape) for id in starts}
         whole = accumulated = None
         if self.end is not None:
-            end = self._change(self.end.parametrization[name], self.end.tensors, name, self.after)
+            end = self._compute_change(self.end.parametrization[name], self.end.tensors, name, self.after)
             # relative to the clients' mean start: the global model, unless the clients' ranks are smaller
             negative_starts = [(-self.weights[id], start) for id, start in starts.items()]
             whole = combine([(1.0, end), *self._compute_base_change(name), *negative_starts], shape)
@@ -259,7 +259,7 @@ class _RoundModels:
             if name in self.after.total:
                 parts.append((1.0, self.after.total[name]))
             if self.after.rho != 1.0:
-                parts.append((self.after.rho - 1.0, self.engine.adapted.weight(name)))
+                parts.append((self.after.rho - 1.0, self.engine.adapted.get_weight(name)))
             accumulated = measure_shape(combine(parts, shape))
         return LayerDiagnosis(
             compare_updates(updates, self.weights, whole), self._compute_moment_mismatch(name), accumulated
@@ -293,18 +293,18 @@ class _RoundModels:
     def _start(self, id: str, name: str) -> Delta:
         """Return a client's layer before its training, relative to the base at the start of the round."""
         first = self.training[id].first
-        return self._change(first.parametrization[name], first.tensors, name, self.before)
+        return self._compute_change(first.parametrization[name], first.tensors, name, self.before)
 
     def _own(self, id: str, name: str) -> Delta:
         """Return a client's layer after its training, relative to the base at the start of the round."""
         local = self.training[id]
-        change = self._change(local.last.parametrization[name], local.trained.tensors, name, self.before)
+        change = self._compute_change(local.last.parametrization[name], local.trained.tensors, name, self.before)
         decay = local.trained.decay
         if decay == 1.0:
             return change
         return combine([(1.0, change), (decay - 1.0, self._compute_base(name, self.before))], get_shape(change))
 
-    def _change(
+    def _compute_change(
         self, parametrization: Parametrization, tensors: Mapping[str, Tensor], name: str, base: BaseUpdate
     ) -> Delta:
         """Return the change of a layer relative to a base."""
@@ -315,7 +315,7 @@ class _RoundModels:
         return torch.zeros(self.engine.adapted.operators[name].shape) if effective.pair is None else effective.pair
 
     def _compute_base(self, name: str, base: BaseUpdate) -> Tensor:
-        return materialise(self.engine.adapted.weight(name), base, name)
+        return materialise(self.engine.adapted.get_weight(name), base, name)
 
     def _compute_base_change(self, name: str) -> list[tuple[float, Delta]]:
         """Return the change of the base in the round, as terms of a linear combination."""

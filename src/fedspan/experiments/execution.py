@@ -266,7 +266,7 @@ def run_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunRep
         FedspanError: If the run fails; the message names the run.
     """
     place, known = folder / step.name, get_reusable_runs()
-    watcher.run_started(step)
+    watcher.on_run_start(step)
     if known is not None:
         known.copy(step.config, place)
     finished = RunFolder(place).report.is_file()
@@ -281,5 +281,5 @@ def run_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunRep
         gc.collect()
     if known is not None and not finished:
         known.add(place)
-    watcher.run_finished(step, report.metric, score(report), report.seconds, not finished)
+    watcher.on_run_finish(step, report.metric, score(report), report.seconds, not finished)
     return report

@@ -145,7 +145,7 @@ def _run_trials(plan: Sweep, folder: Path, watcher: Watcher) -> tuple[dict[str, 
                 failures[step.name] = str(error)
                 run_folder.write_json(path, failures)
         lost.add(step.group)
-        watcher.run_failed(step, failures[step.name])
+        watcher.on_run_failure(step, failures[step.name])
     return reports, failures
 
 

@@ -54,13 +54,13 @@ class Watcher(Listener):
     def on_series_start(self, steps: Sequence[Step]) -> None:
         """Handle the start of a series: all runs are planned and the folder exists."""
 
-    def run_started(self, step: Step) -> None:
+    def on_run_start(self, step: Step) -> None:
         """Handle the start of a run, which is loaded, or read if it is already finished."""
 
-    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
+    def on_run_finish(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
         """Handle the report of a run; ``value`` is the compared score, ``is_new`` is False for a run that was read."""
 
-    def run_failed(self, step: Step, why: str) -> None:
+    def on_run_failure(self, step: Step, why: str) -> None:
         """Handle the divergence of a run; the series continues without it."""
 
 
@@ -75,17 +75,17 @@ class Watchers(Listeners, Watcher):
         for one in self._watchers:
             one.on_series_start(steps)
 
-    def run_started(self, step: Step) -> None:
+    def on_run_start(self, step: Step) -> None:
         for one in self._watchers:
-            one.run_started(step)
+            one.on_run_start(step)
 
-    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
+    def on_run_finish(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
         for one in self._watchers:
-            one.run_finished(step, metric, value, seconds, is_new)
+            one.on_run_finish(step, metric, value, seconds, is_new)
 
-    def run_failed(self, step: Step, why: str) -> None:
+    def on_run_failure(self, step: Step, why: str) -> None:
         for one in self._watchers:
-            one.run_failed(step, why)
+            one.on_run_failure(step, why)
 
 
 def validate_seeds(seeds: Sequence[int]) -> tuple[int, ...]:

@@ -39,13 +39,13 @@ class SeriesBar(LiveBar, Watcher):
     def on_series_start(self, steps: Sequence[Step]) -> None:
         self.done, self.runs = 0, len(steps)
 
-    def run_started(self, step: Step) -> None:
+    def on_run_start(self, step: Step) -> None:
         self._step, self._run = step, self._create_bar()
 
-    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
+    def on_run_finish(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
         self.done += 1
 
-    def run_failed(self, step: Step, why: str) -> None:
+    def on_run_failure(self, step: Step, why: str) -> None:
         self.done += 1
 
     def on_start(self, prepared: Prepared, done: int, resumed: bool) -> None:

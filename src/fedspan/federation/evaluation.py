@@ -22,7 +22,7 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.plausibility import drop_impossible_metrics
 from fedspan.federation.progress import ClientData, Failure, Progress, Transfer
 from fedspan.federation.protocol import Envelope, OrderEncoder, Orders, ScoredPart, Scores, open_reply
-from fedspan.federation.weights import weight_limit
+from fedspan.federation.weights import compute_weight_limit
 from fedspan.tasks.metrics import METRICS, rank_of
 from fedspan.tasks.task import Examples
 from fedspan.training.stacked_prediction import ModelInputs
@@ -139,7 +139,7 @@ class Evaluator:
         """Return the job with the client's own model, or (None) the global one. Sets the engine's base, too."""
         method, engine = self.federation.method, self.federation.engine
         engine.adapted.set_base(progress.state.base)
-        client = None if client_id is None else self.federation.client(client_id, progress)
+        client = None if client_id is None else self.federation.get_client(client_id, progress)
         memory = {} if client_id is None else progress.memories.get(client_id, {})
         return method.start(method.sync(progress.state, client), client, memory, progress.state.round)
 
@@ -236,7 +236,7 @@ class ReportedEvaluator(Evaluator):
         reported: dict[str, dict[str, Scores]] = {"validation": {}, "test": {}}
 
         def order(id: str) -> Envelope:
-            client = federation.client(id, progress) if personal else None
+            client = federation.get_client(id, progress) if personal else None
             message = method.sync(state, client)
             encoded = encoder.order("evaluate", state.round, id, client, message)
             federation.record(
@@ -314,7 +314,7 @@ class ReportedEvaluator(Evaluator):
         known = {id: len(getattr(data, part)) for id, data in clients.items()}
         train = {id: min(data.client.examples, data.max_weight or math.inf) for id, data in clients.items()}
         counts = {id: known[id] or max(1.0, min(reported[id], train[id])) for id in reported}
-        limit = weight_limit(list(counts.values()), self.federation.settings.max_weight_ratio)
+        limit = compute_weight_limit(list(counts.values()), self.federation.settings.max_weight_ratio)
         if limit is None:
             return {id: float(count) for id, count in counts.items()}
         share = statistics.median(counts[id] / max(1, train[id]) for id in counts)

@@ -13,7 +13,7 @@ from fedspan.core.tensors import create_generator
 from fedspan.core.values import Client
 from fedspan.federation.absences import Absences
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext
-from fedspan.federation.privacy import draw_poisson_cohort, round_charges
+from fedspan.federation.privacy import compute_round_charges, draw_poisson_cohort
 from fedspan.federation.progress import (
     ClientData,
     Failure,
@@ -30,7 +30,7 @@ from fedspan.federation.protocol import (
     Transport,
     open_reply,
 )
-from fedspan.federation.round import OnCharge, OnClient, Round, compute_client_charges, order_transfer
+from fedspan.federation.round import OnCharge, OnClient, Round, compute_client_charges, create_order_transfer
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.tasks.task import Examples
@@ -141,16 +141,16 @@ class Federation:
         """Return the progress before the first round."""
         return Progress(self.method.init(self.engine.adapted))
 
-    def client(self, id: str, progress: Progress) -> Client:
+    def get_client(self, id: str, progress: Progress) -> Client:
         """Return a client with the round of the state that it stores."""
         return replace(self.clients[id].client, last_round=progress.last_rounds.get(id))
 
     def compute_next_charges(self, progress: Progress) -> tuple[Charge, ...]:
         """Return the privacy cost of the next round if every client is selected once."""
-        charges = round_charges(self.settings, len(self.clients))
+        charges = compute_round_charges(self.settings, len(self.clients))
         if self.settings.privacy is None or charges:
             return charges
-        context = self._context(progress)
+        context = self._build_context(progress)
         by_client = compute_client_charges(context, {id: self.clients[id].client for id in context.ids})
         return tuple(charge for costs in by_client.values() for charge in costs)
 
@@ -184,7 +184,7 @@ class Federation:
         Raises:
             FedspanError: If too few replies are accepted after all attempts; the progress is unchanged.
         """
-        context = self._context(progress)
+        context = self._build_context(progress)
         units = {id: self.training.compute_workload(self.clients[id].client.examples) for id in context.ids}
         with open_clients_stage(self.engine.stages, "training", units) as finished:
 
@@ -199,7 +199,7 @@ class Federation:
         self._remark = round.aggregation.get_remark()
         return result
 
-    def _context(self, progress: Progress) -> RoundContext:
+    def _build_context(self, progress: Progress) -> RoundContext:
         """Return the definition of the next round."""
         state, rules = progress.state, self.rules
         ids = self.draw_cohort(state.round)
@@ -241,10 +241,10 @@ class Federation:
         failures: list[Failure] = []
 
         def order(id: str) -> Envelope:
-            client = self.client(id, progress)
+            client = self.get_client(id, progress)
             message = self.method.sync(state, client)
             encoded = encoder.order("export", state.round, id, client, message)
-            self.record(order_transfer(id, encoded.body, message, "export"))
+            self.record(create_order_transfer(id, encoded.body, message, "export"))
             return encoded.to_envelope()
 
         def replied(id: str, reply: Envelope | str) -> bool:

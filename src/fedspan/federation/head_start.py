@@ -89,8 +89,8 @@ class StatisticsExchange(Method):
     def declare_claims(self) -> Claims:
         return Claims(paper="Guiding The Last Layer in Federated Learning (NeurIPS 2023, arXiv:2306.03937)", exact=True)
 
-    def rank(self, client: Client | None) -> int:
-        return self.inner.rank(client)
+    def get_rank(self, client: Client | None) -> int:
+        return self.inner.get_rank(client)
 
     def init(self, weights: Weights) -> ServerState:
         return self.inner.init(weights)
@@ -212,7 +212,7 @@ def is_start_pretrained(method: Method, state: ServerState, adapted: AdaptedMode
         is_zero = isinstance(pair, LowRank) and not (pair.B.any() and pair.A.any())
         if effective.base and update is None and (is_zero or pair is None):
             continue
-        W = adapted.weight(layer).double()
+        W = adapted.get_weight(layer).double()
         change = compute_dense_change(effective, W.float()).double()
         if update is not None:
             change = change + to_dense(update).double()

@@ -29,20 +29,20 @@ from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.settings import RoundSettings
-from fedspan.federation.validation import apply_change, build_untrained_jobs, change_of, clip_change
+from fedspan.federation.validation import apply_change, build_untrained_jobs, clip_change, compute_change
 from fedspan.training.accounting import Charge, Mechanism, calibrate_noise
 from fedspan.training.dp_sgd import compute_noise, release_of
 from fedspan.training.jobs import Privacy, TrainingSettings
 
 __all__ = [
     "compute_expected_charges",
+    "compute_order_charges",
     "compute_private_mean",
+    "compute_round_charges",
     "compute_sampling_rate",
     "compute_training_noise",
     "draw_poisson_cohort",
-    "order_charges",
     "privatize",
-    "round_charges",
 ]
 
 
@@ -82,7 +82,7 @@ def compute_client_noise(privacy: Privacy, rate: float) -> float:
     return calibrate_noise(rate, privacy.rounds, privacy.epsilon, privacy.delta, privacy.accounting)
 
 
-def round_charges(settings: RoundSettings, clients: int) -> tuple[Charge, ...]:
+def compute_round_charges(settings: RoundSettings, clients: int) -> tuple[Charge, ...]:
     """Return the privacy cost of a round that all clients share."""
     privacy = settings.privacy
     if privacy is None or privacy.mechanism != "central":
@@ -91,7 +91,7 @@ def round_charges(settings: RoundSettings, clients: int) -> tuple[Charge, ...]:
     return (Charge("", Mechanism(rate, compute_client_noise(privacy, rate)), 1),)
 
 
-def order_charges(
+def compute_order_charges(
     privacy: Privacy | None,
     training: TrainingSettings,
     method: Method,
@@ -133,7 +133,7 @@ def compute_expected_charges(
         client: The client.
     """
     new_client = replace(client, last_round=None)
-    return order_charges(privacy, training, method, method.sync(state, new_client), new_client, state.round)
+    return compute_order_charges(privacy, training, method, method.sync(state, new_client), new_client, state.round)
 
 
 def compute_training_noise(
@@ -145,7 +145,7 @@ def compute_training_noise(
     round: int,
     memory: Memory | None = None,
 ) -> float:
-    """Return the DP-SGD noise of an order's jobs (arguments as in ``order_charges``)."""
+    """Return the DP-SGD noise of an order's jobs (arguments as in ``compute_order_charges``)."""
     return compute_noise(
         privacy, training, build_untrained_jobs(method, sent, client, round, memory)[0], client.examples
     )
@@ -172,7 +172,7 @@ def privatize(privacy: Privacy, started: Tensors, client: Client, reply: Message
         raise FedspanError("privacy.mechanism", "local", problem=problem)
     origin = {name: started[name].to("cpu", value.dtype) for name, value in reply.tensors.items()}
     try:
-        change = clip_change(change_of(Contribution(sum=reply.tensors), origin), privacy.clip)
+        change = clip_change(compute_change(Contribution(sum=reply.tensors), origin), privacy.clip)
     except ValueError as error:
         raise FedspanError("reply", client.id, problem=f"noise cannot protect this reply: {error}") from error
     noisy = _add_noise(change, privacy, compute_client_noise(privacy, 1.0), "local", round, client.id)

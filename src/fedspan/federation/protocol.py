@@ -107,7 +107,7 @@ class ClientFacts(HeaderPart):
         """Create the facts of a client."""
         return cls(**{name: getattr(client, name) for name in cls.model_fields})
 
-    def client(self) -> Client:
+    def to_client(self) -> Client:
         """Return the client."""
         return Client(**self.model_dump())
 
@@ -247,7 +247,7 @@ def decode_order(envelope: Envelope) -> Order:
     """
     facts = {name: value for name, value in read_header(_OrderHeader, envelope) if name != "format"}
     client: ClientFacts | None = facts.pop("client")
-    return Order(**facts, client=None if client is None else client.client(), body=envelope.body)
+    return Order(**facts, client=None if client is None else client.to_client(), body=envelope.body)
 
 
 def decode_reply(envelope: Envelope) -> Reply:

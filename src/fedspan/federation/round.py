@@ -12,7 +12,7 @@ from fedspan.federation import serialization
 from fedspan.federation.absences import Awaited
 from fedspan.federation.aggregation.aggregation import AggregationFactory, RoundContext, Tally
 from fedspan.federation.plausibility import drop_impossible_losses
-from fedspan.federation.privacy import compute_expected_charges, round_charges
+from fedspan.federation.privacy import compute_expected_charges, compute_round_charges
 from fedspan.federation.progress import (
     Failure,
     Progress,
@@ -33,7 +33,7 @@ from fedspan.federation.protocol import (
 )
 from fedspan.training.accounting import Charge
 
-__all__ = ["OnCharge", "OnClient", "Round", "compute_client_charges", "order_transfer"]
+__all__ = ["OnCharge", "OnClient", "Round", "compute_client_charges", "create_order_transfer"]
 
 OnClient = Callable[[str, float], None]
 """Takes a client's id and its training loss."""
@@ -120,7 +120,7 @@ class Round:
             first = id not in sent  # a transport may make an order again that was refused on its way
             sent.add(id)
             if first:
-                tally.transfers.append(order_transfer(id, encoded.body, message, context.task))
+                tally.transfers.append(create_order_transfer(id, encoded.body, message, context.task))
                 self._charges += costs.get(id, ())
             return replace(
                 encoded, attempt=attempt, lr=self.lr, best=self._best.get(id), secure=masks[id]
@@ -157,7 +157,7 @@ class Round:
         context, privacy = self.context, self.context.settings.privacy
         if privacy is None:
             return {}
-        shared = round_charges(context.settings, len(context.clients)) if attempt == 0 else ()
+        shared = compute_round_charges(context.settings, len(context.clients)) if attempt == 0 else ()
         self._charges += shared
         costs = (
             {} if privacy.mechanism == "central" else compute_client_charges(context, {id: clients[id] for id in ids})
@@ -227,7 +227,7 @@ def _compute_mean_loss(replies: Iterable[Reply], ratio: float | None) -> float:
     return sum(part.loss * count for part, count in zip(parts, counts, strict=True)) / total if total else math.nan
 
 
-def order_transfer(id: str, body: bytes, message: Message, purpose: Purpose = "train") -> Transfer:
+def create_order_transfer(id: str, body: bytes, message: Message, purpose: Purpose = "train") -> Transfer:
     """Create the ledger entry of an order.
 
     Args:

@@ -26,8 +26,8 @@ __all__ = [
     "apply_change",
     "build_untrained_jobs",
     "build_untrained_reply",
-    "change_of",
     "clip_change",
+    "compute_change",
     "compute_origin",
     "find_outliers",
     "require_requested",
@@ -240,7 +240,7 @@ def compute_origin(method: Method, sent: Message, client: Client, round: int) ->
     return contribution.sum
 
 
-def change_of(contribution: Contribution, origin: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def compute_change(contribution: Contribution, origin: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a contribution minus that of an untrained client, in float64; missing tensors count as 0.
 
     Args:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from fedspan.federation.progress import ClientData
 
-__all__ = ["limit_weights", "weight_limit"]
+__all__ = ["compute_weight_limit", "limit_weights"]
 
 
-def weight_limit(weights: Sequence[float], ratio: float | None) -> float | None:
+def compute_weight_limit(weights: Sequence[float], ratio: float | None) -> float | None:
     """Return the largest weight that a client may have; None: no limit.
 
     Args:
@@ -36,7 +36,7 @@ def limit_weights(clients: Mapping[str, ClientData], ratio: float | None) -> dic
         id: data.client.weight if data.max_weight is None else min(data.client.weight, data.max_weight)
         for id, data in clients.items()
     }
-    limit = weight_limit(list(weights.values()), ratio)
+    limit = compute_weight_limit(list(weights.values()), ratio)
     return {
         id: weight if limit is None or _is_known(clients[id]) else min(weight, limit) for id, weight in weights.items()
     }

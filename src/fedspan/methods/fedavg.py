@@ -50,7 +50,7 @@ class FedAvg(RegisteredMethod):
 
     def init(self, weights: Weights) -> ServerState:
         return ServerState(
-            tensors={join_tensor_name(layer.name, "W"): weights.weight(layer.name) for layer in self.spec.layers}
+            tensors={join_tensor_name(layer.name, "W"): weights.get_weight(layer.name) for layer in self.spec.layers}
         )
 
     def sync(self, state: ServerState, client: Client | None) -> Message:

@@ -88,7 +88,7 @@ class FedHM(RegisteredMethod):
 
     def init(self, weights: Weights) -> ServerState:
         def factorise(layer: LayerSpec) -> LowRank:
-            matrix = reshape_to_rectangle(weights.weight(layer.name), layer.kernel)
+            matrix = reshape_to_rectangle(weights.get_weight(layer.name), layer.kernel)
             return balance_factors(*compute_leading_svd(matrix, min(matrix.shape))).to(matrix.dtype)
 
         return ServerState(tensors=_flatten_pairs(map_layers(factorise, self.spec.layers)))

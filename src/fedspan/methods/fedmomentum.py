@@ -57,7 +57,7 @@ class FedMomentum(RegisteredMethod):
         return Message(state.tensors, {"generation": state.generation}, state.base.build_patch(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        rank, scaling = self.rank(client), self.get_scaling(client)
+        rank, scaling = self.get_rank(client), self.get_scaling(client)
         share = (self.get_scaling(None) / scaling) ** 0.5
         tensors = map_tensors(lambda factor: factor * share, resize_factors(self, message.tensors, rank))
         job = create_lora_job(self, tensors, client, ("A", "B"), int(message.scalars["generation"]))

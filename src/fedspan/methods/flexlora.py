@@ -57,7 +57,7 @@ class FlexLoRA(RegisteredMethod):
         return ServerState()
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        rank, share = self.rank(client), self.get_scaling(client) ** (1.0 if self.split == "B" else 0.5)
+        rank, share = self.get_rank(client), self.get_scaling(client) ** (1.0 if self.split == "B" else 0.5)
         cut: dict[str, Tensor] = {}
         for layer in self.spec.layers if state.tensors else ():
             a, b = join_tensor_name(layer.name, "A"), join_tensor_name(layer.name, "B")
@@ -66,7 +66,7 @@ class FlexLoRA(RegisteredMethod):
         return Message(cut, {"generation": state.generation})
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        tensors = resize_factors(self, message.tensors, self.rank(client))
+        tensors = resize_factors(self, message.tensors, self.get_rank(client))
         return create_lora_job(self, tensors, client, ("A", "B"), int(message.scalars["generation"]))
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:

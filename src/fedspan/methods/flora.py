@@ -59,7 +59,7 @@ class FLoRA(RegisteredMethod):
         return Message(base=state.base.build_patch(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        rank = self.rank(client)
+        rank = self.get_rank(client)
         fresh = draw_a_factors(self, rank, round, "" if client is None else client.id)
         return create_lora_job(
             self, {**fresh, **create_b_factors(self.spec, rank)}, client, train=("A", "B"), generation=round

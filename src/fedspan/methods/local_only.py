@@ -47,7 +47,7 @@ class LocalOnly(RegisteredMethod):
         return Message()
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        rank = self.rank(client)
+        rank = self.get_rank(client)
         own = memory or {**draw_a_factors(self, rank), **create_b_factors(self.spec, rank)}
         return create_lora_job(self, own, client, train=("A", "B"))
 

@@ -66,14 +66,14 @@ class PFedLoRA(RegisteredMethod):
 
     def init(self, weights: Weights) -> ServerState:
         return ServerState(
-            tensors={join_tensor_name(layer.name, "W"): weights.weight(layer.name) for layer in self.spec.layers}
+            tensors={join_tensor_name(layer.name, "W"): weights.get_weight(layer.name) for layer in self.spec.layers}
         )
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         return Message(state.tensors)
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        own = memory or draw_personal_pair(self, self.rank(client), client)
+        own = memory or draw_personal_pair(self, self.get_rank(client), client)
         is_joint = self.variant == 2
         return Job(
             parametrization={layer.name: DenseLoRA(self.get_scaling(client)) for layer in self.spec.layers},

@@ -70,7 +70,7 @@ class AdaptedModel:
         """The base of the server state that the model computes with."""
         return self._base
 
-    def weight(self, layer: str) -> Tensor:
+    def get_weight(self, layer: str) -> Tensor:
         """Return a copy of a target layer's W0, (O, I), as float32 on the CPU."""
         return self.layers[layer].get_original().to("cpu", torch.float32, copy=True).contiguous()
 

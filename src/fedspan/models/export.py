@@ -97,7 +97,7 @@ def compute_layer_updates(
         if layer in base.total:
             parts.append(base.total[layer])
         if not effective.base:
-            parts.append(compute_dense_change(effective, weights.weight(layer)))
+            parts.append(compute_dense_change(effective, weights.get_weight(layer)))
         elif effective.pair is not None:
             parts.append(effective.pair)
         updates[layer] = _build_exact_pair([part for part in parts if not _is_zero(part)], parts[0])

@@ -119,7 +119,7 @@ class _Weights:
     def __init__(self, spec: Spec, extras: Tensors) -> None:
         self._shapes, self._extras = {layer.name: layer.shape for layer in spec.layers}, extras
 
-    def weight(self, layer: str) -> Tensor:
+    def get_weight(self, layer: str) -> Tensor:
         return torch.empty(self._shapes[layer])
 
     def get_extra(self, parameter: str) -> Tensor:

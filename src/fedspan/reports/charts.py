@@ -31,7 +31,7 @@ __all__ = [
     "draw_spectra",
     "draw_traffic",
     "get_losses",
-    "score_of",
+    "get_scores",
     "style",
 ]
 
@@ -78,7 +78,7 @@ def style(figure: Figure, height: int = 420) -> Figure:
     return figure
 
 
-def score_of(run: RunData) -> dict[int, float]:
+def get_scores(run: RunData) -> dict[int, float]:
     """Return the scores by round."""
     return {int(row["round"]): score for row in run.rows if (score := run.score(row)) is not None}
 

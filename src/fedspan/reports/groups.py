@@ -74,7 +74,9 @@ def group_runs(runs: Sequence[RunData]) -> tuple[Group, ...]:
         by_settings.setdefault(repr(sorted(flat.items())), []).append(run)
     sets = [sorted(members, key=lambda run: run.config.seed) for members in by_settings.values()]
     differ = list_differences([members[0] for members in sets])
-    labels = [_label(members[0], {path: row[at] for path, row in differ.items()}) for at, members in enumerate(sets)]
+    labels = [
+        _format_label(members[0], {path: row[at] for path, row in differ.items()}) for at, members in enumerate(sets)
+    ]
     if len(set(labels)) < len(labels):
         labels = [members[0].name for members in sets]
     return tuple(Group(label, tuple(members)) for label, members in zip(labels, sets, strict=True))
@@ -111,7 +113,7 @@ def summarize_curve(group: Group, values: Mapping[str, Mapping[int, float]]) -> 
     )
 
 
-def _label(run: RunData, own: Mapping[str, Any]) -> str:
+def _format_label(run: RunData, own: Mapping[str, Any]) -> str:
     """Return the method and the other distinguishing settings of a run."""
     rest = [
         f"{path.rpartition('.')[2]}={value}"

@@ -18,10 +18,10 @@ from fedspan.reports import charts, matrices
 from fedspan.reports.charts import Figure
 from fedspan.reports.groups import Group, list_differences
 from fedspan.reports.run_data import RunData
-from fedspan.reports.summary import score_text, write_sentences
+from fedspan.reports.summary import format_score, write_sentences
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["OutOfRoundEvents", "page"]
+__all__ = ["OutOfRoundEvents", "render_page"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class _Page:
         return f'<div class="figure" id="figure-{number}" role="img" aria-label="{html.escape(description)}"></div>'
 
 
-def page(groups: Sequence[Group], events: OutOfRoundEvents, title: str, version: str) -> str:
+def render_page(groups: Sequence[Group], events: OutOfRoundEvents, title: str, version: str) -> str:
     """Render the whole page as HTML.
 
     Args:
@@ -71,7 +71,7 @@ def page(groups: Sequence[Group], events: OutOfRoundEvents, title: str, version:
     percent = METRICS[metric].percent
     sections.parts.append(f'<p class="verdict">{html.escape(" ".join(write_sentences(groups)))}</p>')
     sections.add_section("Runs", _render_summary(groups))
-    scores = {run.name: charts.score_of(run) for run in runs}
+    scores = {run.name: charts.get_scores(run) for run in runs}
     losses = {run.name: charts.get_losses(run) for run in runs}
     if any(scores.values()):
         figure = charts.draw_course(groups, scores, METRICS[metric].title, percent)
@@ -135,7 +135,7 @@ def _render_summary(groups: Sequence[Group]) -> str:
             state = "finished" if run.report is not None else f"after round {run.rounds}"
             best = "-" if run.report is None else str(run.report.best_round)
             worst = _format_worst(run, metric)
-            cells = (score_text(metric, run.final), worst, best, format_size(run.bytes), f"{run.seconds:.0f} s")
+            cells = (format_score(metric, run.final), worst, best, format_size(run.bytes), f"{run.seconds:.0f} s")
             rows.append((group.label, str(run.config.seed), *cells, _format_epsilon(run), state))
     title = METRICS[metric].title
     return _render_table(
@@ -145,7 +145,7 @@ def _render_summary(groups: Sequence[Group]) -> str:
 
 def _format_worst(run: RunData, metric: str) -> str:
     worst: Any = (run.report.scores.get("clients") or {}).get("worst") if run.report is not None else None
-    return "-" if not isinstance(worst, Mapping) else f"{score_text(metric, worst.get(metric))} ({worst['client']})"
+    return "-" if not isinstance(worst, Mapping) else f"{format_score(metric, worst.get(metric))} ({worst['client']})"
 
 
 def _format_epsilon(run: RunData) -> str:

@@ -57,7 +57,7 @@ def report(
         if run.metric != data_of_runs[0].metric:
             problem = f"{data_of_runs[0].name} is judged by {data_of_runs[0].metric}, and {run.name} by {run.metric}"
             raise FedspanError("run folder", run.name, "runs that are judged by one metric", problem=problem)
-    from fedspan.reports.page import OutOfRoundEvents, page
+    from fedspan.reports.page import OutOfRoundEvents, render_page
 
     groups, path = group_runs(data_of_runs), Path(out)
     events = OutOfRoundEvents(
@@ -66,7 +66,7 @@ def report(
         diagnoses=_diagnose_groups(groups) if diagnostics else None,
     )
     title = f"{groups[0].label}" if len(groups) == 1 else f"{len(data_of_runs)} runs of {len(groups)} configurations"
-    text = page(groups, events, title, fedspan.__version__)
+    text = render_page(groups, events, title, fedspan.__version__)
     with convert_disk_errors(path.parent, "choose another file", "out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text.encode())

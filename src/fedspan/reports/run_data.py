@@ -11,7 +11,7 @@ from typing import Any, cast
 from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 from fedspan.logs import read_lines
-from fedspan.runs.curves import score_of
+from fedspan.runs.curves import get_score
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.ledger import Totals, read_totals
@@ -61,7 +61,7 @@ class RunData:
 
     def score(self, row: Row) -> float | None:
         """Return a round's score on held-out examples; without them, the mean over the clients' own test parts."""
-        return score_of(row, self.metric)
+        return get_score(row, self.metric)
 
     @property
     def final(self) -> float | None:

@@ -10,13 +10,13 @@ from fedspan.experiments.verdict import compare_pairs
 from fedspan.reports.groups import Group
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["score_text", "write_sentences"]
+__all__ = ["format_score", "write_sentences"]
 
 _BEHIND = 0.1
 """Gap below the clients' mean at which a client is left behind: absolute for a share, else relative to that mean."""
 
 
-def score_text(metric: str, value: float | None, deviation: float | None = None) -> str:
+def format_score(metric: str, value: float | None, deviation: float | None = None) -> str:
     """Format a score as ``84.2 %``, ``84.2 ± 0.3 %`` or ``0.1234``; a dash for a score that was not measured."""
     unit = " %" if value is not None and METRICS[metric].percent else ""
     return f"{format_mean(metric, value, deviation)}{unit}"
@@ -58,7 +58,7 @@ def _describe_best(ranked: Sequence[Group], metric: str) -> str:
     seeds = f" (mean of {len(best.runs)} seeds)" if len(best.runs) > 1 else " (one seed)"
     title = METRICS[metric].title
     first = f"{best.label} has the best {title}," if len(ranked) > 1 else f"The {title} of {best.label} is"
-    return f"{first} {score_text(metric, best.mean, best.deviation)}{seeds}, after {_describe_rounds(best)}."
+    return f"{first} {format_score(metric, best.mean, best.deviation)}{seeds}, after {_describe_rounds(best)}."
 
 
 def _describe_rounds(group: Group) -> str:

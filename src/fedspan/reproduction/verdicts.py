@@ -157,7 +157,7 @@ def _judge_pair(claim: Claim, worse: str, cells: Sequence[Cell], scores: Mapping
     rule = _describe_rule(claim)
     single = tuple(_judge_cell(name, rule(*pair), bounds.get(name, "")) for name, pair in pairs.items())
     mean = [_average_columns([pair[side] for pair in pairs.values()]) for side in (0, 1)]
-    overall = _judge_cell("all", rule(mean[0], mean[1]), _bound({bounds.get(name, "") for name in pairs}))
+    overall = _judge_cell("all", rule(mean[0], mean[1]), _compute_bound({bounds.get(name, "") for name in pairs}))
     return Judged(claim.statement, claim.better, worse, metric, overall.verdict, overall, single)
 
 
@@ -179,7 +179,7 @@ def _judge_cell(name: str, result: Within, bound: Bound) -> JudgedCell:
     return JudgedCell(name, result.mean, result.error if result.error < float("inf") else None, verdict, bound)
 
 
-def _bound(bounds: Collection[Bound]) -> Bound:
+def _compute_bound(bounds: Collection[Bound]) -> Bound:
     """Return the bound of a mean of bounded values."""
     distinct: set[Bound] = set(bounds) - {""}
     return "about " if len(distinct) > 1 else distinct.pop() if distinct else ""
@@ -218,7 +218,7 @@ def _get_costs(
             point = find_target_round(curve, target, better.higher)
             own.append(-cost(point or curve[-1]))
             bounds |= {bound} if point is None else set()
-    return costs[0] or None, costs[1] or None, _bound(bounds)
+    return costs[0] or None, costs[1] or None, _compute_bound(bounds)
 
 
 def _orient(score: CellScore | None, measure: str) -> list[float] | None:

@@ -12,7 +12,7 @@ from fedspan.logs import read_lines
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import Totals, read_totals
 
-__all__ = ["Point", "compute_sent_bytes", "compute_target", "find_target_round", "read_curve", "score_of"]
+__all__ = ["Point", "compute_sent_bytes", "compute_target", "find_target_round", "get_score", "read_curve"]
 
 SHARE = 0.9
 """Target score, as a share of the distance from the worst first score to the best score."""
@@ -41,13 +41,13 @@ def read_curve(run_folder: RunFolder, metric: str) -> tuple[Point, ...]:
     last = int(rows[-1]["round"]) if rows else 0
     sent, points = compute_sent_bytes(read_totals(run_folder.ledger), last), list[Point]()
     for row in rows:
-        if (score := score_of(row, metric)) is not None:
+        if (score := get_score(row, metric)) is not None:
             number = int(row["round"])
             points.append(Point(number, score, sent[number], float(row.get("seconds", math.nan))))
     return tuple(points)
 
 
-def score_of(scores: Mapping[str, Any], metric: str) -> float | None:
+def get_score(scores: Mapping[str, Any], metric: str) -> float | None:
     """Return the score in a line of metrics or a report: held-out, else the mean over the clients' own test parts."""
     score = (scores.get("test") or scores.get("clients") or {}).get(metric)
     return float(score) if isinstance(score, int | float) and math.isfinite(score) else None
@@ -60,7 +60,10 @@ def compute_sent_bytes(totals: Totals, rounds: int) -> list[int]:
         totals: Totals of a ledger.
         rounds: Number of rounds.
     """
-    each = (totals.round("down", round).bytes + totals.round("up", round).bytes for round in range(1, rounds + 1))
+    each = (
+        totals.count_round("down", round).bytes + totals.count_round("up", round).bytes
+        for round in range(1, rounds + 1)
+    )
     return list(accumulate(each, initial=0))
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["format_duration", "get_title", "number", "shorten"]
+__all__ = ["format_duration", "format_number", "get_title", "shorten"]
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Format a loss with four decimals, or four digits if it is large; a dash if it is not a number."""
     return "-" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:.3g}"
 

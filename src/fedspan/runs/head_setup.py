@@ -79,7 +79,9 @@ def build_head_start(config: RunConfig, model: RunModel) -> tuple[HeadStart | No
         return None, (_AS_PASSED.format(kind),) if config.model.name.startswith(FROM_PYTHON) else ()
     if kind is None or layer is None:
         return None, (f"the head starts at random: {reason}",) if reason else ()
-    return HeadStart(kind, layer, _bound(config, model.adapted, layer), build_aggregation(config, STATISTICS_CLIP)), ()
+    return HeadStart(
+        kind, layer, _compute_bound(config, model.adapted, layer), build_aggregation(config, STATISTICS_CLIP)
+    ), ()
 
 
 def _find_output_layer(adapted: AdaptedModel) -> OutputLayer:
@@ -95,7 +97,7 @@ def _is_new(model: RunModel, layer: OutputLayer) -> bool:
     return any(layer.path == path or layer.path.startswith(f"{path}.") for path in model.new_modules)
 
 
-def _bound(config: RunConfig, adapted: AdaptedModel, layer: OutputLayer) -> float:
+def _compute_bound(config: RunConfig, adapted: AdaptedModel, layer: OutputLayer) -> float:
     """Return the norm to which features are clipped: secure sums need a bound."""
     if config.federation.secure is None:
         return 0.0

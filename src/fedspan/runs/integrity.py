@@ -185,12 +185,12 @@ def require_intact(run_folder: RunFolder) -> None:
         _require_same_inputs(run_folder, index["inputs"])
         positions = read_positions(index)
     if run_folder.report.is_file():
-        positions |= _log_positions(run_folder)
+        positions |= _read_log_positions(run_folder)
     for name, position in positions.items():
         require_position(run_folder.path / name, position)
 
 
-def _log_positions(run_folder: RunFolder) -> dict[str, Position]:
+def _read_log_positions(run_folder: RunFolder) -> dict[str, Position]:
     """Return the ends of the logs that a finished run's report names, by file name.
 
     Raises:

@@ -55,8 +55,8 @@ class Totals:
         if purpose != "train":
             return
         self._runs[direction] = self.run(direction) + tally
-        self._rounds[direction, round] = self.round(direction, round) + tally
-        self._clients[direction, client] = self.client(direction, client) + tally
+        self._rounds[direction, round] = self.count_round(direction, round) + tally
+        self._clients[direction, client] = self.count_client(direction, client) + tally
 
     def count_purpose(self, direction: Direction, purpose: Purpose) -> Tally:
         """Return the traffic for one purpose."""
@@ -75,11 +75,11 @@ class Totals:
         """Return the training traffic of the whole run."""
         return self._runs.get(direction, Tally())
 
-    def round(self, direction: Direction, round: int) -> Tally:
+    def count_round(self, direction: Direction, round: int) -> Tally:
         """Return the training traffic of one round."""
         return self._rounds.get((direction, round), Tally())
 
-    def client(self, direction: Direction, client: str) -> Tally:
+    def count_client(self, direction: Direction, client: str) -> Tally:
         """Return the training traffic of one client."""
         return self._clients.get((direction, client), Tally())
 

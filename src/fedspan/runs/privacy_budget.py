@@ -168,7 +168,7 @@ class Budget:
             return None
         return {"epsilon": self._spend.compute_worst(), "delta": self._config.delta}
 
-    def report(self) -> dict[str, Any]:
+    def build_report(self) -> dict[str, Any]:
         """Return the spent budget and the privacy settings for the report; empty without privacy."""
         if self._config is None:
             return {}

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.formatting import format_duration, get_title, number, shorten
+from fedspan.runs.formatting import format_duration, format_number, get_title, shorten
 from fedspan.runs.remaining_time import Effort, describe_stage
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
@@ -143,7 +143,7 @@ class ProgressBar(LiveBar, Listener):
         if self._baseline is not None:
             name, round, rounds, loss = self._baseline
             bars.add_row(
-                get_title(name), f"{round}/{rounds}", Bar(rounds, round), f"loss {number(loss)}" if round else ""
+                get_title(name), f"{round}/{rounds}", Bar(rounds, round), f"loss {format_number(loss)}" if round else ""
             )
         elif self.done < self.rounds:
             bars.add_row("round", f"{self.done + 1}/{self.rounds}", Bar(self.rounds, self.done), "")
@@ -152,7 +152,9 @@ class ProgressBar(LiveBar, Listener):
         bar = None if stage is None or not stage.total else Bar(stage.total, min(stage.done, stage.total))
         if self._baseline is None and self.done < self.rounds and (training or bar is None):
             cohort, losses = len(prepared.federation.draw_cohort(self.done)), list(self._losses.values())
-            description = f"loss {number(sum(losses) / len(losses))}  {shorten(self._last, 20)}" if losses else ""
+            description = (
+                f"loss {format_number(sum(losses) / len(losses))}  {shorten(self._last, 20)}" if losses else ""
+            )
             bars.add_row("clients", f"{len(losses)}/{cohort}", bar or Bar(cohort, len(losses)), Text(description))
         elif stage is not None and stage.total:
             bars.add_row(stage.unit, f"{min(stage.done, stage.total)}/{stage.total}", bar, "")

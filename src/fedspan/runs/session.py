@@ -401,7 +401,7 @@ class _Session:
             },
             adapters={id: str(path.relative_to(run_folder.path)) for id, path in adapters.items()},
             examples=examples,
-            privacy=self.budget.report(),
+            privacy=self.budget.build_report(),
             other_bytes=totals.out_of_round,
             failures=count_failures(read_lines(run_folder.metrics), best_round, (*events.failures, *failures)),
             learning_rate=read_range_test(run_folder.learning_rate),

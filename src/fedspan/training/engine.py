@@ -443,10 +443,10 @@ def refresh_due(refresh: Refresh, step: int) -> bool:
 def _draw_random_projector(seed: int, layer: str, parametrization: Projected, live: dict[str, Tensor]) -> Tensor:
     acc, P = live[join_tensor_name(layer, "acc")], live[join_tensor_name(layer, "P")]
     rows, columns = parametrization.pair(acc, P).shape
-    return draw_projector(layer, (rows, columns), _rank(P, parametrization.side), parametrization.side, seed)
+    return draw_projector(layer, (rows, columns), _get_rank(P, parametrization.side), parametrization.side, seed)
 
 
-def _rank(P: Tensor, side: str) -> int:
+def _get_rank(P: Tensor, side: str) -> int:
     return P.shape[0] if side == "right" else P.shape[1]
 
 
@@ -481,7 +481,7 @@ def _from_gradients(
         if layer not in layers:
             return
         side = layers[layer].side
-        rank = _rank(live[join_tensor_name(layer, "P")], side)
+        rank = _get_rank(live[join_tensor_name(layer, "P")], side)
         if refresh.rule == "svd":
             projectors[layer] = compute_svd_projector(gradient, rank, side)
         else:

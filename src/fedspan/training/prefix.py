@@ -305,7 +305,7 @@ class PrefixCaches:
         caches.adapted, caches._replicas = adapted, {}
         return caches
 
-    def cache(self, examples: Examples) -> PrefixCache | None:
+    def get_cache(self, examples: Examples) -> PrefixCache | None:
         """Return the cache of a data set, or None. Its first use installs the model's bare base."""
         if self.settings is None:
             return None
@@ -328,13 +328,13 @@ class PrefixCaches:
 
     def explain_refusal(self, examples: Examples) -> str | None:
         """Return the reason why a data set has no cache; None if it has one."""
-        if self.cache(examples) is not None:
+        if self.get_cache(examples) is not None:
             return None
         return "it was not asked for" if self.settings is None else self._caches[id(examples)][2]
 
     def ensure(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
         """Call ``PrefixCache.ensure`` for every part, one after another, if there is a cache."""
-        cache = self.cache(examples)
+        cache = self.get_cache(examples)
         if cache is None or self.settings is None:
             return
         missing = sum(map(cache.count_missing, parts))

@@ -35,7 +35,7 @@ __all__ = [
     "Budget",
     "StackingPlan",
     "StackingRequest",
-    "cache_file",
+    "get_cache_file",
     "read_plans",
     "search",
     "tune",
@@ -333,7 +333,7 @@ def _build_key(
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
-def cache_file() -> Path:
+def get_cache_file() -> Path:
     """Return the file of cached plans: under FEDSPAN_CACHE, XDG_CACHE_HOME or ~/.cache."""
     folder = os.environ.get("FEDSPAN_CACHE")
     base = Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedspan"
@@ -343,14 +343,14 @@ def cache_file() -> Path:
 def read_plans() -> dict[str, StackingPlan]:
     """Read the cached plans; empty if the file is missing or invalid."""
     try:
-        rows = json.loads(cache_file().read_text(encoding="utf-8"))
+        rows = json.loads(get_cache_file().read_text(encoding="utf-8"))
         return {key: StackingPlan(int(row["clients_per_pass"]), int(row["workers"])) for key, row in rows.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
 
 
 def _store(key: str, plan: StackingPlan) -> None:
-    file = cache_file()
+    file = get_cache_file()
     plans = {name: asdict(plan) for name, plan in {**read_plans(), key: plan}.items()}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

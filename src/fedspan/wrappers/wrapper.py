@@ -43,8 +43,8 @@ class Wrapper(Method):
     def declare_claims(self) -> Claims:
         return self.inner.declare_claims()
 
-    def rank(self, client: Client | None) -> int:
-        return self.inner.rank(client)
+    def get_rank(self, client: Client | None) -> int:
+        return self.inner.get_rank(client)
 
     def init(self, weights: Weights) -> ServerState:
         return self.inner.init(weights)

@@ -11,7 +11,7 @@ from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Reduced, StackItem
 from fedspan.federation.privacy import compute_private_mean, compute_sampling_rate
 from fedspan.federation.settings import RoundSettings
-from fedspan.federation.validation import change_of, clip_change
+from fedspan.federation.validation import clip_change, compute_change
 
 __all__ = ["PrivateReducer", "Reducer"]
 
@@ -125,7 +125,7 @@ class PrivateReducer(Reducer):
         self._total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in origin.items()}
 
     def _check(self, contribution: Contribution) -> Contribution:
-        return Contribution(sum=clip_change(change_of(contribution, self._origin), self._privacy.clip))
+        return Contribution(sum=clip_change(compute_change(contribution, self._origin), self._privacy.clip))
 
     def _fold(self, client: Client, contribution: Contribution | None) -> None:
         if contribution is not None:

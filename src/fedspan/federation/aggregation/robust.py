@@ -33,7 +33,7 @@ from torch import Tensor
 from fedspan.core.tensors import Tensors, create_generator
 from fedspan.core.values import Client, Contribution, Reduced
 from fedspan.federation.aggregation.reduction import Reducer
-from fedspan.federation.validation import apply_change, change_of
+from fedspan.federation.validation import apply_change, compute_change
 
 __all__ = [
     "CoordinateReducer",
@@ -188,7 +188,7 @@ class FlameReducer(RobustReducer):
         self._origin, self._seed, self._round = origin, seed, round
 
     def _check(self, contribution: Contribution) -> Contribution:
-        return Contribution(sum=change_of(super()._check(contribution), self._origin))
+        return Contribution(sum=compute_change(super()._check(contribution), self._origin))
 
     def _combine(self) -> dict[str, Tensor]:
         flat = self._flatten()

@@ -62,8 +62,8 @@ __all__ = [
     "SharesReply",
     "UnmaskOrder",
     "UnmaskReply",
+    "build_session_context",
     "compute_layout_digest",
-    "context_of",
     "count_envelope_bytes",
     "create_initial_values",
     "decode_phase",
@@ -142,7 +142,7 @@ class Agreement(HeaderPart):
         """Return the text that binds secrets to this agreement and the session.
 
         Args:
-            context: Text of the session, from ``context_of``.
+            context: Text of the session, from ``build_session_context``.
         """
         return hashlib.sha256(f"{context}\n{self.model_dump_json()}".encode()).hexdigest()
 
@@ -277,7 +277,7 @@ def count_envelope_bytes(envelope: Envelope) -> int:
     return len(envelope.header.encode()) + len(envelope.body)
 
 
-def context_of(run: str, session: int) -> str:
+def build_session_context(run: str, session: int) -> str:
     """Return the text that binds keys to a session of a run."""
     return f"{run}/{session}"
 

@@ -24,7 +24,7 @@ from fedspan.federation.secagg.messages import (
     SharesReply,
     UnmaskOrder,
     UnmaskReply,
-    context_of,
+    build_session_context,
     count_envelope_bytes,
 )
 from fedspan.federation.settings import SecureSettings
@@ -154,7 +154,7 @@ class SecureSession:
         neighbours = select_neighbourhoods(sorted(self._keys), self.settings.neighbours)
         self._needed = {id: compute_threshold(len(neighbours[id]), self.settings.threshold) for id in neighbours}
         agreement = agree(self._keys)
-        self._transcript = agreement.build_transcript(context_of(self.run, self.number))
+        self._transcript = agreement.build_transcript(build_session_context(self.run, self.number))
         orders = {
             id: self._order(
                 SharesOrder,

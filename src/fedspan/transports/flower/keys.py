@@ -120,7 +120,7 @@ def make_authority(folder: Path, hosts: Sequence[str]) -> None:
     _write(folder / AUTHORITY, b"".join(certificates), 0o644)
     _write(folder / ORDER_KEY, _encode_private_key(order_key), 0o600)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0] if hosts else "localhost")])
-    names = [_name(host) for host in dict.fromkeys((*hosts, "localhost", "127.0.0.1", "::1"))]
+    names = [_build_name(host) for host in dict.fromkeys((*hosts, "localhost", "127.0.0.1", "::1"))]
     server = _build_certificate(subject, issuer, server_key.public_key())
     server = server.add_extension(x509.SubjectAlternativeName(names), critical=False)
     server = server.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -298,7 +298,7 @@ def _encode_private_key(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
-def _name(host: str) -> x509.GeneralName:
+def _build_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
