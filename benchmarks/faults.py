@@ -661,7 +661,7 @@ def version(stage: Stage) -> Outcome:
         finally:
             del os.environ["SPOILT_VERSION"]
 
-    return _not_taking_part(stage, "version", "`version`: ", join)
+    return _check_non_participation(stage, "version", "`version`: ", join)
 
 
 @register_fault("labels", "a node's data hold a label that the run has not")

@@ -131,7 +131,7 @@ def test_what_peft_loads_gives_the_run_s_numbers(key: str, folder: Path, tmp_pat
         theirs = theirs.merge_and_unload()
     batch = prepared.task.batch(prepared.train, [0, 5, 9], torch.device("cpu"))
     inputs = {name: value for name, value in batch.items() if name not in ("labels", "position_ids")}
-    adapted, job = prepared.engine.adapted, prepared.evaluator.job(progress, None)
+    adapted, job = prepared.engine.adapted, prepared.evaluator.build_job(progress, None)
     adapted.model.eval()
     adapted.install(job.parametrization, job.tensors, frozenset())
     with torch.no_grad():

@@ -66,7 +66,7 @@ def test_batched_engine_equals_the_loop_and_the_export_predicts_the_same(
     for folder in (tmp_path / "loop", tmp_path / "merged"):
         served = load_served(folder)
         examples = served.task.encode(rows)
-        predictions, indices = served.predictions(examples), range(len(examples))
+        predictions, indices = served.compute_predictions(examples), range(len(examples))
         measured = served.task.metrics(predictions, examples, indices)
         shared = set(measured) & set(expected)
         assert "loss" in shared

@@ -38,7 +38,7 @@ def test_rounds_match_rounding_by_hand(uplink: Format, downlink: Format, error_f
     """The server's own tensors are not rounded: the rounded change is added to them."""
     problem = Problem()
     federation = _federation(problem, uplink=uplink, downlink=downlink, error_feedback=error_feedback)
-    W, head = problem.dense(*LAYERS), problem.dense(*HEAD)
+    W, head = problem.to_dense(*LAYERS), problem.to_dense(*HEAD)
     server = {one: {s: federation.state.tensors[join_tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
     errors: dict[tuple[str, str], Tensor] = {}
     for number, members in enumerate([(0, 1, 2, 3), (1, 3), (0, 1, 2, 3)]):
@@ -108,9 +108,10 @@ def test_error_feedback_delivers_changes_below_the_resolution() -> None:
 def test_refusals() -> None:
     spec = Problem(clients=1).adapted().spec
     stacked, renewed = FLoRA(spec=spec), FedSVD(spec=spec)
-    assert "single replies" in str(LowPrecision(inner=stacked).refusal(stacked.declared()))
-    assert "re-initializes" in str(LowPrecision(inner=renewed, error_feedback=True).refusal(renewed.declared()))
-    assert LowPrecision(inner=renewed).refusal(renewed.declared()) is None
+    assert "single replies" in str(LowPrecision(inner=stacked).explain_refusal(stacked.declare_claims()))
+    refusal = LowPrecision(inner=renewed, error_feedback=True).explain_refusal(renewed.declare_claims())
+    assert "re-initializes" in str(refusal)
+    assert LowPrecision(inner=renewed).explain_refusal(renewed.declare_claims()) is None
 
 
 def test_values_that_float16_cannot_hold_name_the_option() -> None:

@@ -39,7 +39,7 @@ Run = Callable[..., Tensor]
 
 def _accepts(wrapper: str, key: str) -> bool:
     inner = METHODS[key](spec=Spec(layers=()))
-    return WRAPPERS[wrapper](inner=inner, **OPTIONS.get(wrapper, {})).refusal(METHODS[key].claims) is None
+    return WRAPPERS[wrapper](inner=inner, **OPTIONS.get(wrapper, {})).explain_refusal(METHODS[key].claims) is None
 
 
 PAIRS = [(wrapper, key) for wrapper in WRAPPERS for key in METHODS if _accepts(wrapper, key)]

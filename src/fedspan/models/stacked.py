@@ -168,8 +168,8 @@ class StackedLayer:
 
         Some models flatten tokens into the rows, and Swin its windows.
         """
-        if (layout := self._packed_layout(x)) is not None:
-            return layout.by_client(x)
+        if (layout := self._get_packed_layout(x)) is not None:
+            return layout.group_by_client(x)
         if x.shape[0] == 1 and self.rows > 1:
             raise Unstackable(f"{self.layer.name} is given one input for all examples of a batch")
         if x.shape[0] % self.rows or (x.shape[0] != self.rows and not x.is_floating_point()):

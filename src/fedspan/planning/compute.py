@@ -183,9 +183,9 @@ class PlannedPasses:
             expected = "a model that can be planned, one that computes without its weights, in another dtype perhaps"
             raise FedspanError("model.name", self._name, f"{expected} ({type(error).__name__}: {why})") from error
 
-    def _loss(self, inputs: Mapping[str, Tensor]) -> Tensor:
+    def _compute_loss(self, inputs: Mapping[str, Tensor]) -> Tensor:
         options = {"use_cache": False} if self._task.is_generative else {}
-        logits: Tensor = self._outputs({**inputs, **options})[0]
+        logits: Tensor = self._run_model({**inputs, **options})[0]
         if self._task.is_generative:  # upper bound: the loss of all tokens
             logits = logits[:, :-1]
         logits = logits.flatten(0, -2)

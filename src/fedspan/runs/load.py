@@ -280,7 +280,7 @@ def predict(
     served = load_served(folder, client, objects=ModelObjects(model, tokenizer))
     if not texts:
         return []
-    predictions = served.predictions(served.task.encode(_build_rows(served.facts, texts)))
+    predictions = served.compute_predictions(served.task.encode(_build_rows(served.facts, texts)))
     definition = get_task(served.facts.task)
     answer = definition.answer
     if definition.present is not None:

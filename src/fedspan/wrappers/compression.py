@@ -51,10 +51,10 @@ class Compression(RegisteredWrapper):
     def decompress(self, tensors: Tensors) -> Tensors:
         """Decompress transmitted changes (server). They may be flat, with surplus entries at the end."""
 
-    def declared(self) -> Claims:
-        return replace(self.inner.declared(), exact=False, sends="other")
+    def declare_claims(self) -> Claims:
+        return replace(self.inner.declare_claims(), exact=False, sends="other")
 
-    def refusal(self, claims: Claims) -> str | None:
+    def explain_refusal(self, claims: Claims) -> str | None:
         if claims.reduction == "stack":
             return "compresses changes of which the server needs the sum, and this method's server needs single replies"
         if claims.sends != "values":

@@ -54,10 +54,10 @@ class LowPrecision(Compression):
     downlink: Format = "bfloat16"
     error_feedback: bool = False
 
-    def refusal(self, claims: Claims) -> str | None:
+    def explain_refusal(self, claims: Claims) -> str | None:
         if self.error_feedback and claims.reinitialises:
             return "adds rounding errors to the next change, and this method re-initializes its tensors in every round"
-        return super().refusal(claims)
+        return super().explain_refusal(claims)
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         message = self.inner.sync(state, client)

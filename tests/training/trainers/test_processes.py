@@ -112,5 +112,5 @@ def test_a_job_is_read_as_it_was_described() -> None:
     assert (moved.round, moved.rho) == (4, 0.5)
     restored = moved.total["a.b"]
     assert isinstance(restored, LowRank)
-    assert torch.equal(restored.dense(), pair.dense())
+    assert torch.equal(restored.to_dense(), pair.to_dense())
     assert read_job(describe_job(job, None), moved)[1] is moved
