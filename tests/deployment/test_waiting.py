@@ -105,14 +105,14 @@ def test_nothing_in_an_introduction_is_obeyed_by_a_terminal(
     field: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Id, version and digest are the node's words, and so are names of fields that do not exist."""
-    escapes, envelope = "\x1b]0;title\x07\x1b[2J", Introduction.envelope
+    escapes, envelope = "\x1b]0;title\x07\x1b[2J", Introduction.to_envelope
 
     def lie(introduction: Introduction) -> Envelope:
         header = json.loads(envelope(introduction).header)
         header[field + escapes if field == "more" else field] = escapes
         return Envelope(json.dumps(header))
 
-    monkeypatch.setattr(Introduction, "envelope", lie)
+    monkeypatch.setattr(Introduction, "to_envelope", lie)
     noted: list[str] = []
     monkeypatch.setattr(Notes, "noted", lambda self, text: noted.append(text))
     with pytest.raises(FedspanError) as refused:

@@ -139,7 +139,7 @@ def test_of_a_run_that_is_over_one_more_round_is_diagnosed_and_its_folder_stays(
     for row in rows.values():
         assert row.minimum <= row.mean <= row.maximum
         if row.worst is not None:
-            value = row.measure.compute_value(found.layers[row.worst])
+            value = row.measure.value(found.layers[row.worst])
             assert value == (row.maximum if row.measure.worst == "high" else row.minimum)
     assert fedspan.diagnose(run, 1, pairs=0).round == 2
 

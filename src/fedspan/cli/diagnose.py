@@ -78,7 +78,7 @@ def _to_dict(diagnosis: Diagnosis) -> dict[str, Any]:
         "round": diagnosis.round,
         "clients": list(diagnosis.clients),
         "layers": {
-            name: {measure.key: to_number(measure.compute_value(layer)) for measure in MEASURES}
+            name: {measure.key: to_number(measure.value(layer)) for measure in MEASURES}
             for name, layer in diagnosis.layers.items()
         },
         "barriers": [

@@ -154,12 +154,12 @@ def summarize_measures(diagnosis: Diagnosis) -> tuple[MeasureSummary, ...]:
 
 def get_values(layer: LayerDiagnosis) -> dict[str, float]:
     """Return the available measures of a layer, by key."""
-    values = {measure.key: measure.compute_value(layer) for measure in MEASURES}
+    values = {measure.key: measure.value(layer) for measure in MEASURES}
     return {key: value for key, value in values.items() if value is not None and not math.isnan(value)}
 
 
 def _get_values_by_layer(measure: Measure, layers: Mapping[str, LayerDiagnosis]) -> dict[str, float]:
-    values = {name: measure.compute_value(layer) for name, layer in layers.items()}
+    values = {name: measure.value(layer) for name, layer in layers.items()}
     return {name: value for name, value in values.items() if value is not None and not math.isnan(value)}
 
 

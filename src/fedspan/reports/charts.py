@@ -274,7 +274,7 @@ def draw_layers(diagnoses: Mapping[str, Diagnosis]) -> Figure:
     count = len(diagnoses)
     for number, measure in enumerate(MEASURES):
         for at, (label, diagnosis) in enumerate(diagnoses.items()):
-            values = {name: measure.compute_value(layer) for name, layer in diagnosis.layers.items()}
+            values = {name: measure.value(layer) for name, layer in diagnosis.layers.items()}
             figure.add_scatter(
                 x=list(values.values()),
                 y=list(values),

@@ -34,7 +34,7 @@ __all__ = ["main", "supervise"]
 def main() -> None:
     """Run ``flower-superlink`` with the door in front."""
     _allow_connections()
-    run_superlink([Middleware(Door)], BoundedProtocol, BoundedSocket.of)  # pyright: ignore[reportArgumentType]
+    run_superlink([Middleware(Door)], BoundedProtocol, BoundedSocket.take_over)  # pyright: ignore[reportArgumentType]
 
 
 _FILES = 65536
