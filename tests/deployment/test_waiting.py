@@ -114,7 +114,7 @@ def test_nothing_in_an_introduction_is_obeyed_by_a_terminal(
 
     monkeypatch.setattr(Introduction, "to_envelope", lie)
     noted: list[str] = []
-    monkeypatch.setattr(Notes, "noted", lambda self, text: noted.append(text))
+    monkeypatch.setattr(Notes, "on_note", lambda self, text: noted.append(text))
     with pytest.raises(FedspanError) as refused:
         met(tiny_folder, tmp_path, monkeypatch, [{"examples": 0, "base": "b"}])
     assert noted

@@ -118,7 +118,7 @@ def test_an_outlier_does_not_replace_the_reply_of_a_client_that_is_back_and_slow
         lambda self, client, round, *rest: "train" if client == GONE and round < 2 else None,
     )
     monkeypatch.setattr(Conditions, "compute_seconds", lambda self, client, examples: 9.0 if client == GONE else 1.0)
-    monkeypatch.setattr(Conditions, "faulty", lambda self, ids: frozenset({hostile} if began[0] else ()))
+    monkeypatch.setattr(Conditions, "draw_faulty", lambda self, ids: frozenset({hostile} if began[0] else ()))
     scaled = {"faults": {"share": 0.25, "kind": "scale", "factor": 1000.0}}
     last = rounds(built(tiny_folder, scaled, min_replies=3), 2)[-1]
     began[0] = True

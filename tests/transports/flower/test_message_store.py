@@ -167,7 +167,7 @@ def test_an_order_is_taken_again_after_an_error(scene: Scene, monkeypatch: pytes
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(scene.store, "_contents", full)
+        patch.setattr(scene.store, "_read_contents", full)
         with pytest.raises(OSError, match="disk full"):
             scene.store.take_order(scene.node)
     taken = scene.store.take_order(scene.node)
