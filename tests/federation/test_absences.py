@@ -98,7 +98,7 @@ def test_a_client_that_is_back_and_slower_than_all_others_counts_again(
 ) -> None:
     monkeypatch.setattr(
         Conditions,
-        "silent_from",
+        "draw_silence",
         lambda self, client, round, *rest: "train" if client == GONE and round < 2 else None,
     )
     monkeypatch.setattr(Conditions, "compute_seconds", lambda self, client, examples: 9.0 if client == GONE else 1.0)
@@ -114,7 +114,7 @@ def test_an_outlier_does_not_replace_the_reply_of_a_client_that_is_back_and_slow
     hostile, began = IDS[1], [False]
     monkeypatch.setattr(
         Conditions,
-        "silent_from",
+        "draw_silence",
         lambda self, client, round, *rest: "train" if client == GONE and round < 2 else None,
     )
     monkeypatch.setattr(Conditions, "compute_seconds", lambda self, client, examples: 9.0 if client == GONE else 1.0)
