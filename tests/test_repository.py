@@ -50,6 +50,7 @@ SEVERAL_MODULES = {
     "transports/flower/test_message_store.py",
     "transports/flower/test_roster.py",
     "transports/flower/test_secure_deployment.py",
+    "transports/flower/test_trainer_deployment.py",
     "transports/ray/test_cluster.py",
     "transports/ray/test_losses.py",
     "transports/ray/test_stacks.py",

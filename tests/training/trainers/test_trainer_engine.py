@@ -14,7 +14,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared
 from fedspan.wrappers.registry import WRAPPERS
 from helpers import tiny
-from helpers.trainer_clients import with_trainers
+from helpers.trainer_clients import spare_the_collector, with_trainers
 from helpers.watched_rounds import OPTIONS
 from helpers.wrapped_configs import TRAINING
 
@@ -24,6 +24,12 @@ FAMILIES = ("fedit", "rolora", "florg", "fed-sb", "slora", "pfedloru")
 SGD: Mapping[str, Any] = {"optimizer": "sgd", "lr": 0.02, "local_steps": 2, "group_by_length": False}
 ADAMW: Mapping[str, Any] = {"optimizer": "adamw", "lr": 0.005, "local_steps": 2, "group_by_length": False}
 QUICK: Mapping[str, Any] = {"federation": {"rounds": 2, "clients_per_round": 2}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def spared() -> None:
+    """The collector does not walk over what earlier tests of this process imported."""
+    spare_the_collector()
 
 
 def gap(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
@@ -89,6 +95,6 @@ def test_every_wrapper_ends_as_with_the_loop_engine(
 def test_settings_of_training_are_honoured_as_by_the_loop_engine(
     training: dict[str, Any], prepared: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    federation = {"rounds": 3, "clients_per_round": 2}
+    federation = {"rounds": 3 if "warmup_rounds" in training else 2, "clients_per_round": 2}
     config = tiny.config(tiny_folder, federation=federation, training={**ADAMW, **training})
     require_equal(prepared, config, tmp_path, 1e-3)

@@ -1,0 +1,81 @@
+"""Three nodes that train with their owners' trainers, one of them in two processes, and one that is killed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+
+from stage import Deployment
+from test_deployment import finish, rounds, submitted
+
+from helpers.sites import SITES, run_values
+
+pytestmark = pytest.mark.slow
+STEPS = 200
+"""Of a client's round, so that there is time to kill somebody in it."""
+ROUNDS = 2
+
+
+def join(made: Deployment, site: str, tiny_folder: Path) -> None:
+    """Start the training script of a site; the last one's in two processes."""
+    script = ["-m", "helpers.trainer_script", str(made.folder / f"{site}.yaml"), str(tiny_folder), site]
+    if site == SITES[-1]:
+        script = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script]
+    made.start(site, given=[sys.executable, *script])
+
+
+def wait_for_training(made: Deployment, site: str, orders: int) -> None:
+    """Wait until a node has received its so many-th order to train."""
+    path, until = made.folder / f"{site}-state" / "audit.jsonl", time.monotonic() + 120
+    while True:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        if sum(row["event"] == "asked" and row.get("task") == "train" for row in rows) >= orders:
+            return
+        assert time.monotonic() < until, rows
+        time.sleep(0.02)
+
+
+def config(tiny_folder: Path, folder: Path, **federation: Any) -> Path:
+    values = run_values(
+        tiny_folder,
+        {"name": "rolora", "r": 2},
+        federation={"rounds": ROUNDS, "deadline": 120.0, "min_replies": 3, **federation},
+    )
+    values["training"] = {"optimizer": "adamw", "lr": 0.002, "local_steps": STEPS, "batch_size": 4}
+    values["partition"] |= {"validation": 0.1}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def test_a_node_that_is_killed_in_mid_round_returns_and_trains_it_again(tiny_folder: Path, tmp_path: Path) -> None:
+    with Deployment(tmp_path / "deployment") as made:
+        for site in SITES:
+            path = made.node_file(site, Path("none"), limits={"train_examples": 1})
+            values = yaml.safe_load(path.read_text())
+            del values["data"]  # the trainer's own
+            path.write_text(yaml.safe_dump(values))
+            join(made, site, tiny_folder)
+        plan = config(tiny_folder, tmp_path, clip_ratio=None)
+        clean = tmp_path / "clean"
+        finish(submitted(made, plan, clean), made)
+        losses = [row["loss"] for row in rounds(clean)]
+        assert losses[-1] < losses[0]
+
+        # A node in mid-round, which comes back: its round is asked again.
+        run = tmp_path / "killed"
+        process = submitted(made, plan, run)
+        wait_for_training(made, SITES[0], 2 * ROUNDS)
+        made.end(SITES[0])
+        join(made, SITES[0], tiny_folder)
+        finish(process, made)
+        assert [row["round"] for row in rounds(run)] == [1, 2]
+        assert any(failure["client"] == SITES[0] for row in rounds(run) for failure in row.get("failures", []))
