@@ -15,7 +15,7 @@ from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import Tensor
 
-from helpers import tiny, tiny_decoders, tiny_images, tiny_tags
+from helpers import tiny, tiny_decoders, tiny_images, tiny_tags, tiny_topics
 
 __all__ = ["CASES", "REFUSED", "TaskCase"]
 
@@ -79,6 +79,20 @@ def _measure_entities(
     }
 
 
+def _measure_label_lists(
+    predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
+) -> Mapping[str, float]:
+    true, guessed = (
+        [[label in text.split(", ") for label in tiny_topics.LABELS] for text in texts] for texts in (truths, answers)
+    )
+    return {
+        "loss": float(torch.nn.BCEWithLogitsLoss()(predictions, torch.tensor(true).float())),
+        "micro_f1": float(f1_score(true, guessed, average="micro", zero_division=0)),
+        "macro_f1": float(f1_score(true, guessed, average="macro", zero_division=0)),
+        "subset_accuracy": float(accuracy_score(true, guessed)),
+    }
+
+
 def _labelled(folders: Mapping[str, Path]) -> dict[str, Any]:
     return tiny.settings(folders["texts"])
 
@@ -97,6 +111,9 @@ CASES: Mapping[str, TaskCase] = {
     "regression": TaskCase(_numbers, _measure_numbers),
     "token-classification": TaskCase(
         lambda folders: tiny_tags.settings(folders["texts"], folders["own"]), _measure_entities
+    ),
+    "multi-label-classification": TaskCase(
+        lambda folders: tiny_topics.settings(folders["texts"], folders["own"]), _measure_label_lists
     ),
     "causal-lm": TaskCase(lambda folders: tiny_decoders.settings(folders["decoders"]), _measure_texts),
     "image-classification": TaskCase(lambda folders: tiny_images.settings(folders["images"]), measure_labels),

@@ -72,6 +72,8 @@ def _name_parts(answer: object) -> dict[str, object]:
 
 
 def _format_cell(value: object) -> str:
+    if isinstance(value, list):  # pairs of a label and its probability, or of an entity and its type
+        return ", ".join(" ".join(map(_format_cell, pair)) for pair in cast("list[tuple[object, ...]]", value))
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 

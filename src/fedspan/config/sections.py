@@ -44,9 +44,9 @@ class RunConfig(Section):
         default="sequence-classification",
         description="sequence-classification: a label for a text or a pair. image-classification: a label for an "
         "image. regression: a number. causal-lm: an answer to a prompt (instruction tuning). "
-        "token-classification: a tag for each word (named entities). trainer: what the "
-        "trainers of fedspan.simulate define. Or a task of your own (docs/your-task.md). Default: the task of "
-        "data.dataset, if set.",
+        "token-classification: a tag for each word (named entities). multi-label-classification: any number of "
+        "labels for a text. trainer: what the trainers of fedspan.simulate define. Or a task of your own "
+        "(docs/your-task.md). Default: the task of data.dataset, if set.",
     )
     task_options: dict[str, str | bool | int | float | None] = Field(
         default_factory=dict, description="The task's own options; docs/tasks.md has those of each task."
@@ -126,7 +126,7 @@ class RunConfig(Section):
         self._require_training_fit()
         self._require_offload_fit()
         self.task_definition.parse_options(self.task_options)
-        self._require_roles()
+        self._require_columns()
         metrics = self.task_definition.metric_names
         if self.evaluation.metric is not None and self.evaluation.metric not in metrics:
             expected = f"a metric of {self.task}: {', '.join(metrics)}"
@@ -143,8 +143,8 @@ class RunConfig(Section):
         """The columns that the task reads."""
         return self.task_definition.columns or LABELLED_TEXTS
 
-    def _require_roles(self) -> None:
-        """Check that ``data.roles`` names roles that the task has.
+    def _require_columns(self) -> None:
+        """Check that the task has the roles and lists of labels that the section ``data`` names.
 
         Raises:
             FedspanError: If it does not.
@@ -155,6 +155,11 @@ class RunConfig(Section):
                 advice = suggest_nearest(role, known) if known else f"{self.task} has no further roles."
                 problem = f"{self.task} has no columns with the role {role!r}. {advice}"
                 raise FedspanError(f"data.roles.{role}", column, problem=problem)
+        for option in ("label_separator", "label_columns"):
+            value = getattr(self.data, option)
+            if value is not None and not self.task_columns.is_multi_label:
+                expected = "task: multi-label-classification, or no such option"
+                raise FedspanError(f"data.{option}", value, expected, problem=f"{self.task} has no lists of labels")
 
     @property
     def head_kind(self) -> tuple[HeadKind | None, str | None]:

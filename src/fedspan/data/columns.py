@@ -15,12 +15,14 @@ import pyarrow.compute as pc
 from fedspan.data.config import DataConfig
 from fedspan.data.dialects import describe_missing_header
 from fedspan.data.images import IMAGES
+from fedspan.data.label_lists import find_separator
 from fedspan.data.names import describe_missing_column, get_arrow_column, read_names, trim
 from fedspan.data.source import Source
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
 
 __all__ = [
+    "FLAGS",
     "LABELLED_TEXTS",
     "ColumnReader",
     "ReadColumns",
@@ -31,6 +33,8 @@ __all__ = [
     "validate_columns",
 ]
 
+FLAGS = {"0": False, "1": True, "false": False, "true": True}
+"""Values of columns that say whether a row has a label, in lower case."""
 _TASK_COLUMNS = ("text", "text_pair", "label", "target", "answer", "history", "image")
 
 
@@ -89,6 +93,8 @@ class TaskColumns:
         label: Returns the column whose lists of one label are unpacked; None: there is none.
         roles: Further roles of columns, which a user maps to column names in ``data.roles``.
         is_number: Whether the column of labels holds numbers.
+        is_multi_label: Whether an example has any number of labels: an empty list of labels is a value, and the
+            options ``label_separator`` and ``label_columns`` apply.
         complete_labels: Orders and completes the labels that occur; None: they are sorted.
     """
 
@@ -99,6 +105,7 @@ class TaskColumns:
     label: Callable[[DataConfig], str | None] = lambda config: config.label or "label"
     roles: tuple[str, ...] = ()
     is_number: bool = False
+    is_multi_label: bool = False
     complete_labels: Callable[[Sequence[str]], list[str]] | None = None
 
 
@@ -209,6 +216,49 @@ class ColumnReader:
         known = [bool(row) and all(tag is not None and 0 <= tag < len(classes) for tag in row or ()) for row in rows]
         self._require_values(column, known, f"tags of {where}")
         return [[classes[tag] for tag in row or ()] for row in rows]
+
+    def read_label_lists(self, column: str, separator: str | None) -> list[list[str]]:
+        """Read any number of labels for each row, from lists or from texts with separated labels; repeats are dropped.
+
+        Args:
+            column: The column. Lists hold texts, whole numbers or the numbers of named classes; an empty list or text
+                is no label.
+            separator: Separator of the labels in texts; None: the first of ``|``, ``;`` and ``,`` in the column.
+        """
+        where = self.require(column, "label")
+        values = get_arrow_column(self.source.dataset, column)
+        if _is_text(values.type):
+            texts: list[str | None] = values.to_pylist()
+            separator = separator or find_separator(texts)
+            parts = [[text or ""] if separator is None else (text or "").split(separator) for text in texts]
+            return [[*dict.fromkeys(label.strip() for label in row if label.strip())] for row in parts]
+        inner: Any = getattr(self.source.dataset.features[column], "feature", None)
+        kind = getattr(values.type, "value_type", None)
+        if kind is None or inner is None or not (_is_text(kind) or pa.types.is_integer(kind)):
+            problem = f"column {column!r} of {self.source.name} holds {values.type}, not lists of labels or texts"
+            raise FedspanError(where, column, problem=problem)
+        classes: list[str] | None = getattr(inner, "names", None)
+        rows: list[list[Any] | None] = values.to_pylist()
+        limit = float("inf") if classes is None else len(classes)
+        is_valid = [
+            row is not None and all(label is not None and (classes is None or 0 <= label < limit) for label in row)
+            for row in rows
+        ]
+        self._require_values(column, is_valid, "list of labels")
+        names = [[str(label) if classes is None else classes[label] for label in row or ()] for row in rows]
+        return [[*dict.fromkeys(label.strip() for label in row if label.strip())] for row in names]
+
+    def read_flags(self, column: str, option: str) -> list[bool]:
+        """Read a column of zeros and ones, or of false and true."""
+        where = self.require(column, option)
+        names = read_names(self.source.dataset, column)
+        self._require_values(column, [name is not None for name in names], "value")
+        flags = [FLAGS.get(str(name).lower()) for name in names]
+        if None in flags:
+            row = flags.index(None)
+            problem = f"{self.source.row(row)} has {names[row]!r} in column {column!r}. {self._skip}"
+            raise FedspanError(where, column, "0 or 1, or false or true", problem=problem)
+        return [flag is True for flag in flags]
 
     def role(self, config: DataConfig, role: str) -> str:
         """Return the column with a role: the one that ``data.roles`` names, or else one of the role's own name."""

@@ -90,6 +90,18 @@ class DataConfig(BaseModel):
         description="Column with the class, as a name or a number; regression: with the number. Default: label. "
         "causal-lm: column with a category, for partitions by label; default: none.",
     )
+    label_separator: str | None = Field(
+        default=None,
+        min_length=1,
+        description="multi-label-classification: text between the labels of a row, if a column of texts holds them. "
+        "Default: the first of |, ; and , that occurs in the column.",
+    )
+    label_columns: list[str] | None = Field(
+        default=None,
+        min_length=2,
+        description="multi-label-classification, instead of label: columns of zeros and ones (false and true), one "
+        "for each label, whose names are the labels.",
+    )
     prompt: str | None = Field(
         default=None,
         min_length=1,
@@ -228,7 +240,7 @@ class DataConfig(BaseModel):
             return [str(label) if isinstance(label, int) else label for label in value]
         return value
 
-    @field_validator("labels", "columns")
+    @field_validator("labels", "columns", "label_columns")
     @classmethod
     def _refuse_repeats(cls, value: list[str] | None) -> list[str] | None:
         repeated = sorted({name for name in value or () if (value or ()).count(name) > 1})
@@ -248,6 +260,10 @@ class DataConfig(BaseModel):
                 raise _contradiction(name, column, problem)
             if column is not None:
                 roles[column] = name
+        for name in ("label", "label_separator"):
+            if self.label_columns is not None and getattr(self, name) is not None:
+                problem = "label_columns names the labels' columns already. Leave one of the two out"
+                raise _contradiction(name, getattr(self, name), problem)
         if self.labels is not None and self.first_labels is not None:
             problem = "labels says already which labels are kept. Leave one of the two out"
             raise _contradiction("first_labels", self.first_labels, problem)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import pyarrow as pa
 
-from fedspan.data.columns import TaskColumns, parse_conversation
+from fedspan.data.columns import FLAGS, TaskColumns, parse_conversation
 from fedspan.data.config import DataConfig
 from fedspan.data.names import get_arrow_column, read_names
 from fedspan.data.source import Source
@@ -46,13 +46,19 @@ def drop_invalid_rows(
 def _get_values(dataset: datasets.Dataset, column: str, task: TaskColumns, config: DataConfig) -> Sequence[object]:
     """Return a column's values, falsy where they cannot be used; images (bytes or path) are not converted to text."""
     values = get_arrow_column(dataset, column)
+    has_label_lists = task.is_multi_label and column not in (config.text, config.text_pair)
     if column == config.messages:
         return [parse_conversation(value) is not None for value in values.to_pylist()]
     if pa.types.is_struct(values.type):
         return [value is not None and any(value.values()) for value in values.to_pylist()]
     if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
-        return [bool(value) and None not in value for value in values.to_pylist()]
+        rows = values.to_pylist()
+        return [row is not None and (has_label_lists or bool(row)) and None not in row for row in rows]
     names = read_names(dataset, column)
+    if has_label_lists and config.label_columns is not None:
+        return [name is not None and name.lower() in FLAGS for name in names]
+    if has_label_lists:
+        return [True] * len(dataset)  # an empty text is no label
     if task.is_number and column == (config.label or "label"):
         return [name is not None and _is_finite(name) for name in names]
     return names

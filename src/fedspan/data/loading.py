@@ -165,7 +165,7 @@ def _collect_labels(train: ValidatedColumns, task: TaskColumns, config: DataConf
                 problem = "these examples have no classes; leave it out"
                 raise FedspanError(f"{field}.{option}", getattr(config, option), problem=problem)
         return ()
-    available = _order_labels(names, config, field)
+    available = _order_labels(names, config, field) if config.label_columns is None else config.label_columns
     if task.complete_labels is not None:
         available = task.complete_labels(available)
     if config.labels is not None:

@@ -271,8 +271,9 @@ def predict(
         tokenizer: Its tokenizer or image processor; None: that of the model's name.
 
     Returns:
-        For each text, the most probable label and its probability, ``("yes", 0.93)``, of a classifier; the number of a
-        regression model; the generated answer of a language model; a readable answer of any other task.
+        For each text, the most probable label and its probability, ``("yes", 0.93)``, of a classifier; a list of such
+        pairs, of all labels above the threshold, of a multi-label classifier; the number of a regression model; the
+        generated answer of a language model; a readable answer of any other task.
 
     Raises:
         FedspanError: If `load_served` raises it.
@@ -300,7 +301,8 @@ def _build_rows(facts: Facts, inputs: Sequence[str | os.PathLike[str] | tuple[st
     definition = get_task(facts.task)
     if definition.arrange is not None:
         return definition.arrange(facts, inputs)
-    blank = {"label": [0] * len(inputs), "target": [0.0] * len(inputs), "answer": [""] * len(inputs)}
+    none: list[list[int]] = [[] for _ in inputs]
+    blank = {"label": [0] * len(inputs), "labels": none, "target": [0.0] * len(inputs), "answer": [""] * len(inputs)}
     if definition.reads_images:
         paths = [None if isinstance(path, tuple) else os.path.expanduser(path) for path in inputs]
         if None in paths:

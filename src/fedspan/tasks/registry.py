@@ -20,6 +20,7 @@ from fedspan.tasks.classification import SEQUENCE_CLASSIFICATION
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.images import IMAGE_CLASSIFICATION
 from fedspan.tasks.metrics import METRICS, register_metric
+from fedspan.tasks.multi_label import MULTI_LABEL_CLASSIFICATION
 from fedspan.tasks.regression import REGRESSION
 from fedspan.tasks.token_classification import TOKEN_CLASSIFICATION
 from fedspan.tasks.trainer import TRAINER
@@ -35,6 +36,7 @@ _BUILT_IN = (
     CAUSAL_LM,
     IMAGE_CLASSIFICATION,
     TOKEN_CLASSIFICATION,
+    MULTI_LABEL_CLASSIFICATION,
     TRAINER,
 )
 

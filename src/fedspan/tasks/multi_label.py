@@ -1,0 +1,290 @@
+"""Multi-label classification: any number of labels for a text or a pair of texts, each decided on its own.
+
+The loss is the binary cross-entropy of all labels, as in Transformers' ``problem_type="multi_label_classification"``.
+The head has no start from statistics: class means and LDA need one class for each example. Shapes: B examples,
+C clients of a pass, K labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedspan.core.tensors import to_device
+from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns, read_text_columns
+from fedspan.data.config import DataConfig
+from fedspan.data.label_lists import find_separator
+from fedspan.tasks.definition import InferredColumns, TaskDefinition
+from fedspan.tasks.encoding import EncodedText, Ragged, collate, encode_texts, full_length
+from fedspan.tasks.losses import means, widen
+from fedspan.tasks.metrics import Metric
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedTokenizerBase
+
+    from fedspan.tasks.facts import Facts
+
+__all__ = ["MULTI_LABEL_CLASSIFICATION", "LabelledTexts", "MultiLabelClassification", "MultiLabelOptions"]
+
+_MAX_LABELS = 500
+_COLUMN = "labels"
+_SEPARATED_COLUMNS = ("labels", "tags", "topics", "genres", "categories", "classes", "kinds", "themes", "subjects")
+"""Names of columns of texts that ``fedspan init`` takes for separated labels; any column of lists may hold labels."""
+_PROMPT_COLUMNS = {"messages", "instruction", "prompt"}
+"""Columns of data for language models, whose further columns are no labels to learn."""
+
+
+@dataclass(frozen=True)
+class MultiLabelOptions:
+    """Options of multi-label classification.
+
+    Args:
+        threshold: Probability above which a label is predicted, between 0 and 1.
+    """
+
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
+
+
+@dataclass(frozen=True)
+class LabelledTexts:
+    """Tokenised texts with any number of labels each.
+
+    Args:
+        text: Tokens of each text; its labels are positions and are not used.
+        labels: Label indices of each text.
+    """
+
+    text: EncodedText
+    labels: Ragged
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of tokens of each text, int64, (texts,)."""
+        return self.text.lengths
+
+
+class MultiLabelClassification:
+    """Prediction of any number of labels for a text or a pair, with any Hugging Face sequence classifier.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        labels: Label names by index.
+        max_length: Maximal number of tokens; further ones are cut.
+        metric: Metric by which rounds are compared.
+        threshold: Probability above which a label is predicted.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        labels: Sequence[str],
+        max_length: int,
+        metric: str = "micro_f1",
+        threshold: float = 0.5,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.labels = tuple(labels)
+        self.max_length = max_length
+        self.metric = metric
+        self.threshold = threshold
+
+    def encode(self, dataset: datasets.Dataset) -> LabelledTexts:
+        """Tokenise a data set once; its columns are ``text``, optionally ``text_pair``, and ``labels`` (indices)."""
+        labels = Ragged(cast("list[list[int]]", dataset["labels"][:]))
+        return LabelledTexts(encode_texts(self.tokenizer, dataset, self.max_length, np.arange(len(labels))), labels)
+
+    def batch(self, examples: LabelledTexts, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+        """Collate examples, padded to the longest of them; ``labels`` are 0 or 1 in float32, (B, K)."""
+        labels_BK = torch.from_numpy(self._mark(examples, indices)).float()
+        return {**collate(self.tokenizer, examples.text, indices, device), "labels": to_device(labels_BK, device)}
+
+    def _mark(self, examples: LabelledTexts, indices: Sequence[int]) -> np.ndarray:
+        """Return 1 where an example has a label, else 0; uint8, (examples, K)."""
+        marks = np.zeros((len(indices), len(self.labels)), np.uint8)
+        for row, index in enumerate(indices):
+            marks[row, examples.labels[index]] = 1
+        return marks
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Compute the mean binary cross-entropy over examples and labels, in float32 or better."""
+        return self._compute_losses(model, batch).mean()
+
+    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
+        """Compute the mean binary cross-entropy of each client's examples, (C,)."""
+        return means(self._compute_losses(model, batch), mask_CB)
+
+    def _compute_losses(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Compute the binary cross-entropy of each example, (B,): the mean over its labels."""
+        logits_BK = widen(self.predict(model, batch))
+        labels_BK = batch["labels"].to(logits_BK)
+        return F.binary_cross_entropy_with_logits(logits_BK, labels_BK, reduction="none").mean(1)
+
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
+        """Compute the logits, (B, K)."""
+        return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+
+    def metrics(self, predictions: Tensor, examples: LabelledTexts, indices: Sequence[int]) -> dict[str, float]:
+        """Compute ``loss``, ``micro_f1``, ``macro_f1`` and ``subset_accuracy``, as scikit-learn does.
+
+        Macro-F1 is the mean over all labels of the model; it is 0 of a label that is neither predicted nor true.
+        Subset accuracy is the share of examples whose labels are all right.
+        """
+        # its import takes a second, which commands that evaluate nothing do without
+        from sklearn.metrics import f1_score
+
+        truth = self._mark(examples, indices)
+        guess = self._decide(predictions).numpy().astype(np.uint8)
+        loss = F.binary_cross_entropy_with_logits(predictions.float(), torch.from_numpy(truth).float())
+        return {
+            "loss": float(loss),
+            "micro_f1": float(f1_score(truth, guess, average="micro", zero_division=0)),  # pyright: ignore
+            "macro_f1": float(f1_score(truth, guess, average="macro", zero_division=0)),  # pyright: ignore
+            "subset_accuracy": float((guess == truth).all(1).mean()),
+        }
+
+    def _decide(self, predictions: Tensor) -> Tensor:
+        """Return which labels are predicted, bool, (B, K)."""
+        return predictions.float().sigmoid() > self.threshold
+
+    def remarks(self, examples: LabelledTexts) -> tuple[str, ...]:
+        """Report how many texts fill the maximal length, and so may have been cut."""
+        return full_length(examples.text, self.max_length)
+
+    def answers(self, predictions: Tensor) -> list[str]:
+        """Return the predicted labels of each example, joined with commas; an empty text if there are none."""
+        return [self._join(row) for row in self._decide(predictions).tolist()]
+
+    def truths(self, examples: LabelledTexts, indices: Sequence[int]) -> list[str]:
+        """Return the true labels of each example, in the form of ``answers``."""
+        return [self._join(row) for row in self._mark(examples, indices).tolist()]
+
+    def _join(self, decisions: Sequence[int]) -> str:
+        return ", ".join(label for label, decision in zip(self.labels, decisions, strict=True) if decision)
+
+    def present(self, predictions: Tensor) -> list[list[tuple[str, float]]]:
+        """Return the labels above the threshold of each example with their probabilities, the highest first."""
+        rows = predictions.float().sigmoid().tolist()
+        pairs = [sorted(zip(self.labels, row, strict=True), key=lambda pair: -pair[1]) for row in rows]
+        return [[pair for pair in row if pair[1] > self.threshold] for row in pairs]
+
+
+def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
+    columns, _ = read_text_columns(reader, config)
+    texts = {config.text, config.text_pair or config.text}
+    if config.label_columns is None:
+        column = config.label or _COLUMN
+        lists = reader.read_label_lists(column, config.label_separator)
+        return ReadColumns(columns, {*texts, column}, label_lists=lists)
+    flags = [reader.read_flags(column, "label_columns") for column in config.label_columns]
+    lists = [
+        [label for label, flag in zip(config.label_columns, row, strict=True) if flag]
+        for row in zip(*flags, strict=True)
+    ]
+    return ReadColumns(columns, {*texts, *config.label_columns}, label_lists=lists)
+
+
+def _require(config: DataConfig, field: str) -> list[tuple[str, ...]]:
+    labels = config.label_columns or (config.label or _COLUMN,)
+    return [(column,) for column in (config.text, config.text_pair, *labels) if column is not None]
+
+
+def _build(tokenizer: PreTrainedTokenizerBase, facts: Facts, data: DataConfig | None) -> MultiLabelClassification:
+    options: MultiLabelOptions = MULTI_LABEL_CLASSIFICATION.parse_options(facts.options)
+    return MultiLabelClassification(tokenizer, facts.labels, facts.max_length, facts.metric, options.threshold)
+
+
+def _infer(sample: datasets.Dataset, options: Mapping[str, str | None]) -> InferredColumns | None:
+    """Find a column of lists of labels, or of texts with separated labels, and a column of texts."""
+    if options["label"]:
+        names = [options["label"]]
+    elif options["answer"] or _PROMPT_COLUMNS & set(sample.column_names):
+        return None
+    else:
+        others = {options["text"], options["by"]}
+        names = [
+            name
+            for name in sample.column_names
+            if name not in others and (not _is_text(sample, name) or name.lower() in _SEPARATED_COLUMNS)
+        ]
+    label = next((name for name in names if _holds_label_lists(sample, name)), None)
+    if label is None:
+        return None
+    lengths = {
+        name: sum(len(text or "") for text in sample[name])
+        for name in sample.column_names
+        if name not in (label, options["by"]) and _is_text(sample, name)
+    }
+    text = options["text"] or max(lengths, key=lambda name: lengths[name], default=None)
+    if text not in lengths:
+        return None
+    return InferredColumns({"text": text, "label": label}, f"text {text!r}, labels {label!r}")
+
+
+def _is_text(sample: datasets.Dataset, name: str) -> bool:
+    return str(getattr(sample.features[name], "dtype", "")) in ("string", "large_string")
+
+
+def _holds_label_lists(sample: datasets.Dataset, name: str) -> bool:
+    """Check for few different labels that are combined, each at most once in a row and several in some rows."""
+    values: list[Any] = [value for value in sample[name] if value is not None]
+    if values and all(isinstance(value, str) for value in values):
+        separator = find_separator(values)
+        if separator is None:
+            return False
+        values = [[part.strip() for part in value.split(separator) if part.strip()] for value in values]
+    elif not values or not all(isinstance(value, list) for value in values):
+        return False
+    parts = [part for row in values for part in row]
+    if not all(isinstance(part, str) or type(part) is int for part in parts):
+        return False
+    if any(len(set(row)) < len(row) for row in values) or all(len(row) == 1 for row in values):
+        return False
+    combinations, labels = len({tuple(row) for row in values}), len(set(parts))
+    return 2 <= labels <= min(_MAX_LABELS, len(values) / 3) and labels < combinations
+
+
+def _present(
+    task: MultiLabelClassification, inputs: Sequence[Any], predictions: Tensor
+) -> list[list[tuple[str, float]]]:
+    return task.present(predictions)
+
+
+def _make_examples(ids: Ragged, classes: np.ndarray) -> LabelledTexts:
+    text = EncodedText({"input_ids": ids}, np.arange(len(ids)), ids.lengths)
+    return LabelledTexts(text, Ragged(classes[:, None].tolist()))
+
+
+MULTI_LABEL_CLASSIFICATION = TaskDefinition(
+    name="multi-label-classification",
+    title="any number of labels for a text or a pair",
+    head="multi-label",
+    build=_build,
+    answer="labels",
+    metrics=("micro_f1", "macro_f1", "subset_accuracy", "loss"),
+    own_metrics={
+        "micro_f1": Metric("micro-F1", True, percent=True),
+        "subset_accuracy": Metric("subset accuracy", True, percent=True),
+    },
+    columns=TaskColumns(read=_read, require=_require, label=lambda config: None, is_multi_label=True),
+    pools=True,
+    peft="SEQ_CLS",
+    options=MultiLabelOptions,
+    default_model=("builtin:all-minilm-l6-v2", "[query, value]"),
+    lr=3e-3,
+    summary_metrics=("macro_f1",),
+    pipeline="text-classification",
+    infer=_infer,
+    present=_present,
+    make_examples=_make_examples,
+)
