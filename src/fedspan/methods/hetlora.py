@@ -123,7 +123,7 @@ class HetLoRA(RegisteredMethod):
         for tail in job.penalties:
             assert isinstance(tail, SlotProduct)
             measure = replace(tail, strength=1.0)
-            if measure.value(message.tensors) < measure.value(job.tensors):
+            if measure.compute_value(message.tensors) < measure.compute_value(job.tensors):
                 message = Message(cut_slots(message.tensors, tail.first))
         return message, memory
 
