@@ -25,6 +25,7 @@ from fedspan.runs.checkpoint_format import read_index
 from fedspan.runs.results import read_report
 from fedspan.runs.setup import prepare
 from fedspan.runs.task_setup import facts_of, read_notes
+from fedspan.tasks.registry import get_task
 from helpers.fuzzing import CHANGES, CUTS, answered, as_json, changed, fuzz, mangled
 from helpers.mistakes.world import GOOD, World
 
@@ -55,14 +56,15 @@ VALID = {
     "t.csv.gz": gzip.compress(GOOD.encode(), mtime=0),
     "t.jsonl.gz": gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in ROWS), mtime=0),
     "t.parquet": _parquet(),
+    "t.conll": b"take\tO\naspirin\tB-Drug\n\nrest\tO\n",
 }
 
 
 def read(name: str, content: bytes, **options: Any) -> None:
     Path(name).write_bytes(content)
     config = DataConfig(train=name, **options)
-    for task in ("sequence-classification", "regression"):
-        answered(lambda task=task: load(config, task=task))
+    for task in ("sequence-classification", "regression", "token-classification"):
+        answered(lambda task=task: load(config, task=get_task(task).columns))
 
 
 @fuzz(500)
@@ -87,7 +89,7 @@ def test_rows_of_json(changes: list[Any], prompt: str) -> None:
     read("t.json", as_json(rows))
     for options in ({"prompt": prompt, "answer": "label"}, {"messages": "talk", "chat": True}):
         config = DataConfig.model_validate({"train": "t.json", **options})
-        answered(lambda config=config: load(config, task="causal-lm"))
+        answered(lambda config=config: load(config, task=get_task("causal-lm").columns))
 
 
 def _partitions() -> list[dict[str, Any]]:
