@@ -53,7 +53,7 @@ class Notes(Listener):
     def __init__(self) -> None:
         self.texts: list[str] = []
 
-    def noted(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.texts.append(text)
 
 
@@ -107,7 +107,7 @@ def test_an_export_loads_without_fedspan(example: ModuleType, finished: Path, tm
 
 def test_the_same_call_resumes(example: ModuleType, finished: Path, tmp_path: Path) -> None:
     class Stop(Listener):
-        def round_finished(self, row: Any) -> None:
+        def on_round_finish(self, row: Any) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
