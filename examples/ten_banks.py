@@ -93,7 +93,7 @@ def main() -> None:
 
     report = fedspan.compare(build_config(args), args.out, METHODS, seeds=[0], listener=Progress())
 
-    shown = report.table()
+    shown = report.build_table()
     table = Table(*shown.head)
     for cells in shown.rows:
         table.add_row(*cells)

@@ -137,7 +137,7 @@ def test_the_export_is_a_stock_classifier_with_equal_logits_and_loss(tiny_folder
     served = load_served(tmp_path / "run")
     rows = load(DataConfig(train=str(tmp_path / "topics.jsonl"), test_fraction=0), task=TASK).train
     examples = served.task.encode(rows)
-    expected = served.predictions(examples)
+    expected = served.compute_predictions(examples)
     batch = served.task.batch(examples, range(len(examples)), torch.device("cpu"))
     for model in (peft.PeftModel.from_pretrained(base, str(tmp_path / "run" / "adapter")), merged):
         with torch.no_grad():
