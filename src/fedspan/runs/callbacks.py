@@ -99,7 +99,7 @@ def compute_final_scores(prepared: Prepared, progress: Progress) -> tuple[dict[s
         )
         scores["test"] = summarize(heldout, metric)
         if len(heldout) == 1:
-            del scores["test"]["worst"]
+            scores["test"].pop("worst", None)  # a metric that is undefined on the set has none
     return scores, {} if own is None else {id: dict(row) for id, row in own.by_client.items()}
 
 
