@@ -23,7 +23,7 @@ def load(name: str) -> ModuleType:
 
 def test_the_pages_of_the_config_and_of_a_node_s_file_are_current() -> None:
     module = load("generate_config")
-    for page, written in (("config.md", module.page()), ("node.md", module.node_page())):
+    for page, written in (("config.md", module.page()), ("node.md", module.format_node_page())):
         assert (DOCS / page).read_text(encoding="utf-8") == written, "run: python docs/generate_config.py"
 
 
