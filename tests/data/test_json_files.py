@@ -16,6 +16,7 @@ from fedspan.data.files import read_source
 from fedspan.data.json_files import read_json
 from fedspan.data.loading import load
 from fedspan.data.partition import partition
+from fedspan.errors import FedspanError
 
 ROWS = [{"text": f"text {row}", "meta": {"label": "ab"[row % 2], "from": {"site": "xy"[row // 3]}}} for row in range(6)]
 
@@ -37,6 +38,14 @@ def test_a_field_inside_a_field_does_not_replace_a_column(tmp_path: Path) -> Non
     path = tmp_path / "t.jsonl"
     path.write_text('{"a": {"b": 1}, "a.b": 2}\n')
     assert read_source(DataConfig(train=str(path)), "train", "data").dataset[0] == {"a": {"b": 1}, "a.b": 2}
+
+
+@pytest.mark.parametrize("row", [{"b\0": 1}, {"a": {"b\0": 1}}, {"a": [{"b\0": 1}]}], ids=str)
+def test_names_that_arrow_would_cut_are_refused(tmp_path: Path, row: dict[str, object]) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps(row))
+    with pytest.raises(FedspanError, match=r"'b.x00' has a NUL character"):
+        read_source(DataConfig(train=str(path)), "train", "data")
 
 
 def test_images_are_no_fields_inside_fields(tmp_path: Path) -> None:

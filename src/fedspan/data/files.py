@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.resources import as_file
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -306,10 +306,24 @@ def flatten(dataset: datasets.Dataset) -> datasets.Dataset:
 def _make_dataset(table: pa.Table, kind: str, where: str, option: str) -> datasets.Dataset:
     # Only parquet has types that datasets lacks, or contains datasets' own type notes, which may be damaged.
     try:
+        _require_storable_names(table.schema)
         return make_plain_dataset(table)
     except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError, pa.ArrowException) as error:
         problem = f"{where} has columns that datasets cannot hold: {_get_first_line(error)}"
         raise FedspanError(option, where, problem=problem) from error
+
+
+def _require_storable_names(fields: Iterable[pa.Field]) -> None:
+    """Check that no field, at any depth, has a NUL in its name, at which Arrow and datasets cut names.
+
+    Raises:
+        ValueError: If one has.
+    """
+    for field in fields:
+        if "\0" in field.name:
+            raise ValueError(f"the name {field.name!r} has a NUL character")
+        kind = field.type
+        _require_storable_names(kind.field(number) for number in range(kind.num_fields))
 
 
 def _get_first_line(error: Exception) -> str:
