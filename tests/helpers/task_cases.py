@@ -15,7 +15,7 @@ from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import Tensor
 
-from helpers import tiny, tiny_decoders, tiny_images, tiny_tags, tiny_topics
+from helpers import tiny, tiny_decoders, tiny_images, tiny_masked, tiny_tags, tiny_topics
 
 __all__ = ["CASES", "REFUSED", "TaskCase"]
 
@@ -93,6 +93,17 @@ def _measure_label_lists(
     }
 
 
+def _measure_masked(
+    predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
+) -> Mapping[str, float]:
+    pairs = [
+        (guess, word)
+        for answer, truth in zip(answers, truths, strict=True)
+        for guess, word in zip(answer.split(), truth.split(), strict=True)
+    ]
+    return {"masked_accuracy": float(accuracy_score([word for _, word in pairs], [guess for guess, _ in pairs]))}
+
+
 def _labelled(folders: Mapping[str, Path]) -> dict[str, Any]:
     return tiny.settings(folders["texts"])
 
@@ -115,6 +126,7 @@ CASES: Mapping[str, TaskCase] = {
     "multi-label-classification": TaskCase(
         lambda folders: tiny_topics.settings(folders["texts"], folders["own"]), _measure_label_lists
     ),
+    "masked-lm": TaskCase(lambda folders: tiny_masked.settings(folders["own"]), _measure_masked),
     "causal-lm": TaskCase(lambda folders: tiny_decoders.settings(folders["decoders"]), _measure_texts),
     "image-classification": TaskCase(lambda folders: tiny_images.settings(folders["images"]), measure_labels),
 }

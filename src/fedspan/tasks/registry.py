@@ -19,6 +19,7 @@ from fedspan.tasks.causal import CAUSAL_LM
 from fedspan.tasks.classification import SEQUENCE_CLASSIFICATION
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.images import IMAGE_CLASSIFICATION
+from fedspan.tasks.masked_lm import MASKED_LM
 from fedspan.tasks.metrics import METRICS, register_metric
 from fedspan.tasks.multi_label import MULTI_LABEL_CLASSIFICATION
 from fedspan.tasks.regression import REGRESSION
@@ -37,6 +38,7 @@ _BUILT_IN = (
     IMAGE_CLASSIFICATION,
     TOKEN_CLASSIFICATION,
     MULTI_LABEL_CLASSIFICATION,
+    MASKED_LM,
     TRAINER,
 )
 

@@ -119,7 +119,7 @@ class PrivateTraining:
         from fedspan.training.noisy_sum import NoisySum
 
         trainer, job, adapted, settings = self.trainer, assignment.job, self.trainer.adapted, self.trainer.settings
-        _require_private(job, getattr(trainer.task, "packing", False))
+        _require_private(job, getattr(trainer.task, "packing", False), hasattr(trainer.task, "draw_batch"))
         trainer.prepare(examples, [assignment.indices])
         adapted.train_mode(job.buffers)
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
@@ -229,7 +229,7 @@ class PrivateTraining:
         self._verified = True
 
 
-def _require_private(job: Job, packing: bool) -> None:
+def _require_private(job: Job, packing: bool, draws: bool) -> None:
     """Refuse a job that would release more than the noisy sums.
 
     Raises:
@@ -240,6 +240,7 @@ def _require_private(job: Job, packing: bool) -> None:
         "its projectors are made of raw gradients": job.refresh is not None,
         "its norms keep statistics of raw examples": bool(job.buffers),
         "packed batches have no examples of their own (training.packing)": packing,
+        "its passes draw no masks of their own for each step": draws,
     }
     if reason := next((reason for reason, is_given in reasons.items() if is_given), None):
         raise FedspanError("privacy.mechanism", "dp-sgd", problem=f"dp-sgd cannot train this method or model: {reason}")

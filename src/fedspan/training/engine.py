@@ -225,6 +225,26 @@ class Trainer:
         self.padding.ensure(examples)
         self.prefixes.ensure(examples, parts)
 
+    def make_batch(
+        self, examples: Examples, parts: Sequence[tuple[Assignment, int, Sequence[int]]]
+    ) -> Mapping[str, Tensor]:
+        """Collate a batch of training. A task with ``draw_batch`` draws a random part of its inputs for it.
+
+        Args:
+            examples: The data set.
+            parts: Assignments whose examples share the batch, each with the number of its batch and its examples.
+        """
+        rows = [index for _, _, indices in parts for index in indices]
+        draw = getattr(self.task, "draw_batch", None)
+        if draw is None:
+            return self.task.batch(examples, rows, self.adapted.device)
+        keys = [
+            (self.seed, assignment.round, assignment.client, assignment.job.phase, number)
+            for assignment, number, indices in parts
+            for _ in indices
+        ]
+        return draw(examples, rows, self.adapted.device, keys)
+
     def compute_logit_offsets(self, assignment: Assignment, examples: Examples) -> Tensor | None:
         """Compute the terms that local training adds to the logits of an assignment's examples; None: it adds none."""
         strength = self.settings.logit_adjustment

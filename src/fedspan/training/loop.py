@@ -61,7 +61,7 @@ class LoopEngine(Trainer):
             if job.refresh is not None and micro % settings.accumulate == 0:
                 refresh_projectors(self, job, live, optimizer, steps, examples, batch_indices)
             self.set_dropout(assignment, micro)
-            batch = self.task.batch(examples, batch_indices.tolist(), adapted.device)
+            batch = self.make_batch(examples, [(assignment, micro, batch_indices.tolist())])
             if offsets is not None:
                 batch = {**batch, OFFSETS: offsets.expand(len(batch_indices), -1)}
             with (

@@ -121,6 +121,8 @@ class PrefixCache:
         try:
             if getattr(task, "packing", False):
                 raise NoPrefix("a batch's examples are packed into one row")
+            if hasattr(task, "draw_batch"):
+                raise NoPrefix("a part of the inputs is drawn anew for every batch")
             prefix = FrozenPrefix.search(adapted, list_live_modules(adapted) if live is None else live)
             adapted.install({}, {}, frozenset())
             cache = cls(prefix, adapted, task, examples, budget=budget, file=file, store=store)

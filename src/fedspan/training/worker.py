@@ -193,19 +193,21 @@ class Worker:
         """Compute losses (C,) and gradients (C, P) of the clients' next batches."""
         job, layout, device = group[0].assignment.job, group[0].layout, self.adapted.device
         clients, size = len(group), max(len(slot.batch) for slot in group)
-        rows: list[int] = []
+        parts: list[tuple[Assignment, int, list[int]]] = []
         members = torch.zeros(clients, clients * size)
         for number, slot in enumerate(group):
             indices = slot.batch.tolist()
             members[number, number * size : number * size + len(indices)] = 1
-            rows += indices + indices[:1] * (size - len(indices))  # filler: all clients need equally many rows
+            indices += indices[:1] * (size - len(indices))  # filler: all clients need equally many rows
+            parts.append((slot.assignment, slot.batches_done, indices))
+        rows = [index for _, _, indices in parts for index in indices]
         if self._mode != job.buffers:
             self.adapted.train_mode(job.buffers)
             self._mode = job.buffers
         values = torch.stack([slot.values for slot in group])
         leaves = {name: view.detach().requires_grad_() for name, view in layout.split_views(values).items()}
         frozen = stack_frozen(group)
-        batch = self.task.batch(examples, rows, device)
+        batch = self.loop.make_batch(examples, parts)
         offsets = [slot.logit_offsets.expand(size, -1) for slot in group if slot.logit_offsets is not None]
         if offsets:
             batch = {**batch, OFFSETS: torch.cat(offsets)}

@@ -1,0 +1,298 @@
+"""Masked language modelling: an encoder learns the words of a domain from texts without labels.
+
+Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding", NAACL 2019,
+arXiv:1810.04805. A share of a text's tokens, at least one, is predicted. In training, 8 of 10 of them are replaced by
+the mask, 1 of 10 by a random token, and 1 of 10 stays; the draw depends on seed, round, client, batch and example only.
+In evaluation the mask replaces all of them, and a text always has the same masks.
+
+Deviations: the number of predicted tokens is the rounded share of a text's tokens, as in BERT's own data, and no draw
+for each token. Shapes: B texts, T tokens, S predicted tokens of a batch, V tokens of the vocabulary, C clients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pydantic import Field
+from torch import Generator, Tensor, nn
+from torch.nn import functional as F
+
+from fedspan.core.tensors import create_generator, to_device
+from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
+from fedspan.data.config import DataConfig
+from fedspan.errors import FedspanError
+from fedspan.tasks.definition import TaskDefinition
+from fedspan.tasks.encoding import EncodedText, collate, encode_texts, full_length
+from fedspan.tasks.losses import widen
+from fedspan.tasks.metrics import Metric
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import datasets
+    from transformers import PreTrainedTokenizerBase
+
+    from fedspan.tasks.facts import Facts
+
+__all__ = ["MASKED_LM", "MaskedLanguageModel", "MaskedOptions", "MaskedTexts"]
+
+_IGNORED = -100
+_COUNTS = "predicted_tokens"
+"""Key of a batch's numbers of predicted tokens by text, (B,), on the CPU: they are shapes, which the host knows."""
+_SUMS = 3  # columns of a prediction: loss, predicted tokens, right ones; the predicted tokens' ids follow
+_MASK, _RANDOM = 0.8, 0.9  # below: replaced by the mask; by a random token; above: unchanged
+_LARGEST = 34.0  # the exponential of a larger loss is beyond the bounds of the metric
+
+
+@dataclass(frozen=True)
+class MaskedOptions:
+    """Options of masked language modelling.
+
+    Args:
+        mask_share: Share of a text's tokens that are predicted, between 0 and 1.
+    """
+
+    mask_share: Annotated[float, Field(gt=0, lt=1)] = 0.15
+
+
+@dataclass(frozen=True)
+class MaskedTexts:
+    """Tokenised texts.
+
+    Args:
+        text: Tokens of each text; its labels are positions and are not used.
+        is_given: Whether the texts have masks of their own, which are to be filled, instead of drawn ones.
+    """
+
+    text: EncodedText
+    is_given: bool = False
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of tokens of each text, int64, (texts,)."""
+        return self.text.lengths
+
+
+class MaskedLanguageModel:
+    """Prediction of masked tokens, with any Hugging Face masked language model.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        max_length: Maximal number of tokens; further ones are cut.
+        metric: Metric by which rounds are compared.
+        mask_share: Share of a text's tokens that are predicted.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, max_length: int, metric: str = "loss", mask_share: float = 0.15
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.metric = metric
+        self.mask_share = mask_share
+
+    def encode(self, dataset: datasets.Dataset) -> MaskedTexts:
+        """Tokenise a data set once; its column is ``text``; with a column ``is_given``, texts have their own masks.
+
+        Raises:
+            FedspanError: If the tokenizer has no mask, or a text that should have a mask has none.
+        """
+        if self.tokenizer.mask_token_id is None:
+            expected = "a masked language model, whose tokenizer has a mask"
+            raise FedspanError("model.name", type(self.tokenizer).__name__, expected)
+        text = encode_texts(self.tokenizer, dataset, self.max_length, np.arange(len(dataset)))
+        examples = MaskedTexts(text, "is_given" in dataset.column_names)
+        if examples.is_given:
+            for row, ids in enumerate(text.encodings["input_ids"]):
+                if self.tokenizer.mask_token_id not in ids:
+                    raise FedspanError("texts", dataset["text"][row], f"texts with {self.tokenizer.mask_token}")
+        return examples
+
+    def batch(self, examples: MaskedTexts, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+        """Collate texts with the masks of evaluation, which depend on a text's tokens only.
+
+        ``labels`` are the tokens' own ids where they are predicted, else -100, (B, T).
+        """
+        return self._collate(examples, indices, device, [None] * len(indices))
+
+    def draw_batch(
+        self, examples: MaskedTexts, indices: Sequence[int], device: torch.device, keys: Sequence[Sequence[int | str]]
+    ) -> dict[str, Tensor]:
+        """Collate texts with the masks of training.
+
+        Args:
+            examples: The texts.
+            indices: The batch's texts.
+            device: Device of the batch.
+            keys: Key of each text's draw: the seed of the run, followed by round, client, phase and batch.
+        """
+        generators = [
+            create_generator(int(seed), "masked tokens", *key, index)
+            for (seed, *key), index in zip(keys, indices, strict=True)
+        ]
+        return self._collate(examples, indices, device, generators)
+
+    def _collate(
+        self,
+        examples: MaskedTexts,
+        indices: Sequence[int],
+        device: torch.device,
+        generators: Sequence[Generator | None],
+    ) -> dict[str, Tensor]:
+        batch = collate(self.tokenizer, examples.text, indices, torch.device("cpu"))
+        ids_BT = batch["input_ids"].numpy()
+        labels_BT, counts_B = np.full(ids_BT.shape, _IGNORED, np.int64), np.zeros(len(indices), np.int64)
+        for row, (index, generator) in enumerate(zip(indices, generators, strict=True)):
+            ids = np.array(examples.text.encodings["input_ids"][index], np.int64)
+            places, inputs = self._mask(ids, generator, examples.is_given)
+            labels_BT[row, places], ids_BT[row, places], counts_B[row] = ids[places], inputs, len(places)
+        made = {**batch, "input_ids": torch.from_numpy(ids_BT), "labels": torch.from_numpy(labels_BT)}
+        return {**{key: to_device(value, device) for key, value in made.items()}, _COUNTS: torch.from_numpy(counts_B)}
+
+    def _mask(self, ids: np.ndarray, generator: Generator | None, is_given: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return the places of a text's predicted tokens, ascending, and the ids that the model reads there.
+
+        Args:
+            ids: Ids of the text, (tokens,).
+            generator: Generator of the draw; None: the masks of evaluation.
+            is_given: Whether the text's own masks are the places.
+        """
+        mask: Any = self.tokenizer.mask_token_id
+        if is_given:
+            places = np.flatnonzero(ids == mask)
+            return places, ids[places]
+        words = np.flatnonzero(~np.isin(ids, self.tokenizer.all_special_ids))
+        if not len(words):
+            return words, words
+        is_training = generator is not None
+        generator = generator or create_generator(0, "masks of evaluation", *ids.tolist())
+        count = max(1, round(self.mask_share * len(words)))
+        places = np.sort(words[torch.randperm(len(words), generator=generator)[:count].numpy()])
+        if not is_training:
+            return places, np.full(count, mask)
+        kinds = torch.rand(count, generator=generator).numpy()
+        others = torch.randint(len(self.tokenizer), (count,), generator=generator).numpy()
+        return places, np.where(kinds < _MASK, mask, np.where(kinds < _RANDOM, others, ids[places]))
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Compute the mean cross-entropy of the batch's predicted tokens, in float32 or better."""
+        losses_S, _, _ = self._measure(model, batch)
+        return losses_S.sum() / max(1, len(losses_S))
+
+    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
+        """Compute the mean cross-entropy of the predicted tokens of each client's texts, (C,)."""
+        losses_S, _, places_S = self._measure(model, batch)
+        mask_CS = mask_CB.to(losses_S)[:, places_S // batch["input_ids"].shape[1]]
+        return mask_CS @ losses_S / mask_CS.sum(1).clamp(min=1)
+
+    def _measure(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return cross-entropies, (S,), and logits, (S, V), of the predicted tokens, and their places in (B, T)."""
+        inputs = {key: value for key, value in batch.items() if key not in ("labels", _COUNTS)}
+        logits_BTV = model(**inputs).logits
+        # A mask as index would make the host wait for a GPU, which alone knows how many tokens it selects.
+        predicted = (batch["labels"] != _IGNORED).flatten()
+        places_S = torch.nonzero_static(predicted, size=int(batch[_COUNTS].sum()))[:, 0]
+        logits_SV = widen(logits_BTV.flatten(0, 1).index_select(0, places_S))
+        targets_S = batch["labels"].flatten()[places_S]
+        return F.cross_entropy(logits_SV, targets_S, reduction="none"), logits_SV, places_S
+
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
+        """Return each text's sum of losses, its predicted tokens, the right ones, and their ids, (B, 3 + max_length).
+
+        The ids are in the order of the text, followed by -1.
+        """
+        losses_S, logits_SV, places_S = self._measure(model, batch)
+        count, width = batch["input_ids"].shape
+        rows_S, guesses_S = places_S // width, logits_SV.argmax(1)
+        right_S = guesses_S == batch["labels"].flatten()[places_S]
+        values = torch.stack([losses_S.float(), torch.ones_like(losses_S).float(), right_S.float()], 1)
+        sums = torch.zeros(count, _SUMS, device=losses_S.device).index_add_(0, rows_S, values)
+        counts_B = batch[_COUNTS].to(losses_S.device)
+        numbers_S = torch.arange(len(rows_S), device=rows_S.device) - (counts_B.cumsum(0) - counts_B)[rows_S]
+        ids = torch.full((count, self.max_length), -1.0, device=losses_S.device)
+        ids[rows_S, numbers_S] = guesses_S.float()
+        return torch.cat([sums, ids], 1)
+
+    def metrics(self, predictions: Tensor, examples: MaskedTexts, indices: Sequence[int]) -> dict[str, float]:
+        """Compute ``loss`` over all predicted tokens, its exponential, and the share of tokens that are right.
+
+        ``pseudo_perplexity`` is that of these masks. Salazar et al. (ACL 2020, arXiv:1910.14659) mask each token of a
+        text in a pass of its own.
+        """
+        loss, tokens, right = predictions[:, :_SUMS].double().sum(0).tolist()
+        mean = loss / max(1, tokens)
+        return {
+            "loss": mean,
+            "pseudo_perplexity": math.exp(min(mean, _LARGEST)),
+            "masked_accuracy": right / max(1, tokens),
+        }
+
+    def remarks(self, examples: MaskedTexts) -> tuple[str, ...]:
+        """Report how many texts fill the maximal length, and so may have been cut."""
+        return full_length(examples.text, self.max_length)
+
+    def answers(self, predictions: Tensor) -> list[str]:
+        """Return the predicted tokens of each text, joined with spaces."""
+        rows = predictions[:, _SUMS:].long().tolist()
+        return [self._join([id for id in row if id >= 0]) for row in rows]
+
+    def truths(self, examples: MaskedTexts, indices: Sequence[int]) -> list[str]:
+        """Return the tokens behind the masks of evaluation of each text, joined with spaces."""
+        rows = [np.array(examples.text.encodings["input_ids"][index], np.int64) for index in indices]
+        return [self._join(ids[self._mask(ids, None, examples.is_given)[0]].tolist()) for ids in rows]
+
+    def _join(self, ids: list[int]) -> str:
+        return " ".join(self.tokenizer.convert_ids_to_tokens(ids))
+
+
+def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
+    texts: pa.ChunkedArray = reader.read_texts(config.text, "text")
+    return ReadColumns({"text": texts}, {config.text})
+
+
+def _build(tokenizer: PreTrainedTokenizerBase, facts: Facts, data: DataConfig | None) -> MaskedLanguageModel:
+    options: MaskedOptions = MASKED_LM.parse_options(facts.options)
+    return MaskedLanguageModel(tokenizer, facts.max_length, facts.metric, options.mask_share)
+
+
+def _arrange(facts: Facts, inputs: Sequence[Any]) -> datasets.Dataset:
+    """Arrange texts whose masks are to be filled."""
+    import datasets
+
+    pair = next((text for text in inputs if not isinstance(text, str)), None)
+    if pair is not None:
+        raise FedspanError("texts", pair, "texts with masks, because this model takes no pairs")
+    return datasets.Dataset.from_dict({"text": [*inputs], "is_given": [True] * len(inputs)})
+
+
+MASKED_LM = TaskDefinition(
+    name="masked-lm",
+    title="the masked words of a text",
+    head="masked-language-model",
+    build=_build,
+    metrics=("loss", "pseudo_perplexity", "masked_accuracy"),
+    own_metrics={
+        "pseudo_perplexity": Metric("pseudo-perplexity", False, least=1.0, most=1e15),
+        "masked_accuracy": Metric("masked token accuracy", True, percent=True),
+    },
+    columns=TaskColumns(
+        read=_read,
+        require=lambda config, field: [(config.text,)],
+        joined=lambda config: (config.text,),
+        label=lambda config: None,
+    ),
+    options=MaskedOptions,
+    lr=1e-3,
+    summary_metrics=("pseudo_perplexity", "masked_accuracy"),
+    pipeline="fill-mask",
+    arrange=_arrange,
+)
