@@ -80,7 +80,7 @@ def test_settings_carry_every_field_of_the_config() -> None:
     own = {"clip_ratio": 1.25, "max_norm": 3.0, "max_weight_ratio": 7.0}
     federation = {**VALID["federation"], "trim": 0.2, **own}
     config = parse_config({**VALID, "training": training, "privacy": privacy, "federation": federation})
-    alone = {"logit_adjustment", "head_updates"}  # dp-sgd refuses them
+    alone = {"logit_adjustment", "head_updates", "label_smoothing", "class_weights"}  # dp-sgd refuses them
     assert set(training) | alone == set(type(config.training).model_fields)
     optimizer = OptimizerSpec(name="sgd", lr=0.3, momentum=0.8, betas=(0.7, 0.95), eps=1e-5, weight_decay=0.02)
     private = Privacy("dp-sgd", 0.5, 2.0, 3.0, 1e-6, "prv", 6, derive_seed_key(3))
@@ -90,9 +90,12 @@ def test_settings_carry_every_field_of_the_config() -> None:
     fields = set(TrainingSettings.__dataclass_fields__)
     assert {name for name in fields if getattr(expected, name) != getattr(default, name)} == fields - alone
     changed = {"logit_adjustment": 0.5, "head_updates": "own-classes"}
-    assert set(changed) == alone
     adjusted = parse_config({**VALID, "training": changed}).build_training_settings()
-    assert {name: getattr(adjusted, name) for name in alone} == changed
+    assert {name: getattr(adjusted, name) for name in changed} == changed
+    weighted = {"label_smoothing": 0.1, "class_weights": {"a": 2.0}}
+    assert {*changed, *weighted} == alone
+    built = parse_config({**VALID, "training": weighted}).build_training_settings()
+    assert (built.label_smoothing, built.class_weights) == (0.1, (("a", 2.0),))
     assert (default.logit_adjustment, default.head_updates) == (0.0, "all")
     assert config.build_round_settings() == RoundSettings(6, 2, 3, "mean", 0.2, 1.25, 3.0, 7.0, private)
     secret = config.build_round_settings(bytes(32)).privacy

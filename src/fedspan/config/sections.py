@@ -285,6 +285,7 @@ class RunConfig(Section):
         if adjustment and self.privacy is not None and self.privacy.mechanism == "dp-sgd":
             problem = "it cannot be combined with dp-sgd, which does not protect a client's class counts"
             raise FedspanError("training.logit_adjustment", adjustment, "0", problem=problem)
+        self._require_loss_fit()
         self._require_head_updates_fit()
         if training.lr == "auto" and self.privacy is not None:
             problem = "auto cannot be combined with privacy, because every trial would cost privacy budget"
@@ -296,6 +297,26 @@ class RunConfig(Section):
             raise FedspanError("training.lr", "auto", problem=problem)
         if self.federation.early_stopping is not None:
             raise FedspanError("federation.early_stopping", self.federation.early_stopping, problem=problem)
+
+    def _require_loss_fit(self) -> None:
+        """Check that label smoothing and class weights fit the task and the rest of the run.
+
+        Raises:
+            FedspanError: If they do not.
+        """
+        reasons = {
+            f"{self.task} has no classes, of which each example has one": not self.task_definition.is_classifier,
+            "training.logit_adjustment corrects for shares of classes already, and leaves out classes": (
+                self.training.logit_adjustment > 0
+            ),
+            "dp-sgd bounds each example's gradient, which weights would change": self.privacy is not None
+            and self.privacy.mechanism == "dp-sgd",
+        }
+        reason = next((reason for reason, applies in reasons.items() if applies), None)
+        for option, off in (("label_smoothing", 0), ("class_weights", "none")):
+            value = getattr(self.training, option)
+            if reason is not None and value != off:
+                raise FedspanError(f"training.{option}", value, str(off), problem=reason)
 
     def _require_simulation_fit(self) -> None:
         """Check that simulated conditions fit the engine and the task.
@@ -405,6 +426,8 @@ class RunConfig(Section):
             dropout=t.lora_dropout,
             group_by_length=t.group_by_length,
             logit_adjustment=t.logit_adjustment,
+            label_smoothing=t.label_smoothing,
+            class_weights=t.class_weights if isinstance(t.class_weights, str) else tuple(t.class_weights.items()),
             head_updates=t.head_updates,
             privacy=self.build_privacy_settings(key),
         )

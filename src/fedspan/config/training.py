@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -57,6 +57,19 @@ class TrainingConfig(Section):
         description="For clients with different classes: add this multiple of the logarithm of a class's share of "
         "the client's examples to its logit in local training, so that a client does not unlearn "
         "classes that it lacks (logit calibration; usually 1). 0: off.",
+    )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Classification: share of a target that is spread over all classes in training, as in "
+        "torch.nn.CrossEntropyLoss.",
+    )
+    class_weights: Literal["none", "balanced"] | dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
+        default="none",
+        description="Classification: weights of classes in the training loss, as in torch.nn.CrossEntropyLoss. "
+        "balanced: by the counts of the client's own examples, as in scikit-learn, so that no client learns those of "
+        "others. Or weights by label, the same for all clients; other labels have weight 1.",
     )
     head_updates: Literal["all", "own-classes"] = Field(
         default="all",

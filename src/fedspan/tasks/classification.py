@@ -13,7 +13,7 @@ from fedspan.data.columns import LABELLED_TEXTS
 from fedspan.data.config import DataConfig
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.encoding import EncodedText, Ragged, collate, encode_texts, full_length
-from fedspan.tasks.labelling import OFFSETS, Labelling
+from fedspan.tasks.labelling import OFFSETS, TARGETS, Labelling
 
 if TYPE_CHECKING:
     import datasets
@@ -52,7 +52,7 @@ class SequenceClassification(Labelling):
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Compute the logits, (examples, labels)."""
-        return model(**{key: value for key, value in batch.items() if key not in ("labels", OFFSETS)}).logits
+        return model(**{key: value for key, value in batch.items() if key not in ("labels", OFFSETS, TARGETS)}).logits
 
     def remarks(self, examples: EncodedText) -> tuple[str, ...]:
         """Report how many texts fill the maximal length, and so may have been cut."""

@@ -18,10 +18,41 @@ from torch.nn import functional as F
 
 from fedspan.tasks.losses import means, widen
 
-__all__ = ["OFFSETS", "Labelling", "class_offsets"]
+__all__ = ["OFFSETS", "TARGETS", "Labelling", "balance_classes", "class_offsets", "weigh_targets"]
 
 OFFSETS = "logit_offsets"
 """Key of a training batch's terms that are added to the logits before the cross-entropy, (B, K)."""
+
+TARGETS = "weighted_targets"
+"""Key of a training batch's smoothed targets times class weights, followed by the divisor, (B, K + 1)."""
+
+
+def balance_classes(labels: np.ndarray, count: int) -> Tensor:
+    """Compute scikit-learn's ``balanced`` weights of a client's classes, (K,) float32; 0 of a class without examples.
+
+    Args:
+        labels: Labels of the client's own examples, (examples,).
+        count: Number of labels K.
+    """
+    counts = np.bincount(labels, minlength=count)
+    weights = len(labels) / (np.count_nonzero(counts) * np.maximum(counts, 1))
+    return torch.from_numpy(np.where(counts > 0, weights, 0.0)).float()
+
+
+def weigh_targets(labels_B: Tensor, weights_BK: Tensor, smoothing: float) -> Tensor:
+    """Compute a batch's entry `TARGETS`, (B, K + 1).
+
+    With it the mean loss is that of ``torch.nn.CrossEntropyLoss(weight=..., label_smoothing=...)``: a sum over the
+    weighted log-probabilities, divided by the sum of the weights of the examples' own classes.
+
+    Args:
+        labels_B: Label of each example.
+        weights_BK: Class weights of each example's client.
+        smoothing: Share of a target that is spread over all classes.
+    """
+    own_BK = F.one_hot(labels_B, weights_BK.shape[1]).to(weights_BK)
+    targets_BK = weights_BK * ((1 - smoothing) * own_BK + smoothing / weights_BK.shape[1])
+    return torch.cat([targets_BK, (weights_BK * own_BK).sum(1, keepdim=True)], 1)
 
 
 def class_offsets(labels: np.ndarray, count: int, strength: float) -> Tensor:
@@ -57,11 +88,20 @@ class Labelling(ABC):
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean cross-entropy, in float32 or better."""
-        return F.cross_entropy(self._training_logits(model, batch), batch["labels"])
+        logits = self._training_logits(model, batch)
+        if TARGETS in batch:
+            losses_B, divisors_B = _weigh_losses(logits, batch[TARGETS])
+            return losses_B.sum() / divisors_B.sum()
+        return F.cross_entropy(logits, batch["labels"])
 
     def losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the mean cross-entropy of each client's examples, (C,)."""
-        losses_B = F.cross_entropy(self._training_logits(model, batch), batch["labels"], reduction="none")
+        logits = self._training_logits(model, batch)
+        if TARGETS in batch:
+            losses_B, divisors_B = _weigh_losses(logits, batch[TARGETS])
+            mask_CB = mask_CB.to(losses_B)
+            return mask_CB @ losses_B / (mask_CB @ divisors_B)
+        losses_B = F.cross_entropy(logits, batch["labels"], reduction="none")
         return means(losses_B, mask_CB)
 
     def _training_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -98,3 +138,8 @@ class Labelling(ABC):
     def truths(self, examples: Any, indices: Sequence[int]) -> list[str]:
         """Return the true label of each example."""
         return [self.labels[index] for index in examples.labels[list(indices)].tolist()]
+
+
+def _weigh_losses(logits_BK: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each example's weighted cross-entropy and its divisor, (B,) each."""
+    return -(targets[:, :-1] * logits_BK.log_softmax(1)).sum(1), targets[:, -1]

@@ -16,10 +16,10 @@ from fedspan.core.parametrization import Projected
 from fedspan.core.projectors import compute_sketched_projector, compute_svd_projector, draw_projector, reproject
 from fedspan.core.tensors import create_generator, join_extra_name, join_tensor_name, to_device
 from fedspan.core.values import Job, Refresh, Trained
-from fedspan.errors import FedspanError
+from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_output_layer
-from fedspan.tasks.labelling import Labelling, class_offsets
+from fedspan.tasks.labelling import TARGETS, Labelling, balance_classes, class_offsets, weigh_targets
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import Padding, split_evaluation_batches
 from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
@@ -211,6 +211,12 @@ class Trainer:
         self.task = task
         self.settings = settings
         self.seed = seed
+        if not isinstance(settings.class_weights, str):
+            known = task.labels if isinstance(task, Labelling) else ()
+            for label, weight in settings.class_weights:
+                if label not in known:
+                    problem = f"no label is named {label!r}. {suggest_nearest(label, known)}"
+                    raise FedspanError(f"training.class_weights.{label}", weight, problem=problem)
         self._restricted_layer = None if settings.head_updates == "all" else _find_restricted_layer(adapted, settings)
         self.prefixes = prefix if isinstance(prefix, PrefixCaches) else PrefixCaches(adapted, task, prefix, self.stages)
         refusals = {
@@ -237,13 +243,36 @@ class Trainer:
         rows = [index for _, _, indices in parts for index in indices]
         draw = getattr(self.task, "draw_batch", None)
         if draw is None:
-            return self.task.batch(examples, rows, self.adapted.device)
+            batch = self.task.batch(examples, rows, self.adapted.device)
+            weights = [self._compute_class_weights(assignment, examples) for assignment, _, _ in parts]
+            if not any(own is not None for own in weights):
+                return batch
+            weights_BK = torch.cat(
+                [own.expand(len(part[2]), -1) for own, part in zip(weights, parts, strict=True) if own is not None]
+            )
+            return {**batch, TARGETS: weigh_targets(batch["labels"], weights_BK, self.settings.label_smoothing)}
         keys = [
             (self.seed, assignment.round, assignment.client, assignment.job.phase, number)
             for assignment, number, indices in parts
             for _ in indices
         ]
         return draw(examples, rows, self.adapted.device, keys)
+
+    def _compute_class_weights(self, assignment: Assignment, examples: Examples) -> Tensor | None:
+        """Compute the weights of classes in an assignment's loss, (K,); None: a plain cross-entropy."""
+        settings = self.settings
+        if settings.class_weights == "none" and not settings.label_smoothing:
+            return None
+        assert isinstance(self.task, Labelling)
+        count = len(self.task.labels)
+        if settings.class_weights == "balanced":
+            labels: np.ndarray = examples.labels[assignment.indices]  # pyright: ignore
+            weights = balance_classes(labels, count)
+        else:
+            weights = torch.ones(count)
+            for label, weight in () if settings.class_weights == "none" else settings.class_weights:
+                weights[self.task.labels.index(label)] = weight
+        return to_device(weights, self.adapted.device)
 
     def compute_logit_offsets(self, assignment: Assignment, examples: Examples) -> Tensor | None:
         """Compute the terms that local training adds to the logits of an assignment's examples; None: it adds none."""

@@ -66,6 +66,9 @@ class TrainingSettings:
         group_by_length: Use batches of similar length, drawn from windows of a few shuffled batches.
         logit_adjustment: Factor on the logarithms of a client's class shares, which are added to the logits in local
             training (``tasks.labelling.class_offsets``); 0: none are.
+        label_smoothing: Share of a classifier's target that is spread over all classes in training.
+        class_weights: Weights of classes in training: ``none``, ``balanced`` (by the counts of the client's own
+            examples), or pairs of a label and its weight; other labels have weight 1.
         head_updates: Rows of a classifier's output layer that a client trains: ``all``, or ``own-classes``, those of
             the classes of its training examples.
         privacy: Privacy settings of the run; with ``dp-sgd``, batches are Poisson samples of
@@ -86,6 +89,8 @@ class TrainingSettings:
     dropout: float = 0.0
     group_by_length: bool = True
     logit_adjustment: float = 0.0
+    label_smoothing: float = 0.0
+    class_weights: Literal["none", "balanced"] | tuple[tuple[str, float], ...] = "none"
     head_updates: Literal["all", "own-classes"] = "all"
     privacy: Privacy | None = None
 

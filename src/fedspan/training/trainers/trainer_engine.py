@@ -253,6 +253,10 @@ def _require_supported(settings: TrainingSettings) -> None:
     if settings.logit_adjustment:
         problem = "it changes the logits within the loss, and the loss is the trainer's own"
         raise FedspanError("training.logit_adjustment", settings.logit_adjustment, "0", problem=problem)
+    for option, off in (("label_smoothing", 0.0), ("class_weights", "none")):
+        if getattr(settings, option) != off:
+            problem = "it changes the loss, which is the trainer's own"
+            raise FedspanError(f"training.{option}", getattr(settings, option), str(off), problem=problem)
     if settings.head_updates != "all":
         problem = "it depends on the labels of the client's examples, and only the trainer reads them"
         raise FedspanError("training.head_updates", settings.head_updates, "all", problem=problem)

@@ -1,0 +1,86 @@
+"""Class weights and label smoothing of classifiers: losses are torch's, balanced weights scikit-learn's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.utils.class_weight import compute_class_weight
+from torch import nn
+
+from fedspan import FedspanError
+from fedspan.config import parse_config
+from fedspan.runs.setup import prepare
+from fedspan.tasks.classification import SequenceClassification
+from fedspan.tasks.labelling import TARGETS, balance_classes, weigh_targets
+from helpers import tiny
+
+NONE: Any = None
+CASES = [
+    {"label_smoothing": 0.2},
+    {"class_weights": "balanced"},
+    {"class_weights": {"lab": 3.0, "admin": 0.5}, "label_smoothing": 0.1},
+]
+
+
+class Fixed(SequenceClassification):
+    """A classifier whose batches hold its logits."""
+
+    def predict(self, model: Any, batch: Any, *, generate: bool = False) -> torch.Tensor:
+        return batch["logits"]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.15])
+def test_losses_with_weights_are_torchs(smoothing: float) -> None:
+    rng = torch.Generator().manual_seed(4)
+    logits, labels = torch.randn(7, 3, generator=rng), torch.tensor([2, 0, 1, 1, 0, 2, 1])
+    weights_CK = torch.tensor([[0.5, 2.0, 1.0], [1.0, 4.0, 0.25]])
+    owners = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    targets = weigh_targets(labels, weights_CK[owners], smoothing)
+    task = Fixed(NONE, ("a", "b", "c"), 8)
+    batch = {"logits": logits, "labels": labels, TARGETS: targets}
+    mask_CB = (owners == torch.arange(2)[:, None]).float()
+    expected = [
+        nn.CrossEntropyLoss(weight=weights, label_smoothing=smoothing)(logits[owners == at], labels[owners == at])
+        for at, weights in enumerate(weights_CK)
+    ]
+    torch.testing.assert_close(task.losses(NONE, batch, mask_CB), torch.stack(expected))
+    own = {name: value[:3] for name, value in batch.items()}
+    torch.testing.assert_close(task.loss(NONE, own), expected[0])
+
+
+def test_balanced_weights_are_scikit_learns() -> None:
+    labels = np.array([0, 2, 2, 2, 3, 0, 2])
+    expected = compute_class_weight("balanced", classes=np.array([0, 2, 3]), y=labels)
+    weights = balance_classes(labels, 5)
+    assert weights[[0, 2, 3]].tolist() == pytest.approx(expected.tolist())
+    assert weights[[1, 4]].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("training", CASES)
+def test_engines_train_alike_and_other_than_without(training: dict[str, Any], tiny_folder: Path) -> None:
+    def train(engine: str, **changes: Any) -> Any:
+        # SGD, since AdamW divides rounding by rounding where a gradient is nearly zero.
+        training = {"optimizer": "sgd", "lr": 0.3, **changes}
+        values = tiny.settings(tiny_folder, federation={"rounds": 2}, training=training)
+        return tiny.final_tensors(prepare(parse_config({**values, "engine": {"name": engine}})))
+
+    loop, batched, plain = train("loop", **training), train("batched", **training), train("loop")
+    for name, value in loop.items():
+        torch.testing.assert_close(batched[name], value, rtol=1e-4, atol=2e-5)
+    assert any(not torch.allclose(value, plain[name], atol=1e-3) for name, value in loop.items())
+
+
+def test_what_does_not_apply_is_refused(tiny_folder: Path) -> None:
+    with pytest.raises(FedspanError, match=r"`training\.class_weights\.labs`: no label is named 'labs'\. Did you"):
+        prepare(parse_config(tiny.settings(tiny_folder, training={"class_weights": {"labs": 2.0}})))
+    for task, more, reason in (
+        ("regression", {}, "regression has no classes"),
+        ("sequence-classification", {"logit_adjustment": 1.0}, r"training\.logit_adjustment corrects for shares"),
+    ):
+        training = {"label_smoothing": 0.1, **more}
+        with pytest.raises(FedspanError, match=rf"`training\.label_smoothing`: {reason}"):
+            parse_config(tiny.settings(tiny_folder, training=training) | {"task": task})
