@@ -12,10 +12,11 @@ import pytest
 import seqeval.metrics
 import torch
 from scipy.stats import pearsonr, spearmanr
-from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, ndcg_score
+from sklearn.metrics.pairwise import cosine_similarity
 from torch import Tensor
 
-from helpers import tiny, tiny_decoders, tiny_images, tiny_masked, tiny_tags, tiny_topics
+from helpers import tiny, tiny_decoders, tiny_images, tiny_masked, tiny_pairs, tiny_tags, tiny_topics
 
 __all__ = ["CASES", "REFUSED", "TaskCase"]
 
@@ -104,6 +105,25 @@ def _measure_masked(
     return {"masked_accuracy": float(accuracy_score([word for _, word in pairs], [guess for guess, _ in pairs]))}
 
 
+def _measure_retrieval(
+    predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
+) -> Mapping[str, float]:
+    """Compute nDCG by scikit-learn, and the share of the relevant documents among each anchor's first ten."""
+    anchors, positives, _ = (part.numpy() for part in predictions[:, 1:].double().chunk(3, 1))
+    (queries, first_query), (documents, first_document) = (
+        np.unique(examples.ids[:, column], return_index=True) for column in (0, 1)
+    )
+    similarities = cosine_similarity(anchors[first_query], positives[first_document])
+    relevant = np.zeros(similarities.shape)
+    for query, document in examples.ids[:, :2]:
+        relevant[np.searchsorted(queries, query), np.searchsorted(documents, document)] = 1
+    hits = np.take_along_axis(relevant, np.argsort(-similarities, axis=1)[:, :10], axis=1)
+    return {
+        "recall_at_10": float((hits.sum(1) / relevant.sum(1)).mean()),
+        "ndcg_at_10": float(ndcg_score(relevant, similarities, k=10)),
+    }
+
+
 def _labelled(folders: Mapping[str, Path]) -> dict[str, Any]:
     return tiny.settings(folders["texts"])
 
@@ -127,6 +147,9 @@ CASES: Mapping[str, TaskCase] = {
         lambda folders: tiny_topics.settings(folders["texts"], folders["own"]), _measure_label_lists
     ),
     "masked-lm": TaskCase(lambda folders: tiny_masked.settings(folders["own"]), _measure_masked),
+    "text-embedding": TaskCase(
+        lambda folders: tiny_pairs.settings(folders["texts"], folders["own"]), _measure_retrieval
+    ),
     "causal-lm": TaskCase(lambda folders: tiny_decoders.settings(folders["decoders"]), _measure_texts),
     "image-classification": TaskCase(lambda folders: tiny_images.settings(folders["images"]), measure_labels),
 }

@@ -177,9 +177,10 @@ def render_peft_snippet(adapter: Path) -> list[str]:
     """Return a few lines of Python that load an adapter, or a model that was exported whole."""
     notes = json.loads((adapter / "fedspan.json").read_text(encoding="utf-8"))
     if notes["pooling"] is not None:
+        outputs = "vectors" if get_task(notes["task"]).embeds else "logits"
         return [
             "import sentence_transformers",
-            f'model = sentence_transformers.SentenceTransformer("{adapter}")  # model.encode(texts): the logits',
+            f'model = sentence_transformers.SentenceTransformer("{adapter}")  # model.encode(texts): the {outputs}',
         ]
     if not (adapter / "adapter_config.json").is_file():
         own = ["import fedspan.models.resnet"] if get_architecture(notes["base_model"]) else []

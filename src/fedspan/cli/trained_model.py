@@ -64,14 +64,18 @@ def predict(
 
 
 def _name_parts(answer: object) -> dict[str, object]:
-    """Convert the prediction of a classifier, a regression or a language model to named columns."""
+    """Convert the prediction of a classifier, a regression, a language model or an encoder to named columns."""
     if isinstance(answer, tuple):
         label, probability = cast(tuple[str, float], answer)
         return {"label": label, "probability": probability}
+    if isinstance(answer, list) and answer and isinstance(answer[0], float):
+        return {"vector": answer}
     return {"number" if isinstance(answer, float) else "answer": answer}
 
 
 def _format_cell(value: object) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], float):
+        return " ".join(f"{number:.6g}" for number in value)
     if isinstance(value, list):  # pairs of a label and its probability, or of an entity and its type
         return ", ".join(" ".join(map(_format_cell, pair)) for pair in cast("list[tuple[object, ...]]", value))
     return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -122,7 +122,7 @@ def _infer_by_task(
         FedspanError: If the columns do not fit the requested task.
     """
     for name, definition in TASKS.items():
-        if definition.infer is None or task not in (None, name):
+        if definition.infer is None or (task != name and (task is not None or not definition.is_inferred)):
             continue
         inferred = definition.infer(sample, {**options, "by": by})
         if inferred is not None:

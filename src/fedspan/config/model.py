@@ -75,7 +75,7 @@ class ModelConfig(Section):
         default="auto",
         description="Pooling of texts before the head. stock: Transformers' own classifier. mean, max, cls, last: "
         "over an encoder's last hidden states. auto: a sentence encoder's own pooling; stock for all "
-        "other models.",
+        "other models (text-embedding, which has no classifier: mean).",
     )
     pooling_normalize: bool | None = Field(
         default=None,

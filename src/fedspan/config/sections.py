@@ -45,8 +45,8 @@ class RunConfig(Section):
         description="sequence-classification: a label for a text or a pair. image-classification: a label for an "
         "image. regression: a number. causal-lm: an answer to a prompt (instruction tuning). "
         "token-classification: a tag for each word (named entities). multi-label-classification: any number of "
-        "labels for a text. masked-lm: masked words, without labels. trainer: what the trainers of fedspan.simulate "
-        "define. Or a task of your own (docs/your-task.md). Default: the task of data.dataset, if set.",
+        "labels for a text. masked-lm: masked words, without labels. text-embedding: a vector for a text. trainer: "
+        "what the trainers of fedspan.simulate define. Or a task of your own (docs/your-task.md). Default: the task of data.dataset, if set.",
     )
     task_options: dict[str, str | bool | int | float | None] = Field(
         default_factory=dict, description="The task's own options; docs/tasks.md has those of each task."
@@ -200,6 +200,9 @@ class RunConfig(Section):
         if self.model.pooling not in ("auto", "stock") and not self.task_definition.pools:
             problem = f"{self.model.pooling} cannot be combined with {self.task}, which pools no texts"
             raise FedspanError("model.pooling", self.model.pooling, "auto", problem=problem)
+        if self.model.pooling == "stock" and self.task_definition.embeds:
+            problem = f"{self.task} has no classifier, whose pooling stock is"
+            raise FedspanError("model.pooling", "stock", "auto, mean, cls, max or last", problem=problem)
         requested = self.model.head_init
         if requested in ("auto", "random"):
             return

@@ -19,7 +19,6 @@ from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import REPLY_HEADER, Count, Envelope, HeaderPart, Name, PrintableName, Reason
 from fedspan.files import from_json
 from fedspan.models.digest import hash_frozen
-from fedspan.models.pooling import PooledClassifier
 from fedspan.runs.model_setup import RunModel
 
 __all__ = ["NOWHERE", "Introduction", "Invitation", "build_node_values", "build_server_config", "compute_base_digest"]
@@ -180,6 +179,6 @@ def compute_base_digest(model: RunModel) -> str:
     vocabulary: dict[str, int] = getattr(model.processor, "get_vocab", dict)()  # image processors have none
     digest = hash_frozen(adapted.model, adapted)
     digest.update(json.dumps(sorted(vocabulary.items())).encode())
-    if isinstance(adapted.model, PooledClassifier):
-        digest.update(repr(adapted.model.pooling).encode())
+    if model.pooling is not None:
+        digest.update(repr(model.pooling).encode())
     return digest.hexdigest()

@@ -162,7 +162,7 @@ def export_adapter(
         within = f"{pooled.base_model_prefix}."
         own = {_PREFIX + name.removeprefix(_PREFIX + within): value for name, value in tensors.items()}
         _write(folder, own, _build_encoder_config(config, [layer.removeprefix(within) for layer in updates]), rank)
-        write_modules(folder, pooled.pooling, weight, bias, int(str(notes["max_length"])))
+        write_modules(folder, pooled.pooling, weight.shape[1], int(str(notes["max_length"])), (weight, bias))
     _write_notes(folder, notes)
     return rank
 
@@ -281,7 +281,7 @@ def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = No
     pooled, prefix = isinstance(model, PooledClassifier), getattr(model, "base_model_prefix", "")
     for name, value in tensors.items():
         bare = name.removeprefix(_PREFIX)
-        if head is not None and prefix:
+        if pooled and not bare.startswith((f"{prefix}.", f"{HEAD}.")):  # an adapter of the encoder alone
             bare = f"{prefix}.{bare}"
         if pooled and head is None and bare.startswith(f"{HEAD}."):
             continue

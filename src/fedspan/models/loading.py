@@ -94,7 +94,8 @@ def load_pretrained(
         quantization: ``nf4`` (4 bits, double quantisation) or ``int8``, by bitsandbytes.
         keep: Modules that are not quantised, beside the head.
         image_size: Rows and columns that images are resized to; None: the default of the model's processor.
-        pooling: Pooling of a classifier on an encoder's hidden states; None: Transformers' own classifier.
+        pooling: Pooling of a classifier on an encoder's hidden states; None: Transformers' own classifier. It has no
+            effect on a head without outputs.
         device: Target device; None: the CPU.
         offload: Limits on memory, beyond which weights are offloaded; None: none are.
 
@@ -102,6 +103,7 @@ def load_pretrained(
         FedspanError: If the model can't be found or read, has no such head, or bitsandbytes is missing.
     """
     source, head = get_source(name), get_head(head)
+    pooling = None if head.outputs is None else pooling
     if get_architecture(name) is not None:
         raise FedspanError(
             "model.name", name, "a pretrained model", problem=f"{name!r} is an architecture without weights"
@@ -284,7 +286,7 @@ def build_from_config(config: Any, head: Head | str, pooling: Pooling | None, **
         options: Further arguments of Transformers' ``from_config``.
     """
     head = get_head(head)
-    if pooling is None:
+    if pooling is None or head.outputs is None:
         own = get_encoder_options(config) if head == get_head("encoder") else {}
         return head.load_class().from_config(config, **own, **options)
     return PooledClassifier(

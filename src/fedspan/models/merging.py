@@ -124,7 +124,8 @@ def save_model(
     if isinstance(model, PooledClassifier):
         values = model.state_dict() if weights is None else weights
         folder.mkdir(parents=True, exist_ok=True)
-        write_modules(folder, model.pooling, values[f"{HEAD}.weight"], values[f"{HEAD}.bias"], max_length)
+        weight, bias = values[f"{HEAD}.weight"], values[f"{HEAD}.bias"]
+        write_modules(folder, model.pooling, weight.shape[1], max_length, (weight, bias))
         within = f"{model.base_model_prefix}."
         weights = {path.removeprefix(within): value for path, value in values.items() if path.startswith(within)}
         model = model.encoder

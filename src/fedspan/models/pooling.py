@@ -1,4 +1,4 @@
-"""Classifiers on pooled hidden states: sentence encoders classify with the pooling that they were trained with.
+"""Pooled hidden states: sentence encoders classify and embed with the pooling that they were trained with.
 
 A sentence encoder is a folder or a hub repository with sentence-transformers' ``modules.json``. Its pooled hidden
 states separate texts well before any training, where the pooler of a stock sequence classifier may hold random or
@@ -146,44 +146,52 @@ class PooledClassifier(nn.Module):
         return SequenceClassifierOutput(logits=logits)
 
 
-def write_modules(folder: Path, pooling: Pooling, weight: Tensor, bias: Tensor, max_length: int) -> None:
-    """Write a classifier's pooling and output layer beside its encoder, as modules of sentence-transformers.
+def write_modules(
+    folder: Path, pooling: Pooling, features: int, max_length: int, head: tuple[Tensor, Tensor] | None = None
+) -> None:
+    """Write a pooling and an output layer beside an encoder, as modules of sentence-transformers.
 
-    ``SentenceTransformer(folder).encode(texts)`` then returns the logits.
+    ``SentenceTransformer(folder).encode(texts)`` then returns the logits, or, without an output layer, the vectors.
 
     Args:
         folder: Folder with the encoder or its adapter, and the tokenizer.
         pooling: The pooling.
-        weight: Weight of the output layer, (C, H).
-        bias: Bias of the output layer, (C,).
+        features: Number of features of a hidden state, H.
         max_length: Maximum number of tokens of a text.
+        head: Weight, (C, H), and bias, (C,), of a classifier's output layer; None: there is none.
     """
-    outputs, features = weight.shape
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
     modules += [("2_Normalize", "Normalize")] if pooling.normalize else []
-    modules += [(DENSE, "Dense")]
+    modules += [] if head is None else [(DENSE, "Dense")]
     listed = [
         {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for at, (path, kind) in enumerate(modules)
     ]
     flags = {flag: _MODES.get(mode) == pooling.mode for flag, mode in _FLAGS.items()}
-    dense = {
-        "in_features": features,
-        "out_features": outputs,
-        "bias": True,
-        "activation_function": "torch.nn.modules.linear.Identity",
-    }
     for path, _ in modules:
         (folder / path).mkdir(exist_ok=True)
     for name, values in (
         ("modules.json", listed),
         ("sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False}),
         ("1_Pooling/config.json", {"word_embedding_dimension": features, **flags}),
-        (f"{DENSE}/config.json", dense),
     ):
-        (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        _write_json(folder / name, values)
+    if head is None:
+        return
+    weight, bias = head
+    dense = {
+        "in_features": features,
+        "out_features": len(weight),
+        "bias": True,
+        "activation_function": "torch.nn.modules.linear.Identity",
+    }
+    _write_json(folder / DENSE / "config.json", dense)
     tensors = {"linear.weight": weight.float().cpu().contiguous(), "linear.bias": bias.float().cpu().contiguous()}
     (folder / DENSE / _WEIGHTS).write_bytes(safetensors.torch.save(tensors, metadata={"format": "pt"}))
+
+
+def _write_json(path: Path, values: Any) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def read_output_layer(folder: Path) -> dict[str, Tensor] | None:

@@ -16,7 +16,7 @@ from fedspan.files import build_temporary_path, remove
 from fedspan.models.export import NOTES, truncate_adapter
 from fedspan.models.merging import save_model
 from fedspan.models.plain import is_plain_module
-from fedspan.models.pooling import PooledClassifier
+from fedspan.models.pooling import PooledClassifier, write_modules
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.folder import RunFolder
@@ -28,6 +28,7 @@ from fedspan.runs.objects import collect_objects
 from fedspan.runs.results import is_run, read_partition, read_report, require_client
 from fedspan.runs.setup import prepare
 from fedspan.runs.trained_models import write_adapters
+from fedspan.tasks.registry import get_task
 
 __all__ = ["Form", "export"]
 
@@ -138,6 +139,8 @@ def _merge(adapter: Path, out: Path, objects: ModelObjects) -> None:
     else:
         model = model.merge_and_unload()
     save_model(out, model, served.processor, served.notes["base_model"], served.revision, max_length=length)
+    if get_task(served.facts.task).embeds and served.facts.pooling is not None:
+        write_modules(out, served.facts.pooling, model.config.hidden_size, length)
     shutil.copyfile(served.folder / NOTES, out / NOTES)
     plain = str(served.notes["base_model"]) if is_plain_module(model) else None
     _rewrite_card(served.folder, out, lambda text: convert_card(text, served.facts.task, served.facts.pooling, plain))

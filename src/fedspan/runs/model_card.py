@@ -237,6 +237,16 @@ logits = model.encode(["a text", "another"])  # by label, in the order of fedspa
 """
 
 
+_VECTORS = """```python
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("FOLDER")
+vectors = model.encode(["a text", "another"])
+similarities = model.similarity(vectors, vectors)
+```
+"""
+
+
 def _write_pooling_code(base: str, pooling: Pooling) -> str:
     """Write the lines that compute a pooled classifier's logits without sentence-transformers."""
     pooled = {
@@ -260,6 +270,8 @@ def _write_pooling_code(base: str, pooling: Pooling) -> str:
 
 
 def _use(task: str, base: str, adapter: bool, *, pooled: Pooling | None = None) -> str:
+    if pooled is not None and get_task(task).embeds:
+        return _VECTORS
     if pooled is not None and not adapter:
         return _POOLED
     if pooled is not None:

@@ -74,6 +74,7 @@ class RunModel:
             found, by a process that exports the model itself.
         adopted: Update of the adapter that the run starts from, by target layer.
         new_modules: Paths of the modules with new weights, neither from the checkpoint nor from the adapter.
+        pooling: Pooling of texts; None: Transformers' own classifier, or a task that pools none.
     """
 
     adapted: AdaptedModel
@@ -81,6 +82,7 @@ class RunModel:
     lora_config: LoraConfig | None
     adopted: Mapping[str, LowRank]
     new_modules: tuple[str, ...]
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def build_model(
     new = tuple(path for path in loaded.new_modules if path not in restored)
     if objects is not None and objects.model is not None:
         new = find_untrained_head(adapted)
-    return RunModel(adapted, loaded.processor, peft_config, start.factors, new)
+    return RunModel(adapted, loaded.processor, peft_config, start.factors, new, get_pooling(config))
 
 
 def empty_model(
@@ -246,27 +248,36 @@ def _load_named(config: RunConfig, labels: tuple[str, ...], device: torch.device
 
 
 def get_pooling(config: RunConfig) -> Pooling | None:
-    """Return the pooling that a run's classifier uses; None: the one of Transformers' own classifier."""
+    """Return the pooling of a run's texts; None: the one of Transformers' own classifier.
+
+    A task without a classifier pools by the mean where nothing else is known, as sentence-transformers does.
+    """
     resolved = resolve_pooling(config)[0].model
     if resolved.pooling in ("auto", "stock"):
-        return None
+        return Pooling("mean") if config.task_definition.embeds else None
     return Pooling(resolved.pooling, bool(resolved.pooling_normalize))
 
 
 def resolve_pooling(config: RunConfig) -> tuple[RunConfig, str | None]:
     """Return a config that names its classifier's pooling, and a note for the user if ``auto`` had to guess.
 
-    A config without a choice (another task, an architecture, a model that was passed from Python) is returned as it is.
+    A config without a choice (another task, an architecture, a classifier that was passed from Python) is returned as
+    it is.
     """
-    settings = config.model
-    if settings.name.startswith(FROM_PYTHON) or get_architecture(settings.name) is not None:
+    settings, embeds = config.model, config.task_definition.embeds
+    name = settings.name.removeprefix(FROM_PYTHON)
+    if (settings.name != name and not embeds) or get_architecture(name) is not None:
         return config, None
     if not config.task_definition.pools or settings.pooling == "stock" or settings.pooling_normalize is not None:
         return config, None
-    known = find_pooling(get_source(settings.name), settings.revision)
+    known = find_pooling(get_source(name), settings.revision)
     normalize, note = known.pooling is not None and known.pooling.normalize, None
     if settings.pooling != "auto":
         changes = {"pooling_normalize": normalize}
+    elif known.pooling is None and embeds:
+        changes = {"pooling": "mean", "pooling_normalize": False}
+        why = known.doubt or "it is no sentence encoder"
+        note = f"model.pooling is mean: how {name} pools is not known ({why}); cls, max and last are others"
     elif known.pooling is None:
         changes = {"pooling": "stock"}
         if known.doubt is not None:

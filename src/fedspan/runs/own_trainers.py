@@ -227,7 +227,7 @@ class TrainerRuns:
                 owners, model = _adapt_models(config, self._trainers, restore)
             require_private_model(config, model.adapted)
             metric = config.evaluation.metric or config.task_definition.metric_names[0]
-            facts = collect_facts(config, tuple(config.data.labels or ()), config.model.max_length, model.adapted.model)
+            facts = collect_facts(config, tuple(config.data.labels or ()), config.model.max_length, None)
             task, settings = TrainerTask(metric), config.build_training_settings(key)
             metric_needed = config.evaluation.metric
             engine = TrainerEngine(owners, task, settings, config.seed, stages, metric_needed, self._processes)

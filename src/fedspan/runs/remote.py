@@ -85,7 +85,7 @@ def prepare_server(config: RunConfig, key: bytes | None = None, stages: Stages |
         model = build_model(config, labels, choose_device(config.device))
     require_private_model(config, model.adapted)
     facts = collect_facts(
-        config, labels, compute_max_length(config, model.processor, model.adapted.model), model.adapted.model
+        config, labels, compute_max_length(config, model.processor, model.adapted.model), model.pooling
     )
     task = config.task_definition.build(model.processor, facts, config.data)
     method = config.wrap_method(build_method(config, model.adapted.spec))

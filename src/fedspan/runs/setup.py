@@ -242,7 +242,7 @@ def build_trainer(
         built = build_model(config, labels, device, objects, targets)
     adapted = built.adapted
     require_private_model(config, adapted)
-    facts = collect_facts(config, labels, compute_max_length(config, built.processor, adapted.model), adapted.model)
+    facts = collect_facts(config, labels, compute_max_length(config, built.processor, adapted.model), built.pooling)
     task = config.task_definition.build(built.processor, facts, config.data)
     method = config.build_method(replace(adapted.spec, clients=clients))
     engine = make_engine(config, adapted, task, config.build_training_settings(key), stages)

@@ -16,7 +16,7 @@ from fedspan.config import RunConfig
 from fedspan.config.validation_errors import convert_validation_error
 from fedspan.errors import FedspanError
 from fedspan.models.export import NOTES
-from fedspan.models.pooling import PooledClassifier
+from fedspan.models.pooling import Pooling
 from fedspan.tasks.causal import sees_across
 from fedspan.tasks.facts import Facts
 from fedspan.tasks.registry import get_task
@@ -24,14 +24,14 @@ from fedspan.tasks.registry import get_task
 __all__ = ["collect_facts", "facts_of", "read_notes", "require_packing"]
 
 
-def collect_facts(config: RunConfig, labels: tuple[str, ...], max_length: int, model: nn.Module) -> Facts:
+def collect_facts(config: RunConfig, labels: tuple[str, ...], max_length: int, pooling: Pooling | None) -> Facts:
     """Collect the facts of a run.
 
     Args:
         config: Config of the run.
         labels: Label names by index.
         max_length: Maximum number of tokens of an example.
-        model: The model, with its head.
+        pooling: Pooling of the model's texts (``model_setup.get_pooling``).
     """
     data, evaluation, task = config.data, config.evaluation, get_task(config.task)
     return Facts(
@@ -46,7 +46,7 @@ def collect_facts(config: RunConfig, labels: tuple[str, ...], max_length: int, m
         answer_pattern=evaluation.answer_pattern,
         quantization=config.model.quantization,
         image_size=config.model.image_size,
-        pooling=model.pooling if isinstance(model, PooledClassifier) else None,
+        pooling=pooling,
         options=config.task_options,
     )
 

@@ -14,7 +14,7 @@ from fedspan.models.export import compute_layer_updates, export_adapter, get_job
 from fedspan.models.merging import export_merged, is_merging_required, merge_weights
 from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import is_plain_module, write_state_dict
-from fedspan.models.pooling import PooledClassifier
+from fedspan.models.pooling import PooledClassifier, write_modules
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared
 
@@ -84,3 +84,5 @@ def write_model(
             write_state_dict(folder, merge_weights(adapted, job, base))
         if built.processor is not None:
             built.processor.save_pretrained(str(folder))
+    if prepared.config.task_definition.embeds and prepared.facts.pooling is not None:
+        write_modules(folder, prepared.facts.pooling, adapted.model.config.hidden_size, prepared.facts.max_length)

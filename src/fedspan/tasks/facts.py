@@ -27,7 +27,7 @@ class Facts:
         answer_pattern: Pattern of the part of an answer that counts.
         quantization: Quantization of the base in training and use.
         image_size: Rows and columns that images are resized to; None: the setting of the model's processor.
-        pooling: Pooling of a classifier on an encoder; None: Transformers' own classifier.
+        pooling: Pooling of an encoder's hidden states; None: Transformers' own classifier.
         options: The task's own options (``TaskDefinition.options``) that the config sets.
     """
 

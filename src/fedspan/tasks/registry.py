@@ -23,6 +23,7 @@ from fedspan.tasks.masked_lm import MASKED_LM
 from fedspan.tasks.metrics import METRICS, register_metric
 from fedspan.tasks.multi_label import MULTI_LABEL_CLASSIFICATION
 from fedspan.tasks.regression import REGRESSION
+from fedspan.tasks.text_embedding import TEXT_EMBEDDING
 from fedspan.tasks.token_classification import TOKEN_CLASSIFICATION
 from fedspan.tasks.trainer import TRAINER
 
@@ -39,6 +40,7 @@ _BUILT_IN = (
     TOKEN_CLASSIFICATION,
     MULTI_LABEL_CLASSIFICATION,
     MASKED_LM,
+    TEXT_EMBEDDING,
     TRAINER,
 )
 

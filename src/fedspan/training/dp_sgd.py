@@ -25,7 +25,7 @@ from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError
 from fedspan.models.precision import compute_tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
-from fedspan.tasks.task import Examples
+from fedspan.tasks.task import Examples, Task
 from fedspan.training.accounting import Mechanism, calibrate_noise, require_opacus
 from fedspan.training.engine import Trainer
 from fedspan.training.jobs import Assignment, Privacy, TrainingSettings, build_not_finite_error
@@ -119,7 +119,7 @@ class PrivateTraining:
         from fedspan.training.noisy_sum import NoisySum
 
         trainer, job, adapted, settings = self.trainer, assignment.job, self.trainer.adapted, self.trainer.settings
-        _require_private(job, getattr(trainer.task, "packing", False), hasattr(trainer.task, "draw_batch"))
+        _require_private(job, trainer.task)
         trainer.prepare(examples, [assignment.indices])
         adapted.train_mode(job.buffers)
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
@@ -229,7 +229,7 @@ class PrivateTraining:
         self._verified = True
 
 
-def _require_private(job: Job, packing: bool, draws: bool) -> None:
+def _require_private(job: Job, task: Task) -> None:
     """Refuse a job that would release more than the noisy sums.
 
     Raises:
@@ -239,8 +239,9 @@ def _require_private(job: Job, packing: bool, draws: bool) -> None:
         "it asks for raw gradients": job.want_gradient or job.steps == 0,
         "its projectors are made of raw gradients": job.refresh is not None,
         "its norms keep statistics of raw examples": bool(job.buffers),
-        "packed batches have no examples of their own (training.packing)": packing,
-        "its passes draw no masks of their own for each step": draws,
+        "packed batches have no examples of their own (training.packing)": getattr(task, "packing", False),
+        "its loss compares the examples of a batch (task_options.loss)": getattr(task, "compares_examples", False),
+        "its passes draw no masks of their own for each step": hasattr(task, "draw_batch"),
     }
     if reason := next((reason for reason, is_given in reasons.items() if is_given), None):
         raise FedspanError("privacy.mechanism", "dp-sgd", problem=f"dp-sgd cannot train this method or model: {reason}")

@@ -123,6 +123,8 @@ class PrefixCache:
                 raise NoPrefix("a batch's examples are packed into one row")
             if hasattr(task, "draw_batch"):
                 raise NoPrefix("a part of the inputs is drawn anew for every batch")
+            if getattr(task, "several_passes", False):
+                raise NoPrefix("each of an example's texts has a pass of its own")
             prefix = FrozenPrefix.search(adapted, list_live_modules(adapted) if live is None else live)
             adapted.install({}, {}, frozenset())
             cache = cls(prefix, adapted, task, examples, budget=budget, file=file, store=store)

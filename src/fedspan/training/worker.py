@@ -331,6 +331,8 @@ class Worker:
         rate = self.settings.dropout
         if not rate:
             return
+        if getattr(self.task, "several_passes", False):
+            raise Unstackable("dropout masks are drawn for one pass of a batch, and each of an example's texts has one")
         tokens = batch["input_ids"].shape[1] if "input_ids" in batch else None
 
         def dropout(x: Tensor, layer: str) -> Tensor:

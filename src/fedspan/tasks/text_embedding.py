@@ -1,0 +1,384 @@
+"""Text embedding: vectors of texts for retrieval, search and deduplication, from pairs, triplets or scored pairs.
+
+Shapes: B examples, C clients, H features of a vector, P texts of an example (anchor, positive, negative).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedspan.core.tensors import to_device
+from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns, read_text_columns
+from fedspan.data.config import DataConfig
+from fedspan.errors import FedspanError
+from fedspan.models.pooling import Pooling
+from fedspan.tasks.definition import InferredColumns, TaskDefinition
+from fedspan.tasks.embedding_losses import (
+    EmbeddingLoss,
+    compute_contrastive,
+    compute_cosent,
+    compute_cosine_error,
+    rank_negatives,
+)
+from fedspan.tasks.encoding import EncodedText, collate, encode_texts, full_length
+from fedspan.tasks.losses import widen
+from fedspan.tasks.metrics import Metric, drop_undefined
+from fedspan.tasks.retrieval import measure_retrieval
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedTokenizerBase
+
+    from fedspan.tasks.facts import Facts
+
+__all__ = ["TEXT_EMBEDDING", "EmbeddingOptions", "EncodedTuples", "TextEmbedding", "split_vectors"]
+
+_TEXTS = {"text": "anchor", "text_pair": "positive", "negative": "negative"}
+"""Roles of an example's texts by column."""
+_SCORES = "scores"
+_EVALUATED = 64
+"""Number of consecutive examples over which losses that compare examples are measured."""
+_ANCHORS = ("anchor", "query", "question", "sentence1", "text1", "sentence_a", "title", "text")
+_POSITIVES = ("positive", "document", "passage", "answer", "response", "sentence2", "text2", "sentence_b", "text_pair")
+_SCORE_COLUMNS = ("score", "similarity", "similarity_score", "label")
+
+
+@dataclass(frozen=True)
+class EmbeddingOptions:
+    """Options of text embedding.
+
+    Args:
+        loss: The loss; auto: cosent for pairs with a score, multiple-negatives for others.
+        scale: Factor of the cosines in multiple-negatives and cosent.
+        margin: Distance beyond which a pair of label 0 has no contrastive loss.
+    """
+
+    loss: Literal["auto"] | EmbeddingLoss = "auto"
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 20.0
+    margin: Annotated[float, Field(gt=0, le=2)] = 0.5
+
+
+@dataclass(frozen=True)
+class EncodedTuples:
+    """Tokenised pairs or triplets.
+
+    Args:
+        texts: Texts of the examples by role: anchor, positive, negative, as far as there are any.
+        ids: Number of each text, (examples, P), equal for equal texts.
+        scores: Score or label of each pair, float32, (examples,); None: there are none.
+        lengths: Number of tokens of each example's texts together, int64, (examples,).
+    """
+
+    texts: Mapping[str, EncodedText]
+    ids: np.ndarray
+    scores: np.ndarray | None
+    lengths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+class TextEmbedding:
+    """Vectors of texts, by any encoder and a pooling of its last hidden states.
+
+    Each of an example's texts goes through the model in a pass of its own, so that rows are examples in every pass.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        max_length: Maximum number of tokens of a text; further ones are cut.
+        pooling: The pooling.
+        options: Options of the loss.
+        metric: Metric by which rounds are compared.
+    """
+
+    several_passes = True
+    """Whether a batch takes several passes of the model, for which states that belong to one pass are not cached."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        pooling: Pooling,
+        options: EmbeddingOptions | None = None,
+        metric: str = "loss",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.pooling = pooling
+        self.options = options or EmbeddingOptions()
+        self.metric = metric
+
+    @property
+    def compares_examples(self) -> bool:
+        """Whether the loss of an example depends on others in its batch, as far as the options tell."""
+        return self.options.loss not in ("cosine-similarity", "contrastive")
+
+    def encode(self, dataset: datasets.Dataset) -> EncodedTuples:
+        """Tokenise a data set once.
+
+        Its columns are ``text`` and, for all but predictions, ``text_pair``; also ``negative`` or ``target`` (numbers).
+
+        Raises:
+            FedspanError: If the loss cannot have these scores.
+        """
+        texts: dict[str, EncodedText] = {}
+        numbers: dict[str, int] = {}
+        ids: list[list[int]] = []
+        for column, role in _TEXTS.items():
+            if column in dataset.column_names:
+                own = dataset.select_columns([column])
+                own = own if column == "text" else own.rename_column(column, "text")
+                texts[role] = encode_texts(self.tokenizer, own, self.max_length, np.zeros(len(own), np.int64))
+                ids.append([numbers.setdefault(text, len(numbers)) for text in own["text"]])
+        scores = None
+        if "target" in dataset.column_names:
+            scores = np.array(dataset["target"], dtype=np.float32)
+            self._require_scores(scores)
+        lengths = np.sum([text.lengths for text in texts.values()], axis=0)
+        return EncodedTuples(texts, np.array(ids).T, scores, lengths)
+
+    def _require_scores(self, scores: np.ndarray) -> None:
+        loss = self.options.loss
+        if loss == "contrastive" and not np.isin(scores, (0, 1)).all():
+            wrong = float(scores[~np.isin(scores, (0, 1))][0])
+            raise FedspanError("data.label", wrong, "1 for similar texts and 0 for others, with the contrastive loss")
+        if loss == "cosine-similarity" and len(scores) and abs(scores).max() > 1:
+            wrong = float(scores[abs(scores).argmax()])
+            expected = "scores from -1 to 1, which the cosines are compared with (cosent takes any scale)"
+            raise FedspanError("data.label", wrong, expected)
+
+    def batch(self, examples: EncodedTuples, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+        """Collate examples: the tokenizer's outputs for the texts of each role, and ``scores`` if there are any.
+
+        Texts are padded to the longest of their role. The name of a role comes before that of an output:
+        ``anchor.input_ids``.
+        """
+        batch: dict[str, Tensor] = {}
+        for role, text in examples.texts.items():
+            own = collate(self.tokenizer, text, indices, device)
+            batch |= {f"{role}.{key}": value for key, value in own.items() if key != "labels"}
+        if examples.scores is not None:
+            batch[_SCORES] = to_device(torch.from_numpy(examples.scores[list(indices)]), device)
+        return batch
+
+    def embed(self, model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
+        """Compute the vectors of the texts of a batch, (B, H) for each role."""
+        vectors: list[Tensor] = []
+        for role in _TEXTS.values():
+            prefix = f"{role}."
+            inputs = {key.removeprefix(prefix): value for key, value in batch.items() if key.startswith(prefix)}
+            if inputs:
+                hidden_BTH = model(**inputs)[0]
+                vectors.append(self.pooling(hidden_BTH, inputs["attention_mask"]))
+        return vectors
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Compute the loss of a batch, in float32 or better."""
+        vectors = [widen(vectors_BH) for vectors_BH in self.embed(model, batch)]
+        return self._compute_losses(vectors, batch.get(_SCORES), vectors[0].new_ones(1, len(vectors[0])))[0]
+
+    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
+        """Compute the loss of each client over its own examples alone, (C,)."""
+        vectors = [widen(vectors_BH) for vectors_BH in self.embed(model, batch)]
+        return self._compute_losses(vectors, batch.get(_SCORES), mask_CB.to(vectors[0]))
+
+    def _compute_losses(self, vectors: Sequence[Tensor], scores_B: Tensor | None, mask_CB: Tensor) -> Tensor:
+        """Compute the losses from vectors, (B, H) for each role.
+
+        Raises:
+            FedspanError: If the loss needs scores, and there are none.
+        """
+        options, loss = self.options, self._choose_loss(scores_B is not None)
+        if loss == "multiple-negatives":
+            return rank_negatives(vectors[0], vectors[1:], mask_CB, options.scale)
+        if scores_B is None:
+            raise FedspanError("task_options.loss", loss, problem=f"{loss} needs pairs with a score (data.label)")
+        cosines_B, scores_B = F.cosine_similarity(vectors[0], vectors[1]), scores_B.to(vectors[0])
+        if loss == "cosent":
+            return compute_cosent(cosines_B, scores_B, mask_CB, options.scale)
+        if loss == "contrastive":
+            return compute_contrastive(cosines_B, scores_B, mask_CB, options.margin)
+        return compute_cosine_error(cosines_B, scores_B, mask_CB)
+
+    def _choose_loss(self, has_scores: bool) -> EmbeddingLoss:
+        if self.options.loss != "auto":
+            return self.options.loss
+        return "cosent" if has_scores else "multiple-negatives"
+
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
+        """Return the number P of an example's texts and their vectors, (B, 1 + P * H)."""
+        vectors = self.embed(model, batch)
+        return torch.cat([vectors[0].new_full((len(vectors[0]), 1), len(vectors)), *vectors], 1)
+
+    def metrics(self, predictions: Tensor, examples: EncodedTuples, indices: Sequence[int]) -> dict[str, float]:
+        """Compute ``loss``, and ``spearman`` of scored pairs, or ``recall_at_10`` and ``ndcg_at_10`` of others.
+
+        Losses that compare examples are means over blocks of 64 examples in the order of ``indices``. Recall and nDCG
+        rank the positives of all given examples. Spearman is left out where it is undefined.
+        """
+        vectors = [vectors_BH.float() for vectors_BH in split_vectors(predictions)]
+        rows = np.asarray(indices, dtype=np.int64)
+        scores_B = None if examples.scores is None else torch.from_numpy(examples.scores[rows])
+        total = 0.0
+        for start in range(0, len(rows), _EVALUATED):
+            block = slice(start, start + _EVALUATED)
+            own = [vectors_BH[block] for vectors_BH in vectors]
+            scores = None if scores_B is None else scores_B[block]
+            total += len(own[0]) * float(self._compute_losses(own, scores, own[0].new_ones(1, len(own[0]))))
+        loss = total / max(1, len(rows))
+        if scores_B is None:
+            recall, ndcg = measure_retrieval(vectors[0], vectors[1], examples.ids[rows, 0], examples.ids[rows, 1])
+            return {"loss": loss, "recall_at_10": recall, "ndcg_at_10": ndcg}
+        cosines = F.cosine_similarity(vectors[0].double(), vectors[1].double()).numpy()
+        return drop_undefined({"loss": loss, "spearman": _correlate(cosines, scores_B.numpy())})
+
+    def remarks(self, examples: EncodedTuples) -> tuple[str, ...]:
+        """Report how many texts of each role fill the maximum length, and so may have been cut."""
+        return tuple(
+            f"{role}: {remark}"
+            for role, text in examples.texts.items()
+            for remark in full_length(text, self.max_length)
+        )
+
+    def answers(self, predictions: Tensor) -> list[str]:
+        """Return the cosine similarity of each anchor and its positive, with three decimal places."""
+        return [f"{cosine:.3f}" for cosine in F.cosine_similarity(*split_vectors(predictions)[:2]).tolist()]
+
+    def truths(self, examples: EncodedTuples, indices: Sequence[int]) -> list[str]:
+        """Return the score of each pair, or "positive" for pairs without one."""
+        if examples.scores is None:
+            return ["positive"] * len(indices)
+        return [f"{score:.3f}" for score in examples.scores[list(indices)].tolist()]
+
+
+def split_vectors(predictions: Tensor) -> tuple[Tensor, ...]:
+    """Return the vectors of the texts of each role, (B, H), from the rows of ``TextEmbedding.predict``."""
+    return predictions[:, 1:].chunk(int(predictions[0, 0]), 1)
+
+
+def _correlate(values: np.ndarray, scores: np.ndarray) -> float:
+    """Compute Spearman's correlation; NaN where it is undefined."""
+    from scipy.stats import spearmanr  # it is slow to import, and few tasks need it
+
+    if len(values) < 2:
+        return math.nan
+    with warnings.catch_warnings():  # about constant input, which gives NaN
+        warnings.simplefilter("ignore")
+        return float(spearmanr(values, scores)[0])  # pyright: ignore
+
+
+def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
+    if config.text_pair is None:
+        expected = "the column of positives, beside data.text, the column of anchors"
+        raise FedspanError(f"{reader.field}.text_pair", None, expected)
+    columns, used = read_text_columns(reader, config)
+    negative = config.roles.get("negative")
+    if negative is not None:
+        if config.label is not None:
+            problem = "triplets have no score. Leave out one of data.label and data.roles.negative"
+            raise FedspanError(f"{reader.field}.label", config.label, problem=problem)
+        columns["negative"] = reader.read_texts(negative, "roles.negative")
+        used.add(negative)
+    numbers: dict[str, pa.ChunkedArray] = {}
+    if config.label is not None:
+        numbers["target"] = reader.read_numbers(config.label)
+    return ReadColumns({**columns, **numbers}, used)
+
+
+def _require(config: DataConfig, field: str) -> list[tuple[str, ...]]:
+    columns = (config.text, config.text_pair, config.roles.get("negative"), config.label)
+    return [(column,) for column in columns if column is not None]
+
+
+def _build(tokenizer: PreTrainedTokenizerBase, facts: Facts, data: DataConfig | None) -> TextEmbedding:
+    options: EmbeddingOptions = TEXT_EMBEDDING.parse_options(facts.options)
+    if data is not None and data.label is None and options.loss not in ("auto", "multiple-negatives"):
+        raise FedspanError("data.label", None, f"the column of scores, which task_options.loss: {options.loss} needs")
+    if data is not None and data.label is not None and options.loss == "multiple-negatives":
+        problem = "multiple-negatives takes pairs without a score, all of which are similar. Leave data.label out"
+        raise FedspanError("task_options.loss", options.loss, problem=problem)
+    return TextEmbedding(tokenizer, facts.max_length, facts.pooling or Pooling("mean"), options, facts.metric)
+
+
+def _infer(sample: datasets.Dataset, options: Mapping[str, str | None]) -> InferredColumns | None:
+    """Find two columns of texts by their names or order, and columns of negatives and scores by their names."""
+    names = [name for name in sample.column_names if name != options["by"]]
+    negative = "negative" if "negative" in names else None
+    label = options["label"] or next((name for name in _SCORE_COLUMNS if name in names and negative is None), None)
+    texts = [name for name in names if name not in (negative, label) and isinstance(sample[0][name], str)]
+    anchor = options["text"] or next((name for name in (*_ANCHORS, *texts) if name in texts), None)
+    others = [name for name in texts if name != anchor]
+    positive = options["answer"] or next((name for name in (*_POSITIVES, *others) if name in others), None)
+    if anchor is None or positive is None:
+        return None
+    fields: dict[str, Any] = {"text": anchor, "text_pair": positive}
+    finding = f"anchors {anchor!r}, positives {positive!r}"
+    if negative is not None:
+        fields["roles"], finding = {"negative": negative}, f"{finding}, negatives {negative!r}"
+    if label is not None:
+        fields["label"], finding = label, f"{finding}, scores {label!r}"
+    return InferredColumns(fields, finding)
+
+
+def _arrange(facts: Facts, inputs: Sequence[Any]) -> datasets.Dataset:
+    """Arrange texts, or pairs of texts."""
+    import datasets
+
+    pairs = [text for text in inputs if isinstance(text, tuple)]
+    if pairs and len(pairs) != len(inputs):
+        single = next(text for text in inputs if not isinstance(text, tuple))
+        raise FedspanError("texts", single, "texts alone, for their vectors, or pairs alone, for their similarities")
+    if pairs:
+        return datasets.Dataset.from_dict(
+            {"text": [pair[0] for pair in pairs], "text_pair": [pair[1] for pair in pairs]}
+        )
+    return datasets.Dataset.from_dict({"text": [*map(str, inputs)]})
+
+
+def _present(task: TextEmbedding, inputs: Sequence[Any], predictions: Tensor) -> list[Any]:
+    """Return the vector of each text, or the cosine similarity of each pair."""
+    vectors = split_vectors(predictions)
+    return (vectors[0] if len(vectors) == 1 else F.cosine_similarity(*vectors)).tolist()
+
+
+TEXT_EMBEDDING = TaskDefinition(
+    name="text-embedding",
+    title="a vector for a text (retrieval, search, deduplication)",
+    head="encoder",
+    build=_build,
+    metrics=("loss", "spearman", "recall_at_10", "ndcg_at_10"),
+    own_metrics={
+        "recall_at_10": Metric("recall@10", True, percent=True),
+        "ndcg_at_10": Metric("nDCG@10", True),
+    },
+    columns=TaskColumns(
+        read=_read,
+        require=_require,
+        joined=lambda config: (config.text, config.text_pair, config.roles.get("negative")),
+        label=lambda config: config.label,
+        roles=("negative",),
+        is_number=True,
+    ),
+    pools=True,
+    peft="FEATURE_EXTRACTION",
+    options=EmbeddingOptions,
+    default_model=("builtin:all-minilm-l6-v2", "[query, value]"),
+    lr=1e-3,
+    summary_metrics=("spearman", "recall_at_10", "ndcg_at_10"),
+    pipeline="sentence-similarity",
+    is_inferred=False,
+    infer=_infer,
+    arrange=_arrange,
+    present=_present,
+)

@@ -1,0 +1,110 @@
+"""Text embedding: metrics and exports as sentence-transformers has them, predictions, and inference of columns."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fedspan
+from fedspan import FedspanError
+from fedspan.config import parse_config
+from fedspan.config.starter import write_starter_config
+from fedspan.runs.setup import prepare
+from fedspan.tasks.text_embedding import split_vectors
+from helpers import tiny_pairs
+
+LIBRARY: Any = pytest.importorskip("sentence_transformers", reason="needs fedspan[sentence-transformers]")
+EVALUATION: Any = pytest.importorskip("sentence_transformers.evaluation")
+TEXTS = ["admin1 word3", "lab2 word1 lab3 word5 billing1", "symptom4"]
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_scored_pairs_train_export_and_predict_vectors(tiny_folder: Path, tmp_path: Path) -> None:
+    values = tiny_pairs.settings(tiny_folder, tmp_path, scored=True, federation={"rounds": 2})
+    report = fedspan.run(values, tmp_path / "run")
+    assert report.metric == "loss"
+    encoder = LIBRARY.SentenceTransformer(str(tmp_path / "run" / "adapter"), device="cpu")
+    vectors = torch.tensor(fedspan.predict(tmp_path / "run", TEXTS))
+    torch.testing.assert_close(vectors, torch.from_numpy(encoder.encode(TEXTS)), rtol=1e-4, atol=1e-5)
+    assert "model.similarity" in (tmp_path / "run" / "adapter" / "README.md").read_text()
+    # Of pairs, the cosine.
+    (same, other) = fedspan.predict(tmp_path / "run", [(TEXTS[0], TEXTS[0]), (TEXTS[0], TEXTS[1])])
+    assert same == pytest.approx(1, abs=1e-5)
+    assert other == pytest.approx(float(torch.cosine_similarity(vectors[0], vectors[1], dim=0)), abs=1e-5)
+    with pytest.raises(FedspanError, match="texts alone"):
+        fedspan.predict(tmp_path / "run", [TEXTS[0], (TEXTS[0], TEXTS[1])])
+    # Spearman is that of the library's evaluator.
+    path = tmp_path / "scored.csv"
+    measured = fedspan.evaluate(tmp_path / "run", data=str(path), text="a", text_pair="b", label="score")
+    rows = read_rows(path)
+    evaluator = EVALUATION.EmbeddingSimilarityEvaluator(
+        [row["a"] for row in rows], [row["b"] for row in rows], [float(row["score"]) for row in rows]
+    )
+    assert measured["spearman"] == pytest.approx(evaluator(encoder)["spearman_cosine"], abs=1e-3)
+    # A merged model is a sentence encoder of its own, and the adapter starts another run.
+    fedspan.export(tmp_path / "run", tmp_path / "merged", form="merged")
+    merged = LIBRARY.SentenceTransformer(str(tmp_path / "merged"), device="cpu")
+    torch.testing.assert_close(torch.from_numpy(merged.encode(TEXTS)), vectors, rtol=1e-3, atol=1e-4)
+    values["model"]["adapter"] = str(tmp_path / "run" / "adapter")
+    again = prepare(parse_config(values))
+    job = again.evaluator.job(again.federation.begin(), None)
+    starting, _ = split_vectors(again.engine.predict(job, again.train, np.arange(2), 2))
+    trained = torch.tensor(fedspan.predict(tmp_path / "run", [row["a"] for row in rows]))
+    distances = (starting[:, None] - trained).abs().amax(2).amin(1)  # the rows were shuffled
+    assert float(distances.max()) < 1e-4
+
+
+def test_retrieval_of_a_run_is_that_of_the_librarys_evaluator(tiny_folder: Path, tmp_path: Path) -> None:
+    values = tiny_pairs.settings(tiny_folder, tmp_path, federation={"rounds": 1}, model={"pooling": "cls"})
+    fedspan.run(values, tmp_path / "run")
+    path = tmp_path / "pairs.csv"
+    measured = fedspan.evaluate(tmp_path / "run", data=str(path), text="query", text_pair="found")
+    rows = read_rows(path)
+    relevant: dict[str, set[str]] = {}
+    for row in rows:
+        relevant.setdefault(row["query"], set()).add(row["found"])
+    evaluator = EVALUATION.InformationRetrievalEvaluator(
+        {text: text for text in relevant}, {row["found"]: row["found"] for row in rows}, relevant
+    )
+    encoder = LIBRARY.SentenceTransformer(str(tmp_path / "run" / "adapter"), device="cpu")
+    scores = evaluator(encoder)
+    assert measured["ndcg_at_10"] == pytest.approx(scores["cosine_ndcg@10"], abs=1e-4)
+    assert measured["recall_at_10"] == pytest.approx(scores["cosine_recall@10"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "field", "expected"),
+    [
+        ({"text_pair": None}, {}, "data.text_pair", "column of positives"),
+        ({"roles": {"negative": "a"}}, {}, "data.label", "triplets have no score"),
+        ({"label": None}, {"loss": "cosent"}, "data.label", "column of scores"),
+        ({}, {"loss": "multiple-negatives"}, "task_options.loss", "without a score"),
+        ({}, {"loss": "cosine-similarity"}, "data.label", "from -1 to 1"),
+        ({}, {"loss": "contrastive"}, "data.label", "1 for similar"),
+        ({}, {"scale": 0}, "task_options.scale", "greater than 0"),
+    ],
+)
+def test_mistakes_in_scored_columns_and_options_are_named(
+    changes: dict[str, Any], options: dict[str, Any], field: str, expected: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    values = tiny_pairs.settings(tiny_folder, tmp_path, scored=True, data=changes)
+    with pytest.raises(FedspanError, match=expected) as error:
+        prepare(parse_config({**values, "task_options": options}))
+    assert error.value.field == field
+
+
+def test_init_infers_embedding_columns_only_on_request(tmp_path: Path) -> None:
+    path = tiny_pairs.save_scored_pairs(tmp_path / "scored.csv")
+    assert write_starter_config(path, tmp_path / "a.yaml").config.task != "text-embedding"
+    written = write_starter_config(path, tmp_path / "b.yaml", task="text-embedding").config
+    assert (written.task, written.data.text, written.data.text_pair) == ("text-embedding", "a", "b")
+    assert (written.data.label, written.partition.column) == ("score", "site")
