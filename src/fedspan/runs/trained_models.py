@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Job
@@ -85,4 +86,5 @@ def write_model(
         if built.processor is not None:
             built.processor.save_pretrained(str(folder))
     if prepared.config.task_definition.embeds and prepared.facts.pooling is not None:
-        write_modules(folder, prepared.facts.pooling, adapted.model.config.hidden_size, prepared.facts.max_length)
+        model: Any = adapted.model
+        write_modules(folder, prepared.facts.pooling, model.config.hidden_size, prepared.facts.max_length)

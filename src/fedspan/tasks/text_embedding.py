@@ -253,7 +253,8 @@ class TextEmbedding:
 
     def answers(self, predictions: Tensor) -> list[str]:
         """Return the cosine similarity of each anchor and its positive, with three decimal places."""
-        return [f"{cosine:.3f}" for cosine in F.cosine_similarity(*split_vectors(predictions)[:2]).tolist()]
+        anchors_BH, positives_BH, *_ = split_vectors(predictions)
+        return [f"{cosine:.3f}" for cosine in F.cosine_similarity(anchors_BH, positives_BH).tolist()]
 
     def truths(self, examples: EncodedTuples, indices: Sequence[int]) -> list[str]:
         """Return the score of each pair, or "positive" for pairs without one."""
@@ -349,7 +350,7 @@ def _arrange(facts: Facts, inputs: Sequence[Any]) -> datasets.Dataset:
 def _present(task: TextEmbedding, inputs: Sequence[Any], predictions: Tensor) -> list[Any]:
     """Return the vector of each text, or the cosine similarity of each pair."""
     vectors = split_vectors(predictions)
-    return (vectors[0] if len(vectors) == 1 else F.cosine_similarity(*vectors)).tolist()
+    return (vectors[0] if len(vectors) == 1 else F.cosine_similarity(vectors[0], vectors[1])).tolist()
 
 
 TEXT_EMBEDDING = TaskDefinition(
