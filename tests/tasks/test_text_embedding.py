@@ -56,7 +56,7 @@ def test_scored_pairs_train_export_and_predict_vectors(tiny_folder: Path, tmp_pa
     torch.testing.assert_close(torch.from_numpy(merged.encode(TEXTS)), vectors, rtol=1e-3, atol=1e-4)
     values["model"]["adapter"] = str(tmp_path / "run" / "adapter")
     again = prepare(parse_config(values))
-    job = again.evaluator.job(again.federation.begin(), None)
+    job = again.evaluator.build_job(again.federation.begin(), None)
     starting, _ = split_vectors(again.engine.predict(job, again.train, np.arange(2), 2))
     trained = torch.tensor(fedspan.predict(tmp_path / "run", [row["a"] for row in rows]))
     distances = (starting[:, None] - trained).abs().amax(2).amin(1)  # the rows were shuffled
