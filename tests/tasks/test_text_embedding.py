@@ -108,3 +108,12 @@ def test_init_infers_embedding_columns_only_on_request(tmp_path: Path) -> None:
     written = write_starter_config(path, tmp_path / "b.yaml", task="text-embedding").config
     assert (written.task, written.data.text, written.data.text_pair) == ("text-embedding", "a", "b")
     assert (written.data.label, written.partition.column) == ("score", "site")
+
+
+def test_dp_sgd_is_refused_for_embedding_losses_that_compare_examples(tiny_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("opacus", reason="needs fedspan[privacy]")
+    values = tiny_pairs.settings(tiny_folder, tmp_path, scored=True)
+    del values["federation"]["clients_per_round"]
+    values["privacy"] = {"mechanism": "dp-sgd", "clip": 1.0, "noise": 1.0, "delta": 1e-3}
+    with pytest.raises(FedspanError, match="its loss compares the examples of a batch"):
+        fedspan.run(values, tmp_path / "run")
