@@ -18,11 +18,12 @@ from torch import Tensor
 
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
+from fedspan.config import parse_config
 from fedspan.core.noise import derive_seed_key
 from fedspan.core.values import Job, OptimizerSpec, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation.validation import build_untrained_jobs
-from fedspan.runs.setup import Prepared
+from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.batching import draw_job_batches
 from fedspan.training.dp_sgd import (
     PrivateTraining,
@@ -34,7 +35,7 @@ from fedspan.training.dp_sgd import (
 from fedspan.training.jobs import Assignment, Privacy, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.noisy_sum import NoisySum
-from helpers import tiny
+from helpers import tiny, tiny_masked
 
 PRIVACY = {"mechanism": "dp-sgd", "noise": 1e-9, "clip": 0.3}
 
@@ -317,3 +318,11 @@ def test_what_would_release_more_is_refused(
     assert isinstance(run.engine.private, PrivateTraining)
     with pytest.raises(FedspanError, match=why):
         run.engine.train(replace(work, job=replace(work.job, **change)), run.train)
+
+
+def test_a_task_that_draws_its_inputs_is_refused(tmp_path: Path) -> None:
+    values = tiny_masked.settings(tmp_path, partition={"validation": 0.0})
+    run = prepare(parse_config({**values, "privacy": {"mechanism": "dp-sgd", "clip": 1.0, "noise": 1.0}}))
+    assert isinstance(run.engine, LoopEngine)
+    with pytest.raises(FedspanError, match="dp-sgd cannot train this method or model: its passes draw no masks"):
+        run.engine.train(work_of(run), run.train)
