@@ -49,7 +49,7 @@ class Shares:
 
     @classmethod
     def from_owners(cls, ids: Sequence[str], owners: np.ndarray) -> Shares:
-        """Build the shares in which row k belongs to client number ``holders[k]``."""
+        """Build the shares in which row k belongs to client number ``owners[k]``."""
         # Stable, so that a client's rows stay in ascending order.
         rows = np.argsort(owners, kind="stable").astype(np.int64)
         return cls(tuple(ids), rows, _compute_bounds(np.bincount(owners, minlength=len(ids))))

@@ -10,7 +10,7 @@ adding or removing one client moves X by at most C.
 ``local``: every client sends x + clip(x_i - x, C) + N(0, (z C)^2). Any two replies are at most 2 C apart, so the ratio
 of noise to sensitivity is z / 2. Sampling does not amplify privacy, because the server sees which clients replied.
 
-``dp-sgd`` (Abadi et al., CCS 2016, arXiv 1607.00133): see ``training.dp_sgd.private_steps``.
+``dp-sgd`` (Abadi et al., CCS 2016, arXiv 1607.00133): see ``training.dp_sgd.compute_private_steps``.
 
 Deviations: Clients in the papers send changes. Here they send values, and the values of an untrained client are
 subtracted.

@@ -46,7 +46,7 @@ class Checkpoint:
             round that becomes the best must be saved).
         positions: Ends of the logs at this round, by file name (``metrics.jsonl``, ``ledger.jsonl``), as returned by
             their ``commit``.
-        inputs: SHA-256 of the run's files that no round changes, by name (``integrity.input_digests``).
+        inputs: SHA-256 of the run's files that no round changes, by name (``integrity.compute_input_digests``).
         extra: Further values that the round loop must restore.
         last_replies: Round of the last accepted reply of each client that lost what it stored since then, by client id.
     """

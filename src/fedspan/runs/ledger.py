@@ -141,7 +141,7 @@ class Ledger:
             client: The client's id.
             direction: ``down`` or ``up``.
             size: Bytes as serialized (``len(serialization.encode(message))``).
-            payload: Bytes of tensor data (``serialization.payload_size(message)``).
+            payload: Bytes of tensor data (``serialization.compute_payload_size(message)``).
             purpose: Purpose of the message.
         """
         row: dict[str, object] = {"round": round, "client": client, "direction": direction}

@@ -71,7 +71,7 @@ def prepare_server(config: RunConfig, key: bytes | None = None, stages: Stages |
     """Build the server's half of a deployment: everything except data and clients (``connect`` adds the clients).
 
     Args:
-        config: Config from ``handshake.server_config``.
+        config: Config from ``handshake.build_server_config``.
         key: Secret key of the noise, if it has one.
         stages: Reports the progress of long work; None: nobody is told.
 

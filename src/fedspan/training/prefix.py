@@ -1,6 +1,6 @@
 """Output hidden states of a model's frozen prefix: computed once an example, stored in memory or in a mapped file.
 
-An engine has one cache for each data set; in a series (``prefix_rows.shared_prefixes``) it reuses those of the previous
+An engine has one cache for each data set; in a series (``prefix_rows.share_prefixes``) it reuses those of the previous
 run.
 
 Shapes: N examples, T tokens, D features of a hidden state.

@@ -89,7 +89,7 @@ class Compression(RegisteredWrapper):
         return reply, {**own, **add_prefix(self._memory_prefix, stored)}
 
     def contribute(self, message: Message, client: Client) -> Contribution:
-        # For methods that ``refusal`` admits, the method's own contribution would be the unchanged tensors.
+        # For methods that ``explain_refusal`` admits, the method's own contribution would be the unchanged tensors.
         compressed, others = split_prefix(self._prefix, message.tensors)
         contribution = self.inner.contribute(replace(message, tensors=others), client)
         return replace(contribution, sum={**contribution.sum, **add_prefix(self._prefix, self.decompress(compressed))})

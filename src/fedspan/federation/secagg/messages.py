@@ -17,10 +17,10 @@ not open.
 
 The vectors of a secure sum: tensor changes flattened into one vector, whose layout both sides know.
 
-A change is relative to values that all clients of a round share. The server can compute ``validation.origin_of``, the
-contribution of a client without memory, but a client that receives only the tensors it lacks cannot. So the origin here
-follows the contract of ``Contribution``: the initial value for a tensor that has the name of one of the job's tensors,
-and 0 for any other.
+A change is relative to values that all clients of a round share. The server can compute ``validation.compute_origin``,
+the contribution of a client without memory, but a client that receives only the tensors it lacks cannot. So the origin
+here follows the contract of ``Contribution``: the initial value for a tensor that has the name of one of the job's
+tensors, and 0 for any other.
 """
 
 from __future__ import annotations
