@@ -135,6 +135,7 @@ def test_unknown_names_get_the_nearest() -> None:
 
 
 def test_wrong_values_are_named() -> None:
+    refused({"task": ["regression"], "data": {"dataset": "banking77"}}, "task", ["regression"], "a valid string")
     refused({"data": {}}, "data.train", None, "no value is given. Expected a file or a hub id, or data.dataset")
     refused({"training.lr": 0}, "training.lr", 0, "above 0")
     refused({"training.lr": float("inf")}, "training.lr", float("inf"), "above 0")

@@ -32,7 +32,7 @@ def fill_dataset_defaults(values: object) -> object:
     if entry is None:
         return values
     task = values.get("task", entry.task)
-    if task != entry.task and task in TASKS:
+    if task != entry.task and isinstance(task, str) and task in TASKS:
         raise FedspanError("task", task, f"{entry.task}, the task of data.dataset {entry.key}")
     content = {**values, "task": task, "evaluation": _fill_evaluation(values.get("evaluation", {}), entry)}
     if entry.prompt is not None and _get_field(values["data"], "messages") is None:
