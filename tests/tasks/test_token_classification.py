@@ -186,3 +186,12 @@ def test_partitions_are_shown_without_labels(tiny_folder: Path, tmp_path: Path, 
     content = json.loads(result.output)
     assert content["labels"] == []
     assert [client["id"] for client in content["clients"]] == ["east", "north", "west"]
+
+
+def test_columns_of_broken_images_are_no_words() -> None:
+    broken = {"bytes": b"no picture", "path": None}
+    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
+    made = datasets.Dataset.from_dict({"image": [broken] * 3, "label": ["cat", "dog", "cat"]}, features=kinds)
+    definition = get_task("token-classification")
+    assert definition.infer is not None
+    assert definition.infer(made, {"text": None, "label": None, "answer": None, "by": None}) is None

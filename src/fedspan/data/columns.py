@@ -16,7 +16,7 @@ from fedspan.data.config import DataConfig
 from fedspan.data.dialects import describe_missing_header
 from fedspan.data.images import IMAGES
 from fedspan.data.label_lists import find_separator
-from fedspan.data.names import describe_missing_column, get_arrow_column, read_names, trim
+from fedspan.data.names import describe_missing_column, get_arrow_column, is_list, read_names, trim
 from fedspan.data.source import Source
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
@@ -198,7 +198,7 @@ class ColumnReader:
         where = self.require(column, option)
         values = get_arrow_column(self.source.dataset, column)
         kind = values.type
-        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not _is_text(kind.value_type):
+        if not is_list(kind) or not _is_text(kind.value_type):
             problem = f"column {column!r} of {self.source.name} holds {kind}, not lists of texts"
             raise FedspanError(where, column, problem=problem)
         self._require_values(column, [bool(value) and None not in value for value in values.to_pylist()], "texts")

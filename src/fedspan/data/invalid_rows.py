@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from fedspan.data.columns import FLAGS, TaskColumns, parse_conversation
 from fedspan.data.config import DataConfig
-from fedspan.data.names import get_arrow_column, read_names
+from fedspan.data.names import get_arrow_column, is_list, read_names
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 
@@ -51,7 +51,7 @@ def _get_values(dataset: datasets.Dataset, column: str, task: TaskColumns, confi
         return [parse_conversation(value) is not None for value in values.to_pylist()]
     if pa.types.is_struct(values.type):
         return [value is not None and any(value.values()) for value in values.to_pylist()]
-    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+    if is_list(values.type):
         rows = values.to_pylist()
         return [row is not None and (has_label_lists or bool(row)) and None not in row for row in rows]
     names = read_names(dataset, column)

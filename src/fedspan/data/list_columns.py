@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from fedspan.data.columns import TaskColumns
 from fedspan.data.config import DataConfig
-from fedspan.data.names import get_arrow_table, make_dataset
+from fedspan.data.names import get_arrow_table, is_list, make_dataset
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 
@@ -38,7 +38,7 @@ def unwrap_lists(source: Source, config: DataConfig, task: TaskColumns, field: s
     notes: list[str] = []
     for name in source.dataset.column_names:
         kind = source.dataset.features.arrow_schema.field(name).type
-        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or pa.types.is_nested(kind.value_type):
+        if not is_list(kind) or pa.types.is_nested(kind.value_type):
             continue
         if name == label:
             inner: Any = source.dataset.features[name].feature

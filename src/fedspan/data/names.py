@@ -21,6 +21,7 @@ __all__ = [
     "describe_missing_column",
     "get_arrow_column",
     "get_arrow_table",
+    "is_list",
     "make_dataset",
     "rank_columns",
     "read_names",
@@ -41,6 +42,11 @@ def get_arrow_column(dataset: Dataset, column: str) -> pa.ChunkedArray:
 def get_arrow_table(dataset: Dataset, rows: slice = slice(None)) -> pa.Table:
     """Return rows of a data set, in its order, as Arrow stores them (images and the like not decoded)."""
     return cast(pa.Table, dataset.with_format("arrow")[rows])
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Check whether a type of Arrow is one of lists of any length."""
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
 
 
 def make_dataset(table: pa.Table, features: Mapping[str, Any] | None = None) -> Dataset:

@@ -21,6 +21,7 @@ from fedspan.core.tensors import to_device
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.data.conll import TAG
+from fedspan.data.names import get_arrow_column, is_list
 from fedspan.errors import FedspanError
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
 from fedspan.tasks.encoding import EncodedText, Ragged, collate
@@ -263,8 +264,8 @@ def _infer(sample: datasets.Dataset, options: Mapping[str, str | None]) -> Infer
     """Find a column of lists of words and one of lists of tags."""
     lists: dict[str, list[list[Any]]] = {}
     for name in sample.column_names:
-        values = [value for value in sample[name] if value]
-        if values and all(isinstance(value, list) for value in values):
+        column = get_arrow_column(sample, name)  # as Arrow stores it: images are not decoded
+        if is_list(column.type) and (values := [value for value in column.to_pylist() if value]):
             lists[name] = values
     tags = options["label"] or next((name for name in lists if _holds_tags(sample, name, lists[name])), None)
     if tags not in lists:
