@@ -12,8 +12,9 @@ import torch
 import transformers
 import yaml
 from tokenizers import Tokenizer
-from tokenizers.models import WordPiece
-from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.models import BPE, WordPiece
+from tokenizers.pre_tokenizers import ByteLevel, Split, Whitespace
+from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from tokenizers.processors import TemplateProcessing
 
 import fedspan
@@ -56,6 +57,33 @@ def test_first_pieces_carry_the_labels(tokenizer: Any) -> None:
     ]
     assert batch["attention_mask"].sum(1).tolist() == [7, 6]
     assert examples.lengths.tolist() == [6, 7]
+
+
+@pytest.mark.parametrize("kind", ["roberta", "fast"])
+def test_byte_level_tokenizers_keep_the_spaces_between_words(kind: str, tmp_path: Path) -> None:
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *sorted(ByteLevel.alphabet()), "ab", "Ġa", "Ġab"]
+    vocabulary, merges = {piece: at for at, piece in enumerate(pieces)}, [("a", "b"), ("Ġ", "a"), ("Ġ", "ab")]
+    if kind == "roberta":
+        own: Any = transformers.RobertaTokenizer(vocab=vocabulary, merges=merges)
+    else:
+        backend = Tokenizer(BPE(vocabulary, merges))
+        backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+        own = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>")
+    prepared = get_task("token-classification").get_processor(own)
+    words, text = ["ab", "a", "ab"], "ab a ab"
+    assert prepared.tokenize(words, is_split_into_words=True) == prepared.tokenize(text) == ["Ġab", "Ġa", "Ġab"]
+    assert own.tokenize(text) == ["ab", "Ġa", "Ġab"]  # the caller's stays as it was
+    prepared.save_pretrained(tmp_path)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).tokenize(text) == ["Ġab", "Ġa", "Ġab"]
+
+
+def test_a_tokenizer_that_glues_words_is_refused() -> None:
+    backend = Tokenizer(BPE({piece: at for at, piece in enumerate(["<unk>", *sorted(ByteLevel.alphabet())])}, []))
+    backend.pre_tokenizer = PreTokenizers([Split(" ", "isolated"), ByteLevel(add_prefix_space=False)])
+    own = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    with pytest.raises(FedspanError, match="as if there were no spaces between them") as error:
+        get_task("token-classification").get_processor(own)
+    assert error.value.field == "model.name"
 
 
 def test_the_loss_is_transformers_own(tokenizer: Any) -> None:

@@ -186,8 +186,9 @@ def load_served(
         model = loaded.model
     if objects is not None and objects.tokenizer is not None:
         loaded = replace(loaded, processor=objects.tokenizer)
-    task = definition.build(loaded.processor, facts, None)
-    return Served(adapter_path, notes, facts, model.eval(), loaded.processor, task, target, revision)
+    processor = definition.get_processor(loaded.processor)
+    task = definition.build(processor, facts, None)
+    return Served(adapter_path, notes, facts, model.eval(), processor, task, target, revision)
 
 
 def _load_base(

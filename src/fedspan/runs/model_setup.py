@@ -113,6 +113,7 @@ def build_model(
         FedspanError: If the model, its layers or the adapter do not exist or do not match.
     """
     loaded = _load(config, labels, device, objects or ModelObjects())
+    processor = config.task_definition.get_processor(loaded.processor)
     require_packing(config, loaded.model, device)
     adapted, peft_config = adapt_model(config, loaded.model, loaded.new_modules, targets)
     start = adopt_adapter(config, adapted, labels)
@@ -120,7 +121,7 @@ def build_model(
     new = tuple(path for path in loaded.new_modules if path not in restored)
     if objects is not None and objects.model is not None:
         new = find_untrained_head(adapted)
-    return RunModel(adapted, loaded.processor, peft_config, start.factors, new, get_pooling(config))
+    return RunModel(adapted, processor, peft_config, start.factors, new, get_pooling(config))
 
 
 def empty_model(

@@ -55,6 +55,8 @@ class TaskDefinition:
         head: The model's head, or its name in ``fedspan.models.heads.HEADS``.
         build: Builds the task from the model's tokenizer (or image processor), the facts about the task, and the
             section ``data`` of the run's config, which is None where a trained model is used.
+        prepare_processor: Returns the tokenizer (or image processor) that the task needs in place of the model's own,
+            which stays as it is; exports hold it. None: the model's own.
         answer: Kind of the answers.
         metrics: Names of the metrics of every round; the first one judges the task unless ``evaluation.metric`` is
             set. Empty: all metrics, loss first.
@@ -88,6 +90,7 @@ class TaskDefinition:
     title: str
     head: Head | str
     build: Callable[[Any, Facts, DataConfig | None], RunTask]
+    prepare_processor: Callable[[Any], Any] | None = None
     answer: Answer = "other"
     metrics: tuple[str, ...] = ()
     own_metrics: Mapping[str, Metric] = field(default_factory=dict)
@@ -105,6 +108,14 @@ class TaskDefinition:
     arrange: Callable[[Facts, Sequence[Any]], datasets.Dataset] | None = None
     present: Callable[[Any, Sequence[Any], Tensor], list[Any]] | None = None
     make_examples: Callable[[Ragged, np.ndarray], Any] | None = None
+
+    def get_processor(self, processor: Any) -> Any:
+        """Return the tokenizer or image processor of this task for that of a model.
+
+        Raises:
+            FedspanError: If the task cannot use it.
+        """
+        return processor if self.prepare_processor is None else self.prepare_processor(processor)
 
     @property
     def model_head(self) -> Head:

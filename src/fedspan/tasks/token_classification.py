@@ -6,6 +6,7 @@ batch, T pieces, W words, S labelled pieces of a batch, K labels, C clients.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -95,7 +96,7 @@ class TokenClassification:
         """Tokenise a data set once; its columns are ``tokens`` (words) and ``labels`` (indices, one for each word).
 
         Raises:
-            FedspanError: If the tokenizer is none of the fast ones, or takes no words.
+            FedspanError: If the tokenizer is none of the fast ones.
         """
         if not self.tokenizer.is_fast:
             expected = "a model with a fast tokenizer, which reports the words of its pieces"
@@ -127,11 +128,7 @@ class TokenClassification:
         return EncodedSentences(text, Ragged(firsts), Ragged(words), labels, tokens)
 
     def _tokenise(self, sentences: list[list[str]]) -> Any:
-        try:
-            return self.tokenizer(sentences, is_split_into_words=True, truncation=True, max_length=self.max_length)
-        except AssertionError as error:  # of RoBERTa's and GPT-2's, which are built for texts, not for words
-            expected = "a tokenizer with add_prefix_space=True, passed as fedspan.run(..., tokenizer=)"
-            raise FedspanError("model.name", type(self.tokenizer).__name__, expected) from error
+        return self.tokenizer(sentences, is_split_into_words=True, truncation=True, max_length=self.max_length)
 
     def batch(self, examples: EncodedSentences, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate sentences, padded to the longest of them: pieces, ``attention_mask``, and ``labels``, (B, T)."""
@@ -260,6 +257,39 @@ def _build(tokenizer: PreTrainedTokenizerBase, facts: Facts, data: DataConfig | 
     return TokenClassification(tokenizer, facts.labels, facts.max_length, facts.metric)
 
 
+def _prepare_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a tokenizer that splits the words of a sentence as it splits a text.
+
+    RoBERTa's and GPT-2's tokenizers encode the space before a word with the word; without ``add_prefix_space`` they
+    encode a sentence's words as if there were no spaces between them.
+
+    Raises:
+        FedspanError: If the tokenizer glues words for another reason.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    if not getattr(tokenizer, "is_fast", False) or _separates_words(tokenizer):
+        return tokenizer  # `TokenClassification.encode` refuses those that are not fast
+    prepared: Any = copy.deepcopy(tokenizer)
+    spaces = prepared.backend_tokenizer.pre_tokenizer
+    if isinstance(spaces, ByteLevel):
+        spaces.add_prefix_space = True
+        prepared.backend_tokenizer.pre_tokenizer = spaces
+        # Some tokenizers are built from this option again when they are loaded.
+        prepared.add_prefix_space = prepared.init_kwargs["add_prefix_space"] = True
+    if not _separates_words(prepared):
+        problem = "it encodes the words of a sentence as if there were no spaces between them"
+        expected = "a model of another family, such as BERT or RoBERTa"
+        raise FedspanError("model.name", type(tokenizer).__name__, expected, problem=problem)
+    return prepared
+
+
+def _separates_words(tokenizer: Any) -> bool:
+    """Check whether words have the same ids as a text of the same words."""
+    words = tokenizer(["a", "a"], is_split_into_words=True, add_special_tokens=False)
+    return words["input_ids"] == tokenizer("a a", add_special_tokens=False)["input_ids"]
+
+
 def _infer(sample: datasets.Dataset, options: Mapping[str, str | None]) -> InferredColumns | None:
     """Find a column of lists of words and one of lists of tags."""
     lists: dict[str, list[list[Any]]] = {}
@@ -320,6 +350,7 @@ TOKEN_CLASSIFICATION = TaskDefinition(
     title="a tag for each word of a sentence (named entities)",
     head="token-classification",
     build=_build,
+    prepare_processor=_prepare_tokenizer,
     answer="labels",
     metrics=("entity_f1", "entity_precision", "entity_recall", "token_accuracy", "loss"),
     own_metrics={
