@@ -54,6 +54,25 @@ def test_other_tables_are_not_sentences(content: str, tmp_path: Path) -> None:
     assert not has_sentences(path)
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("Aspirin\tB-Drug\rhelps\tO\r\rRest\tO\r", [["Aspirin", "helps"], ["Rest"]]),  # ends of lines of old Macs
+        ("Aspirin\tB-Drug\r\nhelps\tO\r\n\r\nRest\tO", [["Aspirin", "helps"], ["Rest"]]),
+        ("10\xa0mg B-Dose\n\nnew\x85line O\n", [["10\xa0mg"], ["new\x85line"]]),  # no separators of columns or lines
+        ("New York\tB-Place\n\nRest\tO\n", [["New York"], ["Rest"]]),
+        ("\xa0\tO\nAspirin\tB-Drug\n\nRest\tO\n", [["\xa0", "Aspirin"], ["Rest"]]),  # a blank word
+        ("# id 7\nAspirin B-Drug\n# B O\n\n# O\nRest O\n", [["Aspirin"], ["#", "Rest"]]),  # comments; a word "#"
+    ],
+)
+def test_unusual_lines_are_detected_and_read_alike(content: str, expected: list[list[str]], tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(content.encode())
+    assert has_sentences(path)
+    data = load(DataConfig(train=str(path), test_fraction=0), task=TASK)
+    assert data.train["tokens"][:] == expected
+
+
 def test_a_line_without_a_tag_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.conll"
     path.write_text("one\tO\n\ntwo\tB-x\nthree\tDrug\n")

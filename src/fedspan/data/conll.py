@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +16,10 @@ __all__ = ["TAG", "has_sentences", "read_sentences"]
 TAG = re.compile(r"O|[BIELSU]-\S+")
 """A word's tag: outside (O), or the place of the word in an entity (IOB1, IOB2, IOBES, BILOU) and the entity's type."""
 _DOCUMENT = "-DOCSTART-"
+_COMMENT = "# "
 _SAMPLE = 1 << 14
+_LINE_END = re.compile(r"\r\n|\n|\r")
+"""Ends of lines; further characters that ``str.splitlines`` knows may be parts of a word."""
 
 
 def has_sentences(path: Path) -> bool:
@@ -28,10 +32,9 @@ def has_sentences(path: Path) -> bool:
         OSError: If the file cannot be read.
     """
     content, whole = read_beginning(path, _SAMPLE)
-    text = content.decode(errors="replace")
-    lines = text.splitlines() if whole else text.splitlines()[:-1]
-    words = [line.split() for line in lines if line.strip() and not line.startswith(_DOCUMENT)]
-    if not words or len(words) == len(lines) or len({len(word) for word in words}) != 1 or len(words[0]) < 2:
+    rows = _list_rows(_split_lines(content.decode(errors="replace"), whole=whole))
+    words = [columns for _, columns in rows if columns is not None]
+    if not words or len(words) == len(rows) or len({len(word) for word in words}) != 1 or len(words[0]) < 2:
         return False
     tags = [word[-1] for word in words]
     return all(map(TAG.fullmatch, tags)) and any(tag != "O" for tag in tags)
@@ -40,7 +43,8 @@ def has_sentences(path: Path) -> bool:
 def read_sentences(path: Path, encoding: str | None, limit: int | None = None) -> ReadTable:
     """Read a file in CoNLL form as a table with one sentence a row: ``tokens`` and ``tags``, lists of texts.
 
-    The first column holds the word and the last one its tag. Lines of documents (``-DOCSTART-``) are left out.
+    The first column holds the word and the last one its tag; tabs separate them, or else spaces. Lines of documents
+    (``-DOCSTART-``) and comments (``# ``) are left out.
 
     Args:
         path: The file; ``.gz`` is unpacked.
@@ -53,23 +57,21 @@ def read_sentences(path: Path, encoding: str | None, limit: int | None = None) -
     """
     content, whole = read_beginning(path, limit)
     text, name = decode(content, encoding, whole=whole)
-    lines = text.split("\n") if whole else text.split("\n")[: text.count("\n")]
+    lines = _split_lines(text, whole=whole)
     notes = ["sentences in CoNLL form: words in the first column, tags in the last (columns tokens, tags)"]
     if name != "utf-8" and encoding is None:
         notes.append(f"detected encoding {name} (data.encoding)")
     tokens: list[list[str]] = []
     tags: list[list[str]] = []
     inside = False
-    for number, line in enumerate(lines, start=1):
-        if not line.strip() or line.startswith(_DOCUMENT):
+    for number, columns in _list_rows(lines):
+        if columns is None:
             inside = False
             continue
-        parts = line.split("\t") if "\t" in line else line.split()
-        word, tag = parts[0].strip(), parts[-1].strip()
-        if len(parts) < 2 or not word or not TAG.fullmatch(tag):
-            raise ValueError(
-                f"line {number}: {line.strip()[:80]!r} is not a word with a tag such as O, B-TYPE or I-TYPE"
-            )
+        word, tag = columns[0], columns[-1]
+        if len(columns) < 2 or not word or not TAG.fullmatch(tag):
+            line = lines[number - 1].strip()[:80]
+            raise ValueError(f"line {number}: {line!r} is not a word with a tag such as O, B-TYPE or I-TYPE")
         if not inside:
             tokens.append([])
             tags.append([])
@@ -82,3 +84,31 @@ def read_sentences(path: Path, encoding: str | None, limit: int | None = None) -
     kind = pa.list_(pa.string())
     table = pa.table({"tokens": pa.array(tokens, kind), "tags": pa.array(tags, kind)})
     return ReadTable(table, notes=tuple(notes), whole=whole)
+
+
+def _split_lines(text: str, *, whole: bool) -> list[str]:
+    """Return the complete lines of a text; the last one of a beginning may be cut, and is left out."""
+    lines = _LINE_END.split(text)
+    return lines[:-1] if not whole or not lines[-1] else lines
+
+
+def _list_rows(lines: Sequence[str]) -> list[tuple[int, list[str] | None]]:
+    """Return the number of each line, from 1 on, and its columns; None ends a sentence. Comments are left out."""
+    rows: list[tuple[int, list[str] | None]] = []
+    width = next((len(_split_columns(line)) for line in lines if not _is_break(line) and line[:2] != _COMMENT), None)
+    for number, line in enumerate(lines, start=1):
+        columns = None if _is_break(line) else _split_columns(line)
+        # The word "#" may be tagged, too: its line has as many columns as the others.
+        if columns is None or line[:2] != _COMMENT or (len(columns) == width and TAG.fullmatch(columns[-1])):
+            rows.append((number, columns))
+    return rows
+
+
+def _is_break(line: str) -> bool:
+    return not line.strip() or line.startswith(_DOCUMENT)
+
+
+def _split_columns(line: str) -> list[str]:
+    """Split a line at tabs, or else at spaces; a no-break space is part of a word, or a word."""
+    columns = line.split("\t") if "\t" in line else re.split(" +", line.strip(" "))
+    return [column.strip(" ") or column for column in columns]
