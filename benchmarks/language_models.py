@@ -82,7 +82,7 @@ def select_rate(data: str, method: str, args: argparse.Namespace) -> float:
 def measure_before(data: str, args: argparse.Namespace) -> dict[str, float]:
     """What the pretrained model gives on the held-out set."""
     prepared = prepare(parse_config(build_config(data, "fedit", args.rates[0], 1, args)))
-    job = prepared.evaluator.job(prepared.federation.begin(), None)
+    job = prepared.evaluator.build_job(prepared.federation.begin(), None)
     assert prepared.test is not None
     indices = np.arange(len(prepared.test))
     return prepared.task.metrics(prepared.engine.predict(job, prepared.test, indices, 64), prepared.test, indices)

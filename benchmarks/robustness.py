@@ -226,7 +226,9 @@ def run_cell(args: argparse.Namespace, built: Built, key: Key) -> Cell:
     evaluator = Evaluator(federation, 128)
     assert built.prepared.test is not None
     accuracy = evaluator.evaluate_heldout(progress, built.prepared.test)["global"]["accuracy"]
-    guesses = engine.predict(evaluator.job(progress, None), built.tested, np.arange(len(built.tested)), 128).argmax(1)
+    guesses = engine.predict(
+        evaluator.build_job(progress, None), built.tested, np.arange(len(built.tested)), 128
+    ).argmax(1)
     success = float((guesses == TARGET).float().mean())
     return Cell(100 * accuracy, 100 * success, statistics.mean(clipped), statistics.mean(dropped))
 

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = ["FedspanError", "escape_controls", "find_similar", "suggest_nearest"]
+__all__ = ["FedspanError", "escape_controls", "find_similar", "require_printable", "suggest_nearest"]
 
 
 class FedspanError(Exception):
@@ -92,6 +92,18 @@ def escape_controls(text: str) -> str:
     return "".join(
         char if unicodedata.category(char)[0] != "C" else char.encode("unicode_escape").decode() for char in text
     )
+
+
+def require_printable(name: str) -> str:
+    """Return a name, if a terminal shows every character of it.
+
+    Raises:
+        ValueError: If it has a control, format or unassigned character, which two names could differ in unseen.
+    """
+    escaped = escape_controls(name)
+    if escaped != name:
+        raise ValueError(f"a name without invisible characters, not {escaped}")
+    return name
 
 
 def find_similar(name: str, known: Iterable[str], count: int = 3) -> list[str]:

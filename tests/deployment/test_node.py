@@ -141,4 +141,4 @@ def test_an_invitation_s_config_that_is_nested_too_deeply_is_refused(tiny_folder
         asked = Invitation(run="run", version=__version__, config=config)
         assert read_header(Introduction, service.answer(asked.to_envelope())).refused is not None
         with pytest.raises(ValueError, match=r"nested too deeply|a config is an object"):
-            asked.values()
+            asked.read_values()

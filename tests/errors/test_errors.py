@@ -15,7 +15,7 @@ from pydantic import BaseModel
 import fedspan
 from fedspan.clients.store import LostStateError
 from fedspan.deployment.handshake import Introduction
-from fedspan.errors import FedspanError, escape_controls, find_similar, suggest_nearest
+from fedspan.errors import FedspanError, escape_controls, find_similar, require_printable, suggest_nearest
 from fedspan.federation.protocol import _ReplyHeader
 from fedspan.files import DamagedFileError
 
@@ -73,6 +73,12 @@ def test_the_nearest_names_are_suggested() -> None:
     assert suggest_nearest("zzz", "abcdefgh") == "Possible values: 'a', 'b', 'c', 'd', 'e', 'f', ..."
     assert suggest_nearest("zzz", []) == ""
     assert find_similar("zzz", "ab") == []
+
+
+def test_a_name_has_no_invisible_characters() -> None:
+    assert require_printable("klinik-süd 2") == "klinik-süd 2"
+    with pytest.raises(ValueError, match=r"invisible characters, not a\\u200db"):
+        require_printable("a\u200db")
 
 
 def test_texts_of_other_machines_do_nothing_to_a_terminal() -> None:

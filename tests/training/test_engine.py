@@ -105,6 +105,10 @@ def test_where_it_cannot_apply(tiny_folder: Path) -> None:
         "regression has no classes": {"task": "regression"},
         "dp-sgd does not protect which classes a client has": {"privacy": {"mechanism": "dp-sgd", "noise": 1.0}},
         "model.extras: frozen trains no row of the head": {"model": {"extras": "frozen"}},
+        "scaffold would count": {
+            "method": {"name": "fedit", "wrappers": [{"name": "scaffold", "variate": "gradient"}]},
+            "training": {"head_updates": "own-classes", "max_grad_norm": 0.0},
+        },
     }
     for reason, changes in cases.items():
         made = {**tiny.settings(tiny_folder, training={"head_updates": "own-classes"}), **changes}

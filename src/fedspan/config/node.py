@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from fedspan.config.reading import read_values
 from fedspan.config.section import Section
 from fedspan.config.validation_errors import convert_validation_error
 from fedspan.data.path_patterns import list_placeholders
-from fedspan.errors import FedspanError
+from fedspan.errors import FedspanError, require_printable
 
 __all__ = ["NodeConfig", "NodeLimits", "load_node", "require_data"]
 
@@ -129,7 +129,9 @@ class NodeLimits(Section):
 class NodeConfig(Section):
     """A data owner's node: its id, its data and its limits."""
 
-    id: str = Field(min_length=1, max_length=256, description="Stable id of the node in every federation.")
+    id: Annotated[str, AfterValidator(require_printable)] = Field(
+        min_length=1, max_length=256, description="Stable id of the node in every federation."
+    )
     server: str = Field(min_length=1, description="Address of the server, host:port.")
     authority: str | None = Field(
         default=None, min_length=1, description="File with the certificate from the server's operator: ca.crt."

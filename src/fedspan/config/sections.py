@@ -270,6 +270,9 @@ class RunConfig(Section):
             "dp-sgd does not protect which classes a client has": self.privacy is not None
             and self.privacy.mechanism == "dp-sgd",
             "model.extras: frozen trains no row of the head": self.model.extras == "frozen",
+            "scaffold would count the rows that a client does not train as corrected": any(
+                wrapper.name == "scaffold" for wrapper in self.method.wrappers
+            ),
         }
         reason = next((reason for reason, holds in reasons.items() if holds), None)
         if updates != "all" and reason is not None:

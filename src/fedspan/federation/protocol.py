@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from fedspan.core.method import Memory
 from fedspan.core.values import Client, Message, OptimizerState, Trained
-from fedspan.errors import escape_controls
+from fedspan.errors import escape_controls, require_printable
 from fedspan.federation import serialization
 from fedspan.federation.progress import Progress
 from fedspan.files import from_json
@@ -61,8 +61,8 @@ OrderKind = Literal["train", "statistics", "evaluate", "export"]
 """Kinds of orders that a server may send to a client."""
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
-PrintableName = Annotated[Name, AfterValidator(escape_controls)]
-"""A name that is printed as its sender wrote it, without obeying it."""
+PrintableName = Annotated[Name, AfterValidator(require_printable)]
+"""A name of which a terminal shows every character."""
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Reason = Annotated[str, Field(max_length=4096), AfterValidator(escape_controls)]
 """Why another machine refused or failed, in its own words: it goes to logs and terminals."""

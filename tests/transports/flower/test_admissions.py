@@ -97,6 +97,12 @@ def test_a_revoked_node_is_out_for_good_and_logged(link: Any, flower: Flower, ke
         admissions.revoke_node(link, "")
 
 
+def test_a_name_has_no_invisible_characters(link: Any, key: Callable[[str], Path]) -> None:
+    with pytest.raises(FedspanError, match=r"`--as`: .*without invisible characters"):
+        admissions.admit_node(link, key("a"), "clinic\u200d-a")
+    assert names(link) == []
+
+
 def test_a_key_is_replaced_under_its_name(link: Any, flower: Flower, key: Callable[[str], Path]) -> None:
     admissions.admit_node(link, key("old"), "clinic-a")
     with pytest.raises(FedspanError, match=r"'clinic-a' has another key\. Use --replace"):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from fedspan.errors import FedspanError, suggest_nearest
+from fedspan.errors import FedspanError, require_printable, suggest_nearest
 from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.logs import AuditLog
 from fedspan.transports.flower.adapter import read_node_id
@@ -123,6 +123,10 @@ def admit_node(
     """
     if not key.is_file():
         raise FedspanError("key", str(key), "a file with a node's public key (KEY.pub)")
+    try:
+        require_printable(name)
+    except ValueError as error:
+        raise FedspanError("--as", name, str(error)) from None
     text = key.read_text(encoding="utf-8").strip()
     until = (datetime.now(UTC) + timedelta(days=days)).date().isoformat() if days else ""
     with _hold_lock(link):
