@@ -274,7 +274,7 @@ class Orders(_Json):
         try:
             decode_request(envelope)
         except ValueError:
-            read_header(Invitation, envelope).values()
+            read_header(Invitation, envelope).read_values()
 
 
 class Answers(_Json):
@@ -428,7 +428,7 @@ _NODE: dict[str, Any] = {
 def _values(text: str) -> Any:
     """The values of a config as a server sends it."""
     try:
-        return Invitation(run="run", version=__version__, config=text).values()
+        return Invitation(run="run", version=__version__, config=text).read_values()
     except (ValueError, RecursionError) as error:
         raise FedspanError("config", None, problem="no JSON object") from error
 
