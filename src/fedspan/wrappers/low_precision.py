@@ -1,4 +1,4 @@
-"""Low-precision transfer: tensors travel as bfloat16, float16 or int8, in both directions.
+"""Low-precision transfer: tensors are transmitted as bfloat16, float16 or int8, in both directions.
 
     server:    sends D(x);   client i:  trains from D(x), sends U(x_i - D(x) [+ e_i])
     server:    x_i' = x + U(x_i - D(x)), then as the wrapped method's
