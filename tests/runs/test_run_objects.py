@@ -149,3 +149,18 @@ def test_models_that_do_not_fit(tiny_folder: Path, tmp_path: Path, frame: pd.Dat
     refused("model", "has 17 outputs where", wrong)
     refused("model.name", "leave model.name out", wrong, name=name)
     refused("model", "a PreTrainedModel of Transformers", object())
+
+
+class Pooled(torch.nn.Module):
+    """A model that is no Transformers model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.classifier = torch.nn.Linear(18, 12), torch.nn.Linear(12, 3)
+
+
+def test_a_module_without_a_tokenizer_needs_a_task_of_its_own(tmp_path: Path, frame: pd.DataFrame) -> None:
+    values = {"model": {"target_modules": ["query"], "modules_to_save": ["classifier"]}, "device": "cpu"}
+    with pytest.raises(FedspanError, match=r"tokenizer=, or a task of your own") as caught:
+        fedspan.run(values, tmp_path / "run", data=frame, model=Pooled())
+    assert caught.value.field == "task"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 
 import fedspan
@@ -17,6 +18,7 @@ from fedspan.config import parse_config
 from fedspan.data.loading import load
 from fedspan.runs.load import load_served
 from fedspan.runs.setup import prepare
+from fedspan.tasks.facts import Facts
 from fedspan.tasks.registry import TASKS, get_task
 from helpers.task_cases import CASES, REFUSED, folders_of
 
@@ -109,3 +111,14 @@ def test_options_have_types_and_names() -> None:
     with pytest.raises(FedspanError, match=r"`task_options\.temperature`: regression has no such option\. regression"):
         get_task("regression").parse_options({"temperature": 1.0})
     assert get_task("regression").parse_options({}) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_without_a_processor_is_refused(name: str) -> None:
+    rows = {"text": ["a b"], "answer": ["c"], "tokens": [["a", "b"]], "label": [0], "labels": [[0, 1]], "target": [0.5]}
+    definition = get_task(name)
+    with pytest.raises(FedspanError, match="Pass one as tokenizer=") as caught:
+        definition.build(None, Facts(name, ("a", "b"), 8, definition.metric_names[0]), None).encode(
+            Dataset.from_dict(rows)
+        )
+    assert caught.value.field == "task"

@@ -23,7 +23,7 @@ from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
 from fedspan.tasks.answers import answers_agree
 from fedspan.tasks.definition import TaskDefinition
-from fedspan.tasks.encoding import Ragged
+from fedspan.tasks.encoding import Ragged, require_processor
 from fedspan.tasks.losses import means, widen
 from fedspan.tasks.prompts import Prompt, cut, render, tokenise
 
@@ -123,8 +123,10 @@ class CausalLM:
         """Tokenise a data set once; its columns are ``text``, ``answer`` and optionally ``history``.
 
         Raises:
-            FedspanError: If an answer is longer than ``max_length`` where that is refused, or a chat template fails.
+            FedspanError: If an answer is longer than ``max_length`` where that is refused, a chat template fails, or
+                there is no tokenizer.
         """
+        require_processor(self.tokenizer, "texts")
         columns = [name for name in ("text", "answer", "history") if name in dataset.column_names]
         selected = dataset.select_columns(columns)
         parts = [

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from fedspan.core.tensors import to_device
+from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["EncodedText", "Ragged", "collate", "encode_texts", "full_length"]
+__all__ = ["EncodedText", "Ragged", "collate", "encode_texts", "full_length", "require_processor"]
 
 
 class Ragged(Sequence[list[int]]):
@@ -93,7 +94,12 @@ class EncodedText:
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, dataset: datasets.Dataset, max_length: int, labels: np.ndarray
 ) -> EncodedText:
-    """Tokenise the column ``text`` and, if present, ``text_pair``, once."""
+    """Tokenise the column ``text`` and, if present, ``text_pair``, once.
+
+    Raises:
+        FedspanError: If there is no tokenizer.
+    """
+    require_processor(tokenizer, "texts")
     selected = dataset.select_columns([name for name in ("text", "text_pair") if name in dataset.column_names])
     pieces: dict[str, list[Ragged]] = {}
     for start in range(0, max(1, len(selected)), _CHUNK):
@@ -104,6 +110,22 @@ def encode_texts(
                 pieces.setdefault(key, []).append(Ragged(value))
     encodings = {key: Ragged.join(parts) for key, parts in pieces.items()}
     return EncodedText(encodings, labels, encodings["input_ids"].lengths)
+
+
+def require_processor(processor: object, inputs: str) -> None:
+    """Require a tokenizer or image processor, which a model that is no Transformers model does not have.
+
+    Args:
+        processor: The tokenizer or image processor; None: there is none.
+        inputs: The inputs that it converts to tensors, in the plural.
+
+    Raises:
+        FedspanError: If there is none.
+    """
+    if processor is None:
+        problem = f"the task needs a tokenizer or image processor for its {inputs}, and the model has none. "
+        advice = "Pass one as tokenizer=, or a task of your own, which makes the tensors itself, as task=."
+        raise FedspanError("task", None, problem=problem + advice)
 
 
 def collate(

@@ -21,6 +21,7 @@ from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.errors import FedspanError
 from fedspan.tasks.definition import TaskDefinition
+from fedspan.tasks.encoding import require_processor
 from fedspan.tasks.labelling import Labelling
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class ImageClassification(Labelling):
 
     def __init__(self, processor: Any, labels: Sequence[str], metric: str = "accuracy") -> None:
         super().__init__(labels, metric)
+        require_processor(processor, "images")
         self.processor = processor
         if not all(hasattr(processor, name) for name in ("do_rescale", "do_normalize")):
             raise _unlike(processor)

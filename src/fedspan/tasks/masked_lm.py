@@ -28,7 +28,7 @@ from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.errors import FedspanError
 from fedspan.tasks.definition import TaskDefinition
-from fedspan.tasks.encoding import EncodedText, collate, encode_texts, full_length
+from fedspan.tasks.encoding import EncodedText, collate, encode_texts, full_length, require_processor
 from fedspan.tasks.losses import widen
 from fedspan.tasks.metrics import Metric
 
@@ -104,8 +104,10 @@ class MaskedLanguageModel:
         """Tokenise a data set once; its column is ``text``; with a column ``is_given``, texts have their own masks.
 
         Raises:
-            FedspanError: If the tokenizer has no mask, or a text that should have a mask has none.
+            FedspanError: If the tokenizer has no mask, or a text that should have a mask has none, or there is no
+                tokenizer.
         """
+        require_processor(self.tokenizer, "texts")
         if self.tokenizer.mask_token_id is None:
             expected = "a masked language model, whose tokenizer has a mask"
             raise FedspanError("model.name", type(self.tokenizer).__name__, expected)

@@ -25,7 +25,7 @@ from fedspan.data.conll import TAG
 from fedspan.data.names import get_arrow_column, is_list
 from fedspan.errors import FedspanError
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
-from fedspan.tasks.encoding import EncodedText, Ragged, collate
+from fedspan.tasks.encoding import EncodedText, Ragged, collate, require_processor
 from fedspan.tasks.entities import convert_to_iob2, find_entities, list_labels, score_entities
 from fedspan.tasks.losses import widen
 from fedspan.tasks.metrics import Metric
@@ -96,8 +96,9 @@ class TokenClassification:
         """Tokenise a data set once; its columns are ``tokens`` (words) and ``labels`` (indices, one for each word).
 
         Raises:
-            FedspanError: If the tokenizer is none of the fast ones.
+            FedspanError: If the tokenizer is none of the fast ones, or there is none.
         """
+        require_processor(self.tokenizer, "texts")
         if not self.tokenizer.is_fast:
             expected = "a model with a fast tokenizer, which reports the words of its pieces"
             raise FedspanError("model.name", type(self.tokenizer).__name__, expected)
