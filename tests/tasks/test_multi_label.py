@@ -19,11 +19,13 @@ from fedspan.config import parse_config
 from fedspan.config.starter import write_starter_config
 from fedspan.data.config import DataConfig
 from fedspan.data.loading import load
+from fedspan.deployment.node import NodeService
 from fedspan.runs.load import load_served
 from fedspan.tasks.encoding import EncodedText, Ragged
 from fedspan.tasks.multi_label import LabelledTexts, MultiLabelClassification
 from fedspan.tasks.registry import get_task
 from helpers import tiny, tiny_topics
+from helpers.node_service import introduced, node
 
 TASK = get_task("multi-label-classification").columns
 assert TASK is not None
@@ -54,6 +56,35 @@ def test_lists_and_separated_texts_are_labels(rows: list[Any], options: dict[str
     for invalid in ("error", "skip"):
         config = DataConfig.model_validate({"train": path, "test_fraction": 0, "invalid": invalid, **options})
         assert read(config) == (("a", "b"), [[1, 0], [0], [], [1]])
+
+
+def test_every_part_is_read_with_the_separator_of_the_training_data(tiny_folder: Path, tmp_path: Path) -> None:
+    rows = ["news, local;sport", "sport", "news, local", "news;sport;local", "news", "local", "sport;news"] * 6
+    train = save(tmp_path / "a.jsonl", [{"text": f"word{at}", "labels": row} for at, row in enumerate(rows)])
+    test = save(tmp_path / "b.jsonl", [{"text": "word1", "labels": "news, local"}, {"text": "word2", "labels": "news"}])
+    loaded = load(DataConfig(train=train, test=test), task=TASK)
+    assert loaded.labels == ("local", "news", "news, local", "sport")
+    assert loaded.test is not None
+    assert loaded.test["labels"][:] == [[2], [1]]
+    values = tiny_topics.settings(tiny_folder, tmp_path, federation={"rounds": 1})
+    values["data"] = {"train": train, "test": test, "test_fraction": 0}
+    values["partition"] = {"partitioner": "iid", "clients": 3}
+    report = fedspan.run(values, tmp_path / "run")
+    assert fedspan.read_notes(tmp_path / "run" / "adapter")["label_separator"] == ";"
+    measured = fedspan.evaluate(tmp_path / "run", data=test)
+    assert measured["loss"] == pytest.approx(report.scores["test"]["loss"], rel=1e-5)
+
+
+def test_a_node_needs_a_named_separator(tiny_folder: Path, tmp_path: Path) -> None:
+    data = save(tmp_path / "a.jsonl", [{"text": f"word{at}", "labels": "a;b" if at % 2 else "a"} for at in range(60)])
+    values = tiny_topics.settings(tiny_folder, tmp_path)
+    own = {"train": data}
+    for shared, refused in (({}, True), ({"label_separator": ";"}, False)):
+        sent = {**values, "data": {"labels": ["a", "b"], **shared}, "partition": {"clients": 1}}
+        service = NodeService(node(tiny_folder, tmp_path / f"node{refused}", data=own))
+        introduction = introduced(service, sent)
+        assert ("data.label_separator" in (introduction.refused or "")) == refused, introduction
+        assert bool(introduction.examples) != refused
 
 
 def test_columns_of_zeros_and_ones_are_labels(tmp_path: Path) -> None:

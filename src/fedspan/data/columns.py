@@ -48,6 +48,7 @@ class ValidatedColumns:
         features: Types of `columns` for `datasets`.
         names: Class of each row; None if rows have no single class.
         label_lists: Labels of each row, any number of them; None if rows have no lists of labels.
+        label_separator: Separator of the labels in texts; None: no text was separated.
     """
 
     source: Source
@@ -55,6 +56,7 @@ class ValidatedColumns:
     features: dict[str, Any]
     names: list[str] | None
     label_lists: list[list[str]] | None = None
+    label_separator: str | None = None
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,15 @@ class ReadColumns:
         names: Class of each row, for tasks with one label for an example; it becomes the column ``label`` (int64).
         label_lists: Labels of each row, for tasks with several labels for an example or a label for each of its
             words; they become the column ``labels`` (lists of int64).
+        label_separator: The separator by which texts were divided into `label_lists`; further parts and files are
+            read with the same one.
     """
 
     columns: dict[str, pa.ChunkedArray]
     used: set[str]
     names: list[str] | None = None
     label_lists: list[list[str]] | None = None
+    label_separator: str | None = None
 
 
 def _require_texts(config: DataConfig, field: str) -> list[tuple[str, ...]]:
@@ -137,7 +142,7 @@ def validate_columns(source: Source, config: DataConfig, task: TaskColumns, fiel
         if column not in taken:
             columns[column] = get_arrow_column(source.dataset, column)
             features[column] = source.dataset.features[column]
-    return ValidatedColumns(source, columns, features, read.names, read.label_lists)
+    return ValidatedColumns(source, columns, features, read.names, read.label_lists, read.label_separator)
 
 
 class ColumnReader:
@@ -217,13 +222,16 @@ class ColumnReader:
         self._require_values(column, known, f"tags of {where}")
         return [[classes[tag] for tag in row or ()] for row in rows]
 
-    def read_label_lists(self, column: str, separator: str | None) -> list[list[str]]:
+    def read_label_lists(self, column: str, separator: str | None) -> tuple[list[list[str]], str | None]:
         """Read any number of labels for each row, from lists or from texts with separated labels; repeats are dropped.
 
         Args:
             column: The column. Lists hold texts, whole numbers or the numbers of named classes; an empty list or text
                 is no label.
             separator: Separator of the labels in texts; None: the first of ``|``, ``;`` and ``,`` in the column.
+
+        Returns:
+            The labels, and the separator of texts; None of lists, and of texts without any.
         """
         where = self.require(column, "label")
         values = get_arrow_column(self.source.dataset, column)
@@ -231,7 +239,7 @@ class ColumnReader:
             texts: list[str | None] = values.to_pylist()
             separator = separator or find_separator(texts)
             parts = [[text or ""] if separator is None else (text or "").split(separator) for text in texts]
-            return [[*dict.fromkeys(label.strip() for label in row if label.strip())] for row in parts]
+            return [[*dict.fromkeys(label.strip() for label in row if label.strip())] for row in parts], separator
         inner: Any = getattr(self.source.dataset.features[column], "feature", None)
         kind = getattr(values.type, "value_type", None)
         if kind is None or inner is None or not (_is_text(kind) or pa.types.is_integer(kind)):
@@ -246,7 +254,7 @@ class ColumnReader:
         ]
         self._require_values(column, is_valid, "list of labels")
         names = [[str(label) if classes is None else classes[label] for label in row or ()] for row in rows]
-        return [[*dict.fromkeys(label.strip() for label in row if label.strip())] for row in names]
+        return [[*dict.fromkeys(label.strip() for label in row if label.strip())] for row in names], None
 
     def read_flags(self, column: str, option: str) -> list[bool]:
         """Read a column of zeros and ones, or of false and true."""

@@ -94,7 +94,7 @@ class DataConfig(BaseModel):
         default=None,
         min_length=1,
         description="multi-label-classification: text between the labels of a row, if a column of texts holds them. "
-        "Default: the first of |, ; and , that occurs in the column.",
+        "Default: the first of |, ; and , that occurs in the column of data.train; a deployment needs it.",
     )
     label_columns: list[str] | None = Field(
         default=None,

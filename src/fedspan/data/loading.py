@@ -45,6 +45,7 @@ class LoadedData:
         groups: Number of each training example's group (``data.group``), int64; None without groups.
         remarks: What was detected in the files, left out of them, or occurs in several parts; one sentence each.
         whole: Whether all rows of the files were read, and not only those at their beginning.
+        label_separator: Separator of several labels in a text; None: labels are not texts with several each.
     """
 
     train: datasets.Dataset
@@ -54,6 +55,7 @@ class LoadedData:
     groups: np.ndarray | None = None
     remarks: tuple[str, ...] = ()
     whole: bool = True
+    label_separator: str | None = None
 
 
 def load(
@@ -88,6 +90,9 @@ def load(
     labels = _collect_labels(train.checked, task, config, field)
     known = {*(train.checked.names or ()), *chain.from_iterable(train.checked.label_lists or ())}
     data = _encode_labels(train, labels, known, config, field, "train")
+    separator = train.checked.label_separator
+    if separator is not None:  # a test file may hold other separators, within its labels
+        config = config.model_copy(update={"label_separator": separator})
     parts = [train]
     remarks: list[str] = []
     if config.test is not None or (config.test_split is not None and has_own_splits(config.train or "")):
@@ -114,6 +119,7 @@ def load(
         encode_groups(data, config, field),
         (*(remark for part in parts for remark in _describe_part(part, field)), *remarks),
         all(part.checked.source.whole for part in parts),
+        separator,
     )
 
 

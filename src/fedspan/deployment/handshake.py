@@ -26,7 +26,7 @@ __all__ = ["NOWHERE", "Introduction", "Invitation", "build_node_values", "build_
 NOWHERE = "nodes"
 """Value of ``data.train`` on a server: the nodes have the examples."""
 
-_SHARED = ("labels", "chat", "system", "packing", "long_answers", "prompt")
+_SHARED = ("labels", "label_separator", "chat", "system", "packing", "long_answers", "prompt")
 """Fields of ``data`` that belong to the problem. All others select examples or say where they are: a node's own."""
 _ENGINE = ("name", "padding_free", "prefix_cache")
 """Fields of ``engine`` that a node takes from the server; all others are about the machine."""
@@ -150,6 +150,8 @@ def build_node_values(config: Mapping[str, Any], node: Mapping[str, Any]) -> dic
     """
     server_data, node_data = dict(config.get("data") or {}), dict(node.get("data") or {})
     shared = {name: server_data[name] for name in _SHARED if server_data.get(name) is not None}
+    if node_data.get("label_columns") is not None:  # these labels are no texts
+        shared.pop("label_separator", None)
     split = {"validation": node["validation"], "test": node["test"], "seed": node["split_seed"]}
     run_values = {key: value for key, value in config.items() if key not in ("data", "partition", "device", "threads")}
     rounds = dict(run_values.pop("federation", None) or {})

@@ -99,6 +99,8 @@ def _build_file_config(
 ) -> DataConfig:
     named: dict[str, Any] = {option: column for option, column in columns.items() if column is not None}
     named["roles"] = dict(roles)
+    if facts.label_separator is not None:
+        named["label_separator"] = facts.label_separator
     if get_task(facts.task).is_generative:
         named = {**named, "prompt": facts.prompt or "{text}"}
         named.pop("label", None)

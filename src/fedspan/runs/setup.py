@@ -162,7 +162,8 @@ def prepare(
         expected = f"macro_f1, because there are {len(data.labels)} labels and f1 is for two"
         raise FedspanError("evaluation.metric", "f1", expected)
     trainer = build_trainer(config, data.labels, len(parts.clients), device, key, stages, objects.model)
-    built, facts, task, engine = trainer.model, trainer.facts, trainer.task, trainer.engine
+    built, task, engine = trainer.model, trainer.task, trainer.engine
+    facts = replace(trainer.facts, label_separator=data.label_separator)
     with stages.stage("model"):
         head, notes = build_head_start(config, built)
     with stages.stage("encoding"):

@@ -47,6 +47,7 @@ def collect_facts(config: RunConfig, labels: tuple[str, ...], max_length: int, p
         quantization=config.model.quantization,
         image_size=config.model.image_size,
         pooling=pooling,
+        label_separator=config.data.label_separator,
         options=config.task_options,
     )
 
@@ -67,7 +68,7 @@ def require_packing(config: RunConfig, model: nn.Module, device: torch.device) -
 _FACTS = {field.name for field in dataclasses.fields(Facts)}
 
 
-_NOTED = {*_FACTS, "base_model", "client", "kept"} - {"options"}  # tasks without options had none
+_NOTED = {*_FACTS, "base_model", "client", "kept"} - {"options", "label_separator"}  # added later
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
@@ -122,6 +123,7 @@ def facts_of(folder: Path, notes: dict[str, Any]) -> Facts:
         "max_new_tokens": facts.max_new_tokens >= 1,
         "metric": facts.metric in task.metric_names,
         "answer_pattern": pattern,
+        "label_separator": facts.label_separator != "",
         "image_size": facts.image_size is None or facts.image_size >= 1,
     }
     for name, is_right in right.items():

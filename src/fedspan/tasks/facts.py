@@ -28,6 +28,7 @@ class Facts:
         quantization: Quantization of the base in training and use.
         image_size: Rows and columns that images are resized to; None: the setting of the model's processor.
         pooling: Pooling of an encoder's hidden states; None: Transformers' own classifier.
+        label_separator: Separator of several labels in a text of the training data; None: there was none.
         options: The task's own options (``TaskDefinition.options``) that the config sets.
     """
 
@@ -43,4 +44,5 @@ class Facts:
     quantization: Quantization | None = None
     image_size: int | None = None
     pooling: Pooling | None = None
+    label_separator: str | None = None
     options: Mapping[str, str | bool | int | float | None] = field(default_factory=dict)

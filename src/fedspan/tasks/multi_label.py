@@ -184,8 +184,8 @@ def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
     texts = {config.text, config.text_pair or config.text}
     if config.label_columns is None:
         column = config.label or _COLUMN
-        lists = reader.read_label_lists(column, config.label_separator)
-        return ReadColumns(columns, {*texts, column}, label_lists=lists)
+        lists, separator = reader.read_label_lists(column, config.label_separator)
+        return ReadColumns(columns, {*texts, column}, label_lists=lists, label_separator=separator)
     flags = [reader.read_flags(column, "label_columns") for column in config.label_columns]
     lists = [
         [label for label, flag in zip(config.label_columns, row, strict=True) if flag]
