@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,15 @@ def test_a_model_without_a_processor_is_refused(name: str) -> None:
             Dataset.from_dict(rows)
         )
     assert caught.value.field == "task"
+
+
+@dataclass(frozen=True)
+class _Limits:
+    limit: int | str = 3
+
+
+def test_a_wrong_option_is_named_without_its_types() -> None:
+    definition = replace(get_task("regression"), options=_Limits)
+    with pytest.raises(FedspanError) as caught:
+        definition.parse_options({"limit": [1]})
+    assert caught.value.field == "task_options.limit"

@@ -22,6 +22,7 @@ from fedspan import FedspanError
 from fedspan.config.starter import write_starter_config
 from fedspan.data.config import DataConfig
 from fedspan.data.loading import load
+from fedspan.tasks.facts import Facts
 from fedspan.tasks.registry import get_task
 from fedspan.tasks.token_classification import TokenClassification
 from helpers import tiny, tiny_tags
@@ -223,3 +224,41 @@ def test_columns_of_broken_images_are_no_words() -> None:
     definition = get_task("token-classification")
     assert definition.infer is not None
     assert definition.infer(made, {"text": None, "label": None, "answer": None, "by": None}) is None
+
+
+@pytest.mark.parametrize("text", [None, 5, Path("a"), b"ab", {"a": 1}, ["a", 5]])
+def test_inputs_that_are_neither_texts_nor_words_are_refused(text: Any) -> None:
+    definition = get_task("token-classification")
+    assert definition.arrange is not None
+    with pytest.raises(FedspanError, match="Expected texts, or lists of words") as error:
+        definition.arrange(Facts(definition.name, LABELS, 8, "entity_f1"), ["a b", text])
+    assert error.value.field == "texts"
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (["O", "S-Drug", "B-Drug", "I-Drug"], "no example has the label 'S-Drug'"),
+        (["B-Drug", "I-Drug"], "the label 'O' is missing"),
+    ],
+)
+def test_labels_of_other_schemes_are_refused(labels: list[str], expected: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"tokens": ["a"], "tags": ["B-Drug"]}))
+    with pytest.raises(FedspanError, match=expected) as error:
+        load(DataConfig(train=str(tmp_path / "a.jsonl"), test_fraction=0, labels=labels), task=TASK)
+    assert error.value.field == "data.labels"
+
+
+def test_partitions_by_label_are_refused_without_other_tasks_advice(tiny_folder: Path, tmp_path: Path) -> None:
+    values = tiny_tags.settings(tiny_folder, tmp_path)
+    values["partition"] = {"partitioner": "dirichlet", "clients": 3}
+    with pytest.raises(FedspanError, match="these examples have several labels each") as error:
+        fedspan.run(values, tmp_path / "run")
+    assert error.value.field == "partition.partitioner"
+
+
+def test_a_last_word_without_pieces_was_not_cut(tokenizer: Any) -> None:
+    task = TokenClassification(tokenizer, LABELS, 16)
+    assert task.remarks(task.encode(rows(("a lot", [0, 0])))) == ()
+    blank = datasets.Dataset.from_dict({"tokens": [["a", " "]], "labels": [[0, 0]]})
+    assert task.remarks(task.encode(blank)) == ()

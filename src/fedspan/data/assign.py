@@ -156,7 +156,8 @@ def _get_classes(dataset: datasets.Dataset, config: PartitionConfig, field: str)
         return get_arrow_column(dataset, "label").to_numpy()
     if config.bins is None or "target" not in dataset.column_names:
         remedy = f"regression: set {field}.bins; causal-lm: name a column in data.label"
-        expected = f"iid, quantity or natural: these examples have no classes ({remedy})"
+        reason = "have several labels each" if "labels" in dataset.column_names else f"have no classes ({remedy})"
+        expected = f"iid, quantity or natural: these examples {reason}"
         raise FedspanError(f"{field}.partitioner", config.partitioner, expected)
     numbers = get_arrow_column(dataset, "target").to_numpy()
     if config.bins > (distinct := len(np.unique(numbers))):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
@@ -174,6 +174,8 @@ def _collect_labels(train: ValidatedColumns, task: TaskColumns, config: DataConf
     available = _order_labels(names, config, field) if config.label_columns is None else config.label_columns
     if task.complete_labels is not None:
         available = task.complete_labels(available)
+        if config.labels is not None:
+            _require_complete_labels(config.labels, task.complete_labels, field)
     if config.labels is not None:
         missing = [label for label in config.labels if label not in available]
         # Without keep_only a label may be absent: one client's file need not contain every class.
@@ -191,6 +193,15 @@ def _collect_labels(train: ValidatedColumns, task: TaskColumns, config: DataConf
         expected = f"at most {len(available)}, the number of labels in {train.source.name}"
         raise FedspanError(f"{field}.first_labels", config.first_labels, expected)
     return tuple(available[: config.first_labels])
+
+
+def _require_complete_labels(labels: Sequence[str], complete: Callable[[Sequence[str]], list[str]], field: str) -> None:
+    """Require that all labels belong to the task's scheme, and that those are among them that it always has."""
+    wrong = next((label for label in labels if label not in complete(labels)), None)
+    missing = next((label for label in complete([]) if label not in labels), None)
+    if wrong is not None or missing is not None:
+        problem = f"the label {missing!r} is missing" if wrong is None else f"no example has the label {wrong!r}"
+        raise FedspanError(f"{field}.labels", wrong, ", ".join(complete(labels)), problem=problem)
 
 
 def _order_labels(names: Sequence[str], config: DataConfig, field: str) -> list[str]:

@@ -176,6 +176,6 @@ class TaskDefinition:
             inner = detail.get("ctx", {}).get("error")
             if isinstance(inner, FedspanError):
                 raise inner from None
-            name = ".".join([field, *map(str, detail["loc"])])
+            name = ".".join([field, *map(str, detail["loc"][:1])])  # what follows are types of a union
             message = detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
             raise FedspanError(name, detail["input"], message) from None

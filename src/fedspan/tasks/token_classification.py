@@ -214,7 +214,8 @@ class TokenClassification:
     def remarks(self, examples: EncodedSentences) -> tuple[str, ...]:
         """Report how many sentences lost words at their end."""
         seen = np.array([max(examples.words[row], default=-1) + 1 for row in range(len(examples))])
-        count = int((seen < examples.labels.lengths).sum())
+        # A last word may also have no pieces at all, such as one of control characters only.
+        count = int(((seen < examples.labels.lengths) & (examples.lengths >= self.max_length)).sum())
         if not count:
             return ()
         return (f"{count} of {len(examples)} sentences lost words: model.max_length is {self.max_length} pieces",)
@@ -322,18 +323,31 @@ def _arrange(facts: Facts, inputs: Sequence[Any]) -> datasets.Dataset:
     """Arrange texts, whose words are separated by spaces, or sequences of words."""
     import datasets
 
-    tokens = [text.split() if isinstance(text, str) else [*map(str, text)] for text in inputs]
+    tokens = [_list_words(text) for text in inputs]
     empty = next((number for number, words in enumerate(tokens) if not words), None)
     if empty is not None:
         raise FedspanError("texts", inputs[empty], "texts with words")
     return datasets.Dataset.from_dict({"tokens": tokens, "labels": [[0] * len(words) for words in tokens]})
 
 
+def _list_words(text: Any) -> list[str]:
+    """Return the words of a text or of a list of words.
+
+    Raises:
+        FedspanError: If it is neither.
+    """
+    if isinstance(text, str):
+        return text.split()
+    if not isinstance(text, list | tuple) or not all(isinstance(word, str) for word in cast("list[Any]", text)):
+        raise FedspanError("texts", repr(text), "texts, or lists of words")
+    return [*cast("list[str]", text)]
+
+
 def _present(task: TokenClassification, inputs: Sequence[Any], predictions: Tensor) -> list[list[tuple[str, str]]]:
     """Return the entities of each input, as text and type."""
     found: list[list[tuple[str, str]]] = []
     for text, tags in zip(inputs, task.answers(predictions), strict=True):
-        words = text.split() if isinstance(text, str) else [*map(str, text)]
+        words = _list_words(text)
         found.append([(" ".join(words[start:end]), kind) for kind, start, end in find_entities(tags.split())])
     return found
 
