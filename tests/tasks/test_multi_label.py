@@ -187,6 +187,22 @@ def test_the_export_is_a_stock_classifier_with_equal_logits_and_loss(tiny_folder
     assert measured["micro_f1"] > 0.75
 
 
+def test_init_prefers_a_plain_label_to_lists(tmp_path: Path) -> None:
+    rows = [
+        {"text": f"word{at} word", "label": "ham" if at % 2 else "spam", "tags": [["a"], ["b"], ["a", "b"]][at % 3]}
+        for at in range(40)
+    ]
+    written = write_starter_config(save(tmp_path / "a.jsonl", rows), tmp_path / "a.yaml")
+    config = written.config
+    assert (config.task, config.data.label) == ("sequence-classification", "label")
+    assert any("--task multi-label-classification --label tags" in finding for finding in written.findings)
+    boxes = [
+        {"text": row["text"], "group": row["label"], "bbox": [[1], [3], [1, 3]][at % 3]} for at, row in enumerate(rows)
+    ]
+    written = write_starter_config(save(tmp_path / "b.jsonl", boxes), tmp_path / "b.yaml")
+    assert written.config.data.label == "group"
+
+
 def test_init_infers_lists_of_labels(tmp_path: Path) -> None:
     path = tiny_topics.save_topics(tmp_path / "topics.jsonl")
     written = write_starter_config(path, tmp_path / "a.yaml")

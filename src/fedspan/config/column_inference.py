@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal
@@ -95,7 +95,8 @@ def infer_data(rows: Source, location: str, task: str | None, options: Mapping[s
     client_notes = () if by is None else (f"clients: the column {by}",)
     images = _find_image_column(sample, options["text"])
     header = {"header": False} if describe_missing_header(dataset.column_names) in rows.notes else {}
-    if (own := _infer_by_task(sample, task, options, by, client_notes)) is not None:
+    own, alternatives = _infer_by_task(sample, task, options, by, client_notes)
+    if own is not None:
         inferred = own
     elif task == "image-classification" or (task is None and images is not None):
         if images is None:
@@ -106,7 +107,7 @@ def infer_data(rows: Source, location: str, task: str | None, options: Mapping[s
         inferred = InferredData("causal-lm", language, by, (f"prompts and answers: {described}", *client_notes))
     else:
         inferred = _infer_labelled_fields(sample, task, options, by, client_notes)
-    return replace(inferred, data={**header, **inferred.data})
+    return replace(inferred, data={**header, **inferred.data}, findings=(*inferred.findings, *alternatives))
 
 
 def _infer_by_task(
@@ -115,22 +116,48 @@ def _infer_by_task(
     options: Mapping[str, str | None],
     by: str | None,
     client_notes: tuple[str, ...],
-) -> InferredData | None:
+) -> tuple[InferredData | None, list[str]]:
     """Ask the tasks that infer their columns themselves: the requested one, or each of them.
+
+    Lists of labels give way to a plain column of labels or answers, unless the user named the task or the label.
+
+    Returns:
+        What the first task inferred, None if no task did, and findings about tasks that gave way.
 
     Raises:
         FedspanError: If the columns do not fit the requested task.
     """
+    alternatives: list[str] = []
     for name, definition in TASKS.items():
         if definition.infer is None or (task != name and (task is not None or not definition.is_inferred)):
             continue
         inferred = definition.infer(sample, {**options, "by": by})
+        is_multi_label = definition.columns is not None and definition.columns.is_multi_label
+        gives_way = task is None and is_multi_label and options["label"] is None
+        if inferred is not None and gives_way and _has_plain_answers(sample, options, {by, inferred.data["label"]}):
+            label = inferred.data["label"]
+            alternatives.append(f"{label} may hold several labels a row (--task {name} --label {label})")
+            continue
         if inferred is not None:
-            return InferredData(name, inferred.data, by, (f"{name}: {inferred.finding}", *client_notes))
+            return InferredData(name, inferred.data, by, (f"{name}: {inferred.finding}", *client_notes)), alternatives
         if task is not None:
             problem = f"the columns do not fit {name}: {', '.join(sample.column_names)}"
             raise FedspanError("--task", task, problem=problem)
-    return None
+    return None, alternatives
+
+
+def _has_plain_answers(
+    sample: datasets.Dataset, options: Mapping[str, str | None], others: Collection[str | None]
+) -> bool:
+    """Whether a column not among `others` is named as one label a row, or there are prompts and answers."""
+    columns = [
+        name
+        for name in sample.column_names
+        if name not in {*others, options["text"]} and not pa.types.is_nested(get_arrow_column(sample, name).type)
+    ]
+    candidates = _list_label_candidates(sample, columns)
+    label = _find_column(sample, _LABEL_COLUMNS, lambda name: name in candidates)
+    return label is not None or _infer_language_fields(sample, None, options) is not None
 
 
 def _find_client_column(sample: datasets.Dataset, options: Mapping[str, str | None]) -> str | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import numpy as np
+import pyarrow as pa
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from fedspan.core.tensors import to_device
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns, read_text_columns
 from fedspan.data.config import DataConfig
 from fedspan.data.label_lists import find_separator
+from fedspan.data.names import get_arrow_column, is_list
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
 from fedspan.tasks.encoding import EncodedText, Ragged, collate, encode_texts, full_length
 from fedspan.tasks.losses import means, widen
@@ -217,7 +219,9 @@ def _infer(sample: datasets.Dataset, options: Mapping[str, str | None]) -> Infer
             for name in sample.column_names
             if name not in others and (not _is_text(sample, name) or name.lower() in _SEPARATED_COLUMNS)
         ]
-    label = next((name for name in names if _holds_label_lists(sample, name)), None)
+    label = next(
+        (name for name in names if _may_hold(sample, name, options) and _holds_label_lists(sample, name)), None
+    )
     if label is None:
         return None
     lengths = {
@@ -233,6 +237,15 @@ def _infer(sample: datasets.Dataset, options: Mapping[str, str | None]) -> Infer
 
 def _is_text(sample: datasets.Dataset, name: str) -> bool:
     return str(getattr(sample.features[name], "dtype", "")) in ("string", "large_string")
+
+
+def _may_hold(sample: datasets.Dataset, name: str, options: Mapping[str, str | None]) -> bool:
+    """Whether a column's type is that of labels: texts and lists of texts; other lists only with a telling name."""
+    kind = get_arrow_column(sample, name).type
+    if not is_list(kind):
+        return _is_text(sample, name)
+    is_named = name.lower() in _SEPARATED_COLUMNS or name == options["label"]
+    return is_named or pa.types.is_string(kind.value_type) or pa.types.is_large_string(kind.value_type)
 
 
 def _holds_label_lists(sample: datasets.Dataset, name: str) -> bool:
