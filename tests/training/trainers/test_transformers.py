@@ -192,6 +192,16 @@ class Counting(TransformersTrainer):
         (None, {"per_device_train_batch_size": 3, "dataloader_drop_last": True}, None, 2 * 3),
         (None, {"per_device_train_batch_size": 3}, None, 2 * 4),
         (None, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}, 3, 3 + 1 + 3),
+        (
+            None,
+            {
+                "per_device_train_batch_size": 1,
+                "gradient_accumulation_steps": 3,
+                "accelerator_config": {"dispatch_batches": True},
+            },
+            3,
+            3 + 1 + 3,
+        ),
         ({"batch_sampler": TwoSizes()}, {}, None, 2 * 7),
         ({"batch_sampler": TwoSizes()}, {"gradient_accumulation_steps": 2}, 3, 4 + 3 + 4),
         ({"batch_sampler": TwoSizes(), "num_workers": 1}, {}, 2, 3 + 1),

@@ -93,7 +93,7 @@ class TransformersTrainer:
 
 
 _EXAMPLES = "fedspan_examples"
-"""The entry of a batch with its number of examples."""
+"""The entry of a batch with one element for each example: a tensor, which Accelerate can concatenate and slice."""
 
 
 class _CountingCollator:
@@ -109,7 +109,7 @@ class _CountingCollator:
     def __call__(self, rows: list[Any]) -> Any:
         batch = self._collate(rows)
         if isinstance(batch, MutableMapping):
-            batch[_EXAMPLES] = len(rows)
+            batch[_EXAMPLES] = torch.ones(len(rows), dtype=torch.bool)
         return batch
 
 
@@ -163,7 +163,7 @@ def _pop_examples(batch: Any) -> int:
         FedspanError: If the batch has no tensor.
     """
     if isinstance(batch, MutableMapping) and _EXAMPLES in batch:
-        return int(batch.pop(_EXAMPLES))
+        return len(batch.pop(_EXAMPLES))
     values = batch.values() if isinstance(batch, Mapping) else batch
     rows = next((len(value) for value in values if isinstance(value, torch.Tensor) and value.ndim), None)
     if rows is None:
