@@ -1,6 +1,6 @@
 """A node whose trainer trains in two processes: rank 0 serves two rounds and an evaluation, and writes what came out.
 
-RANK=... WORLD_SIZE=2 ... python -m helpers.two_processes TINY_FOLDER OUT METHOD [--fail RANK]
+RANK=... WORLD_SIZE=2 ... python -m helpers.two_processes TINY_FOLDER OUT METHOD [--fail RANK] [--interrupt] [--fewer]
 """
 
 from __future__ import annotations
@@ -32,7 +32,16 @@ class Fails(TrainerCallback):
         raise OSError("the disk of this process is full")
 
 
-def serve(tiny_folder: Path, out: Path, method: dict[str, Any], fail: int | None) -> None:
+class Interrupts(TrainerCallback):
+    """Interrupts after the first step, as Ctrl-C does."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def serve(
+    tiny_folder: Path, out: Path, method: dict[str, Any], fail: int | None, interrupt: bool = False, fewer: bool = False
+) -> None:
     """Serve two rounds with the trainer of one process, or of the processes of this script."""
     torch.set_num_threads(1)
     count = count_processes()
@@ -44,10 +53,14 @@ def serve(tiny_folder: Path, out: Path, method: dict[str, Any], fail: int | None
     )
     config = node(tiny_folder, out / "node", data={}, limits={"train_examples": 1})
     callbacks = [Fails()] if fail is not None and fail == args.process_index else []
+    if interrupt and args.process_index == 0:
+        callbacks.append(Interrupts())
     # A dropout mask depends on the batch of a process, so two would draw others than one.
     model = tiny.fresh_classifier(tiny_folder / "bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     model.accepts_loss_kwargs = False  # BERT's head ignores num_items_in_batch, and its loss would be doubled
     made = make_trainer(tiny_folder, "east", model=model, args=args, callbacks=callbacks)
+    if fewer and args.process_index == 1:
+        made.train_dataset = made.train_dataset.select(range(5))  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
     trainer = adopt_node_trainer(config, made)
     processes = Processes() if count > 1 else None
     if processes is not None and not processes.is_leader:
@@ -77,8 +90,10 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("method")
     parser.add_argument("--fail", type=int)
+    parser.add_argument("--interrupt", action="store_true")
+    parser.add_argument("--fewer", action="store_true")
     args = parser.parse_args()
-    serve(args.tiny_folder, args.out, {"name": args.method}, args.fail)
+    serve(args.tiny_folder, args.out, {"name": args.method}, args.fail, args.interrupt, args.fewer)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from threading import Event
 from typing import Any
 
 import numpy as np
 
-from fedspan.config import parse_config
 from fedspan.config.node import NodeConfig
 from fedspan.core.base import BaseUpdate
 from fedspan.data.files import FROM_TRAINERS
@@ -80,10 +78,11 @@ class TrainerNode:
 
     def answer(self, envelope: Envelope) -> Envelope:
         """``NodeService.answer``."""
-        reply = self.service.answer(envelope)
-        if self._processes is not None and self._processes.failure is not None:
-            self._stop.set()
-        return reply
+        try:
+            return self.service.answer(envelope)
+        finally:
+            if self._processes is not None and (self._processes.failure is not None or self._processes.is_busy):
+                self._stop.set()
 
     def close(self) -> None:
         """Give the trainer's model back as it was, and end the trainer's other processes.
@@ -97,7 +96,7 @@ class TrainerNode:
         if self._processes.failure is not None:
             problem = f"{self._processes.failure}; all processes of this client end. Start the script again"
             raise FedspanError("trainer", None, problem=problem)
-        self._processes.announce("end")
+        self._processes.close()
 
 
 def follow(node: NodeConfig, trainer: LocalTrainer, processes: Processes) -> None:
@@ -138,7 +137,7 @@ def follow(node: NodeConfig, trainer: LocalTrainer, processes: Processes) -> Non
 def _prepare(runs: TrainerRuns, config: str) -> TrainerEngine | None:
     """Build rank 0's run in this process; None: an error was logged, and rank 0 refuses the run."""
     try:
-        engine = runs.prepare(parse_config(json.loads(config))).engine
+        engine = runs.prepare_announced(config).engine
     except FedspanError:
         log.exception("the run cannot be trained in this process")
         return None

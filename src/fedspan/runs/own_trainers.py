@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import Trainer
 
-from fedspan.config import RunConfig
+from fedspan.config import RunConfig, parse_config
 from fedspan.config.engine import EngineConfig
 from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.data.partition import ClientPart, ClientParts, Partition
@@ -203,14 +203,49 @@ class TrainerRuns:
             return self._prepare(config, given, key, stages)
         if self._processes.is_leader:
             self._processes.announce("prepare", config=config.model_dump_json(exclude_unset=True))
+        return self._prepare_together(self._processes, lambda: self._prepare(config, given, key, stages))
+
+    def prepare_announced(self, config: str) -> Prepared:
+        """Build, in a process other than rank 0, the run that rank 0 builds.
+
+        Args:
+            config: The run's config as JSON, as rank 0 announced it.
+
+        Raises:
+            FedspanError: If the config is invalid or does not fit this process's trainer, or another process failed.
+        """
+        assert self._processes is not None
+        return self._prepare_together(
+            self._processes, lambda: self._prepare(parse_config(json.loads(config)), None, None, None)
+        )
+
+    def _prepare_together(self, processes: Processes, build: Callable[[], Prepared]) -> Prepared:
+        """Build a run in all processes; if one of them fails, for whatever reason, all of them do.
+
+        Raises:
+            FedspanError: If another process failed, or has another number of examples.
+        """
         try:
-            prepared = self._prepare(config, given, key, stages)
+            prepared = build()
         except Exception:
-            self._processes.sum(1)
+            processes.sum(1, "failures")
+            processes.finish()
             raise
-        if self._processes.sum(0):
+        if processes.sum(0, "failures"):
+            processes.finish()
             problem = "another process of this trainer cannot train the run, for the reason in its output"
             raise FedspanError("trainer", None, problem=problem)
+        (trainer,) = self._trainers.values()
+        counts = {
+            "training": processes.collect(trainer.examples, "training examples"),
+            "validation": processes.collect(trainer.validation_examples, "validation examples"),
+        }
+        processes.finish()
+        for kind, found in counts.items():
+            if min(found) != max(found):
+                problem = f"its processes have {min(found):.0f} to {max(found):.0f} {kind} examples"
+                expected = "the whole data set in every process: the Trainer splits it among them"
+                raise FedspanError("trainer", None, expected, problem=problem)
         return prepared
 
     def _prepare(

@@ -7,19 +7,26 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import distributed
 
 import fedspan
 from fedspan.core.base import BaseUpdate
 from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import FactorisedConv, LoRA, MixedGram
 from fedspan.core.values import Group, Job
+from fedspan.data.files import FROM_TRAINERS
+from fedspan.runs.own_trainers import TrainerRuns, adopt_trainer
+from fedspan.tasks.trainer import TrainerExamples
 from fedspan.training.trainers.processes import Processes, describe_job, read_job
-from helpers import two_processes
+from helpers import tiny, two_processes
 from helpers.trainer_clients import make_trainer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -80,6 +87,104 @@ def test_a_process_that_fails_ends_both_with_the_reason(rank: int, tiny_folder: 
     assert "the disk of this process is full" in results[rank][1]
     assert "all processes of this client end. Start the script again" in results[0][1]
     assert not (tmp_path / "result.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_rank_0_within_a_round_ends_both(tiny_folder: Path, tmp_path: Path) -> None:
+    (first, output), (second, other) = run_two(tiny_folder, tmp_path, "fedit", "--interrupt")
+    assert first != 0
+    assert "KeyboardInterrupt" in output
+    assert second != 0
+    assert "another process ended" in other
+
+
+@pytest.mark.slow
+def test_processes_with_other_numbers_of_examples_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    for _, output in run_two(tiny_folder, tmp_path, "fedit", "--fewer"):
+        assert "its processes have 5 to 8 training examples" in output
+    assert not (tmp_path / "result.safetensors").exists()
+
+
+@pytest.fixture
+def alone() -> Iterator[Processes]:
+    """The processes of a group of one."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield Processes()
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_an_interrupt_leaves_the_task_unfinished_and_the_others_get_no_further_one(
+    alone: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announced: list[str] = []
+    inner = alone.announce
+    monkeypatch.setattr(alone, "announce", lambda task, *rest, **header: [announced.append(task), inner(task, *rest)])
+    job = Job({}, {}, (), steps=1)
+    alone.announce_job("train", job, BaseUpdate())
+    with alone.run_together():
+        assert alone.is_busy
+    assert not alone.is_busy
+    alone.announce_job("train", job, BaseUpdate())
+    with pytest.raises(KeyboardInterrupt), alone.run_together():
+        raise KeyboardInterrupt
+    alone.close()
+    assert announced == ["train", "train"]
+    with pytest.raises(fedspan.FedspanError, match="the last task was interrupted"):
+        alone.announce_job("train", job, BaseUpdate())
+    announced.pop()
+    alone.finish()
+    alone.close()
+    assert announced == ["train", "train", "end"]
+
+
+def test_only_rank_0_refuses_an_evaluation_without_the_metric(
+    alone: Processes, tiny_folder: Path, tmp_path: Path
+) -> None:
+    adopted = {"east": adopt_trainer(make_trainer(tiny_folder, "east"))}
+    values = {
+        "model": {"name": str(tiny_folder / "bert"), "target_modules": tiny.BERT},
+        "method": {"name": "fedit", "r": 2},
+        "evaluation": {"metric": "accuracy"},
+        "task": "trainer",
+        "data": {"train": FROM_TRAINERS},
+        "partition": {"partitioner": "natural", "column": "owner"},
+    }
+    with closing(TrainerRuns(adopted, alone)) as runs:
+        prepared = runs.prepare_announced(json.dumps(values))
+        job = prepared.evaluator.build_job(prepared.federation.begin(), None)
+        engine, rows = prepared.engine, np.arange(8, 11)
+        with pytest.raises(fedspan.FedspanError, match="has no finite accuracy; it has loss"):
+            engine.evaluate("east", job, TrainerExamples(0), rows, 1)
+        assert alone.failure is None
+        assert not alone.is_busy
+        alone.rank = 1
+        assert "loss" in engine.evaluate("east", job, TrainerExamples(0), rows, 1)
+
+
+class OwnForm:
+    """A parametrization of a user's own."""
+
+
+def test_jobs_that_the_other_processes_cannot_train_are_refused_before_anything_is_sent(alone: Processes) -> None:
+    with pytest.raises(fedspan.FedspanError, match=r"decays the frozen base"):
+        alone.announce_job("train", Job({}, {}, (), decay_base=True), BaseUpdate())
+    with pytest.raises(fedspan.FedspanError, match=r"parametrization of a\.b is a class of your own"):
+        alone.announce_job("train", Job({"a.b": OwnForm()}, {}, ()), BaseUpdate())  # pyright: ignore[reportArgumentType]
+    assert not alone.is_busy
+
+
+def test_a_number_for_another_purpose_is_refused(alone: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert alone.collect(2.5, "loss") == [2.5]
+
+    def answer_otherwise(found: list[torch.Tensor], own: torch.Tensor, group: object) -> None:
+        found[0].copy_(own + 1)
+
+    monkeypatch.setattr(distributed, "all_gather", answer_otherwise)
+    with pytest.raises(fedspan.FedspanError, match=r"process 0 was at 'loss' and another process was not"):
+        alone.sum(1, "loss")
+    assert alone.failure is not None
 
 
 def test_a_simulation_in_several_processes_is_refused(

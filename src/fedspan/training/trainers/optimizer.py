@@ -67,7 +67,9 @@ class JobOptimizer(torch.optim.Optimizer):
 
     def count(self, examples: int) -> None:
         """Count examples of this process whose gradients the next step uses."""
-        self._pending += examples if self._processes is None else round(self._processes.sum(examples))
+        if self._processes is not None:
+            examples = round(self._processes.sum(examples, "examples of a step"))
+        self._pending += examples
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -7,7 +7,9 @@ averaged by the trainer's own DDP. The optimizer steps in rank 0, which broadcas
 from __future__ import annotations
 
 import json
+import math
 import os
+import zlib
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -28,6 +30,9 @@ __all__ = ["Announcement", "Processes", "count_processes", "describe_job", "read
 
 _WAIT = timedelta(days=365)
 """How long a process waits for the next task."""
+
+_WAIT_IN_TASK = timedelta(hours=1)
+"""How long a process waits for the others within a task."""
 
 Announcement = tuple[dict[str, Any], dict[str, Tensor]]
 """A task's header and its tensors by name."""
@@ -55,9 +60,9 @@ class Processes:
         """This process; 0 speaks for the client."""
         self.failure: str | None = None
         """Why this process can train no further task; None: it can."""
-        group = distributed.new_group(backend="gloo", timeout=_WAIT)
-        assert isinstance(group, distributed.ProcessGroup)
-        self._group = group
+        self.is_busy = False
+        """Whether, in rank 0, a task was announced that the processes have not finished."""
+        self._group, self._task_group = _make_group(_WAIT), _make_group(_WAIT_IN_TASK)
         self._base: BaseUpdate | None = None
 
     @property
@@ -74,8 +79,12 @@ class Processes:
             header: Its plain values.
 
         Raises:
-            FedspanError: If another process ended.
+            FedspanError: If another process ended, or the last task was not finished.
         """
+        if self.is_busy:  # the others are in the middle of it, and would wait for rank 0 there
+            problem = self.failure or "the last task was interrupted, and the other processes did not finish it"
+            raise FedspanError("trainer", None, problem=problem)
+        self.is_busy = True
         tensors = tensors or {}
         kinds = [[name, str(value.dtype).removeprefix("torch."), list(value.shape)] for name, value in tensors.items()]
         text = json.dumps({"task": task, "tensors": kinds, **header}).encode()
@@ -89,7 +98,14 @@ class Processes:
             raise FedspanError("trainer", None, problem=self.failure) from error
 
     def announce_job(self, task: str, job: Job, base: BaseUpdate, **header: Any) -> None:
-        """Send a job from rank 0 to the other processes, with the base if it is not that of the last job."""
+        """Send a job from rank 0 to the other processes, with the base if it is not that of the last job.
+
+        Raises:
+            FedspanError: If the other processes cannot train the job (nothing was sent), or one of them ended.
+        """
+        if task == "train" and job.decay_base:
+            problem = "it decays the frozen base (decay_base), and only the base of process 0 would change"
+            raise FedspanError("trainer", None, "a trainer in one process", problem=problem)
         described, tensors = describe_job(job, None if base is self._base else base)
         self._base = base
         self.announce(task, tensors, **described, **header)
@@ -119,37 +135,88 @@ class Processes:
     def run_together(self) -> Generator[None]:
         """Run a task that every process trains within this context; where it fails, no process can go on.
 
-        A process that fails leaves the others in the middle of a step, so it must end, and its end fails theirs.
+        A process that fails or is interrupted leaves the others in the middle of a step, so it must end, and its end
+        fails theirs.
         """
         try:
             yield
-            self.sum(0)  # fails if another process has ended
+            self.finish()  # fails if another process has ended
         except Exception as error:
             self.failure = f"process {self.rank} failed ({type(error).__name__}: {error})"
             raise
+
+    def finish(self) -> None:
+        """Finish a task in all processes.
+
+        Raises:
+            FedspanError: If another process ended, or is at another point of the task.
+        """
+        self.collect(0, "end of a task")
+        self.is_busy = False
+
+    def close(self) -> None:
+        """End the other processes, from rank 0: at once if they wait for a task, else when this process ends.
+
+        An interrupt (``KeyboardInterrupt``, ``SystemExit``) leaves the others in the middle of a task, where they would
+        not receive another one.
+
+        Raises:
+            FedspanError: If another process ended.
+        """
+        if not self.is_busy:
+            self.announce("end")
 
     def share(self, tensors: Iterable[Tensor]) -> None:
         """Copy tensors of rank 0 into those of the other processes."""
         with torch.no_grad():
             for value in tensors:
                 copy = value.detach().to("cpu").contiguous()
-                self._broadcast(copy)
+                self._broadcast(copy, self._task_group)
                 if not self.is_leader:
                     value.copy_(copy)
 
-    def sum(self, count: float) -> float:
-        """Return the sum of a number over all processes; each calls this at the same time."""
-        total = torch.tensor(count, dtype=torch.float64)
-        distributed.all_reduce(total, group=self._group)
-        return float(total)
+    def sum(self, count: float, purpose: str) -> float:
+        """Return the sum of a number over all processes; each calls this at the same time (``collect``)."""
+        return math.fsum(self.collect(count, purpose))
 
-    def compute_mean(self, value: float) -> float:
-        """Return the mean of a number over all processes; each calls this at the same time."""
-        return self.sum(value) / distributed.get_world_size()
+    def compute_mean(self, value: float, purpose: str) -> float:
+        """Return the mean of a number over all processes; each calls this at the same time (``collect``)."""
+        return self.sum(value, purpose) / distributed.get_world_size()
 
-    def _broadcast(self, value: Tensor) -> None:
+    def collect(self, value: float, purpose: str) -> list[float]:
+        """Return a number of every process, by rank; each calls this at the same time.
+
+        Args:
+            value: This process's number.
+            purpose: What the number is; all processes must give the same.
+
+        Raises:
+            FedspanError: If another process ended, or gives a number for another purpose.
+        """
+        own = torch.tensor([value, zlib.crc32(purpose.encode())], dtype=torch.float64)
+        found = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
+        try:
+            distributed.all_gather(found, own, group=self._task_group)
+        except RuntimeError as error:
+            self.failure = "another process ended, for the reason in its output, or did not answer in time"
+            raise FedspanError("trainer", None, problem=self.failure) from error
+        if any(other[1] != own[1] for other in found):
+            self.failure = (
+                f"process {self.rank} was at {purpose!r} and another process was not. Every process must have the "
+                "same number of batches"
+            )
+            raise FedspanError("trainer", None, problem=self.failure)
+        return [float(other[0]) for other in found]
+
+    def _broadcast(self, value: Tensor, group: distributed.ProcessGroup | None = None) -> None:
         if value.numel():
-            distributed.broadcast(value.reshape(-1).view(torch.uint8), 0, group=self._group)
+            distributed.broadcast(value.reshape(-1).view(torch.uint8), 0, group=group or self._group)
+
+
+def _make_group(timeout: timedelta) -> distributed.ProcessGroup:
+    group = distributed.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, distributed.ProcessGroup)
+    return group
 
 
 def describe_job(job: Job, base: BaseUpdate | None) -> Announcement:
@@ -161,7 +228,15 @@ def describe_job(job: Job, base: BaseUpdate | None) -> Announcement:
 
     Returns:
         Plain values, and tensors by name.
+
+    Raises:
+        FedspanError: If a layer's parametrization is not one of fedspan's own, by which the others would build it.
     """
+    for layer, form in job.parametrization.items():
+        kind = type(form).__name__
+        if kind not in parametrizations.__all__ or getattr(parametrizations, kind) is not type(form):
+            problem = f"the parametrization of {layer} is a class of your own, which only process 0 has"
+            raise FedspanError("trainer", kind, "a trainer in one process", problem=problem)
     tensors = {f"job/{name}": value for name, value in job.tensors.items()}
     header: dict[str, Any] = {
         "phase": job.phase,

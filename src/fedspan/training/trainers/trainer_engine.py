@@ -118,7 +118,7 @@ class TrainerEngine(Trainer):
             with self._together("train", assignment.client, job, round=assignment.round, lr=assignment.lr):
                 loss = owner.trainer.train(plan, optimizer)
                 if self._processes is not None:
-                    loss = self._processes.compute_mean(loss)
+                    loss = self._processes.compute_mean(loss, "loss of a round")
                 self._require_frozen(owner, live, f"in round {assignment.round + 1}", before)
                 _require_trained(assignment, optimizer, loss, live)
             self.stages.advance("training", optimizer.examples)
@@ -153,7 +153,9 @@ class TrainerEngine(Trainer):
                 problem = f"the evaluation of client {client} failed {when} ({type(error).__name__}: {error})"
                 raise FedspanError("trainer", client, problem=problem) from error
             self._require_frozen(owner, live, "in an evaluation")
-        if self._metric is not None and self._metric not in metrics:
+        # Only rank 0 refuses the order, as a single process would: the others have finished it and wait for the next.
+        is_leader = self._processes is None or self._processes.is_leader
+        if is_leader and self._metric is not None and self._metric not in metrics:
             problem = (
                 f"the evaluation of client {client} has no finite {self._metric}; it has "
                 f"{', '.join(metrics) or 'none'}. A Trainer needs compute_metrics= that "
