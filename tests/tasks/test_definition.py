@@ -20,7 +20,7 @@ from fedspan.data.loading import load
 from fedspan.runs.load import load_served
 from fedspan.runs.setup import prepare
 from fedspan.tasks.facts import Facts
-from fedspan.tasks.registry import TASKS, get_task
+from fedspan.tasks.registry import BUILT_IN, get_task
 from helpers.task_cases import CASES, REFUSED, folders_of
 
 NAMES = sorted(CASES)
@@ -33,7 +33,7 @@ def settings_of(request: pytest.FixtureRequest, name: str, own: Path) -> dict[st
 
 
 def test_every_task_has_a_case() -> None:
-    assert {*CASES, *REFUSED} == set(TASKS)
+    assert {*CASES, *REFUSED} == {definition.name for definition in BUILT_IN}
     assert not {*CASES} & {*REFUSED}
 
 

@@ -27,12 +27,12 @@ from fedspan.tasks.text_embedding import TEXT_EMBEDDING
 from fedspan.tasks.token_classification import TOKEN_CLASSIFICATION
 from fedspan.tasks.trainer import TRAINER
 
-__all__ = ["GROUP", "TASKS", "get_task", "register_task"]
+__all__ = ["BUILT_IN", "GROUP", "TASKS", "get_task", "register_task"]
 
 GROUP = "fedspan.tasks"
 """Group of the entry points."""
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-_BUILT_IN = (
+BUILT_IN = (
     SEQUENCE_CLASSIFICATION,
     REGRESSION,
     CAUSAL_LM,
@@ -43,6 +43,7 @@ _BUILT_IN = (
     TEXT_EMBEDDING,
     TRAINER,
 )
+"""fedspan's own tasks."""
 
 _tasks: dict[str, TaskDefinition] = {}
 TASKS: Mapping[str, TaskDefinition] = MappingProxyType(_tasks)
@@ -104,5 +105,5 @@ def get_task(name: str, field: str = "task") -> TaskDefinition:
     return _tasks[name]
 
 
-for _definition in _BUILT_IN:
+for _definition in BUILT_IN:
     register_task(_definition)
