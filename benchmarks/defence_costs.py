@@ -133,7 +133,8 @@ Command: `python benchmarks/defence_costs.py --rounds {rounds} --repeats {repeat
 Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, 1 thread a process{beside}.
 
 The accuracy of `fedspan init`'s config with and without clipping, on seven data sets, is in
-[defaults.md](defaults.md). What the defences achieve against an attack is in [robustness.md](robustness.md).
+[defaults-earlier.md](defaults-earlier.md#what-clipping-costs), for `clip_ratio: 2` and one seed; today's default of
+1.5 was not measured there. What the defences achieve against an attack is in [robustness.md](robustness.md).
 
 ## In the simulator
 
