@@ -71,9 +71,9 @@ OWN = replace(
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
-    tasks, known = dict(TASKS), dict(METRICS)
+    tasks, installed, known = dict(TASKS), dict(registry._installed), dict(METRICS)
     yield
-    for content, before in ((registry._tasks, tasks), (metrics._metrics, known)):
+    for content, before in ((registry._tasks, tasks), (registry._installed, installed), (metrics._metrics, known)):
         content.clear()
         content.update(before)
 
@@ -137,6 +137,8 @@ def test_an_installed_package_s_is_found_by_its_entry_point(tmp_path: Path, monk
         get_task("wrong")
     with pytest.raises(FedspanError, match="no task is named"):
         get_task("own_tasks:PACKAGED")  # no module by its name: a server could name one
+    with pytest.raises(FedspanError, match="'packaged' is already the name of another task"):
+        register_task(replace(OWN, name="packaged"))
 
 
 @pytest.mark.parametrize(
@@ -151,13 +153,22 @@ def test_an_installed_package_s_is_found_by_its_entry_point(tmp_path: Path, monk
     ],
 )
 def test_what_is_no_task_or_has_a_taken_name_is_refused(definition: Any, expected: str) -> None:
-    before = dict(TASKS)
+    before = dict(TASKS), dict(METRICS)
     with pytest.raises(FedspanError, match=expected):
         register_task(definition)
-    assert dict(TASKS) == before
+    assert (dict(TASKS), dict(METRICS)) == before
 
 
-def test_twice_is_once() -> None:
+def test_a_task_of_one_s_own_is_replaced_when_it_is_registered_again() -> None:
+    """As in a notebook, whose cell makes the definition anew."""
     register_task(OWN)
-    register_task(OWN)
-    assert TASKS["sharpened"] is OWN
+    changed = replace(OWN, lr=0.5)
+    register_task(changed)
+    assert TASKS["sharpened"] is changed
+
+
+def test_metrics_are_registered_together_or_not_at_all() -> None:
+    taken = {"first": Metric("first", True), "loss": Metric("x", True)}
+    with pytest.raises(FedspanError, match="'loss' is already the name of"):
+        register_task(replace(OWN, metrics=("first",), own_metrics=taken))
+    assert "first" not in METRICS

@@ -34,7 +34,7 @@ from fedspan.core.values import (
     Trained,
 )
 from fedspan.federation.serialization import compute_payload_size
-from fedspan.training.engine import close_segment
+from fedspan.training.projector_refresh import close_segment
 from fedspan.wrappers.wrapper import Wrapper
 
 __all__ = ["Exchange", "ShapeInference", "count_traffic", "rewrap_method", "unwrap_method"]

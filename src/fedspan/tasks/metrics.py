@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from fedspan.errors import FedspanError
 
-__all__ = ["METRICS", "Metric", "drop_undefined", "order_metrics", "rank_of", "register_metric"]
+__all__ = ["METRICS", "Metric", "drop_undefined", "order_metrics", "rank_of", "register_metrics"]
 
 
 @dataclass(frozen=True)
@@ -60,21 +60,21 @@ METRICS: Mapping[str, Metric] = MappingProxyType(_metrics)
 """Metrics by name, in the order of tables."""
 
 
-def register_metric(name: str, metric: Metric) -> None:
-    """Add a metric, for the tasks that compute it.
+def register_metrics(metrics: Mapping[str, Metric]) -> None:
+    """Add metrics, for the tasks that compute them: all, or none if one is refused.
 
     Args:
-        name: Name in reports, a Python identifier in lower case.
-        metric: Its title, direction and bounds.
+        metrics: Title, direction and bounds by the name in reports, a Python identifier in lower case.
 
     Raises:
-        FedspanError: If the name is no identifier, or belongs to another metric.
+        FedspanError: If a name is no identifier, or belongs to another metric.
     """
-    if not name.isidentifier() or name != name.lower():
-        raise FedspanError("metric", name, "a Python identifier in lower case")
-    if _metrics.get(name, metric) != metric:
-        raise FedspanError("metric", name, problem=f"{name!r} is already the name of another metric")
-    _metrics[name] = metric
+    for name, metric in metrics.items():
+        if not name.isidentifier() or name != name.lower():
+            raise FedspanError("metric", name, "a Python identifier in lower case")
+        if _metrics.get(name, metric) != metric:
+            raise FedspanError("metric", name, problem=f"{name!r} is already the name of another metric")
+    _metrics.update(metrics)
 
 
 def drop_undefined(values: Mapping[str, float]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from fedspan.tasks.classification import SEQUENCE_CLASSIFICATION
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.images import IMAGE_CLASSIFICATION
 from fedspan.tasks.masked_lm import MASKED_LM
-from fedspan.tasks.metrics import METRICS, register_metric
+from fedspan.tasks.metrics import METRICS, register_metrics
 from fedspan.tasks.multi_label import MULTI_LABEL_CLASSIFICATION
 from fedspan.tasks.regression import REGRESSION
 from fedspan.tasks.text_embedding import TEXT_EMBEDDING
@@ -47,6 +47,8 @@ BUILT_IN = (
 
 _tasks: dict[str, TaskDefinition] = {}
 TASKS: Mapping[str, TaskDefinition] = MappingProxyType(_tasks)
+_installed: dict[str, TaskDefinition] = {}
+"""fedspan's own tasks and those of installed packages, whose names no other task may take."""
 
 
 def register_task(definition: TaskDefinition) -> None:
@@ -56,15 +58,20 @@ def register_task(definition: TaskDefinition) -> None:
         definition: The task; its ``own_metrics`` become metrics of reports and tables.
 
     Raises:
-        FedspanError: If it is no definition, its name is invalid or belongs to another task, or its head or a metric
-            is unknown.
+        FedspanError: If it is no definition, its name is invalid or belongs to a task of fedspan or of an installed
+            package, or its head or a metric is unknown. A task of your own may be registered again with changes, as
+            when a cell of a notebook runs twice.
     """
+    _register(definition)
+
+
+def _register(definition: TaskDefinition, *, is_installed: bool = False) -> None:
     if not isinstance(definition, TaskDefinition):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise FedspanError("task", repr(definition), "a fedspan.tasks.definition.TaskDefinition")
     name = definition.name
     if not _NAME.fullmatch(name):
         raise FedspanError("task", name, "lower case letters and digits, with hyphens between words")
-    if _tasks.get(name, definition) is not definition:
+    if _installed.get(name, definition) is not definition:
         raise FedspanError("task", name, problem=f"{name!r} is already the name of another task")
     if not isinstance(definition.head, Head) and definition.head not in HEADS:
         expected = f"a fedspan.models.heads.Head, or one of {', '.join(HEADS)}"
@@ -73,9 +80,10 @@ def register_task(definition: TaskDefinition) -> None:
     if unknown:
         problem = f"{name} names the metric {unknown[0]!r}, which is neither in own_metrics nor known. "
         raise FedspanError("task", unknown[0], problem=problem + suggest_nearest(unknown[0], METRICS))
-    for key, metric in definition.own_metrics.items():
-        register_metric(key, metric)
+    register_metrics(definition.own_metrics)
     _tasks[name] = definition
+    if is_installed:
+        _installed[name] = definition
 
 
 def get_task(name: str, field: str = "task") -> TaskDefinition:
@@ -99,11 +107,11 @@ def get_task(name: str, field: str = "task") -> TaskDefinition:
             if getattr(definition, "name", None) != name:
                 problem = f"{entry_point.value} is not the definition of a task of this name"
                 raise FedspanError(field, name, problem=problem)
-            register_task(definition)
+            _register(definition, is_installed=True)
             return definition
         raise FedspanError(field, name, problem=f"no task is named {name!r}. {suggest_nearest(name, _tasks)}")
     return _tasks[name]
 
 
 for _definition in BUILT_IN:
-    register_task(_definition)
+    _register(_definition, is_installed=True)

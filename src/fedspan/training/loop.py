@@ -17,9 +17,10 @@ from fedspan.tasks.labelling import OFFSETS
 from fedspan.tasks.task import Examples
 from fedspan.training.batching import draw_job_batches
 from fedspan.training.dp_sgd import PrivateTraining
-from fedspan.training.engine import Trainer, refresh_projectors, train_one_by_one
+from fedspan.training.engine import Trainer, train_one_by_one
 from fedspan.training.jobs import Assignment, build_not_finite_error
 from fedspan.training.optimizers import LocalOptimizer
+from fedspan.training.projector_refresh import refresh_projectors
 
 __all__ = ["LoopEngine"]
 
