@@ -68,7 +68,7 @@ as its forward wants it. The run trains a copy.
 - The folder `adapter` holds a PEFT adapter and `state_dict.safetensors` with all weights: without fedspan,
   `my_module.load_state_dict(load_file("adapter/state_dict.safetensors"))` loads them.
 - The same call with `resume=True` continues an interrupted run. `predict`, `evaluate` and `export` take the module
-  again as `model=`.
+  again as `model=`; in a new process, register the task first (`fedspan.register_task`).
 
 `examples/plain_pytorch.py` is a whole run.
 
