@@ -56,11 +56,11 @@ class Points:
 class Squares:
     """Mean squared error."""
 
-    def batch(self, examples: Points, indices: Sequence[int], device: torch.device) -> Mapping[str, Tensor]:
+    def collate(self, examples: Points, indices: Sequence[int], device: torch.device) -> Mapping[str, Tensor]:
         chosen = list(indices)
         return {"x": examples.x[chosen], "y": examples.y[chosen]}
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         return (model(batch["x"]) - batch["y"]).square().mean()
 
 
@@ -152,7 +152,7 @@ def train_theirs(steps: int, period: int, scale: float, bias_correction: bool) -
         task = Squares()
         for indices in given:
             optimizer.zero_grad()
-            task.loss(model, task.batch(data, indices.tolist(), torch.device("cpu"))).backward()
+            task.compute_loss(model, task.collate(data, indices.tolist(), torch.device("cpu"))).backward()
             optimizer.step()
     finally:
         galore_projector.GaLoreProjector.get_orthogonal_matrix = original

@@ -229,7 +229,7 @@ def train_with_peft(shape: Shape, model: nn.Module, clients: int, batch: int) ->
             optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
             for step in range(client * STEPS, (client + 1) * STEPS):
                 indices = range(step * batch, (step + 1) * batch)
-                loss = task.loss(model, task.batch(examples, indices, device))
+                loss = task.compute_loss(model, task.collate(examples, indices, device))
                 loss.backward()
                 nn.utils.clip_grad_norm_(trained, 1.0)
                 optimizer.step()

@@ -85,7 +85,9 @@ def measure_before(data: str, args: argparse.Namespace) -> dict[str, float]:
     job = prepared.evaluator.build_job(prepared.federation.begin(), None)
     assert prepared.test is not None
     indices = np.arange(len(prepared.test))
-    return prepared.task.metrics(prepared.engine.predict(job, prepared.test, indices, 64), prepared.test, indices)
+    return prepared.task.compute_metrics(
+        prepared.engine.predict(job, prepared.test, indices, 64), prepared.test, indices
+    )
 
 
 def format_table(data: str, args: argparse.Namespace) -> str:

@@ -191,10 +191,10 @@ class Landscape:
     def __init__(self, setting: Setting, trials: Trials) -> None:
         self.setting, self.trials = setting, trials
 
-    def batch(self, examples: Identity, indices: Sequence[int], device: torch.device) -> Mapping[str, Tensor]:
+    def collate(self, examples: Identity, indices: Sequence[int], device: torch.device) -> Mapping[str, Tensor]:
         return {"x": torch.eye(self.setting.size, dtype=torch.float64)}
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         weights = torch.stack([layer(batch["x"]).T for layer in model.children()])
         return compute_landscape(self.setting, self.trials, weights)
 

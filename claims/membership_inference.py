@@ -79,8 +79,8 @@ def losses(run: Prepared, examples: Any, progress: Any) -> tuple[np.ndarray, flo
     job = method.start(method.sync(state, None), None, {}, state.round)
     indices = np.arange(len(examples))
     predictions = run.engine.predict(job, examples, indices, 64)
-    found = [run.task.metrics(predictions[at : at + 1], examples, [at])["loss"] for at in range(len(examples))]
-    return np.array(found), run.task.metrics(predictions, examples, indices.tolist())["accuracy"]
+    found = [run.task.compute_metrics(predictions[at : at + 1], examples, [at])["loss"] for at in range(len(examples))]
+    return np.array(found), run.task.compute_metrics(predictions, examples, indices.tolist())["accuracy"]
 
 
 def attack_model(run: Prepared) -> dict[str, float]:

@@ -30,7 +30,7 @@ def build_finding(judged: Judged) -> report.Finding:
     if judged.overall is None:
         return report.Finding(statement, judged.why or "", judged.verdict)
     known = METRICS.get(judged.metric)
-    unit = "" if known is None else f" {'points of ' if known.percent else ''}{known.title}"
+    unit = "" if known is None else f" {'points of ' if known.is_percentage else ''}{known.title}"
     return report.Finding(statement, f"by {format_difference(judged.metric, judged.overall)}{unit}", judged.verdict)
 
 
@@ -102,7 +102,7 @@ def _get_style(at: int) -> dict[str, Any]:
 
 def _draw_bars(axes: Axes, metric: Metric, scores: Sequence[CellScore], labels: Sequence[str]) -> None:
     cells = list(dict.fromkeys(score.cell for score in scores))
-    factor = 100.0 if metric.percent else 1.0
+    factor = 100.0 if metric.is_percentage else 1.0
     width = 0.8 / len(labels)
     for at, label in enumerate(labels):
         shown = [
@@ -116,7 +116,7 @@ def _draw_bars(axes: Axes, metric: Metric, scores: Sequence[CellScore], labels: 
             **_get_style(at),
         )
     axes.set_xticks(range(len(cells)), [cell.replace(" / ", "\n") for cell in cells], fontsize="small")
-    axes.set_ylabel(f"{metric.title}{', %' if metric.percent else ''} (mean ± deviation over seeds)")
+    axes.set_ylabel(f"{metric.title}{', %' if metric.is_percentage else ''} (mean ± deviation over seeds)")
 
 
 def page(found: Reproduction, preset: Preset, folder: Path) -> None:

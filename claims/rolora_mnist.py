@@ -96,17 +96,17 @@ class ReLU(nn.Module):
 class Classification:
     """Cross-entropy."""
 
-    def batch(self, examples: Images, indices: Sequence[int], device: torch.device) -> Mapping[str, Tensor]:
+    def collate(self, examples: Images, indices: Sequence[int], device: torch.device) -> Mapping[str, Tensor]:
         chosen = torch.as_tensor(indices)
         return {"x": examples.x[chosen], "y": examples.y[chosen]}
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         return model(batch["x"])
 
-    def metrics(self, predictions: Tensor, examples: Images, indices: Sequence[int]) -> dict[str, float]:
+    def compute_metrics(self, predictions: Tensor, examples: Images, indices: Sequence[int]) -> dict[str, float]:
         return {"accuracy": float((predictions.argmax(1) == examples.y[list(indices)]).double().mean())}
 
 

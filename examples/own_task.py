@@ -20,10 +20,10 @@ from torch import Tensor, nn
 import fedspan
 from fedspan.data.config import DataConfig
 from fedspan.tasks.encoding import EncodedText
-from fedspan.tasks.facts import Facts
-from fedspan.tasks.losses import means, widen
+from fedspan.tasks.losses import average_by_client, upcast
 from fedspan.tasks.metrics import Metric
 from fedspan.tasks.regression import REGRESSION, Regression
+from fedspan.tasks.settings import TaskSettings
 
 MINUTES = {"chest pain": 10, "high fever": 25, "broken wrist": 45, "sore throat": 90, "new prescription": 140}
 """Complaints with their usual waiting time."""
@@ -33,27 +33,27 @@ class MedianRegression(Regression):
     """Regression by the absolute error."""
 
     def _errors(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        values_B = widen(self.predict(model, batch))[:, 0]
+        values_B = upcast(self.predict(model, batch))[:, 0]
         return (values_B - batch["labels"].to(values_B)).abs()
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean absolute error of a batch."""
         return self._errors(model, batch).mean()
 
-    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
+    def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the mean absolute error of each client's examples, (C,)."""
-        return means(self._errors(model, batch), mask_CB)
+        return average_by_client(self._errors(model, batch), mask_CB)
 
-    def metrics(self, predictions: Tensor, examples: EncodedText, indices: Sequence[int]) -> dict[str, float]:
+    def compute_metrics(self, predictions: Tensor, examples: EncodedText, indices: Sequence[int]) -> dict[str, float]:
         """Compute regression's metrics and the mean absolute error."""
         truths = examples.labels[list(indices)]
         error = float(abs(predictions[:, 0].numpy() - truths).mean())
-        return {**super().metrics(predictions, examples, indices), "loss": error, "absolute_error": error}
+        return {**super().compute_metrics(predictions, examples, indices), "loss": error, "absolute_error": error}
 
 
-def build(tokenizer: Any, facts: Facts, data: DataConfig | None) -> MedianRegression:
+def build(tokenizer: Any, settings: TaskSettings, data: DataConfig | None) -> MedianRegression:
     """Build the task for a run (``data`` is its config's section) or for a trained model (``data`` is None)."""
-    return MedianRegression(tokenizer, facts.max_length, facts.metric)
+    return MedianRegression(tokenizer, settings.max_length, settings.metric)
 
 
 MEDIAN_REGRESSION = replace(
@@ -62,7 +62,7 @@ MEDIAN_REGRESSION = replace(
     title="the median of a number for a text",
     build=build,
     metrics=("absolute_error", "pearson", "spearman", "loss"),
-    own_metrics={"absolute_error": Metric("absolute error", False, most=1e15)},
+    custom_metrics={"absolute_error": Metric("absolute error", False, maximum=1e15)},
     summary_metrics=("pearson",),
 )
 

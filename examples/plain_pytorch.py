@@ -25,8 +25,8 @@ from torch import Tensor, nn
 import fedspan
 from fedspan.data.columns import LABELLED_TEXTS
 from fedspan.data.config import DataConfig
-from fedspan.tasks.facts import Facts
-from fedspan.tasks.labelling import Labelling
+from fedspan.tasks.settings import TaskSettings
+from fedspan.tasks.single_label import SingleLabelClassification
 
 if TYPE_CHECKING:
     import datasets
@@ -63,7 +63,7 @@ class Signals:
         return len(self.labels)
 
 
-class SignalClassification(Labelling):
+class SignalClassification(SingleLabelClassification):
     """One label for a signal, which is a text of numbers in the data. Loss and metrics are those of classification."""
 
     def encode(self, dataset: datasets.Dataset) -> Signals:
@@ -71,7 +71,7 @@ class SignalClassification(Labelling):
         values = np.array([[float(number) for number in text.split()] for text in dataset["text"]], np.float32)
         return Signals(values, np.array(dataset["label"], np.int64), np.ones(len(values), np.int64))
 
-    def batch(self, examples: Signals, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    def collate(self, examples: Signals, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate signals and labels."""
         rows = list(indices)
         values, labels = torch.from_numpy(examples.values[rows]), torch.from_numpy(examples.labels[rows])
@@ -81,14 +81,14 @@ class SignalClassification(Labelling):
         """Compute the logits; the model is called as its own forward wants it."""
         return model(batch["signal"])
 
-    def remarks(self, examples: Signals) -> tuple[str, ...]:
-        """Return no remarks."""
+    def describe_examples(self, examples: Signals) -> tuple[str, ...]:
+        """Return no notes."""
         return ()
 
 
-def build(processor: Any, facts: Facts, data: DataConfig | None) -> SignalClassification:
+def build(processor: Any, settings: TaskSettings, data: DataConfig | None) -> SignalClassification:
     """Build the task; there is no tokenizer."""
-    return SignalClassification(facts.labels, facts.metric)
+    return SignalClassification(settings.labels, settings.metric)
 
 
 SIGNALS = fedspan.TaskDefinition(
@@ -96,7 +96,7 @@ SIGNALS = fedspan.TaskDefinition(
     title="a label for a signal",
     head="classification",  # the layer named `classifier` trains whole
     build=build,
-    answer="label",
+    target_type="label",
     metrics=("accuracy", "macro_f1", "loss"),
     columns=LABELLED_TEXTS,
 )

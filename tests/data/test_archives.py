@@ -53,7 +53,7 @@ def test_images_by_class(tmp_path: Path, suffix: str) -> None:
     assert data.labels == ("rose", "tulip")
     assert data.train["label"][:] == [0, 0, 0, 1, 1, 1]
     assert [image.getpixel((0, 0)) for image in data.train["image"]] == [0, 10, 20] * 2
-    assert "left out 3 files that are no example by class" in data.remarks[0]
+    assert "left out 3 files that are no example by class" in data.notes[0]
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -66,7 +66,7 @@ def test_texts_by_domain_and_class(tmp_path: Path, suffix: str) -> None:
         "domain": ["a", "a", "b", "b"],
         "file": ["a/no/1.txt", "a/yes/1.txt", "b/no/1.txt", "b/yes/1.txt"],
     }
-    assert data.remarks == (f"{tmp_path / f't{suffix}'}: detected encoding cp1252 in 4 of 4 files (data.encoding)",)
+    assert data.notes == (f"{tmp_path / f't{suffix}'}: detected encoding cp1252 in 4 of 4 files (data.encoding)",)
 
 
 @pytest.mark.parametrize("suffix", [".zip", ".tar.gz"])
@@ -78,7 +78,7 @@ def test_files_that_are_no_examples_are_left_out_and_counted(tmp_path: Path, suf
     data = load(DataConfig(train=str(path), test_fraction=0))
     assert (data.labels, len(data.train)) == (("ham", "spam"), 4)
     words = "left out 5 files that are no example by class (mails/README.txt, mails/LICENSE, __MACOSX/mails/._ham, ...)"
-    assert data.remarks[0] == f"{path}: {words}"
+    assert data.notes[0] == f"{path}: {words}"
 
 
 @pytest.mark.parametrize("suffix", [".zip", ".tar"])

@@ -28,7 +28,7 @@ def test_sentences_are_read_from_files(name: str, tmp_path: Path) -> None:
     assert data.train["tokens"][:] == [["Aspirin", "helps"], ["The", "TP53", "gene"], ["Rest"]]
     assert data.train["labels"][:] == [[1, 0], [0, 3, 4], [0]]
     assert data.train["text"][:] == ["Aspirin helps", "The TP53 gene", "Rest"]
-    assert any("CoNLL" in remark for remark in data.remarks)
+    assert any("CoNLL" in note for note in data.notes)
 
 
 def test_columns_between_word_and_tag_are_ignored(tmp_path: Path) -> None:

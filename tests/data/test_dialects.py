@@ -35,8 +35,8 @@ def test_a_file_in_any_delimiter_and_line_end(tmp_path: Path, delimiter: str, en
     data = load(config)
     assert data.train["text"][:] == REVIEWS
     assert data.labels == ("neg", "pos")
-    assert len(data.remarks) == (delimiter != ",")
-    assert all("data.delimiter" in remark for remark in data.remarks)
+    assert len(data.notes) == (delimiter != ",")
+    assert all("data.delimiter" in note for note in data.notes)
 
 
 @pytest.mark.parametrize("quoting", [csv.QUOTE_ALL, csv.QUOTE_MINIMAL])
@@ -101,10 +101,10 @@ def test_columns_without_a_header_are_named_by_position(tmp_path: Path) -> None:
     path.write_text("great,yes\nbad,no\nfine,yes\nawful,no\nlovely,yes\n")
     data = load(DataConfig(train=str(path), text="column_1", label="column_2", test_fraction=0))
     assert data.train["text"][:] == ["great", "bad", "fine", "awful", "lovely"]
-    assert "the first line looks like an example: the columns are named column_1, column_2" in data.remarks[0]
+    assert "the first line looks like an example: the columns are named column_1, column_2" in data.notes[0]
     named = load(DataConfig(train=str(path), text="great", label="yes", header=True, test_fraction=0))
     assert named.train["text"][:] == ["bad", "fine", "awful", "lovely"]
-    assert named.remarks == ()
+    assert named.notes == ()
 
 
 FIELDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=12)

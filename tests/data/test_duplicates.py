@@ -48,25 +48,25 @@ def test_test_examples_that_are_in_train_are_counted(tmp_path: Path) -> None:
     train = table(tmp_path / "train.csv", REPEATED[:40], "text", "label")
     test = table(tmp_path / "test.csv", [(" text 3 ", "b"), ("text 4", "b"), ("new", "a")], "text", "label")
     data = load(DataConfig(train=train, test=test))
-    assert data.remarks == ("duplicates: 2 of 3 test examples also occur in data.train",)
-    assert load(DataConfig(train=train)).remarks == ()
+    assert data.notes == ("duplicates: 2 of 3 test examples also occur in data.train",)
+    assert load(DataConfig(train=train)).notes == ()
 
 
 def test_duplicates_of_a_file_are_counted_and_can_be_kept_together(tmp_path: Path) -> None:
     path = table(tmp_path / "t.csv", REPEATED, "note", "label")
     how = PartitionConfig(clients=4)
     data = load(DataConfig(train=path, text="note"))
-    assert "held-out test examples also occur in training (data.group: note keeps" in data.remarks[0]
+    assert "held-out test examples also occur in training (data.group: note keeps" in data.notes[0]
     parts = partition(data.train, how, 0)
-    (remark,) = describe_shared(data.train, parts, DataConfig(train=path, text="note"), False)
-    assert "training examples occur at several clients (data.group: note keeps equal examples together)" in remark
+    (note,) = describe_shared(data.train, parts, DataConfig(train=path, text="note"), False)
+    assert "training examples occur at several clients (data.group: note keeps equal examples together)" in note
 
     config = DataConfig(train=path, text="note", group="note")
     data = load(config)
     assert data.test is not None
     assert not set(data.train["text"]) & set(data.test["text"])
     assert 15 <= len(data.test) <= 33  # a fifth of 120, in whole groups of 3
-    assert data.remarks == ()
+    assert data.notes == ()
     parts = partition(data.train, how, 0, groups=data.groups)
     assert find_shared_between_clients(data.train, parts) == (0, 0)
     assert describe_shared(data.train, parts, config, False) == ()

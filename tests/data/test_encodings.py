@@ -93,7 +93,7 @@ def test_files_of_text_are_read_in_their_encoding(tmp_path: Path, encoding: str,
     path.write_bytes(content.encode(encoding))
     data = load(DataConfig(train=str(path), test_fraction=0))
     assert data.train["text"][:] == texts
-    assert "(data.encoding)" in data.remarks[0]
+    assert "(data.encoding)" in data.notes[0]
     named = load(DataConfig(train=str(path), test_fraction=0, encoding=encoding))
     assert named.train["text"][:] == texts
 

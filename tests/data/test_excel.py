@@ -38,7 +38,7 @@ def test_a_sheet_is_a_table(tmp_path: Path) -> None:
     data = load(DataConfig(train=str(path), text="note", label="stars", test_fraction=0))
     assert data.train["text"][:] == ["good, really", "bad\nin two lines", "12", "so so"]
     assert data.labels == ("1", "3", "5")
-    assert data.remarks == ()
+    assert data.notes == ()
 
 
 def test_cells_of_every_kind(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_cells_of_every_kind(tmp_path: Path) -> None:
 def test_the_first_sheet_or_the_one_that_is_named(tmp_path: Path, refused: Refused) -> None:
     path = workbook(tmp_path / "t.xlsx", First=[("text", "label"), ("a", "x"), ("b", "y")], Second=ROWS)
     data = load(DataConfig(train=str(path), test_fraction=0))
-    assert data.remarks == (f"{path}: sheet 'First' of First, Second (data.sheet)",)
+    assert data.notes == (f"{path}: sheet 'First' of First, Second (data.sheet)",)
     config = DataConfig(train=str(path), sheet="Second", text="note", label="stars", test_fraction=0)
     assert len(load(config).train) == 4
     wrong = DataConfig(train=str(path), sheet="Secnod")
@@ -67,7 +67,7 @@ def test_a_sheet_without_a_header(tmp_path: Path) -> None:
     path = workbook(tmp_path / "t.xlsx", S=ROWS[1:])
     data = load(DataConfig(train=str(path), text="column_1", label="column_2", test_fraction=0))
     assert len(data.train) == 4
-    assert "the first line looks like an example" in data.remarks[0]
+    assert "the first line looks like an example" in data.notes[0]
     named = load(DataConfig(train=str(path), columns=["text", "label"], test_fraction=0))
     assert named.train.column_names == ["text", "label"]
     with pytest.raises(FedspanError, match="expected 3 columns, got 2"):

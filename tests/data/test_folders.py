@@ -31,7 +31,7 @@ def test_a_folder_for_each_class(tmp_path: Path) -> None:
         "file": ["neg/1.TXT", "pos/1.txt", "pos/2.txt"],
     }
     words = "left out 3 files that are no example by class (README.txt, neg/.hidden.txt, neg/a.pdf)"
-    assert data.remarks == (f"{root}: {words}",)
+    assert data.notes == (f"{root}: {words}",)
 
 
 def test_a_folder_for_each_domain_gives_natural_clients(tmp_path: Path) -> None:
@@ -65,4 +65,4 @@ def test_short_files_that_are_not_unicode_are_in_one_encoding(tmp_path: Path) ->
         (root / "ab"[number % 2] / f"{number}.txt").write_bytes(text.encode("latin-1"))
     data = load(DataConfig(train=str(root), test_fraction=0))
     assert sorted(data.train["text"]) == sorted(texts)
-    assert data.remarks == (f"{root}: detected encoding cp1252 in 60 of 60 files (data.encoding)",)
+    assert data.notes == (f"{root}: detected encoding cp1252 in 60 of 60 files (data.encoding)",)

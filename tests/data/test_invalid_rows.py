@@ -25,7 +25,7 @@ def test_rows_of_every_kind_are_counted(tmp_path: Path) -> None:
     assert data.test is not None
     assert data.test["text"][:] == ["seven", "nine"]
     assert data.dropped == 5
-    assert data.remarks == (
+    assert data.notes == (
         f"{train}: rows left out (data.invalid: skip): 2 with too many or too few fields, "
         "2 without a text, a label or an answer",
         f"{test}: rows left out (data.invalid: skip): 1 with an unknown label",

@@ -28,7 +28,7 @@ def test_lists_of_one_label_and_of_tokens(tmp_path: Path) -> None:
     assert data.train["text"][:] == ["a word0", "a word1", "a word2", "a word3"]
     assert data.labels == ("anger", "joy")
     assert data.train["label"][:] == [1, 0, 1, 0]
-    assert data.remarks == (f"{path}: the lists of texts in column 'tokens' are joined with spaces",)
+    assert data.notes == (f"{path}: the lists of texts in column 'tokens' are joined with spaces",)
 
 
 def test_lists_of_several_labels_are_refused_or_skipped(tmp_path: Path, refused: Refused) -> None:

@@ -48,7 +48,7 @@ def test_a_dict_of_splits(held_out: str) -> None:
     data = load(DataConfig(train=IN_MEMORY, test=IN_MEMORY), sources=given.sources)
     assert data.test is not None
     assert data.test["text"][:] == ["text 0", "text 1", "text 2"]
-    assert data.remarks == ("duplicates: 3 of 3 test examples also occur in data.train",)
+    assert data.notes == ("duplicates: 3 of 3 test examples also occur in data.train",)
 
 
 def test_data_by_client() -> None:

@@ -24,7 +24,7 @@ from fedspan.models.export import read_adapter
 from fedspan.runs.checkpoint_format import read_index
 from fedspan.runs.results import read_report
 from fedspan.runs.setup import prepare
-from fedspan.runs.task_setup import facts_of, read_notes
+from fedspan.runs.task_setup import parse_task_settings, read_notes
 from fedspan.tasks.registry import get_task
 from helpers.fuzzing import CHANGES, CUTS, answered, as_json, changed, fuzz, mangled
 from helpers.mistakes.world import GOOD, World
@@ -135,7 +135,7 @@ def damaged(path: Path, changes: list[Any], cuts: list[Any], call: Callable[[], 
 @given(CHANGES, CUTS)
 def test_notes(trained: Path, changes: list[Any], cuts: list[Any]) -> None:
     place = trained / "adapter"
-    damaged(place / "fedspan.json", changes, cuts, lambda: facts_of(place, read_notes(place)))
+    damaged(place / "fedspan.json", changes, cuts, lambda: parse_task_settings(place, read_notes(place)))
 
 
 @fuzz(60)

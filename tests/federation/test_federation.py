@@ -235,7 +235,7 @@ def test_client_scores_pool_average_and_find_the_worst(prepared: Prepared) -> No
     for id, scores in own.by_client.items():
         indices = federation.clients[id].test
         predictions = prepared.engine.predict(job, old.examples, indices, 1)
-        expected = prepared.task.metrics(predictions, old.examples, indices.tolist())
+        expected = prepared.task.compute_metrics(predictions, old.examples, indices.tolist())
         assert scores["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert scores["accuracy"] == expected["accuracy"]
     assert prepared.test is not None

@@ -59,7 +59,7 @@ def test_the_start_is_that_of_all_examples_in_one_place(prepared: Prepared, kind
 
 def test_features_are_those_that_enter_the_head(prepared: Prepared) -> None:
     engine, indices = prepared.engine, np.arange(5)
-    features = engine.features(None, prepared.train, indices, 2)
+    features = engine.compute_features(None, prepared.train, indices, 2)
     job = prepared.evaluator.build_job(prepared.federation.begin(), None)
     predictions = engine.predict(job, prepared.train, indices, 2)
     layer = engine.adapted.model.get_submodule("classifier")

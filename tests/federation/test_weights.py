@@ -30,14 +30,14 @@ def test_a_client_that_declares_2_to_the_53_examples_weighs_as_much_as_the_limit
         federation = prepare(config).federation
         tiny.reweight(federation, {id: weight if id == "west" else 1.0 for id in federation.clients})
         result = federation.run_round(federation.begin())
-        return dict(result.progress.state.tensors), dict(result.lowered), federation.get_remark()
+        return dict(result.progress.state.tensors), dict(result.lowered), federation.get_note()
 
-    limited, lowered, remark = state(2.0**53 - 1, 4.0)
+    limited, lowered, note = state(2.0**53 - 1, 4.0)
     expected, unchanged, silent = state(4.0, None)
     assert all(torch.equal(value, expected[name]) for name, value in limited.items())
     assert lowered == {"west": 4.0 / (2.0**53 - 1)}
-    assert remark is not None
-    assert remark.startswith("west declared so many examples")
+    assert note is not None
+    assert note.startswith("west declared so many examples")
     assert (unchanged, silent) == ({}, None)
 
 
@@ -49,14 +49,14 @@ def test_a_client_that_declares_more_than_it_was_admitted_with_weighs_as_much_as
         west = replace(federation.clients["west"], max_weight=most)
         tiny.use_clients(federation, {**federation.clients, "west": west})
         result = federation.run_round(federation.begin())
-        return dict(result.progress.state.tensors), dict(result.lowered), federation.get_remark()
+        return dict(result.progress.state.tensors), dict(result.lowered), federation.get_note()
 
-    limited, lowered, remark = state(2.0**53 - 1, 2.0)
+    limited, lowered, note = state(2.0**53 - 1, 2.0)
     expected, unchanged, silent = state(2.0, 2.0)
     assert all(torch.equal(value, expected[name]) for name, value in limited.items())
     assert lowered == {"west": 2.0 / (2.0**53 - 1)}
-    assert remark is not None
-    assert remark.endswith("the weight is lowered. Limits: 2 for west (as it was admitted)")
+    assert note is not None
+    assert note.endswith("the weight is lowered. Limits: 2 for west (as it was admitted)")
     assert (unchanged, silent) == ({}, None)
 
 
@@ -81,12 +81,12 @@ def test_a_client_that_dominates_a_secure_sum_by_what_it_declares_is_named(tiny_
     pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
     pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 
-    def remark(weight: float) -> str:
+    def note(weight: float) -> str:
         config = tiny.config(tiny_folder, federation={"clients_per_round": None, "secure": {}})
         federation = prepare(config).federation
         tiny.reweight(federation, {id: weight if id == "west" else 1.0 for id in federation.clients})
         federation.run_round(federation.begin())
-        return federation.get_remark() or ""
+        return federation.get_note() or ""
 
-    assert "west declared more examples than federation.max_weight_ratio allows" in remark(100.0)
-    assert "declared" not in remark(3.0)
+    assert "west declared more examples than federation.max_weight_ratio allows" in note(100.0)
+    assert "declared" not in note(3.0)

@@ -116,7 +116,7 @@ def trainer_of(
         return [batch.tolist() for batch in batches]
 
     def collate(rows: list[int]) -> dict[str, torch.Tensor]:
-        return dict(task.batch(examples, rows, torch.device("cpu")))
+        return dict(task.collate(examples, rows, torch.device("cpu")))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -101,7 +101,7 @@ def test_a_barrier_ends_at_the_losses_of_the_clients_models(key: str, run_method
             job = replace(local.job, tensors=local.trained.tensors)
             indices = np.arange(len(held))
             predictions = engine.predict(job, held, indices, 64)
-            wanted = engine.task.metrics(predictions, held, indices.tolist())["loss"]
+            wanted = engine.task.compute_metrics(predictions, held, indices.tolist())["loss"]
             assert loss == pytest.approx(wanted, rel=1e-4)
 
 

@@ -46,7 +46,7 @@ def logits_by_peft(prepared: Prepared, adapter: Path) -> Tensor:
     examples = prepared.test
     assert examples is not None
     with torch.no_grad():
-        batch = prepared.task.batch(examples, range(len(examples)), torch.device("cpu"))
+        batch = prepared.task.collate(examples, range(len(examples)), torch.device("cpu"))
         return prepared.task.predict(model, batch)
 
 

@@ -111,7 +111,7 @@ def test_a_round_that_fails_midway_leaves_nothing_behind(
     for expected in rest:
         before, calls = snapshot(progress), 0
         with monkeypatch.context() as patch:
-            patch.setattr(prepared.task, "loss", failing)
+            patch.setattr(prepared.task, "compute_loss", failing)
             with pytest.raises(_Unplugged):
                 federation.run_round(progress)
         assert differences(before, flat(progress)) == []
@@ -145,7 +145,7 @@ def test_a_failed_round_leaves_no_dropout_in_the_model(
 
     before = predictions()
     with monkeypatch.context() as patch:
-        patch.setattr(made.task, "loss", failing)
+        patch.setattr(made.task, "compute_loss", failing)
         with pytest.raises(_Unplugged):
             made.federation.run_round(progress)
     assert torch.equal(predictions(), before)

@@ -119,7 +119,7 @@ def by_peft(made: Prepared, adapter: Path) -> Tensor:
         fresh = auto.from_pretrained(base) if images else tiny.fresh_classifier(base)
         model = PeftModel.from_pretrained(fresh, str(adapter))
     assert made.test is not None
-    batch = made.task.batch(made.test, range(len(made.test)), torch.device("cpu"))
+    batch = made.task.collate(made.test, range(len(made.test)), torch.device("cpu"))
     with torch.no_grad():
         return made.task.predict(model.eval(), batch)
 

@@ -168,7 +168,7 @@ def batches(prepared: Prepared, id: str, round: int) -> Iterator[tuple[dict[str,
         group_by_length=True,
     )
     for indices in given:
-        inputs = prepared.task.batch(prepared.train, indices.tolist(), torch.device("cpu"))
+        inputs = prepared.task.collate(prepared.train, indices.tolist(), torch.device("cpu"))
         labels = inputs.pop("labels")
         yield inputs, labels
 

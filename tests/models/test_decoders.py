@@ -37,7 +37,7 @@ def exported(prepared: Prepared, tmp_path: Path, auto: Any, **options: Any) -> t
     base = auto.from_pretrained(prepared.config.model.name, attn_implementation="eager", **options)
     base.config.pad_token_id = prepared.task.tokenizer.pad_token_id
     theirs = PeftModel.from_pretrained(base, str(adapter)).eval()
-    batch = prepared.task.batch(prepared.train, [0, 5, 9], torch.device("cpu"))
+    batch = prepared.task.collate(prepared.train, [0, 5, 9], torch.device("cpu"))
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     job = prepared.evaluator.build_job(progress, None)
     prepared.engine.adapted.model.eval()
@@ -52,7 +52,7 @@ def test_a_language_model_s_adapter_gives_the_same_logits_in_peft(family: str, d
     before = prepare(parse_config(tiny_decoders.settings(decoders, family)))
     theirs, ours, logits = exported(prepared, tmp_path, AutoModelForCausalLM)
     assert torch.allclose(ours, logits, rtol=1e-4, atol=1e-5)
-    batch = before.task.batch(before.train, [0, 5, 9], torch.device("cpu"))
+    batch = before.task.collate(before.train, [0, 5, 9], torch.device("cpu"))
     with torch.no_grad():
         untrained = before.engine.adapted.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
     assert not torch.allclose(ours, untrained.logits, atol=1e-2)  # and it did learn something
@@ -65,7 +65,7 @@ def test_a_decoder_s_classifier_gives_the_same_logits_in_peft(family: str, decod
     prepared = prepare(parse_config(classifier(decoders, family)))
     _, ours, logits = exported(prepared, tmp_path, AutoModelForSequenceClassification, num_labels=4)
     assert torch.allclose(ours, logits, rtol=1e-4, atol=1e-5)
-    batch = prepared.task.batch(prepared.train, [0, 5, 9], torch.device("cpu"))
+    batch = prepared.task.collate(prepared.train, [0, 5, 9], torch.device("cpu"))
     assert (batch["attention_mask"][:, 0] == 1).all()
     assert (batch["attention_mask"].sum(1) == torch.from_numpy(prepared.train.lengths[[0, 5, 9]])).all()
 

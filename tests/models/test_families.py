@@ -129,7 +129,7 @@ def test_what_peft_loads_gives_the_run_s_numbers(key: str, folder: Path, tmp_pat
     theirs: nn.Module = PeftModel.from_pretrained(base, str(adapter)).eval()
     if key == "mobilenet_v2":  # its padding reads attributes that PEFT's wrappers of convolutions lack
         theirs = theirs.merge_and_unload()
-    batch = prepared.task.batch(prepared.train, [0, 5, 9], torch.device("cpu"))
+    batch = prepared.task.collate(prepared.train, [0, 5, 9], torch.device("cpu"))
     inputs = {name: value for name, value in batch.items() if name not in ("labels", "position_ids")}
     adapted, job = prepared.engine.adapted, prepared.evaluator.build_job(progress, None)
     adapted.model.eval()

@@ -86,8 +86,8 @@ def test_padding_does_not_change_a_prediction(
     examples = EncodedText({"input_ids": Ragged(ids)}, torch.zeros(3, dtype=torch.long).numpy(), torch.ones(3).numpy())
     cpu = torch.device("cpu")
     with torch.no_grad():
-        together = task.predict(loaded.model, task.batch(examples, range(3), cpu))
-        alone = torch.cat([task.predict(loaded.model, task.batch(examples, [index], cpu)) for index in range(3)])
+        together = task.predict(loaded.model, task.collate(examples, range(3), cpu))
+        alone = torch.cat([task.predict(loaded.model, task.collate(examples, [index], cpu)) for index in range(3)])
     assert torch.allclose(together, alone, atol=1e-5)
     assert float((alone[0] - alone[2]).abs().max()) > 0.01
 

@@ -68,7 +68,7 @@ def require_export(made: Prepared, progress: Progress, place: Path) -> None:
     folder = write_adapters(made, progress, RunFolder(place))["global"]
     model = AutoModelForImageClassification.from_pretrained(folder).eval()
     assert made.test is not None
-    batch = made.task.batch(made.test, range(len(made.test)), torch.device("cpu"))
+    batch = made.task.collate(made.test, range(len(made.test)), torch.device("cpu"))
     with torch.no_grad():
         theirs = made.task.predict(model, batch)
     ours = made.engine.predict(made.evaluator.build_job(progress, None), made.test, np.arange(len(made.test)), 50)

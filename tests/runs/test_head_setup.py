@@ -86,7 +86,7 @@ def test_where_statistics_do_not_apply_auto_says_so_and_a_name_is_refused(
 ) -> None:
     run = prepare(tiny.config(tiny_folder, model={"head_init": "auto"}, **changes))
     assert run.head is None
-    assert any(why in remark for remark in run.remarks)
+    assert any(why in note for note in run.notes)
     with pytest.raises(FedspanError, match=why):
         tiny.config(tiny_folder, model={"head_init": "lda"}, **changes)
 
@@ -197,7 +197,7 @@ def test_an_untrained_head_that_was_passed_from_python_starts_from_statistics(ti
         model.classifier.bias.fill_(0.01)  # as after a step of training
     trained = prepared(model)
     assert trained.head is None
-    assert any("starts with the weights of the model that was passed" in remark for remark in trained.remarks)
+    assert any("starts with the weights of the model that was passed" in note for note in trained.notes)
     assert prepared(model, head_init="lda").head is not None
 
 

@@ -47,7 +47,7 @@ def ours(made: Prepared, progress: Progress, client: str | None = None) -> Tenso
 
 def theirs(made: Prepared, model: nn.Module) -> Tensor:
     assert made.test is not None
-    batch = made.task.batch(made.test, range(len(made.test)), torch.device("cpu"))
+    batch = made.task.collate(made.test, range(len(made.test)), torch.device("cpu"))
     with torch.no_grad():
         return made.task.predict(model.eval(), batch)
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from fedspan.errors import FedspanError
-from fedspan.tasks.answers import answers_agree
-from fedspan.tasks.causal import CausalLM, EncodedPrompts, Generation, sees_across
-from fedspan.tasks.prompts import cut
+from fedspan.tasks.causal import CausalLM, EncodedPrompts, GenerationOptions, can_attend_across_examples
+from fedspan.tasks.exact_match import is_exact_match
+from fedspan.tasks.prompts import truncate
 from helpers import tiny_decoders
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def test_prompt_and_answer_are_tokenised_apart(decoders: Path) -> None:
     assert examples.ids[1] == [2, words["Q:"], words["b0"], words["A:"], words["c0"], 3]
     assert examples.starts.tolist() == [6, 4, 5, 2]
     assert examples.lengths.tolist() == [len(row) for row in examples.ids]
-    batch = task.batch(examples, [1, 0], CPU)
+    batch = task.collate(examples, [1, 0], CPU)
     assert batch["labels"][0].tolist() == [-100] * 4 + [words["c0"], 3] + [-100] * 4
     assert batch["attention_mask"].sum(1).tolist() == [6, 10]
     assert batch["input_ids"][0, 6:].tolist() == [0] * 4
@@ -56,9 +56,9 @@ def test_prompt_and_answer_are_tokenised_apart(decoders: Path) -> None:
 @families
 def test_the_loss_is_that_of_transformers_on_the_answer(family: str, decoders: Path) -> None:
     task, model = made(), model_of(family, decoders)
-    batch = task.batch(encoded(task), [0, 1, 2, 3], CPU)
+    batch = task.collate(encoded(task), [0, 1, 2, 3], CPU)
     with torch.no_grad():
-        ours, theirs = task.loss(model, batch), model(**batch).loss
+        ours, theirs = task.compute_loss(model, batch), model(**batch).loss
     assert float(ours) == pytest.approx(float(theirs), rel=1e-5)
 
 
@@ -78,12 +78,12 @@ def test_the_prompt_is_no_part_of_the_loss(family: str, decoders: Path) -> None:
         losses += own
     indices = [2, 0, 3, 1]
     with torch.no_grad():
-        batch = task.batch(examples, indices, CPU)
+        batch = task.collate(examples, indices, CPU)
         predictions = task.predict(model, batch)
-        assert float(task.loss(model, batch)) == pytest.approx(np.mean(losses), rel=1e-4)
+        assert float(task.compute_loss(model, batch)) == pytest.approx(np.mean(losses), rel=1e-4)
     for index, row in zip(indices, predictions.tolist(), strict=True):
         assert row == pytest.approx(rows[index], rel=1e-4)
-    metrics = task.metrics(predictions, examples, indices)
+    metrics = task.compute_metrics(predictions, examples, indices)
     assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
     assert metrics["perplexity"] == pytest.approx(np.exp(np.mean(losses)), rel=1e-3)
     assert metrics["token_accuracy"] == sum(right for *_, right in rows) / len(losses)
@@ -95,12 +95,12 @@ def test_packing_changes_no_loss_and_no_gradient(family: str, decoders: Path) ->
     """Examples end to end in one row see neither each other nor the row's positions."""
     padded, packed, model = made(), made(packing=True), model_of(family, decoders)
     examples = encoded(padded)
-    batch = packed.batch(examples, [0, 1, 2, 3], CPU)
+    batch = packed.collate(examples, [0, 1, 2, 3], CPU)
     assert batch["input_ids"].shape == (1, int(examples.lengths.sum()))
     results: list[tuple[Tensor, list[Tensor]]] = []
     for task in (padded, packed):
         model.zero_grad()
-        loss = task.loss(model, task.batch(examples, [0, 1, 2, 3], CPU))
+        loss = task.compute_loss(model, task.collate(examples, [0, 1, 2, 3], CPU))
         loss.backward()
         results.append(
             (loss.detach(), [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
@@ -109,7 +109,7 @@ def test_packing_changes_no_loss_and_no_gradient(family: str, decoders: Path) ->
     for left, right in zip(results[0][1], results[1][1], strict=True):
         assert torch.allclose(left, right, rtol=1e-3, atol=1e-5)
     with torch.no_grad():
-        rows = [task.predict(model, task.batch(examples, [3, 1, 0], CPU), generate=True) for task in (padded, packed)]
+        rows = [task.predict(model, task.collate(examples, [3, 1, 0], CPU), generate=True) for task in (padded, packed)]
     assert torch.allclose(rows[0][:, :3], rows[1][:, :3], rtol=1e-4)
     assert torch.equal(rows[0][:, 3:], rows[1][:, 3:])
 
@@ -117,16 +117,16 @@ def test_packing_changes_no_loss_and_no_gradient(family: str, decoders: Path) ->
 @families
 def test_a_model_that_would_see_across_packed_examples_is_known(family: str, decoders: Path) -> None:
     """OPT builds its mask without looking at positions."""
-    assert sees_across(model_of(family, decoders), CPU) == (family == "opt")
+    assert can_attend_across_examples(model_of(family, decoders), CPU) == (family == "opt")
 
 
 @families
 def test_generation_in_batches_is_greedy_decoding_of_each_prompt_alone(family: str, decoders: Path) -> None:
     """The oracle: the most probable next token of the bare prompt, again and again, up to </s>."""
-    task, model = made(generation=Generation(max_new_tokens=5)), model_of(family, decoders)
+    task, model = made(generation=GenerationOptions(max_new_tokens=5)), model_of(family, decoders)
     examples = encoded(task)
     with torch.no_grad():
-        rows = task.predict(model, task.batch(examples, [0, 1, 2, 3], CPU), generate=True)
+        rows = task.predict(model, task.collate(examples, [0, 1, 2, 3], CPU), generate=True)
         for index, row in enumerate(rows[:, 3:].long().tolist()):
             ids = examples.ids[index][: int(examples.starts[index])]
             expected: list[int] = []
@@ -134,11 +134,13 @@ def test_generation_in_batches_is_greedy_decoding_of_each_prompt_alone(family: s
                 expected.append(int(model(torch.tensor([ids + expected])).logits[0, -1].argmax()))
             kept = [id for id in expected if id != 3]
             assert row == kept + [-1] * (5 - len(kept))
-            assert task.answers(rows)[index] == " ".join(
+            assert task.decode_predictions(rows)[index] == " ".join(
                 task.tokenizer.convert_ids_to_tokens([i for i in kept if i > 3])
             )
-    metrics = task.metrics(rows, examples, [0, 1, 2, 3])
-    assert metrics["exact_match"] == np.mean([a == b for a, b in zip(task.answers(rows), ROWS["answer"], strict=True)])
+    metrics = task.compute_metrics(rows, examples, [0, 1, 2, 3])
+    assert metrics["exact_match"] == np.mean(
+        [a == b for a, b in zip(task.decode_predictions(rows), ROWS["answer"], strict=True)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,13 +159,13 @@ def test_generation_in_batches_is_greedy_decoding_of_each_prompt_alone(family: s
     ],
 )
 def test_what_counts_as_the_same_answer(made_text: str, wanted: str, pattern: str | None, same: bool) -> None:
-    assert answers_agree(made_text, wanted, pattern) == same
+    assert is_exact_match(made_text, wanted, pattern) == same
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(2, 32), st.booleans())
 def test_the_prompt_gives_way_before_the_answer(prompt: int, answer: int, length: int, keep_first: bool) -> None:
     given_ids, learnt = list(range(prompt)), list(range(100, 100 + answer))
-    kept, rest = cut(given_ids, learnt, length, keep_first)
+    kept, rest = truncate(given_ids, learnt, length, keep_first)
     assert len(kept) >= 1
     assert len(rest) >= 1
     assert len(kept) + len(rest) == min(length, prompt + answer)
@@ -180,14 +182,14 @@ def test_what_is_cut_is_said_or_refused(decoders: Path) -> None:
     tokenizer = tiny_decoders.tokenizer(pads=True)
     short = CausalLM(tokenizer, 5)
     examples = encoded(short)
-    assert (examples.cut_prompts, examples.cut_answers) == (4, 1)
-    assert short.remarks(examples) == (
+    assert (examples.truncated_prompts, examples.truncated_answers) == (4, 1)
+    assert short.describe_examples(examples) == (
         "4 of 4 prompts lost their beginning: model.max_length is 5 tokens",
         "1 of 4 answers lost their end: model.max_length is 5 tokens",
     )
     assert all(ids[0] == 2 for ids in examples.ids)  # <s> stays
     assert examples.answers == tuple(ROWS["answer"])  # whole, to compare generated ones with
-    assert made().remarks(encoded(made())) == ()
+    assert made().describe_examples(encoded(made())) == ()
     with pytest.raises(
         FedspanError, match=r"the answer of example 4 has 6 tokens, and 5 is the limit\. .*data\.long_answers: cut"
     ) as caught:

@@ -16,7 +16,7 @@ from fedspan.errors import FedspanError
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.encoding import EncodedText
-from fedspan.tasks.labelling import OFFSETS, class_offsets
+from fedspan.tasks.single_label import OFFSETS, compute_class_offsets
 from helpers import tiny
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def encoded(task: SequenceClassification) -> EncodedText:
 def test_batches_are_those_of_the_tokenizer_s_own_padding(task: SequenceClassification, pairs: bool) -> None:
     columns = {"text": TEXTS, "label": [2, 1, 3], **({"text_pair": TEXTS[::-1]} if pairs else {})}
     encoded, rows = task.encode(datasets.Dataset.from_dict(columns)), [2, 0, 0, 1]
-    made = dict(task.batch(encoded, rows, CPU))
+    made = dict(task.collate(encoded, rows, CPU))
     chosen = {key: [values[row] for row in rows] for key, values in encoded.encodings.items()}
     wanted = task.tokenizer.pad(chosen, padding_side="right", return_attention_mask=True, return_tensors="pt")
     assert torch.equal(made.pop("labels"), torch.tensor([3, 2, 2, 1]))
@@ -82,7 +82,7 @@ def test_pairs_are_encoded_together(task: SequenceClassification) -> None:
 
 
 def test_a_batch_is_padded_to_its_longest_text(task: SequenceClassification, encoded: EncodedText) -> None:
-    batch = task.batch(encoded, [2, 0, 2], CPU)
+    batch = task.collate(encoded, [2, 0, 2], CPU)
     assert batch["input_ids"].shape == (3, 4)
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 0]]
     assert batch["input_ids"][0, 3] == task.tokenizer.pad_token_id
@@ -94,7 +94,7 @@ def test_a_batch_is_padded_to_its_longest_text(task: SequenceClassification, enc
 def test_the_loss_is_the_mean_cross_entropy_in_float32(task: SequenceClassification, encoded: EncodedText) -> None:
     logits = torch.tensor([[0.1, 0.2, 3.0, -1.0], [2.0, 0.0, 0.5, 0.25]], dtype=torch.bfloat16)
     model = Fixed(logits)
-    loss = task.loss(model, task.batch(encoded, [0, 1], CPU))
+    loss = task.compute_loss(model, task.collate(encoded, [0, 1], CPU))
     wide = logits.double()
     expected = -(wide.log_softmax(1)[0, 2] + wide.log_softmax(1)[1, 1]) / 2
     assert loss.dtype == torch.float32
@@ -107,7 +107,7 @@ def test_metrics_are_those_of_the_given_examples(task: SequenceClassification) -
     labels = np.array([3, 9, 0, 1, 1])
     examples = EncodedText({}, labels, np.ones(5, dtype=np.int64))
     logits = torch.tensor([[4.0, 1, 0, 0], [0, 5, 0, 1], [2, 1, 0, 0], [3, 0, 1, 0]])
-    found = task.metrics(logits, examples, [2, 3, 4, 0])
+    found = task.compute_metrics(logits, examples, [2, 3, 4, 0])
     assert found["accuracy"] == 0.5
     assert found["macro_f1"] == pytest.approx((2 / 4 + 2 / 3 + 0) / 3)
     assert found["loss"] == pytest.approx(float(F.cross_entropy(logits, torch.tensor([0, 1, 1, 3]))))
@@ -119,14 +119,14 @@ def test_glue_s_metrics(prepared: Prepared) -> None:
     truth, guess = [1, 1, 1, 1, 0, 0, 0, 1], [1, 1, 0, 1, 0, 1, 0, 0]
     examples = task.encode(datasets.Dataset.from_dict({"text": ["lab1"] * 8, "label": truth}))
     logits = torch.eye(2)[torch.tensor(guess)]
-    metrics = task.metrics(logits, examples, list(range(8)))
+    metrics = task.compute_metrics(logits, examples, list(range(8)))
     tp, fp, fn, tn = 3, 1, 2, 2
     assert metrics["f1"] == pytest.approx(2 * tp / (2 * tp + fp + fn))
     matthews = (tp * tn - fp * fn) / ((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)) ** 0.5
     assert metrics["matthews"] == pytest.approx(matthews)
-    assert task.metrics(torch.eye(2)[[1] * 8], examples, list(range(8)))["matthews"] == 0.0
-    assert task.answers(logits)[:3] == ["yes", "yes", "no"]
-    assert task.truths(examples, [0, 4]) == ["yes", "no"]
+    assert task.compute_metrics(torch.eye(2)[[1] * 8], examples, list(range(8)))["matthews"] == 0.0
+    assert task.decode_predictions(logits)[:3] == ["yes", "yes", "no"]
+    assert task.decode_targets(examples, [0, 4]) == ["yes", "no"]
 
 
 def test_f1_is_of_two_labels(tiny_folder: Path) -> None:
@@ -136,20 +136,20 @@ def test_f1_is_of_two_labels(tiny_folder: Path) -> None:
 
 
 def test_logits_are_adjusted_to_the_classes_of_a_client() -> None:
-    offsets = class_offsets(np.array([2, 0, 2, 2]), 4, 0.5)
+    offsets = compute_class_offsets(np.array([2, 0, 2, 2]), 4, 0.5)
     assert offsets.tolist() == pytest.approx([0.5 * np.log(0.25), -np.inf, 0.5 * np.log(0.75), -np.inf])
     assert offsets.dtype == torch.float32
-    assert class_offsets(np.array([1, 1]), 2, 1.0).tolist() == [-np.inf, 0.0]
+    assert compute_class_offsets(np.array([1, 1]), 2, 1.0).tolist() == [-np.inf, 0.0]
 
 
 def test_a_batch_s_offsets_enter_the_loss_but_no_prediction(prepared: Prepared, task: SequenceClassification) -> None:
     logits = torch.randn(3, 4, requires_grad=True)
-    offsets = class_offsets(np.array([2, 1, 1]), 4, 1.0)
+    offsets = compute_class_offsets(np.array([2, 1, 1]), 4, 1.0)
     model, labels = Fixed(logits), torch.tensor([2, 1, 1])
     batch = {"input_ids": torch.ones(3, 2), "labels": labels, OFFSETS: offsets.expand(3, -1)}
     expected = -(logits + offsets).log_softmax(1)[range(3), labels]
-    loss = task.loss(model, batch)
-    assert torch.equal(task.losses(model, batch, torch.eye(3)), expected)
+    loss = task.compute_loss(model, batch)
+    assert torch.equal(task.compute_client_losses(model, batch, torch.eye(3)), expected)
     assert float(loss.detach()) == pytest.approx(float(expected.mean().detach()))
     assert torch.equal(task.predict(model, batch), logits)
     loss.backward()

@@ -19,8 +19,8 @@ from fedspan.config import parse_config
 from fedspan.data.loading import load
 from fedspan.runs.load import load_served
 from fedspan.runs.setup import prepare
-from fedspan.tasks.facts import Facts
 from fedspan.tasks.registry import BUILT_IN, get_task
+from fedspan.tasks.settings import TaskSettings
 from helpers.task_cases import CASES, REFUSED, folders_of
 
 NAMES = sorted(CASES)
@@ -45,8 +45,10 @@ def test_losses_by_client_are_the_losses_alone(name: str, request: pytest.Fixtur
     mask_CB = torch.zeros(len(owners), len(shared))
     for client, places in enumerate(owners):
         mask_CB[client, places] = 1
-    losses_C = task.losses(model, task.batch(prepared.train, shared, device), mask_CB)
-    alone = [task.loss(model, task.batch(prepared.train, [shared[at] for at in own], device)) for own in owners]
+    losses_C = task.compute_client_losses(model, task.collate(prepared.train, shared, device), mask_CB)
+    alone = [
+        task.compute_loss(model, task.collate(prepared.train, [shared[at] for at in own], device)) for own in owners
+    ]
     torch.testing.assert_close(losses_C, torch.stack(alone), rtol=2e-5, atol=2e-6)
     assert len({round(float(loss), 6) for loss in losses_C}) == len(owners)
 
@@ -70,13 +72,13 @@ def test_batched_engine_equals_the_loop_and_the_export_predicts_the_same(
         served = load_served(folder)
         examples = served.task.encode(rows)
         predictions, indices = served.compute_predictions(examples), range(len(examples))
-        measured = served.task.metrics(predictions, examples, indices)
+        measured = served.task.compute_metrics(predictions, examples, indices)
         shared = set(measured) & set(expected)
         assert "loss" in shared
         for metric in shared:
             assert measured[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-5), (folder.name, metric)
         # The metrics are those of other libraries.
-        answers, truths = served.task.answers(predictions), served.task.truths(examples, indices)
+        answers, truths = served.task.decode_predictions(predictions), served.task.decode_targets(examples, indices)
         for metric, value in case.reference(predictions, answers, truths, examples).items():
             assert measured[metric] == pytest.approx(value, rel=1e-5, abs=1e-6), (folder.name, metric)
     definition = get_task(name)
@@ -102,10 +104,10 @@ def test_metrics_do_not_depend_on_the_batches(tiny_folder: Path) -> None:
     parts = []
     for start in range(0, len(examples), 5):
         indices = range(start, min(start + 5, len(examples)))
-        parts.append(task.predict(model, task.batch(examples, indices, torch.device("cpu"))).detach())
+        parts.append(task.predict(model, task.collate(examples, indices, torch.device("cpu"))).detach())
     predictions = torch.cat(parts)
     right = np.mean(predictions.argmax(1).numpy() == examples.labels)  # pyright: ignore
-    assert task.metrics(predictions, examples, range(len(examples)))["accuracy"] == pytest.approx(right)
+    assert task.compute_metrics(predictions, examples, range(len(examples)))["accuracy"] == pytest.approx(right)
 
 
 def test_options_have_types_and_names() -> None:
@@ -119,7 +121,7 @@ def test_a_model_without_a_processor_is_refused(name: str) -> None:
     rows = {"text": ["a b"], "answer": ["c"], "tokens": [["a", "b"]], "label": [0], "labels": [[0, 1]], "target": [0.5]}
     definition = get_task(name)
     with pytest.raises(FedspanError, match="Pass one as tokenizer=") as caught:
-        definition.build(None, Facts(name, ("a", "b"), 8, definition.metric_names[0]), None).encode(
+        definition.build(None, TaskSettings(name, ("a", "b"), 8, definition.metric_names[0]), None).encode(
             Dataset.from_dict(rows)
         )
     assert caught.value.field == "task"

@@ -20,7 +20,7 @@ from fedspan.errors import FedspanError
 from fedspan.models.loading import load_pretrained, load_scratch
 from fedspan.runs.setup import prepare
 from fedspan.tasks.images import ImageClassification
-from fedspan.tasks.labelling import Labelling
+from fedspan.tasks.single_label import SingleLabelClassification
 from helpers import tiny_images
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def test_a_batch_is_what_the_processor_makes(kind: str) -> None:
     assert encoded.pixels.flags.c_contiguous
     assert encoded.lengths.tolist() == [1] * len(encoded) == [1] * 280
     chosen = [279, 0, 5, 3, 3, 258]
-    batch = task.batch(encoded, chosen, CPU)
+    batch = task.collate(encoded, chosen, CPU)
     expected = torch.from_numpy(np.stack(processor([images[row] for row in chosen])["pixel_values"])).float()
     assert batch["pixel_values"].shape == expected.shape
     assert batch["pixel_values"].is_contiguous()
@@ -153,21 +153,21 @@ class Fixed(nn.Module):
 def test_loss_metrics_and_answers() -> None:
     """Labels 0 1 1 2, predicted 0 1 0 0; the model is shown its own number format."""
     task = ImageClassification(vit(), LABELS, "macro_f1")
-    assert isinstance(task, Labelling)
+    assert isinstance(task, SingleLabelClassification)
     encoded = task.encode(dataset([noise(4, 5, 3)] * 5, [2, 2, 0, 1, 1]))
     logits = torch.tensor([[4.0, 1, 0], [0, 5, 0], [2, 1, 0], [3, 0, 1]])
     model = Fixed(logits)
-    loss = task.loss(model, task.batch(encoded, [2, 3, 4, 0], CPU))
+    loss = task.compute_loss(model, task.collate(encoded, [2, 3, 4, 0], CPU))
     truth = torch.tensor([0, 1, 1, 2])
     assert float(loss) == pytest.approx(float(F.cross_entropy(logits, truth)), rel=1e-6)
     assert model.shown.dtype == torch.bfloat16
-    found = task.metrics(logits, encoded, [2, 3, 4, 0])
+    found = task.compute_metrics(logits, encoded, [2, 3, 4, 0])
     assert found["accuracy"] == 0.5
     assert found["macro_f1"] == pytest.approx((1 / 2 + 2 / 3 + 0) / 3)
     assert found["loss"] == pytest.approx(float(loss), rel=1e-6)
-    assert task.answers(logits) == ["cat", "dog", "cat", "cat"]
-    assert task.truths(encoded, [0, 3]) == ["owl", "dog"]
-    assert (task.metric, task.remarks(encoded)) == ("macro_f1", ())
+    assert task.decode_predictions(logits) == ["cat", "dog", "cat", "cat"]
+    assert task.decode_targets(encoded, [0, 3]) == ["owl", "dog"]
+    assert (task.metric, task.describe_examples(encoded)) == ("macro_f1", ())
 
 
 def test_image_size_replaces_the_processor_s_own(images: Path, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_from_scratch_images_become_numbers_from_minus_one_to_one(images: Path) 
         loaded = load_scratch(name, "image-classification", LABELS, image_size=size)
         task = ImageClassification(loaded.processor, LABELS)
         black_and_white = [Image.new("RGB", (20, 30), colour) for colour in ("black", "white")]
-        batch = task.batch(task.encode(dataset(black_and_white)), [0, 1], CPU)["pixel_values"]
+        batch = task.collate(task.encode(dataset(black_and_white)), [0, 1], CPU)["pixel_values"]
         assert batch.shape == (2, 3, *expected)
         assert torch.equal(batch[0], torch.full_like(batch[0], -1))
         assert torch.allclose(batch[1], torch.ones_like(batch[1]))

@@ -41,7 +41,7 @@ def make(texts: list[str] = TEXTS, share: float = 0.4) -> tuple[MaskedLanguageMo
 
 def test_a_rounded_share_of_words_is_masked_in_evaluation_always_the_same_ones() -> None:
     task, examples = make()
-    batch = task.batch(examples, [0, 1, 2, 3], CPU)
+    batch = task.collate(examples, [0, 1, 2, 3], CPU)
     is_masked = batch["labels"] != -100
     assert is_masked.sum(1).tolist() == [3, 1, 0, 2]
     assert (batch["input_ids"][is_masked] == 4).all()
@@ -51,7 +51,7 @@ def test_a_rounded_share_of_words_is_masked_in_evaluation_always_the_same_ones()
     _, others = make([TEXTS[3], TEXTS[0]])  # the same texts in another data set, alone in their batches
     for row, other in ((0, 1), (3, 0)):
         length = int(examples.lengths[row])
-        single = task.batch(others, [other], CPU)
+        single = task.collate(others, [other], CPU)
         assert torch.equal(single["input_ids"][0], batch["input_ids"][row, :length])
         assert torch.equal(single["labels"][0], batch["labels"][row, :length])
 
@@ -59,14 +59,14 @@ def test_a_rounded_share_of_words_is_masked_in_evaluation_always_the_same_ones()
 def test_masks_of_training_depend_on_their_key_and_the_example_only() -> None:
     task, examples = make(["red0 red1 red2 red3 red4 red5 red0 red1"] * 200)
     keys = [(3, 1, "east", 0, 5)] * 200
-    batch = task.draw_batch(examples, range(200), CPU, keys)
-    again = task.draw_batch(examples, [7, 3], CPU, keys[:2])
+    batch = task.collate_for_training(examples, range(200), CPU, keys)
+    again = task.collate_for_training(examples, [7, 3], CPU, keys[:2])
     for row, index in enumerate((7, 3)):
         assert torch.equal(again["input_ids"][row], batch["input_ids"][index])
         assert torch.equal(again["labels"][row], batch["labels"][index])
     for part, value in enumerate((4, 2, "west", 1, 6)):  # seed, round, client, phase, batch
         changed: tuple[Any, ...] = (*keys[0][:part], value, *keys[0][part + 1 :])
-        other = task.draw_batch(examples, range(200), CPU, [changed] * 200)
+        other = task.collate_for_training(examples, range(200), CPU, [changed] * 200)
         assert not torch.equal(other["labels"], batch["labels"])
     predicted = batch["labels"] != -100
     assert predicted.sum(1).tolist() == [3] * 200
@@ -79,13 +79,13 @@ def test_masks_of_training_depend_on_their_key_and_the_example_only() -> None:
 def test_the_loss_is_transformers_own_and_predictions_add_up_to_it(tmp_path: Path) -> None:
     model = transformers.AutoModelForMaskedLM.from_pretrained(tiny_masked.save_masked(tmp_path / "model")).eval()
     task, examples = make()
-    batch = task.batch(examples, [3, 0, 2, 1], CPU)
+    batch = task.collate(examples, [3, 0, 2, 1], CPU)
     known = {key: value for key, value in batch.items() if key != "predicted_tokens"}
     with torch.no_grad():
         output = model(**known)
-        torch.testing.assert_close(task.loss(model, batch), output.loss)
+        torch.testing.assert_close(task.compute_loss(model, batch), output.loss)
         predictions = task.predict(model, batch)
-    scores = task.metrics(predictions, examples, [3, 0, 2, 1])
+    scores = task.compute_metrics(predictions, examples, [3, 0, 2, 1])
     assert scores["loss"] == pytest.approx(float(output.loss), rel=1e-5)
     assert scores["pseudo_perplexity"] == pytest.approx(float(output.loss.exp()), rel=1e-5)
     is_masked = batch["labels"] != -100
@@ -96,7 +96,7 @@ def test_the_loss_is_transformers_own_and_predictions_add_up_to_it(tmp_path: Pat
         " ".join(task.tokenizer.convert_ids_to_tokens(row[places].tolist()))
         for row, places in zip(guesses, is_masked, strict=True)
     ]
-    assert task.answers(predictions) == names
+    assert task.decode_predictions(predictions) == names
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
@@ -120,11 +120,11 @@ def test_masks_are_filled_as_transformers_and_peft_fill_them(tmp_path: Path) -> 
     fedspan.run(values, tmp_path / "run")
     base = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "masked")
     task, examples = make([json.loads(line)["text"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()])
-    batch = task.batch(examples, range(len(examples)), CPU)
+    batch = task.collate(examples, range(len(examples)), CPU)
     with torch.no_grad():
-        before = float(task.loss(base.eval(), batch))
+        before = float(task.compute_loss(base.eval(), batch))
         model = peft.PeftModel.from_pretrained(base, str(tmp_path / "run" / "adapter")).eval()
-        assert float(task.loss(model, batch)) < before - 0.3
+        assert float(task.compute_loss(model, batch)) < before - 0.3
         texts = ["red1 [MASK] red2 [MASK]", "blue4 blue3 [MASK]"]
         expected: list[str] = []
         for text in texts:

@@ -140,13 +140,13 @@ def test_metrics_are_scikit_learns() -> None:
     examples = LabelledTexts(text, Ragged([np.flatnonzero(row).tolist() for row in truth]))
     chosen, indices = [0, 3, 4, 7, 8], [8, 3, 0, 4, 7]
     guess = (logits[indices].sigmoid() > 0.7).numpy()
-    scores = task.metrics(logits[indices], examples, indices)
+    scores = task.compute_metrics(logits[indices], examples, indices)
     assert scores["micro_f1"] == pytest.approx(f1_score(truth[indices], guess, average="micro"))
     assert scores["macro_f1"] == pytest.approx(f1_score(truth[indices], guess, average="macro", zero_division=0))
     assert scores["subset_accuracy"] == pytest.approx(accuracy_score(truth[indices], guess))
-    assert scores == pytest.approx(task.metrics(logits[chosen], examples, chosen))
-    assert task.answers(torch.tensor([[2.0, 0.0, 3.0, -1.0], [0.0] * 4])) == ["a, c", ""]
-    assert task.present(torch.tensor([[2.0, 0.0, 3.0, -1.0]]))[0] == [
+    assert scores == pytest.approx(task.compute_metrics(logits[chosen], examples, chosen))
+    assert task.decode_predictions(torch.tensor([[2.0, 0.0, 3.0, -1.0], [0.0] * 4])) == ["a, c", ""]
+    assert task.postprocess(torch.tensor([[2.0, 0.0, 3.0, -1.0]]))[0] == [
         ("c", pytest.approx(0.95257, abs=1e-5)),
         ("a", pytest.approx(0.88080, abs=1e-5)),
     ]
@@ -169,12 +169,12 @@ def test_the_export_is_a_stock_classifier_with_equal_logits_and_loss(tiny_folder
     rows = load(DataConfig(train=str(tmp_path / "topics.jsonl"), test_fraction=0), task=TASK).train
     examples = served.task.encode(rows)
     expected = served.compute_predictions(examples)
-    batch = served.task.batch(examples, range(len(examples)), torch.device("cpu"))
+    batch = served.task.collate(examples, range(len(examples)), torch.device("cpu"))
     for model in (peft.PeftModel.from_pretrained(base, str(tmp_path / "run" / "adapter")), merged):
         with torch.no_grad():
             output = model.eval()(**batch)
         torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-5)
-        loss = served.task.metrics(expected, examples, range(len(examples)))["loss"]
+        loss = served.task.compute_metrics(expected, examples, range(len(examples)))["loss"]
         assert float(output.loss) == pytest.approx(loss, rel=1e-5)
     answers = fedspan.predict(tmp_path / "run", rows["text"][:5])
     probabilities = expected[:5].sigmoid().tolist()

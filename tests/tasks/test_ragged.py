@@ -55,10 +55,10 @@ def test_chunks_of_prompts_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = task.encode(data)
     assert list(parts.ids) == list(whole.ids)
     assert parts.starts.tolist() == whole.starts.tolist()
-    assert (parts.answers, parts.cut_prompts, parts.cut_answers) == (
-        whole.answers, whole.cut_prompts, whole.cut_answers,
+    assert (parts.answers, parts.truncated_prompts, parts.truncated_answers) == (
+        whole.answers, whole.truncated_prompts, whole.truncated_answers,
     )  # fmt: skip
-    assert parts.cut_prompts > 0
+    assert parts.truncated_prompts > 0
     strict = CausalLM(tiny_decoders.tokenizer(pads=True), 6, refuse_long=True)
     with pytest.raises(FedspanError, match="the answer of example 5 has 6 tokens"):
         strict.encode(datasets.Dataset.from_dict({"text": texts, "answer": ["c0 " * at for at in range(1, 8)]}))

@@ -49,14 +49,14 @@ class Sharpened(SequenceClassification):
     def predict(self, model: Any, batch: Any, *, generate: bool = False) -> Any:
         return self.sharpness * super().predict(model, batch)
 
-    def metrics(self, predictions: Any, examples: Any, indices: Any) -> dict[str, float]:
+    def compute_metrics(self, predictions: Any, examples: Any, indices: Any) -> dict[str, float]:
         confidence = float(predictions.softmax(1).amax(1).mean())
-        return {**super().metrics(predictions, examples, indices), "confidence": confidence}
+        return {**super().compute_metrics(predictions, examples, indices), "confidence": confidence}
 
 
-def _build(tokenizer: Any, facts: Any, data: Any) -> Sharpened:
-    options = OWN.parse_options(facts.options)
-    return Sharpened(tokenizer, facts.labels, facts.max_length, facts.metric, sharpness=options.sharpness)
+def _build(tokenizer: Any, settings: Any, data: Any) -> Sharpened:
+    options = OWN.parse_options(settings.options)
+    return Sharpened(tokenizer, settings.labels, settings.max_length, settings.metric, sharpness=options.sharpness)
 
 
 OWN = replace(
@@ -64,7 +64,7 @@ OWN = replace(
     name="sharpened",
     build=_build,
     metrics=("confidence", "accuracy", "loss"),
-    own_metrics={"confidence": Metric("confidence", True, percent=True)},
+    custom_metrics={"confidence": Metric("confidence", True, is_percentage=True)},
     options=Options,
 )
 
@@ -130,7 +130,7 @@ def test_an_installed_package_s_is_found_by_its_entry_point(tmp_path: Path, monk
     (info / "entry_points.txt").write_text("\n".join(["[fedspan.tasks]", *lines]), encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "own_tasks", raising=False)
-    assert get_task("packaged").answer == "number"
+    assert get_task("packaged").target_type == "number"
     with pytest.raises(FedspanError, match=r"`task`: own_tasks:NOTHING cannot be imported"):
         get_task("lost")
     with pytest.raises(FedspanError, match=r"own_tasks:OTHER is not the definition of a task of this name"):
@@ -147,8 +147,8 @@ def test_an_installed_package_s_is_found_by_its_entry_point(tmp_path: Path, monk
         (replace(OWN, name="regression"), "'regression' is already the name of another task"),
         (replace(OWN, name="Own"), "lower case letters and digits"),
         (replace(OWN, head="headless"), "sharpened has an unknown head"),
-        (replace(OWN, own_metrics={}), "the metric 'confidence', which is neither in own_metrics nor known"),
-        (replace(OWN, metrics=("loss",), own_metrics={"loss": Metric("x", True)}), "'loss' is already the name of"),
+        (replace(OWN, custom_metrics={}), "the metric 'confidence', which is neither in custom_metrics nor known"),
+        (replace(OWN, metrics=("loss",), custom_metrics={"loss": Metric("x", True)}), "'loss' is already the name of"),
         (SequenceClassification, "a fedspan.tasks.definition.TaskDefinition"),
     ],
 )
@@ -170,5 +170,5 @@ def test_a_task_of_one_s_own_is_replaced_when_it_is_registered_again() -> None:
 def test_metrics_are_registered_together_or_not_at_all() -> None:
     taken = {"first": Metric("first", True), "loss": Metric("x", True)}
     with pytest.raises(FedspanError, match="'loss' is already the name of"):
-        register_task(replace(OWN, metrics=("first",), own_metrics=taken))
+        register_task(replace(OWN, metrics=("first",), custom_metrics=taken))
     assert "first" not in METRICS

@@ -43,22 +43,22 @@ def task(prepared: Prepared) -> Regression:
 def test_the_loss_is_the_mean_squared_error_and_correlations_are_the_textbook_s(task: Regression) -> None:
     truth, guess = [1.0, 2.0, 4.0, 3.5], [0.5, 2.5, 3.0, 9.0]
     examples = task.encode(datasets.Dataset.from_dict({"text": ["lab1"] * 4, "target": truth}))
-    loss = task.loss(Fixed(guess), task.batch(examples, [0, 1, 2, 3], CPU))
+    loss = task.compute_loss(Fixed(guess), task.collate(examples, [0, 1, 2, 3], CPU))
     x, y = np.array(guess), np.array(truth)
     assert float(loss) == pytest.approx(np.mean((x - y) ** 2))
-    metrics = task.metrics(torch.tensor(guess)[:, None], examples, [0, 1, 2, 3])
+    metrics = task.compute_metrics(torch.tensor(guess)[:, None], examples, [0, 1, 2, 3])
     assert metrics["pearson"] == pytest.approx(np.corrcoef(x, y)[0, 1])
     ranks = np.corrcoef([0, 1, 2, 3], [0, 1, 3, 2])[0, 1]
     assert metrics["spearman"] == pytest.approx(ranks)
     assert metrics["loss"] == pytest.approx(np.mean((x - y) ** 2))
-    assert task.answers(torch.tensor(guess)[:, None]) == ["0.500", "2.500", "3.000", "9.000"]
-    assert task.truths(examples, [2, 0]) == ["4.000", "1.000"]
+    assert task.decode_predictions(torch.tensor(guess)[:, None]) == ["0.500", "2.500", "3.000", "9.000"]
+    assert task.decode_targets(examples, [2, 0]) == ["4.000", "1.000"]
 
 
 @pytest.mark.parametrize(("guess", "truth"), [([1.0], [2.0]), ([1.0, 1.0], [2.0, 3.0]), ([1.0, 2.0], [3.0, 3.0])])
 def test_a_correlation_without_a_value_is_left_out(guess: list[float], truth: list[float], task: Regression) -> None:
     examples = task.encode(datasets.Dataset.from_dict({"text": ["lab1"] * len(truth), "target": truth}))
-    assert set(task.metrics(torch.tensor(guess)[:, None], examples, list(range(len(truth))))) == {"loss"}
+    assert set(task.compute_metrics(torch.tensor(guess)[:, None], examples, list(range(len(truth))))) == {"loss"}
 
 
 def pairs(folder: Path) -> Path:

@@ -22,8 +22,8 @@ from fedspan import FedspanError
 from fedspan.config.starter import write_starter_config
 from fedspan.data.config import DataConfig
 from fedspan.data.loading import load
-from fedspan.tasks.facts import Facts
 from fedspan.tasks.registry import get_task
+from fedspan.tasks.settings import TaskSettings
 from fedspan.tasks.token_classification import TokenClassification
 from helpers import tiny, tiny_tags
 
@@ -50,7 +50,7 @@ def rows(*sentences: tuple[str, list[int]]) -> datasets.Dataset:
 def test_first_pieces_carry_the_labels(tokenizer: Any) -> None:
     task = TokenClassification(tokenizer, LABELS, 16)
     examples = task.encode(rows(("aspirin helps", [1, 0]), ("a lot aspirin", [0, 0, 1])))
-    batch = task.batch(examples, [1, 0], torch.device("cpu"))
+    batch = task.collate(examples, [1, 0], torch.device("cpu"))
     ignored = -100  # special tokens and further pieces, and the padding of the shorter sentence
     assert batch["labels"].tolist() == [
         [ignored, 0, 0, 1, ignored, ignored, ignored],
@@ -95,10 +95,10 @@ def test_the_loss_is_transformers_own(tokenizer: Any) -> None:
     model = transformers.BertForTokenClassification(config).eval()
     task = TokenClassification(tokenizer, LABELS, 16)
     examples = task.encode(rows(("aspirin helps", [1, 2]), ("a lot aspirin", [0, 0, 1])))
-    batch = task.batch(examples, [0, 1], torch.device("cpu"))
+    batch = task.collate(examples, [0, 1], torch.device("cpu"))
     known = ("input_ids", "token_type_ids", "attention_mask", "labels")
     expected = model(**{key: batch[key] for key in known if key in batch}).loss
-    torch.testing.assert_close(task.loss(model, batch), expected)
+    torch.testing.assert_close(task.compute_loss(model, batch), expected)
     predictions = task.predict(model, batch)
     assert predictions.shape == (2, 2 + 16)
     assert float((predictions[:, 0].sum() / predictions[:, 1].sum()).detach()) == pytest.approx(
@@ -109,15 +109,15 @@ def test_the_loss_is_transformers_own(tokenizer: Any) -> None:
 def test_words_that_were_cut_count_as_outside(tokenizer: Any) -> None:
     task = TokenClassification(tokenizer, LABELS, 5)
     examples = task.encode(rows(("a lot helps aspirin", [0, 0, 0, 1]), ("a lot", [0, 1])))
-    assert task.remarks(examples) == ("1 of 2 sentences lost words: model.max_length is 5 pieces",)
+    assert task.describe_examples(examples) == ("1 of 2 sentences lost words: model.max_length is 5 pieces",)
     predictions = torch.tensor([[1.0, 3, 0, 0, 0, -1, -1], [1.0, 2, 0, 1, -1, -1, -1]])
-    scores = task.metrics(predictions, examples, [0, 1])
+    scores = task.compute_metrics(predictions, examples, [0, 1])
     assert scores["entity_recall"] == 0.5  # the drug that was cut is missed
     assert scores["entity_precision"] == 1.0
     assert scores["token_accuracy"] == pytest.approx(5 / 6)
     assert scores["loss"] == pytest.approx(2 / 5)
-    assert task.answers(predictions) == ["O O O", "O B-Drug"]
-    assert task.truths(examples, [0, 1]) == ["O O O B-Drug", "O B-Drug"]
+    assert task.decode_predictions(predictions) == ["O O O", "O B-Drug"]
+    assert task.decode_targets(examples, [0, 1]) == ["O O O B-Drug", "O B-Drug"]
 
 
 def test_lists_of_named_classes_are_tags(tmp_path: Path) -> None:
@@ -222,16 +222,16 @@ def test_columns_of_broken_images_are_no_words() -> None:
     kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
     made = datasets.Dataset.from_dict({"image": [broken] * 3, "label": ["cat", "dog", "cat"]}, features=kinds)
     definition = get_task("token-classification")
-    assert definition.infer is not None
-    assert definition.infer(made, {"text": None, "label": None, "answer": None, "by": None}) is None
+    assert definition.infer_columns is not None
+    assert definition.infer_columns(made, {"text": None, "label": None, "answer": None, "by": None}) is None
 
 
 @pytest.mark.parametrize("text", [None, 5, Path("a"), b"ab", {"a": 1}, ["a", 5]])
 def test_inputs_that_are_neither_texts_nor_words_are_refused(text: Any) -> None:
     definition = get_task("token-classification")
-    assert definition.arrange is not None
+    assert definition.preprocess is not None
     with pytest.raises(FedspanError, match="Expected texts, or lists of words") as error:
-        definition.arrange(Facts(definition.name, LABELS, 8, "entity_f1"), ["a b", text])
+        definition.preprocess(TaskSettings(definition.name, LABELS, 8, "entity_f1"), ["a b", text])
     assert error.value.field == "texts"
 
 
@@ -259,6 +259,6 @@ def test_partitions_by_label_are_refused_without_other_tasks_advice(tiny_folder:
 
 def test_a_last_word_without_pieces_was_not_cut(tokenizer: Any) -> None:
     task = TokenClassification(tokenizer, LABELS, 16)
-    assert task.remarks(task.encode(rows(("a lot", [0, 0])))) == ()
+    assert task.describe_examples(task.encode(rows(("a lot", [0, 0])))) == ()
     blank = datasets.Dataset.from_dict({"tokens": [["a", " "]], "labels": [[0, 0]]})
-    assert task.remarks(task.encode(blank)) == ()
+    assert task.describe_examples(task.encode(blank)) == ()

@@ -41,17 +41,17 @@ class ToyExamples:
 class ToyTask:
     """Cross-entropy in the model's own dtype."""
 
-    def batch(self, examples: ToyExamples, indices: Sequence[int], device: torch.device) -> Mapping[str, Tensor]:
+    def collate(self, examples: ToyExamples, indices: Sequence[int], device: torch.device) -> Mapping[str, Tensor]:
         chosen = list(indices)
         return {"x": examples.x[chosen].to(device), "y": examples.y[chosen].to(device)}
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         return model(batch["x"])
 
-    def metrics(self, predictions: Tensor, examples: ToyExamples, indices: Sequence[int]) -> dict[str, float]:
+    def compute_metrics(self, predictions: Tensor, examples: ToyExamples, indices: Sequence[int]) -> dict[str, float]:
         labels = examples.y[list(indices)]
         return {
             "loss": float(F.cross_entropy(predictions, labels)),

@@ -182,7 +182,7 @@ class Federation:
         self.adapted.set_base(self.state.base)
         indices = self.problem.indices[client]
         predictions = self.engine.predict(self.job(client), self.problem.examples, indices, batch_size=4)
-        return self.problem.task.metrics(predictions, self.problem.examples, indices.tolist())["loss"]
+        return self.problem.task.compute_metrics(predictions, self.problem.examples, indices.tolist())["loss"]
 
     def declare_claims(self, client: str, round: int) -> tuple[int, int]:
         """Elements down and up that a plan counts for a client over all target layers.

@@ -248,7 +248,7 @@ def test_a_float64_base_may_shrink() -> None:
     predictions = engine.predict(job, problem.examples, indices, batch_size=4)
     weights = problem.to_dense()
     expected = problem.loss("client-0", {**weights, **{layer: 0.5 * weights[layer] for layer in LAYERS}})
-    loss = problem.task.metrics(predictions, problem.examples, indices.tolist())["loss"]
+    loss = problem.task.compute_metrics(predictions, problem.examples, indices.tolist())["loss"]
     assert abs(loss - float(expected)) < 1e-6
 
 

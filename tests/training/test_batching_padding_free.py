@@ -215,7 +215,7 @@ def batch_of_one_length(prepared: Prepared) -> tuple[Any, np.ndarray]:
     """Return a batch of four training texts of the most frequent length, and their lengths."""
     lengths = np.asarray(prepared.train.lengths)
     alike = np.flatnonzero(lengths == np.bincount(lengths).argmax())[:4].tolist()
-    return prepared.task.batch(prepared.train, alike, torch.device("cpu")), lengths[alike]
+    return prepared.task.collate(prepared.train, alike, torch.device("cpu")), lengths[alike]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_batches_of_one_length_are_left_as_they_are(
     padding, (batch, lengths) = verified_padding(prepared), batch_of_one_length(prepared)
     packed.clear()
     with padding.remove_padding(batch, lengths):
-        prepared.task.loss(prepared.engine.adapted.model, batch)
+        prepared.task.compute_loss(prepared.engine.adapted.model, batch)
     assert not packed
 
 
@@ -270,8 +270,8 @@ def test_texts_of_one_length_of_which_some_are_nobody_s(
     padding, (batch, lengths) = verified_padding(prepared), batch_of_one_length(prepared)
     packed.clear()
     model, mask = prepared.engine.adapted.model, torch.eye(3, 4)
-    expected = prepared.task.losses(model, batch, mask)
+    expected = prepared.task.compute_client_losses(model, batch, mask)
     with padding.remove_padding(batch, lengths, 2, np.array([True, True, True, False])):
-        losses = prepared.task.losses(model, batch, mask)
+        losses = prepared.task.compute_client_losses(model, batch, mask)
     assert packed
     torch.testing.assert_close(losses, expected)

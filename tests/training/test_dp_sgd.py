@@ -65,7 +65,7 @@ def alone(run: Prepared, job: Job, tensors: Mapping[str, Tensor], index: int) ->
     """The gradient of one example, by a batch of its own."""
     adapted, names = run.engine.adapted, job.trainable_names
     live = adapted.install(job.parametrization, tensors, frozenset(names))
-    loss = run.task.loss(adapted.model, run.task.batch(run.train, [index], adapted.device))
+    loss = run.task.compute_loss(adapted.model, run.task.collate(run.train, [index], adapted.device))
     found = torch.autograd.grad(loss, [live[name] for name in names], allow_unused=True)
     return {n: torch.zeros_like(live[n]) if g is None else g for n, g in zip(names, found, strict=True)}
 
@@ -148,7 +148,7 @@ def test_examples_have_the_gradients_that_opacus_finds(prepared: Prepared, tiny_
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    batch = dict(run.task.batch(run.train, indices.tolist(), engine.adapted.device))
+    batch = dict(run.task.collate(run.train, indices.tolist(), engine.adapted.device))
     labels = batch.pop("labels")
     logits = peer(**batch).logits
     torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()

@@ -357,9 +357,9 @@ def test_a_data_set_that_was_not_asked_for_is_computed_whole(folders: Mapping[st
     """In mid-job nothing may be tried on the model."""
     prepared = built("bert", folders)
     prefixes = engine_of(prepared, MEMORY).prefixes
-    batch = prepared.task.batch(prepared.train, [0, 1], prepared.engine.adapted.device)
+    batch = prepared.task.collate(prepared.train, [0, 1], prepared.engine.adapted.device)
     with uses(prepared.engine.adapted) as seen, prefixes.feed(prepared.train, [0, 1]):
-        prepared.task.loss(prepared.engine.adapted.model, batch)
+        prepared.task.compute_loss(prepared.engine.adapted.model, batch)
         assert seen == [2]
 
 
@@ -373,14 +373,14 @@ class Interrupting:
     def __init__(self, task: Any, batches: int) -> None:
         self.task, self.left = task, batches
 
-    def batch(self, examples: Examples, indices: Sequence[int], device: torch.device) -> Mapping[str, Tensor]:
+    def collate(self, examples: Examples, indices: Sequence[int], device: torch.device) -> Mapping[str, Tensor]:
         self.left -= 1
         if not self.left:
             raise KeyboardInterrupt
-        return self.task.batch(examples, indices, device)
+        return self.task.collate(examples, indices, device)
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return self.task.loss(model, batch)
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.task.compute_loss(model, batch)
 
 
 def test_interrupted_and_taken_up_again(folders: Mapping[str, Path]) -> None:
@@ -414,9 +414,9 @@ def test_a_pass_that_fails_leaves_the_model_as_it_was(folders: Mapping[str, Path
     assert cache is not None, reason
     own = [vars(module).get("forward") for module in adapted.model.modules()]
     cache.ensure(np.arange(4), 4)
-    batch = prepared.task.batch(prepared.train, [0, 1], adapted.device)
+    batch = prepared.task.collate(prepared.train, [0, 1], adapted.device)
     with pytest.raises(ValueError, match="hidden states of shape"), cache.prefix.feed(cache.compute_hidden([0, 1, 2])):
-        prepared.task.loss(adapted.model, batch)
+        prepared.task.compute_loss(adapted.model, batch)
     assert own == [vars(module).get("forward") for module in adapted.model.modules()]
 
 
@@ -446,10 +446,10 @@ def test_replicas_in_threads_share_what_is_computed(folders: Mapping[str, Path])
         assert not errors
         assert sum(one) + sum(two) + sum(three) == len(indices) - 4  # those on which it was tried were known
     chosen = [5, 60, 99]
-    batch = prepared.task.batch(prepared.train, chosen, adapted.device)
+    batch = prepared.task.collate(prepared.train, chosen, adapted.device)
     for caches in (first, *others):
         caches.ensure(prepared.train, np.array(chosen))
         with torch.no_grad():
-            wanted = prepared.task.loss(caches.adapted.model.eval(), batch)
+            wanted = prepared.task.compute_loss(caches.adapted.model.eval(), batch)
             with caches.feed(prepared.train, chosen):
-                assert torch.allclose(prepared.task.loss(caches.adapted.model, batch), wanted, rtol=1e-5)
+                assert torch.allclose(prepared.task.compute_loss(caches.adapted.model, batch), wanted, rtol=1e-5)

@@ -88,7 +88,7 @@ def test_training_moves_them_as_the_model_itself_does(images: Path) -> None:
     federation, id = made.federation, "west"
     before, after = trained(federation, federation.begin(), id)
     plain = tiny_images.fresh_classifier(images / "resnet").train()
-    batch = made.task.batch(made.train, federation.clients[id].train, torch.device("cpu"))
+    batch = made.task.collate(made.train, federation.clients[id].train, torch.device("cpu"))
     with torch.no_grad():
         plain(pixel_values=batch["pixel_values"])
     for name, value in plain.named_buffers():
@@ -275,9 +275,9 @@ def test_a_pass_that_only_measures_gradients_leaves_them(resnet: Prepared) -> No
     adapted.train_mode(job.buffers)
     adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
     before = statistics(resnet)
-    batch = resnet.task.batch(resnet.train, range(6), torch.device("cpu"))
+    batch = resnet.task.collate(resnet.train, range(6), torch.device("cpu"))
     with adapted.capture_gradients(lambda layer, gradient: None):
-        resnet.task.loss(adapted.model, batch).backward()
+        resnet.task.compute_loss(adapted.model, batch).backward()
         assert differing(before, statistics(resnet)) == set(before)
     assert not differing(before, statistics(resnet))
 

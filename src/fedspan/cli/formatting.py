@@ -40,7 +40,7 @@ def format_percent(value: float | None) -> str:
 
 def format_score(metric: str, value: float | None) -> str:
     """Format a metric's value: shares in percent, all else as a number; a dash for an unmeasured value."""
-    return format_percent(value) if METRICS[metric].percent else format_number(value)
+    return format_percent(value) if METRICS[metric].is_percentage else format_number(value)
 
 
 def format_flop_count(count: float) -> str:

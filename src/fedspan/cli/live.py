@@ -79,8 +79,8 @@ class RunView(ProgressBar):
             )
         )
         self._print(Text(f"run folder {self._folder}", "dim"))
-        for remark in prepared.remarks:
-            self._print(Text(f"note: {remark}", "yellow"))
+        for note in prepared.notes:
+            self._print(Text(f"note: {note}", "yellow"))
         self._print(
             self._format_line(("round", "loss", "validation", "test", "worst client", "down", "up", "time"), "dim")
         )

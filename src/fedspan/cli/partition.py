@@ -60,8 +60,8 @@ def partition(
         test = 0 if data.test is None else len(data.test)
         _show_partition(create_console(), parts, rows, labels, test)
         natural = settings.partition.partitioner == "natural"
-        for remark in (*data.remarks, *describe_shared(data.train, parts, settings.data, natural)):
-            typer.echo(remark)
+        for note in (*data.notes, *describe_shared(data.train, parts, settings.data, natural)):
+            typer.echo(note)
         if png is not None:
             typer.echo(f"wrote {png}")
 

@@ -16,7 +16,7 @@ from fedspan.cli.formatting import create_table, format_duration, format_score, 
 from fedspan.experiments.tables import format_size
 from fedspan.models.names import get_architecture, resolve_model
 from fedspan.runs.session import RunReport
-from fedspan.tasks.definition import Answer
+from fedspan.tasks.definition import TargetType
 from fedspan.tasks.metrics import METRICS
 from fedspan.tasks.registry import get_task
 
@@ -24,7 +24,12 @@ __all__ = ["render_peft_snippet", "show_report"]
 
 _MAX_FAILURES = 5
 """Number of clients whose failures are shown."""
-_TARGET_COLUMNS: Mapping[Answer, str] = {"labels": "labels", "number": "number", "text": "answer", "other": "expected"}
+_TARGET_COLUMNS: Mapping[TargetType, str] = {
+    "labels": "labels",
+    "number": "number",
+    "text": "answer",
+    "other": "expected",
+}
 
 
 def show_report(out: Console, report: RunReport, folder: Path) -> None:
@@ -43,7 +48,7 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
         return
     id, where = next(iter(report.adapters.items()))
     adapter, own = folder / where, id != "global"
-    sample = "image.png" if get_task(report.task).reads_images else '"your text"'
+    sample = "image.png" if get_task(report.task).has_image_inputs else '"your text"'
     kind = "adapter" if (adapter / "adapter_config.json").is_file() else "model"
     selection = "best by validation" if "validation" in report.scores else "last round"
     whose = f" --client {shlex.quote(id)}" if own else ""
@@ -140,7 +145,7 @@ def _describe_gain(report: RunReport) -> str:
     if reached is None:
         return ""
     parts = [
-        f"{_format_difference(reached - value, METRICS[metric].percent)} {against}"
+        f"{_format_difference(reached - value, METRICS[metric].is_percentage)} {against}"
         for name, against in (("local", "local-only training (mean client)"), ("centralized", "centralized training"))
         if (value := others.get(name)) is not None
     ]
@@ -177,7 +182,7 @@ def render_peft_snippet(adapter: Path) -> list[str]:
     """Return a few lines of Python that load an adapter, or a model that was exported whole."""
     notes = json.loads((adapter / "fedspan.json").read_text(encoding="utf-8"))
     if notes["pooling"] is not None:
-        outputs = "vectors" if get_task(notes["task"]).embeds else "logits"
+        outputs = "vectors" if get_task(notes["task"]).is_embedding else "logits"
         return [
             "import sentence_transformers",
             f'model = sentence_transformers.SentenceTransformer("{adapter}")  # model.encode(texts): the {outputs}',
@@ -189,12 +194,12 @@ def render_peft_snippet(adapter: Path) -> list[str]:
     revision = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("revision")
     head = get_task(notes["task"]).model_head
     options = [f"num_labels={len(notes['labels']) or 1}"] if head.outputs is not None else []
-    if head.reads_images:  # published models have other classes
+    if head.has_image_inputs:  # published models have other classes
         options.append("ignore_mismatched_sizes=True")
     options += [f"revision={revision!r}"] if revision else []
     more = "".join(f", {option}" for option in options)
     # MobileNet reads attributes of a convolution that PEFT's wrapper lacks, so images get a model without wrappers.
-    merge = ".merge_and_unload()" if head.reads_images else ""
+    merge = ".merge_and_unload()" if head.has_image_inputs else ""
     base = resolve_model(notes["base_model"])
     return [
         "import peft, transformers",
@@ -205,14 +210,14 @@ def render_peft_snippet(adapter: Path) -> list[str]:
 
 def _render_examples(report: RunReport, width: int) -> RenderableType:
     task = get_task(report.task)
-    if task.answer == "text":
+    if task.target_type == "text":
         return _render_dialogues(report, width)
     table = create_table()
     labels = max(len("prediction"), *(len(row[key]) for row in report.examples for key in ("label", "prediction")))
     labels = min(labels, (width - 30) // 2)
-    what = "a held-out image" if task.reads_images else "a held-out text"
+    what = "a held-out image" if task.has_image_inputs else "a held-out text"
     table.add_column(what, width=min(90, width - 2 * labels - 6))
-    table.add_column(_TARGET_COLUMNS.get(task.answer, "label"), no_wrap=True, max_width=labels)
+    table.add_column(_TARGET_COLUMNS.get(task.target_type, "label"), no_wrap=True, max_width=labels)
     table.add_column("prediction", no_wrap=True, max_width=labels)
     for row in report.examples:
         colour = ""  # a predicted number is neither right nor wrong

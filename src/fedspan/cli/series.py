@@ -62,8 +62,8 @@ class SeriesView(SeriesBar):
 
     def on_start(self, prepared: Prepared, done: int, resumed: bool) -> None:
         super().on_start(prepared, done, resumed)
-        for remark in prepared.remarks:
-            self._note(remark)
+        for note in prepared.notes:
+            self._note(note)
 
     def on_stage_change(self, stage: Stage | None) -> None:
         super().on_stage_change(stage)
@@ -78,7 +78,7 @@ class SeriesView(SeriesBar):
         self._print(Text(f"{shorten(left, _LEFT):<{_LEFT}} {result}", style))
 
     def _note(self, text: str) -> None:
-        """Print a remark on the data or the machine, once for all runs."""
+        """Print a note on the data or the machine, once for all runs."""
         if text not in self._said:
             self._said.add(text)
             self._print(Text(f"note: {text}", "yellow"))

@@ -86,7 +86,7 @@ def compute_client_statistics(
     engine.prepare(examples, [indices])
     for start in range(0, len(own), _CHUNK):
         part = own[start : start + _CHUNK]
-        features = engine.features(job, examples, part, _BATCH)
+        features = engine.compute_features(job, examples, part, _BATCH)
         if bound:
             features = features / features.norm(dim=1, keepdim=True).clamp(min=bound)
         summary = summarize(features, targets[start : start + _CHUNK], layer.outputs, kind).to_tensors()

@@ -129,9 +129,9 @@ def _infer_by_task(
     """
     alternatives: list[str] = []
     for name, definition in TASKS.items():
-        if definition.infer is None or (task != name and (task is not None or not definition.is_inferred)):
+        if definition.infer_columns is None or (task != name and (task is not None or not definition.is_inferred)):
             continue
-        inferred = definition.infer(sample, {**options, "by": by})
+        inferred = definition.infer_columns(sample, {**options, "by": by})
         is_multi_label = definition.columns is not None and definition.columns.is_multi_label
         gives_way = task is None and is_multi_label and options["label"] is None
         if inferred is not None and gives_way and _has_plain_answers(sample, options, {by, inferred.data["label"]}):

@@ -168,7 +168,7 @@ class RunConfig(Section):
         requested = self.model.head_init
         if requested == "random":
             return None, None
-        starts = self.task_definition.head_starts
+        starts = self.task_definition.head_inits
         if not starts or self.model.is_from_scratch:
             return None, None
         if reason := self._explain_random_head():
@@ -187,7 +187,7 @@ class RunConfig(Section):
                 self.federation.reduction != "mean"
             ),
             "a secure sum needs bounded numbers, and those of a regression have no bound": (
-                self.task_definition.answer == "number" and self.federation.secure is not None
+                self.task_definition.target_type == "number" and self.federation.secure is not None
             ),
         }
         return next((reason for reason, applies in reasons.items() if applies), None)
@@ -198,16 +198,16 @@ class RunConfig(Section):
         Raises:
             FedspanError: If they do not.
         """
-        if self.model.pooling not in ("auto", "stock") and not self.task_definition.pools:
+        if self.model.pooling not in ("auto", "stock") and not self.task_definition.can_pool:
             problem = f"{self.model.pooling} cannot be combined with {self.task}, which pools no texts"
             raise FedspanError("model.pooling", self.model.pooling, "auto", problem=problem)
-        if self.model.pooling == "stock" and self.task_definition.embeds:
+        if self.model.pooling == "stock" and self.task_definition.is_embedding:
             problem = f"{self.task} has no classifier, whose pooling stock is"
             raise FedspanError("model.pooling", "stock", "auto, mean, cls, max or last", problem=problem)
         requested = self.model.head_init
         if requested in ("auto", "random"):
             return
-        allowed = self.task_definition.head_starts
+        allowed = self.task_definition.head_inits
         if requested not in allowed:
             expected = " or ".join((*allowed, "random", "auto"))
             raise FedspanError("model.head_init", requested, expected, problem=f"{requested} does not fit {self.task}")

@@ -103,7 +103,7 @@ def write_starter_config(
         names = ", ".join(loaded.labels[:6]) + (", ..." if len(loaded.labels) > 6 else "")
         scope = "" if loaded.whole else " in the rows that were read"
         findings.append(f"{len(loaded.labels)} labels{scope}: {names}")
-    findings += loaded.remarks
+    findings += loaded.notes
     with convert_disk_errors(path.parent, "choose another file", "--out"):
         write_atomic(path, content.encode())
     return StarterConfig(path, config, tuple(findings))

@@ -91,25 +91,29 @@ class TaskColumns:
 
     Args:
         read: Reads and checks the columns that a config names.
-        require: Returns groups of columns, for ``data.invalid: skip``; a row needs a value in at least one column of
-            each group. Its arguments are the config and the user's name of it.
-        example: Returns the column that holds the example itself, for advice on duplicates.
-        joined: Returns the columns whose lists of texts are joined with spaces.
-        label: Returns the column whose lists of one label are unpacked; None: there is none.
+        get_required_columns: Returns groups of columns, for ``data.invalid: skip``; a row needs a value in at least one
+            column of each group. Its arguments are the config and the user's name of it.
+        get_example_column: Returns the column that holds the example itself, for advice on duplicates.
+        get_joined_columns: Returns the columns whose lists of texts are joined with spaces.
+        get_label_column: Returns the column whose lists of one label are unpacked; None: there is none.
         roles: Further roles of columns, which a user maps to column names in ``data.roles``.
-        is_number: Whether the column of labels holds numbers.
+        has_numeric_labels: Whether the column of labels holds numbers.
         is_multi_label: Whether an example has any number of labels: an empty list of labels is a value, and the
             options ``label_separator`` and ``label_columns`` apply.
         complete_labels: Orders and completes the labels that occur; None: they are sorted.
     """
 
     read: Callable[[ColumnReader, DataConfig], ReadColumns]
-    require: Callable[[DataConfig, str], list[tuple[str, ...]]] = _require_texts
-    example: Callable[[DataConfig], str] = lambda config: config.text
-    joined: Callable[[DataConfig], Sequence[str | None]] = lambda config: (config.text, config.text_pair, config.answer)
-    label: Callable[[DataConfig], str | None] = lambda config: config.label or "label"
+    get_required_columns: Callable[[DataConfig, str], list[tuple[str, ...]]] = _require_texts
+    get_example_column: Callable[[DataConfig], str] = lambda config: config.text
+    get_joined_columns: Callable[[DataConfig], Sequence[str | None]] = lambda config: (
+        config.text,
+        config.text_pair,
+        config.answer,
+    )
+    get_label_column: Callable[[DataConfig], str | None] = lambda config: config.label or "label"
     roles: tuple[str, ...] = ()
-    is_number: bool = False
+    has_numeric_labels: bool = False
     is_multi_label: bool = False
     complete_labels: Callable[[Sequence[str]], list[str]] | None = None
 
@@ -268,7 +272,7 @@ class ColumnReader:
             raise FedspanError(where, column, "0 or 1, or false or true", problem=problem)
         return [flag is True for flag in flags]
 
-    def role(self, config: DataConfig, role: str) -> str:
+    def get_role_column(self, config: DataConfig, role: str) -> str:
         """Return the column with a role: the one that ``data.roles`` names, or else one of the role's own name."""
         return config.roles.get(role, role)
 

@@ -154,7 +154,7 @@ def find_shared_between_clients(dataset: datasets.Dataset, parts: Partition) -> 
 
 
 def describe_shared(dataset: datasets.Dataset, parts: Partition, config: DataConfig, natural: bool) -> tuple[str, ...]:
-    """Describe equal examples across a partition, as a remark; empty if there are none.
+    """Describe equal examples across a partition, as a note; empty if there are none.
 
     Args:
         dataset: The partitioned examples.

@@ -30,7 +30,7 @@ def drop_invalid_rows(
     """
     dataset = source.dataset
     invalid = [False] * len(dataset)
-    for columns in task.require(config, field):
+    for columns in task.get_required_columns(config, field):
         # A missing column is an error, which the check of the columns reports better.
         values = [_get_values(dataset, column, task, config) for column in columns if column in dataset.column_names]
         if values:
@@ -59,7 +59,7 @@ def _get_values(dataset: datasets.Dataset, column: str, task: TaskColumns, confi
         return [name is not None and name.lower() in FLAGS for name in names]
     if has_label_lists:
         return [True] * len(dataset)  # an empty text is no label
-    if task.is_number and column == (config.label or "label"):
+    if task.has_numeric_labels and column == (config.label or "label"):
         return [name is not None and _is_finite(name) for name in names]
     return names
 

@@ -33,7 +33,7 @@ def unwrap_lists(source: Source, config: DataConfig, task: TaskColumns, field: s
     """
     import datasets
 
-    label, texts = task.label(config), task.joined(config)
+    label, texts = task.get_label_column(config), task.get_joined_columns(config)
     columns: dict[str, tuple[pa.Array, Any]] = {}
     notes: list[str] = []
     for name in source.dataset.column_names:

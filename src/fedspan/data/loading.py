@@ -43,7 +43,7 @@ class LoadedData:
         labels: Names of the labels, in the order of the classifier's outputs; empty without classes.
         dropped: Number of rows of the files that were left out as invalid (``data.invalid: skip``).
         groups: Number of each training example's group (``data.group``), int64; None without groups.
-        remarks: What was detected in the files, left out of them, or occurs in several parts; one sentence each.
+        notes: What was detected in the files, left out of them, or occurs in several parts; one sentence each.
         whole: Whether all rows of the files were read, and not only those at their beginning.
         label_separator: Separator of several labels in a text; None: labels are not texts with several each.
     """
@@ -53,7 +53,7 @@ class LoadedData:
     labels: tuple[str, ...]
     dropped: int = 0
     groups: np.ndarray | None = None
-    remarks: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     whole: bool = True
     label_separator: str | None = None
 
@@ -94,17 +94,17 @@ def load(
     if separator is not None:  # a test file may hold other separators, within its labels
         config = config.model_copy(update={"label_separator": separator})
     parts = [train]
-    remarks: list[str] = []
+    notes: list[str] = []
     if config.test is not None or (config.test_split is not None and has_own_splits(config.train or "")):
         parts.append(_read_part(config, task, field, "test", limit, sources.get("test")))
         test = _encode_labels(parts[1], labels, known, config, field, "test")
         if count := find_shared_with_test(data, test):
-            remarks.append(f"duplicates: {count:,} of {len(test):,} test examples also occur in {field}.train")
+            notes.append(f"duplicates: {count:,} of {len(test):,} test examples also occur in {field}.train")
     elif config.test_fraction > 0:
         data, test = _hold_out(data, config, field, seed)
         if config.group is None and (count := find_shared_with_test(data, test)):
-            column = task.example(config)
-            remarks.append(
+            column = task.get_example_column(config)
+            notes.append(
                 f"duplicates: {count:,} of {len(test):,} held-out test examples also occur in training "
                 f"({field}.group: {column} keeps equal examples together)"
             )
@@ -117,7 +117,7 @@ def load(
         labels,
         sum(sum(part.skipped.values()) for part in parts),
         encode_groups(data, config, field),
-        (*(remark for part in parts for remark in _describe_part(part, field)), *remarks),
+        (*(note for part in parts for note in _describe_part(part, field)), *notes),
         all(part.checked.source.whole for part in parts),
         separator,
     )
@@ -151,10 +151,10 @@ def _read_part(
 
 def _describe_part(part: _Part, field: str) -> list[str]:
     source = part.checked.source
-    remarks = [f"{source.name}: {note}" for note in source.notes]
+    notes = [f"{source.name}: {note}" for note in source.notes]
     if reasons := [f"{count:,} {reason}" for reason, count in part.skipped.items() if count]:
-        remarks.append(f"{source.name}: rows left out ({field}.invalid: skip): {', '.join(reasons)}")
-    return remarks
+        notes.append(f"{source.name}: rows left out ({field}.invalid: skip): {', '.join(reasons)}")
+    return notes
 
 
 def _collect_labels(train: ValidatedColumns, task: TaskColumns, config: DataConfig, field: str) -> tuple[str, ...]:

@@ -192,9 +192,9 @@ class NodeService:
         config = parse_config(self._build_values(invitation))
         folder = self._run_folder(invitation.run)
         prepared = self._build_run(config, None, self._load_key(folder, config), Stages())
-        if prepared.facts.label_separator is not None and config.data.label_separator is None:
+        if prepared.task_settings.label_separator is not None and config.data.label_separator is None:
             problem = "several labels in a text need a named separator in a deployment, because files differ"
-            expected = f"the separator of the labels, such as {prepared.facts.label_separator!r}"
+            expected = f"the separator of the labels, such as {prepared.task_settings.label_separator!r}"
             raise FedspanError("data.label_separator", None, expected, problem=problem)
         (data,) = prepared.federation.clients.values()
         data = replace(data, client=replace(data.client, id=self.node.id))

@@ -287,7 +287,7 @@ class _RoundModels:
                 slots = {"A": mixed.A, "B": mixed.B} if isinstance(mixed, LowRank) else {"D": mixed.float()}
                 tensors |= {join_tensor_name(name, slot): value for slot, value in slots.items()}
             predictions = self.engine.predict(Job(parametrization, tensors, ()), examples, indices, batch_size)
-            losses.append(self.engine.task.metrics(predictions, examples, indices.tolist())["loss"])
+            losses.append(self.engine.task.compute_metrics(predictions, examples, indices.tolist())["loss"])
         return tuple(losses)
 
     def _start(self, id: str, name: str) -> Delta:

@@ -41,7 +41,7 @@ from fedspan.experiments.tables import (
 )
 from fedspan.methods.registry import get_method_class
 from fedspan.runs.model_card import RunReport
-from fedspan.tasks.metrics import METRICS, rank_of
+from fedspan.tasks.metrics import METRICS, compute_score
 from fedspan.training.prefix_rows import share_prefixes
 from fedspan.transports.ray.sharing import share_teams
 from fedspan.wrappers.registry import WRAPPERS
@@ -145,7 +145,7 @@ class CompareReport:
             for row in self.rows
         )
         measured = {at: row.mean for at, row in enumerate(self.rows) if row.mean is not None}
-        best = max(measured, key=lambda at: rank_of(metric, {metric: measured[at]}), default=None)
+        best = max(measured, key=lambda at: compute_score(metric, {metric: measured[at]}), default=None)
         better = "higher is better" if self.higher else "lower is better"
         numbers = ", ".join(map(str, self.seeds))
         subject = f"Mean ± standard deviation over the seeds {numbers}" if several else f"One seed ({numbers})"
@@ -155,7 +155,7 @@ class CompareReport:
                 "method",
                 format_heading(_OWN[self.measured], metric),
                 f"minus {self.against}",
-                "worst client" + (", %" if METRICS[metric].percent else ""),
+                "worst client" + (", %" if METRICS[metric].is_percentage else ""),
                 "MB down",
                 "MB up",
                 "seconds",
@@ -339,7 +339,7 @@ def build_report(comparison: Comparison, reports: Mapping[str, RunReport], folde
                 seconds=compute_mean([run.seconds for run in row_reports]),
             )
         )
-    higher = METRICS[metric].higher
+    higher = METRICS[metric].greater_is_better
     return CompareReport(metric, measured, higher, comparison.against, comparison.seeds, tuple(rows), folder)
 
 

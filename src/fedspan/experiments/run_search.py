@@ -113,7 +113,7 @@ def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> SweepRe
         reports, failures = _run_trials(plan, folder, watcher)
     trials = rank_trials(plan, reports, failures)
     best = None if trials[0].failed else folder / BEST
-    higher = METRICS[plan.metric].higher
+    higher = METRICS[plan.metric].greater_is_better
     report = SweepReport(plan.metric, higher, plan.seeds, trials, str(folder), None if best is None else str(best))
     if best is not None:
         values = plan.configs[trials[0].number - 1].model_dump(mode="json")

@@ -27,7 +27,7 @@ from fedspan.experiments.series import (
 )
 from fedspan.experiments.tables import Table, format_heading, format_mean, format_seconds
 from fedspan.runs.session import RunReport
-from fedspan.tasks.metrics import METRICS, rank_of
+from fedspan.tasks.metrics import METRICS, compute_score
 
 __all__ = ["Sweep", "SweepReport", "Trial", "get_validation_score", "plan_sweep", "rank_trials"]
 
@@ -238,6 +238,8 @@ def rank_trials(sweep: Sweep, reports: Mapping[str, RunReport], failures: Mappin
                 failed=failed,
             )
         )
-    ranks = {trial.number: rank_of(metric, {} if trial.mean is None else {metric: trial.mean}) for trial in trials}
+    ranks = {
+        trial.number: compute_score(metric, {} if trial.mean is None else {metric: trial.mean}) for trial in trials
+    }
     # On few examples, several trials often have the same accuracy.
     return tuple(sorted(trials, key=lambda trial: (-ranks[trial.number], losses[trial.number])))

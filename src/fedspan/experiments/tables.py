@@ -50,7 +50,7 @@ class Table:
 
 def format_heading(quantity: str, metric: str) -> str:
     """Return a column title with the metric and its unit."""
-    return f"{quantity} {METRICS[metric].title}{', %' if METRICS[metric].percent else ''}"
+    return f"{quantity} {METRICS[metric].title}{', %' if METRICS[metric].is_percentage else ''}"
 
 
 def format_mean(metric: str, value: float | None, error: float | None, sign: bool = False) -> str:
@@ -64,7 +64,7 @@ def format_mean(metric: str, value: float | None, error: float | None, sign: boo
     """
     if value is None:
         return "-"
-    factor, digits = (100, 1) if METRICS[metric].percent else (1, 4)
+    factor, digits = (100, 1) if METRICS[metric].is_percentage else (1, 4)
     text = f"{factor * value:{'+' if sign else ''}.{digits}f}"
     return text if error is None else f"{text} ± {factor * error:.{digits}f}"
 

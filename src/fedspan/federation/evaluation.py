@@ -23,7 +23,7 @@ from fedspan.federation.plausibility import drop_impossible_metrics
 from fedspan.federation.progress import ClientData, Failure, Progress, Transfer
 from fedspan.federation.protocol import Envelope, OrderEncoder, Orders, ScoredPart, Scores, open_reply
 from fedspan.federation.weights import compute_weight_limit
-from fedspan.tasks.metrics import METRICS, rank_of
+from fedspan.tasks.metrics import METRICS, compute_score
 from fedspan.tasks.task import Examples
 from fedspan.training.stacked_prediction import ModelInputs
 
@@ -83,7 +83,7 @@ def summarize(by_client: Mapping[str, Metrics], metric: str) -> dict[str, Any]:
     }
     measured = {id: scores for id, scores in by_client.items() if metric in scores}
     if measured:
-        worst = min(measured, key=lambda id: rank_of(metric, measured[id]))
+        worst = min(measured, key=lambda id: compute_score(metric, measured[id]))
         summary["worst"] = {"client": worst, metric: measured[worst][metric]}
     return summary
 
@@ -195,14 +195,14 @@ class Evaluator:
         task, examples = self.federation.engine.task, self.federation.examples
         by_client = {
             id: {
-                **task.metrics(predictions, examples, rows.tolist()),
+                **task.compute_metrics(predictions, examples, rows.tolist()),
                 "examples": float(len(rows)),
             }
             for id, (predictions, rows) in scored.items()
         }
         predictions = torch.cat([predictions for predictions, _ in scored.values()])
         indices = np.concatenate([rows for _, rows in scored.values()])
-        pooled = task.metrics(predictions, examples, indices.tolist())
+        pooled = task.compute_metrics(predictions, examples, indices.tolist())
         return ClientScores(pooled, by_client)
 
     def evaluate_heldout(self, progress: Progress, examples: Examples, *, generate: bool = False) -> dict[str, Metrics]:
@@ -215,7 +215,7 @@ class Evaluator:
             for ids, job in self.iterate_models(progress, self.ids):
                 predictions = engine.predict(job, examples, indices, self.batch_size, generate=generate)
                 key = ids[0] if personal else "global"
-                scores[key] = task.metrics(predictions, examples, indices.tolist())
+                scores[key] = task.compute_metrics(predictions, examples, indices.tolist())
         return scores
 
 

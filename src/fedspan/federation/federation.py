@@ -103,7 +103,7 @@ class Federation:
         self._best: Mapping[str, int] = {}
         self._transfers: list[Transfer] = []
         self._failures: list[Failure] = []
-        self._remark: str | None = None
+        self._note: str | None = None
         self._absences = Absences(self.draw_cohort)
 
     def replace_training(self, training: TrainingSettings) -> Federation:
@@ -133,9 +133,9 @@ class Federation:
         """Record the best progress so far: clients must not delete the state that belongs to it."""
         self._best = best.last_rounds
 
-    def get_remark(self) -> str | None:
-        """Return a remark on the rounds for the user, available after the first round; None: no remark."""
-        return self._remark
+    def get_note(self) -> str | None:
+        """Return a note on the rounds for the user, available after the first round; None: no note."""
+        return self._note
 
     def begin(self) -> Progress:
         """Return the progress before the first round."""
@@ -196,7 +196,7 @@ class Federation:
             round = Round(context, self.new_aggregation, progress, self._best, replied, on_charge)
             self.transport.begin(progress, on_trained)
             result = round.run()
-        self._remark = round.aggregation.get_remark()
+        self._note = round.aggregation.get_note()
         return result
 
     def _build_context(self, progress: Progress) -> RoundContext:

@@ -35,13 +35,13 @@ def drop_impossible_metrics(
     for name, metric in METRICS.items():
         values = {id: row[name] for id, row in reported.items() if name in row}
         median = statistics.median(values.values()) if len(values) >= ENOUGH_REPLIES else math.inf
-        limit = math.inf if metric.bounded else _FAR * max(1.0, median)
+        limit = math.inf if metric.is_bounded else _FAR * max(1.0, median)
         for id, value in values.items():
-            if metric.accepts(value) and value <= limit:
+            if metric.is_possible(value) and value <= limit:
                 rows[id][name] = value
             else:
-                upper = min(metric.most, limit)
-                impossible.append((id, f"{metric.title} {value:.3g} is not from {metric.least:g} to {upper:.3g}"))
+                upper = min(metric.maximum, limit)
+                impossible.append((id, f"{metric.title} {value:.3g} is not from {metric.minimum:g} to {upper:.3g}"))
     return rows, impossible
 
 

@@ -62,7 +62,7 @@ def load_empty(
         FedspanError: If no config can be read, or its model has no such head.
     """
     shape, head = get_architecture(name), get_head(head)
-    if shape and not head.reads_images:
+    if shape and not head.has_image_inputs:
         raise FedspanError("model.name", name, problem=describe_image_model_problem(name))
     try:
         if shape:
@@ -72,7 +72,7 @@ def load_empty(
         else:
             config = AutoConfig.for_model(**architecture)
         prepare_config(config, head, labels)
-        if image_size is not None and head.reads_images:
+        if image_size is not None and head.has_image_inputs:
             config.image_size = image_size
         if depth is not None and hasattr(config, "num_hidden_layers"):
             config.num_hidden_layers = min(depth, config.num_hidden_layers)

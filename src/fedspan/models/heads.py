@@ -18,7 +18,7 @@ class Head:
         suffixes: Ends of the names of its model classes, such as ``ForSequenceClassification``.
         outputs: ``labels``: one output for each label; ``number``: one; None: those of the model's own config.
         is_new: Whether the head is trained whole with the adapters, because a pretrained model has none for the task.
-        reads_images: Whether the model reads images, with an image processor in place of a tokenizer.
+        has_image_inputs: Whether the model reads images, with an image processor in place of a tokenizer.
         problem_type: Transformers' ``problem_type``, written into the config; None: the config's own.
     """
 
@@ -26,7 +26,7 @@ class Head:
     suffixes: tuple[str, ...]
     outputs: Literal["labels", "number"] | None = None
     is_new: bool = False
-    reads_images: bool = False
+    has_image_inputs: bool = False
     problem_type: str | None = None
 
     def load_class(self) -> Any:
@@ -62,7 +62,7 @@ HEADS: Mapping[str, Head] = {
         ("ForImageClassification",),
         outputs="labels",
         is_new=True,
-        reads_images=True,
+        has_image_inputs=True,
     ),
     "language-model": Head("AutoModelForCausalLM", ("ForCausalLM",)),
     "masked-language-model": Head("AutoModelForMaskedLM", ("ForMaskedLM",)),

@@ -245,7 +245,7 @@ def load_scratch(
         FedspanError: If there is no such architecture, or it has no such head.
     """
     source, shape, head = get_source(name), get_architecture(name), get_head(head)
-    if shape and not head.reads_images:
+    if shape and not head.has_image_inputs:
         raise FedspanError("model.name", name, problem=describe_image_model_problem(name))
     with _silence_transformers():
         try:
@@ -255,7 +255,7 @@ def load_scratch(
                 else AutoConfig.from_pretrained(source, revision=revision)
             )
             prepare_config(config, head, labels)
-            if head.reads_images:
+            if head.has_image_inputs:
                 size = image_size or getattr(config, "image_size", None) or 224
                 height, width = (size, size) if isinstance(size, int) else size
                 config.num_channels, config.image_size = 3, size
@@ -302,7 +302,7 @@ def get_source(name: str) -> str:
 
 
 def _load_processor(source: str, head: Head, revision: str | None, image_size: int | None) -> Processor:
-    if not head.reads_images:
+    if not head.has_image_inputs:
         return AutoTokenizer.from_pretrained(source, revision=revision)
     # Pillow's resizing on every machine: torchvision, if installed, gives other pixels.
     processor = AutoImageProcessor.from_pretrained(source, revision=revision, backend="pil")

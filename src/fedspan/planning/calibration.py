@@ -29,7 +29,7 @@ from fedspan.planning.layer_counts import Computation
 from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.model_setup import empty_model, get_pooling
 from fedspan.runs.setup import choose_device, compute_max_length
-from fedspan.runs.task_setup import collect_facts
+from fedspan.runs.task_setup import collect_task_settings
 from fedspan.tasks.encoding import Ragged
 from fedspan.tasks.images import EncodedImages
 from fedspan.tasks.registry import get_task
@@ -120,8 +120,8 @@ class _Bench:
         longest = compute_max_length(config, None, adapted.model)
         passes = PlannedPasses(config, empty_model(config, labels, architecture, META, depth))
         length = None if passes.longest is None else length or longest
-        facts = collect_facts(config, labels, longest, get_pooling(config))
-        task = get_task(config.task).build(_get_processor_attributes(adapted), facts, config.data)
+        task_settings = collect_task_settings(config, labels, longest, get_pooling(config))
+        task = get_task(config.task).build(_get_processor_attributes(adapted), task_settings, config.data)
         settings = replace(config.build_training_settings(), privacy=None)
         self.engine: Engine = make_engine(config, adapted, task, settings)
         self._batch = settings.batch_size * settings.accumulate

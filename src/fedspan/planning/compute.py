@@ -26,7 +26,7 @@ from fedspan.models.metering import Meter, PassCost, meter_pass
 from fedspan.models.prefix import FrozenPrefix, list_live_modules
 from fedspan.planning.layer_counts import Computation, StandIn
 from fedspan.runs.setup import compute_max_length
-from fedspan.tasks.losses import widen
+from fedspan.tasks.losses import upcast
 from fedspan.training.jobs import TrainingSettings
 
 __all__ = ["Compute", "LocalTraining", "PlannedPasses", "Trains", "compute_training_cost"]
@@ -112,7 +112,7 @@ class PlannedPasses:
     def __init__(self, config: RunConfig, adapted: AdaptedModel) -> None:
         self._adapted, self._name = adapted, config.model.name
         self._task, self._packing = config.task_definition, config.data.packing
-        self.longest = None if self._task.reads_images else compute_max_length(config, None, adapted.model)
+        self.longest = None if self._task.has_image_inputs else compute_max_length(config, None, adapted.model)
         """Maximum tokens of an example; None for images."""
         self._size = config.model.image_size
         self._known: dict[tuple[object, ...], PassCost] = {}
@@ -190,7 +190,7 @@ class PlannedPasses:
             logits = logits[:, :-1]
         logits = logits.flatten(0, -2)
         labels = torch.empty(len(logits), dtype=torch.long, device="meta")
-        return F.cross_entropy(widen(logits), labels)
+        return F.cross_entropy(upcast(logits), labels)
 
     @property
     def prefix(self) -> Prefix | None:

@@ -157,7 +157,7 @@ def draw_clients(groups: Sequence[Group], metric: str) -> Figure | None:
     ids = list(dict.fromkeys(id for own in scores.values() for id in own))
     if not ids:
         return None
-    figure, percent = go.Figure(), METRICS[metric].percent
+    figure, percent = go.Figure(), METRICS[metric].is_percentage
     first = next(own for own in scores.values() if own)
     if len(ids) > MAX_LISTED_CLIENTS:
         for at, (label, own) in enumerate(scores.items()):
@@ -170,7 +170,7 @@ def draw_clients(groups: Sequence[Group], metric: str) -> Figure | None:
         figure.update_yaxes(title="clients")
         figure.update_xaxes(title=METRICS[metric].title, tickformat=".0%" if percent else None)
         return style(figure)
-    ids.sort(key=lambda id: first.get(id, float("-inf")) * (1 if METRICS[metric].higher else -1))
+    ids.sort(key=lambda id: first.get(id, float("-inf")) * (1 if METRICS[metric].greater_is_better else -1))
     for at, (label, own) in enumerate(scores.items()):
         listed = [id for id in ids if id in own]
         figure.add_scatter(

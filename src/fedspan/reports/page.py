@@ -68,7 +68,7 @@ def render_page(groups: Sequence[Group], events: OutOfRoundEvents, title: str, v
     """
     sections, runs = _Page(), [run for group in groups for run in group.runs]
     metric = runs[0].metric
-    percent = METRICS[metric].percent
+    percent = METRICS[metric].is_percentage
     sections.parts.append(f'<p class="verdict">{html.escape(" ".join(write_sentences(groups)))}</p>')
     sections.add_section("Runs", _render_summary(groups))
     scores = {run.name: charts.get_scores(run) for run in runs}

@@ -57,7 +57,7 @@ class RunData:
     @property
     def higher(self) -> bool:
         """Whether higher values of the metric are better."""
-        return METRICS[self.metric].higher
+        return METRICS[self.metric].greater_is_better
 
     def score(self, row: Row) -> float | None:
         """Return a round's score on held-out examples; without them, the mean over the clients' own test parts."""

@@ -18,13 +18,13 @@ _BEHIND = 0.1
 
 def format_score(metric: str, value: float | None, deviation: float | None = None) -> str:
     """Format a score as ``84.2 %``, ``84.2 ± 0.3 %`` or ``0.1234``; a dash for a score that was not measured."""
-    unit = " %" if value is not None and METRICS[metric].percent else ""
+    unit = " %" if value is not None and METRICS[metric].is_percentage else ""
     return f"{format_mean(metric, value, deviation)}{unit}"
 
 
 def _format_gap(metric: str, value: float) -> str:
     """Format a difference, in percentage points for shares."""
-    return f"{100 * abs(value):.1f} points" if METRICS[metric].percent else f"{abs(value):.4f}"
+    return f"{100 * abs(value):.1f} points" if METRICS[metric].is_percentage else f"{abs(value):.4f}"
 
 
 def write_sentences(groups: Sequence[Group]) -> tuple[str, ...]:
@@ -37,7 +37,7 @@ def write_sentences(groups: Sequence[Group]) -> tuple[str, ...]:
     measured = [group for group in groups if group.mean is not None]
     if not measured:
         return ("Nothing was measured on held-out examples yet.",)
-    sign = 1 if METRICS[metric].higher else -1
+    sign = 1 if METRICS[metric].greater_is_better else -1
     ranked = sorted(measured, key=lambda group: -sign * (group.mean or 0.0))
     return tuple(
         sentence
@@ -107,7 +107,7 @@ def _describe_worst_clients(best: Group, metric: str, sign: int) -> str:
             continue
         mean = sum(scores.values()) / len(scores)
         id = min(scores, key=lambda candidate: sign * scores[candidate])
-        worst.append((sign * (mean - scores[id]), 1.0 if METRICS[metric].percent else abs(mean), id))
+        worst.append((sign * (mean - scores[id]), 1.0 if METRICS[metric].is_percentage else abs(mean), id))
     if not worst:
         return ""
     gap, unit, id = max(worst)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fedspan.tasks.metrics import METRICS, rank_of
+from fedspan.tasks.metrics import METRICS, compute_score
 
 __all__ = ["find_divergence"]
 
@@ -26,27 +26,29 @@ def find_divergence(rows: Iterable[Mapping[str, Any]], metric: str, lr: float) -
     """
     rounds = list(rows)
     advice = f"Lower training.lr (now {lr:g}) or set training.max_grad_norm."
-    remarks: list[str] = []
+    notes: list[str] = []
     # no loss: the clients keep theirs to themselves, under local privacy
     trained = [row for row in rounds if row.get("cohort") and row.get("loss") is not None]
     losses = [(int(row["round"]), float(row["loss"])) for row in trained]
     if losses:
         (first, before), (last, after) = losses[0], losses[-1]
         if not math.isfinite(after) or after > _RISE * max(before, 0.0) > 0:
-            remarks.append(
+            notes.append(
                 f"Training diverged: the training loss rose from {before:.4g} in round {first} to {after:.4g} in round "
                 f"{last}. {advice}"
             )
     scored = [(int(row["round"]), _select_finite(row["validation"])) for row in rounds if row.get("validation")]
     if scored:
         (first, before), (last, after) = scored[0], scored[-1]
-        if rank_of(metric, after) < rank_of(metric, before) and not rank_of("loss", after) >= rank_of("loss", before):
+        if compute_score(metric, after) < compute_score(metric, before) and not compute_score(
+            "loss", after
+        ) >= compute_score("loss", before):
             texts = [_format_scores(metric, scores) for scores in (before, after)]
-            remarks.append(
+            notes.append(
                 f"Training made the model worse: validation {METRICS[metric].title} was {texts[0]} after round {first} "
                 f"and is {texts[1]} after round {last}. {advice}"
             )
-    return tuple(remarks)
+    return tuple(notes)
 
 
 def _select_finite(scores: Mapping[str, float | None]) -> dict[str, float]:
@@ -56,4 +58,4 @@ def _select_finite(scores: Mapping[str, float | None]) -> dict[str, float]:
 
 def _format_scores(metric: str, scores: Mapping[str, float]) -> str:
     value = scores.get(metric)
-    return "undefined" if value is None else f"{value:.1%}" if METRICS[metric].percent else f"{value:.4g}"
+    return "undefined" if value is None else f"{value:.1%}" if METRICS[metric].is_percentage else f"{value:.4g}"

@@ -22,10 +22,10 @@ from fedspan.runs.load import find_adapter_folder, load_served
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.objects import require_named_data
 from fedspan.runs.results import is_run
-from fedspan.runs.task_setup import facts_of, read_notes
-from fedspan.tasks.facts import Facts
+from fedspan.runs.task_setup import parse_task_settings, read_notes
 from fedspan.tasks.metrics import order_metrics
 from fedspan.tasks.registry import get_task
+from fedspan.tasks.settings import TaskSettings
 
 if TYPE_CHECKING:
     import datasets
@@ -78,34 +78,38 @@ def evaluate(
     """
     served_from = find_adapter_folder(folder, client)  # cheap mistakes before slow loading
     if data is not None:
-        facts = facts_of(served_from, read_notes(served_from))
+        task_settings = parse_task_settings(served_from, read_notes(served_from))
         columns = {"text": text, "image": image, "label": label, "text_pair": text_pair, "answer": answer}
         source = None if isinstance(data, str | Path) else _load_examples(data)
         rows = _load_labelled(
-            _build_file_config(IN_MEMORY if source else data, facts, columns, roles or {}), facts.task, source
+            _build_file_config(IN_MEMORY if source else data, task_settings, columns, roles or {}),
+            task_settings.task,
+            source,
         )
     else:
         rows = _load_held_out_examples(folder, served_from, run_data)
     served = load_served(folder, client, objects=ModelObjects(model, tokenizer))
     examples = served.task.encode(rows)
-    metrics = served.task.metrics(
+    metrics = served.task.compute_metrics(
         served.compute_predictions(examples, generate=generate), examples, range(len(examples))
     )
     return {**{name: metrics[name] for name in order_metrics(metrics)}, "examples": float(len(examples))}
 
 
 def _build_file_config(
-    data: str | Path, facts: Facts, columns: Mapping[str, str | None], roles: Mapping[str, str]
+    data: str | Path, task_settings: TaskSettings, columns: Mapping[str, str | None], roles: Mapping[str, str]
 ) -> DataConfig:
     named: dict[str, Any] = {option: column for option, column in columns.items() if column is not None}
     named["roles"] = dict(roles)
-    if facts.label_separator is not None:
-        named["label_separator"] = facts.label_separator
-    if get_task(facts.task).is_generative:
-        named = {**named, "prompt": facts.prompt or "{text}"}
+    if task_settings.label_separator is not None:
+        named["label_separator"] = task_settings.label_separator
+    if get_task(task_settings.task).is_generative:
+        named = {**named, "prompt": task_settings.prompt or "{text}"}
         named.pop("label", None)
     try:
-        return DataConfig(train=str(data), labels=list(facts.labels) or None, test_split=None, test_fraction=0, **named)  # pyright: ignore[reportArgumentType]
+        return DataConfig(
+            train=str(data), labels=list(task_settings.labels) or None, test_split=None, test_fraction=0, **named
+        )  # pyright: ignore[reportArgumentType]
     except ValidationError as error:
         mistake = convert_validation_error(error)
         field = "data" if mistake.field in ("config", "train") else mistake.field

@@ -133,17 +133,21 @@ def _find_source(
 def _merge(adapter: Path, out: Path, objects: ModelObjects) -> None:
     # Plain weights, even after quantized training.
     served = load_served(adapter, device="cpu", quantized=False, objects=objects)
-    model, length = served.model, served.facts.max_length
+    model, length = served.model, served.task_settings.max_length
     if isinstance(model, PooledClassifier):
         model.replace_encoder(model.encoder.merge_and_unload())
     else:
         model = model.merge_and_unload()
     save_model(out, model, served.processor, served.notes["base_model"], served.revision, max_length=length)
-    if get_task(served.facts.task).embeds and served.facts.pooling is not None:
-        write_modules(out, served.facts.pooling, model.config.hidden_size, length)
+    if get_task(served.task_settings.task).is_embedding and served.task_settings.pooling is not None:
+        write_modules(out, served.task_settings.pooling, model.config.hidden_size, length)
     shutil.copyfile(served.folder / NOTES, out / NOTES)
     plain = str(served.notes["base_model"]) if is_plain_module(model) else None
-    _rewrite_card(served.folder, out, lambda text: convert_card(text, served.facts.task, served.facts.pooling, plain))
+    _rewrite_card(
+        served.folder,
+        out,
+        lambda text: convert_card(text, served.task_settings.task, served.task_settings.pooling, plain),
+    )
 
 
 def _rewrite_card(source: Path, out: Path, recast: Callable[[str], str]) -> None:

@@ -73,9 +73,9 @@ def harness(
             problem = f"lm-evaluation-harness has no task {task!r}. {suggest_nearest(task, manager.all_tasks)}"
             raise FedspanError("tasks", task, problem=problem)
     served = load_served(folder, client)
-    if not get_task(served.facts.task).is_generative:
+    if not get_task(served.task_settings.task).is_generative:
         raise FedspanError(
-            "tasks", list(tasks), "a run of causal-lm", problem=f"this run's task is {served.facts.task}"
+            "tasks", list(tasks), "a run of causal-lm", problem=f"this run's task is {served.task_settings.task}"
         )
     model = HFLM(pretrained=served.model, tokenizer=served.processor, batch_size=batch_size)  # pyright: ignore
     evaluated: Any = lm_eval.simple_evaluate  # its decorator hides its parameters
@@ -85,8 +85,8 @@ def harness(
             tasks=list(tasks),
             num_fewshot=shots,
             limit=limit,
-            apply_chat_template=served.facts.chat if chat is None else chat,
-            system_instruction=served.facts.system,
+            apply_chat_template=served.task_settings.chat if chat is None else chat,
+            system_instruction=served.task_settings.system,
             task_manager=manager,
             log_samples=False,
             bootstrap_iters=_RESAMPLES,

@@ -59,7 +59,7 @@ def build_aggregation(config: RunConfig, clip: float | None = None) -> Aggregati
 
 
 def build_head_start(config: RunConfig, model: RunModel) -> tuple[HeadStart | None, tuple[str, ...]]:
-    """Return how the run's head starts (None: as loaded), and remarks for the user.
+    """Return how the run's head starts (None: as loaded), and notes for the user.
 
     Raises:
         FedspanError: If the config names a kind of start that the model does not allow.

@@ -23,9 +23,9 @@ from fedspan.models.pooling import DENSE, PooledClassifier, read_output_layer
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.results import is_run, read_report, require_client
 from fedspan.runs.setup import choose_device
-from fedspan.runs.task_setup import facts_of, read_notes
-from fedspan.tasks.facts import Facts
+from fedspan.runs.task_setup import parse_task_settings, read_notes
 from fedspan.tasks.registry import get_task
+from fedspan.tasks.settings import TaskSettings
 from fedspan.tasks.task import Examples, RunTask
 from fedspan.training.batching import split_evaluation_batches
 
@@ -46,7 +46,7 @@ class Served:
     Args:
         folder: Folder of the adapter or the merged model.
         notes: The content of its fedspan.json.
-        facts: The part of the notes that describes the model's task.
+        task_settings: The part of the notes that describes the model's task.
         model: Base and adapter (a ``PeftModel``), or a merged model; in eval mode, on ``device``.
         processor: The model's tokenizer or image processor.
         task: The learning problem, with tokenizer, labels and maximum length.
@@ -56,7 +56,7 @@ class Served:
 
     folder: Path
     notes: dict[str, Any]
-    facts: Facts
+    task_settings: TaskSettings
     model: Any
     processor: Processor
     task: RunTask
@@ -68,7 +68,7 @@ class Served:
         """Compute the predictions, one row per example, float32 on the CPU; if ``generate``, with generated text."""
         rows: dict[int, Tensor] = {}
         for indices in split_evaluation_batches(np.arange(len(examples)), examples.lengths, _BATCH):
-            batch = self.task.batch(examples, indices.tolist(), self.device)
+            batch = self.task.collate(examples, indices.tolist(), self.device)
             made = self.task.predict(self.model, batch, generate=generate).float().cpu()
             rows.update(zip(indices.tolist(), made, strict=True))
         return torch.stack([rows[index] for index in range(len(examples))])
@@ -148,11 +148,11 @@ def load_served(
 
     adapter_path = find_adapter_folder(folder, client)
     notes, target = read_notes(adapter_path), choose_device(device)
-    facts = facts_of(adapter_path, notes)
-    if get_task(facts.task).columns is None:
+    task_settings = parse_task_settings(adapter_path, notes)
+    if get_task(task_settings.task).columns is None:
         problem = "the task of this model was its owners' trainers' own. Load the adapter with PEFT on the same base"
         raise FedspanError("folder", str(adapter_path), problem=problem)
-    definition = get_task(facts.task)
+    definition = get_task(task_settings.task)
     revision: str | None = None
     if (adapter_path / ADAPTER).is_file():
         # PEFT may raise any exception for these files. Errors of the base model are reported separately.
@@ -161,9 +161,9 @@ def load_served(
         except Exception as error:
             raise _build_unreadable_error(adapter_path, error) from error
         if objects is not None and objects.model is not None:
-            loaded = adopt_loaded(objects.model, objects.tokenizer, definition.head, facts.labels, target)
+            loaded = adopt_loaded(objects.model, objects.tokenizer, definition.head, task_settings.labels, target)
         else:
-            loaded = _load_base(notes, facts, revision, target, quantized=quantized)
+            loaded = _load_base(notes, task_settings, revision, target, quantized=quantized)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # caused by PEFT's own calls, not by the user
@@ -174,11 +174,13 @@ def load_served(
         if objects is None or objects.model is None:
             problem = f"the weights of a {notes['base_model']} from Python: pass such a model again as model="
             raise FedspanError("model", None, problem=problem)
-        loaded = adopt_loaded(objects.model, objects.tokenizer, definition.head, facts.labels, target)
+        loaded = adopt_loaded(objects.model, objects.tokenizer, definition.head, task_settings.labels, target)
         model = loaded.model
         read_state_dict(adapter_path, model)
     else:
-        loaded = load_pretrained(str(adapter_path), definition.head, facts.labels, pooling=facts.pooling, device=target)
+        loaded = load_pretrained(
+            str(adapter_path), definition.head, task_settings.labels, pooling=task_settings.pooling, device=target
+        )
         if isinstance(loaded.model, PooledClassifier):
             _load_output_layer(loaded.model, adapter_path)
         elif loaded.new_modules:
@@ -187,25 +189,25 @@ def load_served(
     if objects is not None and objects.tokenizer is not None:
         loaded = replace(loaded, processor=objects.tokenizer)
     processor = definition.get_processor(loaded.processor)
-    task = definition.build(processor, facts, None)
-    return Served(adapter_path, notes, facts, model.eval(), processor, task, target, revision)
+    task = definition.build(processor, task_settings, None)
+    return Served(adapter_path, notes, task_settings, model.eval(), processor, task, target, revision)
 
 
 def _load_base(
-    notes: dict[str, Any], facts: Facts, revision: str | None, device: torch.device, *, quantized: bool
+    notes: dict[str, Any], task_settings: TaskSettings, revision: str | None, device: torch.device, *, quantized: bool
 ) -> Loaded:
     """Load the pretrained model of an adapter by its name."""
     name = str(notes["base_model"])
     try:
         return load_pretrained(
             name,
-            get_task(facts.task).head,
-            facts.labels,
+            get_task(task_settings.task).head,
+            task_settings.labels,
             revision=revision,
-            quantization=facts.quantization if quantized else None,
+            quantization=task_settings.quantization if quantized else None,
             keep=notes["kept"],
-            image_size=facts.image_size,
-            pooling=facts.pooling,
+            image_size=task_settings.image_size,
+            pooling=task_settings.pooling,
             device=device,
         )
     except FedspanError as error:
@@ -282,29 +284,31 @@ def predict(
     served = load_served(folder, client, objects=ModelObjects(model, tokenizer))
     if not texts:
         return []
-    predictions = served.compute_predictions(served.task.encode(_build_rows(served.facts, texts)))
-    definition = get_task(served.facts.task)
-    answer = definition.answer
-    if definition.present is not None:
-        return definition.present(served.task, texts, predictions)
+    predictions = served.compute_predictions(served.task.encode(_build_rows(served.task_settings, texts)))
+    definition = get_task(served.task_settings.task)
+    answer = definition.target_type
+    if definition.postprocess is not None:
+        return definition.postprocess(served.task, texts, predictions)
     if answer == "number":
         return predictions[:, 0].tolist()
-    answers = served.task.answers(predictions)
+    answers = served.task.decode_predictions(predictions)
     if answer != "label":
         return answers
     return list(zip(answers, predictions.softmax(1).amax(1).tolist(), strict=True))
 
 
-def _build_rows(facts: Facts, inputs: Sequence[str | os.PathLike[str] | tuple[str, str]]) -> datasets.Dataset:
+def _build_rows(
+    task_settings: TaskSettings, inputs: Sequence[str | os.PathLike[str] | tuple[str, str]]
+) -> datasets.Dataset:
     """Arrange the inputs in the columns that the task encodes; unknown answers are blank."""
     import datasets
 
-    definition = get_task(facts.task)
-    if definition.arrange is not None:
-        return definition.arrange(facts, inputs)
+    definition = get_task(task_settings.task)
+    if definition.preprocess is not None:
+        return definition.preprocess(task_settings, inputs)
     none: list[list[int]] = [[] for _ in inputs]
     blank = {"label": [0] * len(inputs), "labels": none, "target": [0.0] * len(inputs), "answer": [""] * len(inputs)}
-    if definition.reads_images:
+    if definition.has_image_inputs:
         paths = [None if isinstance(path, tuple) else os.path.expanduser(path) for path in inputs]
         if None in paths:
             raise FedspanError("texts", inputs[paths.index(None)], "paths of images, because this model takes no pairs")
@@ -314,8 +318,8 @@ def _build_rows(facts: Facts, inputs: Sequence[str | os.PathLike[str] | tuple[st
     columns: dict[str, list[Any]] = {"text": [text for text, _ in texts]}
     if any(isinstance(text, tuple) for text in inputs):
         columns["text_pair"] = [pair for _, pair in texts]
-    if facts.prompt is not None:
-        template = parse_template(facts.prompt, "data.prompt")
+    if task_settings.prompt is not None:
+        template = parse_template(task_settings.prompt, "data.prompt")
         if len(template.required) == 1:
             columns["text"] = [template.render({template.required[0]: text}) for text in columns["text"]]
     return datasets.Dataset.from_dict({**columns, **blank})

@@ -108,7 +108,7 @@ def write_card(prepared: Prepared, report: RunReport, command: Sequence[str], *,
     data = ModelCardData(
         base_model=base,
         library_name="peft" if adapter else "transformers",
-        pipeline_tag=config.task_definition.pipeline,
+        pipeline_tag=config.task_definition.pipeline_tag,
         tags=["federated-learning", "fedspan", *(["lora"] if adapter else []), *config.method.title.split("+")],
         model_name=f"{base.rpartition('/')[2]} by {config.method.title}",
         eval_results=_format_results(prepared, report) or None,
@@ -121,7 +121,7 @@ def write_card(prepared: Prepared, report: RunReport, command: Sequence[str], *,
     if is_plain_module(prepared.engine.adapted.model) and config.task_definition.columns is not None:
         parts.append("## Use\n\n" + _describe_plain_use(base, adapter))
     else:
-        parts.append("## Use\n\n" + _use(config.task, base, adapter, pooled=prepared.facts.pooling))
+        parts.append("## Use\n\n" + _use(config.task, base, adapter, pooled=prepared.task_settings.pooling))
     if command:
         parts.append(_write_command(command))
     return "\n".join(parts)
@@ -218,7 +218,7 @@ def _format_results(prepared: Prepared, report: RunReport) -> list[EvalResult]:
     title = "held-out examples" if name is None else get_dataset_entry(name, "data.dataset").title
     return [
         EvalResult(
-            task_type=prepared.config.task_definition.pipeline or prepared.config.task,
+            task_type=prepared.config.task_definition.pipeline_tag or prepared.config.task,
             dataset_type=name or "private",
             dataset_name=title,
             metric_type=metric,
@@ -270,7 +270,7 @@ def _write_pooling_code(base: str, pooling: Pooling) -> str:
 
 
 def _use(task: str, base: str, adapter: bool, *, pooled: Pooling | None = None) -> str:
-    if pooled is not None and get_task(task).embeds:
+    if pooled is not None and get_task(task).is_embedding:
         return _VECTORS
     if pooled is not None and not adapter:
         return _POOLED
@@ -288,7 +288,7 @@ def _use(task: str, base: str, adapter: bool, *, pooled: Pooling | None = None) 
     kind = head.auto_class
     if not adapter:
         return f'```python\nfrom transformers import {kind}\n\nmodel = {kind}.from_pretrained("FOLDER")\n```\n'
-    images = head.reads_images
+    images = head.has_image_inputs
     labels = "num_labels of this adapter" + (" and ignore_mismatched_sizes" if images else "")
     labels = f"  # a classifier: with {labels}" if head.is_new else ""
     merge = ".merge_and_unload()  # some models, as MobileNet, fail with PEFT's wrapped convolutions" if images else ""

@@ -48,9 +48,9 @@ def require_size(config: RunConfig, model: nn.Module, task: RunTask, examples: E
     Raises:
         FedspanError: If it does not. A ViT, for example, has position embeddings for one size.
     """
-    if not config.task_definition.reads_images:
+    if not config.task_definition.has_image_inputs:
         return
-    batch = task.batch(examples, [0], device)
+    batch = task.collate(examples, [0], device)
     try:
         with torch.no_grad():
             task.predict(model, batch)
@@ -255,7 +255,7 @@ def get_pooling(config: RunConfig) -> Pooling | None:
     """
     resolved = resolve_pooling(config)[0].model
     if resolved.pooling in ("auto", "stock"):
-        return Pooling("mean") if config.task_definition.embeds else None
+        return Pooling("mean") if config.task_definition.is_embedding else None
     return Pooling(resolved.pooling, bool(resolved.pooling_normalize))
 
 
@@ -265,11 +265,11 @@ def resolve_pooling(config: RunConfig) -> tuple[RunConfig, str | None]:
     A config without a choice (another task, an architecture, a classifier that was passed from Python) is returned as
     it is.
     """
-    settings, embeds = config.model, config.task_definition.embeds
+    settings, embeds = config.model, config.task_definition.is_embedding
     name = settings.name.removeprefix(FROM_PYTHON)
     if (settings.name != name and not embeds) or get_architecture(name) is not None:
         return config, None
-    if not config.task_definition.pools or settings.pooling == "stock" or settings.pooling_normalize is not None:
+    if not config.task_definition.can_pool or settings.pooling == "stock" or settings.pooling_normalize is not None:
         return config, None
     known = find_pooling(get_source(name), settings.revision)
     normalize, note = known.pooling is not None and known.pooling.normalize, None
@@ -314,7 +314,7 @@ def _build_lora_config(config: RunConfig, modules_to_save: list[str]) -> LoraCon
 
     model = config.model
     return LoraConfig(
-        task_type=None if (kind := config.task_definition.peft) is None else TaskType(kind),
+        task_type=None if (kind := config.task_definition.peft_task_type) is None else TaskType(kind),
         base_model_name_or_path=get_published_name(model.name),
         revision=model.revision,
         target_modules=model.target_modules,

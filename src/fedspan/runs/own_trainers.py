@@ -23,7 +23,7 @@ from fedspan.federation.evaluation import ReportedEvaluator
 from fedspan.models.head import find_untrained_head
 from fedspan.runs.model_setup import RunModel, adapt_model, adopt_adapter
 from fedspan.runs.setup import Prepared, RunTrainer, build_simulated_federation, require_private_model
-from fedspan.runs.task_setup import collect_facts
+from fedspan.runs.task_setup import collect_task_settings
 from fedspan.tasks.trainer import TrainerExamples, TrainerTask
 from fedspan.training.stages import Stages
 from fedspan.training.trainers.local import LocalTrainer
@@ -262,21 +262,23 @@ class TrainerRuns:
                 owners, model = _adapt_models(config, self._trainers, restore)
             require_private_model(config, model.adapted)
             metric = config.evaluation.metric or config.task_definition.metric_names[0]
-            facts = collect_facts(config, tuple(config.data.labels or ()), config.model.max_length, None)
+            task_settings = collect_task_settings(
+                config, tuple(config.data.labels or ()), config.model.max_length, None
+            )
             task, settings = TrainerTask(metric), config.build_training_settings(key)
             metric_needed = config.evaluation.metric
             engine = TrainerEngine(owners, task, settings, config.seed, stages, metric_needed, self._processes)
             method = config.build_method(replace(model.adapted.spec, clients=len(owners)))
             train = TrainerExamples(parts.examples)
             federation = build_simulated_federation(
-                config, RunTrainer(model, facts, task, engine, method), parts, train, key
+                config, RunTrainer(model, task_settings, task, engine, method), parts, train, key
             )
             evaluator = ReportedEvaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
             self._restore = restore.pop_all()
         return Prepared(
             config,
             (),
-            facts,
+            task_settings,
             parts,
             task,
             engine,

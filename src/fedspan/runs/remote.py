@@ -33,7 +33,7 @@ from fedspan.runs.model_setup import build_model
 from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.session import load_partition
 from fedspan.runs.setup import Prepared, choose_device, compute_max_length, prepare, require_private_model
-from fedspan.runs.task_setup import collect_facts
+from fedspan.runs.task_setup import collect_task_settings
 from fedspan.training.stages import Stages
 from fedspan.transports.in_process import simulate
 
@@ -84,10 +84,10 @@ def prepare_server(config: RunConfig, key: bytes | None = None, stages: Stages |
     with stages.stage("model"):
         model = build_model(config, labels, choose_device(config.device))
     require_private_model(config, model.adapted)
-    facts = collect_facts(
+    task_settings = collect_task_settings(
         config, labels, compute_max_length(config, model.processor, model.adapted.model), model.pooling
     )
-    task = config.task_definition.build(model.processor, facts, config.data)
+    task = config.task_definition.build(model.processor, task_settings, config.data)
     method = config.wrap_method(build_method(config, model.adapted.spec))
     engine = make_engine(config, model.adapted, task, config.build_training_settings(key), stages)
     head, notes = build_head_start(config, model)
@@ -95,7 +95,7 @@ def prepare_server(config: RunConfig, key: bytes | None = None, stages: Stages |
     federation = simulate(method, engine, {}, no_data, config.build_round_settings(key))
     evaluator = Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
     return Prepared(
-        config, labels, facts, None, task, engine, federation, evaluator, no_data, None, (), model, notes, head
+        config, labels, task_settings, None, task, engine, federation, evaluator, no_data, None, (), model, notes, head
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from fedspan.config import RunConfig
 from fedspan.federation.evaluation import ClientScores, count_trimmed_clients
-from fedspan.tasks.metrics import rank_of
+from fedspan.tasks.metrics import compute_score
 
 __all__ = ["Best", "ClientLoss", "Gain", "Selection", "compute_gain", "has_stalled", "rate_round"]
 
@@ -151,7 +151,7 @@ def rate_round(metric: str, number: int, validation: Mapping[str, float] | None)
     """
     if validation is None:
         return Best(float(number), 0.0, number)
-    return Best(_to_finite(rank_of(metric, validation)), _to_finite(rank_of("loss", validation)), number)
+    return Best(_to_finite(compute_score(metric, validation)), _to_finite(compute_score("loss", validation)), number)
 
 
 def compute_gain(start: Mapping[str, ClientLoss], scores: ClientScores) -> Gain | None:

@@ -220,7 +220,7 @@ class _Session:
                 result, diagnosis = federation.run_round(progress, report_loss, on_charge=announce), None
             else:
                 result, diagnosis = self.diagnostics.run_round(progress, report_loss, announce)
-            for note in (describe_refusal(self.prepared.config, engine), federation.get_remark()):
+            for note in (describe_refusal(self.prepared.config, engine), federation.get_note()):
                 if number == first and note is not None:
                     self.listener.on_note(note)
             row = self._build_row(result) | ({} if diagnosis is None else {"diagnostics": diagnosis})

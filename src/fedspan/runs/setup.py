@@ -29,10 +29,10 @@ from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scali
 from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.head_setup import build_aggregation, build_head_start
 from fedspan.runs.model_setup import ModelObjects, RunModel, build_model, require_size
-from fedspan.runs.task_setup import collect_facts
+from fedspan.runs.task_setup import collect_task_settings
 from fedspan.tasks.encoding import EncodedText
-from fedspan.tasks.facts import Facts
 from fedspan.tasks.images import EncodedImages
+from fedspan.tasks.settings import TaskSettings
 from fedspan.tasks.task import Examples, RunTask
 from fedspan.training.engine import Engine
 from fedspan.training.stages import Stages
@@ -63,7 +63,7 @@ class Prepared:
     Args:
         config: The config that the run was built from.
         labels: Label names by index; for a language model, those of the data's column of labels, if any.
-        facts: Facts about the task that the model needs.
+        task_settings: Settings of the task that the model needs.
         partition: The training examples of each client; None: the examples are on remote nodes.
         task: The learning problem.
         engine: The engine, with the model on its device.
@@ -73,14 +73,14 @@ class Prepared:
         test: Encoded held-out examples, or None.
         test_names: Display names of the held-out examples.
         model: The model that the engine trains, with the data that its export needs.
-        remarks: Notes for the user about the examples (truncated answers).
+        notes: Notes for the user about the examples (truncated answers).
         head: How the head starts; None: as loaded.
         base_digest: Returns the digest of the frozen weights, which no config names; None: the config names the model.
     """
 
     config: RunConfig
     labels: tuple[str, ...]
-    facts: Facts
+    task_settings: TaskSettings
     partition: Partition | None
     task: RunTask
     engine: Engine
@@ -90,7 +90,7 @@ class Prepared:
     test: Examples | None
     test_names: tuple[str, ...]
     model: RunModel
-    remarks: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     head: HeadStart | None = None
     base_digest: Callable[[], str] | None = None
 
@@ -163,7 +163,7 @@ def prepare(
         raise FedspanError("evaluation.metric", "f1", expected)
     trainer = build_trainer(config, data.labels, len(parts.clients), device, key, stages, objects.model)
     built, task, engine = trainer.model, trainer.task, trainer.engine
-    facts = replace(trainer.facts, label_separator=data.label_separator)
+    task_settings = replace(trainer.task_settings, label_separator=data.label_separator)
     with stages.stage("model"):
         head, notes = build_head_start(config, built)
     with stages.stage("encoding"):
@@ -174,7 +174,7 @@ def prepare(
     return Prepared(
         config=config,
         labels=data.labels,
-        facts=facts,
+        task_settings=task_settings,
         partition=parts,
         task=task,
         engine=engine,
@@ -184,10 +184,10 @@ def prepare(
         test=test,
         test_names=() if data.test is None else _get_names(data.test),
         model=built,
-        remarks=(
-            *data.remarks,
+        notes=(
+            *data.notes,
             *describe_shared(data.train, parts, config.data, config.partition.partitioner == "natural"),
-            *task.remarks(train),
+            *task.describe_examples(train),
             *notes,
         ),
         head=head,
@@ -200,14 +200,14 @@ class RunTrainer:
 
     Args:
         model: The model that the engine trains.
-        facts: Facts about the task that the model needs.
+        task_settings: Settings of the task that the model needs.
         task: The learning problem.
         engine: The engine.
         method: The method, without the run's wrappers.
     """
 
     model: RunModel
-    facts: Facts
+    task_settings: TaskSettings
     task: RunTask
     engine: Engine
     method: RegisteredMethod
@@ -243,11 +243,13 @@ def build_trainer(
         built = build_model(config, labels, device, objects, targets)
     adapted = built.adapted
     require_private_model(config, adapted)
-    facts = collect_facts(config, labels, compute_max_length(config, built.processor, adapted.model), built.pooling)
-    task = config.task_definition.build(built.processor, facts, config.data)
+    task_settings = collect_task_settings(
+        config, labels, compute_max_length(config, built.processor, adapted.model), built.pooling
+    )
+    task = config.task_definition.build(built.processor, task_settings, config.data)
     method = config.build_method(replace(adapted.spec, clients=clients))
     engine = make_engine(config, adapted, task, config.build_training_settings(key), stages)
-    return RunTrainer(built, facts, task, engine, method)
+    return RunTrainer(built, task_settings, task, engine, method)
 
 
 def build_simulated_federation(
@@ -272,7 +274,7 @@ def build_simulated_federation(
         config.wrap_method(trainer.method),
         trainer.engine,
         clients,
-        _flip_labels(train, clients, conditions, len(trainer.facts.labels)),
+        _flip_labels(train, clients, conditions, len(trainer.task_settings.labels)),
         config.build_round_settings(key),
         config.build_simulation_rules(),
         build_aggregation(config),

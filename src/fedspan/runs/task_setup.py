@@ -1,4 +1,4 @@
-"""The facts that a trained model needs about its task: collected from a run, written, and read from its notes."""
+"""The settings of a task that a trained model needs: collected from a run, and read from the model's fedspan.json."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from fedspan.config.validation_errors import convert_validation_error
 from fedspan.errors import FedspanError
 from fedspan.models.export import NOTES
 from fedspan.models.pooling import Pooling
-from fedspan.tasks.causal import sees_across
-from fedspan.tasks.facts import Facts
+from fedspan.tasks.causal import can_attend_across_examples
 from fedspan.tasks.registry import get_task
+from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["collect_facts", "facts_of", "read_notes", "require_packing"]
+__all__ = ["collect_task_settings", "parse_task_settings", "read_notes", "require_packing"]
 
 
-def collect_facts(config: RunConfig, labels: tuple[str, ...], max_length: int, pooling: Pooling | None) -> Facts:
-    """Collect the facts of a run.
+def collect_task_settings(
+    config: RunConfig, labels: tuple[str, ...], max_length: int, pooling: Pooling | None
+) -> TaskSettings:
+    """Collect the settings of a run's task.
 
     Args:
         config: Config of the run.
@@ -34,7 +36,7 @@ def collect_facts(config: RunConfig, labels: tuple[str, ...], max_length: int, p
         pooling: Pooling of the model's texts (``model_setup.get_pooling``).
     """
     data, evaluation, task = config.data, config.evaluation, get_task(config.task)
-    return Facts(
+    return TaskSettings(
         task=config.task,
         labels=labels if task.has_labels else (),
         max_length=max_length,
@@ -58,17 +60,17 @@ def require_packing(config: RunConfig, model: nn.Module, device: torch.device) -
     Raises:
         FedspanError: If it does not. OPT, for example, builds its attention mask without regard to positions.
     """
-    if get_task(config.task).is_generative and config.data.packing and sees_across(model, device):
+    if get_task(config.task).is_generative and config.data.packing and can_attend_across_examples(model, device):
         kind = type(model).__name__
         raise FedspanError(
             "data.packing", True, "false", problem=f"the attention of {kind} does not separate packed examples"
         )
 
 
-_FACTS = {field.name for field in dataclasses.fields(Facts)}
+_FIELDS = {field.name for field in dataclasses.fields(TaskSettings)}
 
 
-_NOTED = {*_FACTS, "base_model", "client", "kept"} - {"options", "label_separator"}  # added later
+_REQUIRED = {*_FIELDS, "base_model", "client", "kept"} - {"options", "label_separator"}  # added later
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
@@ -84,9 +86,9 @@ def read_notes(folder: Path) -> dict[str, Any]:
         raise FedspanError(
             str(path), str(error), problem=f"the file does not hold what fedspan wrote beside the model ({error})"
         ) from None
-    if not isinstance(notes, dict) or not set(notes) >= _NOTED:
+    if not isinstance(notes, dict) or not set(notes) >= _REQUIRED:
         fields = sorted(notes) if isinstance(notes, dict) else notes
-        raise FedspanError(str(path), fields, f"an object with {', '.join(sorted(_NOTED))}")
+        raise FedspanError(str(path), fields, f"an object with {', '.join(sorted(_REQUIRED))}")
     round_number = notes["kept"]
     wrong = {
         "base_model": not isinstance(notes["base_model"], str) or not notes["base_model"],
@@ -99,34 +101,40 @@ def read_notes(folder: Path) -> dict[str, Any]:
     return notes
 
 
-def facts_of(folder: Path, notes: dict[str, Any]) -> Facts:
-    """Extract the facts about the model's task from the notes.
+def parse_task_settings(folder: Path, notes: dict[str, Any]) -> TaskSettings:
+    """Parse the settings of a model's task.
+
+    Args:
+        folder: Folder of the model.
+        notes: Content of its fedspan.json.
 
     Raises:
         FedspanError: If a value is one that no run can have.
     """
     path = folder / NOTES
     try:
-        facts = TypeAdapter(Facts).validate_python({name: notes[name] for name in _FACTS if name in notes})
+        task_settings = TypeAdapter(TaskSettings).validate_python(
+            {name: notes[name] for name in _FIELDS if name in notes}
+        )
     except ValidationError as error:
         raise convert_validation_error(error, str(path)) from None
     try:
-        re.compile(facts.answer_pattern or "")
+        re.compile(task_settings.answer_pattern or "")
         pattern = True
     except (re.error, OverflowError, RecursionError):
         pattern = False
-    task = get_task(facts.task, f"{path}.task")
-    task.parse_options(facts.options, f"{path}.options")
+    task = get_task(task_settings.task, f"{path}.task")
+    task.parse_options(task_settings.options, f"{path}.options")
     right = {
-        "labels": not task.has_labels or len(set(facts.labels)) == len(facts.labels) >= 2,
-        "max_length": facts.max_length >= 1,
-        "max_new_tokens": facts.max_new_tokens >= 1,
-        "metric": facts.metric in task.metric_names,
+        "labels": not task.has_labels or len(set(task_settings.labels)) == len(task_settings.labels) >= 2,
+        "max_length": task_settings.max_length >= 1,
+        "max_new_tokens": task_settings.max_new_tokens >= 1,
+        "metric": task_settings.metric in task.metric_names,
         "answer_pattern": pattern,
-        "label_separator": facts.label_separator != "",
-        "image_size": facts.image_size is None or facts.image_size >= 1,
+        "label_separator": task_settings.label_separator != "",
+        "image_size": task_settings.image_size is None or task_settings.image_size >= 1,
     }
     for name, is_right in right.items():
         if not is_right:
             raise FedspanError(f"{path}.{name}", notes[name], problem="the file was changed after fedspan wrote it")
-    return facts
+    return task_settings

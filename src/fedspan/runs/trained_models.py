@@ -66,7 +66,7 @@ def write_model(
     """
     adapted = prepared.engine.adapted
     notes = {
-        **asdict(prepared.facts),
+        **asdict(prepared.task_settings),
         "method": prepared.config.method.title,
         "round": round,
         "base_model": prepared.config.model.name.removeprefix(FROM_PYTHON),
@@ -85,6 +85,8 @@ def write_model(
             write_state_dict(folder, merge_weights(adapted, job, base))
         if built.processor is not None:
             built.processor.save_pretrained(str(folder))
-    if prepared.config.task_definition.embeds and prepared.facts.pooling is not None:
+    if prepared.config.task_definition.is_embedding and prepared.task_settings.pooling is not None:
         model: Any = adapted.model
-        write_modules(folder, prepared.facts.pooling, model.config.hidden_size, prepared.facts.max_length)
+        write_modules(
+            folder, prepared.task_settings.pooling, model.config.hidden_size, prepared.task_settings.max_length
+        )

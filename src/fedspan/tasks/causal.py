@@ -21,19 +21,19 @@ from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
-from fedspan.tasks.answers import answers_agree
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.encoding import Ragged, require_processor
-from fedspan.tasks.losses import means, widen
-from fedspan.tasks.prompts import Prompt, cut, render, tokenise
+from fedspan.tasks.exact_match import is_exact_match
+from fedspan.tasks.losses import average_by_client, upcast
+from fedspan.tasks.prompts import Prompt, render_chat, tokenise, truncate
 
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
-    from fedspan.tasks.facts import Facts
+    from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["CAUSAL_LM", "CausalLM", "EncodedPrompts", "Generation", "sees_across"]
+__all__ = ["CAUSAL_LM", "CausalLM", "EncodedPrompts", "GenerationOptions", "can_attend_across_examples"]
 
 _IGNORED = -100
 _ANSWERS = "answer_tokens"
@@ -43,7 +43,7 @@ _SUMS = 3  # columns of a prediction: loss, tokens, correct tokens; generated id
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationOptions:
     """Options for generating and comparing answers.
 
     Args:
@@ -56,7 +56,7 @@ class Generation:
     pattern: str | None = None
 
 
-_DEFAULT = Generation()
+_DEFAULT = GenerationOptions()
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,16 @@ class EncodedPrompts:
         starts: Index where each answer begins, int64, (examples,).
         answers: Full text of each answer.
         lengths: Number of tokens of each example, int64, (examples,).
-        cut_prompts: Number of prompts that lost their beginning.
-        cut_answers: Number of answers that lost their end.
+        truncated_prompts: Number of prompts that lost their beginning.
+        truncated_answers: Number of answers that lost their end.
     """
 
     ids: Sequence[list[int]]
     starts: np.ndarray
     answers: tuple[str, ...]
     lengths: np.ndarray
-    cut_prompts: int
-    cut_answers: int
+    truncated_prompts: int
+    truncated_answers: int
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -107,7 +107,7 @@ class CausalLM:
         system: str | None = None,
         refuse_long: bool = False,
         packing: bool = False,
-        generation: Generation = _DEFAULT,
+        generation: GenerationOptions = _DEFAULT,
         metric: str = "loss",
     ) -> None:
         self.tokenizer = tokenizer
@@ -133,23 +133,28 @@ class CausalLM:
             self._rows(selected.select(range(start, min(start + _CHUNK, len(selected)))), start)
             for start in range(0, max(1, len(selected)), _CHUNK)
         ]
-        ids, starts, answers, cut_prompts, cut_answers = zip(*parts, strict=True)
+        ids, starts, answers, truncated_prompts, truncated_answers = zip(*parts, strict=True)
         joined = Ragged.join(ids)
         return EncodedPrompts(
-            joined, np.concatenate(starts), (*chain(*answers),), joined.lengths, sum(cut_prompts), sum(cut_answers)
+            joined,
+            np.concatenate(starts),
+            (*chain(*answers),),
+            joined.lengths,
+            sum(truncated_prompts),
+            sum(truncated_answers),
         )
 
     def _rows(self, rows: datasets.Dataset, first: int) -> tuple[Ragged, np.ndarray, list[str], int, int]:
         """Encode rows, given the first one's number in its data set: ids, starts, answers and numbers of cuts."""
-        prompts = [Prompt.of(row) for row in rows]  # pyright: ignore[reportArgumentType]
+        prompts = [Prompt.from_row(row) for row in rows]  # pyright: ignore[reportArgumentType]
         texts = [(prompt.text, prompt.answer) for prompt in prompts]
         if self.chat:
-            texts = [render(self.tokenizer, prompt, self.system) for prompt in prompts]
+            texts = [render_chat(self.tokenizer, prompt, self.system) for prompt in prompts]
         prompt_ids = tokenise(self.tokenizer, [text for text, _ in texts], special=not self.chat)
         learnt = tokenise(self.tokenizer, [answer for _, answer in texts], special=False)
         ids: list[list[int]] = []
         starts: list[int] = []
-        cut_prompts = cut_answers = 0
+        truncated_prompts = truncated_answers = 0
         for row, (prompt, answer) in enumerate(zip(prompt_ids, learnt, strict=True), first):
             prompt, answer = prompt or [self._start], self._append_end(answer)
             if self.refuse_long and len(answer) >= self.max_length:
@@ -158,12 +163,17 @@ class CausalLM:
                 )
                 cure = "a larger model.max_length, or data.long_answers: cut"
                 raise FedspanError("model.max_length", self.max_length, cure, problem=problem)
-            cut_prompt, cut_answer = cut(prompt, answer, self.max_length, prompt[0] in self.tokenizer.all_special_ids)
-            cut_prompts, cut_answers = cut_prompts + (cut_prompt != prompt), cut_answers + (cut_answer != answer)
+            cut_prompt, cut_answer = truncate(
+                prompt, answer, self.max_length, prompt[0] in self.tokenizer.all_special_ids
+            )
+            truncated_prompts, truncated_answers = (
+                truncated_prompts + (cut_prompt != prompt),
+                truncated_answers + (cut_answer != answer),
+            )
             ids.append([*cut_prompt, *cut_answer])
             starts.append(len(cut_prompt))
         answers = [prompt.answer for prompt in prompts]
-        return Ragged(ids), np.array(starts, dtype=np.int64), answers, cut_prompts, cut_answers
+        return Ragged(ids), np.array(starts, dtype=np.int64), answers, truncated_prompts, truncated_answers
 
     @property
     def _start(self) -> int:
@@ -176,7 +186,7 @@ class CausalLM:
         end = self.tokenizer.eos_token_id
         return [*answer, end] if isinstance(end, int) and end not in answer else answer
 
-    def batch(self, examples: EncodedPrompts, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    def collate(self, examples: EncodedPrompts, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate ``input_ids`` and ``labels`` (the answers' ids, -100 elsewhere), (B, T), and ``attention_mask``.
 
         With packing: one row, (1, sum of T), with ``position_ids`` that restart at every example, and no mask.
@@ -201,16 +211,16 @@ class CausalLM:
         }
         return _complete(batch, device)
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean negative log-likelihood of the batch's answer tokens, in float32 or better."""
         logits_SV, targets_S, _ = self._answer_logits(model, batch)
         return F.cross_entropy(logits_SV, targets_S)
 
-    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
+    def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the mean negative log-likelihood of the answer tokens of each client's examples, (C,)."""
         logits_SV, targets_S, numbers_S = self._answer_logits(model, batch)
         losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none")
-        return means(losses_S, mask_CB[:, numbers_S])
+        return average_by_client(losses_S, mask_CB[:, numbers_S])
 
     def _answer_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits (S, V) of a batch's S answer tokens, these tokens, and their examples' numbers, (S,)."""
@@ -224,7 +234,7 @@ class CausalLM:
         # A mask as index would make the host wait for a GPU, which alone knows how many tokens it selects.
         places = torch.nonzero_static((labels_BT != _IGNORED).flatten(), size=int(batch[_ANSWERS].sum()))[:, 0]
         logits_SV = logits_BTV[:, :-1].flatten(0, 1).index_select(0, places)
-        return widen(logits_SV), labels_BT.flatten()[places], numbers_BT.flatten()[places]
+        return upcast(logits_SV), labels_BT.flatten()[places], numbers_BT.flatten()[places]
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Return each example's sum of negative log-likelihood over its answer, answer tokens, and correct tokens.
@@ -275,7 +285,9 @@ class CausalLM:
         is_prompt = is_prompt & batch["attention_mask"].bool()
         return [row[own].tolist() for row, own in zip(ids, is_prompt, strict=True)]
 
-    def metrics(self, predictions: Tensor, examples: EncodedPrompts, indices: Sequence[int]) -> dict[str, float]:
+    def compute_metrics(
+        self, predictions: Tensor, examples: EncodedPrompts, indices: Sequence[int]
+    ) -> dict[str, float]:
         """Compute ``loss`` (mean over answer tokens), ``perplexity``, ``token_accuracy``, generated ``exact_match``."""
         loss, tokens, right = predictions[:, :_SUMS].double().sum(0).tolist()
         scores = {
@@ -284,28 +296,31 @@ class CausalLM:
             "token_accuracy": right / tokens,
         }
         if predictions.shape[1] > _SUMS:
-            pairs = zip(self.answers(predictions), self.truths(examples, indices), strict=True)
-            scores["exact_match"] = float(np.mean([answers_agree(*pair, self.generation.pattern) for pair in pairs]))
+            pairs = zip(self.decode_predictions(predictions), self.decode_targets(examples, indices), strict=True)
+            scores["exact_match"] = float(np.mean([is_exact_match(*pair, self.generation.pattern) for pair in pairs]))
         return scores
 
-    def remarks(self, examples: EncodedPrompts) -> tuple[str, ...]:
+    def describe_examples(self, examples: EncodedPrompts) -> tuple[str, ...]:
         """Report how many prompts and answers were cut."""
-        cuts = {"prompts lost their beginning": examples.cut_prompts, "answers lost their end": examples.cut_answers}
+        cuts = {
+            "prompts lost their beginning": examples.truncated_prompts,
+            "answers lost their end": examples.truncated_answers,
+        }
         limit = f"model.max_length is {self.max_length} tokens"
         return tuple(f"{count} of {len(examples)} {effect}: {limit}" for effect, count in cuts.items() if count)
 
-    def answers(self, predictions: Tensor) -> list[str]:
+    def decode_predictions(self, predictions: Tensor) -> list[str]:
         """Return the generated texts."""
         rows = [[int(id) for id in row if id >= 0] for row in predictions[:, _SUMS:].tolist()]
         return [str(text).strip() for text in self.tokenizer.batch_decode(rows, skip_special_tokens=True)]
 
-    def truths(self, examples: EncodedPrompts, indices: Sequence[int]) -> list[str]:
+    def decode_targets(self, examples: EncodedPrompts, indices: Sequence[int]) -> list[str]:
         """Return the answers as in the data."""
         return [examples.answers[index].strip() for index in indices]
 
 
 @torch.no_grad()
-def sees_across(model: nn.Module, device: torch.device) -> bool:
+def can_attend_across_examples(model: nn.Module, device: torch.device) -> bool:
     """Check whether a packed example's logits depend on the example before it; the model must not be packed then."""
     logits: list[Tensor] = []
     for first in (5, 6):
@@ -347,16 +362,16 @@ def _require(config: DataConfig, field: str) -> list[tuple[str, ...]]:
     return groups if config.label is None else [*groups, (config.label,)]
 
 
-def _build(tokenizer: PreTrainedTokenizerBase, facts: Facts, data: DataConfig | None) -> CausalLM:
+def _build(tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: DataConfig | None) -> CausalLM:
     return CausalLM(
         tokenizer,
-        facts.max_length,
-        chat=facts.chat,
-        system=facts.system,
+        settings.max_length,
+        chat=settings.chat,
+        system=settings.system,
         refuse_long=data is not None and data.long_answers == "refuse",
         packing=data is not None and data.packing,
-        generation=Generation(facts.max_new_tokens, facts.answer_pattern),
-        metric=facts.metric,
+        generation=GenerationOptions(settings.max_new_tokens, settings.answer_pattern),
+        metric=settings.metric,
     )
 
 
@@ -369,14 +384,14 @@ CAUSAL_LM = TaskDefinition(
     title="an answer to a prompt (instruction tuning)",
     head="language-model",
     build=_build,
-    answer="text",
+    target_type="text",
     metrics=("loss", "perplexity", "token_accuracy"),
-    columns=TaskColumns(read=_read, require=_require, label=lambda config: config.label),
+    columns=TaskColumns(read=_read, get_required_columns=_require, get_label_column=lambda config: config.label),
     is_generative=True,
-    peft="CAUSAL_LM",
+    peft_task_type="CAUSAL_LM",
     default_model=("Qwen/Qwen2.5-0.5B", "all-linear"),
     lr=2e-4,
     summary_metrics=("perplexity", "exact_match"),
-    pipeline="text-generation",
+    pipeline_tag="text-generation",
     make_examples=_make_examples,
 )

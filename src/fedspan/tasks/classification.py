@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from fedspan.data.columns import LABELLED_TEXTS
 from fedspan.data.config import DataConfig
 from fedspan.tasks.definition import TaskDefinition
-from fedspan.tasks.encoding import EncodedText, Ragged, collate, encode_texts, full_length
-from fedspan.tasks.labelling import OFFSETS, TARGETS, Labelling
+from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, describe_truncation, encode_texts
+from fedspan.tasks.single_label import OFFSETS, TARGETS, SingleLabelClassification
 
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
-    from fedspan.tasks.facts import Facts
+    from fedspan.tasks.settings import TaskSettings
 
 __all__ = ["SEQUENCE_CLASSIFICATION", "SequenceClassification"]
 
 
-class SequenceClassification(Labelling):
+class SequenceClassification(SingleLabelClassification):
     """Prediction of one label for a text or a pair of texts, with any Hugging Face sequence classifier.
 
     Args:
@@ -46,21 +46,23 @@ class SequenceClassification(Labelling):
         labels = np.array(dataset.with_format("numpy")["label"][:], dtype=np.int64)
         return encode_texts(self.tokenizer, dataset, self.max_length, labels)
 
-    def batch(self, examples: EncodedText, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    def collate(self, examples: EncodedText, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate examples, padded to the longest of them, with ``attention_mask`` and ``labels``."""
-        return collate(self.tokenizer, examples, indices, device)
+        return collate_texts(self.tokenizer, examples, indices, device)
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Compute the logits, (examples, labels)."""
         return model(**{key: value for key, value in batch.items() if key not in ("labels", OFFSETS, TARGETS)}).logits
 
-    def remarks(self, examples: EncodedText) -> tuple[str, ...]:
+    def describe_examples(self, examples: EncodedText) -> tuple[str, ...]:
         """Report how many texts fill the maximal length, and so may have been cut."""
-        return full_length(examples, self.max_length)
+        return describe_truncation(examples, self.max_length)
 
 
-def _build(tokenizer: PreTrainedTokenizerBase, facts: Facts, data: DataConfig | None) -> SequenceClassification:
-    return SequenceClassification(tokenizer, facts.labels, facts.max_length, facts.metric)
+def _build(
+    tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: DataConfig | None
+) -> SequenceClassification:
+    return SequenceClassification(tokenizer, settings.labels, settings.max_length, settings.metric)
 
 
 def _make_examples(ids: Ragged, classes: np.ndarray) -> EncodedText:
@@ -72,14 +74,14 @@ SEQUENCE_CLASSIFICATION = TaskDefinition(
     title="a label for a text or a pair",
     head="classification",
     build=_build,
-    answer="label",
+    target_type="label",
     metrics=("accuracy", "macro_f1", "f1", "matthews", "loss"),
     columns=LABELLED_TEXTS,
-    pools=True,
-    peft="SEQ_CLS",
+    can_pool=True,
+    peft_task_type="SEQ_CLS",
     default_model=("builtin:all-minilm-l6-v2", "[query, value]"),
     lr=3e-3,
     summary_metrics=("macro_f1",),
-    pipeline="text-classification",
+    pipeline_tag="text-classification",
     make_examples=_make_examples,
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedspan.tasks.losses import means
+from fedspan.tasks.losses import average_by_client
 
 __all__ = ["EmbeddingLoss", "compute_contrastive", "compute_cosent", "compute_cosine_error", "rank_negatives"]
 
@@ -41,7 +41,7 @@ def rank_negatives(anchors_BH: Tensor, documents: Sequence[Tensor], mask_CB: Ten
     # An example of no client counts with itself alone: its loss is unused, and has to be finite.
     is_own_BB = _find_shared(mask_CB) | (places_B == places_B[:, None])
     logits_BD = logits_BD.masked_fill(~is_own_BB.repeat(1, len(documents)), -torch.inf)
-    return means(F.cross_entropy(logits_BD, places_B, reduction="none"), mask_CB)
+    return average_by_client(F.cross_entropy(logits_BD, places_B, reduction="none"), mask_CB)
 
 
 def compute_cosent(cosines_B: Tensor, scores_B: Tensor, mask_CB: Tensor, scale: float) -> Tensor:
@@ -73,7 +73,7 @@ def compute_cosine_error(cosines_B: Tensor, scores_B: Tensor, mask_CB: Tensor) -
         scores_B: Score of each pair, from -1 to 1.
         mask_CB: 1 where an example belongs to a client, else 0.
     """
-    return means((cosines_B - scores_B).square(), mask_CB)
+    return average_by_client((cosines_B - scores_B).square(), mask_CB)
 
 
 def compute_contrastive(cosines_B: Tensor, labels_B: Tensor, mask_CB: Tensor, margin: float) -> Tensor:
@@ -90,7 +90,7 @@ def compute_contrastive(cosines_B: Tensor, labels_B: Tensor, mask_CB: Tensor, ma
     """
     distances_B = 1 - cosines_B
     values_B = labels_B * distances_B.square() + (1 - labels_B) * F.relu(margin - distances_B).square()
-    return means(0.5 * values_B, mask_CB)
+    return average_by_client(0.5 * values_B, mask_CB)
 
 
 def _find_shared(mask_CB: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["EncodedText", "Ragged", "collate", "encode_texts", "full_length", "require_processor"]
+__all__ = ["EncodedText", "Ragged", "collate_texts", "describe_truncation", "encode_texts", "require_processor"]
 
 
 class Ragged(Sequence[list[int]]):
@@ -128,7 +128,7 @@ def require_processor(processor: object, inputs: str) -> None:
         raise FedspanError("task", None, problem=problem + advice)
 
 
-def collate(
+def collate_texts(
     tokenizer: PreTrainedTokenizerBase, examples: EncodedText, indices: Sequence[int], device: torch.device
 ) -> dict[str, Tensor]:
     """Collate examples, padded on the right to the longest of them, with ``attention_mask`` and ``labels``."""
@@ -141,8 +141,8 @@ def collate(
     return {key: to_device(value, device) for key, value in batch.items()}
 
 
-def full_length(examples: EncodedText, max_length: int) -> tuple[str, ...]:
-    """Return the remark on texts that fill the maximal length: most of them were longer."""
+def describe_truncation(examples: EncodedText, max_length: int) -> tuple[str, ...]:
+    """Return a note for the user if texts fill the maximum length; most of these were longer."""
     count = int((examples.lengths >= max_length).sum())
     if not count:
         return ()

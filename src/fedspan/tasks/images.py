@@ -22,13 +22,13 @@ from fedspan.data.config import DataConfig
 from fedspan.errors import FedspanError
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.encoding import require_processor
-from fedspan.tasks.labelling import Labelling
+from fedspan.tasks.single_label import SingleLabelClassification
 
 if TYPE_CHECKING:
     import datasets
     import PIL.Image
 
-    from fedspan.tasks.facts import Facts
+    from fedspan.tasks.settings import TaskSettings
 
 __all__ = ["IMAGE_CLASSIFICATION", "EncodedImages", "ImageClassification"]
 
@@ -53,7 +53,7 @@ class EncodedImages:
         return len(self.labels)
 
 
-class ImageClassification(Labelling):
+class ImageClassification(SingleLabelClassification):
     """Prediction of one label for an image, with any Hugging Face image classifier.
 
     Args:
@@ -113,7 +113,7 @@ class ImageClassification(Labelling):
             self._std, pixels.device
         )
 
-    def batch(self, examples: EncodedImages, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    def collate(self, examples: EncodedImages, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate ``pixel_values``, (batch, 3, H, W), as the model's processor computes them, and ``labels``."""
         rows = list(indices)
         scaled = self._scale_pixels(to_device(torch.from_numpy(examples.pixels[rows]), device))
@@ -129,8 +129,8 @@ class ImageClassification(Labelling):
         with _large_enough(batch) if model.training else nullcontext():
             return model(pixel_values=pixels.to(getattr(model, "dtype", pixels.dtype))).logits
 
-    def remarks(self, examples: EncodedImages) -> tuple[str, ...]:
-        """Return no remarks: no image is cut."""
+    def describe_examples(self, examples: EncodedImages) -> tuple[str, ...]:
+        """Return no notes: no image is cut."""
         return ()
 
 
@@ -172,8 +172,8 @@ def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
     return ReadColumns({"image": reader.read_images(config.image)}, {config.image, label}, reader.read_classes(label))
 
 
-def _build(processor: Any, facts: Facts, data: DataConfig | None) -> ImageClassification:
-    return ImageClassification(processor, facts.labels, facts.metric)
+def _build(processor: Any, settings: TaskSettings, data: DataConfig | None) -> ImageClassification:
+    return ImageClassification(processor, settings.labels, settings.metric)
 
 
 IMAGE_CLASSIFICATION = TaskDefinition(
@@ -181,16 +181,16 @@ IMAGE_CLASSIFICATION = TaskDefinition(
     title="a label for an image",
     head="image-classification",
     build=_build,
-    answer="label",
+    target_type="label",
     metrics=("accuracy", "macro_f1", "f1", "matthews", "loss"),
     columns=TaskColumns(
         read=_read,
-        require=lambda config, field: [(config.image,), (config.label or "label",)],
-        example=lambda config: config.image,
-        joined=lambda config: (),
+        get_required_columns=lambda config, field: [(config.image,), (config.label or "label",)],
+        get_example_column=lambda config: config.image,
+        get_joined_columns=lambda config: (),
     ),
     default_model=("google/vit-base-patch16-224-in21k", "[q_proj, v_proj]"),
     lr=1e-3,
     summary_metrics=("macro_f1",),
-    pipeline="image-classification",
+    pipeline_tag="image-classification",
 )

@@ -1,19 +1,19 @@
-"""Means over parts of a batch, and the number format of losses."""
+"""Mean losses of clients that share a batch, and the number format of losses."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["means", "widen"]
+__all__ = ["average_by_client", "upcast"]
 
 
-def widen(values: Tensor) -> Tensor:
+def upcast(values: Tensor) -> Tensor:
     """Convert to float32 or better."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def means(values_B: Tensor, mask_CB: Tensor) -> Tensor:
+def average_by_client(values_B: Tensor, mask_CB: Tensor) -> Tensor:
     """Compute the mean over each client's examples, (C,).
 
     This is a product with a matrix of zeros and ones, not an indexed sum, which adds in no fixed order on a GPU.

@@ -28,8 +28,8 @@ from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.errors import FedspanError
 from fedspan.tasks.definition import TaskDefinition
-from fedspan.tasks.encoding import EncodedText, collate, encode_texts, full_length, require_processor
-from fedspan.tasks.losses import widen
+from fedspan.tasks.encoding import EncodedText, collate_texts, describe_truncation, encode_texts, require_processor
+from fedspan.tasks.losses import upcast
 from fedspan.tasks.metrics import Metric
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
-    from fedspan.tasks.facts import Facts
+    from fedspan.tasks.settings import TaskSettings
 
 __all__ = ["MASKED_LM", "MaskedLanguageModel", "MaskedOptions", "MaskedTexts"]
 
@@ -119,14 +119,14 @@ class MaskedLanguageModel:
                     raise FedspanError("texts", dataset["text"][row], f"texts with {self.tokenizer.mask_token}")
         return examples
 
-    def batch(self, examples: MaskedTexts, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    def collate(self, examples: MaskedTexts, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate texts with the masks of evaluation, which depend on a text's tokens only.
 
         ``labels`` are the tokens' own ids where they are predicted, else -100, (B, T).
         """
         return self._collate(examples, indices, device, [None] * len(indices))
 
-    def draw_batch(
+    def collate_for_training(
         self, examples: MaskedTexts, indices: Sequence[int], device: torch.device, keys: Sequence[Sequence[int | str]]
     ) -> dict[str, Tensor]:
         """Collate texts with the masks of training.
@@ -150,7 +150,7 @@ class MaskedLanguageModel:
         device: torch.device,
         generators: Sequence[Generator | None],
     ) -> dict[str, Tensor]:
-        batch = collate(self.tokenizer, examples.text, indices, torch.device("cpu"))
+        batch = collate_texts(self.tokenizer, examples.text, indices, torch.device("cpu"))
         ids_BT = batch["input_ids"].numpy()
         labels_BT, counts_B = np.full(ids_BT.shape, _IGNORED, np.int64), np.zeros(len(indices), np.int64)
         for row, (index, generator) in enumerate(zip(indices, generators, strict=True)):
@@ -185,12 +185,12 @@ class MaskedLanguageModel:
         others = torch.randint(len(self.tokenizer), (count,), generator=generator).numpy()
         return places, np.where(kinds < _MASK, mask, np.where(kinds < _RANDOM, others, ids[places]))
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean cross-entropy of the batch's predicted tokens, in float32 or better."""
         losses_S, _, _ = self._measure(model, batch)
         return losses_S.sum() / max(1, len(losses_S))
 
-    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
+    def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the mean cross-entropy of the predicted tokens of each client's texts, (C,)."""
         losses_S, _, places_S = self._measure(model, batch)
         mask_CS = mask_CB.to(losses_S)[:, places_S // batch["input_ids"].shape[1]]
@@ -203,7 +203,7 @@ class MaskedLanguageModel:
         # A mask as index would make the host wait for a GPU, which alone knows how many tokens it selects.
         predicted = (batch["labels"] != _IGNORED).flatten()
         places_S = torch.nonzero_static(predicted, size=int(batch[_COUNTS].sum()))[:, 0]
-        logits_SV = widen(logits_BTV.flatten(0, 1).index_select(0, places_S))
+        logits_SV = upcast(logits_BTV.flatten(0, 1).index_select(0, places_S))
         targets_S = batch["labels"].flatten()[places_S]
         return F.cross_entropy(logits_SV, targets_S, reduction="none"), logits_SV, places_S
 
@@ -224,7 +224,7 @@ class MaskedLanguageModel:
         ids[rows_S, numbers_S] = guesses_S.float()
         return torch.cat([sums, ids], 1)
 
-    def metrics(self, predictions: Tensor, examples: MaskedTexts, indices: Sequence[int]) -> dict[str, float]:
+    def compute_metrics(self, predictions: Tensor, examples: MaskedTexts, indices: Sequence[int]) -> dict[str, float]:
         """Compute ``loss`` over all predicted tokens, its exponential, and the share of tokens that are right.
 
         ``pseudo_perplexity`` is that of these masks. Salazar et al. (ACL 2020, arXiv:1910.14659) mask each token of a
@@ -238,16 +238,16 @@ class MaskedLanguageModel:
             "masked_accuracy": right / max(1, tokens),
         }
 
-    def remarks(self, examples: MaskedTexts) -> tuple[str, ...]:
+    def describe_examples(self, examples: MaskedTexts) -> tuple[str, ...]:
         """Report how many texts fill the maximal length, and so may have been cut."""
-        return full_length(examples.text, self.max_length)
+        return describe_truncation(examples.text, self.max_length)
 
-    def answers(self, predictions: Tensor) -> list[str]:
+    def decode_predictions(self, predictions: Tensor) -> list[str]:
         """Return the predicted tokens of each text, joined with spaces."""
         rows = predictions[:, _SUMS:].long().tolist()
         return [self._join([id for id in row if id >= 0]) for row in rows]
 
-    def truths(self, examples: MaskedTexts, indices: Sequence[int]) -> list[str]:
+    def decode_targets(self, examples: MaskedTexts, indices: Sequence[int]) -> list[str]:
         """Return the tokens behind the masks of evaluation of each text, joined with spaces."""
         rows = [np.array(examples.text.encodings["input_ids"][index], np.int64) for index in indices]
         return [self._join(ids[self._mask(ids, None, examples.is_given)[0]].tolist()) for ids in rows]
@@ -261,13 +261,13 @@ def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
     return ReadColumns({"text": texts}, {config.text})
 
 
-def _build(tokenizer: PreTrainedTokenizerBase, facts: Facts, data: DataConfig | None) -> MaskedLanguageModel:
-    options: MaskedOptions = MASKED_LM.parse_options(facts.options)
-    return MaskedLanguageModel(tokenizer, facts.max_length, facts.metric, options.mask_share)
+def _build(tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: DataConfig | None) -> MaskedLanguageModel:
+    options: MaskedOptions = MASKED_LM.parse_options(settings.options)
+    return MaskedLanguageModel(tokenizer, settings.max_length, settings.metric, options.mask_share)
 
 
-def _arrange(facts: Facts, inputs: Sequence[Any]) -> datasets.Dataset:
-    """Arrange texts whose masks are to be filled."""
+def _preprocess(settings: TaskSettings, inputs: Sequence[Any]) -> datasets.Dataset:
+    """Convert texts with masks to rows."""
     import datasets
 
     pair = next((text for text in inputs if not isinstance(text, str)), None)
@@ -282,19 +282,19 @@ MASKED_LM = TaskDefinition(
     head="masked-language-model",
     build=_build,
     metrics=("loss", "pseudo_perplexity", "masked_accuracy"),
-    own_metrics={
-        "pseudo_perplexity": Metric("pseudo-perplexity", False, least=1.0, most=1e15),
-        "masked_accuracy": Metric("masked token accuracy", True, percent=True),
+    custom_metrics={
+        "pseudo_perplexity": Metric("pseudo-perplexity", False, minimum=1.0, maximum=1e15),
+        "masked_accuracy": Metric("masked token accuracy", True, is_percentage=True),
     },
     columns=TaskColumns(
         read=_read,
-        require=lambda config, field: [(config.text,)],
-        joined=lambda config: (config.text,),
-        label=lambda config: None,
+        get_required_columns=lambda config, field: [(config.text,)],
+        get_joined_columns=lambda config: (config.text,),
+        get_label_column=lambda config: None,
     ),
     options=MaskedOptions,
     lr=1e-3,
     summary_metrics=("pseudo_perplexity", "masked_accuracy"),
-    pipeline="fill-mask",
-    arrange=_arrange,
+    pipeline_tag="fill-mask",
+    preprocess=_preprocess,
 )

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from fedspan.errors import FedspanError
 
-__all__ = ["METRICS", "Metric", "drop_undefined", "order_metrics", "rank_of", "register_metrics"]
+__all__ = ["METRICS", "Metric", "compute_score", "drop_undefined", "order_metrics", "register_metrics"]
 
 
 @dataclass(frozen=True)
@@ -18,26 +18,26 @@ class Metric:
 
     Args:
         title: Name in tables.
-        higher: Whether higher is better.
-        percent: Whether it is a share, shown in percent.
-        least: Smallest possible value.
-        most: Largest possible value; of metrics without a bound, far above any that a trained model has.
+        greater_is_better: Whether a greater value is better.
+        is_percentage: Whether the metric is a share, shown in percent.
+        minimum: Smallest possible value.
+        maximum: Largest possible value; for metrics without an upper bound, far above any value of a trained model.
     """
 
     title: str
-    higher: bool
-    percent: bool = False
-    least: float = 0.0
-    most: float = 1.0
+    greater_is_better: bool
+    is_percentage: bool = False
+    minimum: float = 0.0
+    maximum: float = 1.0
 
     @property
-    def bounded(self) -> bool:
+    def is_bounded(self) -> bool:
         """Whether the metric itself has an upper bound."""
-        return self.most < _UNBOUNDED
+        return self.maximum < _UNBOUNDED
 
-    def accepts(self, value: float) -> bool:
-        """Check whether a value is possible, but for rounding; NaN is not."""
-        return self.least - _ROUNDING <= value <= self.most + _ROUNDING
+    def is_possible(self, value: float) -> bool:
+        """Check whether a value is within the bounds, up to rounding; NaN is not."""
+        return self.minimum - _ROUNDING <= value <= self.maximum + _ROUNDING
 
 
 _UNBOUNDED = 1e15
@@ -45,16 +45,16 @@ _ROUNDING = 1e-6
 
 
 _metrics: dict[str, Metric] = {
-    "accuracy": Metric("accuracy", True, percent=True),
-    "macro_f1": Metric("macro-F1", True, percent=True),
-    "f1": Metric("F1", True, percent=True),
-    "matthews": Metric("Matthews", True, least=-1.0),
-    "pearson": Metric("Pearson", True, least=-1.0),
-    "spearman": Metric("Spearman", True, least=-1.0),
-    "exact_match": Metric("exact match", True, percent=True),
-    "token_accuracy": Metric("token accuracy", True, percent=True),
-    "perplexity": Metric("perplexity", False, least=1.0, most=_UNBOUNDED),
-    "loss": Metric("loss", False, most=_UNBOUNDED),
+    "accuracy": Metric("accuracy", True, is_percentage=True),
+    "macro_f1": Metric("macro-F1", True, is_percentage=True),
+    "f1": Metric("F1", True, is_percentage=True),
+    "matthews": Metric("Matthews", True, minimum=-1.0),
+    "pearson": Metric("Pearson", True, minimum=-1.0),
+    "spearman": Metric("Spearman", True, minimum=-1.0),
+    "exact_match": Metric("exact match", True, is_percentage=True),
+    "token_accuracy": Metric("token accuracy", True, is_percentage=True),
+    "perplexity": Metric("perplexity", False, minimum=1.0, maximum=_UNBOUNDED),
+    "loss": Metric("loss", False, maximum=_UNBOUNDED),
 }
 METRICS: Mapping[str, Metric] = MappingProxyType(_metrics)
 """Metrics by name, in the order of tables."""
@@ -82,14 +82,14 @@ def drop_undefined(values: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
-def rank_of(metric: str, values: Mapping[str, float]) -> float:
-    """Return a number that is larger if the metric is better; the smallest one if the metric has no value."""
+def compute_score(metric: str, values: Mapping[str, float]) -> float:
+    """Compute a score, which is greater if the metric is better, and minus infinity if the metric has no value."""
     if metric not in values:
         return -math.inf
-    return values[metric] if METRICS[metric].higher else -values[metric]
+    return values[metric] if METRICS[metric].greater_is_better else -values[metric]
 
 
 def order_metrics(names: Iterable[str]) -> list[str]:
     """Return the names that are metrics, in the order of tables."""
-    there = set(names)
-    return [name for name in METRICS if name in there]
+    selected = set(names)
+    return [name for name in METRICS if name in selected]

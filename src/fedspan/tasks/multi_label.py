@@ -24,15 +24,15 @@ from fedspan.data.config import DataConfig
 from fedspan.data.label_lists import find_separator
 from fedspan.data.names import get_arrow_column, is_list
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
-from fedspan.tasks.encoding import EncodedText, Ragged, collate, encode_texts, full_length
-from fedspan.tasks.losses import means, widen
+from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, describe_truncation, encode_texts
+from fedspan.tasks.losses import average_by_client, upcast
 from fedspan.tasks.metrics import Metric
 
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
-    from fedspan.tasks.facts import Facts
+    from fedspan.tasks.settings import TaskSettings
 
 __all__ = ["MULTI_LABEL_CLASSIFICATION", "LabelledTexts", "MultiLabelClassification", "MultiLabelOptions"]
 
@@ -106,10 +106,10 @@ class MultiLabelClassification:
         labels = Ragged(cast("list[list[int]]", dataset["labels"][:]))
         return LabelledTexts(encode_texts(self.tokenizer, dataset, self.max_length, np.arange(len(labels))), labels)
 
-    def batch(self, examples: LabelledTexts, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    def collate(self, examples: LabelledTexts, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate examples, padded to the longest of them; ``labels`` are 0 or 1 in float32, (B, K)."""
         labels_BK = torch.from_numpy(self._mark(examples, indices)).float()
-        return {**collate(self.tokenizer, examples.text, indices, device), "labels": to_device(labels_BK, device)}
+        return {**collate_texts(self.tokenizer, examples.text, indices, device), "labels": to_device(labels_BK, device)}
 
     def _mark(self, examples: LabelledTexts, indices: Sequence[int]) -> np.ndarray:
         """Return 1 where an example has a label, else 0; uint8, (examples, K)."""
@@ -118,17 +118,17 @@ class MultiLabelClassification:
             marks[row, examples.labels[index]] = 1
         return marks
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean binary cross-entropy over examples and labels, in float32 or better."""
         return self._compute_losses(model, batch).mean()
 
-    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
+    def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the mean binary cross-entropy of each client's examples, (C,)."""
-        return means(self._compute_losses(model, batch), mask_CB)
+        return average_by_client(self._compute_losses(model, batch), mask_CB)
 
     def _compute_losses(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the binary cross-entropy of each example, (B,): the mean over its labels."""
-        logits_BK = widen(self.predict(model, batch))
+        logits_BK = upcast(self.predict(model, batch))
         labels_BK = batch["labels"].to(logits_BK)
         return F.binary_cross_entropy_with_logits(logits_BK, labels_BK, reduction="none").mean(1)
 
@@ -136,7 +136,7 @@ class MultiLabelClassification:
         """Compute the logits, (B, K)."""
         return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
 
-    def metrics(self, predictions: Tensor, examples: LabelledTexts, indices: Sequence[int]) -> dict[str, float]:
+    def compute_metrics(self, predictions: Tensor, examples: LabelledTexts, indices: Sequence[int]) -> dict[str, float]:
         """Compute ``loss``, ``micro_f1``, ``macro_f1`` and ``subset_accuracy``, as scikit-learn does.
 
         Macro-F1 is the mean over all labels of the model; it is 0 of a label that is neither predicted nor true.
@@ -159,22 +159,22 @@ class MultiLabelClassification:
         """Return which labels are predicted, bool, (B, K)."""
         return predictions.float().sigmoid() > self.threshold
 
-    def remarks(self, examples: LabelledTexts) -> tuple[str, ...]:
+    def describe_examples(self, examples: LabelledTexts) -> tuple[str, ...]:
         """Report how many texts fill the maximal length, and so may have been cut."""
-        return full_length(examples.text, self.max_length)
+        return describe_truncation(examples.text, self.max_length)
 
-    def answers(self, predictions: Tensor) -> list[str]:
+    def decode_predictions(self, predictions: Tensor) -> list[str]:
         """Return the predicted labels of each example, joined with commas; an empty text if there are none."""
         return [self._join(row) for row in self._decide(predictions).tolist()]
 
-    def truths(self, examples: LabelledTexts, indices: Sequence[int]) -> list[str]:
-        """Return the true labels of each example, in the form of ``answers``."""
+    def decode_targets(self, examples: LabelledTexts, indices: Sequence[int]) -> list[str]:
+        """Return the true labels of each example, in the form of ``decode_predictions``."""
         return [self._join(row) for row in self._mark(examples, indices).tolist()]
 
     def _join(self, decisions: Sequence[int]) -> str:
         return ", ".join(label for label, decision in zip(self.labels, decisions, strict=True) if decision)
 
-    def present(self, predictions: Tensor) -> list[list[tuple[str, float]]]:
+    def postprocess(self, predictions: Tensor) -> list[list[tuple[str, float]]]:
         """Return the labels above the threshold of each example with their probabilities, the highest first."""
         rows = predictions.float().sigmoid().tolist()
         pairs = [sorted(zip(self.labels, row, strict=True), key=lambda pair: -pair[1]) for row in rows]
@@ -201,12 +201,14 @@ def _require(config: DataConfig, field: str) -> list[tuple[str, ...]]:
     return [(column,) for column in (config.text, config.text_pair, *labels) if column is not None]
 
 
-def _build(tokenizer: PreTrainedTokenizerBase, facts: Facts, data: DataConfig | None) -> MultiLabelClassification:
-    options: MultiLabelOptions = MULTI_LABEL_CLASSIFICATION.parse_options(facts.options)
-    return MultiLabelClassification(tokenizer, facts.labels, facts.max_length, facts.metric, options.threshold)
+def _build(
+    tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: DataConfig | None
+) -> MultiLabelClassification:
+    options: MultiLabelOptions = MULTI_LABEL_CLASSIFICATION.parse_options(settings.options)
+    return MultiLabelClassification(tokenizer, settings.labels, settings.max_length, settings.metric, options.threshold)
 
 
-def _infer(sample: datasets.Dataset, options: Mapping[str, str | None]) -> InferredColumns | None:
+def _infer_columns(sample: datasets.Dataset, options: Mapping[str, str | None]) -> InferredColumns | None:
     """Find a column of lists of labels, or of texts with separated labels, and a column of texts."""
     if options["label"]:
         names = [options["label"]]
@@ -267,10 +269,10 @@ def _holds_label_lists(sample: datasets.Dataset, name: str) -> bool:
     return 2 <= labels <= min(_MAX_LABELS, len(values) / 3) and labels < combinations
 
 
-def _present(
+def _postprocess(
     task: MultiLabelClassification, inputs: Sequence[Any], predictions: Tensor
 ) -> list[list[tuple[str, float]]]:
-    return task.present(predictions)
+    return task.postprocess(predictions)
 
 
 def _make_examples(ids: Ragged, classes: np.ndarray) -> LabelledTexts:
@@ -283,21 +285,23 @@ MULTI_LABEL_CLASSIFICATION = TaskDefinition(
     title="any number of labels for a text or a pair",
     head="multi-label",
     build=_build,
-    answer="labels",
+    target_type="labels",
     metrics=("micro_f1", "macro_f1", "subset_accuracy", "loss"),
-    own_metrics={
-        "micro_f1": Metric("micro-F1", True, percent=True),
-        "subset_accuracy": Metric("subset accuracy", True, percent=True),
+    custom_metrics={
+        "micro_f1": Metric("micro-F1", True, is_percentage=True),
+        "subset_accuracy": Metric("subset accuracy", True, is_percentage=True),
     },
-    columns=TaskColumns(read=_read, require=_require, label=lambda config: None, is_multi_label=True),
-    pools=True,
-    peft="SEQ_CLS",
+    columns=TaskColumns(
+        read=_read, get_required_columns=_require, get_label_column=lambda config: None, is_multi_label=True
+    ),
+    can_pool=True,
+    peft_task_type="SEQ_CLS",
     options=MultiLabelOptions,
     default_model=("builtin:all-minilm-l6-v2", "[query, value]"),
     lr=3e-3,
     summary_metrics=("macro_f1",),
-    pipeline="text-classification",
-    infer=_infer,
-    present=_present,
+    pipeline_tag="text-classification",
+    infer_columns=_infer_columns,
+    postprocess=_postprocess,
     make_examples=_make_examples,
 )

@@ -1,4 +1,4 @@
-"""Conversion of a prompt and its answer to token ids: by chat template or as plain text, cut to a length.
+"""Conversion of a prompt and its answer to token ids: by chat template or as plain text, truncated to a length.
 
 Prompt and answer are tokenised separately, so that the border between given and learnt text lies between two tokens,
 and generation continues from exactly the ids seen in training.
@@ -18,7 +18,7 @@ from fedspan.errors import FedspanError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Prompt", "cut", "render", "tokenise"]
+__all__ = ["Prompt", "render_chat", "tokenise", "truncate"]
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Prompt:
     history: tuple[dict[str, str], ...] = ()
 
     @classmethod
-    def of(cls, row: Mapping[str, str]) -> Prompt:
+    def from_row(cls, row: Mapping[str, str]) -> Prompt:
         """Read a row with ``text``, ``answer`` and optionally ``history`` (JSON)."""
         return cls(row["text"], row["answer"], tuple(json.loads(row.get("history") or "[]")))
 
 
-def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str | None) -> tuple[str, str]:
+def render_chat(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str | None) -> tuple[str, str]:
     """Render prompt and answer with the model's chat template.
 
     Args:
@@ -84,11 +84,11 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, specia
     return rows
 
 
-def cut(prompt: list[int], answer: list[int], length: int, keep_first: bool) -> tuple[list[int], list[int]]:
-    """Cut prompt and answer to at most ``length`` ids together.
+def truncate(prompt: list[int], answer: list[int], length: int, keep_first: bool) -> tuple[list[int], list[int]]:
+    """Truncate prompt and answer to at most ``length`` ids together.
 
-    The prompt is cut first: it loses its beginning (the answer follows its end), down to a quarter of the length. An
-    answer that still does not fit then loses its end.
+    The prompt is truncated first: it loses its beginning (the answer follows its end), down to a quarter of the length.
+    An answer that still does not fit then loses its end.
 
     Args:
         prompt: Ids of the prompt, at least one.

@@ -55,7 +55,7 @@ def register_task(definition: TaskDefinition) -> None:
     """Register a task of your own in this process, for configs, comparisons and plans.
 
     Args:
-        definition: The task; its ``own_metrics`` become metrics of reports and tables.
+        definition: The task; its ``custom_metrics`` become metrics of reports and tables.
 
     Raises:
         FedspanError: If it is no definition, its name is invalid or belongs to a task of fedspan or of an installed
@@ -76,11 +76,11 @@ def _register(definition: TaskDefinition, *, is_installed: bool = False) -> None
     if not isinstance(definition.head, Head) and definition.head not in HEADS:
         expected = f"a fedspan.models.heads.Head, or one of {', '.join(HEADS)}"
         raise FedspanError("task", definition.head, expected, problem=f"{name} has an unknown head")
-    unknown = [metric for metric in definition.metrics if metric not in {**METRICS, **definition.own_metrics}]
+    unknown = [metric for metric in definition.metrics if metric not in {**METRICS, **definition.custom_metrics}]
     if unknown:
-        problem = f"{name} names the metric {unknown[0]!r}, which is neither in own_metrics nor known. "
+        problem = f"{name} names the metric {unknown[0]!r}, which is neither in custom_metrics nor known. "
         raise FedspanError("task", unknown[0], problem=problem + suggest_nearest(unknown[0], METRICS))
-    register_metrics(definition.own_metrics)
+    register_metrics(definition.custom_metrics)
     _tasks[name] = definition
     if is_installed:
         _installed[name] = definition

@@ -15,15 +15,15 @@ from torch.nn import functional as F
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns, read_text_columns
 from fedspan.data.config import DataConfig
 from fedspan.tasks.definition import TaskDefinition
-from fedspan.tasks.encoding import EncodedText, Ragged, collate, encode_texts, full_length
-from fedspan.tasks.losses import means, widen
+from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, describe_truncation, encode_texts
+from fedspan.tasks.losses import average_by_client, upcast
 from fedspan.tasks.metrics import drop_undefined
 
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
-    from fedspan.tasks.facts import Facts
+    from fedspan.tasks.settings import TaskSettings
 
 __all__ = ["REGRESSION", "Regression"]
 
@@ -49,25 +49,25 @@ class Regression:
         targets = np.array(dataset["target"], dtype=np.float32)
         return encode_texts(self.tokenizer, dataset, self.max_length, targets)
 
-    def batch(self, examples: EncodedText, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    def collate(self, examples: EncodedText, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate examples, padded to the longest of them, with ``attention_mask`` and ``labels`` (float32)."""
-        return collate(self.tokenizer, examples, indices, device)
+        return collate_texts(self.tokenizer, examples, indices, device)
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean squared error, in float32 or better."""
-        values_B = widen(self.predict(model, batch))[:, 0]
+        values_B = upcast(self.predict(model, batch))[:, 0]
         return F.mse_loss(values_B, batch["labels"].to(values_B))
 
-    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
+    def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the mean squared error of each client's examples, (C,)."""
-        values_B = widen(self.predict(model, batch))[:, 0]
-        return means((values_B - batch["labels"].to(values_B)).square(), mask_CB)
+        values_B = upcast(self.predict(model, batch))[:, 0]
+        return average_by_client((values_B - batch["labels"].to(values_B)).square(), mask_CB)
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Predict the numbers, (examples, 1)."""
         return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
 
-    def metrics(self, predictions: Tensor, examples: EncodedText, indices: Sequence[int]) -> dict[str, float]:
+    def compute_metrics(self, predictions: Tensor, examples: EncodedText, indices: Sequence[int]) -> dict[str, float]:
         """Compute ``loss`` (mean squared error), ``pearson``, ``spearman``.
 
         The correlations are left out where undefined: with one example, or if all numbers are equal.
@@ -83,15 +83,15 @@ class Regression:
                 pearson, spearman = float(pearsonr(guess, truth)[0]), float(spearmanr(guess, truth)[0])  # pyright: ignore
         return drop_undefined({"loss": float(np.mean((guess - truth) ** 2)), "pearson": pearson, "spearman": spearman})
 
-    def remarks(self, examples: EncodedText) -> tuple[str, ...]:
+    def describe_examples(self, examples: EncodedText) -> tuple[str, ...]:
         """Report how many texts fill the maximal length, and so may have been cut."""
-        return full_length(examples, self.max_length)
+        return describe_truncation(examples, self.max_length)
 
-    def answers(self, predictions: Tensor) -> list[str]:
+    def decode_predictions(self, predictions: Tensor) -> list[str]:
         """Format each predicted number with three decimal places."""
         return [f"{value:.3f}" for value in predictions[:, 0].tolist()]
 
-    def truths(self, examples: EncodedText, indices: Sequence[int]) -> list[str]:
+    def decode_targets(self, examples: EncodedText, indices: Sequence[int]) -> list[str]:
         """Return the true number of each example."""
         return [f"{value:.3f}" for value in examples.labels[list(indices)].tolist()]
 
@@ -101,8 +101,8 @@ def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
     return ReadColumns({**columns, "target": reader.read_numbers(config.label or "label")}, used)
 
 
-def _build(tokenizer: PreTrainedTokenizerBase, facts: Facts, data: DataConfig | None) -> Regression:
-    return Regression(tokenizer, facts.max_length, facts.metric)
+def _build(tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: DataConfig | None) -> Regression:
+    return Regression(tokenizer, settings.max_length, settings.metric)
 
 
 def _make_examples(ids: Ragged, classes: np.ndarray) -> EncodedText:
@@ -114,14 +114,14 @@ REGRESSION = TaskDefinition(
     title="a number for a text or a pair",
     head="regression",
     build=_build,
-    answer="number",
+    target_type="number",
     metrics=("pearson", "spearman", "loss"),
-    columns=TaskColumns(read=_read, is_number=True),
-    pools=True,
-    peft="SEQ_CLS",
+    columns=TaskColumns(read=_read, has_numeric_labels=True),
+    can_pool=True,
+    peft_task_type="SEQ_CLS",
     default_model=("builtin:all-minilm-l6-v2", "[query, value]"),
     lr=3e-3,
     summary_metrics=("pearson", "spearman"),
-    pipeline="text-classification",
+    pipeline_tag="text-classification",
     make_examples=_make_examples,
 )

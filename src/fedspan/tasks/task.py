@@ -29,16 +29,16 @@ class Examples(Protocol):
 class Task(Protocol):
     """Interface that an engine expects of a kind of learning problem; stateless apart from constructor arguments."""
 
-    def batch(self, examples: Any, indices: Sequence[int], device: torch.device) -> Mapping[str, Tensor]:
+    def collate(self, examples: Any, indices: Sequence[int], device: torch.device) -> Mapping[str, Tensor]:
         """Collate some examples into a batch."""
         ...
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean loss over the batch's examples, a scalar."""
         ...
 
-    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
-        """Compute ``loss`` for several clients' examples that share a batch, (C,), each over its own examples.
+    def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
+        """Compute ``compute_loss`` of each client whose examples share a batch, over its own examples, (C,).
 
         Args:
             model: The model.
@@ -52,13 +52,13 @@ class Task(Protocol):
         """Predict one row per example (logits, values); with ``generate``, causal models also generate an answer."""
         ...
 
-    def metrics(self, predictions: Tensor, examples: Any, indices: Sequence[int]) -> dict[str, float]:
+    def compute_metrics(self, predictions: Tensor, examples: Any, indices: Sequence[int]) -> dict[str, float]:
         """Compute ``loss`` and the task's other metrics over the given examples; undefined values are left out."""
         ...
 
 
 class RunTask(Task, Protocol):
-    """Further interface that a run expects: conversion of rows to examples, and of predictions to readable answers."""
+    """Further interface that a run expects: conversion of rows to examples, and of predictions to readable texts."""
 
     @property
     def metric(self) -> str:
@@ -69,14 +69,14 @@ class RunTask(Task, Protocol):
         """Encode a data set as the task's own kind of ``Examples``."""
         ...
 
-    def remarks(self, examples: Any) -> tuple[str, ...]:
-        """Return remarks for the user on encoded examples, one sentence each, such as what was cut."""
+    def describe_examples(self, examples: Any) -> tuple[str, ...]:
+        """Return notes on encoded examples for the user, one sentence each, such as how many were truncated."""
         ...
 
-    def answers(self, predictions: Tensor) -> list[str]:
-        """Convert predictions (with generated text) to readable answers: a label, a number, a text."""
+    def decode_predictions(self, predictions: Tensor) -> list[str]:
+        """Convert predictions (with generated text) to readable texts: a label, a number, an answer."""
         ...
 
-    def truths(self, examples: Any, indices: Sequence[int]) -> list[str]:
-        """Return the correct answers, in the form of ``answers``."""
+    def decode_targets(self, examples: Any, indices: Sequence[int]) -> list[str]:
+        """Return the true targets of examples as texts, in the form of ``decode_predictions``."""
         ...

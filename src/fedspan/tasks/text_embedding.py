@@ -31,8 +31,8 @@ from fedspan.tasks.embedding_losses import (
     compute_cosine_error,
     rank_negatives,
 )
-from fedspan.tasks.encoding import EncodedText, collate, encode_texts, full_length
-from fedspan.tasks.losses import widen
+from fedspan.tasks.encoding import EncodedText, collate_texts, describe_truncation, encode_texts
+from fedspan.tasks.losses import upcast
 from fedspan.tasks.metrics import Metric, drop_undefined
 from fedspan.tasks.retrieval import measure_retrieval
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
-    from fedspan.tasks.facts import Facts
+    from fedspan.tasks.settings import TaskSettings
 
 __all__ = ["TEXT_EMBEDDING", "EmbeddingOptions", "EncodedTuples", "TextEmbedding", "split_vectors"]
 
@@ -102,7 +102,7 @@ class TextEmbedding:
         metric: Metric by which rounds are compared.
     """
 
-    several_passes = True
+    has_several_passes = True
     """Whether a batch takes several passes of the model, for which states that belong to one pass are not cached."""
 
     def __init__(
@@ -120,7 +120,7 @@ class TextEmbedding:
         self.metric = metric
 
     @property
-    def compares_examples(self) -> bool:
+    def has_batch_dependent_loss(self) -> bool:
         """Whether the loss of an example depends on others in its batch, as far as the options tell."""
         return self.options.loss not in ("cosine-similarity", "contrastive")
 
@@ -158,7 +158,7 @@ class TextEmbedding:
             expected = "scores from -1 to 1, which the cosines are compared with (cosent takes any scale)"
             raise FedspanError("data.label", wrong, expected)
 
-    def batch(self, examples: EncodedTuples, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    def collate(self, examples: EncodedTuples, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate examples: the tokenizer's outputs for the texts of each role, and ``scores`` if there are any.
 
         Texts are padded to the longest of their role. The name of a role comes before that of an output:
@@ -166,7 +166,7 @@ class TextEmbedding:
         """
         batch: dict[str, Tensor] = {}
         for role, text in examples.texts.items():
-            own = collate(self.tokenizer, text, indices, device)
+            own = collate_texts(self.tokenizer, text, indices, device)
             batch |= {f"{role}.{key}": value for key, value in own.items() if key != "labels"}
         if examples.scores is not None:
             batch[_SCORES] = to_device(torch.from_numpy(examples.scores[list(indices)]), device)
@@ -183,14 +183,14 @@ class TextEmbedding:
                 vectors.append(self.pooling(hidden_BTH, inputs["attention_mask"]))
         return vectors
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the loss of a batch, in float32 or better."""
-        vectors = [widen(vectors_BH) for vectors_BH in self.embed(model, batch)]
+        vectors = [upcast(vectors_BH) for vectors_BH in self.embed(model, batch)]
         return self._compute_losses(vectors, batch.get(_SCORES), vectors[0].new_ones(1, len(vectors[0])))[0]
 
-    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
+    def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the loss of each client over its own examples alone, (C,)."""
-        vectors = [widen(vectors_BH) for vectors_BH in self.embed(model, batch)]
+        vectors = [upcast(vectors_BH) for vectors_BH in self.embed(model, batch)]
         return self._compute_losses(vectors, batch.get(_SCORES), mask_CB.to(vectors[0]))
 
     def _compute_losses(self, vectors: Sequence[Tensor], scores_B: Tensor | None, mask_CB: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ class TextEmbedding:
         vectors = self.embed(model, batch)
         return torch.cat([vectors[0].new_full((len(vectors[0]), 1), len(vectors)), *vectors], 1)
 
-    def metrics(self, predictions: Tensor, examples: EncodedTuples, indices: Sequence[int]) -> dict[str, float]:
+    def compute_metrics(self, predictions: Tensor, examples: EncodedTuples, indices: Sequence[int]) -> dict[str, float]:
         """Compute ``loss``, and ``spearman`` of scored pairs, or ``recall_at_10`` and ``ndcg_at_10`` of others.
 
         Losses that compare examples are means over blocks of 64 examples in the order of ``indices``. Recall and nDCG
@@ -243,20 +243,20 @@ class TextEmbedding:
         cosines = F.cosine_similarity(vectors[0].double(), vectors[1].double()).numpy()
         return drop_undefined({"loss": loss, "spearman": _correlate(cosines, scores_B.numpy())})
 
-    def remarks(self, examples: EncodedTuples) -> tuple[str, ...]:
+    def describe_examples(self, examples: EncodedTuples) -> tuple[str, ...]:
         """Report how many texts of each role fill the maximum length, and so may have been cut."""
         return tuple(
-            f"{role}: {remark}"
+            f"{role}: {note}"
             for role, text in examples.texts.items()
-            for remark in full_length(text, self.max_length)
+            for note in describe_truncation(text, self.max_length)
         )
 
-    def answers(self, predictions: Tensor) -> list[str]:
+    def decode_predictions(self, predictions: Tensor) -> list[str]:
         """Return the cosine similarity of each anchor and its positive, with three decimal places."""
         anchors_BH, positives_BH, *_ = split_vectors(predictions)
         return [f"{cosine:.3f}" for cosine in F.cosine_similarity(anchors_BH, positives_BH).tolist()]
 
-    def truths(self, examples: EncodedTuples, indices: Sequence[int]) -> list[str]:
+    def decode_targets(self, examples: EncodedTuples, indices: Sequence[int]) -> list[str]:
         """Return the score of each pair, or "positive" for pairs without one."""
         if examples.scores is None:
             return ["positive"] * len(indices)
@@ -302,17 +302,17 @@ def _require(config: DataConfig, field: str) -> list[tuple[str, ...]]:
     return [(column,) for column in columns if column is not None]
 
 
-def _build(tokenizer: PreTrainedTokenizerBase, facts: Facts, data: DataConfig | None) -> TextEmbedding:
-    options: EmbeddingOptions = TEXT_EMBEDDING.parse_options(facts.options)
+def _build(tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: DataConfig | None) -> TextEmbedding:
+    options: EmbeddingOptions = TEXT_EMBEDDING.parse_options(settings.options)
     if data is not None and data.label is None and options.loss not in ("auto", "multiple-negatives"):
         raise FedspanError("data.label", None, f"the column of scores, which task_options.loss: {options.loss} needs")
     if data is not None and data.label is not None and options.loss == "multiple-negatives":
         problem = "multiple-negatives takes pairs without a score, all of which are similar. Leave data.label out"
         raise FedspanError("task_options.loss", options.loss, problem=problem)
-    return TextEmbedding(tokenizer, facts.max_length, facts.pooling or Pooling("mean"), options, facts.metric)
+    return TextEmbedding(tokenizer, settings.max_length, settings.pooling or Pooling("mean"), options, settings.metric)
 
 
-def _infer(sample: datasets.Dataset, options: Mapping[str, str | None]) -> InferredColumns | None:
+def _infer_columns(sample: datasets.Dataset, options: Mapping[str, str | None]) -> InferredColumns | None:
     """Find two columns of texts by their names or order, and columns of negatives and scores by their names."""
     names = [name for name in sample.column_names if name != options["by"]]
     negative = "negative" if "negative" in names else None
@@ -332,8 +332,8 @@ def _infer(sample: datasets.Dataset, options: Mapping[str, str | None]) -> Infer
     return InferredColumns(fields, finding)
 
 
-def _arrange(facts: Facts, inputs: Sequence[Any]) -> datasets.Dataset:
-    """Arrange texts, or pairs of texts."""
+def _preprocess(settings: TaskSettings, inputs: Sequence[Any]) -> datasets.Dataset:
+    """Convert texts, or pairs of texts, to rows."""
     import datasets
 
     pairs = [text for text in inputs if isinstance(text, tuple)]
@@ -347,7 +347,7 @@ def _arrange(facts: Facts, inputs: Sequence[Any]) -> datasets.Dataset:
     return datasets.Dataset.from_dict({"text": [*map(str, inputs)]})
 
 
-def _present(task: TextEmbedding, inputs: Sequence[Any], predictions: Tensor) -> list[Any]:
+def _postprocess(task: TextEmbedding, inputs: Sequence[Any], predictions: Tensor) -> list[Any]:
     """Return the vector of each text, or the cosine similarity of each pair."""
     vectors = split_vectors(predictions)
     return (vectors[0] if len(vectors) == 1 else F.cosine_similarity(vectors[0], vectors[1])).tolist()
@@ -359,27 +359,27 @@ TEXT_EMBEDDING = TaskDefinition(
     head="encoder",
     build=_build,
     metrics=("loss", "spearman", "recall_at_10", "ndcg_at_10"),
-    own_metrics={
-        "recall_at_10": Metric("recall@10", True, percent=True),
+    custom_metrics={
+        "recall_at_10": Metric("recall@10", True, is_percentage=True),
         "ndcg_at_10": Metric("nDCG@10", True),
     },
     columns=TaskColumns(
         read=_read,
-        require=_require,
-        joined=lambda config: (config.text, config.text_pair, config.roles.get("negative")),
-        label=lambda config: config.label,
+        get_required_columns=_require,
+        get_joined_columns=lambda config: (config.text, config.text_pair, config.roles.get("negative")),
+        get_label_column=lambda config: config.label,
         roles=("negative",),
-        is_number=True,
+        has_numeric_labels=True,
     ),
-    pools=True,
-    peft="FEATURE_EXTRACTION",
+    can_pool=True,
+    peft_task_type="FEATURE_EXTRACTION",
     options=EmbeddingOptions,
     default_model=("builtin:all-minilm-l6-v2", "[query, value]"),
     lr=1e-3,
     summary_metrics=("spearman", "recall_at_10", "ndcg_at_10"),
-    pipeline="sentence-similarity",
+    pipeline_tag="sentence-similarity",
     is_inferred=False,
-    infer=_infer,
-    arrange=_arrange,
-    present=_present,
+    infer_columns=_infer_columns,
+    preprocess=_preprocess,
+    postprocess=_postprocess,
 )

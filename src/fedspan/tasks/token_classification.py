@@ -25,16 +25,16 @@ from fedspan.data.conll import TAG
 from fedspan.data.names import get_arrow_column, is_list
 from fedspan.errors import FedspanError
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
-from fedspan.tasks.encoding import EncodedText, Ragged, collate, require_processor
+from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, require_processor
 from fedspan.tasks.entities import convert_to_iob2, find_entities, list_labels, score_entities
-from fedspan.tasks.losses import widen
+from fedspan.tasks.losses import upcast
 from fedspan.tasks.metrics import Metric
 
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
-    from fedspan.tasks.facts import Facts
+    from fedspan.tasks.settings import TaskSettings
 
 __all__ = ["TOKEN_CLASSIFICATION", "EncodedSentences", "TokenClassification"]
 
@@ -131,10 +131,10 @@ class TokenClassification:
     def _tokenise(self, sentences: list[list[str]]) -> Any:
         return self.tokenizer(sentences, is_split_into_words=True, truncation=True, max_length=self.max_length)
 
-    def batch(self, examples: EncodedSentences, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    def collate(self, examples: EncodedSentences, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate sentences, padded to the longest of them: pieces, ``attention_mask``, and ``labels``, (B, T)."""
         rows = list(indices)
-        batch = collate(self.tokenizer, examples.text, rows, device)
+        batch = collate_texts(self.tokenizer, examples.text, rows, device)
         shape = tuple(batch["input_ids"].shape)
         labels_BT, numbers_BT = np.full(shape, _IGNORED, np.int64), np.full(shape, -1, np.int64)
         for at, row in enumerate(rows):
@@ -145,12 +145,12 @@ class TokenClassification:
         counts_B = torch.from_numpy(examples.firsts.lengths[rows])
         return {**batch, **{key: to_device(value, device) for key, value in own.items()}, _COUNTS: counts_B}
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean cross-entropy of the batch's words, in float32 or better."""
         losses_S, _, _ = self._measure(model, batch)
         return losses_S.sum() / max(1, len(losses_S))
 
-    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
+    def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the mean cross-entropy of the words of each client's sentences, (C,)."""
         losses_S, _, places_S = self._measure(model, batch)
         mask_CS = mask_CB.to(losses_S)[:, places_S // batch["input_ids"].shape[1]]
@@ -163,7 +163,7 @@ class TokenClassification:
         # A mask as index would make the host wait for a GPU, which alone knows how many pieces it selects.
         labelled = (batch[_WORDS] >= 0).flatten()
         places_S = torch.nonzero_static(labelled, size=int(batch[_COUNTS].sum()))[:, 0]
-        logits_SK = widen(logits_BTK.flatten(0, 1).index_select(0, places_S))
+        logits_SK = upcast(logits_BTK.flatten(0, 1).index_select(0, places_S))
         targets_S = batch["labels"].flatten()[places_S]
         return F.cross_entropy(logits_SK, targets_S, reduction="none"), logits_SK, places_S
 
@@ -183,7 +183,9 @@ class TokenClassification:
         labels[rows_S[fits], numbers_S[fits]] = logits_SK.argmax(1).float()[fits]
         return torch.cat([sums, labels], 1)
 
-    def metrics(self, predictions: Tensor, examples: EncodedSentences, indices: Sequence[int]) -> dict[str, float]:
+    def compute_metrics(
+        self, predictions: Tensor, examples: EncodedSentences, indices: Sequence[int]
+    ) -> dict[str, float]:
         """Compute ``loss`` over labelled words, and scores of entities and words over all words.
 
         A word that was cut counts as predicted to be outside of entities.
@@ -211,7 +213,7 @@ class TokenClassification:
         tags = [self.labels[index] if index >= 0 else "O" for index in row[:count]]
         return [*tags, *["O"] * (count - len(tags))]
 
-    def remarks(self, examples: EncodedSentences) -> tuple[str, ...]:
+    def describe_examples(self, examples: EncodedSentences) -> tuple[str, ...]:
         """Report how many sentences lost words at their end."""
         seen = np.array([max(examples.words[row], default=-1) + 1 for row in range(len(examples))])
         # A last word may also have no pieces at all, such as one of control characters only.
@@ -220,7 +222,7 @@ class TokenClassification:
             return ()
         return (f"{count} of {len(examples)} sentences lost words: model.max_length is {self.max_length} pieces",)
 
-    def answers(self, predictions: Tensor) -> list[str]:
+    def decode_predictions(self, predictions: Tensor) -> list[str]:
         """Return the predicted tags of each sentence, joined with spaces."""
         answers: list[str] = []
         for row in predictions[:, _SUMS:].long().tolist():
@@ -228,13 +230,13 @@ class TokenClassification:
             answers.append(" ".join(self._pad(row, last + 1)))
         return answers
 
-    def truths(self, examples: EncodedSentences, indices: Sequence[int]) -> list[str]:
+    def decode_targets(self, examples: EncodedSentences, indices: Sequence[int]) -> list[str]:
         """Return the true tags of each sentence, joined with spaces."""
         return [" ".join(self._name(examples.labels[index])) for index in indices]
 
 
 def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
-    words, tags = reader.role(config, "tokens"), _tag_column(config)
+    words, tags = reader.get_role_column(config, "tokens"), _tag_column(config)
     tokens = reader.read_text_lists(words, "roles.tokens")
     lists: list[list[str]] = []
     for row, (sentence, own) in enumerate(zip(tokens.to_pylist(), reader.read_tag_lists(tags, "label"), strict=True)):
@@ -255,8 +257,8 @@ def _tag_column(config: DataConfig) -> str:
     return config.label or config.roles.get("tags", "tags")
 
 
-def _build(tokenizer: PreTrainedTokenizerBase, facts: Facts, data: DataConfig | None) -> TokenClassification:
-    return TokenClassification(tokenizer, facts.labels, facts.max_length, facts.metric)
+def _build(tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: DataConfig | None) -> TokenClassification:
+    return TokenClassification(tokenizer, settings.labels, settings.max_length, settings.metric)
 
 
 def _prepare_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -292,7 +294,7 @@ def _separates_words(tokenizer: Any) -> bool:
     return words["input_ids"] == tokenizer("a a", add_special_tokens=False)["input_ids"]
 
 
-def _infer(sample: datasets.Dataset, options: Mapping[str, str | None]) -> InferredColumns | None:
+def _infer_columns(sample: datasets.Dataset, options: Mapping[str, str | None]) -> InferredColumns | None:
     """Find a column of lists of words and one of lists of tags."""
     lists: dict[str, list[list[Any]]] = {}
     for name in sample.column_names:
@@ -319,8 +321,8 @@ def _holds_tags(sample: datasets.Dataset, name: str, rows: list[list[Any]]) -> b
     return all(isinstance(tag, str) and TAG.fullmatch(tag) for tag in tags) and len(set(tags)) > 1
 
 
-def _arrange(facts: Facts, inputs: Sequence[Any]) -> datasets.Dataset:
-    """Arrange texts, whose words are separated by spaces, or sequences of words."""
+def _preprocess(settings: TaskSettings, inputs: Sequence[Any]) -> datasets.Dataset:
+    """Convert texts, whose words are separated by spaces, or sequences of words, to rows."""
     import datasets
 
     tokens = [_list_words(text) for text in inputs]
@@ -343,10 +345,10 @@ def _list_words(text: Any) -> list[str]:
     return [*cast("list[str]", text)]
 
 
-def _present(task: TokenClassification, inputs: Sequence[Any], predictions: Tensor) -> list[list[tuple[str, str]]]:
+def _postprocess(task: TokenClassification, inputs: Sequence[Any], predictions: Tensor) -> list[list[tuple[str, str]]]:
     """Return the entities of each input, as text and type."""
     found: list[list[tuple[str, str]]] = []
-    for text, tags in zip(inputs, task.answers(predictions), strict=True):
+    for text, tags in zip(inputs, task.decode_predictions(predictions), strict=True):
         words = _list_words(text)
         found.append([(" ".join(words[start:end]), kind) for kind, start, end in find_entities(tags.split())])
     return found
@@ -366,28 +368,28 @@ TOKEN_CLASSIFICATION = TaskDefinition(
     head="token-classification",
     build=_build,
     prepare_processor=_prepare_tokenizer,
-    answer="labels",
+    target_type="labels",
     metrics=("entity_f1", "entity_precision", "entity_recall", "token_accuracy", "loss"),
-    own_metrics={
-        "entity_f1": Metric("entity F1", True, percent=True),
-        "entity_precision": Metric("entity precision", True, percent=True),
-        "entity_recall": Metric("entity recall", True, percent=True),
+    custom_metrics={
+        "entity_f1": Metric("entity F1", True, is_percentage=True),
+        "entity_precision": Metric("entity precision", True, is_percentage=True),
+        "entity_recall": Metric("entity recall", True, is_percentage=True),
     },
     columns=TaskColumns(
         read=_read,
-        require=lambda config, field: [(config.roles.get("tokens", "tokens"),), (_tag_column(config),)],
-        joined=lambda config: (),
-        label=lambda config: None,
+        get_required_columns=lambda config, field: [(config.roles.get("tokens", "tokens"),), (_tag_column(config),)],
+        get_joined_columns=lambda config: (),
+        get_label_column=lambda config: None,
         roles=("tokens", "tags"),
         complete_labels=list_labels,
     ),
-    peft="TOKEN_CLS",
+    peft_task_type="TOKEN_CLS",
     default_model=("builtin:all-minilm-l6-v2", "[query, value]"),
     lr=3e-3,
     summary_metrics=("entity_precision", "entity_recall"),
-    pipeline="token-classification",
-    infer=_infer,
-    arrange=_arrange,
-    present=_present,
+    pipeline_tag="token-classification",
+    infer_columns=_infer_columns,
+    preprocess=_preprocess,
+    postprocess=_postprocess,
     make_examples=_make_examples,
 )

@@ -17,7 +17,7 @@ from fedspan.tasks.definition import TaskDefinition
 if TYPE_CHECKING:  # slow to import, and a worker of a cluster does not need it
     import datasets
 
-    from fedspan.tasks.facts import Facts
+    from fedspan.tasks.settings import TaskSettings
 
 __all__ = ["TRAINER", "TrainerExamples", "TrainerTask"]
 
@@ -51,40 +51,40 @@ class TrainerTask:
     def __init__(self, metric: str) -> None:
         self.metric = metric
 
-    def batch(self, examples: Any, indices: Sequence[int], device: torch.device) -> Mapping[str, Tensor]:
-        """``Task.batch``: refused."""
+    def collate(self, examples: Any, indices: Sequence[int], device: torch.device) -> Mapping[str, Tensor]:
+        """``Task.collate``: refused."""
         _refuse()
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """``Task.loss``: refused."""
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """``Task.compute_loss``: refused."""
         _refuse()
 
-    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
-        """``Task.losses``: refused."""
+    def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
+        """``Task.compute_client_losses``: refused."""
         _refuse()
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """``Task.predict``: refused."""
         _refuse()
 
-    def metrics(self, predictions: Tensor, examples: Any, indices: Sequence[int]) -> dict[str, float]:
-        """``Task.metrics``: refused."""
+    def compute_metrics(self, predictions: Tensor, examples: Any, indices: Sequence[int]) -> dict[str, float]:
+        """``Task.compute_metrics``: refused."""
         _refuse()
 
     def encode(self, dataset: datasets.Dataset) -> Any:
         """``RunTask.encode``: refused."""
         _refuse()
 
-    def remarks(self, examples: Any) -> tuple[str, ...]:
-        """``RunTask.remarks``: there are none."""
+    def describe_examples(self, examples: Any) -> tuple[str, ...]:
+        """``RunTask.describe_examples``: there are none."""
         return ()
 
-    def answers(self, predictions: Tensor) -> list[str]:
-        """``RunTask.answers``: refused."""
+    def decode_predictions(self, predictions: Tensor) -> list[str]:
+        """``RunTask.decode_predictions``: refused."""
         _refuse()
 
-    def truths(self, examples: Any, indices: Sequence[int]) -> list[str]:
-        """``RunTask.truths``: refused."""
+    def decode_targets(self, examples: Any, indices: Sequence[int]) -> list[str]:
+        """``RunTask.decode_targets``: refused."""
         _refuse()
 
 
@@ -93,8 +93,8 @@ def _refuse() -> NoReturn:
     raise FedspanError("task", "trainer", problem=problem)
 
 
-def _build(processor: Any, facts: Facts, data: DataConfig | None) -> TrainerTask:
-    return TrainerTask(facts.metric)
+def _build(processor: Any, settings: TaskSettings, data: DataConfig | None) -> TrainerTask:
+    return TrainerTask(settings.metric)
 
 
 TRAINER = TaskDefinition(

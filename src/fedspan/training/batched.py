@@ -165,7 +165,7 @@ class BatchedEngine:
         """``Engine.evaluate``."""
         self.prepare(examples, [indices])
         predictions = self.predict(job, examples, indices, batch_size)
-        return self.task.metrics(predictions, examples, indices.tolist())
+        return self.task.compute_metrics(predictions, examples, indices.tolist())
 
     def predict_each(self, models: Iterable[ModelInputs], examples: Examples, batch_size: int) -> Iterator[Tensor]:
         """Predict with several models at once (``Engine.predict_each``), if their examples fit into one batch.
@@ -210,9 +210,9 @@ class BatchedEngine:
         run_parallel([lambda number=number: predict_share(number) for number in range(len(workers))])
         return predictions
 
-    def features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
-        """``Engine.features``."""
-        return self._workers[0].loop.features(job, examples, indices, batch_size)
+    def compute_features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
+        """``Engine.compute_features``."""
+        return self._workers[0].loop.compute_features(job, examples, indices, batch_size)
 
     @property
     def refusal(self) -> str | None:

@@ -180,15 +180,19 @@ class Padding:
             raise Padded("there are no examples")
         sample = order[np.unique(np.linspace(0, len(order) - 1, _SAMPLE).astype(np.int64))].tolist()
         self.adapted.install({}, {}, frozenset())
-        batch = self.task.batch(examples, sample, self.adapted.device)
+        batch = self.task.collate(examples, sample, self.adapted.device)
         layout = build_layout(batch, examples.lengths[sample])
         if layout is None or not _is_padded_right(batch, examples.lengths[sample]):
             raise Padded("its batches have no attention mask with padding on the right")
         with enter_evaluation(self.adapted.model):
-            expected = self.task.losses(self.adapted.model, batch, torch.eye(len(sample)).to(self.adapted.device))
+            expected = self.task.compute_client_losses(
+                self.adapted.model, batch, torch.eye(len(sample)).to(self.adapted.device)
+            )
             try:
                 with own.within(layout):
-                    losses = self.task.losses(self.adapted.model, batch, torch.eye(len(sample)).to(self.adapted.device))
+                    losses = self.task.compute_client_losses(
+                        self.adapted.model, batch, torch.eye(len(sample)).to(self.adapted.device)
+                    )
             except Padded:
                 raise
             except Exception as error:  # blocks may fail in any way on tokens in one row

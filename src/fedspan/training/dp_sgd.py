@@ -180,11 +180,13 @@ class PrivateTraining:
             name: value.detach().expand(count, *value.shape) for name, value in live.items() if name not in leaves
         }
         rows = indices.tolist()
-        batch = trainer.task.batch(examples, rows, trainer.adapted.device)
+        batch = trainer.task.collate(examples, rows, trainer.adapted.device)
         stacked = self.stacked.hold_tensors(assignment.job.parametrization, {**frozen, **leaves}, count, count)
         unpadded = trainer.padding.remove_padding(batch, examples.lengths[indices], count)
         with stacked, unpadded, trainer.prefixes.feed(examples, rows):
-            losses = trainer.task.losses(trainer.adapted.model, batch, torch.eye(count, device=trainer.adapted.device))
+            losses = trainer.task.compute_client_losses(
+                trainer.adapted.model, batch, torch.eye(count, device=trainer.adapted.device)
+            )
             losses.sum().backward()
         gradients = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
         return losses.detach(), gradients
@@ -196,10 +198,10 @@ class PrivateTraining:
         losses: list[Tensor] = []
         gradients: dict[str, list[Tensor]] = {name: [] for name in names}
         for index in indices.tolist():
-            batch = trainer.task.batch(examples, [index], trainer.adapted.device)
+            batch = trainer.task.collate(examples, [index], trainer.adapted.device)
             whole = trainer.padding.remove_padding(batch, examples.lengths[[index]])
             with whole, trainer.prefixes.feed(examples, [index]):
-                loss = trainer.task.loss(trainer.adapted.model, batch)
+                loss = trainer.task.compute_loss(trainer.adapted.model, batch)
             own_gradients = torch.autograd.grad(loss, [live[name] for name in names], allow_unused=True)
             losses.append(loss.detach())
             for name, gradient in zip(names, own_gradients, strict=True):
@@ -240,8 +242,10 @@ def _require_private(job: Job, task: Task) -> None:
         "its projectors are made of raw gradients": job.refresh is not None,
         "its norms keep statistics of raw examples": bool(job.buffers),
         "packed batches have no examples of their own (training.packing)": getattr(task, "packing", False),
-        "its loss compares the examples of a batch (task_options.loss)": getattr(task, "compares_examples", False),
-        "its passes draw no masks of their own for each step": hasattr(task, "draw_batch"),
+        "its loss compares the examples of a batch (task_options.loss)": getattr(
+            task, "has_batch_dependent_loss", False
+        ),
+        "its passes draw no masks of their own for each step": hasattr(task, "collate_for_training"),
     }
     if reason := next((reason for reason, is_given in reasons.items() if is_given), None):
         raise FedspanError("privacy.mechanism", "dp-sgd", problem=f"dp-sgd cannot train this method or model: {reason}")

@@ -17,7 +17,13 @@ from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_output_layer
-from fedspan.tasks.labelling import TARGETS, Labelling, balance_classes, class_offsets, weigh_targets
+from fedspan.tasks.single_label import (
+    TARGETS,
+    SingleLabelClassification,
+    compute_class_offsets,
+    compute_class_weights,
+    compute_weighted_targets,
+)
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import Padding, split_evaluation_batches
 from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
@@ -128,7 +134,7 @@ class Engine(Protocol):
         """
         ...
 
-    def features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
+    def compute_features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
         """Compute the features that enter the output layer, one row per example, float32 on the CPU.
 
         Args:
@@ -206,7 +212,7 @@ class Trainer:
         self.settings = settings
         self.seed = seed
         if not isinstance(settings.class_weights, str):
-            known = task.labels if isinstance(task, Labelling) else ()
+            known = task.labels if isinstance(task, SingleLabelClassification) else ()
             for label, weight in settings.class_weights:
                 if label not in known:
                     problem = f"no label is named {label!r}. {suggest_nearest(label, known)}"
@@ -228,23 +234,26 @@ class Trainer:
     def make_batch(
         self, examples: Examples, parts: Sequence[tuple[Assignment, int, Sequence[int]]]
     ) -> Mapping[str, Tensor]:
-        """Collate a batch of training. A task with ``draw_batch`` draws a random part of its inputs for it.
+        """Collate a batch of training. A task with ``collate_for_training`` draws a random part of its inputs for it.
 
         Args:
             examples: The data set.
             parts: Assignments whose examples share the batch, each with the number of its batch and its examples.
         """
         rows = [index for _, _, indices in parts for index in indices]
-        draw = getattr(self.task, "draw_batch", None)
+        draw = getattr(self.task, "collate_for_training", None)
         if draw is None:
-            batch = self.task.batch(examples, rows, self.adapted.device)
+            batch = self.task.collate(examples, rows, self.adapted.device)
             weights = [self._compute_class_weights(assignment, examples) for assignment, _, _ in parts]
             if not any(own is not None for own in weights):
                 return batch
             weights_BK = torch.cat(
                 [own.expand(len(part[2]), -1) for own, part in zip(weights, parts, strict=True) if own is not None]
             )
-            return {**batch, TARGETS: weigh_targets(batch["labels"], weights_BK, self.settings.label_smoothing)}
+            return {
+                **batch,
+                TARGETS: compute_weighted_targets(batch["labels"], weights_BK, self.settings.label_smoothing),
+            }
         keys = [
             (self.seed, assignment.round, assignment.client, assignment.job.phase, number)
             for assignment, number, indices in parts
@@ -257,11 +266,11 @@ class Trainer:
         settings = self.settings
         if settings.class_weights == "none" and not settings.label_smoothing:
             return None
-        assert isinstance(self.task, Labelling)
+        assert isinstance(self.task, SingleLabelClassification)
         count = len(self.task.labels)
         if settings.class_weights == "balanced":
             labels: np.ndarray = examples.labels[assignment.indices]  # pyright: ignore
-            weights = balance_classes(labels, count)
+            weights = compute_class_weights(labels, count)
         else:
             weights = torch.ones(count)
             for label, weight in () if settings.class_weights == "none" else settings.class_weights:
@@ -273,9 +282,9 @@ class Trainer:
         strength = self.settings.logit_adjustment
         if not strength:
             return None
-        assert isinstance(self.task, Labelling)
+        assert isinstance(self.task, SingleLabelClassification)
         labels: np.ndarray = examples.labels[assignment.indices]  # pyright: ignore
-        return class_offsets(labels, len(self.task.labels), strength).to(self.adapted.device)
+        return compute_class_offsets(labels, len(self.task.labels), strength).to(self.adapted.device)
 
     def restrict_head(self, assignment: Assignment, examples: Examples) -> Assignment:
         """Mask the head's rows of classes that an assignment's examples lack, if ``head_updates`` asks for it."""
@@ -372,7 +381,7 @@ class Trainer:
         """``Engine.evaluate``."""
         self.prepare(examples, [indices])
         predictions = self.predict(job, examples, indices, batch_size)
-        return self.task.metrics(predictions, examples, indices.tolist())
+        return self.task.compute_metrics(predictions, examples, indices.tolist())
 
     @torch.no_grad()
     def compute_rows(
@@ -404,7 +413,7 @@ class Trainer:
         rows: dict[int, Tensor] = {}
         with nullcontext() if tap is None else tap.record():
             for indices in batches:
-                batch = self.task.batch(examples, indices.tolist(), adapted.device)
+                batch = self.task.collate(examples, indices.tolist(), adapted.device)
                 with nullcontext() if generate else self.prefixes.feed(examples, indices.tolist()):
                     outputs = self.task.predict(adapted.model, batch, generate=generate)
                 outputs = (outputs if tap is None else tap.take(outputs)).float().cpu()
@@ -412,8 +421,8 @@ class Trainer:
                 self.stages.advance("evaluation" if tap is None else "statistics", len(indices))
         return rows
 
-    def features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
-        """``Engine.features``."""
+    def compute_features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
+        """``Engine.compute_features``."""
         batches = split_evaluation_batches(indices, examples.lengths, batch_size)
         rows = self.compute_rows(
             job, examples, batches, tap=FeatureTap(self.adapted.model, find_output_layer(self.adapted))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedspan.core.values import Job, Trained
-from fedspan.tasks.labelling import OFFSETS
+from fedspan.tasks.single_label import OFFSETS
 from fedspan.tasks.task import Examples
 from fedspan.training.batching import draw_job_batches
 from fedspan.training.dp_sgd import PrivateTraining
@@ -69,7 +69,7 @@ class LoopEngine(Trainer):
                 self.padding.remove_padding(batch, examples.lengths[batch_indices]),
                 self.prefixes.feed(examples, batch_indices.tolist()),
             ):
-                loss = self.task.loss(adapted.model, batch)
+                loss = self.task.compute_loss(adapted.model, batch)
             value = float(loss.detach())
             if not math.isfinite(value):
                 raise build_not_finite_error(assignment, value)

@@ -121,9 +121,9 @@ class PrefixCache:
         try:
             if getattr(task, "packing", False):
                 raise NoPrefix("a batch's examples are packed into one row")
-            if hasattr(task, "draw_batch"):
+            if hasattr(task, "collate_for_training"):
                 raise NoPrefix("a part of the inputs is drawn anew for every batch")
-            if getattr(task, "several_passes", False):
+            if getattr(task, "has_several_passes", False):
                 raise NoPrefix("each of an example's texts has a pass of its own")
             prefix = FrozenPrefix.search(adapted, list_live_modules(adapted) if live is None else live)
             adapted.install({}, {}, frozenset())
@@ -208,7 +208,7 @@ class PrefixCache:
         order = np.argsort(self.tokens, kind="stable")
         sample = order[np.unique(np.linspace(0, len(order) - 1, _SAMPLE).astype(np.int64))]
         self.ensure(sample, 2)
-        batch = self.task.batch(self.examples, sample.tolist(), self.adapted.device)
+        batch = self.task.collate(self.examples, sample.tolist(), self.adapted.device)
         hidden = self.compute_hidden(sample.tolist())
         with enter_evaluation(self.adapted.model):
             expected = self._compute_logits(batch, sample)
@@ -229,7 +229,7 @@ class PrefixCache:
         model = self.adapted.model
         handle = model.register_forward_hook(lambda _, __, output: outputs.append(output.logits))
         try:
-            self.task.loss(model, batch)  # pyright: ignore[reportArgumentType]
+            self.task.compute_loss(model, batch)  # pyright: ignore[reportArgumentType]
         finally:
             handle.remove()
         logits = outputs[0]
@@ -245,7 +245,7 @@ class PrefixCache:
             if training:
                 self.adapted.train_mode(frozenset())
             with self.prefix.record() as recorded:
-                self.task.loss(model, self.task.batch(self.examples, indices, device))
+                self.task.compute_loss(model, self.task.collate(self.examples, indices, device))
         hidden = recorded.hidden
         if hidden.ndim != 3 or len(hidden) != len(indices):
             raise NoPrefix(f"{len(indices)} examples have hidden states of shape {tuple(hidden.shape)}")

@@ -144,7 +144,7 @@ def prefix_key(adapted: AdaptedModel, prefix: FrozenPrefix, task: Task, examples
             _add_tensor(digest, value)
     for start in range(0, len(examples), _CHUNK):
         indices = range(start, min(start + _CHUNK, len(examples)))
-        for name, value in task.batch(examples, indices, torch.device("cpu")).items():
+        for name, value in task.collate(examples, indices, torch.device("cpu")).items():
             add(name)
             _add_tensor(digest, value)
     return digest.digest()

@@ -121,9 +121,9 @@ def _from_gradients(
     adapted = trainer.adapted
     adapted.set_dropout(None)
     with adapted.capture_gradients(take):
-        batch = trainer.task.batch(examples, batch_indices.tolist(), adapted.device)
+        batch = trainer.task.collate(examples, batch_indices.tolist(), adapted.device)
         with trainer.prefixes.feed(examples, batch_indices.tolist()):
-            loss = trainer.task.loss(adapted.model, batch)
+            loss = trainer.task.compute_loss(adapted.model, batch)
         loss.backward()
     for tensor in live.values():
         tensor.grad = None

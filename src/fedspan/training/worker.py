@@ -16,7 +16,7 @@ from fedspan.core.values import Job, Trained
 from fedspan.models.compiled import CompiledBlocks
 from fedspan.models.precision import compute_tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
-from fedspan.tasks.labelling import OFFSETS
+from fedspan.tasks.single_label import OFFSETS
 from fedspan.tasks.task import Examples
 from fedspan.training.client_slot import ClientSlot, perturb, select_group, stack_frozen
 from fedspan.training.engine import draw_dropout_mask
@@ -222,7 +222,7 @@ class Worker:
         padding, compiled = self.loop.padding, self.compiled
         faster = padding.remove_padding(batch, lengths, clients, counted) if compiled is None else compiled.within()
         with stacked, faster, self.loop.prefixes.feed(examples, rows):
-            losses = self.task.losses(self.adapted.model, batch, to_device(members, device))
+            losses = self.task.compute_client_losses(self.adapted.model, batch, to_device(members, device))
             shares = to_device(torch.tensor([slot.share for slot in group], dtype=losses.dtype), device)
             (losses * shares).sum().backward()
         leaf_gradients = [leaf.grad for leaf in leaves.values()]
@@ -298,7 +298,7 @@ class Worker:
             own = indices.tolist()
             counted[number * size : number * size + len(own)] = True
             rows += own + own[:1] * (size - len(own))  # filler: all models need equally many rows
-        batch, lengths = self.task.batch(examples, rows, adapted.device), examples.lengths[rows]
+        batch, lengths = self.task.collate(examples, rows, adapted.device), examples.lengths[rows]
         kind = self._kinds.setdefault(("prediction", *build_prediction_key(job)), len(self._kinds))
         if kind not in self._verified:
             pair = [perturb(one.tensors, one.trainable_names, str(at)) for at, (one, _) in enumerate(models[:2])]
@@ -332,7 +332,7 @@ class Worker:
         rate = self.settings.dropout
         if not rate:
             return
-        if getattr(self.task, "several_passes", False):
+        if getattr(self.task, "has_several_passes", False):
             raise Unstackable("dropout masks are drawn for one pass of a batch, and each of an example's texts has one")
         tokens = batch["input_ids"].shape[1] if "input_ids" in batch else None
 

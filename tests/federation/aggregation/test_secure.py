@@ -163,7 +163,7 @@ def test_every_byte_that_is_transmitted_is_counted(built: Prepared, tmp_path: Pa
             assert len(counted) == 4
     elements = sum(value.numel() for value in reduced(federation).mean.values())
     assert {one.payload for one in result.transfers if one.direction == "up"} == {0, 4 * elements}
-    assert f"{elements} masked integers of 32 bits" in (federation.get_remark() or "")
+    assert f"{elements} masked integers of 32 bits" in (federation.get_note() or "")
 
 
 def changed(change: Any) -> secure_rounds.Spoil:

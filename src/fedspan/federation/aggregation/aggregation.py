@@ -160,8 +160,8 @@ class Aggregation(Protocol):
         """Return the clients that did not cause the failure of a round."""
         ...
 
-    def get_remark(self) -> str | None:
-        """Return a remark on the aggregation for the user, or None."""
+    def get_note(self) -> str | None:
+        """Return a note on the aggregation for the user, or None."""
         ...
 
 
@@ -326,8 +326,8 @@ class PlaintextAggregation:
         """``Aggregation.get_succeeded``."""
         return self.replies
 
-    def get_remark(self) -> str | None:
-        """``Aggregation.get_remark``: the clients whose weights are lowered."""
+    def get_note(self) -> str | None:
+        """``Aggregation.get_note``: the clients whose weights are lowered."""
         if not self.lowered:
             return None
         clients, ratio = self.context.clients, self.context.settings.max_weight_ratio

@@ -76,7 +76,7 @@ class SecureAggregation:
         members = {id: context.clients[id] for id in context.ids}
         limited = limit_weights(members, context.settings.max_weight_ratio)
         self._heavy = [id for id, one in members.items() if limited[id] < one.client.weight]
-        self._remark: str | None = None
+        self._note: str | None = None
 
     def get_missing(self) -> tuple[str, ...]:
         """``Aggregation.get_missing``: masks are used once, so every attempt involves the whole cohort."""
@@ -158,7 +158,7 @@ class SecureAggregation:
             if not share > 0:
                 raise FedspanError("federation.secure", share, "replies of positive weight")
             mean, error = ring.decode(self._total) / share, ring.bound_error(len(replies)) / share
-            self._remark = (
+            self._note = (
                 f"secure aggregation: every client sends {len(self._total)} masked integers of {ring.bits} bits a "
                 f"round, and an entry of their mean is off by at most {error:.2g}"
             )
@@ -180,12 +180,12 @@ class SecureAggregation:
         failed = {failure.client for failure in self.tally.failures if failure.attempt == max(attempts)}
         return [id for id in self.context.ids if id not in failed]
 
-    def get_remark(self) -> str | None:
-        """``Aggregation.get_remark``: the cost of masking, and the clients with dominating declared weights."""
-        if self._remark is None or not self._heavy:
-            return self._remark
+    def get_note(self) -> str | None:
+        """``Aggregation.get_note``: the cost of masking, and the clients with dominating declared weights."""
+        if self._note is None or not self._heavy:
+            return self._note
         return (
-            f"{self._remark}. {', '.join(self._heavy)} declared more examples than federation.max_weight_ratio allows, "
+            f"{self._note}. {', '.join(self._heavy)} declared more examples than federation.max_weight_ratio allows, "
             "and nobody can lower a weight under masks. Set federation.weights: uniform, or agree on numbers and admit "
             "nodes with --max-examples"
         )

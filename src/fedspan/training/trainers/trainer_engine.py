@@ -171,8 +171,8 @@ class TrainerEngine(Trainer):
         """``Engine.predict``: refused, because examples are the trainers' own."""
         raise FedspanError("trainer", None, problem="fedspan cannot predict the examples of an owner's own trainer")
 
-    def features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
-        """``Engine.features``: refused, because examples are the trainers' own."""
+    def compute_features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
+        """``Engine.compute_features``: refused, because examples are the trainers' own."""
         problem = "statistics of features need examples that fedspan can read, and those of a trainer are its own"
         raise FedspanError("model.head_init", None, "random", problem=problem)
 

@@ -1,8 +1,8 @@
 """Shared base of all classifiers, for texts and images: cross-entropy; accuracy, F1 and Matthews correlation.
 
-Local training can adjust the logits to a client's own classes (``class_offsets``): Zhang et al., "Federated Learning
-with Label Distribution Skew via Logits Calibration", ICML 2022, arXiv:2209.00189; Menon et al., "Long-tail learning via
-logit adjustment", ICLR 2021, arXiv:2007.07314. Shapes: B examples, C clients of a pass, K labels.
+Local training can adjust the logits to a client's own classes (``compute_class_offsets``): Zhang et al., "Federated
+Learning with Label Distribution Skew via Logits Calibration", ICML 2022, arXiv:2209.00189; Menon et al., "Long-tail
+learning via logit adjustment", ICLR 2021, arXiv:2007.07314. Shapes: B examples, C clients of a pass, K labels.
 """
 
 from __future__ import annotations
@@ -16,9 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedspan.tasks.losses import means, widen
+from fedspan.tasks.losses import average_by_client, upcast
 
-__all__ = ["OFFSETS", "TARGETS", "Labelling", "balance_classes", "class_offsets", "weigh_targets"]
+__all__ = [
+    "OFFSETS",
+    "TARGETS",
+    "SingleLabelClassification",
+    "compute_class_offsets",
+    "compute_class_weights",
+    "compute_weighted_targets",
+]
 
 OFFSETS = "logit_offsets"
 """Key of a training batch's terms that are added to the logits before the cross-entropy, (B, K)."""
@@ -27,7 +34,7 @@ TARGETS = "weighted_targets"
 """Key of a training batch's smoothed targets times class weights, followed by the divisor, (B, K + 1)."""
 
 
-def balance_classes(labels: np.ndarray, count: int) -> Tensor:
+def compute_class_weights(labels: np.ndarray, count: int) -> Tensor:
     """Compute scikit-learn's ``balanced`` weights of a client's classes, (K,) float32; 0 of a class without examples.
 
     Args:
@@ -39,7 +46,7 @@ def balance_classes(labels: np.ndarray, count: int) -> Tensor:
     return torch.from_numpy(np.where(counts > 0, weights, 0.0)).float()
 
 
-def weigh_targets(labels_B: Tensor, weights_BK: Tensor, smoothing: float) -> Tensor:
+def compute_weighted_targets(labels_B: Tensor, weights_BK: Tensor, smoothing: float) -> Tensor:
     """Compute a batch's entry `TARGETS`, (B, K + 1).
 
     With it the mean loss is that of ``torch.nn.CrossEntropyLoss(weight=..., label_smoothing=...)``: a sum over the
@@ -55,7 +62,7 @@ def weigh_targets(labels_B: Tensor, weights_BK: Tensor, smoothing: float) -> Ten
     return torch.cat([targets_BK, (weights_BK * own_BK).sum(1, keepdim=True)], 1)
 
 
-def class_offsets(labels: np.ndarray, count: int, strength: float) -> Tensor:
+def compute_class_offsets(labels: np.ndarray, count: int, strength: float) -> Tensor:
     """Compute the terms that adjust logits to the classes of a client's own examples, (K,) float32.
 
     The term of a class is ``strength`` times the logarithm of its share of the examples; it is minus infinity for a
@@ -70,7 +77,7 @@ def class_offsets(labels: np.ndarray, count: int, strength: float) -> Tensor:
     return strength * torch.from_numpy(shares).log().float()
 
 
-class Labelling(ABC):
+class SingleLabelClassification(ABC):
     """Prediction of one of several labels for an example.
 
     Args:
@@ -86,7 +93,7 @@ class Labelling(ABC):
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Compute the logits, (examples, labels)."""
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean cross-entropy, in float32 or better."""
         logits = self._training_logits(model, batch)
         if TARGETS in batch:
@@ -94,7 +101,7 @@ class Labelling(ABC):
             return losses_B.sum() / divisors_B.sum()
         return F.cross_entropy(logits, batch["labels"])
 
-    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
+    def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the mean cross-entropy of each client's examples, (C,)."""
         logits = self._training_logits(model, batch)
         if TARGETS in batch:
@@ -102,14 +109,14 @@ class Labelling(ABC):
             mask_CB = mask_CB.to(losses_B)
             return mask_CB @ losses_B / (mask_CB @ divisors_B)
         losses_B = F.cross_entropy(logits, batch["labels"], reduction="none")
-        return means(losses_B, mask_CB)
+        return average_by_client(losses_B, mask_CB)
 
     def _training_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the logits, (B, K), with the batch's offsets, if it has any."""
-        logits = widen(self.predict(model, batch))
+        logits = upcast(self.predict(model, batch))
         return logits + batch[OFFSETS] if OFFSETS in batch else logits
 
-    def metrics(self, predictions: Tensor, examples: Any, indices: Sequence[int]) -> dict[str, float]:
+    def compute_metrics(self, predictions: Tensor, examples: Any, indices: Sequence[int]) -> dict[str, float]:
         """Compute ``loss``, ``accuracy``, ``macro_f1`` (over labels that are predicted or true), ``matthews``.
 
         With two labels also ``f1``, of the second one, as GLUE measures MRPC. The Matthews correlation is 0 if all
@@ -131,11 +138,11 @@ class Labelling(ABC):
             scores["f1"] = float(f1_score(truth, guess, average="binary", zero_division=0))  # pyright: ignore
         return scores
 
-    def answers(self, predictions: Tensor) -> list[str]:
+    def decode_predictions(self, predictions: Tensor) -> list[str]:
         """Return the most probable label of each example."""
         return [self.labels[index] for index in predictions.argmax(1).tolist()]
 
-    def truths(self, examples: Any, indices: Sequence[int]) -> list[str]:
+    def decode_targets(self, examples: Any, indices: Sequence[int]) -> list[str]:
         """Return the true label of each example."""
         return [self.labels[index] for index in examples.labels[list(indices)].tolist()]
 

@@ -1,4 +1,4 @@
-"""Facts about its task that a trained model needs besides its weights."""
+"""The settings of a task that a trained model needs besides its weights."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from fedspan.models.pooling import Pooling
 from fedspan.models.quantized import Quantization
 
-__all__ = ["Facts"]
+__all__ = ["TaskSettings"]
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Facts about its task that a trained model needs besides its weights; stored in its fedspan.json.
+class TaskSettings:
+    """The settings of a task that a trained model needs besides its weights; stored in its fedspan.json.
 
     Args:
         task: Name of the task in the registry.

@@ -15,7 +15,7 @@ from fedspan import FedspanError
 from fedspan.config import parse_config
 from fedspan.runs.setup import prepare
 from fedspan.tasks.classification import SequenceClassification
-from fedspan.tasks.labelling import TARGETS, balance_classes, weigh_targets
+from fedspan.tasks.single_label import TARGETS, compute_class_weights, compute_weighted_targets
 from helpers import tiny
 
 NONE: Any = None
@@ -39,7 +39,7 @@ def test_losses_with_weights_are_torchs(smoothing: float) -> None:
     logits, labels = torch.randn(7, 3, generator=rng), torch.tensor([2, 0, 1, 1, 0, 2, 1])
     weights_CK = torch.tensor([[0.5, 2.0, 1.0], [1.0, 4.0, 0.25]])
     owners = torch.tensor([0, 0, 0, 1, 1, 1, 1])
-    targets = weigh_targets(labels, weights_CK[owners], smoothing)
+    targets = compute_weighted_targets(labels, weights_CK[owners], smoothing)
     task = Fixed(NONE, ("a", "b", "c"), 8)
     batch = {"logits": logits, "labels": labels, TARGETS: targets}
     mask_CB = (owners == torch.arange(2)[:, None]).float()
@@ -47,15 +47,15 @@ def test_losses_with_weights_are_torchs(smoothing: float) -> None:
         nn.CrossEntropyLoss(weight=weights, label_smoothing=smoothing)(logits[owners == at], labels[owners == at])
         for at, weights in enumerate(weights_CK)
     ]
-    torch.testing.assert_close(task.losses(NONE, batch, mask_CB), torch.stack(expected))
+    torch.testing.assert_close(task.compute_client_losses(NONE, batch, mask_CB), torch.stack(expected))
     own = {name: value[:3] for name, value in batch.items()}
-    torch.testing.assert_close(task.loss(NONE, own), expected[0])
+    torch.testing.assert_close(task.compute_loss(NONE, own), expected[0])
 
 
 def test_balanced_weights_are_scikit_learns() -> None:
     labels = np.array([0, 2, 2, 2, 3, 0, 2])
     expected = compute_class_weight("balanced", classes=np.array([0, 2, 3]), y=labels)
-    weights = balance_classes(labels, 5)
+    weights = compute_class_weights(labels, 5)
     assert weights[[0, 2, 3]].tolist() == pytest.approx(expected.tolist())
     assert weights[[1, 4]].tolist() == [0, 0]
 
