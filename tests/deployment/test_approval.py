@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from fedspan.cli import app
 from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job_digest
-from fedspan.deployment.node import AUDIT, NodeService
+from fedspan.deployment.audit import AUDIT
+from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import decode_reply
 from fedspan.logs import AuditLog

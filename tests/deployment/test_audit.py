@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedspan.deployment.audit import AuditedTransport, describe_envelope
-from fedspan.deployment.node import AUDIT, NodeService
+from fedspan.deployment.audit import AUDIT, AuditedTransport, describe_envelope
+from fedspan.deployment.node import NodeService
 from fedspan.federation.protocol import Envelope, Orders
 from fedspan.logs import AuditLog
 from helpers.node_service import CLIENT, node, served

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
-from fedspan.config.node import NodeConfig
+from fedspan.cli import app
+from fedspan.config.node import NodeConfig, NodeLimits
+from fedspan.deployment.audit import AUDIT
 from fedspan.deployment.node import NodeService
-from fedspan.deployment.usage import UsageBook
+from fedspan.deployment.usage import UsageBook, allow_first_book
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Order, decode_order, decode_reply
+from fedspan.logs import AuditLog
 from fedspan.training.accounting import Charge, Mechanism
 from helpers.node_service import introduced, node, served, values
 
@@ -23,9 +30,18 @@ ORDER = Order("train", 0, 0, 0.1, "clinic", None, b"model", run="first", serial=
 CHARGE = (Charge("clinic", Mechanism(1.0, 5.0), 1),)
 
 
-def book(folder: Path, server: str = "fl.example.org:9092", data: str = "own.csv", **limits: Any) -> UsageBook:
-    given = {"id": "clinic", "server": server, "data": {"train": data}, "folder": str(folder / "state")}
-    return UsageBook(NodeConfig.model_validate({**given, "key": str(folder / "node.key"), "limits": limits}))
+def book(
+    folder: Path, server: str = "fl.example.org:9092", data: str = "own.csv", name: str = "data", **limits: Any
+) -> UsageBook:
+    """The book of a node in a folder; its key was created before the first call."""
+    given = {"id": "clinic", "server": server, "data": {"train": data}, "data_id": name}
+    given = {**given, "folder": str(folder / "state"), "key": str(folder / "node.key"), "limits": limits}
+    if not (folder / "node.key").exists():
+        (folder / "node.key").touch()
+        allow_first_book(folder / "node.key")
+    made = UsageBook(NodeConfig.model_validate(given))
+    made.begin()
+    return made
 
 
 def other(number: int) -> Order:
@@ -66,11 +82,46 @@ def test_a_server_s_runs_and_evaluations_end(tiny_folder: Path, tmp_path: Path) 
 
 def test_accounts_are_of_one_server_and_one_data_set(tmp_path: Path) -> None:
     book(tmp_path).record_order(ORDER, CHARGE)
-    assert book(tmp_path, server="fl.example.org:1").get_account().rounds == 1  # a port is not another server
-    for changes in ({"server": "other.example.org:9092"}, {"data": "other.csv"}):
+    for server in ("fl.example.org:1", "FL.Example.org:9092", "fl.example.org.:9092"):  # none is another server
+        assert book(tmp_path, server=server).get_account().rounds == 1
+    for changes in ({"server": "other.example.org:9092"}, {"name": "second"}):
         assert book(tmp_path, **changes).get_account().rounds == 0
         book(tmp_path, **changes).record_order(ORDER, ())
     assert book(tmp_path).get_account().releases == ((1.0, 5.0, 1),)
+    assert [(account.server, account.data) for account in book(tmp_path).list_accounts()] == [
+        ("fl.example.org", "data"),
+        ("fl.example.org", "second"),
+        ("other.example.org", "data"),
+    ]
+
+
+def test_no_other_spelling_copy_or_change_of_the_data_opens_a_new_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own").mkdir()
+    file = tmp_path / "own" / "train.csv"
+    file.write_text("text,label\na,b\n")
+    first = book(tmp_path, data=str(file))
+    assert first.record_run("first") is None
+    first.record_order(ORDER, CHARGE)
+    (tmp_path / "link.csv").symlink_to(file)
+    (tmp_path / "linked").symlink_to(file.parent)
+    shutil.copy(file, tmp_path / "another name.csv")
+    monkeypatch.chdir(tmp_path)
+    spellings = ["own/train.csv", "own/../own/train.csv", "link.csv", "linked/train.csv", "another name.csv"]
+    for data in (*spellings, str(file), "own", "own/", "own/{part}.csv", os.path.relpath(file)):
+        same = book(tmp_path, data=data)
+        assert same.record_run(f"by {data}") is None
+        assert same.get_account().rounds == 1
+    file.write_text(file.read_text() + "c,b\n")  # the owner appends a row: the account goes on
+    changed = first.record_run("after")
+    assert changed is not None
+    assert first.record_run("after") is None  # noted once
+    assert first.get_account().rounds == 1
+    assert first.get_account().contents[1:] == (changed,)
+    for data in (str(file), "another name.csv"):  # a new name does not separate them from what was used of them
+        with pytest.raises(FedspanError, match="these training data have a budget already, as data set 'data'"):
+            book(tmp_path, data=data, name="renamed").record_run("renamed")
 
 
 def _remove(path: Path) -> None:
@@ -98,8 +149,13 @@ def _edit(path: Path) -> None:
         (_roll_back, "is not the newest"),
         (_edit, "is not the newest"),
         (lambda path: path.write_text("{"), "is damaged"),
-        (lambda path: path.write_text('{"format": 1, "previous": "", "accounts": {"a": 1}}'), "is damaged"),
+        (lambda path: path.write_text('{"format": 2, "previous": "", "accounts": {"a": 1}}'), "is damaged"),
+        (lambda path: path.write_text('{"format": 1, "previous": "", "accounts": {}}'), "of another version"),
         (lambda path: (path.parent.parent / "node.key.budget").unlink(), "is not the newest"),
+        (lambda path: (path.parent.parent / "node.key.budget").write_text(""), "is not the newest"),
+        (lambda path: (_remove(path), _remove(path.parent.parent / "node.key.budget")), "is missing"),
+        (lambda path: (shutil.rmtree(path.parent), _remove(path.parent.parent / "node.key.budget")), "is missing"),
+        (lambda path: shutil.rmtree(path.parent), "is missing"),
     ],
 )
 def test_a_book_that_is_lost_restores_no_budget(harm: Callable[[Path], object], why: str, tmp_path: Path) -> None:
@@ -114,6 +170,91 @@ def test_a_book_that_is_lost_restores_no_budget(harm: Callable[[Path], object], 
         with pytest.raises(FedspanError) as refused:
             use()
         assert why in str(refused.value)
+        assert "fedspan budget NODE --new" in str(refused.value)
+
+
+def test_a_node_that_has_answered_gets_no_first_book(tiny_folder: Path, tmp_path: Path) -> None:
+    """Not even without a key, and if the marker of a new key is put back: the folder shows what the node did."""
+    own = node(tiny_folder, tmp_path / "state")
+    run, _ = served(tiny_folder, NodeService(own))
+    run.federation.run_round(run.federation.begin())
+    (tmp_path / "state" / "budget.json").unlink()
+    own.budget_marker.unlink()
+    with pytest.raises(FedspanError, match="is missing"):
+        _begin(own).get_account()
+    keyed = own.model_copy(update={"key": str(tmp_path / "node.key")})
+    allow_first_book(tmp_path / "node.key")
+    for left in (AUDIT, None):  # the folder of a run is enough
+        with pytest.raises(FedspanError, match="is missing"):
+            _begin(keyed).get_account()
+        if left is not None:
+            (tmp_path / "state" / left).unlink()
+    shutil.rmtree(tmp_path / "state")
+    assert _begin(keyed).get_account().rounds == 0
+
+
+def _begin(own: NodeConfig) -> UsageBook:
+    made = UsageBook(own)
+    made.begin()
+    return made
+
+
+def test_a_key_that_was_copied_or_not_made_for_this_has_no_budget(tmp_path: Path) -> None:
+    book(tmp_path).record_order(ORDER, CHARGE)
+    (tmp_path / "copy.key").touch()
+    (tmp_path / "link.key").symlink_to(tmp_path / "node.key")
+    for key in ("copy.key", "link.key"):
+        given = {"id": "clinic", "server": "fl.example.org:9092", "folder": str(tmp_path / key), "data": {}}
+        with pytest.raises(FedspanError, match="is missing"):
+            _begin(NodeConfig.model_validate({**given, "key": str(tmp_path / key)})).get_account()
+
+
+def test_the_operator_sees_the_budget_and_starts_a_new_one_deliberately(tmp_path: Path) -> None:
+    (tmp_path / "own.csv").touch()
+    given = {"id": "clinic", "server": "fl.example.org:9092", "data": {"train": "own.csv"}, "folder": "state"}
+    file = tmp_path / "node.yaml"
+    file.write_text(yaml.safe_dump({**given, "key": "node.key", "limits": {"epsilon": None, "runs": 7}}))
+    book(tmp_path).record_order(ORDER, ())
+    call = CliRunner().invoke
+    shown = call(app, ["budget", str(file)])
+    expected = "rounds 1 of 1000, runs 1 of 7, evaluations 0 of 2000, epsilon 0 of no limit"
+    assert (shown.exit_code, shown.output) == (0, f"fl.example.org, data set data: {expected}\n")
+    (row,) = json.loads(call(app, ["budget", str(file), "--json"]).output)
+    assert row["rounds"] == [1, 1000]
+    (tmp_path / "state" / "budget.json").unlink()
+    lost = call(app, ["budget", str(file)])
+    assert (lost.exit_code, "is missing" in lost.output) == (2, True)
+    assert call(app, ["budget", str(file), "--new"]).exit_code == 2  # without a reason
+    assert call(app, ["budget", str(file), "--new", "--why", "the disk failed"]).exit_code == 0
+    assert call(app, ["budget", str(file)]).output == "no server has used this node's data yet\n"
+    (entry,) = AuditLog(tmp_path / "state" / AUDIT).read()
+    assert (entry["event"], entry["why"]) == ("budget restarted", "the disk failed")
+
+
+def test_changed_data_are_in_the_audit_log(tiny_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.csv"
+    shutil.copy(tiny_folder / "corpus.csv", file)
+    own = node(tiny_folder, tmp_path / "state", data={"train": str(file)})
+    assert introduced(NodeService(own), values(tiny_folder)).refused is None
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*lines, lines[-1]]))
+    assert introduced(NodeService(own), values(tiny_folder), run="second").refused is None
+    events = [row["event"] for row in AuditLog(tmp_path / "state" / AUDIT).read()]
+    assert events == ["joined", "data changed", "joined"]
+    assert len(UsageBook(own).get_account().runs) == 2
+
+
+def test_by_default_every_total_ends(tmp_path: Path) -> None:
+    limits = NodeLimits()
+    assert None not in (limits.rounds, limits.runs, limits.evaluations, limits.epsilon)
+    assert not limits.is_private_only
+    assert NodeLimits.model_validate({"epsilon": 3.0}).is_private_only
+    assert not NodeLimits.model_validate({"epsilon": 3.0, "private_only": False}).is_private_only
+    assert not NodeLimits.model_validate({"epsilon": None}).is_private_only
+    assert NodeLimits.model_validate({"private_only": True}).is_private_only
+    with pytest.raises(FedspanError, match=r"limits\.rounds"):
+        book(tmp_path).require_run("long", 1001)
+    book(tmp_path, rounds=None).require_run("long", 10**6)
 
 
 def test_a_node_whose_book_is_lost_refuses_orders_and_tells_no_path(tiny_folder: Path, tmp_path: Path) -> None:
@@ -141,6 +282,8 @@ def test_a_crash_between_the_two_files_stops_nothing(tmp_path: Path) -> None:
 
 def test_epsilon_is_spent_before_the_order_is_carried_out(tmp_path: Path) -> None:
     pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
+    with pytest.raises(FedspanError, match=r"`limits\.epsilon`: 10\.0 is not accepted"):  # the default
+        book(tmp_path).record_order(ORDER, tuple(replace(one, count=500) for one in CHARGE))
     limited = book(tmp_path, epsilon=1.5)
     limited.record_order(ORDER, CHARGE)
     limited.record_order(ORDER, CHARGE)  # a repeated order is charged again, although it tells the same

@@ -270,7 +270,7 @@ def test_a_node_keeps_to_its_own_limit(tiny_folder: Path, tmp_path: Path) -> Non
             given["federation"] = {**given["federation"], "weights": "uniform"}
         told = introduced(NodeService(node(tiny_folder, tmp_path, **limit)), given)
         assert why in (told.refused or "")
-        assert "limits.epsilon" in (told.refused or "")
+        assert "limits.private_only" in (told.refused or "")
     seeded = {**values(tiny_folder), "privacy": {**DP_SGD, "randomness": "seed"}}
     assert "this node requires privacy.randomness: secret" in (
         introduced(NodeService(node(tiny_folder, tmp_path)), seeded).refused or ""

@@ -1,4 +1,4 @@
-"""``fedspan approve`` and ``audit``: approval of jobs by a node's operator, and audit logs."""
+"""``fedspan approve``, ``budget`` and ``audit``: a node operator's approval of jobs, its budget, and audit logs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from fedspan.cli.commands import MACHINES, Json, register_command
 from fedspan.errors import FedspanError, escape_controls
 
-__all__ = ["approve", "audit"]
+__all__ = ["approve", "audit", "budget"]
 
 
 @register_command(
@@ -31,7 +31,7 @@ def approve(
     """Show the jobs that servers request from this node; approve or refuse one. Needs `limits.approve: ask`."""
     from fedspan.config.node import load_node
     from fedspan.deployment.approval import Approvals
-    from fedspan.deployment.node import AUDIT
+    from fedspan.deployment.audit import AUDIT
     from fedspan.logs import AuditLog
 
     folder = Path(load_node(node).folder)
@@ -53,6 +53,62 @@ def approve(
             typer.echo("".join(f"    {line}\n" for line in one.format_settings().splitlines()), nl=False)
 
 
+@register_command(
+    "budget",
+    "fedspan budget node.yaml",
+    'fedspan budget node.yaml --new --why "the disk with the record was lost"',
+    panel=MACHINES,
+)
+def budget(
+    node: Annotated[Path, typer.Argument(metavar="NODE", help="The node's YAML file.")],
+    new: Annotated[bool, typer.Option("--new", help="Start a new budget: nothing counts as used any more.")] = False,
+    why: Annotated[str, typer.Option("--why", metavar="TEXT", help="Reason, for the node's audit log.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Show what each server has used of this node's data, or start a new budget.
+
+    With --new, every server has its full budget again on all data sets of this node. The audit log records it.
+    """
+    from fedspan.config.node import load_node
+    from fedspan.deployment.audit import AUDIT
+    from fedspan.deployment.usage import UsageBook
+    from fedspan.logs import AuditLog
+
+    config = load_node(node)
+    book = UsageBook(config)
+    if new:
+        if not why:
+            raise FedspanError("--why", None, "the reason for a new budget, for the audit log")
+        AuditLog(Path(config.folder) / AUDIT).write("budget restarted", why=why[:500])
+        book.restart()
+        typer.echo("started a new budget")
+        return
+    limits = config.limits
+    used = [
+        {
+            "server": account.server,
+            "data": account.data,
+            "rounds": [account.rounds, limits.rounds],
+            "runs": [len(account.runs), limits.runs],
+            "evaluations": [account.evaluations, limits.evaluations],
+            "epsilon": [account.compute_epsilon(limits.delta), limits.epsilon],
+        }
+        for account in book.list_accounts()
+    ]
+    if as_json:
+        typer.echo(json.dumps(used, indent=2))
+        return
+    for row in used:
+        totals = [
+            f"{name} {value[0]:.4g} of {'no limit' if value[1] is None else f'{value[1]:g}'}"
+            for name, value in row.items()
+            if isinstance(value, list)
+        ]
+        typer.echo(escape_controls(f"{row['server']}, data set {row['data']}: {', '.join(totals)}"))
+    if not used:
+        typer.echo("no server has used this node's data yet")
+
+
 @register_command("audit", "fedspan audit fedspan-server", "fedspan audit fedspan-node --json", panel=MACHINES)
 def audit(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a server or a node.")],
@@ -63,7 +119,7 @@ def audit(
     The last line has the number of entries and the log's head. Note both elsewhere: they differ after the log was
     truncated or rewritten.
     """
-    from fedspan.deployment.node import AUDIT
+    from fedspan.deployment.audit import AUDIT
     from fedspan.logs import AuditLog, position_of
 
     path = folder / AUDIT

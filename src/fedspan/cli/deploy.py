@@ -83,9 +83,11 @@ def join(
     require()
     if new_key is not None:
         from fedspan.crypto.identity import compute_fingerprint
+        from fedspan.deployment.usage import allow_first_book
         from fedspan.transports.flower.keys import make_node_key
 
         public = make_node_key(new_key)
+        allow_first_book(new_key)
         typer.echo(f"send this file, and only this, to the server's operator: {public}")
         typer.echo(f"its fingerprint, for `peers` in other nodes' files: {compute_fingerprint(public.read_text())}")
         return

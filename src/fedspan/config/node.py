@@ -15,7 +15,7 @@ from fedspan.config.validation_errors import convert_validation_error
 from fedspan.data.path_patterns import list_placeholders
 from fedspan.errors import FedspanError, require_printable
 
-__all__ = ["NodeConfig", "NodeLimits", "load_node", "require_data"]
+__all__ = ["NodeConfig", "NodeLimits", "build_budget_marker", "load_node", "require_data"]
 
 _MIB = 2**20
 Fingerprint = Annotated[str, Field(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")]
@@ -39,17 +39,17 @@ class NodeLimits(Section):
         "and -18 are always trained so.",
     )
     rounds: int | None = Field(
-        default=None,
+        default=1000,
         ge=1,
-        description="Maximum number of rounds of a run, and of all runs of this server on this data together; a "
-        "repeated, unchanged order counts once. Default: no limit.",
+        description="Maximum number of rounds of a run, and of all runs of this server on this data set together; a "
+        "repeated, unchanged order counts once. null: no limit.",
     )
-    runs: int = Field(default=1000, ge=1, description="Maximum number of runs of this server on this data.")
+    runs: int = Field(default=1000, ge=1, description="Maximum number of runs of this server on this data set.")
     evaluations: int = Field(
         default=2000,
         ge=0,
         description="Maximum number of evaluations, exports and head statistics of all runs of this server on "
-        "this data.",
+        "this data set.",
     )
     evaluation_examples: int = Field(
         default=10,
@@ -81,13 +81,18 @@ class NodeLimits(Section):
         "training process is killed and restarted.",
     )
     epsilon: float | None = Field(
-        default=None,
+        default=10.0,
         gt=0,
         allow_inf_nan=False,
-        description="Epsilon that all runs of this server together may spend on this data; runs without "
-        "privacy.mechanism local or dp-sgd are then refused. Default: no limit.",
+        description="Epsilon that all runs of this server together may spend on this data set. It counts runs with "
+        "privacy.mechanism local or dp-sgd; other runs spend none, and limits.rounds ends them. null: no limit.",
     )
     delta: float = Field(default=1e-5, gt=0, lt=1, description="Delta for epsilon.")
+    private_only: bool | None = Field(
+        default=None,
+        description="Refuse runs without privacy.mechanism local or dp-sgd. Default: true if the file sets epsilon to "
+        "a number, else false.",
+    )
     secure_only: bool = Field(
         default=False,
         description="Participate only in runs with federation.secure: replies leave this node only under masks.",
@@ -121,6 +126,13 @@ class NodeLimits(Section):
     )
 
     @property
+    def is_private_only(self) -> bool:
+        """Whether runs without differential privacy on the node are refused: ``private_only`` or its default."""
+        if self.private_only is not None:
+            return self.private_only
+        return "epsilon" in self.model_fields_set and self.epsilon is not None
+
+    @property
     def message_bytes(self) -> int:
         """The limit ``message_mib`` in bytes."""
         return self.message_mib * _MIB
@@ -143,6 +155,13 @@ class NodeConfig(Section):
         description="The node's data, as in a run's config: train, test, text, label, group, ... Only fields that "
         "define the problem (labels, chat, system, packing, long_answers, and a prompt if the run has "
         "one) come from the server. Required unless the node trains with a trainer of its own (fedspan.join).",
+    )
+    data_id: Annotated[str, AfterValidator(require_printable)] = Field(
+        default="data",
+        min_length=1,
+        max_length=256,
+        description="Name of the data set. The totals under limits count by server and this name, whatever file data "
+        "names and whatever its content. Set it only to give another data set a budget of its own.",
     )
     validation: float = Field(default=0.1, ge=0, lt=1, description="Share of the node's examples for validation.")
     test: float = Field(default=0.1, ge=0, lt=1, description="Share of the node's examples for its own test.")
@@ -172,8 +191,12 @@ class NodeConfig(Section):
     @property
     def budget_marker(self) -> Path:
         """The file that proves that the node's budget exists, outside its folder: beside the key, if there is one."""
-        folder = Path(self.folder)
-        return folder.with_name(f"{folder.name}.budget") if self.key is None else Path(f"{self.key}.budget")
+        return build_budget_marker(Path(self.folder if self.key is None else self.key))
+
+
+def build_budget_marker(path: Path) -> Path:
+    """Return the marker of a node's budget, beside its key or its folder."""
+    return path.with_name(f"{path.name}.budget")
 
 
 def require_data(node: NodeConfig) -> None:

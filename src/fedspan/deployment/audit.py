@@ -12,7 +12,10 @@ from fedspan.federation.progress import Progress
 from fedspan.federation.protocol import Envelope, OnReply, OnTrained, Orders, Transport
 from fedspan.logs import AuditLog
 
-__all__ = ["AuditedTransport", "describe_envelope"]
+__all__ = ["AUDIT", "AuditedTransport", "describe_envelope"]
+
+AUDIT = "audit.jsonl"
+"""The audit log in a server's or a node's folder."""
 
 _FACTS = "task", "round", "attempt", "serial"
 

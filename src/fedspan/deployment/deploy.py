@@ -18,6 +18,7 @@ from fedspan.deployment.audit import AuditedTransport
 from fedspan.deployment.handshake import NOWHERE, Introduction, Invitation, build_server_config, compute_base_digest
 from fedspan.deployment.status import store_named_run
 from fedspan.deployment.supervisor import Supervisor
+from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import describe_few_nodes
 from fedspan.federation.protocol import Envelope, read_header
@@ -59,7 +60,8 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
         stop: Event that ends the function when set.
 
     Raises:
-        FedspanError: If the file has an error, the server refuses this node, or one of several processes failed.
+        FedspanError: If the file has an error, the record of what servers have used is missing or damaged, the server
+            refuses this node, or one of several processes failed.
     """
     require()
     from fedspan.transports.flower.keys import SOON, compute_days_left, load_node_key
@@ -88,6 +90,9 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
     else:
         require_data(node)
         worker = Supervisor(Path(path), node.limits.round_seconds)
+    book = UsageBook(node)
+    book.begin()
+    book.get_account()  # a lost book is reported here, and not only to the first server that asks
     with closing(worker):
         serve(link, worker.answer, stop)
 

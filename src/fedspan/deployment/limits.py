@@ -58,10 +58,10 @@ def require_config(node: NodeConfig, invitation: Invitation, config: RunConfig) 
     privacy = config.privacy
     if privacy is not None and privacy.randomness != "secret":
         raise FedspanError("federation", privacy.randomness, problem="this node requires privacy.randomness: secret")
-    if limits.epsilon is not None and (privacy is None or privacy.mechanism == "central"):
+    if limits.is_private_only and (privacy is None or privacy.mechanism == "central"):
         mechanism = "no privacy" if privacy is None else privacy.mechanism
         problem = f"this node requires privacy.mechanism local or dp-sgd, and the run has {mechanism}"
-        raise FedspanError("limits.epsilon", mechanism, problem=problem)
+        raise FedspanError("limits.private_only", mechanism, problem=problem)
     if limits.secure_only and config.federation.secure is None:
         raise FedspanError("limits.secure_only", None, problem="this node only joins runs with federation.secure")
 

@@ -20,7 +20,7 @@ from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Job
 from fedspan.crypto import require_packages
 from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job_digest
-from fedspan.deployment.audit import describe_envelope
+from fedspan.deployment.audit import AUDIT, describe_envelope
 from fedspan.deployment.handshake import Introduction, Invitation, build_node_values, compute_base_digest
 from fedspan.deployment.limits import OrderTerms, list_config_ranks, require_config, require_workload
 from fedspan.deployment.usage import UsageBook
@@ -37,10 +37,7 @@ from fedspan.runs.setup import prepare
 from fedspan.runs.trained_models import write_model
 from fedspan.training.stages import Stages
 
-__all__ = ["AUDIT", "NodeService", "load_invitation", "read_last_serial"]
-
-AUDIT = "audit.jsonl"
-"""The audit log in a node's folder."""
+__all__ = ["NodeService", "load_invitation", "read_last_serial"]
 
 _INVITATION, _SERIAL = "invitation.json", "serial"
 
@@ -77,6 +74,7 @@ class NodeService:
         self.node, self._build_run = node, build
         self.folder = Path(node.folder)
         self._usage = UsageBook(node)
+        self._usage.begin()
         self._loaded: tuple[str, _Joined] | None = None
         self._audit = AuditLog(self.folder / AUDIT)
         self._approvals = Approvals(self.folder, self._audit)
@@ -128,7 +126,7 @@ class NodeService:
             if self.node.limits.approve == "ask":
                 self._approvals.require(invitation)
             joined = self._build(invitation)
-            self._usage.record_run(invitation.run)
+            self._record_run(invitation.run)
             self._audit.write("joined", **self._describe_job(invitation), examples=joined.terms.client.examples)
         except NotApprovedError as error:
             log.warning("%s. fedspan approve shows what it asks for", error)
@@ -262,8 +260,14 @@ class NodeService:
                 raise FedspanError("run", run, "a run to which this node was invited")
             invitation = load_invitation(path)
             self._require_allowed(invitation)
-            self._loaded = (run, self._build(invitation))
+            joined = self._build(invitation)
+            self._record_run(run)  # the data may have changed since the node joined
+            self._loaded = (run, joined)
         return self._loaded[1]
+
+    def _record_run(self, run: str) -> None:
+        if (content := self._usage.record_run(run)) is not None:
+            self._audit.write("data changed", run=escape_controls(run), data=self.node.data_id, sha256=content)
 
     def _require_new(self, order: Order | Phase) -> None:
         """Refuse an order that was sent before.

@@ -3,6 +3,10 @@
 The book is one file in the node's folder, written before the use that it records. It must not get lost: a node that
 forgot its privacy budget would spend it again. So a second file outside the folder, the marker, holds the digest of the
 book's last version. A book that is missing, or older than its marker, is refused until a person decides.
+
+A data set is the name in the node's file (``data_id``), not a path: another spelling, a copy or an appended row opens
+no new account. Creating a node's key allows its first book, and nothing else does: a node that lost book, marker and
+folder together is refused as well. ``fedspan budget --new`` starts a new book deliberately.
 """
 
 from __future__ import annotations
@@ -16,16 +20,26 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedspan.config.node import NodeConfig, NodeLimits
+from fedspan.config.node import NodeConfig, NodeLimits, build_budget_marker
+from fedspan.data.content import compute_content_digest
+from fedspan.data.files import FROM_TRAINERS
+from fedspan.deployment.audit import AUDIT
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Count, Order
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.training.accounting import Charge, PrivacySpend
 
-__all__ = ["Account", "UsageBook"]
+__all__ = ["BOOK", "Account", "UsageBook", "allow_first_book"]
 
-_BOOK = "budget.json"
+BOOK = "budget.json"
+"""The book in a node's folder."""
+
+_FIRST = "no book yet"
+"""Content of the marker of a new key, whose node may create its first book."""
+_HISTORY = (AUDIT, "jobs", "*/invitation.json")
+"""What shows in a node's folder that it has answered a server before."""
 _CURE = "free some space on the node"
+_RENEW = "Restore it from a backup; `fedspan budget NODE --new` starts a new budget deliberately"
 _Release = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)], Count]
 
 
@@ -38,7 +52,8 @@ class Account(_Part):
 
     Args:
         server: Host of the server.
-        data: The training data, as in the node's file.
+        data: Name of the data set (``data_id`` in the node's file).
+        contents: Digests of the training files that the data set had, each once, the first one first.
         rounds: Rounds that were trained.
         evaluations: Evaluations, exports and head statistics.
         runs: Runs that were joined, by the digest of their names, each with the digest of its last training order.
@@ -47,10 +62,22 @@ class Account(_Part):
 
     server: str
     data: str
+    contents: tuple[str, ...] = ()
     rounds: Count = 0
     evaluations: Count = 0
     runs: dict[str, str] = Field(default_factory=dict)
     releases: tuple[_Release, ...] = ()
+
+    def compute_epsilon(self, delta: float) -> float:
+        """Compute the epsilon of all releases; infinite if one had no noise.
+
+        Args:
+            delta: Delta of the guarantee.
+
+        Raises:
+            FedspanError: If there are releases, and the extra ``fedspan[privacy]`` is missing.
+        """
+        return _build_spend(self, delta).compute_worst()
 
 
 class _Book(_Part):
@@ -61,7 +88,7 @@ class _Book(_Part):
         accounts: Accounts by data set and server.
     """
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     previous: str
     accounts: dict[str, Account]
 
@@ -74,10 +101,42 @@ class UsageBook:
     """
 
     def __init__(self, node: NodeConfig) -> None:
-        self.path, self.marker, self.limits = Path(node.folder) / _BOOK, node.budget_marker, node.limits
-        server, data = node.server.rpartition(":")[0].lower() or node.server, json.dumps(node.data, sort_keys=True)
-        self._key = hashlib.sha256(json.dumps([server, data]).encode()).hexdigest()[:32]
-        self._new = Account(server=server, data=str(node.data.get("train") or node.data.get("dataset") or ""))
+        self.path, self.marker, self.limits = Path(node.folder) / BOOK, node.budget_marker, node.limits
+        server = (node.server.rpartition(":")[0] or node.server).lower().rstrip(".")
+        self._key = hashlib.sha256(json.dumps([server, node.data_id]).encode()).hexdigest()[:32]
+        self._new = Account(server=server, data=node.data_id)
+        self._source = node.data.get("train") or node.data.get("dataset")
+        self._has_key = node.key is not None
+
+    def begin(self) -> None:
+        """Create the book of a new node; the book of any other node is left as it is, even if it is missing.
+
+        A node is new if nothing in its folder shows that it has answered a server, and its key was just created, or it
+        has none (``--insecure``).
+
+        Raises:
+            FedspanError: If the disk cannot be written.
+        """
+        marked = self._read_marker()
+        is_first = marked == _FIRST or (marked is None and not self._has_key)
+        if is_first and not self.path.exists() and not self._has_history():
+            self._store({}, _FIRST)
+
+    def restart(self) -> None:
+        """Replace the book by an empty one, with which every server has its full budget again.
+
+        Raises:
+            FedspanError: If the disk cannot be written.
+        """
+        self._store({}, _FIRST)
+
+    def list_accounts(self) -> list[Account]:
+        """Return what each server has used of each data set, sorted by both names.
+
+        Raises:
+            FedspanError: If the book is missing, damaged or not the newest version.
+        """
+        return sorted(self._load()[0].values(), key=lambda account: (account.server, account.data))
 
     def get_account(self) -> Account:
         """Return what the node's server has used of the node's data.
@@ -103,18 +162,35 @@ class UsageBook:
         _require_left("runs", len(account.runs), 1, self.limits.runs)
         _require_left("rounds", account.rounds, rounds, self.limits.rounds)
 
-    def record_run(self, run: str) -> None:
-        """Record that the node joins a run.
+    def record_run(self, run: str) -> str | None:
+        """Record that the node joins a run, with the content of its data.
+
+        Args:
+            run: Name of the run.
+
+        Returns:
+            The digest of the training data if they differ from those that the server has used before; None if they are
+            the same, or the first ones.
 
         Raises:
-            FedspanError: If it may join no more, or the disk cannot be written.
+            FedspanError: If it may join no more, the data belong to another data set's account, or the disk cannot be
+                written.
         """
         accounts, digest = self._load()
-        account = accounts.get(self._key, self._new)
+        account, content = accounts.get(self._key, self._new), self._compute_content()
+        for other in accounts.values():
+            if other.server == account.server and other.data != account.data and content in other.contents:
+                problem = f"these training data have a budget already, as data set {other.data!r}"
+                raise FedspanError("data_id", account.data, repr(other.data), problem=problem)
+        update: dict[str, Any] = {}
         if _compute_digest(run) not in account.runs:
             _require_left("runs", len(account.runs), 1, self.limits.runs)
-            runs = {**account.runs, _compute_digest(run): ""}
-            self._store({**accounts, self._key: account.model_copy(update={"runs": runs})}, digest)
+            update["runs"] = {**account.runs, _compute_digest(run): ""}
+        if content is not None and content not in account.contents:
+            update["contents"] = (*account.contents, content)
+        if update:
+            self._store({**accounts, self._key: account.model_copy(update=update)}, digest)
+        return content if account.contents and "contents" in update else None
 
     def record_order(self, order: Order, charges: tuple[Charge, ...]) -> None:
         """Record an order before it is carried out.
@@ -143,28 +219,38 @@ class UsageBook:
         if update:
             self._store({**accounts, self._key: account.model_copy(update=update)}, digest)
 
+    def _compute_content(self) -> str | None:
+        """Return the digest of the training data; None: a trainer's own."""
+        if not isinstance(self._source, str) or self._source == FROM_TRAINERS:
+            return None
+        return compute_content_digest(self._source, "data.train")
+
+    def _read_marker(self) -> str | None:
+        return read_bytes(self.marker).decode(errors="replace").strip() if self.marker.is_file() else None
+
+    def _has_history(self) -> bool:
+        return any(next(self.path.parent.glob(pattern), None) is not None for pattern in _HISTORY)
+
     def _load(self) -> tuple[dict[str, Account], str]:
-        """Return the accounts and the digest of the book; both empty before the first use."""
-        marked = read_bytes(self.marker).decode(errors="replace").strip() if self.marker.is_file() else None
+        """Return the accounts and the digest of the book."""
+        marked = self._read_marker()
         if not self.path.is_file():
-            if marked is None:
-                return {}, ""
-            problem = (
-                f"the record of what servers have used of this node's data is missing. Restore it from a backup; only "
-                f"removing {str(self.marker)!r} as well begins with a full budget"
-            )
+            problem = f"the record of what servers have used of this node's data is missing. {_RENEW}"
             raise FedspanError(str(self.path), None, problem=problem)
         content = read_bytes(self.path)
         try:
             book = _Book.model_validate_json(content)
         except (ValidationError, ValueError, RecursionError) as error:
-            problem = "the record of what servers have used of this node's data is damaged. Restore it from a backup"
+            problem = (
+                "the record of what servers have used of this node's data is damaged, or of another version of "
+                f"fedspan. {_RENEW}"
+            )
             raise FedspanError(str(self.path), None, problem=problem) from error
         digest = hashlib.sha256(content).hexdigest()
         if marked not in (digest, book.previous):  # the marker is written last, so it may be one version behind
             problem = (
                 f"by {str(self.marker)!r}, this record of what servers have used of this node's data is not the newest "
-                "one. Restore the newest one from a backup"
+                f"one. {_RENEW}"
             )
             raise FedspanError(str(self.path), None, problem=problem)
         return book.accounts, digest
@@ -173,10 +259,23 @@ class UsageBook:
         content = _Book(previous=previous, accounts=dict(accounts)).model_dump_json(indent=1).encode()
         with convert_disk_errors(self.path.parent, _CURE):
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if not previous:  # from now on, a missing book is one that got lost
-                write_atomic(self.marker, hashlib.sha256(content).hexdigest().encode(), 0o600)
+            if previous == _FIRST:  # a crash after the book was written leaves a marker that is one version behind
+                write_atomic(self.marker, _FIRST.encode(), 0o600)
             write_atomic(self.path, content, 0o600)
             write_atomic(self.marker, hashlib.sha256(content).hexdigest().encode(), 0o600)
+
+
+def allow_first_book(key: Path) -> None:
+    """Allow the node of a key that was just created to create its first book.
+
+    Args:
+        key: File of the node's private key.
+
+    Raises:
+        FedspanError: If the disk cannot be written.
+    """
+    with convert_disk_errors(key.parent, _CURE):
+        write_atomic(build_budget_marker(key), _FIRST.encode(), 0o600)
 
 
 def _compute_digest(text: str) -> str:
@@ -196,14 +295,19 @@ def _require_left(limit: str, used: int, added: int, maximum: int | None) -> Non
         raise FedspanError(f"limits.{limit}", maximum, problem=problem)
 
 
+def _build_spend(account: Account, delta: float) -> PrivacySpend:
+    spend = PrivacySpend(delta, "rdp")
+    spend.restore({"": [list(charge) for charge in account.releases]})
+    return spend
+
+
 def _add_releases(account: Account, charges: tuple[Charge, ...], limits: NodeLimits) -> tuple[_Release, ...]:
     """Return an account's releases with those of an order.
 
     Raises:
         FedspanError: If they exceed the limit on epsilon.
     """
-    spend = PrivacySpend(limits.delta, "rdp")
-    spend.restore({"": [list(charge) for charge in account.releases]})
+    spend = _build_spend(account, limits.delta)
     unattributed = tuple(replace(charge, payer="") for charge in charges)
     if limits.epsilon is not None and (cost := spend.compute_worst(unattributed)) > limits.epsilon:
         raise FedspanError("limits.epsilon", limits.epsilon, f"at least {cost:.4g}, with this order")

@@ -1,0 +1,55 @@
+"""Identity of a data source by its content: a copy, a link or a new name of the same files is the same data."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from fedspan.data.path_patterns import has_placeholders, match_paths
+from fedspan.errors import FedspanError
+
+__all__ = ["compute_content_digest"]
+
+
+def compute_content_digest(where: str, option: str) -> str:
+    """Compute a digest of the files that a source names.
+
+    It covers the bytes of all files, in an order that does not depend on their names. Hidden files are left out. A
+    source without local files (a hub id, a built-in corpus) is identified by its name.
+
+    Args:
+        where: A file, a folder, a path with places (``clinics/{hospital}/train.csv``), or a name.
+        option: The user's name of the option that contains it.
+
+    Returns:
+        SHA-256 in hexadecimal digits.
+
+    Raises:
+        FedspanError: If a file cannot be read.
+    """
+    try:
+        digests = sorted(_compute_file_digest(path) for path in _list_files(where, option))
+    except OSError as error:
+        raise FedspanError(option, where, f"files that can be read ({error.strerror})") from error
+    content = ["files", *digests] if digests else ["name", where]
+    return hashlib.sha256("\n".join(content).encode(errors="surrogatepass")).hexdigest()
+
+
+def _list_files(where: str, option: str) -> Iterator[Path]:
+    path = Path(os.path.expanduser(where))
+    if has_placeholders(where):
+        yield from match_paths(where, option)
+    elif os.path.isfile(path):
+        yield path
+    elif os.path.isdir(path):
+        for inside in path.rglob("*"):
+            hidden = any(part.startswith(".") for part in inside.relative_to(path).parts)
+            if not hidden and inside.is_file():
+                yield inside
+
+
+def _compute_file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
