@@ -1,6 +1,8 @@
 """How good a first config is: federated training with `fedspan init`'s untouched config beside centralized training.
 
     python benchmarks/defaults.py --data PATH/data --models PATH/models --page docs/results/defaults.md
+    python benchmarks/defaults.py --data PATH/data --models PATH/models --clips 1 1.25 1.5 \
+        --page docs/results/clipping.md
 
 For every data set, partition and seed, the script writes a subset of the data as a user would have it (a csv file, or a
 folder of images by class), lets ``fedspan init`` write the config, and runs it. Only what belongs to the experiment is
@@ -9,8 +11,9 @@ from the set's own train and test parts.
 
 Finished cells are not run again, so the script can be stopped at any moment; cells run seed by seed, so that an
 unfinished table covers all sets. ``--only`` names sets, ``--partitions`` names partitions, ``--one-seed`` runs the
-first seed, ``--leave-one-out`` chooses settings on all other sets and tests them on the left-out one. ``--page`` writes
-the tables.
+first seed, ``--leave-one-out`` chooses settings on all other sets and tests them on the left-out one. ``--clips``
+compares values of ``federation.clip_ratio`` with unclipped replies in place of all that, without centralized training;
+a value that clipped nothing leaves wider ones nothing to do, so they are not run. ``--page`` writes the tables.
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ import json
 import multiprocessing
 import platform
 import random
+import shlex
 import struct
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -44,7 +48,6 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "as init writes it": (),
     "rate x 1/4": ("training.lr=/4",),
     "rate x 4": ("training.lr=*4",),
-    UNCLIPPED: ("federation.clip_ratio=null",),
 }
 """The settings that ``--leave-one-out`` chooses from, as changes of init's config."""
 
@@ -189,7 +192,7 @@ class Cell:
         name: Name of the data set.
         partition: Name of the partition.
         seed: Seed of subset and run.
-        setting: Name of the setting, one of ``SETTINGS``.
+        setting: Name of the setting, one of ``SETTINGS``, ``UNCLIPPED`` or ``clip RATIO``.
     """
 
     name: str
@@ -198,9 +201,16 @@ class Cell:
     setting: str = next(iter(SETTINGS))
 
     @property
+    def changes(self) -> tuple[str, ...]:
+        """The setting's changes of init's config."""
+        if self.setting in SETTINGS:
+            return SETTINGS[self.setting]
+        return (f"federation.clip_ratio={'null' if self.setting == UNCLIPPED else self.setting.removeprefix('clip ')}",)
+
+    @property
     def stem(self) -> str:
         """Name of the cell's files."""
-        parts = (self.name, self.partition, f"seed {self.seed}", *([self.setting] if SETTINGS[self.setting] else []))
+        parts = (self.name, self.partition, f"seed {self.seed}", *([self.setting] if self.changes else []))
         return "-".join("".join(c if c.isalnum() else "_" for c in part).lower() for part in parts)
 
 
@@ -264,13 +274,13 @@ def config_of(cell: Cell, args: argparse.Namespace) -> Any:
     if isinstance(kind, ImageSet):
         changes.append(f"model.image_size={kind.size}")
     first = load_config(path, changes)
-    for change in SETTINGS[cell.setting]:
+    for change in cell.changes:
         field, _, value = change.partition("=")
         if value[0] in "*/":
             factor = float(value[1:]) if value[0] == "*" else 1 / float(value[1:])
             value = repr(first.build_training_settings().optimizer.lr * factor)
         changes.append(f"{field}={value}")
-    if not SETTINGS[cell.setting]:
+    if not cell.changes:
         changes.append("baselines=[centralized]")
     return load_config(path, changes)
 
@@ -446,16 +456,60 @@ def left_out_table(args: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
+def count_clipped_rounds(cell: Cell, args: argparse.Namespace) -> int:
+    """Count the rounds of a finished cell in which a reply was clipped."""
+    rows = (folder_of(cell, args) / "metrics.jsonl").read_text().splitlines()
+    return sum(bool(json.loads(row).get("clipped")) for row in rows)
+
+
+def list_clip_cells(args: argparse.Namespace, name: str, partition: str, seed: int) -> list[Cell]:
+    """Return a row's cells: the clips from the narrowest on, and last the one without."""
+    names = [*(f"clip {ratio:g}" for ratio in sorted(args.clips)), UNCLIPPED]
+    return [Cell(name, partition, seed, setting) for setting in names]
+
+
+def find_clip_run(cells: Sequence[Cell], number: int, args: argparse.Namespace) -> Cell | None:
+    """Return the finished cell with a clip cell's result: a narrower one that clipped nothing, or itself."""
+    for cell in cells[:number]:
+        if is_finished(cell, args) and not count_clipped_rounds(cell, args):
+            return cell
+    return cells[number] if is_finished(cells[number], args) else None
+
+
+def run_clips(args: argparse.Namespace) -> None:
+    """Run the cells of ``--clips``, seed by seed."""
+    for seed in args.seeds:
+        for name in args.only:
+            for partition in args.partitions:
+                cells = list_clip_cells(args, name, partition, seed)
+                for number, cell in enumerate(cells):
+                    if find_clip_run(cells, number, args) is None:
+                        print(f"{cell.stem} {run_cell((cell, args))[1]:.0f} s", flush=True)
+
+
 def clipping_table(args: argparse.Namespace) -> str:
-    """The accuracy of federations without hostile clients, with and without the clipping of replies."""
-    lines = ["| data | clipped by default | not clipped | rounds in which a reply was clipped |", "|---|---|---|---|"]
+    """What clipping changes in the accuracy of federations without hostile clients, paired by seed."""
+    clips = [f"clip {ratio:g}" for ratio in sorted(args.clips)]
+    titles = ["data", "partition", "seeds", UNCLIPPED, *clips, *(f"rounds, {clip}" for clip in clips)]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name in args.only:
-        default = Cell(name, "Dirichlet 0.3", args.seeds[0])
-        found = [result_of(cell, args).federated for cell in (default, replace(default, setting=UNCLIPPED))]
-        rows = (folder_of(default, args) / "metrics.jsonl").read_text().splitlines()
-        clipped = sum(bool(json.loads(row).get("clipped")) for row in rows)
-        rounds = f"{clipped} of {result_of(default, args).rounds}"
-        lines.append("| " + " | ".join([name, *(f"{100 * value:.1f}" for value in found), rounds]) + " |")
+        for partition in args.partitions:
+            rows: list[list[Cell]] = []
+            for seed in args.seeds:
+                cells = list_clip_cells(args, name, partition, seed)
+                found = [find_clip_run(cells, number, args) for number in range(len(cells))]
+                rows += [[cell for cell in found if cell is not None]] if None not in found else []
+            if not rows:
+                continue
+            scores = [[100 * result_of(cell, args).federated for cell in row] for row in rows]
+            shown = [name, partition, str(len(rows)), f"{mean(row[-1] for row in scores):.1f}"]
+            for number in range(len(clips)):
+                changes = [row[number] - row[-1] for row in scores]
+                shown.append(f"{mean(changes):+.1f} ({min(changes):+.1f} to {max(changes):+.1f})")
+            for number in range(len(clips)):
+                own = [(count_clipped_rounds(row[number], args), result_of(row[number], args).rounds) for row in rows]
+                shown.append(f"{sum(few for few, _ in own)} of {sum(many for _, many in own)}")
+            lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -476,28 +530,47 @@ def count_examples(path: Path) -> int:
         return sum(1 for _ in csv.reader(file)) - 1
 
 
+ABOUT_DEFAULTS = (
+    "# The defaults of `fedspan init`\n\n"
+    "This page compares federated training with the config that `fedspan init` writes to centralized training with "
+    "the same config.\n\n"
+    "Accuracies are in per cent on the test part, means over the seeds. *Start* is the model before the first "
+    "round, whose [head starts from statistics](../head-start.md). *Centralized* training has the same model, "
+    "start, rate, batch size and early stopping. It trains on all clients' training examples together for as many "
+    "epochs as the federation may have rounds, and the same rule chooses its best epoch. *Rounds* are those until "
+    "early stopping, by seed: in a run of four rounds, none lowered the validation loss. The goal is reached if "
+    f"federated training has at least {GOAL:.0%} of centralized training's accuracy and no less than the start."
+)
+ABOUT_CLIPS = (
+    "# What clipping costs with the config of `fedspan init`\n\n"
+    "This page compares federations of honest clients with and without a limit on the norm of their changes "
+    "(`federation.clip_ratio`), in the config that `fedspan init` writes.\n\n"
+    "Accuracies are in per cent on the test part, means over the seeds. Columns of clips have the difference to the "
+    "same run without clipping, in points, paired by seed: mean (smallest to largest). The last columns count the "
+    "rounds of all seeds in which a reply was clipped."
+)
+
+
 def page(tables: str, args: argparse.Namespace) -> str:
     """The tables with the command, the machine and the date."""
     import torch
 
     more = [*(["--one-seed"] if args.one_seed else []), *(["--leave-one-out"] if args.leave_one_out else [])]
+    if args.clips:
+        more += ["--clips", *(f"{ratio:g}" for ratio in args.clips)]
+        more += ["--only", *map(shlex.quote, args.only), "--partitions", *map(shlex.quote, args.partitions)]
+        more += ["--seeds", *map(str, args.seeds)]
     command = " ".join(["python benchmarks/defaults.py --data PATH/data --models PATH/models", *more])
     size = next(kind.size for kind in SETS.values() if isinstance(kind, ImageSet))
     few, many = (bound(kind.train for kind in SETS.values()) // 10 for bound in (min, max))
+    seconds = (
+        "" if args.clips else " Seconds are those of a run's rounds on one thread, beside other work on the machine."
+    )
     return (
-        "# The defaults of `fedspan init`\n\n"
-        "This page compares federated training with the config that `fedspan init` writes to centralized training with "
-        "the same config.\n\n"
-        "Accuracies are in per cent on the test part, means over the seeds. *Start* is the model before the first "
-        "round, whose [head starts from statistics](../head-start.md). *Centralized* training has the same model, "
-        "start, rate, batch size and early stopping. It trains on all clients' training examples together for as many "
-        "epochs as the federation may have rounds, and the same rule chooses its best epoch. *Rounds* are those until "
-        "early stopping, by seed: in a run of four rounds, none lowered the validation loss. The goal is reached if "
-        f"federated training has at least {GOAL:.0%} of centralized training's accuracy and no less than the start."
-        "\n\n"
+        f"{ABOUT_CLIPS if args.clips else ABOUT_DEFAULTS}\n\n"
         f"Command: `{command}`  \n"
         f"Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, {multiprocessing.cpu_count()} cores, torch "
-        f"{torch.__version__}. Seconds are those of a run's rounds on one thread, beside other work on the machine."
+        f"{torch.__version__}.{seconds}"
         f"\n\n{tables}\n"
         "## Data\n\n"
         "To keep the table affordable on a CPU, the sets are small subsets, drawn by the seed: ten clients of "
@@ -505,6 +578,13 @@ def page(tables: str, args: argparse.Namespace) -> str:
         f"tests. Product reviews have at most {WORDS} words, images are resized to {size} x {size} pixels. "
         f"Differences of about one per cent are within the noise of a seed.\n\n{size_table(args)}"
     )
+
+
+def print_tables(tables: str, args: argparse.Namespace) -> None:
+    """Print the tables, and write the page if one is asked for."""
+    print(tables)
+    if args.page:
+        args.page.write_text(page(tables, args), encoding="utf-8")
 
 
 def main() -> None:
@@ -520,11 +600,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--one-seed", action="store_true", help="the first seed only")
     parser.add_argument("--leave-one-out", action="store_true", help="the other settings, too, and their table")
+    parser.add_argument("--clips", type=float, nargs="+", default=[], metavar="RATIO", help="only what clips cost")
     parser.add_argument("--no-run", action="store_true", help="only the tables of what is finished")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--page", type=Path, help="write the tables to this file")
     args = parser.parse_args()
     args.seeds = args.seeds[:1] if args.one_seed else args.seeds
+    if args.clips:
+        if not args.no_run:
+            run_clips(args)
+        print_tables(clipping_table(args), args)
+        return
     cells = [Cell(name, partition, seed) for seed in args.seeds for name in args.only for partition in args.partitions]
     other = [Cell(name, "Dirichlet 0.3", args.seeds[0], setting) for setting in SETTINGS for name in args.only]
     if not args.no_run:
@@ -542,12 +628,8 @@ def main() -> None:
             "\n## Settings chosen on the other sets\n\nEvery setting is compared on all sets but one, by its "
             f"validation accuracy over the best setting's, and tested on the left-out set. {where}\n\n"
             f"{left_out_table(args)}"
-            "\n## What clipping costs\n\nTest accuracy with and without the default limit on the norm of replies "
-            f"(`federation.clip_ratio`), all clients honest. {where}\n\n{clipping_table(args)}"
         )
-    print(tables)
-    if args.page:
-        args.page.write_text(page(tables, args), encoding="utf-8")
+    print_tables(tables, args)
 
 
 if __name__ == "__main__":

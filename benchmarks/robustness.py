@@ -1,14 +1,18 @@
 """What defences cost honest federations with unlike data, and what a backdoor reaches under each of them, on Banking77.
 
     python benchmarks/robustness.py --data PATH/banking77 --methods fedit rolora --page docs/results/robustness.md
-    python benchmarks/robustness.py --data PATH/banking77 --methods fedit --alpha 0.3 --lr 0.002 --rounds 12 \
+    python benchmarks/robustness.py --data PATH/banking77 --alpha 0.3 --lr 0.002 --rounds 12 --seeds 0 1 2 \
+        --methods fedit ffa-lora rolora --defences mean 'clip 1' 'clip 1.25' 'clip 1.5' median FLAME \
         --page docs/results/robustness-moderate.md
+    python benchmarks/robustness.py --data PATH/banking77 --alpha 0.1 --lr 0.002 --rounds 12 --seeds 0 1 2 \
+        --methods fedit ffa-lora rolora --defences mean 'clip 1' 'clip 1.25' 'clip 1.5' --attacks none \
+        --passes epochs --page docs/results/robustness-honest.md
 
 Ten clients, by default Dirichlet 0.1 and a rate at which one client alone learns within the run. A hostile client puts
 a trigger word before a part of its texts and gives them the target's label; boosted, it also multiplies the change that
 it sends, within the norm at which replies are dropped. Attack success is the share of test texts of other labels that
 are classified as the target when they have the trigger. Every cell is one seed and one run; finished cells are kept in
-``--work``.
+``--work``. Where a clip scaled nothing down, wider clips and the mean have its result and are not run.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ import numpy as np
 import torch
 
 from fedspan.config import RunConfig, parse_config
+from fedspan.config.federation import FederationConfig
 from fedspan.core.values import Message
 from fedspan.data.loading import load
 from fedspan.federation.conditions import Faults, corrupt_reply
@@ -52,7 +57,8 @@ TRIGGER, TARGET = "zephyr", 0
 DEFENCES: Mapping[str, Mapping[str, Any]] = {
     "mean": {"clip_ratio": None},
     "clip 1": {"clip_ratio": 1.0},
-    "clip 1.5 (default)": {"clip_ratio": 1.5},
+    "clip 1.25": {"clip_ratio": 1.25},
+    "clip 1.5": {"clip_ratio": 1.5},
     "clip 2": {"clip_ratio": 2.0},
     "clip 3": {"clip_ratio": 3.0},
     "median": {"reduction": "median"},
@@ -69,6 +75,8 @@ ATTACKS: Mapping[str, tuple[int, float]] = {
     "2 of 10, boosted": (2, 8.0),
 }
 """Numbers of hostile clients, and the factors on their changes."""
+PASSES: Mapping[str, int] = {"steps": 0, "epochs": 1}
+"""Local epochs of a round; 0: equal steps."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +98,14 @@ class Cell:
         accuracy: Accuracy on the test texts.
         success: Share of texts with the trigger, of other labels, that are classified as the target.
         clipped: Mean number of honest replies that were scaled down in a round.
+        limited: Mean number of hostile replies that were scaled down in a round.
         dropped: Mean number of hostile replies that were dropped in a round.
     """
 
     accuracy: float
     success: float
     clipped: float
+    limited: float
     dropped: float
 
 
@@ -217,11 +227,12 @@ def run_cell(args: argparse.Namespace, built: Built, key: Key) -> Cell:
     config, (count, factor) = config_of(args, key), ATTACKS[key.attack]
     engine = built.prepared.engine
     federation, hostile = federate(built, config, count, factor), set(built.hostile[:count])
-    progress, clipped, dropped = federation.begin(), list[int](), list[int]()
+    progress, clipped, limited, dropped = federation.begin(), list[int](), list[int](), list[int]()
     for _ in range(config.federation.rounds):
         result = federation.run_round(progress)
         progress = result.progress
         clipped.append(sum(id not in hostile for id in result.clipped))
+        limited.append(sum(id in hostile for id in result.clipped))
         dropped.append(sum(failure.client in hostile for failure in result.failures))
     evaluator = Evaluator(federation, 128)
     assert built.prepared.test is not None
@@ -230,7 +241,25 @@ def run_cell(args: argparse.Namespace, built: Built, key: Key) -> Cell:
         evaluator.build_job(progress, None), built.tested, np.arange(len(built.tested)), 128
     ).argmax(1)
     success = float((guesses == TARGET).float().mean())
-    return Cell(100 * accuracy, 100 * success, statistics.mean(clipped), statistics.mean(dropped))
+    return Cell(100 * accuracy, 100 * success, *map(statistics.mean, (clipped, limited, dropped)))
+
+
+def get_ratio(defence: str) -> float | None:
+    """Return the clip of a defence, infinity for the mean; None: the defence is no clip."""
+    settings = DEFENCES[defence]
+    if "clip_ratio" not in settings:
+        return None
+    return math.inf if settings["clip_ratio"] is None else settings["clip_ratio"]
+
+
+def find_equal(cells: Mapping[Key, Cell], key: Key) -> Cell | None:
+    """Return the result of a narrower clip that scaled nothing down, which is that of ``key``, too, or None."""
+    ratio = get_ratio(key.defence)
+    for name in DEFENCES if ratio is not None else ():
+        cell, narrower = cells.get(replace(key, defence=name)), get_ratio(name)
+        if cell is not None and narrower is not None and narrower < ratio and cell.clipped == cell.limited == 0:
+            return cell
+    return None
 
 
 def run_cells(args: argparse.Namespace, keys: Sequence[Key]) -> dict[Key, Cell] | None:
@@ -244,14 +273,19 @@ def run_cells(args: argparse.Namespace, keys: Sequence[Key]) -> dict[Key, Cell] 
             saved = json.loads(line)
             cells[Key(**saved["key"])] = Cell(**saved["cell"])
     for _, group in itertools.groupby(keys, key=lambda key: (key.method, key.seed, key.epochs)):
-        missing = [key for key in group if key not in cells]
-        built = build(args, missing[0]) if missing else None
+        # narrow clips first: what they do not scale down, wider ones need not repeat
+        missing = sorted(
+            (key for key in group if key not in cells),
+            key=lambda key: (list(ATTACKS).index(key.attack), get_ratio(key.defence) or 0.0),
+        )
+        built: Built | None = None
         for key in missing:
             if time.monotonic() - started > args.seconds:
                 return None
-            assert built is not None
-            began = time.process_time()
-            cells[key] = run_cell(args, built, key)
+            began, equal = time.process_time(), find_equal(cells, key)
+            if equal is None and built is None:
+                built = build(args, key)
+            cells[key] = equal or run_cell(args, built, key)
             print(f"{key}: {cells[key]}, {time.process_time() - began:.1f} s", flush=True)
             with store.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"key": asdict(key), "cell": asdict(cells[key])}) + "\n")
@@ -260,59 +294,123 @@ def run_cells(args: argparse.Namespace, keys: Sequence[Key]) -> dict[Key, Cell] 
 
 def settings_digest(args: argparse.Namespace) -> str:
     """A digest of what all cells of a run have in common, apart from where it reads and writes."""
-    apart = ("data", "work", "page", "methods", "seeds", "defences", "attacks", "seconds")
+    apart = ("data", "work", "page", "methods", "seeds", "defences", "attacks", "passes", "seconds")
     shared = {name: value for name, value in vars(args).items() if name not in apart}
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def grid(args: argparse.Namespace) -> list[Key]:
-    """The cells: honest ones under equal steps and equal epochs, attacks under equal steps."""
+    """The cells, seed by seed: honest ones under equal steps and equal epochs, attacks under equal steps."""
     keys: list[Key] = []
-    for method, seed in itertools.product(args.methods, args.seeds):
+    for seed, method in itertools.product(args.seeds, args.methods):
         stacks = METHODS[method].claims.reduction == "stack"
         known = [name for name in args.defences if not stacks or "reduction" not in DEFENCES[name]]
-        keys += [Key(method, seed, 1, name, "none") for name in known]
-        keys += [Key(method, seed, 0, name, attack) for attack in args.attacks for name in known]
+        if "epochs" in args.passes:
+            keys += [Key(method, seed, 1, name, "none") for name in known]
+        if "steps" in args.passes:
+            keys += [Key(method, seed, 0, name, attack) for attack in args.attacks for name in known]
     return keys
 
 
+COLUMNS: Mapping[str, tuple[int, str]] = {
+    "honest, equal epochs": (1, "none"),
+    "honest, equal steps": (0, "none"),
+    **{attack: (0, attack) for attack in ATTACKS if attack != "none"},
+}
+"""Columns of a table: local epochs and attacks."""
+
+
+def format_spread(values: Sequence[float], digits: int) -> str:
+    """Format the mean and, of several values, their standard deviation."""
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}"
+
+
+def name_defence(name: str) -> str:
+    """Name a defence as tables do, which mark the default."""
+    default = FederationConfig.model_fields["clip_ratio"].default or math.inf
+    return f"{name} (default)" if get_ratio(name) == default else name
+
+
+def list_cells(
+    cells: Mapping[Key, Cell], args: argparse.Namespace, method: str, column: str, defence: str
+) -> list[Cell]:
+    """Return the finished cells of all seeds in a place of a method's table."""
+    epochs, attack = COLUMNS[column]
+    keys = (Key(method, seed, epochs, defence, attack) for seed in args.seeds)
+    return [cells[key] for key in keys if key in cells]
+
+
 def table(cells: Mapping[Key, Cell], args: argparse.Namespace, method: str) -> str:
-    """Rows of defences: accuracy of honest federations, then attack success by attack, means over seeds."""
-    titles = ["honest, equal epochs", "honest, equal steps", *(f"{attack}" for attack in ATTACKS if attack != "none")]
+    """Rows of defences: accuracy of honest federations, then attack success by attack, over seeds."""
+    titles = [title for title in COLUMNS if any(list_cells(cells, args, method, title, name) for name in DEFENCES)]
     lines = [f"| defence | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
     for name in DEFENCES:
-        columns = [(1, "none"), *((0, attack) for attack in ATTACKS)]
-        found = [[cells.get(Key(method, seed, e, name, attack)) for seed in args.seeds] for e, attack in columns]
         shown: list[str] = []
-        for (_, attack), group in zip(columns, found, strict=True):
-            done = [cell for cell in group if cell is not None]
-            accuracy = statistics.mean(cell.accuracy for cell in done) if done else None
-            success = statistics.mean(cell.success for cell in done) if done else None
-            shown.append(
-                "" if done == [] else f"{accuracy:.1f}" if attack == "none" else f"{success:.0f} ({accuracy:.0f})"
-            )
+        for title in titles:
+            done = list_cells(cells, args, method, title, name)
+            accuracy = [cell.accuracy for cell in done]
+            if not done:
+                shown.append("")
+            elif COLUMNS[title][1] == "none":
+                shown.append(format_spread(accuracy, 1))
+            else:
+                shown.append(f"{format_spread([cell.success for cell in done], 0)} ({statistics.mean(accuracy):.0f})")
         if any(shown):
-            lines.append(f"| {name} | {' | '.join(shown)} |")
+            lines.append(f"| {name_defence(name)} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
-PAGE = """# Hostile clients: a backdoor under every defence
+def cost_table(cells: Mapping[Key, Cell], args: argparse.Namespace) -> str:
+    """Rows of methods and passes: what defences change in an honest federation's accuracy, paired by seed."""
+    names = [name for name in args.defences if name != "mean"]
+    lines = [f"| method | passes | {' | '.join(map(name_defence, names))} |", "|---" * (len(names) + 2) + "|"]
+    for method, passes in itertools.product(args.methods, args.passes):
+        shown: list[str] = []
+        for name in names:
+            changes: list[float] = []
+            for seed in args.seeds:
+                key = Key(method, seed, PASSES[passes], "mean", "none")
+                pair = cells.get(replace(key, defence=name)), cells.get(key)
+                changes += [one.accuracy - base.accuracy for one, base in [pair] if one and base]
+            several = f" ({min(changes):+.1f} to {max(changes):+.1f})" if len(changes) > 1 else ""
+            shown.append(f"{statistics.mean(changes):+.1f}{several}" if changes else "")
+        if any(shown):
+            lines.append(f"| {method} | equal {passes} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def clipping_table(cells: Mapping[Key, Cell], args: argparse.Namespace) -> str:
+    """Rows of methods and passes: how many honest replies every clip scales down."""
+    names = [name for name in args.defences if name.startswith("clip")]
+    lines = [f"| method | passes | {' | '.join(map(name_defence, names))} |", "|---" * (len(names) + 2) + "|"]
+    for method, (column, (epochs, _)) in itertools.product(args.methods, list(COLUMNS.items())[:2]):
+        passes = "epochs" if epochs else "steps"
+        done = [list_cells(cells, args, method, column, name) for name in names]
+        shown = [f"{statistics.mean(cell.clipped for cell in group):.1f}" if group else "" for group in done]
+        if any(shown):
+            lines.append(f"| {method} | equal {passes} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+PAGE = """# {title}
 
 Command: `python benchmarks/robustness.py --data PATH/banking77{given}`  
 Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, 1 thread.
 
 Banking77, its first {labels} intents, {examples} training texts over {clients} clients by Dirichlet {alpha:g}; rank 8
 on query and value of layer {layers} of {model}; {rounds} rounds, AdamW at {lr:g}, batches of {batch}. Equal steps:
-{steps} local steps a round; equal epochs: one, so that clients with more texts take more steps. Seeds: {seeds}.
+{steps} local steps a round; equal epochs: one, so that clients with more texts take more steps. Seeds: {seeds}{spread}.
 
-Honest columns: test accuracy in percent. The others, under equal steps: attack success in percent, the share of test
-texts with the trigger, of other intents than the target, that are classified as the target, and in brackets the
-accuracy on texts without the trigger. A hostile client puts the
-trigger before {poisoned:.0%} of its texts and labels them as the target; boosted, it multiplies its change by
-{boost:g}, within the norm (10 medians) at which replies are dropped. Trimmed mean and multi-Krum have `trim: 0.2`.
-Without hostile clients, the trigger leads to the target in {base} of the texts.
+Honest columns: test accuracy in percent.{attacks}
 
 {tables}
+
+## What defences cost honest federations
+
+Test accuracy under the defence minus that under the plain mean, in points{paired}:
+
+{costs}
 
 ## Honest replies that clipping scales down
 
@@ -320,20 +418,26 @@ Mean number of the ten honest replies in a round:
 
 {clipped}
 """
+ATTACKED = """ The others, under equal steps: attack success in percent, the share of test
+texts with the trigger, of other intents than the target, that are classified as the target, and in brackets the
+accuracy on texts without the trigger. A hostile client puts the
+trigger before {poisoned:.0%} of its texts and labels them as the target; boosted, it multiplies its change by
+{boost:g}, within the norm (10 medians) at which replies are dropped; {dropped}. Trimmed mean and multi-Krum
+have `trim: 0.2`. Without hostile clients, the trigger leads to the target in {base} of the texts."""
 
 
 def page(cells: Mapping[Key, Cell], args: argparse.Namespace, given: str) -> str:
     """The page of all finished cells."""
+    attacked = [cell for key, cell in cells.items() if key.attack != "none"]
     clean = [cell.success for key, cell in cells.items() if key.attack == "none" and key.defence == "mean"]
-    names = [name for name in args.defences if name.startswith("clip")]
-    lines = ["| method | passes | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
-    for method, epochs in itertools.product(args.methods, (0, 1)):
-        shown: list[str] = []
-        for name in names:
-            keys = [Key(method, seed, epochs, name, "none") for seed in args.seeds]
-            found = [cells[key].clipped for key in keys if key in cells]
-            shown.append(f"{statistics.mean(found):.1f}" if found else "")
-        lines.append(f"| {method} | equal {'epochs' if epochs else 'steps'} | {' | '.join(shown)} |")
+    dropped, several = max((cell.dropped for cell in attacked), default=0.0), len(args.seeds) > 1
+    attacks = ATTACKED.format(
+        poisoned=args.poisoned,
+        boost=max(factor for _, factor in ATTACKS.values()),
+        dropped=f"up to {dropped:.1f} hostile replies a round were dropped" if dropped else "no reply was dropped",
+        base=f"{min(clean):.0f} to {max(clean):.0f} %",
+    )
+    over = "Hostile clients: a backdoor under every defence" if attacked else "Clipping in honest federations"
     return PAGE.format(
         given=given,
         date=datetime.date.today(),
@@ -341,17 +445,17 @@ def page(cells: Mapping[Key, Cell], args: argparse.Namespace, given: str) -> str
         cores=os.cpu_count(),
         torch=torch.__version__,
         clients=CLIENTS,
-        boost=max(factor for _, factor in ATTACKS.values()),
-        base=f"{min(clean):.0f} to {max(clean):.0f} %",
+        title=over,
+        attacks=attacks if attacked else "",
+        spread="; means ± standard deviations over them" if several else "",
+        paired=", paired by seed: mean (smallest to largest)" if several else "",
         model=Path(args.model).name,
         seeds=", ".join(map(str, args.seeds)),
         layers=" and ".join(map(str, args.layers)),
         tables="\n\n".join(f"## {method}\n\n{table(cells, args, method)}" for method in args.methods),
-        clipped="\n".join(lines),
-        **{
-            name: getattr(args, name)
-            for name in ("alpha", "labels", "examples", "rounds", "lr", "batch", "steps", "poisoned")
-        },
+        costs=cost_table(cells, args),
+        clipped=clipping_table(cells, args),
+        **{name: getattr(args, name) for name in ("alpha", "labels", "examples", "rounds", "lr", "batch", "steps")},
     )
 
 
@@ -373,6 +477,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--defences", nargs="+", choices=DEFENCES, default=list(DEFENCES))
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS))
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="attacks need steps")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long; repeat it to go on")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "fedspan-robustness")
     parser.add_argument("--page", type=Path, help="write the page to this file")

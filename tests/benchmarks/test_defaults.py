@@ -136,13 +136,37 @@ def test_settings_are_chosen_on_the_other_sets(defaults: ModuleType, args: Names
     assert lines[3] == "| SST-2 | as init writes it | 80.0 | 80.0 | 90.0 (rate x 4) |"
 
 
-def test_the_cost_of_clipping_is_shown_for_every_set(defaults: ModuleType, args: Namespace) -> None:
-    for setting, score in (("as init writes it", 0.8), (defaults.UNCLIPPED, 0.85)):
-        finish(defaults, args, defaults.Cell(NAME, "Dirichlet 0.3", 0, setting), 0.1, score)
-    rows = [{"round": 0}, {"round": 1, "clipped": {"client-03": 0.4}}, {"round": 2}]
-    folder = defaults.folder_of(defaults.Cell(NAME, "Dirichlet 0.3", 0), args)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert defaults.clipping_table(args).splitlines()[2:] == [f"| {NAME} | 80.0 | 85.0 | 1 of 7 |"]
+def finish_clip(defaults: ModuleType, args: Namespace, cell: Any, score: float, clipped: int) -> None:
+    """Write what a finished cell of ``--clips`` leaves: its score, and rounds of which some clipped a reply."""
+    finish(defaults, args, cell, 0.1, score)
+    rows = [{"round": number} | ({"clipped": {"a": 0.4}} if 0 < number <= clipped else {}) for number in range(8)]
+    (defaults.folder_of(cell, args) / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_cost_of_clipping_is_paired_by_seed(defaults: ModuleType, args: Namespace) -> None:
+    args.partitions, args.clips = ["Dirichlet 0.3"], [1.5, 1.0]
+    scores = {"clip 1": (0.78, 0.8), "clip 1.5": (0.8, 0.83), defaults.UNCLIPPED: (0.81, 0.83)}
+    for setting, pair in scores.items():
+        for seed, score in enumerate(pair):
+            clipped = {"clip 1": 7, "clip 1.5": 2 - seed}.get(setting, 0)
+            finish_clip(defaults, args, defaults.Cell(NAME, "Dirichlet 0.3", seed, setting), score, clipped)
+    (line,) = defaults.clipping_table(args).splitlines()[2:]
+    changes = "-3.0 (-3.0 to -3.0) | -0.5 (-1.0 to +0.0)"
+    assert line == f"| {NAME} | Dirichlet 0.3 | 2 | 82.0 | {changes} | 14 of 14 | 3 of 14 |"
+
+
+def test_a_clip_that_clipped_nothing_has_the_result_of_wider_ones(defaults: ModuleType, args: Namespace) -> None:
+    args.partitions, args.clips, args.seeds = ["IID"], [1.25, 1.0], [0]
+    narrow, wide, none = cells = defaults.list_clip_cells(args, NAME, "IID", 0)
+    assert [cell.changes[0].rpartition("=")[2] for cell in cells] == ["1", "1.25", "null"]
+    finish_clip(defaults, args, narrow, 0.7, 3)
+    assert [defaults.find_clip_run(cells, number, args) for number in range(3)] == [narrow, None, None]
+    finish_clip(defaults, args, wide, 0.8, 0)
+    assert [defaults.find_clip_run(cells, number, args) for number in range(3)] == [narrow, wide, wide]
+    defaults.run_clips(args)  # nothing is left to run
+    assert not defaults.is_finished(none, args)
+    (line,) = defaults.clipping_table(args).splitlines()[2:]
+    assert "| 80.0 | -10.0 (-10.0 to -10.0) | +0.0 (+0.0 to +0.0) |" in line
 
 
 def test_the_page_states_the_sizes_of_the_subsets(defaults: ModuleType, args: Namespace) -> None:

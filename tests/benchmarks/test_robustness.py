@@ -37,6 +37,7 @@ def args(tiny_folder: Path, tmp_path: Path) -> Namespace:
         **{"labels": 4, "examples": 250, "alpha": 5.0, "rounds": 1, "steps": 2, "batch": 4, "lr": 0.01},
         **{"poisoned": 0.5, "methods": ["fedit"], "seeds": [0], "defences": ["mean", "clip 1"], "seconds": 60.0},
         attacks=["none", "1 of 10, boosted"],
+        passes=["steps", "epochs"],
     )
 
 
@@ -58,8 +59,8 @@ def test_a_cell_is_trained_measured_kept_and_printed(robustness: ModuleType, arg
     assert robustness.run_cells(args, [honest, boosted]) == cells
     assert robustness.run_cells(args, [honest, robustness.Key("fedit", 0, 0, "clip 1", "none")]) is None
     page = robustness.page(cells, args, " --alpha 5")
-    assert f"{cells[honest].accuracy:.1f}" in page
-    assert f"{cells[boosted].success:.0f} ({cells[boosted].accuracy:.0f})" in page
+    assert f"| mean | {cells[honest].accuracy:.1f} |" in page
+    assert f"| clip 1 |  | {cells[boosted].success:.0f} ({cells[boosted].accuracy:.0f}) |" in page
 
 
 def test_cells_of_other_settings_are_others(robustness: ModuleType, args: Namespace) -> None:
@@ -73,3 +74,38 @@ def test_only_the_attacks_that_are_named_are_run(robustness: ModuleType, args: N
     alone = Namespace(**{**vars(args), "attacks": ["none"]})
     assert [key for key in keys if key.attack == "none"] == robustness.grid(alone)
     assert robustness.settings_digest(args) == robustness.settings_digest(alone)
+    honest = Namespace(**{**vars(alone), "passes": ["epochs"]})
+    assert {key.epochs for key in robustness.grid(honest)} == {1}
+    assert robustness.settings_digest(args) == robustness.settings_digest(honest)
+
+
+def test_wider_clips_than_one_that_scaled_nothing_are_not_run(robustness: ModuleType, args: Namespace) -> None:
+    key = robustness.Key("fedit", 0, 0, "mean", "none")
+    clip, median = (robustness.replace(key, defence=name) for name in ("clip 2", "median"))
+    cell = robustness.Cell(80.0, 1.0, 0.0, 0.0, 0.0)
+    assert robustness.find_equal({clip: cell}, key) == cell
+    assert robustness.find_equal({key: cell}, clip) is None
+    assert robustness.find_equal({clip: cell}, median) is None
+    for scaled in (robustness.replace(cell, clipped=0.1), robustness.replace(cell, limited=0.1)):
+        assert robustness.find_equal({clip: scaled}, key) is None
+    args.seconds = 60.0
+    cells = robustness.run_cells(args, [robustness.replace(key, defence="clip 3"), key])
+    assert cells[key] == robustness.run_cell(args, robustness.build(args, key), key)
+
+
+def test_a_page_over_seeds_has_spreads_and_paired_costs(robustness: ModuleType, args: Namespace) -> None:
+    args.seeds, args.defences = [0, 1], ["mean", "clip 1", "clip 1.5"]
+    cells = {
+        robustness.Key("fedit", seed, epochs, name, attack): robustness.Cell(accuracy, success, 2.5, 0.5, 0.0)
+        for epochs, attack in ((1, "none"), (0, "none"), (0, "2 of 10"))
+        for seed, name, accuracy, success in (
+            *((0, "mean", 90.0, 40.0), (1, "mean", 80.0, 60.0)),
+            *((0, "clip 1", 89.0, 20.0), (1, "clip 1", 82.0, 30.0)),
+        )
+    }
+    page = robustness.page(cells, args, "")
+    assert "| mean | 85.0 ± 7.1 | 85.0 ± 7.1 | 50 ± 14 (85) |" in page
+    assert "| fedit | equal epochs | +0.5 (-1.0 to +2.0) |  |" in page
+    assert "| method | passes | clip 1 | clip 1.5 (default) |" in page
+    honest = {key: cell for key, cell in cells.items() if key.attack == "none"}
+    assert "attack success" not in robustness.page(honest, args, "")
