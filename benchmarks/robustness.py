@@ -280,9 +280,11 @@ def run_cells(args: argparse.Namespace, keys: Sequence[Key]) -> dict[Key, Cell] 
         )
         built: Built | None = None
         for key in missing:
+            began, equal = time.process_time(), find_equal(cells, key)
+            if equal is None and args.no_run:
+                continue
             if time.monotonic() - started > args.seconds:
                 return None
-            began, equal = time.process_time(), find_equal(cells, key)
             if equal is None and built is None:
                 built = build(args, key)
             cells[key] = equal or run_cell(args, built, key)
@@ -294,7 +296,7 @@ def run_cells(args: argparse.Namespace, keys: Sequence[Key]) -> dict[Key, Cell] 
 
 def settings_digest(args: argparse.Namespace) -> str:
     """A digest of what all cells of a run have in common, apart from where it reads and writes."""
-    apart = ("data", "work", "page", "methods", "seeds", "defences", "attacks", "passes", "seconds")
+    apart = ("data", "work", "page", "methods", "seeds", "defences", "attacks", "passes", "seconds", "no_run")
     shared = {name: value for name, value in vars(args).items() if name not in apart}
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:8]
 
@@ -350,12 +352,14 @@ def table(cells: Mapping[Key, Cell], args: argparse.Namespace, method: str) -> s
         for title in titles:
             done = list_cells(cells, args, method, title, name)
             accuracy = [cell.accuracy for cell in done]
+            fewer = f", seeds: {len(done)}" if len(done) < len(args.seeds) else ""
             if not done:
                 shown.append("")
             elif COLUMNS[title][1] == "none":
-                shown.append(format_spread(accuracy, 1))
+                shown.append(f"{format_spread(accuracy, 1)}{fewer}")
             else:
-                shown.append(f"{format_spread([cell.success for cell in done], 0)} ({statistics.mean(accuracy):.0f})")
+                success = format_spread([cell.success for cell in done], 0)
+                shown.append(f"{success} ({statistics.mean(accuracy):.0f}){fewer}")
         if any(shown):
             lines.append(f"| {name_defence(name)} | {' | '.join(shown)} |")
     return "\n".join(lines)
@@ -374,7 +378,8 @@ def cost_table(cells: Mapping[Key, Cell], args: argparse.Namespace) -> str:
                 pair = cells.get(replace(key, defence=name)), cells.get(key)
                 changes += [one.accuracy - base.accuracy for one, base in [pair] if one and base]
             several = f" ({min(changes):+.1f} to {max(changes):+.1f})" if len(changes) > 1 else ""
-            shown.append(f"{statistics.mean(changes):+.1f}{several}" if changes else "")
+            fewer = f", seeds: {len(changes)}" if len(changes) < len(args.seeds) else ""
+            shown.append(f"{statistics.mean(changes):+.1f}{several}{fewer}" if changes else "")
         if any(shown):
             lines.append(f"| {method} | equal {passes} | {' | '.join(shown)} |")
     return "\n".join(lines)
@@ -402,7 +407,7 @@ Banking77, its first {labels} intents, {examples} training texts over {clients} 
 on query and value of layer {layers} of {model}; {rounds} rounds, AdamW at {lr:g}, batches of {batch}. Equal steps:
 {steps} local steps a round; equal epochs: one, so that clients with more texts take more steps. Seeds: {seeds}{spread}.
 
-Honest columns: test accuracy in percent.{attacks}
+Honest columns: test accuracy in percent.{attacks}{blank}
 
 {tables}
 
@@ -447,6 +452,7 @@ def page(cells: Mapping[Key, Cell], args: argparse.Namespace, given: str) -> str
         clients=CLIENTS,
         title=over,
         attacks=attacks if attacked else "",
+        blank=" Blank cells have not been measured; a cell of fewer seeds than all says so." if args.no_run else "",
         spread="; means ± standard deviations over them" if several else "",
         paired=", paired by seed: mean (smallest to largest)" if several else "",
         model=Path(args.model).name,
@@ -479,6 +485,7 @@ def main() -> None:
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS))
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="attacks need steps")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long; repeat it to go on")
+    parser.add_argument("--no-run", action="store_true", help="only the page of what is finished")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "fedspan-robustness")
     parser.add_argument("--page", type=Path, help="write the page to this file")
     args = parser.parse_args()
@@ -486,7 +493,7 @@ def main() -> None:
     cells = run_cells(args, grid(args))
     if cells is None:
         raise SystemExit("the time is up; the same command goes on")
-    apart = ("data", "work", "page", "seconds")
+    apart = ("data", "work", "page", "seconds", "no_run")
     changed = {k: v for k, v in vars(args).items() if k not in apart and v != parser.get_default(k)}
     quoted = {k: shlex.join(map(str, v)) if isinstance(v, list) else v for k, v in changed.items()}
     given = "".join(f" --{k} {value}" for k, value in quoted.items())

@@ -38,6 +38,7 @@ def args(tiny_folder: Path, tmp_path: Path) -> Namespace:
         **{"poisoned": 0.5, "methods": ["fedit"], "seeds": [0], "defences": ["mean", "clip 1"], "seconds": 60.0},
         attacks=["none", "1 of 10, boosted"],
         passes=["steps", "epochs"],
+        no_run=False,
     )
 
 
@@ -57,7 +58,11 @@ def test_a_cell_is_trained_measured_kept_and_printed(robustness: ModuleType, arg
     assert cells[boosted].clipped > 0  # about half of the honest replies exceed the median
     args.seconds = -1.0  # kept cells take no time, and others have none
     assert robustness.run_cells(args, [honest, boosted]) == cells
-    assert robustness.run_cells(args, [honest, robustness.Key("fedit", 0, 0, "clip 1", "none")]) is None
+    missing = robustness.Key("fedit", 0, 0, "clip 1", "none")
+    assert robustness.run_cells(args, [honest, missing]) is None
+    assert robustness.run_cells(Namespace(**{**vars(args), "no_run": True}), [honest, missing]) == {
+        honest: cells[honest]
+    }
     page = robustness.page(cells, args, " --alpha 5")
     assert f"| mean | {cells[honest].accuracy:.1f} |" in page
     assert f"| clip 1 |  | {cells[boosted].success:.0f} ({cells[boosted].accuracy:.0f}) |" in page
@@ -88,7 +93,6 @@ def test_wider_clips_than_one_that_scaled_nothing_are_not_run(robustness: Module
     assert robustness.find_equal({clip: cell}, median) is None
     for scaled in (robustness.replace(cell, clipped=0.1), robustness.replace(cell, limited=0.1)):
         assert robustness.find_equal({clip: scaled}, key) is None
-    args.seconds = 60.0
     cells = robustness.run_cells(args, [robustness.replace(key, defence="clip 3"), key])
     assert cells[key] == robustness.run_cell(args, robustness.build(args, key), key)
 
@@ -107,5 +111,10 @@ def test_a_page_over_seeds_has_spreads_and_paired_costs(robustness: ModuleType, 
     assert "| mean | 85.0 ± 7.1 | 85.0 ± 7.1 | 50 ± 14 (85) |" in page
     assert "| fedit | equal epochs | +0.5 (-1.0 to +2.0) |  |" in page
     assert "| method | passes | clip 1 | clip 1.5 (default) |" in page
+    del cells[robustness.Key("fedit", 1, 0, "clip 1", "2 of 10")]
+    args.no_run = True
+    page = robustness.page(cells, args, "")
+    assert "| 20 (89), seeds: 1 |" in page
+    assert "Blank cells have not been measured" in page
     honest = {key: cell for key, cell in cells.items() if key.attack == "none"}
     assert "attack success" not in robustness.page(honest, args, "")
