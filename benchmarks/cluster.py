@@ -47,6 +47,20 @@ def run_peers(python: Path, plan: Path, folder: Path) -> list[Contender]:
     return [Contender("Flower, 2 actors", flower, variables), Contender("pfl-research, 2 processes", pfl, variables)]
 
 
+def measure_in_turns(
+    contenders: Sequence[Contender], repetitions: int, folder: Path, resume: bool
+) -> dict[str, Measured]:
+    """Measure contenders in turns (``take_turns``), or read what an earlier call with the same ``--out`` measured."""
+    path = folder / "results.json"
+    if resume and path.is_file():
+        results = {name: Measured(**values) for name, values in json.loads(path.read_text()).items()}
+        if results.keys() == {contender.name for contender in contenders}:
+            return results
+    results = take_turns(contenders, repetitions, folder)
+    path.write_text(json.dumps({name: vars(one) for name, one in results.items()}, indent=1))
+    return results
+
+
 def measure_speed(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     """One worker, two workers and the peers, in turns."""
     folder = args.out / "speed"
@@ -62,8 +76,7 @@ def measure_speed(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     if args.environment is not None:
         write_plan(work, folder / "plan", 1)
         contenders += run_peers(make_environment(args.environment), folder / "plan", folder)
-    results = take_turns(contenders, args.repetitions, folder)
-    (folder / "results.json").write_text(json.dumps({name: vars(one) for name, one in results.items()}, indent=1))
+    results = measure_in_turns(contenders, args.repetitions, folder, args.resume)
     subject = names[-1]
     rows = [format_row(name, one, results[subject], name == subject) for name, one in results.items()]
     limits: list[Limit] = []
@@ -139,8 +152,10 @@ def measure_memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     found: dict[int, list[int]] = {}
     peaks: dict[int, list[int]] = {}
     for count in (1, 2):
-        name = f"memory {count}"
-        last: Any = take_turns([run_workers(name, values, count, folder, "--peak")], 1, folder)[name].rounds[-1]
+        name, apart = f"memory {count}", folder / str(count)
+        apart.mkdir(exist_ok=True)
+        contender = run_workers(name, values, count, folder, "--peak")
+        last: Any = measure_in_turns([contender], 1, apart, args.resume)[name].rounds[-1]
         found[count], peaks[count] = last["memory"], last["peak"]
     first, second = sum(found[1]), sum(found[2]) - sum(found[1])
     at_peak = sum(peaks[2]) / sum(peaks[1]) - 1
@@ -201,6 +216,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
     parser.add_argument("--at-once", type=int, help="clients in a pass; left out: measured")
     parser.add_argument("--quick", action="store_true", help="few clients and rounds, a small model")
+    parser.add_argument("--resume", action="store_true", help="measure only what is not in the folder of --out yet")
     parser.add_argument("--page", type=Path, help="write the page to this file")
     args = parser.parse_args()
     if args.quick:

@@ -202,6 +202,7 @@ class Stage:
         method: Mapping[str, Any] | None = None,
         out: Path | None = None,
         steps: int = STEPS,
+        training: Mapping[str, Any] | None = None,
         **federation: Any,
     ) -> Submitted:
         self._count += 1
@@ -212,7 +213,7 @@ class Stage:
             method or {"name": "fedit", "r": 2},
             federation={"rounds": ROUNDS, "deadline": 120.0, "min_replies": 3, **federation},
         )
-        values["training"] = {**values["training"], "local_steps": steps}
+        values["training"] = {**values["training"], "local_steps": steps, **(training or {})}
         path = place.with_suffix(".yaml")
         path.write_text(yaml.safe_dump(values))
         return self._begun(place.with_suffix(".log"), out, str(path), "--out", str(out), "--wait", "120")
@@ -367,6 +368,19 @@ def node_killed(stage: Stage) -> Outcome:
     require(run.rows()[: len(before)] == before, "a finished round was lost")
     stage.own_models(run.began).require_same(wanted)
     return Outcome(line(said, f"{NORTH}:"), ALL + ", every client's own model")
+
+
+@register_fault("checkpointed", "the same with `training.checkpoint_steps: 5`")
+def node_killed_with_checkpoints(stage: Stage) -> Outcome:
+    wanted = stage.clean_personal()
+    run = stage.submit("checkpointed", {"name": "fedsa-lora", "r": 2}, training={"checkpoint_steps": 5})
+    before = run.in_the_middle(NORTH)
+    stage.made.end(NORTH)
+    stage.join(NORTH)
+    run.end()
+    require(run.rows()[: len(before)] == before, "a finished round was lost")
+    stage.own_models(run.began).require_same(wanted)
+    return Outcome(line(stage.made.log(NORTH), "training continues after step"), ALL + ", every client's own model")
 
 
 @register_fault("worker-killed", "the process in which a node trains is killed (-9), as when memory runs out")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from fedspan.clients.job_checkpoints import JobCheckpoints
 from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics, parse_statistics_order
 from fedspan.clients.store import ClientState, ClientStore, LostStateError, OverlayMapping, copy_on_write
 from fedspan.core.base import BaseUpdate, apply_patch
@@ -101,6 +102,7 @@ class Host:
         secure: Each client's half of secure aggregation; None: the run has none.
         reveals_losses: Whether training losses, which are computed from raw data, are reported under local privacy.
         limits: The data owner's limits on statistics for the head's initialization; None: no limits.
+        checkpoints: Stores the progress of a client's training within a round; None: an interrupted round starts over.
     """
 
     def __init__(
@@ -116,10 +118,12 @@ class Host:
         *,
         reveals_losses: bool = False,
         limits: StatisticsLimits | None = None,
+        checkpoints: JobCheckpoints | None = None,
     ) -> None:
         self.method, self.engine, self.clients = method, engine, clients
         self.examples, self.store, self.batch_size, self.export = examples, store, batch_size, export
         self.secure, self.reveals_losses, self.limits = secure, reveals_losses, limits or StatisticsLimits()
+        self.checkpoints = checkpoints
         self.tamper: Callable[[Order, Message, Message], Message] | None = None
         """Simulated fault of clients: function of an order, its decoded message and the honest reply, which returns
         the reply to send."""
@@ -198,9 +202,15 @@ class Host:
         """
         keeps_moments, running = self.engine.settings.keep_optimizer, dict[str, _Training]()
 
+        def make_assignment(training: _Training, job: Job) -> Assignment:
+            assignment = training.make_assignment(job, keeps_moments)
+            if self.checkpoints is None:
+                return assignment
+            return replace(assignment, checkpoint=self.checkpoints.open(training.order, len(training.parts)))
+
         def open_job(id: str) -> Assignment:
             training = running[id] = self._open_training(orders[id])
-            return training.make_assignment(training.job, keeps_moments)
+            return make_assignment(training, training.job)
 
         def finish_job(assignment: Assignment, trained: Trained) -> Assignment | None:
             training = running[assignment.client]
@@ -213,7 +223,7 @@ class Host:
             )
             training.parts.append(Part(loss=trained.metrics["loss"], examples=trained.metrics["examples"]))
             if isinstance(result, Job):
-                return training.make_assignment(result, keeps_moments)
+                return make_assignment(training, result)
             del running[assignment.client]
             on_reply(self._finish_training(training, result))
             return None

@@ -292,6 +292,11 @@ class RunConfig(Section):
         if adjustment and self.privacy is not None and self.privacy.mechanism == "dp-sgd":
             problem = "it cannot be combined with dp-sgd, which does not protect a client's class counts"
             raise FedspanError("training.logit_adjustment", adjustment, "0", problem=problem)
+        for name in ("checkpoint_steps", "checkpoint_minutes"):
+            value = getattr(training, name)
+            if value is not None and self.privacy is not None and self.privacy.mechanism == "dp-sgd":
+                problem = "a round of dp-sgd has no checkpoints: its noise is drawn anew when its training starts over"
+                raise FedspanError(f"training.{name}", value, "null", problem=problem)
         self._require_loss_fit()
         self._require_head_updates_fit()
         if training.lr == "auto" and self.privacy is not None:

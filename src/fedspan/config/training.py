@@ -77,6 +77,19 @@ class TrainingConfig(Section):
         "its training examples; the other rows keep the values that the client received. With logit_adjustment and "
         "no weight decay, these rows have no gradient in any case. model.extras: frozen trains no row.",
     )
+    checkpoint_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Nodes of a deployment: optimizer steps after which a node stores the progress of its training. A "
+        "node that is killed within a round then continues after the last checkpoint with the same bits. "
+        "Not with training.privacy.mechanism dp-sgd. A simulation continues after its last round.",
+    )
+    checkpoint_minutes: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="As checkpoint_steps, after a number of minutes; with both, whichever comes first.",
+    )
     group_by_length: bool = Field(
         default=True, description="Put texts of similar length into a batch, which reduces padding."
     )

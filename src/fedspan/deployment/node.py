@@ -12,6 +12,7 @@ from typing import Any
 
 from fedspan import __version__
 from fedspan.clients.host import Host, describe_error, refuse_any
+from fedspan.clients.job_checkpoints import JobCheckpoints
 from fedspan.clients.statistics import StatisticsLimits
 from fedspan.clients.store import DiskClientStore
 from fedspan.config import RunConfig, parse_config
@@ -223,6 +224,7 @@ class NodeService:
             export,
             None if secure is None else {self.node.id: secure},
             limits=StatisticsLimits(self.node.limits.head_statistics, self.node.limits.class_examples, announced),
+            checkpoints=build_checkpoints(folder / "training", config),
         )
         return _Joined(host, compute_base_digest(prepared.model), terms)
 
@@ -287,6 +289,12 @@ class NodeService:
 
     def _run_folder(self, run: str) -> Path:
         return self.folder / hashlib.sha256(run.encode()).hexdigest()[:32]
+
+
+def build_checkpoints(folder: Path, config: RunConfig) -> JobCheckpoints | None:
+    """Build the storage of a run's progress within a round; None: the config asks for none."""
+    steps, minutes = config.training.checkpoint_steps, config.training.checkpoint_minutes
+    return None if steps is None and minutes is None else JobCheckpoints(folder, steps, minutes)
 
 
 def read_last_serial(path: Path) -> int:

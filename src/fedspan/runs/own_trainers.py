@@ -49,9 +49,11 @@ _UNUSED: Mapping[str, tuple[str, frozenset[str]]] = {
         frozenset({"cluster", "device", "threads"}),
     ),
     "training": (
-        "the trainers draw their own batches (per_device_train_batch_size, gradient_accumulation_steps, "
-        "train_sampling_strategy of their arguments)",
-        frozenset({"batch_size", "gradient_accumulation_steps", "group_by_length"}),
+        "the trainers draw their own batches and write their own checkpoints (per_device_train_batch_size, "
+        "gradient_accumulation_steps, train_sampling_strategy, save_steps of their arguments)",
+        frozenset(
+            {"batch_size", "gradient_accumulation_steps", "group_by_length", "checkpoint_steps", "checkpoint_minutes"}
+        ),
     ),
     "model": (
         "the trainers' models are used as they are",

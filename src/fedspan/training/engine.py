@@ -325,6 +325,12 @@ class Trainer:
                 live[name].mul_(factor)
         return factor
 
+    def set_frozen_decay(self, job: Job, decay: float) -> None:
+        """Set the factor by which ``decay_frozen`` has scaled the frozen base so far."""
+        if job.decay_base:
+            for layer in self.adapted.layers.values():
+                layer.shrink = decay
+
     def set_dropout(self, assignment: Assignment, step: int | str) -> None:
         """Draw the adapters' dropout of a forward pass."""
         rate, client, round, phase = self.settings.dropout, assignment.client, assignment.round, assignment.job.phase

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from fedspan.core.noise import derive_seed_key
 from fedspan.core.values import Job, OptimizerSpec, OptimizerState
 from fedspan.errors import FedspanError
 from fedspan.training.accounting import Accounting
 
-__all__ = ["Assignment", "PrefixSettings", "Privacy", "TrainingSettings", "build_not_finite_error"]
+__all__ = [
+    "Assignment",
+    "JobCheckpoint",
+    "PrefixSettings",
+    "Privacy",
+    "TrainingProgress",
+    "TrainingSettings",
+    "TrainingTotals",
+    "build_not_finite_error",
+]
 
 
 @dataclass(frozen=True)
@@ -131,6 +142,64 @@ class PrefixSettings:
     batch_size: int = 32
 
 
+@dataclass
+class TrainingTotals:
+    """Numbers that grow while a job trains.
+
+    Args:
+        passes: Forward and backward passes.
+        steps: Optimizer steps.
+        loss_sum: Sum over the passes of mean loss times number of examples.
+        examples: Examples of all passes.
+        decay: Factor by which decoupled weight decay has scaled what does not train.
+    """
+
+    passes: int = 0
+    steps: int = 0
+    loss_sum: float = 0.0
+    examples: float = 0.0
+    decay: float = 1.0
+
+
+@dataclass(frozen=True)
+class TrainingProgress:
+    """A job between two optimizer steps, from which training continues with the same bits.
+
+    Batches and dropout depend on the number of a pass and not on earlier draws, so no generator is part of it.
+
+    Args:
+        totals: Numbers of what was trained.
+        tensors: All installed tensors by name, on the CPU.
+        optimizer_state: State of the optimizer.
+        gradients: Sums of gradients by name, if the job reports them.
+    """
+
+    totals: TrainingTotals
+    tensors: Mapping[str, Tensor]
+    optimizer_state: OptimizerState
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class JobCheckpoint(Protocol):
+    """The stored progress of one job, which survives the process that trains it."""
+
+    def load(self) -> TrainingProgress | None:
+        """Load the progress of an interrupted training of the same job; None: there is none."""
+        ...
+
+    def is_due(self, steps: int) -> bool:
+        """Return whether progress should be stored after this number of steps."""
+        ...
+
+    def store(self, progress: TrainingProgress) -> None:
+        """Replace the stored progress.
+
+        Raises:
+            FedspanError: If the disk is full or refuses to write.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Assignment:
     """One job of one client, with all that its training depends on.
@@ -143,6 +212,7 @@ class Assignment:
         lr: Learning rate of the round.
         moments: Moments of the client's earlier rounds, if the run stores them.
         noise: Noise of DP-SGD over the clipping norm.
+        checkpoint: Storage of the job's progress; None: an interrupted job starts over.
     """
 
     client: str
@@ -152,6 +222,7 @@ class Assignment:
     lr: float
     moments: OptimizerState | None = None
     noise: float = 0.0
+    checkpoint: JobCheckpoint | None = None
 
 
 def build_not_finite_error(assignment: Assignment, value: float) -> FedspanError:

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from fedspan.core.tensors import to_device
 from fedspan.core.values import Job, Trained
 from fedspan.tasks.single_label import OFFSETS
 from fedspan.tasks.task import Examples
 from fedspan.training.batching import draw_job_batches
 from fedspan.training.dp_sgd import PrivateTraining
 from fedspan.training.engine import Trainer, train_one_by_one
-from fedspan.training.jobs import Assignment, build_not_finite_error
+from fedspan.training.jobs import Assignment, TrainingProgress, TrainingTotals, build_not_finite_error
 from fedspan.training.optimizers import LocalOptimizer
 from fedspan.training.projector_refresh import refresh_projectors
 
@@ -51,18 +54,37 @@ class LoopEngine(Trainer):
         job, indices = assignment.job, assignment.indices
         self.prepare(examples, [indices])
         adapted.train_mode(job.buffers)
-        live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
+        totals, gradients_sum = TrainingTotals(), dict[str, Tensor]()
+        checkpoint = None if job.steps == 0 else assignment.checkpoint
+        stored = None if checkpoint is None else checkpoint.load()
+        tensors = job.tensors if stored is None else stored.tensors
+        live = adapted.install(job.parametrization, tensors, frozenset(job.trainable_names))
         optimizer, offsets = self.make_optimizer(assignment, live), self.compute_logit_offsets(assignment, examples)
-        gradients_sum: dict[str, Tensor] = {}
+        if stored is not None:
+            totals = replace(stored.totals)
+            gradients_sum = {name: to_device(value, adapted.device) for name, value in stored.gradients.items()}
+            optimizer.restore(stored.optimizer_state)
+            self.set_frozen_decay(job, totals.decay)
+            self.stages.advance("training", round(totals.examples))
         probing = job.steps == 0
-        loss_sum = examples_seen = 0.0
-        steps = micro = 0
-        decay = 1.0
-        for batch_indices in draw_job_batches(settings, self.seed, assignment, examples):
-            if job.refresh is not None and micro % settings.accumulate == 0:
-                refresh_projectors(self, job, live, optimizer, steps, examples, batch_indices)
-            self.set_dropout(assignment, micro)
-            batch = self.make_batch(examples, [(assignment, micro, batch_indices.tolist())])
+
+        def finish_step() -> None:
+            self._step(job, live, optimizer, gradients_sum, probing)
+            totals.steps += 1
+            totals.decay *= self.decay_frozen(assignment, live)
+
+        def store_progress() -> None:
+            if checkpoint is not None:
+                moved = {name: value.detach().to("cpu", copy=True) for name, value in live.items()}
+                sums = {name: value.to("cpu", copy=True) for name, value in gradients_sum.items()}
+                checkpoint.store(TrainingProgress(replace(totals), moved, optimizer.copy_state(), sums))
+
+        batches = draw_job_batches(settings, self.seed, assignment, examples)
+        for batch_indices in islice(batches, totals.passes, None):
+            if job.refresh is not None and totals.passes % settings.accumulate == 0:
+                refresh_projectors(self, job, live, optimizer, totals.steps, examples, batch_indices)
+            self.set_dropout(assignment, totals.passes)
+            batch = self.make_batch(examples, [(assignment, totals.passes, batch_indices.tolist())])
             if offsets is not None:
                 batch = {**batch, OFFSETS: offsets.expand(len(batch_indices), -1)}
             with (
@@ -73,29 +95,30 @@ class LoopEngine(Trainer):
             value = float(loss.detach())
             if not math.isfinite(value):
                 raise build_not_finite_error(assignment, value)
-            loss_sum, examples_seen = loss_sum + value * len(batch_indices), examples_seen + len(batch_indices)
+            totals.loss_sum += value * len(batch_indices)
+            totals.examples += len(batch_indices)
             share = len(batch_indices) / len(indices) if probing else 1 / settings.accumulate
             (loss * share).backward()
-            micro += 1
+            totals.passes += 1
             self.stages.advance("training", len(batch_indices))
-            if probing or micro % settings.accumulate:
+            if probing or totals.passes % settings.accumulate:
                 continue
-            self._step(job, live, optimizer, gradients_sum, probing)
-            steps += 1
-            decay *= self.decay_frozen(assignment, live)
-        if probing or micro % settings.accumulate:  # the last, incomplete group of an epoch still counts
-            self._step(job, live, optimizer, gradients_sum, probing)
-            steps += 1
-            decay *= self.decay_frozen(assignment, live)
+            finish_step()
+            if checkpoint is not None and checkpoint.is_due(totals.steps):
+                store_progress()
+        if probing or totals.passes % settings.accumulate:  # the last, incomplete group of an epoch still counts
+            finish_step()
+        store_progress()  # the reply may still be lost, or the order's next job interrupted
         adapted.set_dropout(None)
+        steps = totals.steps
         return Trained(
             tensors={name: value.detach().to("cpu", copy=True) for name, value in live.items()},
             optimizer_state=optimizer.copy_state(),
             steps=0 if probing else steps,
             lr_sum=0.0 if probing else assignment.lr * steps,
             gradient={name: (value / max(1, steps)).to("cpu") for name, value in gradients_sum.items()},
-            decay=decay,
-            metrics={"loss": loss_sum / max(1.0, examples_seen), "examples": examples_seen},
+            decay=totals.decay,
+            metrics={"loss": totals.loss_sum / max(1.0, totals.examples), "examples": totals.examples},
         )
 
     def train_all(

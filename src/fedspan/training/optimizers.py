@@ -69,21 +69,25 @@ class LocalOptimizer:
             for group in groups
             for name in group.names
         }
-        device = {name: tensor.device for name, tensor in tensors.items()}
         state = state or OptimizerState()
-        self._moments = {
-            kind: {name: value.to(device.get(name, value.device), copy=True) for name, value in values.items()}
-            for kind, values in state.moments.items()
-        }
-        self._steps = dict(state.steps)
+        self.restore(state)
         # If the first moment starts at zero and the second one is handed over, the first is corrected from here on.
         self._before = {n: 0 if n in state.moments.get("exp_avg", {}) else steps for n, steps in state.steps.items()}
-        self._masks = {name: mask.to(device[name]) for name, mask in (masks or {}).items()}
+        self._masks = {name: mask.to(tensors[name].device) for name, mask in (masks or {}).items()}
 
     @property
     def names(self) -> tuple[str, ...]:
         """The trainable tensors' names."""
         return tuple(self._hyper)
+
+    def restore(self, state: OptimizerState) -> None:
+        """Continue from the state that ``copy_state`` returned for an optimizer of the same job."""
+        device = {name: tensor.device for name, tensor in self._tensors.items()}
+        self._moments = {
+            kind: {name: value.to(device.get(name, value.device), copy=True) for name, value in values.items()}
+            for kind, values in state.moments.items()
+        }
+        self._steps = dict(state.steps)
 
     def get_moment(self, kind: str, name: str) -> Tensor:
         """Return a live moment (created as zeros on first use); writing to it changes the optimizer."""

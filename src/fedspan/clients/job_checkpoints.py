@@ -1,0 +1,143 @@
+"""Checkpoints within a round: the progress of a client's training, which survives the process that trains it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fedspan.clients.store import Kind, read_moments, write_moments
+from fedspan.federation.protocol import ClientFacts, Order
+from fedspan.federation.serialization import Reader, Writer, expect
+from fedspan.files import convert_disk_errors, read_bytes, remove, write_atomic
+from fedspan.training.jobs import TrainingProgress, TrainingTotals
+
+__all__ = ["DiskJobCheckpoint", "JobCheckpoints"]
+
+log = logging.getLogger("fedspan.node")
+
+
+def _write_progress(writer: Writer, progress: TrainingProgress) -> Mapping[str, object]:
+    return {
+        "totals": asdict(progress.totals),
+        "tensors": writer.add_tensors(progress.tensors),
+        "gradients": writer.add_tensors(progress.gradients),
+        "optimizer": write_moments(writer, (progress.optimizer_state, 0)),
+    }
+
+
+def _read_progress(reader: Reader, structure: object) -> TrainingProgress:
+    totals = expect(structure, "totals", dict)
+    return TrainingProgress(
+        TrainingTotals(
+            passes=expect(totals, "passes", int),
+            steps=expect(totals, "steps", int),
+            loss_sum=expect(totals, "loss_sum", float),
+            examples=expect(totals, "examples", float),
+            decay=expect(totals, "decay", float),
+        ),
+        reader.read_tensors(expect(structure, "tensors", dict)),
+        read_moments(reader, expect(structure, "optimizer", dict))[0],
+        reader.read_tensors(expect(structure, "gradients", dict)),
+    )
+
+
+PROGRESS: Kind[TrainingProgress] = Kind("training", _write_progress, _read_progress)
+
+
+@dataclass
+class DiskJobCheckpoint:
+    """The stored progress of one job of an order (``training.jobs.JobCheckpoint``).
+
+    Args:
+        path: The file.
+        key: What the job was computed from; the progress of a job with another key is not used.
+        round: Number of the round.
+        steps: Number of optimizer steps between two checkpoints; None: any.
+        seconds: Number of seconds between two checkpoints; None: any.
+        clock: Clock in seconds.
+    """
+
+    path: Path
+    key: str
+    round: int
+    steps: int | None
+    seconds: float | None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._last_steps, self._last_time = 0, self.clock()
+
+    def load(self) -> TrainingProgress | None:
+        """Load the progress; damaged progress is reported in the log and not used."""
+        if not self.path.is_file():
+            return None
+        try:
+            progress = PROGRESS.decode(read_bytes(self.path), self.key, self.round)
+        except ValueError as error:
+            log.warning("round %d: the training starts over, because %s %s", self.round + 1, self.path, error)
+            return None
+        self._last_steps = progress.totals.steps
+        log.info("round %d: training continues after step %d", self.round + 1, progress.totals.steps)
+        return progress
+
+    def is_due(self, steps: int) -> bool:
+        """Return whether enough steps or enough time have passed since the last checkpoint."""
+        by_steps = self.steps is not None and steps - self._last_steps >= self.steps
+        return by_steps or (self.seconds is not None and self.clock() - self._last_time >= self.seconds)
+
+    def store(self, progress: TrainingProgress) -> None:
+        """Replace the stored progress atomically.
+
+        Raises:
+            FedspanError: If the disk is full or refuses to write.
+        """
+        with convert_disk_errors(self.path.parent, "free some space on the node"):
+            write_atomic(self.path, PROGRESS.encode(self.key, self.round, progress), mode=0o600)
+        self._last_steps, self._last_time = progress.totals.steps, self.clock()
+
+
+class JobCheckpoints:
+    """The checkpoints of a client's newest order; those of an older order are deleted when it is carried out.
+
+    Args:
+        folder: Folder of the files; created when the first job begins.
+        steps: Number of optimizer steps between two checkpoints; None: any.
+        minutes: Number of minutes between two checkpoints; None: any.
+    """
+
+    def __init__(self, folder: Path, steps: int | None, minutes: float | None) -> None:
+        self.folder, self.steps = folder, steps
+        self.seconds = None if minutes is None else 60 * minutes
+
+    def open(self, order: Order, number: int) -> DiskJobCheckpoint:
+        """Return the checkpoint of an order's job.
+
+        Args:
+            order: The order. An order that repeats a round with the same message continues its training.
+            number: Number of the job within the order, from 0.
+
+        Raises:
+            FedspanError: If the disk is full or refuses to write.
+        """
+        key = compute_order_key(order)
+        with convert_disk_errors(self.folder, "free some space on the node"):
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for path in self.folder.iterdir():
+                if not path.name.startswith(key):
+                    remove(path)
+        return DiskJobCheckpoint(
+            self.folder / f"{key}-{number}.safetensors", f"{key}-{number}", order.round, self.steps, self.seconds
+        )
+
+
+def compute_order_key(order: Order) -> str:
+    """Compute a digest of all of an order that its training depends on: its attempt and its sum's masks are not."""
+    client = None if order.client is None else ClientFacts.from_client(order.client).model_dump(mode="json")
+    facts = {"run": order.run, "to": order.to, "round": order.round, "lr": order.lr, "client": client}
+    text = json.dumps(facts, sort_keys=True)
+    return hashlib.sha256(text.encode() + hashlib.sha256(order.body).digest()).hexdigest()[:32]

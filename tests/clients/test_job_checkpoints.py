@@ -1,0 +1,210 @@
+"""Checkpoints within a round: a node that is killed continues its training, with the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedspan.clients.job_checkpoints import DiskJobCheckpoint, JobCheckpoints
+from fedspan.core.values import Client, OptimizerState
+from fedspan.deployment.node import NodeService
+from fedspan.errors import FedspanError
+from fedspan.federation.protocol import Envelope, Order
+from fedspan.training.jobs import TrainingProgress, TrainingTotals
+from fedspan.training.loop import LoopEngine
+from helpers import tiny
+from helpers.node_service import Direct, node, served
+
+STEPS = 5
+"""Optimizer steps of a round."""
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "SGD with momentum and decay": {
+        "training": {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.01, "lr": 0.05, "lora_dropout": 0.1}
+    },
+    "accumulated gradients": {"training": {"gradient_accumulation_steps": 2, "optimizer_state": "keep"}},
+    "memory": {"method": {"name": "fedsa-lora"}},
+    "alternating factors": {"method": {"name": "rolora"}},
+    "two jobs a round": {"method": {"name": "pfedlora"}},
+    "drawn projectors": {"method": {"name": "fedgalore", "steps": STEPS, "period": 2}},
+    "offset and penalty": {"method": {"name": "fedit", "wrappers": ["fedprox", "scaffold"]}},
+    "decaying base": {"method": {"name": "fedloru"}, "training": {"weight_decay": 0.01}},
+}
+
+
+class Killed(BaseException):
+    """A process that ends in the middle of its training."""
+
+
+class Passes:
+    """Counts the engines' forward and backward passes, and kills the training at one of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self.killed_at = 0, -1
+        original = LoopEngine.set_dropout
+
+        def counted(engine: LoopEngine, *args: Any) -> None:
+            self.count += 1
+            if self.count == self.killed_at:
+                raise Killed
+            original(engine, *args)
+
+        monkeypatch.setattr(LoopEngine, "set_dropout", counted)
+
+
+class Restarting(Direct):
+    """A transport to a node whose operator starts it again after each kill."""
+
+    killed = 0
+
+    def replies(self, envelopes: Any, seconds: float, *, wait_for_offline: bool = False) -> Iterator[Any]:
+        for id, envelope in envelopes.items():
+            yield id, self.answer(envelope)
+
+    def answer(self, envelope: Envelope) -> Envelope:
+        """Return the node's reply; that of a node which was killed is a refusal, since the order came before."""
+        try:
+            return self.service.answer(envelope)
+        except Killed:
+            self.killed += 1
+            self.service = NodeService(self.service.node)
+            return self.service.answer(envelope)
+
+
+def run(folder: Path, own: Path, case: str, **training: Any) -> tuple[Any, Restarting]:
+    changes = CASES[case]
+    given = {"local_steps": STEPS, **changes.get("training", {}), **training}
+    prepared, direct = served(folder, NodeService(node(folder, own)), **{**changes, "training": given})
+    transport = Restarting(direct.service)
+    prepared.federation.transport = transport
+    return prepared, transport
+
+
+def train(prepared: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in tiny.final_tensors(prepared).items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_node_that_was_killed_in_a_round_continues_with_the_same_bits(
+    case: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = Passes(monkeypatch)
+    undisturbed = train(run(tiny_folder, tmp_path / "a", case)[0])
+    whole = passes.count
+    passes.count, passes.killed_at = 0, round(0.8 * whole)
+    prepared, transport = run(tiny_folder, tmp_path / "b", case, checkpoint_steps=1)
+    disturbed = train(prepared)
+    assert transport.killed == 1
+    assert disturbed.keys() == undisturbed.keys()
+    assert all(torch.equal(disturbed[name], value) for name, value in undisturbed.items())
+    accumulated = CASES[case].get("training", {}).get("gradient_accumulation_steps", 1)
+    assert passes.count <= whole + accumulated  # only the passes of the interrupted step were repeated
+
+
+def test_without_checkpoints_the_round_starts_over(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = Passes(monkeypatch)
+    undisturbed = train(run(tiny_folder, tmp_path / "a", "plain")[0])
+    passes.count, passes.killed_at = 0, STEPS
+    prepared, _ = run(tiny_folder, tmp_path / "b", "plain")
+    disturbed = train(prepared)
+    assert all(torch.equal(disturbed[name], value) for name, value in undisturbed.items())
+    assert passes.count == 4 * STEPS
+    assert not list((tmp_path / "b").rglob("training"))
+
+
+def test_a_damaged_checkpoint_is_named_and_not_used(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    passes = Passes(monkeypatch)
+    undisturbed = train(run(tiny_folder, tmp_path / "a", "plain")[0])
+    passes.count, passes.killed_at = 0, STEPS
+    prepared, transport = run(tiny_folder, tmp_path / "b", "plain", checkpoint_steps=1)
+    answer = transport.answer
+
+    def damage(envelope: Envelope) -> Envelope:
+        reply = answer(envelope)
+        if transport.killed == 1 and passes.count == STEPS:
+            (path,) = (tmp_path / "b").rglob("training/*.safetensors")
+            data = bytearray(path.read_bytes())
+            data[-5] ^= 1
+            path.write_bytes(data)
+        return reply
+
+    monkeypatch.setattr(transport, "answer", damage)
+    with caplog.at_level(logging.WARNING, logger="fedspan.node"):
+        disturbed = train(prepared)
+    assert "the training starts over" in caplog.text
+    assert passes.count == 4 * STEPS
+    assert all(torch.equal(disturbed[name], value) for name, value in undisturbed.items())
+
+
+def make_order(**changes: Any) -> Order:
+    client = Client(id="clinic", rank=2, scaling=2.0, examples=9, weight=9.0, last_round=None)
+    return replace(Order("train", 0, 0, 0.1, "clinic", client, b"message", run="run", serial=1), **changes)
+
+
+def make_progress(steps: int) -> TrainingProgress:
+    state = OptimizerState({"exp_avg": {"l/A": torch.ones(2, 3)}}, {"l/A": steps})
+    return TrainingProgress(TrainingTotals(steps, steps, 0.1 + 0.2, 7.0, 0.9), {"l/A": torch.rand(2, 3)}, state)
+
+
+def store(checkpoints: JobCheckpoints, order: Order, steps: int = 3) -> TrainingProgress:
+    progress = make_progress(steps)
+    checkpoints.open(order, 0).store(progress)
+    return progress
+
+
+def test_progress_is_loaded_as_it_was_stored(tmp_path: Path) -> None:
+    checkpoints = JobCheckpoints(tmp_path / "training", 1, None)
+    stored = store(checkpoints, make_order())
+    loaded = checkpoints.open(make_order(attempt=1, serial=2), 0).load()  # the same round, requested again
+    assert loaded is not None
+    assert loaded.totals == stored.totals
+    assert torch.equal(loaded.tensors["l/A"], stored.tensors["l/A"])
+    assert torch.equal(loaded.optimizer_state.moments["exp_avg"]["l/A"], torch.ones(2, 3))
+    assert loaded.optimizer_state.steps == {"l/A": 3}
+    assert oct((next((tmp_path / "training").iterdir())).stat().st_mode)[-3:] == "600"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"body": b"another"}, {"round": 1}, {"lr": 0.2}, {"run": "other"}, {"client": None}]
+)
+def test_progress_belongs_to_what_the_training_depends_on(changes: dict[str, Any], tmp_path: Path) -> None:
+    checkpoints = JobCheckpoints(tmp_path / "training", 1, None)
+    store(checkpoints, make_order())
+    assert checkpoints.open(make_order(**changes), 0).load() is None
+    assert not list((tmp_path / "training").iterdir())  # and older progress is gone
+
+
+def test_the_jobs_of_an_order_are_stored_separately(tmp_path: Path) -> None:
+    checkpoints = JobCheckpoints(tmp_path / "training", 1, None)
+    store(checkpoints, make_order())
+    assert checkpoints.open(make_order(), 1).load() is None
+    assert checkpoints.open(make_order(), 0).load() is not None
+
+
+def test_a_checkpoint_is_due_after_steps_or_minutes(tmp_path: Path) -> None:
+    now = [0.0]
+    checkpoint = DiskJobCheckpoint(tmp_path / "file", "key", 0, steps=10, seconds=60.0, clock=lambda: now[0])
+    assert not checkpoint.is_due(9)
+    assert checkpoint.is_due(10)
+    now[0] = 60.0
+    assert checkpoint.is_due(1)
+    checkpoint.store(make_progress(4))
+    assert not checkpoint.is_due(13)
+    assert checkpoint.is_due(14)
+
+
+@pytest.mark.parametrize("name", ["checkpoint_steps", "checkpoint_minutes"])
+def test_dp_sgd_has_no_checkpoints(name: str, tiny_folder: Path) -> None:
+    privacy = {"mechanism": "dp-sgd", "epsilon": 8.0, "clip": 1.0}
+    with pytest.raises(FedspanError, match=f"training.{name}.*dp-sgd"):
+        tiny.config(tiny_folder, training={name: 2}, privacy=privacy)
