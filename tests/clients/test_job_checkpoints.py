@@ -33,7 +33,10 @@ CASES: dict[str, dict[str, Any]] = {
     "alternating factors": {"method": {"name": "rolora"}},
     "two jobs a round": {"method": {"name": "pfedlora"}},
     "drawn projectors": {"method": {"name": "fedgalore", "steps": STEPS, "period": 2}},
-    "offset and penalty": {"method": {"name": "fedit", "wrappers": ["fedprox", "scaffold"]}},
+    "offset and penalty": {
+        "method": {"name": "fedit", "wrappers": ["fedprox", {"name": "scaffold", "variate": "gradient"}]},
+        "training": {"max_grad_norm": 0.0},
+    },
     "decaying base": {"method": {"name": "fedloru"}, "training": {"weight_decay": 0.01}},
 }
 
@@ -153,7 +156,8 @@ def make_order(**changes: Any) -> Order:
 
 def make_progress(steps: int) -> TrainingProgress:
     state = OptimizerState({"exp_avg": {"l/A": torch.ones(2, 3)}}, {"l/A": steps})
-    return TrainingProgress(TrainingTotals(steps, steps, 0.1 + 0.2, 7.0, 0.9), {"l/A": torch.rand(2, 3)}, state)
+    tensors = {"l/A": torch.rand(2, 3), "l/acc": torch.rand(5, 4).T}
+    return TrainingProgress(TrainingTotals(steps, steps, 0.1 + 0.2, 7.0, 0.9), tensors, state)
 
 
 def store(checkpoints: JobCheckpoints, order: Order, steps: int = 3) -> TrainingProgress:
@@ -169,6 +173,8 @@ def test_progress_is_loaded_as_it_was_stored(tmp_path: Path) -> None:
     assert loaded is not None
     assert loaded.totals == stored.totals
     assert torch.equal(loaded.tensors["l/A"], stored.tensors["l/A"])
+    assert torch.equal(loaded.tensors["l/acc"], stored.tensors["l/acc"])
+    assert loaded.tensors["l/acc"].stride() == (1, 4)
     assert torch.equal(loaded.optimizer_state.moments["exp_avg"]["l/A"], torch.ones(2, 3))
     assert loaded.optimizer_state.steps == {"l/A": 3}
     assert oct((next((tmp_path / "training").iterdir())).stat().st_mode)[-3:] == "600"

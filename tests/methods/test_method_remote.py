@@ -83,6 +83,23 @@ def test_rounds_between_machines_have_the_bits_of_those_on_one(
             assert mine.pooled["accuracy"] == pytest.approx(found.pooled["accuracy"])
 
 
+@pytest.mark.parametrize("adaptive", [0, 99])
+def test_replies_with_several_projectors_are_accepted(
+    adaptive: int, prepared: Prepared, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Projectors that are renewed within a round enlarge a reply, which the expected structure allows for."""
+    options = {"name": "fedgalore", "r": 2, "steps": 5, "period": 2, "adaptive_refreshes": adaptive}
+    config = tiny.config(tiny_folder, method=options, federation={"rounds": 2})
+    here = tiny.variant(prepared, config)
+    there = remote(here, tmp_path)
+    progress, other = here.federation.begin(), there.begin()
+    for _ in range(there.settings.rounds):
+        progress, got = here.federation.run_round(progress).progress, there.run_round(other)
+        other = got.progress
+        assert not got.failures
+    assert encode_state(progress.state) == encode_state(other.state)
+
+
 def test_one_node_cannot_hide_or_outweigh_a_metric(tiny_folder: Path, prepared: Prepared, tmp_path: Path) -> None:
     """A row that lacks a metric is excluded and its client named; a stated number of examples is no weight."""
     federation = tiny.variant(prepared, method_config(tiny_folder, "fedit")).federation

@@ -7,10 +7,14 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from fedspan.clients.store import Kind, read_moments, write_moments
+from fedspan.core.tensors import Tensors
 from fedspan.federation.protocol import ClientFacts, Order
 from fedspan.federation.serialization import Reader, Writer, expect
 from fedspan.files import convert_disk_errors, read_bytes, remove, write_atomic
@@ -21,17 +25,36 @@ __all__ = ["DiskJobCheckpoint", "JobCheckpoints"]
 log = logging.getLogger("fedspan.node")
 
 
+def _list_strides(tensors: Tensors) -> dict[str, list[int]]:
+    """Return the strides of tensors that are not contiguous: products with other strides may differ in their bits."""
+    return {name: list(value.stride()) for name, value in tensors.items() if not value.is_contiguous()}
+
+
+def _apply_strides(tensors: Tensors, strides: Mapping[str, list[int]]) -> dict[str, Tensor]:
+    return {
+        name: torch.empty_strided(value.shape, strides[name], dtype=value.dtype).copy_(value)
+        if name in strides
+        else value
+        for name, value in tensors.items()
+    }
+
+
 def _write_progress(writer: Writer, progress: TrainingProgress) -> Mapping[str, object]:
+    moments = progress.optimizer_state.moments
     return {
         "totals": asdict(progress.totals),
         "tensors": writer.add_tensors(progress.tensors),
         "gradients": writer.add_tensors(progress.gradients),
         "optimizer": write_moments(writer, (progress.optimizer_state, 0)),
+        "strides": _list_strides(progress.tensors),
+        "moment_strides": {kind: _list_strides(values) for kind, values in moments.items()},
     }
 
 
 def _read_progress(reader: Reader, structure: object) -> TrainingProgress:
-    totals = expect(structure, "totals", dict)
+    totals, moment_strides = expect(structure, "totals", dict), expect(structure, "moment_strides", dict)
+    state, _ = read_moments(reader, expect(structure, "optimizer", dict))
+    moments = {kind: _apply_strides(values, moment_strides[kind]) for kind, values in state.moments.items()}
     return TrainingProgress(
         TrainingTotals(
             passes=expect(totals, "passes", int),
@@ -40,8 +63,8 @@ def _read_progress(reader: Reader, structure: object) -> TrainingProgress:
             examples=expect(totals, "examples", float),
             decay=expect(totals, "decay", float),
         ),
-        reader.read_tensors(expect(structure, "tensors", dict)),
-        read_moments(reader, expect(structure, "optimizer", dict))[0],
+        _apply_strides(reader.read_tensors(expect(structure, "tensors", dict)), expect(structure, "strides", dict)),
+        replace(state, moments=moments),
         reader.read_tensors(expect(structure, "gradients", dict)),
     )
 

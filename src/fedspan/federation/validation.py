@@ -19,6 +19,7 @@ from fedspan.core.values import Client, Contribution, Job, Message, OptimizerSta
 from fedspan.errors import FedspanError
 from fedspan.federation.changes import ChangeSize, compute_norm_limits, measure_change
 from fedspan.federation.protocol import Reply
+from fedspan.training.projector_refresh import build_untrained_tensors
 
 __all__ = [
     "ReplyRules",
@@ -99,7 +100,7 @@ def build_untrained_jobs(
     while True:
         zeros = {name: torch.zeros_like(job.tensors[name]) for name in job.trainable_names}
         trained = Trained(
-            tensors=dict(job.tensors),
+            tensors=build_untrained_tensors(job),
             optimizer_state=OptimizerState({"exp_avg": zeros, "exp_avg_sq": zeros}, dict.fromkeys(zeros, 1)),
             steps=1,
             lr_sum=1.0,

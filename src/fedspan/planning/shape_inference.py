@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fedspan.core.method import Memory, Method, RegisteredMethod, Traffic
-from fedspan.core.parametrization import Projected
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import (
     Client,
@@ -34,7 +33,7 @@ from fedspan.core.values import (
     Trained,
 )
 from fedspan.federation.serialization import compute_payload_size
-from fedspan.training.projector_refresh import close_segment
+from fedspan.training.projector_refresh import build_untrained_tensors
 from fedspan.wrappers.wrapper import Wrapper
 
 __all__ = ["Exchange", "ShapeInference", "count_traffic", "rewrap_method", "unwrap_method"]
@@ -217,12 +216,7 @@ class ShapeInference:
 
 def _simulate_training(job: Job) -> Trained:
     """Return a job's tensors as training leaves them: projector refreshes are all that changes a shape."""
-    tensors, steps = dict(job.tensors), 1 if job.steps is None else job.steps
-    if job.refresh is not None and job.refresh.period:
-        projected = {layer: one for layer, one in job.parametrization.items() if isinstance(one, Projected)}
-        for _ in range(job.refresh.period, steps, job.refresh.period):
-            for layer, parametrization in projected.items():
-                close_segment(tensors, layer, parametrization)
+    tensors, steps = build_untrained_tensors(job), 1 if job.steps is None else job.steps
     trained = {name: tensors[name] for name in job.trainable_names}
     moments = OptimizerState({"exp_avg": trained, "exp_avg_sq": trained}, dict.fromkeys(trained, steps))
     return Trained(tensors, moments, steps, 1.0, trained if job.want_gradient or not steps else {})

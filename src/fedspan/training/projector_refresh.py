@@ -16,7 +16,7 @@ from fedspan.core.values import Job, Refresh
 from fedspan.tasks.task import Examples
 from fedspan.training.engine import Trainer
 
-__all__ = ["Moments", "close_segment", "refresh_due", "refresh_projectors"]
+__all__ = ["Moments", "build_untrained_tensors", "close_segment", "refresh_due", "refresh_projectors"]
 
 
 class Moments(Protocol):
@@ -90,6 +90,24 @@ def close_segment(live: dict[str, Tensor], layer: str, parametrization: Projecte
     live[name_A] = segment.A if done_A is None else torch.cat([done_A, segment.A], 0)
     with torch.no_grad():
         acc.zero_()
+
+
+def build_untrained_tensors(job: Job) -> dict[str, Tensor]:
+    """Return a job's tensors as a training without any change leaves them, with the segments that refreshes finish.
+
+    Args:
+        job: The job; its tensors are not changed. Projectors stay those of its start.
+    """
+    tensors = dict(job.tensors)
+    if job.refresh is None or not job.refresh.period or job.steps is None:
+        return tensors
+    for layer, parametrization in job.parametrization.items():
+        if isinstance(parametrization, Projected):
+            name = join_tensor_name(layer, "acc")
+            tensors[name] = tensors[name].clone()
+            for _ in range(job.refresh.period, job.steps, job.refresh.period):
+                close_segment(tensors, layer, parametrization)
+    return tensors
 
 
 def _from_gradients(
