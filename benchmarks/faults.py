@@ -370,7 +370,10 @@ def node_killed(stage: Stage) -> Outcome:
     return Outcome(line(said, f"{NORTH}:"), ALL + ", every client's own model")
 
 
-@register_fault("checkpointed", "the same with `training.checkpoint_steps: 5`")
+@register_fault(
+    "checkpointed",
+    "the same with `training.checkpoint_steps: 5`: the node continues within the round",
+)
 def node_killed_with_checkpoints(stage: Stage) -> Outcome:
     wanted = stage.clean_personal()
     run = stage.submit("checkpointed", {"name": "fedsa-lora", "r": 2}, training={"checkpoint_steps": 5})
