@@ -13,13 +13,14 @@ from fedspan.federation.evaluation import (
     ClientScores,
     RemoteEvaluator,
     ReportedEvaluator,
+    compute_trimmed_means,
     count_trimmed_clients,
     describe_few_nodes,
 )
 from fedspan.federation.federation import Federation
 from fedspan.federation.plausibility import drop_impossible_metrics
 from fedspan.federation.protocol import Envelope, Reply, decode_order
-from fedspan.runs.selection import rate_round
+from fedspan.runs.selection import Selection
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
 from helpers.reply_transport import Replies, ReplyingTransport
@@ -97,27 +98,54 @@ def test_stated_examples_weigh_what_is_plausible(prepared: Prepared) -> None:
     assert [row["examples"] for row in scores.by_client.values()] == [4.0, 4.0, 16.0]
 
 
-def test_one_client_does_not_choose_the_best_round(prepared: Prepared) -> None:
+@pytest.mark.parametrize("honest", [2, 3, 4])
+def test_one_client_does_not_choose_the_best_round(prepared: Prepared, honest: int) -> None:
     """It reports a perfect first round; the honest clients become better in the second."""
     liar = {"accuracy": 1.0, "loss": 0.0, "examples": 20.0}
-    first, _ = reported(prepared, [{**HONEST, "accuracy": 0.4 + number / 100} for number in range(4)] + [liar])
+    first, _ = reported(prepared, [{**HONEST, "accuracy": 0.4 + number / 100} for number in range(honest)] + [liar])
     second, _ = reported(
         prepared,
-        [{**HONEST, "accuracy": 0.44 + number / 100} for number in range(4)] + [{**liar, "accuracy": 0.0, "loss": 1.0}],
+        [{**HONEST, "accuracy": 0.44 + number / 100} for number in range(honest)]
+        + [{**liar, "accuracy": 0.0, "loss": 1.0}],
     )
     assert first.pooled["accuracy"] > second.pooled["accuracy"]
-    assert rate_round("accuracy", 2, second.deciding) > rate_round("accuracy", 1, first.deciding)
+    selected = Selection().add("accuracy", 1, first).add("accuracy", 2, second).best
+    assert selected is not None
+    assert selected.round == 2
 
 
-def test_a_note_says_when_nodes_are_too_few_for_a_trimmed_mean() -> None:
-    assert [bool(count_trimmed_clients(count)) for count in (1, 4, 5, 50)] == [False, False, True, True]
-    assert [describe_few_nodes(count) is None for count in (1, 4, 5, 50)] == [False, False, True, True]
+def test_a_trimmed_mean_is_within_the_range_of_the_other_clients() -> None:
+    """Whichever client lies, whatever it reports and whatever it weighs."""
+    rng = np.random.default_rng(0)
+    for count in (3, 4, 5, 10, 11):
+        for lie in (-1e9, 0.0, 1.0, 1e9):
+            values, weights = rng.random(count), rng.integers(1, 9, count).astype(float)
+            rows = {f"c{number}": {"loss": values[number], "examples": weights[number]} for number in range(count)}
+            liar = f"c{rng.integers(count)}"
+            others = [row["loss"] for id, row in rows.items() if id != liar]
+            rows[liar] = {"loss": lie, "examples": 1e6}
+            mean = compute_trimmed_means(rows, ["loss", "accuracy"])
+            assert mean.keys() == {"loss"}
+            assert min(others) <= mean["loss"] <= max(others)
+    three = {id: {"loss": loss, "examples": 5.0} for id, loss in (("a", 0.1), ("b", 0.4), ("c", 9.0))}
+    assert compute_trimmed_means(three, ["loss"]) == {"loss": 0.4}
 
 
-def test_deciding_metrics_are_those_of_all_clients_where_they_are_few(prepared: Prepared) -> None:
-    scores, _ = reported(prepared, [HONEST, {**HONEST, "accuracy": 0.9}, HONEST, HONEST])
-    assert scores.deciding["accuracy"] == pytest.approx(scores.pooled["accuracy"])
-    assert ClientScores({"loss": 1.0}, {}).deciding == {"loss": 1.0}
+def test_a_note_says_when_the_metrics_of_the_nodes_select_no_round() -> None:
+    assert [count_trimmed_clients(count) for count in (1, 2, 3, 4, 5, 10, 11)] == [0, 0, 1, 1, 1, 1, 2]
+    assert [describe_few_nodes(count) is None for count in (1, 2, 3, 4, 5, 50)] == [True, False, True, True, True, True]
+
+
+def test_a_single_client_and_one_whose_examples_are_known_here_are_not_trimmed(prepared: Prepared) -> None:
+    assert reported(prepared, [HONEST])[0].trimmed is None
+    assert reported(prepared, [HONEST, HONEST])[0].trimmed is not None
+    old = prepared.federation
+    rows = dict.fromkeys(old.clients, HONEST)
+    federation = Federation(old.method, old.engine, old.clients, old.examples, old.settings, Reporting(rows))
+    scores, _ = RemoteEvaluator(federation, 32).evaluate_clients(federation.begin())
+    assert scores is not None
+    assert len(scores.by_client) >= 3
+    assert scores.trimmed is None
 
 
 def test_a_loss_is_compared_with_the_median_from_three_clients_on() -> None:

@@ -190,6 +190,73 @@ def test_an_evaluation_that_no_client_answered_decides_nothing(missing: int) -> 
     assert select(*scores[:3], None).best == select(*scores[:3]).best
 
 
+def reported(*accuracies: float | None) -> ClientScores:
+    """Scores of clients that report their own accuracies; None: the client was not measured."""
+    rows = {
+        f"c{number}": {"accuracy": one, "loss": 1 - one, "examples": 8.0}
+        for number, one in enumerate(accuracies)
+        if one is not None
+    }
+    pooled = {"accuracy": float(np.mean([row["accuracy"] for row in rows.values()])), "loss": 0.5}
+    return ClientScores(pooled, rows, dict(pooled))
+
+
+def select_reported(*rounds: ClientScores | None, metric: str = "accuracy") -> Selection:
+    selection = Selection()
+    for number, scores in enumerate(rounds, 1):
+        selection = selection.add(metric, number, scores)
+        selection = Selection.from_json(json.loads(json.dumps(selection.to_json())))
+    return selection
+
+
+def best_round(selection: Selection) -> int:
+    assert selection.best is not None
+    return selection.best.round
+
+
+@pytest.mark.parametrize("honest", [2, 3, 4])
+def test_no_round_is_selected_that_all_other_clients_measured_as_worse(honest: int) -> None:
+    """Whatever one client of three or more reports, and in whichever rounds it is silent."""
+    rng = np.random.default_rng(honest)
+    for metric in ("accuracy", "loss"):
+        for _ in range(60):
+            truth = rng.random((4, honest))
+            lies = [rng.choice([0.0, 0.3, 0.7, 1.0]) if rng.random() < 0.7 else None for _ in truth]
+            rounds = [reported(*row, lie) for row, lie in zip(truth.tolist(), lies, strict=True)]
+            best = best_round(select_reported(*rounds, metric=metric)) - 1
+            if honest > 2 or lies[0] is not None:  # else the first rounds have two clients, which select nothing
+                assert all(truth[best].max() >= row.min() for row in truth)
+
+
+def test_a_client_that_is_silent_in_one_round_moves_nothing() -> None:
+    """The others became worse; without its low value, the mean of the second round would be better."""
+    before, after = (0.70, 0.71, 0.72, 0.10), (0.69, 0.70, 0.71, None)
+    assert best_round(select_reported(reported(*before), reported(*after))) == 1
+    silent, back = (0.70, 0.71, 0.72, None), (0.60, 0.61, 0.62, 0.90)
+    assert best_round(select_reported(reported(*before), reported(*silent), reported(*back))) == 2
+
+
+def test_the_metrics_of_two_clients_select_nothing() -> None:
+    best = [reported(0.9, 0.9), reported(0.5, 0.1), reported(0.4, 0.2)]
+    selection = select_reported(*best)
+    assert best_round(selection) == 3
+    assert selection.improved == selection.best
+    assert best_round(select_reported(*best, metric="loss")) == 3
+    third = reported(0.4, 0.2, 0.3)  # from here on, three can be compared
+    assert best_round(select_reported(*best, third)) == 4
+    assert best_round(select_reported(*best, third, reported(0.3, 0.1, 0.2))) == 4
+    assert best_round(select_reported(*best, third, reported(0.2, 0.1))) == 4
+    assert best_round(select_reported(*best, third, None)) == 4
+
+
+def test_a_metric_that_few_clients_report_selects_nothing() -> None:
+    rows = {f"c{number}": {"loss": 0.5, "examples": 8.0} for number in range(4)}
+    lie = {**rows, "c3": {**rows["c3"], "f1": 1.0}}
+    later = {id: {**row, "loss": 0.4} for id, row in rows.items()}
+    rounds = [ClientScores({"loss": 0.5}, one, {}) for one in (lie, later)]
+    assert best_round(select_reported(*rounds, metric="f1")) == 2
+
+
 def test_without_scores_the_last_round_is_selected() -> None:
     selection = select(None, None, None)
     assert selection.best is not None

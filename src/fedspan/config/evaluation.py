@@ -28,7 +28,7 @@ class EvaluationConfig(Section):
         default=None,
         description="Metric that selects the best round on the clients' validation parts; default: accuracy, "
         "pearson or loss, by task. Ties are broken by the validation loss, then by the later round. In deployments, "
-        "rounds are compared by a trimmed mean from five nodes on; with fewer, one node can decide.",
+        "rounds are compared by a trimmed mean from three nodes on; with two, the last round is the best.",
     )
     best_by: Literal["metric", "loss"] = Field(
         default="metric",

@@ -28,11 +28,13 @@ from fedspan.tasks.task import Examples
 from fedspan.training.stacked_prediction import ModelInputs
 
 __all__ = [
+    "DECIDING",
     "ClientScores",
     "Evaluator",
     "RemoteEvaluator",
     "ReportedEvaluator",
     "coarsen_metrics",
+    "compute_trimmed_means",
     "count_trimmed_clients",
     "describe_few_nodes",
     "summarize",
@@ -42,8 +44,8 @@ Metrics = Mapping[str, float]
 
 _REQUIRED = ("accuracy", "loss")
 """Metrics without which a client is not counted where others have them: rounds are compared by them."""
-_TRIMMED_FROM = 5
-"""Number of clients from which a trimmed mean decides between rounds."""
+DECIDING = 3
+"""Number of clients that report their own metrics from which these metrics decide between rounds."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +55,13 @@ class ClientScores:
     Args:
         pooled: Metrics over the examples of all clients together.
         by_client: Metrics of each client.
-        trimmed: Metrics without the clients at both ends, where the clients' machines report them; None: these scores
-            were measured here.
+        trimmed: Metrics without the clients at both ends, where the clients report their own; None: these scores were
+            measured on examples that this process assigned, or by the only client.
     """
 
     pooled: Metrics
     by_client: Mapping[str, Metrics]
     trimmed: Metrics | None = None
-
-    @property
-    def deciding(self) -> Metrics:
-        """The metrics by which rounds are compared, which no single client decides if there are at least five."""
-        return self.pooled if self.trimmed is None else self.trimmed
 
     def summarize(self, metric: str) -> dict[str, Any]:
         """Return unweighted client means of every metric, and under ``worst`` the client with the worst ``metric``."""
@@ -222,7 +219,8 @@ class Evaluator:
 class ReportedEvaluator(Evaluator):
     """Evaluate by the clients themselves: they receive the models and reply with metrics.
 
-    Pooled metrics are means over clients, weighted by their numbers of examples. Rounds are compared by trimmed means.
+    Pooled metrics are means over clients, weighted by their numbers of examples. Rounds are compared by trimmed means,
+    unless this process assigned the clients' examples (a simulation) or there is one client.
     """
 
     def evaluate_clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
@@ -299,8 +297,9 @@ class ReportedEvaluator(Evaluator):
             for name in names
             if any(name in row for row in rows.values())
         }
-        trimmed = {name: _compute_weighted_mean(_trim(rows, name), weights, name) for name in pooled}
         by_client = {id: {**row, "examples": weights[id]} for id, row in rows.items()}
+        is_known = all(len(getattr(self.federation.clients[id], part)) for id in rows)
+        trimmed = None if is_known or len(self.ids) == 1 else compute_trimmed_means(by_client, pooled)
         return ClientScores({**pooled, "examples": sum(weights.values())}, by_client, trimmed)
 
     def _compute_weights(self, part: ScoredPart, reported: Mapping[str, float]) -> dict[str, float]:
@@ -366,26 +365,41 @@ def _compute_weighted_mean(rows: Mapping[str, Metrics], weights: Mapping[str, fl
 
 
 def describe_few_nodes(count: int) -> str | None:
-    """Return a note for the user if too few nodes are evaluated for a trimmed mean; None: they are enough.
+    """Return a note for the user if the nodes' metrics select no round; None: they do.
 
     Args:
         count: Number of nodes that are evaluated.
     """
-    if count >= _TRIMMED_FROM:
+    if count != 2:
         return None
     return (
-        f"with fewer than {_TRIMMED_FROM} nodes, the metrics that one node reports can decide which round is the best; "
-        f"from {_TRIMMED_FROM} on, a trimmed mean decides (docs/robustness.md)"
+        "with two nodes the run exports its last round, and early stopping has no effect, because neither node's "
+        f"metrics can be checked; from {DECIDING} nodes on, a trimmed mean selects the round (docs/robustness.md)"
     )
 
 
 def count_trimmed_clients(count: int) -> int:
     """Return how many of ``count`` clients do not count at each end of a trimmed mean: a tenth, rounded up."""
-    return math.ceil(count / 10) if count >= _TRIMMED_FROM else 0
+    return math.ceil(count / 10) if count >= DECIDING else 0
 
 
-def _trim(rows: Mapping[str, Metrics], name: str) -> dict[str, Metrics]:
-    """Return the clients that have a metric, without the trimmed ones at each end (``count_trimmed_clients``)."""
-    order = sorted((id for id, row in rows.items() if name in row), key=lambda id: rows[id][name])
-    dropped = count_trimmed_clients(len(order))
-    return {id: rows[id] for id in sorted(order[dropped : len(order) - dropped])}
+def compute_trimmed_means(rows: Mapping[str, Metrics], names: Iterable[str]) -> dict[str, float]:
+    """Compute means of metrics without the clients with the smallest and the largest values.
+
+    A single client can move such a mean of at least three only within the range of the other clients' values.
+
+    Args:
+        rows: Metrics by client, each with its weight under ``examples``.
+        names: The metrics; one that no client has is left out.
+
+    Returns:
+        Weighted means by metric, each over the clients that have it.
+    """
+    means: dict[str, float] = {}
+    for name in names:
+        order = sorted((id for id, row in rows.items() if name in row), key=lambda id: rows[id][name])
+        dropped = count_trimmed_clients(len(order))
+        if left := sorted(order[dropped : len(order) - dropped]):
+            weights = [rows[id]["examples"] for id in left]
+            means[name] = float(np.average([rows[id][name] for id in left], weights=weights))
+    return means

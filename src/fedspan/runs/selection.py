@@ -5,6 +5,10 @@ decides and the model before the first round was measured, rounds are compared b
 how far the mean loss fell, minus one standard error. The clients are the samples, and their losses before and after are
 paired: clients may have different losses, and count as noise only where their losses change differently. A round whose
 gain is smaller than its standard error does not replace the start.
+
+Clients that report their own metrics may lie. At least three are compared by trimmed means, which no single one moves
+out of the others' range. A client that is not measured in a round counts with its last metrics, so silence in one round
+moves nothing. The metrics of two clients select nothing, because neither can be checked: the last round is the best.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedspan.config import RunConfig
-from fedspan.federation.evaluation import ClientScores, count_trimmed_clients
+from fedspan.federation.evaluation import DECIDING, ClientScores, compute_trimmed_means, count_trimmed_clients
 from fedspan.tasks.metrics import compute_score
 
 __all__ = ["Best", "ClientLoss", "Gain", "Selection", "compute_gain", "has_stalled", "rate_round"]
@@ -79,14 +83,16 @@ class Selection:
             than noise. Early stopping counts from it, so that a run whose rounds improve slowly goes on until their
             gain exceeds its error.
         start: Validation losses of the start by client, where rounds are compared with them.
-        measured: Whether any round has validation scores. Until then the last round is the best; afterwards rounds
-            without scores, because no client replied, do not count.
+        measured: Whether any round has validation scores that select. Until then the last round is the best; afterwards
+            rounds without scores, because no client replied, do not count.
+        reported: The last metrics of each client that reports its own.
     """
 
     best: Best | None = None
     improved: Best | None = None
     start: Mapping[str, ClientLoss] = field(default_factory=dict)
     measured: bool = False
+    reported: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def add(self, metric: str, number: int, scores: ClientScores | None) -> Selection:
         """Return the selection after a further round.
@@ -98,7 +104,14 @@ class Selection:
         """
         if scores is None and self.measured:
             return self
-        rated = plain = rate_round(metric, number, None if scores is None else scores.deciding)
+        reported, deciding = self.reported, None if scores is None else scores.pooled
+        if scores is not None and scores.trimmed is not None:
+            latest = {id: {**self.reported.get(id, {}), **row} for id, row in scores.by_client.items()}
+            reported = {**self.reported, **latest}
+            names = [name for name in (metric, "loss") if sum(name in row for row in reported.values()) >= DECIDING]
+            deciding = compute_trimmed_means(reported, names) if names else None
+            scores = None if deciding is None else ClientScores(scores.pooled, reported, deciding)
+        rated = plain = rate_round(metric, number, deciding)
         start = self.start
         if metric == "loss" and scores is not None:
             start = _select_losses(scores) if number == 0 else start
@@ -112,19 +125,20 @@ class Selection:
         best = rated if best is None else max(best, rated)
         if improved is None or plain[:2] > improved[:2]:
             improved = plain
-        return Selection(best, improved, start, measured=scores is not None)
+        return Selection(best, improved, start, measured=scores is not None, reported=reported)
 
     def to_json(self) -> dict[str, Any]:
         """Return the selection as JSON values."""
         start = {id: list(loss) for id, loss in self.start.items()}
-        return {"best": self.best, "improved": self.improved, "start": start, "measured": self.measured}
+        values = {"best": self.best, "improved": self.improved, "start": start, "measured": self.measured}
+        return {**values, "reported": {id: dict(row) for id, row in self.reported.items()}}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Selection:
         """Build the selection from what ``to_json`` returned."""
         best, improved = (None if values[name] is None else Best(*values[name]) for name in ("best", "improved"))
         start = {id: ClientLoss(*loss) for id, loss in values["start"].items()}
-        return cls(best, improved, start, bool(values["measured"]))
+        return cls(best, improved, start, bool(values["measured"]), values["reported"])
 
 
 def has_stalled(config: RunConfig, number: int, improved: Best | None) -> bool:
