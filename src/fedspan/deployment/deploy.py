@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fedspan import __version__
 from fedspan.config import RunConfig, override, read_values
 from fedspan.config.node import load_node, require_data
+from fedspan.data.path_patterns import list_placeholders
 from fedspan.deployment.audit import AuditedTransport
 from fedspan.deployment.handshake import NOWHERE, Introduction, Invitation, build_server_config, compute_base_digest
 from fedspan.deployment.status import store_named_run
@@ -39,12 +40,50 @@ if TYPE_CHECKING:
     from fedspan.transports.flower.signing import Signer
     from fedspan.transports.flower.transport import Grid
 
-__all__ = ["join", "submit"]
+__all__ = ["check_node", "join", "submit"]
 
 log = logging.getLogger("fedspan.node")
 
 _NAME = "federation-name"
 """The file in a run's folder with the run's name, as its nodes know it."""
+
+
+def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
+    """Check a node's file, its key and data, and that its server is reached with the right certificate.
+
+    Nothing is sent to the server, so the check does not tell whether the key was admitted.
+
+    Args:
+        path: The node file.
+        insecure: Whether the node runs without TLS and a key.
+
+    Returns:
+        What was checked, one line each.
+
+    Raises:
+        FedspanError: For the first thing that is missing or wrong.
+    """
+    from fedspan.transports.flower.keys import load_node_key
+    from fedspan.transports.flower.reachability import check_server
+
+    node = load_node(path)
+    require_data(node)
+    lines = [f"file: {path}, node {node.id}"]
+    for part in ("train", "test"):
+        name = node.data.get(part)
+        if name is None:
+            continue
+        if not list_placeholders(name) and not Path(name).exists():
+            raise FedspanError(f"data.{part}", name, "a file or folder of this machine")
+        lines.append(f"data.{part}: {name}")
+    if not insecure:
+        if node.authority is None or node.key is None:
+            missing = "authority" if node.authority is None else "key"
+            raise FedspanError(missing, None, "ca.crt of the server and the node's key, or --insecure for a test")
+        load_node_key(Path(node.key))
+        lines.append(f"key: {node.key}")
+    lines.append(f"server: {check_server(node.server, None if insecure else node.authority)}")
+    return lines
 
 
 def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop: Event | None = None) -> None:

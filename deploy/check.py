@@ -1,0 +1,78 @@
+"""Check the files for containers, Kubernetes and systemd by their linters and schemas.
+
+    make deploy-files
+
+hadolint reads the Dockerfile, check-jsonschema the Compose files (also that of a data owner's bundle), Helm's own
+engine renders the chart, kubernetes-validate reads what it renders, and systemd-analyze the units, where it is
+installed. No container engine is needed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from string import Template
+
+import helm_python
+import kubernetes_validate
+import yaml
+
+HERE = Path(__file__).resolve().parent
+TEMPLATES = HERE.parent / "src" / "fedspan" / "deployment" / "templates"
+BIN = Path(sys.executable).parent
+VALUES = {"address": "fl.example.org:9092", "authority": "0" * 64, "id": "clinic-a", "version": "0.1.0"}
+CHARTS = {
+    "server": {},
+    "node": {"server": {"enabled": False}, "node": {"enabled": True, "bundle": "clinic-a", "data": "messages"}},
+}
+KUBERNETES = "1.32"
+
+
+def run(*command: str | Path) -> None:
+    """Run a linter; its failure ends the check."""
+    print("$", *command, flush=True)
+    subprocess.run([str(part) for part in command], check=True)
+
+
+def render_bundle(folder: Path) -> dict[str, Path]:
+    """Write the files of a bundle with values; return their paths by name."""
+    paths: dict[str, Path] = {}
+    for name in ("compose.yaml", "fedspan-node.service"):
+        paths[name] = folder / name
+        paths[name].write_text(Template((TEMPLATES / name).read_text()).substitute(VALUES))
+    return paths
+
+
+def check_chart() -> None:
+    """Render the chart as a server and as a node, and validate every object."""
+    with helm_python.Chart.load(HERE / "helm" / "fedspan") as chart:
+        for role, values in CHARTS.items():
+            rendered = chart.render(values, name="fl")
+            objects = [one for text in rendered.values() for one in yaml.safe_load_all(text) if one]
+            kinds = [one["kind"] for one in objects]
+            assert "StatefulSet" in kinds, f"the chart of a {role} has no StatefulSet"
+            for one in objects:
+                kubernetes_validate.validate(one, KUBERNETES, strict=True)
+            print(f"chart as {role}: {', '.join(kinds)}", flush=True)
+
+
+def main() -> None:
+    """Run every check."""
+    run(BIN / "hadolint", HERE / "Dockerfile")
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = render_bundle(Path(folder))
+        compose = [HERE / "compose.yaml", bundle["compose.yaml"]]
+        run(BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", *compose)
+        check_chart()
+        if shutil.which("systemd-analyze"):
+            units = [HERE / "systemd" / "fedspan-server.service", bundle["fedspan-node.service"]]
+            run("systemd-analyze", "verify", *units)
+        else:
+            print("systemd-analyze is not installed: units are not checked")
+
+
+if __name__ == "__main__":
+    main()

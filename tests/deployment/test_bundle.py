@@ -1,0 +1,107 @@
+"""The folder that a data owner gets: every file fits the others, the server and the commands that it names."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import ssl
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from fedspan import __version__
+from fedspan.cli import app
+from fedspan.config.node import load_node
+from fedspan.deployment.bundle import FILES, write_bundle
+from fedspan.deployment.deploy import check_node
+from fedspan.errors import FedspanError
+from fedspan.transports.flower.server import prepare_folder
+
+IDS = ["clinic-a", "Klinik Süd: 100%", "- {a: b}", 'quote " and $dollar']
+
+
+def call(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Path:
+    path = tmp_path / "ca.crt"
+    path.write_text("a certificate")
+    return path
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_every_file_has_the_id_and_the_address(id: str, authority: Path, tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "bundles", id, "fl.example.org:9092", authority)
+    assert {path.name for path in bundle.iterdir()} == {*FILES, "ca.crt", "data"}
+    (bundle / "data" / "train.csv").write_text("text,label\n")
+    node = load_node(bundle / "node.yaml")
+    assert (node.id, node.server, node.limits.approve) == (id, "fl.example.org:9092", "ask")
+    assert node.authority == str(bundle / "ca.crt")
+    assert node.data["train"] == str(bundle / "data" / "train.csv")
+    compose = yaml.safe_load((bundle / "compose.yaml").read_text())
+    assert re.fullmatch(r"[a-z0-9][a-z0-9_-]*", compose["name"])
+    assert compose["services"]["node"]["image"].endswith(__version__)
+    readme = (bundle / "README.md").read_text()
+    assert hashlib.sha256(b"a certificate").hexdigest() in readme
+    assert f"'fedspan[flower,secagg]=={__version__}'" in readme
+    assert not re.search(r"\$[a-z{]", readme.replace(id, ""))
+
+
+def test_the_commands_of_the_instructions_exist(authority: Path, tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "bundles", "clinic-a", "fl.example.org:9092", authority)
+    text = "".join((bundle / name).read_text() for name in FILES)
+    commands = set(re.findall(r"`fedspan ([a-z]+) ", text))
+    assert {"join", "approve", "audit"} <= commands
+    for command in commands:
+        call(command, "--help")
+
+
+@pytest.mark.parametrize("id", ["", "two\nlines", "\x1b[31m"])
+def test_an_id_that_is_no_text_is_refused(id: str, authority: Path, tmp_path: Path) -> None:
+    with pytest.raises(FedspanError, match="--bundle"):
+        write_bundle(tmp_path / "bundles", id, "fl.example.org:9092", authority)
+
+
+def test_a_bundle_is_not_replaced(authority: Path, tmp_path: Path) -> None:
+    write_bundle(tmp_path / "bundles", "clinic-a", "fl.example.org:9092", authority)
+    with pytest.raises(FedspanError, match="exists"):
+        write_bundle(tmp_path / "bundles", "clinic-a", "fl.example.org:9092", authority)
+
+
+def test_a_server_writes_bundles_and_a_data_owner_checks_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("flwr", reason="needs fedspan[flower]")
+    folder = tmp_path / "server"
+    said = call("server", "--folder", str(folder), "--name", "localhost", "--port", "1", "--bundle", "clinic-a")
+    bundle = folder / "bundles" / "clinic-a"
+    assert str(bundle) in said
+    assert hashlib.sha256((folder / "ca.crt").read_bytes()).hexdigest() in said
+    assert "fedspan admit node.key.pub --as clinic-a --server" in said
+    (bundle / "data" / "train.csv").write_text("text,label\n")
+    call("join", "--new-key", str(bundle / "node.key"))
+    with pytest.raises(FedspanError, match="no connection to localhost:1"):
+        check_node(bundle / "node.yaml")
+    (bundle / "data" / "train.csv").unlink()
+    with pytest.raises(FedspanError, match=r"data\.train"):
+        check_node(bundle / "node.yaml")
+
+
+def test_bundles_need_a_name_and_tls(tmp_path: Path) -> None:
+    pytest.importorskip("flwr", reason="needs fedspan[flower]")
+    for more, message in ((["--insecure", "--name", "localhost"], "without TLS"), ([], "--name")):
+        result = CliRunner().invoke(app, ["server", "--folder", str(tmp_path / "s"), "--bundle", "a", *more])
+        assert result.exit_code == 2
+        assert message in result.output
+
+
+def test_a_bundle_s_certificate_is_that_of_the_server(tmp_path: Path) -> None:
+    pytest.importorskip("flwr", reason="needs fedspan[flower]")
+    link = prepare_folder(tmp_path, 9092, ["localhost"], insecure=False)
+    assert link.authority is not None
+    bundle = write_bundle(tmp_path / "bundles", "clinic-a", "localhost:9092", link.authority)
+    ssl.create_default_context(cafile=str(bundle / "ca.crt"))
