@@ -42,7 +42,7 @@ def test_columns_between_word_and_tag_are_ignored(tmp_path: Path) -> None:
     "content",
     [
         "text\tlabel\none\tO\n\ntwo\tB-x\n",  # a header
-        "one\tO\ntwo\tB-x\n",  # no sentences
+        "one\tO\nanother text\tB-x\n",  # no sentences, but labelled texts
         "one\tO\n\ntwo\tO\n",  # no entities
         "a word\tx\tO\n\none\tB-x\n",  # numbers of columns differ
         "",
@@ -60,6 +60,9 @@ def test_other_tables_are_not_sentences(content: str, tmp_path: Path) -> None:
         ("Aspirin\tB-Drug\rhelps\tO\r\rRest\tO\r", [["Aspirin", "helps"], ["Rest"]]),  # ends of lines of old Macs
         ("Aspirin\tB-Drug\r\nhelps\tO\r\n\r\nRest\tO", [["Aspirin", "helps"], ["Rest"]]),
         ("10\xa0mg B-Dose\n\nnew\x85line O\n", [["10\xa0mg"], ["new\x85line"]]),  # no separators of columns or lines
+        ("Aspirin\tB-Drug\nhelps\tO\n", [["Aspirin", "helps"]]),  # a single sentence
+        ("word\tPOS\tner\nword NN\tNN\tO\nTP53\tNN\tB-Gene\n\nRest\tX\tO\n", [["word NN", "TP53"], ["Rest"]]),
+        ("-DOCSTART- -X- O O\n\nToken POS Chunk Tag\nEU NN B-NP B-ORG\n\nit X X O\n", [["EU"], ["it"]]),  # headers
         ("New York\tB-Place\n\nRest\tO\n", [["New York"], ["Rest"]]),
         ("\xa0\tO\nAspirin\tB-Drug\n\nRest\tO\n", [["\xa0", "Aspirin"], ["Rest"]]),  # a blank word
         ("# id 7\nAspirin B-Drug\n# B O\n\n# O\nRest O\n", [["Aspirin"], ["#", "Rest"]]),  # comments; a word "#"

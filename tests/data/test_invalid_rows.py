@@ -85,3 +85,19 @@ def test_every_message_names_the_option(tmp_path: Path) -> None:
         path.write_text(content)
         with pytest.raises(FedspanError, match=r"To leave such rows out, set data\.invalid: skip"):
             load(DataConfig(train=str(path)), task=get_task(task).columns)
+
+
+def test_sentences_whose_tags_do_not_fit_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    rows = [(["a", "b"], ["O", "B-X"]), (["c", "d"], ["O"]), (["e"], ["Drug"]), (["f"], ["O"]), ([], []), (["g"], None)]
+    path.write_text("".join(json.dumps({"tokens": words, "tags": tags}) + "\n" for words, tags in rows))
+    columns = get_task("token-classification").columns
+    assert columns is not None
+    data = load(DataConfig(train=str(path), invalid="skip", test_fraction=0), task=columns)
+    assert data.train["tokens"][:] == [["a", "b"], ["f"]]
+    assert data.dropped == 4
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    with pytest.raises(
+        FedspanError, match=r"2 has 2 words and 1 tags\. To leave such rows out, set data\.invalid: skip"
+    ):
+        load(DataConfig(train=str(path), test_fraction=0), task=columns)

@@ -16,7 +16,7 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, ndcg_sc
 from sklearn.metrics.pairwise import cosine_similarity
 from torch import Tensor
 
-from helpers import tiny, tiny_decoders, tiny_images, tiny_masked, tiny_pairs, tiny_tags, tiny_topics
+from helpers import tiny, tiny_decoders, tiny_images, tiny_masked, tiny_pairs, tiny_preferences, tiny_tags, tiny_topics
 
 __all__ = ["CASES", "REFUSED", "TaskCase"]
 
@@ -124,6 +124,18 @@ def _measure_retrieval(
     }
 
 
+def _measure_preferences(
+    predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
+) -> Mapping[str, float]:
+    """Compute the loss by the formula of DPO's paper, and the accuracy by scikit-learn."""
+    policy, rewards = predictions[:, :2].double().numpy(), predictions[:, 2:4].double().numpy() * 0.5
+    np.testing.assert_allclose(policy - examples.reference, rewards / 0.5, rtol=1e-4, atol=1e-4)
+    return {
+        "loss": float(np.log1p(np.exp(rewards[:, 1] - rewards[:, 0])).mean()),
+        "reward_accuracy": float(accuracy_score(truths, answers)),
+    }
+
+
 def _labelled(folders: Mapping[str, Path]) -> dict[str, Any]:
     return tiny.settings(folders["texts"])
 
@@ -150,6 +162,9 @@ CASES: Mapping[str, TaskCase] = {
     "text-embedding": TaskCase(
         lambda folders: tiny_pairs.settings(folders["texts"], folders["own"]), _measure_retrieval
     ),
+    "preference": TaskCase(
+        lambda folders: tiny_preferences.settings(folders["decoders"], folders["own"]), _measure_preferences
+    ),
     "causal-lm": TaskCase(lambda folders: tiny_decoders.settings(folders["decoders"]), _measure_texts),
     "image-classification": TaskCase(lambda folders: tiny_images.settings(folders["images"]), measure_labels),
 }
@@ -160,6 +175,8 @@ REFUSED: Mapping[str, str] = {"trainer": "fedspan reads no examples of it, and e
 
 def folders_of(request: pytest.FixtureRequest, name: str, own: Path) -> dict[str, Path]:
     """Return the folders of tiny models and data that the case of a task needs."""
-    fixtures = {"causal-lm": ("decoders",), "image-classification": ("images",)}.get(name, ("tiny_folder",))
+    fixtures = {"causal-lm": ("decoders",), "preference": ("decoders",), "image-classification": ("images",)}.get(
+        name, ("tiny_folder",)
+    )
     places = {"tiny_folder": "texts", "decoders": "decoders", "images": "images"}
     return {"own": own, **{places[fixture]: request.getfixturevalue(fixture) for fixture in fixtures}}

@@ -41,6 +41,10 @@ def test_every_task_has_a_case() -> None:
 def test_losses_by_client_are_the_losses_alone(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     prepared = prepare(parse_config(settings_of(request, name, tmp_path)))
     task, model, device = prepared.task, prepared.engine.adapted.model, torch.device("cpu")
+    prepared.engine.prepare(prepared.train, [np.arange(len(prepared.train))])
+    rng = torch.Generator().manual_seed(3)
+    for value in model.parameters():  # a model that has learned something, unlike its reference
+        value.data += 0.05 * torch.randn(value.shape, generator=rng)
     shared, owners = [0, 5, 1, 7, 3, 2, 4], [[0, 2], [1], [3, 5, 6]]  # the example at 4 belongs to no client
     mask_CB = torch.zeros(len(owners), len(shared))
     for client, places in enumerate(owners):

@@ -98,7 +98,10 @@ def test_without_the_package_a_run_names_the_task(tiny_folder: Path, tmp_path: P
     fedspan.register_task(OWN)
     fedspan.run(tiny.settings(tiny_folder, federation={"rounds": 1}) | {"task": "sharpened"}, tmp_path / "run")
     registry._tasks.pop("sharpened")
-    with pytest.raises(FedspanError, match=r"fedspan\.json\.task`: no task is named 'sharpened'"):
+    with pytest.raises(
+        FedspanError,
+        match=r"fedspan\.json\.task`: no task is named 'sharpened'.* register it first .*fedspan\.register_task",
+    ):
         fedspan.predict(tmp_path / "run", ["admin1"])
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, cast
 
 import typer
 
-from fedspan.cli.commands import Json, register_command
+from fedspan.cli.commands import Json, Overrides, register_command
 from fedspan.errors import FedspanError
 
 __all__ = ["Client", "evaluate", "predict"]
@@ -99,10 +99,18 @@ def _split_pair(text: str) -> tuple[str, str]:
     return first, second
 
 
+def _split_role(text: str) -> tuple[str, str]:
+    role, equals, column = text.partition("=")
+    if not equals or not role or not column:
+        raise FedspanError("--role", text, "ROLE=COLUMN, such as tokens=words")
+    return role, column
+
+
 @register_command(
     "evaluate",
     "fedspan evaluate runs/first",
     "fedspan evaluate exported/ --data new.csv --text message --label intent",
+    "fedspan evaluate runs/ner --data new.jsonl --role tokens=words --set data.label=ner",
     "fedspan evaluate runs/instruct --tasks mmlu,arc_easy --shots 5",
 )
 def evaluate(
@@ -113,13 +121,14 @@ def evaluate(
         typer.Option("--data", metavar="FILE", help="Labelled examples. Default: the run's held-out test set."),
     ] = None,
     text: Annotated[
-        str | None, typer.Option("--text", metavar="COLUMN", help="Column of texts. Default: text.")
+        str | None, typer.Option("--text", metavar="COLUMN", help="Column of texts. Default: the run's, or text.")
     ] = None,
     image: Annotated[
-        str | None, typer.Option("--image", metavar="COLUMN", help="Column of images. Default: image.")
+        str | None, typer.Option("--image", metavar="COLUMN", help="Column of images. Default: the run's, or image.")
     ] = None,
     label: Annotated[
-        str | None, typer.Option("--label", metavar="COLUMN", help="Column of labels or numbers. Default: label.")
+        str | None,
+        typer.Option("--label", metavar="COLUMN", help="Column of labels or numbers. Default: the run's, or label."),
     ] = None,
     text_pair: Annotated[
         str | None, typer.Option("--text-pair", metavar="COLUMN", help="Column of second texts.")
@@ -127,6 +136,11 @@ def evaluate(
     answer: Annotated[
         str | None, typer.Option("--answer", metavar="COLUMN", help="Column of answers, for a language model.")
     ] = None,
+    roles: Annotated[
+        list[str] | None,
+        typer.Option("--role", metavar="ROLE=COLUMN", help="Column with a role (data.roles); may be repeated."),
+    ] = None,
+    overrides: Overrides = None,
     generate: Annotated[
         bool,
         typer.Option(
@@ -153,6 +167,7 @@ def evaluate(
     """Evaluate a model as PEFT loads it, by the metrics of its task: accuracy, correlation, perplexity, exact match."""
     if tasks is not None:
         inputs = {"--data": data, "--text": text, "--image": image, "--label": label, "--answer": answer}
+        inputs |= {"--role": ", ".join(roles or ()) or None, "--set": ", ".join(overrides or ()) or None}
         for name, value in inputs.items():
             if value is not None:
                 raise FedspanError(
@@ -176,6 +191,8 @@ def evaluate(
         label=label,
         text_pair=text_pair,
         answer=answer,
+        roles=dict(map(_split_role, roles or ())),
+        overrides=overrides or (),
         generate=generate,
     )
     if as_json:

@@ -45,9 +45,9 @@ class RunConfig(Section):
         description="sequence-classification: a label for a text or a pair. image-classification: a label for an "
         "image. regression: a number. causal-lm: an answer to a prompt (instruction tuning). "
         "token-classification: a tag for each word (named entities). multi-label-classification: any number of "
-        "labels for a text. masked-lm: masked words, without labels. text-embedding: a vector for a text. trainer: "
-        "what the trainers of fedspan.simulate define. Or a task of your own (docs/your-task.md). Default: the task of "
-        "data.dataset, if set.",
+        "labels for a text. masked-lm: masked words, without labels. text-embedding: a vector for a text. preference: "
+        "the better of two answers to a prompt (DPO). trainer: what the trainers of fedspan.simulate define. Or a task "
+        "of your own (docs/your-task.md). Default: the task of data.dataset, if set.",
     )
     task_options: dict[str, str | bool | int | float | None] = Field(
         default_factory=dict, description="The task's own options; docs/tasks.md has those of each task."
@@ -299,6 +299,7 @@ class RunConfig(Section):
                 raise FedspanError(f"training.{name}", value, "null", problem=problem)
         self._require_loss_fit()
         self._require_head_updates_fit()
+        self._require_reference_fit()
         if training.lr == "auto" and self.privacy is not None:
             problem = "auto cannot be combined with privacy, because every trial would cost privacy budget"
             raise FedspanError("training.lr", "auto", "a number", problem=problem)
@@ -329,6 +330,23 @@ class RunConfig(Section):
             value = getattr(self.training, option)
             if reason is not None and value != off:
                 raise FedspanError(f"training.{option}", value, str(off), problem=reason)
+
+    def _require_reference_fit(self) -> None:
+        """Check that a task that compares the model with the pretrained one can do so.
+
+        Raises:
+            FedspanError: If it cannot.
+        """
+        if not self.task_definition.has_reference:
+            return
+        reference = f"{self.task} compares the model with its reference, the pretrained model"
+        if self.training.lora_dropout:
+            problem = f"{reference}, and dropout would change one of the two alone"
+            raise FedspanError("training.lora_dropout", self.training.lora_dropout, "0", problem=problem)
+        if self.model.adapter is not None:
+            expected = "model.name: the folder of the merged model (fedspan export --form merged)"
+            problem = f"{reference}, and an adapter would be missing there"
+            raise FedspanError("model.adapter", self.model.adapter, expected, problem=problem)
 
     def _require_simulation_fit(self) -> None:
         """Check that simulated conditions fit the engine and the task.

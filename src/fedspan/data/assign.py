@@ -19,7 +19,14 @@ import numpy as np
 
 from fedspan.data.config import PartitionConfig
 from fedspan.data.keyed import make_generator
-from fedspan.data.names import describe_missing_column, get_arrow_column, read_names, sort_names
+from fedspan.data.names import (
+    describe_missing_column,
+    find_source_column,
+    get_arrow_column,
+    list_source_columns,
+    read_names,
+    sort_names,
+)
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -232,13 +239,14 @@ def _assign_pathological(labels: np.ndarray, config: PartitionConfig, seed: int,
 
 
 def _assign_natural(dataset: datasets.Dataset, config: PartitionConfig, field: str) -> Shares:
-    column, option = config.column or "", f"{field}.column"
-    if column not in dataset.column_names:
-        raise FedspanError(option, column, problem=describe_missing_column(column, dataset.column_names))
+    requested, option = config.column or "", f"{field}.column"
+    column = find_source_column(dataset, requested)
+    if column is None:
+        raise FedspanError(option, requested, problem=describe_missing_column(requested, list_source_columns(dataset)))
     names = read_names(dataset, column)
     if None in names:
-        problem = f"example {names.index(None) + 1} has no value in column {column!r}"
-        raise FedspanError(option, column, problem=problem)
+        problem = f"example {names.index(None) + 1} has no value in column {requested!r}"
+        raise FedspanError(option, requested, problem=problem)
     values = [name for name in names if name is not None]
     ids = sort_names(values)
     number = {id: index for index, id in enumerate(ids)}

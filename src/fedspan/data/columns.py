@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -16,10 +16,20 @@ from fedspan.data.config import DataConfig
 from fedspan.data.dialects import describe_missing_header
 from fedspan.data.images import IMAGES
 from fedspan.data.label_lists import find_separator
-from fedspan.data.names import describe_missing_column, get_arrow_column, is_list, read_names, trim
+from fedspan.data.names import (
+    describe_missing_column,
+    get_arrow_column,
+    is_list,
+    mark_source_column,
+    read_names,
+    trim,
+)
 from fedspan.data.source import Source
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
+
+if TYPE_CHECKING:
+    import datasets
 
 __all__ = [
     "FLAGS",
@@ -29,13 +39,15 @@ __all__ = [
     "TaskColumns",
     "ValidatedColumns",
     "parse_conversation",
+    "parse_messages",
     "read_text_columns",
     "validate_columns",
 ]
 
 FLAGS = {"0": False, "1": True, "false": False, "true": True}
 """Values of columns that say whether a row has a label, in lower case."""
-_TASK_COLUMNS = ("text", "text_pair", "label", "target", "answer", "history", "image")
+_TASK_COLUMNS = ("text", "text_pair", "label", "target", "answer", "history", "image", "is_given")
+"""Columns of examples that tasks and partitions know by these names."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +113,8 @@ class TaskColumns:
         is_multi_label: Whether an example has any number of labels: an empty list of labels is a value, and the
             options ``label_separator`` and ``label_columns`` apply.
         complete_labels: Orders and completes the labels that occur; None: they are sorted.
+        find_valid_rows: Returns for every row of a data set whether its values fit together, for
+            ``data.invalid: skip``; a column may be missing. None: nothing but values is required.
     """
 
     read: Callable[[ColumnReader, DataConfig], ReadColumns]
@@ -116,6 +130,7 @@ class TaskColumns:
     has_numeric_labels: bool = False
     is_multi_label: bool = False
     complete_labels: Callable[[Sequence[str]], list[str]] | None = None
+    find_valid_rows: Callable[[datasets.Dataset, DataConfig], Sequence[bool]] | None = None
 
 
 def validate_columns(source: Source, config: DataConfig, task: TaskColumns, field: str, part: str) -> ValidatedColumns:
@@ -140,12 +155,13 @@ def validate_columns(source: Source, config: DataConfig, task: TaskColumns, fiel
         name: datasets.Image() if column.type == IMAGES else generate_from_arrow_type(column.type)
         for name, column in columns.items()
     }
-    # The requested column replaces another one that happens to be called "text" or "label".
-    taken = {*read.used, *_TASK_COLUMNS, *read.columns, *(() if read.label_lists is None else ("labels",))}
+    # The requested column has the name of another one that happens to be called "text" or "label".
+    taken = {*_TASK_COLUMNS, *read.columns, *(() if read.label_lists is None else ("labels",))}
     for column in source.dataset.column_names:
-        if column not in taken:
-            columns[column] = get_arrow_column(source.dataset, column)
-            features[column] = source.dataset.features[column]
+        if column not in read.used:
+            name = mark_source_column(column) if column in taken else column
+            columns[name] = get_arrow_column(source.dataset, column)
+            features[name] = source.dataset.features[column]
     return ValidatedColumns(source, columns, features, read.names, read.label_lists, read.label_separator)
 
 
@@ -154,7 +170,8 @@ class ColumnReader:
 
     def __init__(self, source: Source, field: str, part: str) -> None:
         self.source, self.field, self.file = source, field, f"{field}.{part}"
-        self._skip = f"To leave such rows out, set {field}.invalid: skip."
+        self.skip_advice = f"To leave such rows out, set {field}.invalid: skip."
+        """The sentence on how to leave out invalid rows, for errors."""
 
     def require(self, column: str, option: str, value: str | None = None) -> str:
         """Require a column and return the option's field."""
@@ -183,7 +200,23 @@ class ColumnReader:
         filled = np.asarray(has_value, bool)
         if not filled.all():
             row = self.source.row(int(filled.argmin()))
-            problem = f"{row} has no {kind} in column {column!r}. {self._skip}"
+            problem = f"{row} has no {kind} in column {column!r}. {self.skip_advice}"
+            raise FedspanError(self.file, self.source.name, problem=problem)
+
+    def require_rows(self, is_valid: Sequence[bool], lack: str, columns: Sequence[str]) -> None:
+        """Require that the values of every row fit together.
+
+        Args:
+            is_valid: Whether those of each row do.
+            lack: What a row has otherwise, as a phrase: "no two different answers".
+            columns: The columns of the values.
+
+        Raises:
+            FedspanError: If those of a row do not.
+        """
+        row = next((row for row, valid in enumerate(is_valid) if not valid), None)
+        if row is not None:
+            problem = f"{self.source.row(row)} has {lack} in the columns {', '.join(columns)}. {self.skip_advice}"
             raise FedspanError(self.file, self.source.name, problem=problem)
 
     def read_classes(self, column: str) -> list[str]:
@@ -268,7 +301,7 @@ class ColumnReader:
         flags = [FLAGS.get(str(name).lower()) for name in names]
         if None in flags:
             row = flags.index(None)
-            problem = f"{self.source.row(row)} has {names[row]!r} in column {column!r}. {self._skip}"
+            problem = f"{self.source.row(row)} has {names[row]!r} in column {column!r}. {self.skip_advice}"
             raise FedspanError(where, column, "0 or 1, or false or true", problem=problem)
         return [flag is True for flag in flags]
 
@@ -284,12 +317,11 @@ class ColumnReader:
             try:
                 number = float("nan" if value is None else value)
             except ValueError:
-                problem = (
-                    f"{self.source.row(row)} has {value!r} in column {column!r}, which is not a number. {self._skip}"
-                )
+                place = self.source.row(row)
+                problem = f"{place} has {value!r} in column {column!r}, which is not a number. {self.skip_advice}"
                 raise FedspanError(where, column, problem=problem) from None
             if not abs(number) < float("inf"):
-                problem = f"{self.source.row(row)} has no number in column {column!r}. {self._skip}"
+                problem = f"{self.source.row(row)} has no number in column {column!r}. {self.skip_advice}"
                 raise FedspanError(self.file, self.source.name, problem=problem)
             numbers.append(number)
         return pa.chunked_array([pa.array(numbers, pa.float64())])
@@ -339,19 +371,26 @@ class ColumnReader:
             problem = (
                 f"{self.source.row(row)} is not a list of messages that ends with a user's and an assistant's message. "
             )
-            raise FedspanError(where, column, problem=problem + self._skip)
+            raise FedspanError(where, column, problem=problem + self.skip_advice)
         history = json.dumps(messages[:-2], ensure_ascii=False)
         return {"text": messages[-2]["content"], "answer": messages[-1]["content"], "history": history}
 
 
-def parse_conversation(value: object) -> list[dict[str, str]] | None:
-    """Return the messages of a conversation; None if it does not end with a user's and an assistant's."""
+def parse_messages(value: object) -> list[dict[str, str]] | None:
+    """Return a list of messages, each with ``role`` and ``content``; None if the value is none."""
     try:
-        messages = [
+        return [
             {"role": str(message["role"]), "content": str(message["content"])}
             for message in cast(list[Mapping[str, Any]], value)
         ]
     except (TypeError, KeyError):
+        return None
+
+
+def parse_conversation(value: object) -> list[dict[str, str]] | None:
+    """Return the messages of a conversation; None if it does not end with a user's and an assistant's."""
+    messages = parse_messages(value)
+    if messages is None:
         return None
     roles = [message["role"] for message in messages]
     if len(messages) < 2 or roles[-2:] != ["user", "assistant"] or not messages[-1]["content"].strip():

@@ -16,6 +16,11 @@ __all__ = ["TAG", "has_sentences", "read_sentences"]
 TAG = re.compile(r"O|[BIELSU]-\S+")
 """A word's tag: outside (O), or the place of the word in an entity (IOB1, IOB2, IOBES, BILOU) and the entity's type."""
 _DOCUMENT = "-DOCSTART-"
+_HEADERS = (
+    {"token", "tokens", "word", "words"},
+    {"tag", "tags", "label", "labels", "ner", "ner_tag", "ner_tags", "bio", "iob"},
+)
+"""Names of the first and the last column in a file whose first line names the columns, in lower case."""
 _COMMENT = "# "
 _SAMPLE = 1 << 14
 _LINE_END = re.compile(r"\r\n|\n|\r")
@@ -24,6 +29,8 @@ _LINE_END = re.compile(r"\r\n|\n|\r")
 
 def has_sentences(path: Path) -> bool:
     """Check whether a text file begins in CoNLL form: sentences of several columns that end in tags, some of entities.
+
+    A file without a blank line is one sentence, if no word has a space in it.
 
     Args:
         path: The file; ``.gz`` is unpacked.
@@ -34,7 +41,9 @@ def has_sentences(path: Path) -> bool:
     content, whole = read_beginning(path, _SAMPLE)
     rows = _list_rows(_split_lines(content.decode(errors="replace"), whole=whole))
     words = [columns for _, columns in rows if columns is not None]
-    if not words or len(words) == len(rows) or len({len(word) for word in words}) != 1 or len(words[0]) < 2:
+    if not words or len({len(word) for word in words}) != 1 or len(words[0]) < 2:
+        return False
+    if len(words) == len(rows) and any(" " in word[0] for word in words):  # a table of labelled texts
         return False
     tags = [word[-1] for word in words]
     return all(map(TAG.fullmatch, tags)) and any(tag != "O" for tag in tags)
@@ -44,7 +53,7 @@ def read_sentences(path: Path, encoding: str | None, limit: int | None = None) -
     """Read a file in CoNLL form as a table with one sentence a row: ``tokens`` and ``tags``, lists of texts.
 
     The first column holds the word and the last one its tag; tabs separate them, or else spaces. Lines of documents
-    (``-DOCSTART-``) and comments (``# ``) are left out.
+    (``-DOCSTART-``), comments (``# ``) and a first line that names the columns (``word tag``) are left out.
 
     Args:
         path: The file; ``.gz`` is unpacked.
@@ -93,11 +102,19 @@ def _split_lines(text: str, *, whole: bool) -> list[str]:
 
 
 def _list_rows(lines: Sequence[str]) -> list[tuple[int, list[str] | None]]:
-    """Return the number of each line, from 1 on, and its columns; None ends a sentence. Comments are left out."""
+    """Return the number of each line, from 1 on, and its columns; None ends a sentence.
+
+    Comments and the line that names the columns are left out.
+    """
     rows: list[tuple[int, list[str] | None]] = []
+    has_begun = False
     width = next((len(_split_columns(line)) for line in lines if not _is_break(line) and line[:2] != _COMMENT), None)
     for number, line in enumerate(lines, start=1):
         columns = None if _is_break(line) else _split_columns(line)
+        if not has_begun and columns is not None and _is_header(columns):
+            has_begun = True
+            continue
+        has_begun = has_begun or (columns is not None and line[:2] != _COMMENT)
         # The word "#" may be tagged, too: its line has as many columns as the others.
         if columns is None or line[:2] != _COMMENT or (len(columns) == width and TAG.fullmatch(columns[-1])):
             rows.append((number, columns))
@@ -106,6 +123,12 @@ def _list_rows(lines: Sequence[str]) -> list[tuple[int, list[str] | None]]:
 
 def _is_break(line: str) -> bool:
     return not line.strip() or line.startswith(_DOCUMENT)
+
+
+def _is_header(columns: Sequence[str]) -> bool:
+    """Check whether columns of a line are names of columns, the last of which is no tag."""
+    ends = (columns[0].lower(), columns[-1].lower())
+    return len(columns) > 1 and all(name in names for name, names in zip(ends, _HEADERS, strict=True))
 
 
 def _split_columns(line: str) -> list[str]:

@@ -13,7 +13,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedspan.data.config import DataConfig
-from fedspan.data.names import describe_missing_column, get_arrow_table, read_names, trim
+from fedspan.data.names import (
+    describe_missing_column,
+    find_source_column,
+    get_arrow_table,
+    list_source_columns,
+    read_names,
+    trim,
+)
 from fedspan.data.partition import Partition
 from fedspan.errors import FedspanError
 
@@ -114,11 +121,12 @@ def encode_groups(dataset: datasets.Dataset, config: DataConfig, field: str) -> 
     if config.group in (config.text, config.image) and {"text", "image"} & set(dataset.column_names):
         return encode_contents(dataset)[0]
     column_by_option = {config.text_pair: "text_pair", config.label or "label": "label"}
-    column = column_by_option.get(config.group, config.group)
-    if column not in dataset.column_names:
-        raise FedspanError(
-            f"{field}.group", config.group, problem=describe_missing_column(config.group, dataset.column_names)
-        )
+    column = find_source_column(dataset, config.group)
+    if column is None and column_by_option.get(config.group) in dataset.column_names:
+        column = column_by_option[config.group]
+    if column is None:
+        problem = describe_missing_column(config.group, list_source_columns(dataset))
+        raise FedspanError(f"{field}.group", config.group, problem=problem)
     names = read_names(dataset, column)
     numbers: dict[str, int] = {}
     codes = [

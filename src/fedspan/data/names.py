@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "describe_missing_column",
+    "find_source_column",
     "get_arrow_column",
     "get_arrow_table",
     "is_list",
+    "list_source_columns",
     "make_dataset",
+    "mark_source_column",
     "rank_columns",
     "read_names",
     "sort_names",
@@ -31,6 +34,8 @@ __all__ = [
 ]
 
 
+_SOURCE = "source:"
+"""Beginning of the names of a source's own columns whose names the task uses for others."""
 _ENCODED = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_floating)
 
 
@@ -71,6 +76,21 @@ def take_rows(dataset: Dataset, rows: np.ndarray) -> Dataset:
 def trim(texts: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return texts without spaces around them, as large strings."""
     return pc.call_function("utf8_trim_whitespace", [texts.cast(pa.large_string())])
+
+
+def mark_source_column(column: str) -> str:
+    """Return the name under which examples have a column of their source whose own name the task uses for another."""
+    return f"{_SOURCE}{column}"
+
+
+def find_source_column(dataset: Dataset, column: str) -> str | None:
+    """Return the name under which examples have a column of their source; None if they have no such column."""
+    return next((name for name in (mark_source_column(column), column) if name in dataset.column_names), None)
+
+
+def list_source_columns(dataset: Dataset) -> list[str]:
+    """Return the names of the columns, for users, each once."""
+    return [*dict.fromkeys(name.removeprefix(_SOURCE) for name in dataset.column_names)]
 
 
 def describe_missing_column(name: str, columns: Iterable[str], where: str = "") -> str:

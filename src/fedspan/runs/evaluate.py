@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from fedspan.config.reading import override
 from fedspan.config.validation_errors import convert_validation_error
 from fedspan.data.columns import LABELLED_TEXTS
 from fedspan.data.config import DataConfig
+from fedspan.data.dataset_defaults import fill_data_defaults
 from fedspan.data.files import IN_MEMORY
 from fedspan.data.loading import load
 from fedspan.data.objects import read_objects
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["evaluate"]
 
+_COLUMNS = ("text", "text_pair", "image", "label", "label_columns", "label_separator", "answer", "messages", "roles")
+"""Options of the section ``data`` that describe the columns of examples."""
+
 
 def evaluate(
     folder: str | Path,
@@ -44,6 +49,7 @@ def evaluate(
     text_pair: str | None = None,
     answer: str | None = None,
     roles: Mapping[str, str] | None = None,
+    overrides: Sequence[str] = (),
     generate: bool = True,
     run_data: Any = None,
     model: Any = None,
@@ -57,14 +63,15 @@ def evaluate(
         data: A file of examples, any source of images that ``data.train`` accepts, or examples in memory, as in
             ``fedspan.run`` (of a ``DatasetDict``, its test split); default: the held-out test set of the run in
             ``folder``.
-        text: The file's column of texts; default: ``text``.
-        image: The file's column of images; default: ``image``.
-        label: The file's column of labels or numbers; default: ``label``.
-        text_pair: The file's column of second texts, for a model of text pairs.
+        text: The file's column of texts; default: that of the run in ``folder``, or ``text`` for an exported model.
+        image: The file's column of images; default: the same, or ``image``.
+        label: The file's column of labels or numbers; default: the same, or ``label``.
+        text_pair: The file's column of second texts, for a model of text pairs; default: that of the run.
         answer: The file's column of answers, for a language model, whose prompt template names the other columns;
-            default: ``answer``.
-        roles: The file's columns by role, for a task whose data have further roles (``data.roles``); default: columns
-            with the names of the roles.
+            default: that of the run, or ``answer``.
+        roles: The file's columns by role, for a task whose data have further roles (``data.roles``); default: those of
+            the run, or columns with the names of the roles.
+        overrides: Further options of the file's columns, each ``data.field=value``: ``data.label_columns=[a, b]``.
         generate: Whether a language model generates answers and exact matches are counted; the slow part.
         run_data: The data that the run began with, if they were passed from Python; its held-out test set is used.
         model: The model that the run began with, if it was passed from Python; None: loaded by its ``name_or_path``.
@@ -82,7 +89,9 @@ def evaluate(
         columns = {"text": text, "image": image, "label": label, "text_pair": text_pair, "answer": answer}
         source = None if isinstance(data, str | Path) else _load_examples(data)
         rows = _load_labelled(
-            _build_file_config(IN_MEMORY if source else data, task_settings, columns, roles or {}),
+            _build_file_config(
+                IN_MEMORY if source else data, task_settings, _collect_columns(folder, columns, roles or {}, overrides)
+            ),
             task_settings.task,
             source,
         )
@@ -96,16 +105,40 @@ def evaluate(
     return {**{name: metrics[name] for name in order_metrics(metrics)}, "examples": float(len(examples))}
 
 
-def _build_file_config(
-    data: str | Path, task_settings: TaskSettings, columns: Mapping[str, str | None], roles: Mapping[str, str]
-) -> DataConfig:
-    named: dict[str, Any] = {option: column for option, column in columns.items() if column is not None}
-    named["roles"] = dict(roles)
-    if task_settings.label_separator is not None:
-        named["label_separator"] = task_settings.label_separator
-    if get_task(task_settings.task).is_generative:
-        named = {**named, "prompt": task_settings.prompt or "{text}"}
+def _collect_columns(
+    folder: str | Path, columns: Mapping[str, str | None], roles: Mapping[str, str], overrides: Sequence[str]
+) -> dict[str, Any]:
+    """Return the options that describe a file's columns: those of the run in ``folder``, with the user's changes.
+
+    Raises:
+        FedspanError: If an override names no field of the section ``data``.
+    """
+    changes = override({}, overrides)
+    wrong = next((name for name, value in changes.items() if name != "data" or not isinstance(value, dict)), None)
+    if wrong is not None:
+        raise FedspanError("--set", wrong, "fields of the section data, such as data.label=intent")
+    requested: dict[str, Any] = {option: column for option, column in columns.items() if column is not None}
+    requested |= changes.get("data", {})
+    known: dict[str, Any] = {}
+    if is_run(folder):
+        config = fill_data_defaults(read_config(folder).data)
+        known = {option: value for option in _COLUMNS if (value := getattr(config, option)) is not None}
+    for one, other in (("label", "label_columns"), ("label_columns", "label"), ("prompt", "messages")):
+        if one in requested:  # the run's other form of the same
+            known.pop(other, None)
+    return {**known, **requested, "roles": {**known.get("roles", {}), **requested.get("roles", {}), **roles}}
+
+
+def _build_file_config(data: str | Path, task_settings: TaskSettings, columns: Mapping[str, Any]) -> DataConfig:
+    named, definition = dict(columns), get_task(task_settings.task)
+    if task_settings.label_separator is not None and "label_columns" not in named:
+        named.setdefault("label_separator", task_settings.label_separator)
+    if definition.is_generative:
         named.pop("label", None)
+        named |= {"chat": task_settings.chat, "system": task_settings.system}
+        finds_prompts = definition.columns is not None and "prompt" in definition.columns.roles
+        if "messages" not in named and (task_settings.prompt is not None or not finds_prompts):
+            named.setdefault("prompt", task_settings.prompt or "{text}")
     try:
         return DataConfig(
             train=str(data), labels=list(task_settings.labels) or None, test_split=None, test_fraction=0, **named

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from fedspan.tasks.registry import get_task
 from fedspan.tasks.settings import TaskSettings
 from fedspan.tasks.task import Examples, RunTask
 from fedspan.training.batching import split_evaluation_batches
+from fedspan.training.references import fill_reference, has_reference
 
 if TYPE_CHECKING:
     import datasets
@@ -66,12 +68,30 @@ class Served:
     @torch.inference_mode()
     def compute_predictions(self, examples: Examples, *, generate: bool = True) -> Tensor:
         """Compute the predictions, one row per example, float32 on the CPU; if ``generate``, with generated text."""
+        if has_reference(self.task):
+            self._fill_reference(examples)
         rows: dict[int, Tensor] = {}
         for indices in split_evaluation_batches(np.arange(len(examples)), examples.lengths, _BATCH):
             batch = self.task.collate(examples, indices.tolist(), self.device)
             made = self.task.predict(self.model, batch, generate=generate).float().cpu()
             rows.update(zip(indices.tolist(), made, strict=True))
         return torch.stack([rows[index] for index in range(len(examples))])
+
+    def _fill_reference(self, examples: Any) -> None:
+        """Compute what the pretrained model gives for examples that a task compares with it."""
+        missing = np.flatnonzero(np.isnan(examples.reference).any(1))
+        if len(missing):
+            with self._open_reference() as model:
+                fill_reference(self.task, model, examples, missing, self.device)
+
+    @contextmanager
+    def _open_reference(self) -> Generator[Any]:
+        """Yield the pretrained model: the base with the adapter switched off, or, of a merged model, loaded again."""
+        if hasattr(self.model, "disable_adapter"):
+            with self.model.disable_adapter():
+                yield self.model
+        else:
+            yield _load_base(self.notes, self.task_settings, None, self.device, quantized=False).model.eval()
 
 
 def find_adapter_folder(folder: str | Path, client: str | None) -> Path:

@@ -13,7 +13,7 @@ __all__ = ["STAGES", "Effort", "describe_stage", "get_unrepeated_name"]
 
 _TRAINING = 3.0  # cost of a forward and a backward pass, in forward passes
 
-_ONCE: tuple[StageName, ...] = ("hidden states", "statistics", "stacking", "learning rate")
+_ONCE: tuple[StageName, ...] = ("hidden states", "reference", "statistics", "stacking", "learning rate")
 
 STAGES: Mapping[StageName, str] = {
     "data": "reading the data",
@@ -21,6 +21,7 @@ STAGES: Mapping[StageName, str] = {
     "encoding": "encoding the examples",
     "workers": "starting the workers",
     "hidden states": "outputs of the frozen layers",
+    "reference": "outputs of the pretrained model",
     "statistics": "statistics for the head's start",
     "stacking": "trying how many clients to train at once",
     "learning rate": "range test of the learning rate",
@@ -42,7 +43,7 @@ def describe_stage(stage: Stage) -> str:
         return f"{STAGES['learning rate']}, {outer.done + 1} of {outer.total}"
     if stage.name == "training" and stage.total is not None and stage.done >= stage.total > 0:
         return "finishing the round"
-    return STAGES[stage.name] + (" (once)" if stage.name == "hidden states" else "")
+    return STAGES[stage.name] + (" (once)" if stage.name in ("hidden states", "reference") else "")
 
 
 def get_unrepeated_name(stage: Stage | None) -> StageName | None:

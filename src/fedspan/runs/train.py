@@ -27,7 +27,7 @@ from fedspan.runs.remote import simulate_with_flower
 from fedspan.runs.results import is_run, read_report
 from fedspan.runs.setup import prepare
 from fedspan.tasks.definition import TaskDefinition
-from fedspan.tasks.registry import register_task
+from fedspan.tasks.registry import is_installed, register_task
 from fedspan.transports.flower import require
 from fedspan.transports.ray import require as require_ray
 
@@ -74,6 +74,7 @@ def run(
     """
     values = _to_values(config, overrides)
     config, build = _set_objects(values if task is None else _set_task(values, task), data, model, tokenizer)
+    _require_shared_task(config)
     if resume and is_run(folder):
         return _resume(folder, config, listener, track, progress, build)
     with _open_listener(listener, track, folder, progress) as listeners:
@@ -181,6 +182,19 @@ def _set_task(config: RunConfig | dict[str, Any], task: TaskDefinition | str) ->
         problem = f"the task {task} was passed from Python; leave task out of the config"
         raise FedspanError("task", values["task"], problem=problem)
     return {**values, "task": task}
+
+
+def _require_shared_task(config: RunConfig) -> None:
+    """Check that the processes of a run know its task.
+
+    Raises:
+        FedspanError: If they do not: the task is registered in this process alone.
+    """
+    field = "engine.name" if config.engine.name == "flower-sim" else "cluster" if config.cluster is not None else None
+    if field is not None and not is_installed(config.task):
+        problem = f"it trains in other processes, in which the task {config.task} is not registered"
+        expected = "engine.name: batched or loop, or a task of an installed package (an entry point in fedspan.tasks)"
+        raise FedspanError(field, config.task, expected, problem=problem)
 
 
 def _to_values(

@@ -213,16 +213,16 @@ class CausalLM:
 
     def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean negative log-likelihood of the batch's answer tokens, in float32 or better."""
-        logits_SV, targets_S, _ = self._answer_logits(model, batch)
+        logits_SV, targets_S, _ = self.compute_answer_logits(model, batch)
         return F.cross_entropy(logits_SV, targets_S)
 
     def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the mean negative log-likelihood of the answer tokens of each client's examples, (C,)."""
-        logits_SV, targets_S, numbers_S = self._answer_logits(model, batch)
+        logits_SV, targets_S, numbers_S = self.compute_answer_logits(model, batch)
         losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none")
         return average_by_client(losses_S, mask_CB[:, numbers_S])
 
-    def _answer_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def compute_answer_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits (S, V) of a batch's S answer tokens, these tokens, and their examples' numbers, (S,)."""
         inputs = {key: value for key, value in batch.items() if key not in ("labels", _ANSWERS)}
         logits_BTV = model(**inputs, use_cache=False).logits
@@ -241,7 +241,7 @@ class CausalLM:
 
         Thorough: N further columns with the generated ids, -1 after their end.
         """
-        logits_SV, targets_S, numbers_S = self._answer_logits(model, batch)
+        logits_SV, targets_S, numbers_S = self.compute_answer_logits(model, batch)
         packed = "position_ids" in batch
         count = int((batch["position_ids"] == 0).sum()) if packed else len(batch["labels"])
         losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none")

@@ -22,15 +22,20 @@ from fedspan.tasks.images import IMAGE_CLASSIFICATION
 from fedspan.tasks.masked_lm import MASKED_LM
 from fedspan.tasks.metrics import METRICS, register_metrics
 from fedspan.tasks.multi_label import MULTI_LABEL_CLASSIFICATION
+from fedspan.tasks.preference import PREFERENCE
 from fedspan.tasks.regression import REGRESSION
 from fedspan.tasks.text_embedding import TEXT_EMBEDDING
 from fedspan.tasks.token_classification import TOKEN_CLASSIFICATION
 from fedspan.tasks.trainer import TRAINER
 
-__all__ = ["BUILT_IN", "GROUP", "TASKS", "get_task", "register_task"]
+__all__ = ["BUILT_IN", "GROUP", "TASKS", "get_task", "is_installed", "register_task"]
 
 GROUP = "fedspan.tasks"
 """Group of the entry points."""
+_OWN = (
+    "A task of your own: register it first in this process, with fedspan.register_task. The command line, clusters and "
+    f"nodes find those of installed packages (entry points in the group {GROUP})."
+)
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 BUILT_IN = (
     SEQUENCE_CLASSIFICATION,
@@ -41,6 +46,7 @@ BUILT_IN = (
     MULTI_LABEL_CLASSIFICATION,
     MASKED_LM,
     TEXT_EMBEDDING,
+    PREFERENCE,
     TRAINER,
 )
 """fedspan's own tasks."""
@@ -109,8 +115,14 @@ def get_task(name: str, field: str = "task") -> TaskDefinition:
                 raise FedspanError(field, name, problem=problem)
             _register(definition, is_installed=True)
             return definition
-        raise FedspanError(field, name, problem=f"no task is named {name!r}. {suggest_nearest(name, _tasks)}")
+        problem = f"no task is named {name!r}. {suggest_nearest(name, _tasks)} {_OWN}"
+        raise FedspanError(field, name, problem=problem)
     return _tasks[name]
+
+
+def is_installed(name: str) -> bool:
+    """Check whether every process of this machine finds a task: it is fedspan's own, or of an installed package."""
+    return name in _installed
 
 
 for _definition in BUILT_IN:

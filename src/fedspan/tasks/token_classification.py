@@ -242,15 +242,33 @@ def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
     for row, (sentence, own) in enumerate(zip(tokens.to_pylist(), reader.read_tag_lists(tags, "label"), strict=True)):
         place = reader.source.row(row)
         if len(sentence) != len(own):
-            problem = f"{place} has {len(sentence)} words and {len(own)} tags"
+            problem = f"{place} has {len(sentence)} words and {len(own)} tags. {reader.skip_advice}"
             raise FedspanError(f"{reader.field}.label", tags, problem=problem)
         wrong = next((tag for tag in own if not TAG.fullmatch(tag)), None)
         if wrong is not None:
             expected = "tags such as O, B-TYPE and I-TYPE (IOB1, IOB2, IOBES or BILOU)"
-            raise FedspanError(f"{reader.field}.label", tags, expected, problem=f"{place} has the tag {wrong!r}")
+            problem = f"{place} has the tag {wrong!r}. {reader.skip_advice}"
+            raise FedspanError(f"{reader.field}.label", tags, expected, problem=problem)
         lists.append(convert_to_iob2(own))
     texts = pa.chunked_array([pa.array([" ".join(sentence) for sentence in tokens.to_pylist()], pa.string())])
     return ReadColumns({"text": texts, "tokens": tokens}, {words, tags}, label_lists=lists)
+
+
+def _find_valid_rows(dataset: datasets.Dataset, config: DataConfig) -> list[bool]:
+    """Find the sentences with one valid tag for each word."""
+    words, tags = config.roles.get("tokens", "tokens"), _tag_column(config)
+    if words not in dataset.column_names or tags not in dataset.column_names:
+        return [True] * len(dataset)  # the check of the columns reports it better
+    pairs = zip(*(get_arrow_column(dataset, column).to_pylist() for column in (words, tags)), strict=True)
+    return [_fits(sentence, own) for sentence, own in pairs]
+
+
+def _fits(sentence: object, tags: object) -> bool:
+    if not isinstance(sentence, list) or not isinstance(tags, list):
+        return True  # a column of another type is refused, however few rows there are
+    own = cast("list[object]", tags)
+    has_tags = all(TAG.fullmatch(tag) for tag in own if isinstance(tag, str))
+    return len(cast("list[object]", sentence)) == len(own) and has_tags
 
 
 def _tag_column(config: DataConfig) -> str:
@@ -378,6 +396,7 @@ TOKEN_CLASSIFICATION = TaskDefinition(
     columns=TaskColumns(
         read=_read,
         get_required_columns=lambda config, field: [(config.roles.get("tokens", "tokens"),), (_tag_column(config),)],
+        find_valid_rows=_find_valid_rows,
         get_joined_columns=lambda config: (),
         get_label_column=lambda config: None,
         roles=("tokens", "tags"),

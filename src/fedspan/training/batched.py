@@ -148,6 +148,7 @@ class BatchedEngine:
         self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
     ) -> Tensor:
         """``Engine.predict``."""
+        self._workers[0].loop.references.ensure(examples, [indices])  # before threads share the weights
         batches = split_evaluation_batches(indices, examples.lengths, batch_size)
         workers = self._get_workers(min(1 if self.stacking is None else self.stacking.workers, len(batches)))
         rows: dict[int, Tensor] = {}

@@ -29,6 +29,7 @@ from fedspan.training.batching import Padding, split_evaluation_batches
 from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
 from fedspan.training.optimizers import LocalOptimizer, build_optimizer_spec, clip, join_states
 from fedspan.training.prefix import PrefixCaches
+from fedspan.training.references import References
 from fedspan.training.stacked_prediction import ModelInputs
 from fedspan.training.stages import Stages
 
@@ -74,7 +75,7 @@ class Engine(Protocol):
         ...
 
     def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
-        """Precompute what passes over some examples can then skip. The model loses its job.
+        """Precompute what passes over some examples can then skip, or need. The model loses its job.
 
         Args:
             examples: The data set that the indices point into.
@@ -218,16 +219,19 @@ class Trainer:
                     problem = f"no label is named {label!r}. {suggest_nearest(label, known)}"
                     raise FedspanError(f"training.class_weights.{label}", weight, problem=problem)
         self._restricted_layer = None if settings.head_updates == "all" else _find_restricted_layer(adapted, settings)
+        self.references = References(adapted, task, self.stages)
         self.prefixes = prefix if isinstance(prefix, PrefixCaches) else PrefixCaches(adapted, task, prefix, self.stages)
         refusals = {
             "it was not asked for": not padding_free,
             "dropout masks have the shape of padded batches": settings.dropout > 0,
             "packed batches have none": getattr(task, "packing", False),
+            "a batch takes several passes of the model": getattr(task, "several_passes", False),
         }
         self.padding = Padding(adapted, task, next((why for why, holds in refusals.items() if holds), None))
 
     def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
         """``Engine.prepare``."""
+        self.references.ensure(examples, parts)
         self.padding.ensure(examples)
         self.prefixes.ensure(examples, parts)
 
@@ -371,6 +375,7 @@ class Trainer:
         self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
     ) -> Tensor:
         """Predict some examples: one row each, in the order of ``indices``, float32 on the CPU."""
+        self.references.ensure(examples, [indices])
         rows = self.compute_rows(
             job, examples, split_evaluation_batches(indices, examples.lengths, batch_size), generate=generate
         )

@@ -20,6 +20,7 @@ StageName = Literal[
     "encoding",
     "workers",
     "hidden states",
+    "reference",
     "statistics",
     "stacking",
     "learning rate",
@@ -29,7 +30,8 @@ StageName = Literal[
     "export",
 ]
 """``workers``: their start on a cluster. ``hidden states``: those that leave the frozen prefix, computed once an
-example. ``statistics``: those from which the head starts. ``stacking``: measuring how many clients train at once.
+example. ``reference``: outputs of the pretrained model, once an example, for tasks that compare with them.
+``statistics``: those from which the head starts. ``stacking``: measuring how many clients train at once.
 ``learning rate``: the range test. ``training``: a round's clients, and the server's half of the round after them."""
 
 

@@ -1,0 +1,402 @@
+"""Preference tuning: a causal language model learns from pairs of a better and a worse answer to a prompt.
+
+Rafailov et al., "Direct Preference Optimization: Your Language Model is Secretly a Reward Model", NeurIPS 2023,
+arXiv:2305.18290. With the policy p and the reference q, the reward of an answer y to a prompt x is
+
+    r(x, y) = beta * (log p(y | x) - log q(y | x)),    loss = -log sigmoid(r(x, chosen) - r(x, rejected)).
+
+The reference is the pretrained model: the base before the first round, without adapters. It is constant, so engines
+compute its log-probabilities once an example (``fedspan.training.references``). Other losses as in TRL: hinge
+(SLiC-HF, arXiv:2305.10425), ipo (arXiv:2310.12036, with log-probabilities per token as its authors use them), and
+robust DPO (arXiv:2403.00409) for pairs of which a known share is in the wrong order.
+
+Shapes: B examples of a batch, S answer tokens of a batch, V vocabulary, C clients.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedspan.core.tensors import to_device
+from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns, parse_messages
+from fedspan.data.config import DataConfig
+from fedspan.data.names import get_arrow_column, is_list
+from fedspan.data.templates import parse_template
+from fedspan.errors import FedspanError
+from fedspan.tasks.causal import CausalLM, EncodedPrompts, GenerationOptions
+from fedspan.tasks.definition import InferredColumns, TaskDefinition
+from fedspan.tasks.losses import average_by_client
+from fedspan.tasks.metrics import Metric, drop_undefined
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedTokenizerBase
+
+    from fedspan.tasks.settings import TaskSettings
+
+__all__ = ["PREFERENCE", "EncodedPreferences", "PreferenceOptions", "PreferenceTuning", "split_preference"]
+
+_ANSWERS = ("chosen", "rejected")
+"""Roles of an example's answers, in the order of all columns of numbers here."""
+_REFERENCE = "reference"
+_BOUND = 1e15  # of metrics without a bound
+
+
+@dataclass(frozen=True)
+class PreferenceOptions:
+    """Options of preference tuning.
+
+    Args:
+        loss: The loss, by TRL's name: sigmoid is DPO.
+        beta: Strength of the tie to the reference: the factor of rewards, and ipo's tau.
+        label_smoothing: Share of pairs that are in the wrong order, below one half, for the robust loss.
+    """
+
+    loss: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
+    beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.label_smoothing and self.loss != "robust":
+            expected = f"loss: robust, whose option it is, and not {self.loss}"
+            raise FedspanError("task_options.label_smoothing", self.label_smoothing, expected)
+
+
+@dataclass(frozen=True)
+class EncodedPreferences:
+    """Tokenised prompts with their better and worse answers.
+
+    Args:
+        answers: Prompts with the chosen and with the rejected answers, by role; prompts to answer have "chosen" alone.
+        lengths: Number of tokens of an example's texts together, int64, (examples,).
+        reference: Log-probabilities of the chosen and the rejected answers under the reference, float64, (examples, 2);
+            NaN until an engine has computed them. Of prompts to answer, (examples, 0).
+    """
+
+    answers: Mapping[str, EncodedPrompts]
+    lengths: np.ndarray
+    reference: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+class PreferenceTuning:
+    """Preferences among answers to prompts, with any Hugging Face decoder.
+
+    Each of an example's two texts goes through the model in a pass of its own, so that rows are examples in every pass.
+
+    Args:
+        language: Encodes the prompts with each answer, and generates answers.
+        options: Options of the loss.
+        metric: Metric by which rounds are compared.
+    """
+
+    several_passes = True
+    """Whether a batch takes several passes of the model, for which states that belong to one pass are not cached."""
+
+    def __init__(self, language: CausalLM, options: PreferenceOptions | None = None, metric: str = "loss") -> None:
+        self.language = language
+        self.options = options or PreferenceOptions()
+        self.metric = metric
+
+    def encode(self, dataset: datasets.Dataset) -> EncodedPreferences:
+        """Tokenise a data set once.
+
+        Its columns are ``text``, ``chosen``, ``rejected`` and optionally ``history``; without ``chosen``, its texts are
+        prompts to answer.
+
+        Raises:
+            FedspanError: If ``CausalLM.encode`` raises it.
+        """
+        has_pairs = _ANSWERS[0] in dataset.column_names
+        prompts = dataset.select_columns([name for name in ("text", "history") if name in dataset.column_names])
+        answers: dict[str, EncodedPrompts] = {}
+        for role in _ANSWERS if has_pairs else _ANSWERS[:1]:
+            texts = dataset[role] if has_pairs else [""] * len(dataset)
+            answers[role] = self.language.encode(prompts.add_column("answer", list(texts)))  # pyright: ignore
+        lengths = np.sum([own.lengths for own in answers.values()], axis=0)
+        return EncodedPreferences(answers, lengths, np.full((len(lengths), len(_ANSWERS) if has_pairs else 0), np.nan))
+
+    def collate(self, examples: EncodedPreferences, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+        """Collate ``input_ids``, ``labels`` and ``attention_mask`` for each role, such as ``chosen.labels``.
+
+        ``reference`` holds the log-probabilities of the reference, (B, 2), if they are computed for all examples.
+        """
+        batch: dict[str, Tensor] = {}
+        for role, own in examples.answers.items():
+            batch |= {f"{role}.{key}": value for key, value in self.language.collate(own, indices, device).items()}
+        reference = torch.from_numpy(examples.reference[list(indices)])
+        if not reference.isnan().any():
+            dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+            batch[_REFERENCE] = to_device(reference.to(dtype), device)
+        return batch
+
+    def _score(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Compute the log-probabilities of a batch's answers and their numbers of tokens, both (B, 2)."""
+        sums: list[Tensor] = []
+        counts: list[Tensor] = []
+        for role in _ANSWERS:
+            logits_SV, targets_S, numbers_S = self.language.compute_answer_logits(model, _select(batch, role))
+            losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none")
+            # A product with zeros and ones: an indexed sum adds in no fixed order on a GPU.
+            rows_B = torch.arange(len(batch[f"{role}.labels"]), device=numbers_S.device)
+            owners_BS = (numbers_S == rows_B[:, None]).to(losses_S)
+            sums.append(-(owners_BS @ losses_S))
+            counts.append(owners_BS.sum(1))
+        return torch.stack(sums, 1), torch.stack(counts, 1)
+
+    @torch.no_grad()
+    def compute_reference(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Compute what ``EncodedPreferences.reference`` holds for a batch with the reference model, (B, 2)."""
+        return self._score(model, batch)[0]
+
+    def _compare(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute log-probabilities, their differences from the reference's, and numbers of tokens, (B, 2) each.
+
+        Raises:
+            ValueError: If the reference's log-probabilities are not computed.
+        """
+        if _REFERENCE not in batch:
+            raise ValueError("the reference of some examples is not computed: call Engine.prepare before")
+        scores_B2, counts_B2 = self._score(model, batch)
+        return scores_B2, scores_B2 - batch[_REFERENCE].to(scores_B2.dtype), counts_B2
+
+    def _compute_losses(self, ratios_B2: Tensor, counts_B2: Tensor) -> Tensor:
+        """Compute the loss of each example, (B,), from log-ratios to the reference and numbers of tokens."""
+        options = self.options
+        if options.loss == "ipo":
+            averages_B2 = ratios_B2 / counts_B2.clamp(min=1)
+            return (averages_B2[:, 0] - averages_B2[:, 1] - 1 / (2 * options.beta)).square()
+        margins_B = options.beta * (ratios_B2[:, 0] - ratios_B2[:, 1])
+        if options.loss == "hinge":
+            return F.relu(1 - margins_B)
+        losses_B, share = -F.logsigmoid(margins_B), options.label_smoothing
+        if options.loss == "robust":
+            return ((1 - share) * losses_B + share * F.logsigmoid(-margins_B)) / (1 - 2 * share)
+        return losses_B
+
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Compute the mean loss of a batch, in float32 or better."""
+        _, ratios_B2, counts_B2 = self._compare(model, batch)
+        return self._compute_losses(ratios_B2, counts_B2).mean()
+
+    def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
+        """Compute the mean loss of each client's examples, (C,)."""
+        _, ratios_B2, counts_B2 = self._compare(model, batch)
+        return average_by_client(self._compute_losses(ratios_B2, counts_B2), mask_CB)
+
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
+        """Return log-probabilities, log-ratios to the reference and numbers of tokens of both answers, (B, 6).
+
+        Of prompts without answers, return what ``CausalLM.predict`` does.
+        """
+        if not _select(batch, _ANSWERS[1]):
+            return self.language.predict(model, _select(batch, _ANSWERS[0]), generate=generate)
+        return torch.cat(self._compare(model, batch), 1)
+
+    def compute_metrics(
+        self, predictions: Tensor, examples: EncodedPreferences, indices: Sequence[int]
+    ) -> dict[str, float]:
+        """Compute ``loss``, ``reward_accuracy`` and ``reward_margin``, TRL's rewards/accuracies and rewards/margins."""
+        _, ratios_B2, counts_B2 = predictions.double().split(len(_ANSWERS), 1)
+        rewards_B2 = self.options.beta * ratios_B2
+        values = {
+            "loss": float(self._compute_losses(ratios_B2, counts_B2).mean()),
+            "reward_accuracy": float((rewards_B2[:, 0] > rewards_B2[:, 1]).double().mean()),
+            "reward_margin": float((rewards_B2[:, 0] - rewards_B2[:, 1]).mean()),
+        }
+        return drop_undefined(values)
+
+    def describe_examples(self, examples: EncodedPreferences) -> tuple[str, ...]:
+        """Report how many prompts and answers were cut, by role."""
+        return tuple(
+            f"{role}: {remark}"
+            for role, own in examples.answers.items()
+            for remark in self.language.describe_examples(own)
+        )
+
+    def decode_predictions(self, predictions: Tensor) -> list[str]:
+        """Return the answer that has the higher reward, chosen or rejected; equal rewards count as rejected."""
+        return [_ANSWERS[0] if chosen > rejected else _ANSWERS[1] for chosen, rejected in predictions[:, 2:4].tolist()]
+
+    def decode_targets(self, examples: EncodedPreferences, indices: Sequence[int]) -> list[str]:
+        """Return the right answers: chosen."""
+        return [_ANSWERS[0]] * len(indices)
+
+
+def _select(batch: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
+    """Return the part of a batch that belongs to a role."""
+    prefix = f"{role}."
+    return {key.removeprefix(prefix): value for key, value in batch.items() if key.startswith(prefix)}
+
+
+def split_preference(prompt: object, chosen: object, rejected: object) -> dict[str, str] | None:
+    """Return prompt, history and answers of an example in one of TRL's formats; None if it is in none of them.
+
+    Args:
+        prompt: A text, or messages that end with a user's; None: both answers begin with the prompt.
+        chosen: A text, or messages that end with an assistant's.
+        rejected: The same.
+
+    Returns:
+        ``text`` (the prompt, or the user's last message), ``history`` (earlier messages, JSON), ``chosen`` and
+        ``rejected``.
+    """
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        if prompt is None:
+            prompt, chosen, rejected = _extract_prompt(chosen, rejected)
+        if not isinstance(prompt, str) or not chosen.strip() or not rejected.strip() or chosen == rejected:
+            return None
+        return {"text": prompt, "history": "[]", "chosen": chosen, "rejected": rejected}
+    before = [] if prompt is None else parse_messages(prompt)
+    better, worse = parse_messages(chosen), parse_messages(rejected)
+    if before is None or not better or not worse:
+        return None
+    better, worse = [*before, *better], [*before, *worse]
+    shared, roles = better[:-1], [message["role"] for message in (*better[-2:], worse[-1])]
+    is_pair = shared == worse[:-1] and roles == ["user", "assistant", "assistant"] and better != worse
+    if not is_pair or not better[-1]["content"].strip() or not worse[-1]["content"].strip():
+        return None
+    history = json.dumps(shared[:-1], ensure_ascii=False)
+    texts = (shared[-1]["content"], better[-1]["content"], worse[-1]["content"])
+    return {"text": texts[0], "history": history, "chosen": texts[1], "rejected": texts[2]}
+
+
+def _extract_prompt(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """Divide two texts after their common beginning, before a space that ends it, as TRL does."""
+    limit = min(len(chosen), len(rejected))
+    end = next((at for at in range(limit) if chosen[at] != rejected[at]), limit)
+    if end and end < limit and chosen[end - 1] == " ":
+        end -= 1
+    return chosen[:end], chosen[end:], rejected[end:]
+
+
+def _get_prompt_column(columns: Sequence[str], config: DataConfig) -> str | None:
+    """Return the column of prompts; None: the answers begin with them, or a template makes them."""
+    column = config.roles.get("prompt", "prompt")
+    return column if config.prompt is None and ("prompt" in config.roles or column in columns) else None
+
+
+def _list_pairs(source: datasets.Dataset, prompts: Sequence[object] | None, config: DataConfig) -> list[Any]:
+    """Return ``split_preference`` of every row; ``prompts`` are those of a template."""
+    column = _get_prompt_column(source.column_names, config)
+    if prompts is None:
+        prompts = [None] * len(source) if column is None else get_arrow_column(source, column).to_pylist()
+    answers = [get_arrow_column(source, config.roles.get(role, role)).to_pylist() for role in _ANSWERS]
+    if column is not None:  # a missing prompt is no request to find it in the answers
+        prompts = ["" if prompt is None else prompt for prompt in prompts]
+    return [split_preference(*row) for row in zip(prompts, *answers, strict=True)]
+
+
+def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
+    for option, value in (("messages", config.messages), ("packing", config.packing or None)):
+        if value is not None:
+            problem = f"preference has two answers to each prompt, which data.{option} does not describe. Leave it out"
+            raise FedspanError(f"{reader.field}.{option}", value, problem=problem)
+    dataset = reader.source.dataset
+    prompt = _get_prompt_column(dataset.column_names, config)
+    columns = [reader.get_role_column(config, role) for role in _ANSWERS] + ([] if prompt is None else [prompt])
+    for role, column in zip((*_ANSWERS, "prompt"), columns, strict=False):
+        where = reader.require(column, f"roles.{role}")
+        kind = get_arrow_column(dataset, column).type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or is_list(kind)):
+            problem = f"column {column!r} of {reader.source.name} holds {kind}, not texts or lists of messages"
+            raise FedspanError(where, column, problem=problem)
+    has_messages = is_list(get_arrow_column(dataset, columns[0]).type)
+    if has_messages and not config.chat:
+        problem = f"the answers of {reader.source.name} are lists of messages, which the model's chat template writes"
+        raise FedspanError(f"{reader.field}.chat", False, "true", problem=problem)
+    prompts = None if config.prompt is None else reader.read_prompts(config.prompt).to_pylist()
+    rows = _list_pairs(dataset, prompts, config)
+    reader.require_rows([row is not None for row in rows], "no two different answers to one prompt", columns)
+    keys = ("text", *_ANSWERS, *(("history",) if has_messages else ()))
+    texts = {key: pa.chunked_array([pa.array([row[key] for row in rows], pa.string())]) for key in keys}
+    return ReadColumns(texts, {*columns}, None if config.label is None else reader.read_classes(config.label))
+
+
+def _require(config: DataConfig, field: str) -> list[tuple[str, ...]]:
+    template = () if config.prompt is None else parse_template(config.prompt, f"{field}.prompt").columns
+    columns = [(config.roles.get(role, role),) for role in _ANSWERS]
+    return [*columns, *((template,) if template else ()), *(() if config.label is None else ((config.label,),))]
+
+
+def _find_valid_rows(dataset: datasets.Dataset, config: DataConfig) -> list[bool]:
+    if not all(config.roles.get(role, role) in dataset.column_names for role in _ANSWERS):
+        return [True] * len(dataset)  # the check of the columns reports it better
+    prompts = None if config.prompt is None else [""] * len(dataset)
+    return [row is not None for row in _list_pairs(dataset, prompts, config)]
+
+
+def _build(tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: DataConfig | None) -> PreferenceTuning:
+    options: PreferenceOptions = PREFERENCE.parse_options(settings.options)
+    language = CausalLM(
+        tokenizer,
+        settings.max_length,
+        chat=settings.chat,
+        system=settings.system,
+        refuse_long=data is not None and data.long_answers == "refuse",
+        generation=GenerationOptions(settings.max_new_tokens, settings.answer_pattern),
+        metric=settings.metric,
+    )
+    return PreferenceTuning(language, options, settings.metric)
+
+
+def _infer(sample: datasets.Dataset, options: Mapping[str, str | None]) -> InferredColumns | None:
+    """Find the columns by TRL's names."""
+    names = sample.column_names
+    if not {*_ANSWERS} <= {*names} or options["label"] is not None:
+        return None
+    column = options["text"] or ("prompt" if "prompt" in names else None)
+    fields: dict[str, Any] = {} if column in (None, "prompt") else {"roles": {"prompt": column}}
+    if is_list(get_arrow_column(sample, _ANSWERS[0]).type):
+        fields["chat"] = True
+    prompts = "the beginning of both answers" if column is None else repr(column)
+    return InferredColumns(fields, f"prompts {prompts}, answers 'chosen' and 'rejected'")
+
+
+def _present(task: PreferenceTuning, inputs: Sequence[Any], predictions: Tensor) -> list[Any]:
+    """Return the generated answer to each prompt."""
+    return cast("list[Any]", task.language.decode_predictions(predictions))
+
+
+PREFERENCE = TaskDefinition(
+    name="preference",
+    title="the better of two answers to a prompt (DPO)",
+    head="language-model",
+    build=_build,
+    metrics=("loss", "reward_accuracy", "reward_margin"),
+    custom_metrics={
+        "reward_accuracy": Metric("reward accuracy", True, is_percentage=True),
+        "reward_margin": Metric("reward margin", True, minimum=-_BOUND, maximum=_BOUND),
+    },
+    columns=TaskColumns(
+        read=_read,
+        get_required_columns=_require,
+        find_valid_rows=_find_valid_rows,
+        get_example_column=lambda config: config.roles.get("prompt", "prompt"),
+        get_joined_columns=lambda config: (),
+        get_label_column=lambda config: config.label,
+        roles=("prompt", *_ANSWERS),
+    ),
+    is_generative=True,
+    has_reference=True,
+    peft_task_type="CAUSAL_LM",
+    options=PreferenceOptions,
+    default_model=("Qwen/Qwen2.5-0.5B-Instruct", "all-linear"),
+    lr=2e-4,
+    summary_metrics=("reward_accuracy", "reward_margin"),
+    pipeline_tag="text-generation",
+    infer_columns=_infer,
+    postprocess=_present,
+)

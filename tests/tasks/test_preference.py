@@ -1,0 +1,264 @@
+"""Preference tuning: TRL's losses, metrics and formats, generated answers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import fedspan
+from fedspan import FedspanError
+from fedspan.config import parse_config
+from fedspan.config.column_inference import infer_data
+from fedspan.data.loading import load
+from fedspan.data.source import Source
+from fedspan.runs.setup import prepare
+from fedspan.tasks.causal import CausalLM, GenerationOptions
+from fedspan.tasks.preference import PreferenceOptions, PreferenceTuning, split_preference
+from fedspan.training.references import fill_reference
+from helpers import tiny_decoders, tiny_preferences
+
+CPU = torch.device("cpu")
+ROWS = [
+    {"prompt": "Q: a1 b2 A:", "chosen": " b1 c2", "rejected": " a5"},
+    {"prompt": "Q: c0 A:", "chosen": " d0", "rejected": " a1 a2 a3 d4"},
+    {"prompt": "Q: d3 d4 d5 A:", "chosen": " a3 a4 a5", "rejected": " a3 a4"},
+    {"prompt": "Q: b5 A:", "chosen": " c5", "rejected": " b5"},
+    {"prompt": "Q: a0 a1 A:", "chosen": " b0 b1", "rejected": " d2 d2"},
+]
+USER, GOOD, BAD = (
+    {"role": "user", "content": "a1"},
+    {"role": "assistant", "content": "b1"},
+    {"role": "assistant", "content": "c4 c5"},
+)
+
+
+def make(options: PreferenceOptions) -> PreferenceTuning:
+    return PreferenceTuning(CausalLM(tiny_decoders.tokenizer(pads=True), 16), options)
+
+
+def arrange(rows: list[dict[str, str]]) -> datasets.Dataset:
+    return datasets.Dataset.from_list(rows).rename_column("prompt", "text")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        PreferenceOptions(),
+        PreferenceOptions("hinge", 0.3),
+        PreferenceOptions("ipo", 0.2),
+        PreferenceOptions("robust", 0.4, 0.1),
+    ],
+    ids=lambda options: options.loss,
+)
+def test_loss_and_metrics_equal_trls_on_the_same_tokens(
+    options: PreferenceOptions, decoders: Path, tmp_path: Path
+) -> None:
+    trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
+    args = trl.DPOConfig(
+        output_dir=str(tmp_path),
+        loss_type=options.loss,
+        beta=options.beta,
+        label_smoothing=options.label_smoothing,
+        max_length=16,
+        per_device_eval_batch_size=len(ROWS),
+        report_to=[],
+        bf16=False,
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = trl.DPOTrainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(decoders / "llama-lm"),
+        args=args,
+        processing_class=tiny_decoders.tokenizer(pads=True),
+        train_dataset=datasets.Dataset.from_list(ROWS),
+        eval_dataset=datasets.Dataset.from_list(ROWS),
+        peft_config=peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"),
+    )
+    rng = torch.Generator().manual_seed(4)
+    for name, value in trainer.model.named_parameters():
+        if "lora_B" in name:
+            value.data = 0.4 * torch.randn(value.shape, generator=rng)
+    expected = trainer.evaluate()
+    task = make(options)
+    examples = task.encode(arrange(ROWS))
+    for role in ("chosen", "rejected"):
+        encoded = [row["prompt_ids"] + row[f"{role}_ids"] for row in trainer.eval_dataset]
+        assert [*examples.answers[role].ids] == encoded
+    model = trainer.model.eval()
+    with model.disable_adapter():
+        fill_reference(task, model, examples, np.arange(len(ROWS)), CPU)
+    batch = task.collate(examples, range(len(ROWS)), CPU)
+    loss = task.compute_loss(model, batch)
+    assert float(loss.detach()) == pytest.approx(expected["eval_loss"], rel=1e-5)
+    loss.backward()  # the reference has no gradient
+    metrics = task.compute_metrics(task.predict(model, batch).detach(), examples, range(len(ROWS)))
+    assert metrics["loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+    assert metrics["reward_accuracy"] == pytest.approx(expected["eval_rewards/accuracies"])
+    assert metrics["reward_margin"] == pytest.approx(expected["eval_rewards/margins"], rel=1e-4)
+    assert 0 < metrics["reward_accuracy"] < 1
+
+
+def test_prompts_that_both_answers_begin_with_are_found_as_trl_finds_them() -> None:
+    extract = pytest.importorskip("trl.data_utils").extract_prompt
+    pairs = [("What is it? Blue.", "What is it? Green."), ("no", "yes"), ("one two", "one three")]
+    for chosen, rejected in pairs:
+        found = split_preference(None, chosen, rejected)
+        expected = extract({"chosen": chosen, "rejected": rejected})
+        assert found == {
+            "text": expected["prompt"],
+            "history": "[]",
+            **{k: expected[k] for k in ("chosen", "rejected")},
+        }
+    assert split_preference(None, "ab", "abc d") is None  # TRL takes "a" for the prompt
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    ],
+    ids=["explicit", "implicit"],
+)
+def test_conversations_are_encoded_as_by_trl(row: dict[str, Any], decoders: Path, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    file = tmp_path / "own.jsonl"
+    turns = [{"role": "user", "content": "d5"}, {"role": "assistant", "content": "a5"}]
+    first = "prompt" if "prompt" in row else "chosen"
+    longer = {**row, first: [*turns, *row[first]]}
+    longer |= {} if first == "prompt" else {"rejected": [*turns, *row["rejected"]]}
+    rows = [row, longer, row]
+    file.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    values = tiny_preferences.settings(decoders, tmp_path)
+    config = parse_config({**values, "data": {"train": str(file), "chat": True, "test_fraction": 0}})
+    train = load(config.data, task=config.task_columns).train
+    assert [*zip(*(train[name] for name in ("text", "chosen", "rejected")), strict=True)] == [("a1", "b1", "c4 c5")] * 3
+    tokens = tiny_decoders.tokenizer(pads=True)
+    examples = PreferenceTuning(CausalLM(tokens, 32, chat=True)).encode(train)
+    trainer = trl.DPOTrainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(decoders / "llama-lm"),
+        args=trl.DPOConfig(output_dir=str(tmp_path), report_to=[], bf16=False, use_cpu=True),
+        processing_class=tokens,
+        train_dataset=datasets.Dataset.from_list(rows),
+    )
+    for role in ("chosen", "rejected"):
+        expected = [one["prompt_ids"] + one[f"{role}_ids"] for one in trainer.train_dataset]
+        assert [ids[: len(own)] for ids, own in zip(examples.answers[role].ids, expected, strict=True)] == expected
+
+
+def test_an_adapter_answers_prompts(decoders: Path, tmp_path: Path) -> None:
+    values = tiny_preferences.settings(decoders, tmp_path, federation={"rounds": 1}, evaluation={"max_new_tokens": 5})
+    report = fedspan.run(values, tmp_path / "run")
+    assert {"loss", "reward_accuracy", "reward_margin"} <= set(report.scores["test"])
+    assert {row["label"] for row in report.examples} == {"chosen"}
+    prompts = ["Q: a1 A:", "Q: b3 b4 A:"]
+    answers = fedspan.predict(tmp_path / "run", prompts)
+    served = fedspan.runs.load.load_served(tmp_path / "run")
+    for prompt, answer in zip(prompts, answers, strict=True):
+        inputs = served.processor(prompt, return_tensors="pt")
+        ids = served.model.generate(**inputs, max_new_tokens=5, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        assert answer == served.processor.decode(ids, skip_special_tokens=True).strip()
+    # A file with the columns of the run, and one with others.
+    rows = tiny_preferences.make_rows()[:9]
+    renamed = [{"better": row["chosen"], "worse": row["rejected"], "prompt": row["prompt"]} for row in rows]
+    roles = {"chosen": "better", "rejected": "worse"}
+    measured = [
+        fedspan.evaluate(tmp_path / "run", data=data, roles=own) for data, own in ((rows, None), (renamed, roles))
+    ]
+    assert measured[0] == measured[1]
+    assert measured[0]["examples"] == 9
+
+
+def test_pairs_are_named_and_skipped_by_row(decoders: Path, tmp_path: Path) -> None:
+    rows = [
+        *ROWS,
+        {"prompt": "Q: a1", "chosen": "b1", "rejected": "b1"},
+        {"prompt": None, "chosen": "a1", "rejected": "b1"},
+    ]
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = tiny_preferences.settings(decoders, tmp_path)
+    values["data"] = {"train": str(file), "test_fraction": 0}
+    config = parse_config(values)
+    with pytest.raises(
+        FedspanError, match=r"row 6 .*no two different answers to one prompt in the columns chosen, rej"
+    ):
+        load(config.data, task=config.task_columns)
+    config = parse_config({**values, "data": {**values["data"], "invalid": "skip"}})
+    loaded = load(config.data, task=config.task_columns)
+    assert len(loaded.train) == len(ROWS) + 1  # a prompt may be empty, two equal answers are no pair
+    assert any("rows left out" in remark for remark in loaded.remarks)
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "field"),
+    [
+        ("training", {"lora_dropout": 0.1}, "training.lora_dropout"),
+        ("model", {"adapter": "somewhere"}, "model.adapter"),
+        ("data", {"packing": True}, "data.packing"),
+        ("data", {"roles": {"chosen": "better"}}, "data.roles.chosen"),
+        ("task_options", {"label_smoothing": 0.1}, "task_options.label_smoothing"),
+        ("task_options", {"beta": 0}, "task_options.beta"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    section: str, change: dict[str, Any], field: str, decoders: Path, tmp_path: Path
+) -> None:
+    values = tiny_preferences.settings(decoders, tmp_path, **{section: change})
+    with pytest.raises(FedspanError) as caught:
+        prepare(parse_config(values))
+    assert caught.value.field == field
+
+
+def test_messages_need_the_chat_template(decoders: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.jsonl"
+    file.write_text(json.dumps({"chosen": [USER, GOOD], "rejected": [USER, BAD]}) + "\n")
+    values = tiny_preferences.settings(decoders, tmp_path)
+    config = parse_config({**values, "data": {"train": str(file), "test_fraction": 0}})
+    with pytest.raises(FedspanError, match=r"`data\.chat`: the answers of .* are lists of messages") as caught:
+        load(config.data, task=config.task_columns)
+    assert caught.value.expected == "true"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected"),
+    [([USER, GOOD], [USER, GOOD]), ([USER, GOOD], [BAD]), ([GOOD], [BAD]), ([USER, GOOD], "c1"), ("", "c1"), (None, 3)],
+)
+def test_what_is_no_pair(chosen: Any, rejected: Any) -> None:
+    assert split_preference(None, chosen, rejected) is None
+
+
+def test_columns_are_inferred_by_trls_names() -> None:
+    def infer(rows: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+        inferred = infer_data(
+            Source(datasets.Dataset.from_list(rows), "pairs"),
+            "pairs",
+            None,
+            dict.fromkeys(("text", "label", "answer", "by")),
+        )
+        return inferred.task, dict(inferred.data)
+
+    assert infer(ROWS * 2) == ("preference", {})
+    assert infer([{"chosen": [USER, GOOD], "rejected": [USER, BAD]}] * 4) == ("preference", {"chat": True})
+
+
+def test_a_missing_reference_is_no_number() -> None:
+    task = make(PreferenceOptions())
+    batch = task.collate(task.encode(arrange(ROWS)), [0, 2], CPU)
+    assert "reference" not in batch
+    with pytest.raises(ValueError, match=r"call Engine\.prepare"):
+        task.compute_loss(torch.nn.Identity(), batch)
+
+
+def test_generation_has_the_runs_options() -> None:
+    language = CausalLM(tiny_decoders.tokenizer(pads=True), 16, generation=GenerationOptions(3))
+    examples = PreferenceTuning(language).encode(datasets.Dataset.from_dict({"text": ["Q: a1 A:", "b2"]}))
+    assert examples.reference.shape == (2, 0)
+    assert [*examples.answers] == ["chosen"]
