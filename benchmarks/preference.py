@@ -105,10 +105,10 @@ def main() -> None:
     parser.add_argument("--method", default="fedit")
     parser.add_argument("--loss", default="sigmoid")
     parser.add_argument("--beta", type=float, default=0.1)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--length", type=int, default=128, help="most tokens of a prompt and a review")
-    parser.add_argument("--pairs", type=int, default=400, help="most training pairs of an owner")
+    parser.add_argument("--pairs", type=int, default=300, help="most training pairs of an owner")
     parser.add_argument("--heldout", type=int, default=150, help="most held-out pairs of an owner")
     parser.add_argument("--trainings", nargs="+", choices=TRAININGS, default=TRAININGS)
     parser.add_argument("--seed", type=int, default=0)
@@ -132,9 +132,10 @@ def main() -> None:
         method = "local-only" if training == "local" else args.method
         report = fedspan.run(make_config(args, method), folder, data=train)
         for owner in owners if training == "local" else (None,):
-            sets = [join(parts), *parts.values()]
-            values = [fedspan.evaluate(folder, owner, data=rows)["reward_accuracy"] for rows in sets]
-            show(training if owner is None else f"{owner} alone", values)
+            values = [fedspan.evaluate(folder, owner, data=rows)["reward_accuracy"] for rows in parts.values()]
+            sizes = [len(rows) for rows in parts.values()]
+            mean = sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
+            show(training if owner is None else f"{owner} alone", [mean, *values])
         seconds = time.monotonic() - began
         print(f"<!-- {training}: best round {report.best_round} of {report.rounds}, {seconds:.0f} s -->", flush=True)
 

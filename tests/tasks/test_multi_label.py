@@ -220,3 +220,22 @@ def test_init_infers_lists_of_labels(tmp_path: Path) -> None:
     single = [{"text": row["text"], "label": [tiny.LABELS[at % 3]]} for at, row in enumerate(rows)]
     written = write_starter_config(save(tmp_path / "single.jsonl", single), tmp_path / "c.yaml")
     assert written.config.task == "sequence-classification"
+
+
+def test_columns_of_labels_are_read_in_evaluations_in_either_form(tiny_folder: Path, tmp_path: Path) -> None:
+    records = [json.loads(line) for line in tiny_topics.save_topics(tmp_path / "t.jsonl").read_text().splitlines()]
+    flags = [
+        {"text": record["text"], **{label: int(label in record["labels"]) for label in tiny_topics.LABELS}}
+        for record in records
+    ]
+    train = save(tmp_path / "flags.jsonl", flags)
+    values = tiny_topics.settings(tiny_folder, tmp_path, federation={"rounds": 1})
+    values["data"] = {"train": train, "label_columns": [*tiny_topics.LABELS]}
+    values["partition"] = {"partitioner": "iid", "clients": 3}
+    fedspan.run(values, tmp_path / "run")
+    expected = fedspan.evaluate(tmp_path / "run", data=flags)
+    assert expected["examples"] == len(records)
+    assert fedspan.evaluate(tmp_path / "run", data=records, label="labels") == pytest.approx(expected)
+    named = f"data.label_columns=[{', '.join(tiny_topics.LABELS)}]"
+    fedspan.export(tmp_path / "run", tmp_path / "out")
+    assert fedspan.evaluate(tmp_path / "out", data=flags, overrides=[named]) == pytest.approx(expected)

@@ -105,6 +105,19 @@ def test_without_the_package_a_run_names_the_task(tiny_folder: Path, tmp_path: P
         fedspan.predict(tmp_path / "run", ["admin1"])
 
 
+@pytest.mark.parametrize(
+    ("section", "field"),
+    [({"cluster": {"workers": 2}}, "cluster"), ({"engine": {"name": "flower-sim"}}, "engine.name")],
+)
+def test_other_processes_do_not_know_a_task_of_this_one(
+    section: dict[str, Any], field: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(FedspanError, match="in which the task sharpened is not registered") as caught:
+        fedspan.run(tiny.settings(tiny_folder) | section, tmp_path / "run", task=OWN)
+    assert caught.value.field == field
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_unknown_task_is_refused_with_the_nearest(tiny_folder: Path) -> None:
     with pytest.raises(FedspanError, match=r"`task`: no task is named 'regressio'\. Did you mean 'regression'"):
         parse_config(tiny.settings(tiny_folder) | {"task": "regressio"})

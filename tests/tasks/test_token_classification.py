@@ -198,6 +198,27 @@ def test_other_columns_are_named_in_evaluations(tiny_folder: Path, tmp_path: Pat
     expected = fedspan.evaluate(tmp_path / "run", data=records)
     measured = fedspan.evaluate(tmp_path / "run", data=renamed, roles={"tokens": "words"}, label="ner")
     assert measured == pytest.approx(expected)
+    with pytest.raises(FedspanError, match=r"`--set`: .* Expected fields of the section data"):
+        fedspan.evaluate(tmp_path / "run", data=renamed, overrides=["training.lr=1"])
+
+
+def test_columns_of_the_run_are_read_in_evaluations(tiny_folder: Path, tmp_path: Path, call: Any) -> None:
+    tiny_tags.save_sentences(tmp_path / "sentences.jsonl")
+    records = [json.loads(line) for line in (tmp_path / "sentences.jsonl").read_text().splitlines()]
+    renamed = [{"words": record["tokens"], "ner": record["tags"], "site": record["site"]} for record in records]
+    for name, rows in (("renamed", renamed), ("default", records)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = tiny_tags.settings(tiny_folder, tmp_path, federation={"rounds": 1})
+    values["data"] = {"train": str(tmp_path / "renamed.jsonl"), "roles": {"tokens": "words"}, "label": "ner"}
+    fedspan.run(values, tmp_path / "run")
+    expected = fedspan.evaluate(tmp_path / "run", data=renamed)
+    assert expected["examples"] == len(records)
+    options = ("--role", "tokens=tokens", "--set", "data.label=tags", "--json")
+    result = call("evaluate", tmp_path / "run", "--data", tmp_path / "default.jsonl", *options)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output) == pytest.approx(expected)
+    result = call("evaluate", tmp_path / "run", "--role", "tokens")
+    assert "`--role`" in result.output
 
 
 def test_it_is_planned_and_timed(tiny_folder: Path, tmp_path: Path) -> None:

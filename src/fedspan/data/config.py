@@ -105,8 +105,8 @@ class DataConfig(BaseModel):
     prompt: str | None = Field(
         default=None,
         min_length=1,
-        description="causal-lm: the model's input: a text with columns in braces, such as 'Q: {question} A: ', or "
-        "the name of a template: alpaca, instruction, metamath, question.",
+        description="causal-lm, preference: the model's input: a text with columns in braces, such as "
+        "'Q: {question} A: ', or the name of a template: alpaca, instruction, metamath, question.",
     )
     answer: str = Field(default="answer", min_length=1, description="causal-lm: column with the target.")
     messages: str | None = Field(
@@ -115,14 +115,18 @@ class DataConfig(BaseModel):
         description="causal-lm, instead of prompt and answer: column with conversations, lists of messages with "
         "role and content; the last message, the assistant's, is the target. Needs `chat`.",
     )
-    chat: bool = Field(default=False, description="causal-lm: format prompts with the model's chat template.")
+    chat: bool = Field(
+        default=False, description="causal-lm, preference: format prompts with the model's chat template."
+    )
     system: str | None = Field(
-        default=None, min_length=1, description="causal-lm: the system message of every conversation. Needs `chat`."
+        default=None,
+        min_length=1,
+        description="causal-lm, preference: the system message of every conversation. Needs `chat`.",
     )
     long_answers: Literal["cut", "refuse"] = Field(
         default="cut",
-        description="causal-lm: handling of an answer that does not fit into model.max_length after its prompt "
-        "was truncated to a quarter. cut: truncate its end and report how many. refuse: an error.",
+        description="causal-lm, preference: handling of an answer that does not fit into model.max_length after its "
+        "prompt was truncated to a quarter. cut: truncate its end and report how many. refuse: an error.",
     )
     packing: bool = Field(
         default=False,
@@ -176,9 +180,9 @@ class DataConfig(BaseModel):
     )
     invalid: Literal["error", "skip"] = Field(
         default="error",
-        description="Handling of a row without a text, a label or an answer, with an unknown label, or with too "
-        "many or too few fields. error: refuse the file and name the row. skip: exclude such rows and "
-        "report how many.",
+        description="Handling of a row without a text, a label or an answer, with an unknown label, with values that "
+        "do not fit together, or with too many or too few fields. error: refuse the file and name the row. skip: "
+        "exclude such rows and report how many.",
     )
     group: str | None = Field(
         default=None,

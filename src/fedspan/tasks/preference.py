@@ -102,7 +102,7 @@ class PreferenceTuning:
         metric: Metric by which rounds are compared.
     """
 
-    several_passes = True
+    has_several_passes = True
     """Whether a batch takes several passes of the model, for which states that belong to one pass are not cached."""
 
     def __init__(self, language: CausalLM, options: PreferenceOptions | None = None, metric: str = "loss") -> None:

@@ -225,7 +225,7 @@ class Trainer:
             "it was not asked for": not padding_free,
             "dropout masks have the shape of padded batches": settings.dropout > 0,
             "packed batches have none": getattr(task, "packing", False),
-            "a batch takes several passes of the model": getattr(task, "several_passes", False),
+            "a batch takes several passes of the model": getattr(task, "has_several_passes", False),
         }
         self.padding = Padding(adapted, task, next((why for why, holds in refusals.items() if holds), None))
 

@@ -1,4 +1,4 @@
-"""Three nodes that train with their owners' trainers, one of them in two processes, and one that is killed."""
+"""Three nodes that train with their owners' trainers, one in two processes: one is killed, and sums are secure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
@@ -32,6 +33,16 @@ def join(made: Deployment, site: str, tiny_folder: Path) -> None:
     made.start(site, given=[sys.executable, *script])
 
 
+def join_all(made: Deployment, tiny_folder: Path, **limits: Any) -> None:
+    """Start the training scripts of all sites, whose examples are the trainers' own."""
+    for site in SITES:
+        path = made.node_file(site, Path("none"), limits={"train_examples": 1, **limits})
+        values = yaml.safe_load(path.read_text())
+        del values["data"]
+        path.write_text(yaml.safe_dump(values))
+        join(made, site, tiny_folder)
+
+
 def wait_for_training(made: Deployment, site: str, orders: int) -> None:
     """Wait until a node has received its so many-th order to train."""
     path, until = made.folder / f"{site}-state" / "audit.jsonl", time.monotonic() + 120
@@ -43,13 +54,13 @@ def wait_for_training(made: Deployment, site: str, orders: int) -> None:
         time.sleep(0.02)
 
 
-def config(tiny_folder: Path, folder: Path, **federation: Any) -> Path:
+def config(tiny_folder: Path, folder: Path, steps: int = STEPS, **federation: Any) -> Path:
     values = run_values(
         tiny_folder,
         {"name": "rolora", "r": 2},
         federation={"rounds": ROUNDS, "deadline": 120.0, "min_replies": 3, **federation},
     )
-    values["training"] = {"optimizer": "adamw", "lr": 0.002, "local_steps": STEPS, "batch_size": 4}
+    values["training"] = {"optimizer": "adamw", "lr": 0.002, "local_steps": steps, "batch_size": 4}
     values["partition"] |= {"validation": 0.1}
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(values))
@@ -58,12 +69,7 @@ def config(tiny_folder: Path, folder: Path, **federation: Any) -> Path:
 
 def test_a_node_that_is_killed_in_mid_round_returns_and_trains_it_again(tiny_folder: Path, tmp_path: Path) -> None:
     with Deployment(tmp_path / "deployment") as made:
-        for site in SITES:
-            path = made.node_file(site, Path("none"), limits={"train_examples": 1})
-            values = yaml.safe_load(path.read_text())
-            del values["data"]  # the trainer's own
-            path.write_text(yaml.safe_dump(values))
-            join(made, site, tiny_folder)
+        join_all(made, tiny_folder)
         plan = config(tiny_folder, tmp_path, clip_ratio=None)
         clean = tmp_path / "clean"
         finish(submitted(made, plan, clean), made)
@@ -79,3 +85,23 @@ def test_a_node_that_is_killed_in_mid_round_returns_and_trains_it_again(tiny_fol
         finish(process, made)
         assert [row["round"] for row in rounds(run)] == [1, 2]
         assert any(failure["client"] == SITES[0] for row in rounds(run) for failure in row.get("failures", []))
+
+
+def test_secure_sums_of_trainers_give_the_plain_adapter(tiny_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+    adapters = {}
+    with Deployment(tmp_path / "deployment") as made:
+        join_all(made, tiny_folder, secure_clients=2)
+        kinds = {"plain": {"clip_ratio": None}, "secure": {"secure": {"bits": 64, "clip": 10.0}}}
+        for kind, federation in kinds.items():
+            finish(submitted(made, config(tiny_folder, tmp_path, 7, **federation), tmp_path / kind), made)
+            adapters[kind] = load_file(tmp_path / kind / "adapter" / "adapter_model.safetensors")
+    assert adapters["plain"].keys() == adapters["secure"].keys()
+    for name, value in adapters["plain"].items():
+        assert float(value.norm()) > 0, name
+        assert float((value - adapters["secure"][name]).norm()) <= 1e-6 * float(value.norm()), name
+    purposes = {json.loads(line)["purpose"] for line in (tmp_path / "secure" / "ledger.jsonl").read_text().splitlines()}
+    assert "train" in purposes
+    for site in SITES:
+        rows = map(json.loads, (tmp_path / "deployment" / f"{site}-state" / "audit.jsonl").read_text().splitlines())
+        assert sum(row["event"] == "asked" and row.get("task") == "train" for row in rows) >= 2 * ROUNDS, site
