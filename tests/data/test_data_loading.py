@@ -89,7 +89,8 @@ def test_columns_are_renamed_even_where_their_names_collide(tmp_path: Path) -> N
     train = load(config_for(path, text="label", text_pair="b", label="text", test_fraction=0)).train
     assert train[1] == {"text": "world", "text_pair": "two", "label": 1, "ward": "w2"}
     train = load(config_for(path, text="b", label="ward", test_fraction=0)).train
-    assert train.to_dict() == {"text": ["one", "two"], "label": [0, 1]}
+    own = {"text": ["one", "two"], "label": [0, 1]}
+    assert train.to_dict() == {**own, "source:label": ["hello", "world"], "source:text": ["x", "y"]}
 
 
 def test_a_hub_data_set_gives_its_own_test_split_and_its_names_of_classes(monkeypatch: pytest.MonkeyPatch) -> None:

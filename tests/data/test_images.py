@@ -280,7 +280,7 @@ def test_a_column_of_the_same_name_gives_way(tmp_path: Path) -> None:
     made.to_parquet(path)
     data = read(path, image="photo")
     assert data.train.features["image"] == datasets.Image()
-    assert data.train.column_names == ["image", "label"]
+    assert data.train.column_names == ["image", "label", "source:image"]
 
 
 def test_a_folder_of_images_is_nothing_for_a_text_task(tmp_path: Path, refused: Refused) -> None:

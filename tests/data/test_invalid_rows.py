@@ -98,6 +98,6 @@ def test_sentences_whose_tags_do_not_fit_are_left_out(tmp_path: Path) -> None:
     assert data.dropped == 4
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
     with pytest.raises(
-        FedspanError, match=r"2 has 2 words and 1 tags\. To leave such rows out, set data\.invalid: skip"
+        FedspanError, match=r"row 2 of .* has 2 words and 1 tags\. To leave such rows out, set data\.invalid: skip"
     ):
         load(DataConfig(train=str(path), test_fraction=0), task=columns)

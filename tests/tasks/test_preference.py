@@ -194,7 +194,7 @@ def test_pairs_are_named_and_skipped_by_row(decoders: Path, tmp_path: Path) -> N
     config = parse_config({**values, "data": {**values["data"], "invalid": "skip"}})
     loaded = load(config.data, task=config.task_columns)
     assert len(loaded.train) == len(ROWS) + 1  # a prompt may be empty, two equal answers are no pair
-    assert any("rows left out" in remark for remark in loaded.remarks)
+    assert any("rows left out" in note for note in loaded.notes)
 
 
 @pytest.mark.parametrize(

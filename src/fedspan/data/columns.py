@@ -158,10 +158,14 @@ def validate_columns(source: Source, config: DataConfig, task: TaskColumns, fiel
     # The requested column has the name of another one that happens to be called "text" or "label".
     taken = {*_TASK_COLUMNS, *read.columns, *(() if read.label_lists is None else ("labels",))}
     for column in source.dataset.column_names:
-        if column not in read.used:
-            name = mark_source_column(column) if column in taken else column
-            columns[name] = get_arrow_column(source.dataset, column)
-            features[name] = source.dataset.features[column]
+        if column in read.used:
+            continue
+        values = get_arrow_column(source.dataset, column)
+        if column in taken and pa.types.is_nested(values.type):
+            continue  # such as images: no row is assigned or grouped by them
+        name = mark_source_column(column) if column in taken else column
+        columns[name] = values
+        features[name] = source.dataset.features[column]
     return ValidatedColumns(source, columns, features, read.names, read.label_lists, read.label_separator)
 
 
