@@ -13,11 +13,14 @@ import pytest
 from fedspan import __version__
 from fedspan.deployment import deploy
 from fedspan.deployment.handshake import Introduction, build_server_config
+from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.remote import build_server_clients, prepare_server
-from helpers.node_service import CLIENT, invitation, values
+from fedspan.runs.train import run
+from helpers import tiny
+from helpers.node_service import CLIENT, introduced, invitation, node, values
 
 transport = pytest.importorskip(
     "fedspan.transports.flower.transport", reason="the extra fedspan[flower] is not installed"
@@ -42,6 +45,7 @@ def met(
     monkeypatch: pytest.MonkeyPatch,
     replies: list[dict[str, Any]],
     secure: dict[str, Any] | None = None,
+    **federation: Any,
 ) -> tuple[Any, list[str]]:
     """What the nodes of a run are after some replies of node 7, which is invited again while it has not decided."""
 
@@ -56,7 +60,7 @@ def met(
     monkeypatch.setattr(transport, "invite", invite)
     monkeypatch.setattr(deploy, "compute_base_digest", lambda model: "b")
     given = values(tiny_folder)
-    given["federation"]["secure"] = secure
+    given["federation"].update(federation, secure=secure)
     prepared: Any = SimpleNamespace(config=build_server_config(given), model=None)
     link = servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
     notes = Notes()
@@ -89,6 +93,49 @@ def test_a_node_that_declares_more_than_it_was_admitted_with_enters_no_secure_su
         met(tiny_folder, tmp_path, monkeypatch, replies, secure={})
     assert met(tiny_folder, tmp_path, monkeypatch, replies)[0] == ({CLIENT: 7}, {CLIENT: 2**53 - 1})
     assert met(tiny_folder, tmp_path, monkeypatch, [{"examples": 5, "base": "b"}], secure={})[0][1] == {CLIENT: 5}
+
+
+@pytest.mark.parametrize(
+    ("required", "reply", "reason"),
+    [
+        ({"require_tags": {"gpu": True}}, {"tags": {"site": "eu"}}, "this run requires the tags gpu: true"),
+        ({"require_tags": {"gpu": True}}, {"tags": {"gpu": "false"}}, "this run requires the tags gpu: true"),
+        ({"require_tags": {"site": "eu"}}, {}, "this run requires the tags site: eu"),
+        ({"min_examples": 6}, {}, "it has 5 training examples, and this run requires 6"),
+    ],
+)
+def test_a_run_selects_nodes_by_tags_and_examples(
+    required: dict[str, Any],
+    reply: dict[str, Any],
+    reason: str,
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replies = [{"examples": 5, "base": "b", **reply}]
+    with pytest.raises(FedspanError, match=reason):
+        met(tiny_folder, tmp_path, monkeypatch, replies, **required)
+    fit = [{"examples": 6, "base": "b", "tags": {"gpu": "true", "site": "eu", "more": "x"}}]
+    assert met(tiny_folder, tmp_path, monkeypatch, fit, **required)[0] == ({CLIENT: 7}, {CLIENT: 6})
+
+
+def test_a_simulation_selects_no_nodes(tiny_folder: Path, tmp_path: Path) -> None:
+    for federation in ({"require_tags": {"site": "eu"}}, {"min_examples": 2}):
+        with pytest.raises(FedspanError, match="selects nodes of a deployment"):
+            run(tiny.config(tiny_folder, federation=federation), tmp_path / "run")
+
+
+def test_a_node_sends_the_tags_of_its_file(tiny_folder: Path, tmp_path: Path) -> None:
+    service = NodeService(node(tiny_folder, tmp_path, tags={"site": "eu", "gpu": True, "cores": 8}))
+    assert introduced(service, values(tiny_folder)).tags == {"site": "eu", "gpu": "true", "cores": "8"}
+
+
+@pytest.mark.parametrize("tags", [{"a": "x" * 65}, {"": "x"}, {f"t{at}": "x" for at in range(33)}, {"a": "\x1b[2J"}])
+def test_tags_are_few_and_short(tags: dict[str, str], tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tags"):
+        node(tiny_folder, tmp_path, tags=tags)
+    with pytest.raises(ValueError, match="tags"):
+        Introduction(id=CLIENT, version=__version__, tags=tags)
 
 
 def test_a_limit_of_an_admission_reaches_the_round(tiny_folder: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from fedspan.config.section import Section
+from fedspan.config.tags import Tags
 from fedspan.config.validation_errors import VARIANT
 from fedspan.core.method import Claims
 from fedspan.errors import FedspanError
@@ -200,6 +201,14 @@ class FederationConfig(Section):
         description="How often a round without enough valid replies sends the order again to the missing clients; "
         "then the run stops and can be resumed.",
     )
+    require_tags: Tags = Field(
+        default_factory=dict,
+        description="Deployments: tags that a node needs to take part, such as {site: eu, gpu: true}; "
+        "partition.clients is the number of nodes that have them.",
+    )
+    min_examples: int = Field(
+        default=1, ge=1, description="Deployments: number of training examples that a node needs to take part."
+    )
     message_mib: int = Field(
         default=1024, ge=1, le=2048, description="Flower: maximum size of a reply in MiB; larger ones are refused."
     )
@@ -228,6 +237,17 @@ class FederationConfig(Section):
             )
             raise FedspanError("federation.over_select", self.over_select, problem=problem)
         return self
+
+    def require_simulated(self) -> None:
+        """Check that a run on this machine sets nothing that selects nodes.
+
+        Raises:
+            FedspanError: If it does.
+        """
+        for name, off in (("require_tags", {}), ("min_examples", 1)):
+            if (value := getattr(self, name)) != off:
+                problem = "it selects nodes of a deployment; the clients of a simulation come from partition"
+                raise FedspanError(f"federation.{name}", value, problem=problem)
 
     def require_secure_fit(self, method: str, title: str, claims: Claims) -> None:
         """Check that the method's replies can be summed securely, if the run uses secure aggregation.

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from fedspan.config.reading import read_values
 from fedspan.config.section import Section
+from fedspan.config.tags import Tags
 from fedspan.config.validation_errors import convert_validation_error
 from fedspan.data.path_patterns import list_placeholders
 from fedspan.errors import FedspanError, require_printable
@@ -180,6 +181,11 @@ class NodeConfig(Section):
     )
     device: str | None = Field(default=None, description="auto, cpu, cuda, cuda:1, mps; default: auto.")
     threads: int | None = Field(default=None, ge=1, le=1024, description="CPU threads of torch.")
+    tags: Tags = Field(
+        default_factory=dict,
+        description="Facts about the node by which a run selects its nodes (federation.require_tags), such as "
+        "{site: eu, gpu: true}; at most 32 of 64 characters. They are sent to the server.",
+    )
     limits: NodeLimits = Field(default_factory=NodeLimits)
 
     @model_validator(mode="after")

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from fedspan import __version__
 from fedspan.config import RunConfig, override, read_values
+from fedspan.config.federation import FederationConfig
 from fedspan.config.node import load_node, require_data
+from fedspan.config.tags import explain_missing_tags
 from fedspan.data.path_patterns import list_placeholders
 from fedspan.deployment.audit import AuditedTransport
 from fedspan.deployment.handshake import NOWHERE, Introduction, Invitation, build_server_config, compute_base_digest
@@ -268,9 +270,7 @@ def _gather_nodes(
     undecided: set[int] = set()
     for node, reply in invite(grid, invitation.to_envelope(), wait, signer, undecided):
         admitted = read_admissions(link).get(node)  # a node may be admitted while others are waited for
-        introduction, reason = _read_introduction(
-            reply, base, nodes, admitted, masked=config.federation.secure is not None
-        )
+        introduction, reason = _read_introduction(reply, base, nodes, admitted, config.federation)
         if introduction is not None and reason is None:
             nodes[introduction.id], examples[introduction.id] = node, introduction.examples
             refused.pop(introduction.id, None)
@@ -291,7 +291,11 @@ def _gather_nodes(
 
 
 def _read_introduction(
-    reply: Envelope | str, base: str, joined: Mapping[str, int], admitted: Admission | None, *, masked: bool
+    reply: Envelope | str,
+    base: str,
+    joined: Mapping[str, int],
+    admitted: Admission | None,
+    federation: FederationConfig,
 ) -> tuple[Introduction | None, str | None]:
     """Decode a node's reply to an invitation, and return it with the reason if the node cannot participate.
 
@@ -300,7 +304,7 @@ def _read_introduction(
         base: Digest of the frozen model and its tokenizer.
         joined: The nodes that participate, by client id.
         admitted: What the operator decided about the node; None without keys.
-        masked: Whether the node weighs its replies itself, under masks, so that the server cannot lower the weight.
+        federation: What the run requires of nodes.
     """
     if isinstance(reply, str):
         return None, reply
@@ -322,6 +326,12 @@ def _read_introduction(
         )
     if introduction.examples < 1:  # a round in which it alone replies would have no weight, and stop the run
         return introduction, "it declares no training examples"
+    if introduction.examples < federation.min_examples:
+        required = federation.min_examples
+        return introduction, f"it has {introduction.examples} training examples, and this run requires {required}"
+    if (missing := explain_missing_tags(introduction.tags, federation.require_tags)) is not None:
+        return introduction, missing
+    masked = federation.secure is not None  # the node weighs its reply itself: the server cannot lower the weight
     most = None if admitted is None else admitted.max_examples
     if masked and most is not None and introduction.examples > most:
         return (

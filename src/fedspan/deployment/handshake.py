@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from fedspan.config import RunConfig, parse_config
+from fedspan.config.tags import MOST_TAGS, Tag
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import REPLY_HEADER, Count, Envelope, HeaderPart, Name, PrintableName, Reason
 from fedspan.files import from_json
@@ -77,6 +78,7 @@ class Introduction(HeaderPart):
         base: Digest of the node's frozen model and its tokenizer.
         refused: Reason for not participating; None: the node participates.
         waiting: Whether the node's operator has to approve the run first, so that it may be invited again.
+        tags: Tags of the node, in its own words.
     """
 
     longest = REPLY_HEADER
@@ -88,6 +90,7 @@ class Introduction(HeaderPart):
     base: Annotated[str, Field(max_length=64), AfterValidator(escape_controls)] = ""
     refused: Reason | None = None
     waiting: bool = False
+    tags: Annotated[dict[Tag, Tag], Field(max_length=MOST_TAGS)] = Field(default_factory=dict)
 
     def to_envelope(self) -> Envelope:
         """Encode as an envelope."""

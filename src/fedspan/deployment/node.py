@@ -121,7 +121,7 @@ class NodeService:
         return reply
 
     def _introduce(self, invitation: Invitation) -> Introduction:
-        introduction = Introduction(id=self.node.id, version=__version__)
+        introduction = Introduction(id=self.node.id, version=__version__, tags=self.node.tags)
         try:
             self._require_allowed(invitation)
             if self.node.limits.approve == "ask":

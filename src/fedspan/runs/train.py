@@ -122,6 +122,7 @@ def simulate(
     given = _to_values(config, overrides)
     values = _set_trainers(given, next(iter(adopted.values())).model)
     written = given.model_dump(exclude_unset=True) if isinstance(given, RunConfig) else given
+    values.federation.require_simulated()
     require_used(values, is_complete=_get_section(written, "data").get("train") == FROM_TRAINERS)
     with closing(TrainerRuns(adopted)) as built:
         if resume and is_run(folder):
@@ -326,7 +327,12 @@ def _resume(
 
 
 def _open_host(config: RunConfig) -> session.Host | None:
-    """Return the host that connects a run to its clients; None: they are simulated in this process."""
+    """Return the host that connects a run to its clients; None: they are simulated in this process.
+
+    Raises:
+        FedspanError: If the config selects nodes of a deployment, or its engine is not installed.
+    """
+    config.federation.require_simulated()
     if config.cluster is not None:
         require_ray()
         return simulate_on_cluster
