@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedspan.tasks.embedding_losses import compute_contrastive, compute_cosent, compute_cosine_error, rank_negatives
+from fedspan.tasks.embedding_losses import (
+    compute_contrastive,
+    compute_cosent,
+    compute_cosine_error,
+    compute_multiple_negatives,
+)
 
 LOSSES = pytest.importorskip("sentence_transformers.losses", reason="needs fedspan[sentence-transformers]")
 EXAMPLES, FEATURES = 9, 5
@@ -29,12 +34,12 @@ Ours = Callable[[list[Tensor], Tensor], Tensor]
 CASES: dict[str, tuple[Callable[[], Any], Ours, Tensor | None]] = {
     "pairs": (
         lambda: LOSSES.MultipleNegativesRankingLoss(None),
-        lambda vectors, mask: rank_negatives(vectors[0], vectors[1:2], mask, 20.0),
+        lambda vectors, mask: compute_multiple_negatives(vectors[0], vectors[1:2], mask, 20.0),
         None,
     ),
     "triplets": (
         lambda: LOSSES.MultipleNegativesRankingLoss(None, scale=7.0),
-        lambda vectors, mask: rank_negatives(vectors[0], vectors[1:], mask, 7.0),
+        lambda vectors, mask: compute_multiple_negatives(vectors[0], vectors[1:], mask, 7.0),
         None,
     ),
     "cosent": (

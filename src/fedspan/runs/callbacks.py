@@ -114,9 +114,9 @@ def sample_predictions(prepared: Prepared, progress: Progress, count: int = 3) -
     batch_size = prepared.config.evaluation.batch_size
     with prepared.engine.stages.stage("evaluation", len(indices)):
         predictions = prepared.engine.predict(job, prepared.test, indices, batch_size, generate=True)
-    answers = prepared.task.decode_predictions(predictions)
-    truths = prepared.task.decode_targets(prepared.test, indices.tolist())
+    predicted = prepared.task.decode_predictions(predictions)
+    targets = prepared.task.decode_targets(prepared.test, indices.tolist())
     return tuple(
-        {"text": prepared.test_names[index], "label": truth, "prediction": answer}
-        for index, truth, answer in zip(indices.tolist(), truths, answers, strict=True)
+        {"text": prepared.test_names[index], "label": target, "prediction": prediction}
+        for index, target, prediction in zip(indices.tolist(), targets, predicted, strict=True)
     )

@@ -130,7 +130,7 @@ class CausalLM:
         columns = [name for name in ("text", "answer", "history") if name in dataset.column_names]
         selected = dataset.select_columns(columns)
         parts = [
-            self._rows(selected.select(range(start, min(start + _CHUNK, len(selected)))), start)
+            self._encode_rows(selected.select(range(start, min(start + _CHUNK, len(selected)))), start)
             for start in range(0, max(1, len(selected)), _CHUNK)
         ]
         ids, starts, answers, truncated_prompts, truncated_answers = zip(*parts, strict=True)
@@ -144,19 +144,24 @@ class CausalLM:
             sum(truncated_answers),
         )
 
-    def _rows(self, rows: datasets.Dataset, first: int) -> tuple[Ragged, np.ndarray, list[str], int, int]:
-        """Encode rows, given the first one's number in its data set: ids, starts, answers and numbers of cuts."""
+    def _encode_rows(self, rows: datasets.Dataset, first: int) -> tuple[Ragged, np.ndarray, list[str], int, int]:
+        """Encode rows; return ids, starts, answers, and the numbers of truncated prompts and answers.
+
+        Args:
+            rows: The rows.
+            first: Number of the first row in its data set, for errors.
+        """
         prompts = [Prompt.from_row(row) for row in rows]  # pyright: ignore[reportArgumentType]
         texts = [(prompt.text, prompt.answer) for prompt in prompts]
         if self.chat:
             texts = [render_chat(self.tokenizer, prompt, self.system) for prompt in prompts]
         prompt_ids = tokenise(self.tokenizer, [text for text, _ in texts], special=not self.chat)
-        learnt = tokenise(self.tokenizer, [answer for _, answer in texts], special=False)
+        answer_ids = tokenise(self.tokenizer, [answer for _, answer in texts], special=False)
         ids: list[list[int]] = []
         starts: list[int] = []
         truncated_prompts = truncated_answers = 0
-        for row, (prompt, answer) in enumerate(zip(prompt_ids, learnt, strict=True), first):
-            prompt, answer = prompt or [self._start], self._append_end(answer)
+        for row, (prompt, answer) in enumerate(zip(prompt_ids, answer_ids, strict=True), first):
+            prompt, answer = prompt or [self._start_id], self._append_end(answer)
             if self.refuse_long and len(answer) >= self.max_length:
                 problem = (
                     f"the answer of example {row + 1} has {len(answer)} tokens, and {self.max_length} is the limit"
@@ -176,7 +181,7 @@ class CausalLM:
         return Ragged(ids), np.array(starts, dtype=np.int64), answers, truncated_prompts, truncated_answers
 
     @property
-    def _start(self) -> int:
+    def _start_id(self) -> int:
         """Id that begins a prompt without any tokens."""
         ids = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
         return next(id for id in ids if isinstance(id, int))
@@ -202,14 +207,14 @@ class CausalLM:
                 "position_ids": torch.cat([torch.arange(len(row)) for row in rows])[None],
                 "labels": torch.tensor([[id for row in labels for id in row]]),
             }
-            return _complete(batch, device)
+            return _move_batch(batch, device)
         pad = int(self.tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
         batch = {
             "input_ids": _pad(rows, pad),
             "attention_mask": _pad([[1] * len(row) for row in rows], 0),
             "labels": _pad(labels, _IGNORED),
         }
-        return _complete(batch, device)
+        return _move_batch(batch, device)
 
     def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean negative log-likelihood of the batch's answer tokens, in float32 or better."""
@@ -239,15 +244,15 @@ class CausalLM:
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Return each example's sum of negative log-likelihood over its answer, answer tokens, and correct tokens.
 
-        Thorough: N further columns with the generated ids, -1 after their end.
+        With ``generate``, N further columns hold the generated ids, and -1 after their end.
         """
         logits_SV, targets_S, numbers_S = self.compute_answer_logits(model, batch)
-        packed = "position_ids" in batch
-        count = int((batch["position_ids"] == 0).sum()) if packed else len(batch["labels"])
+        is_packed = "position_ids" in batch
+        count = int((batch["position_ids"] == 0).sum()) if is_packed else len(batch["labels"])
         losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none")
-        right_S = (logits_SV.argmax(1) == targets_S).float()
+        correct_S = (logits_SV.argmax(1) == targets_S).float()
         rows = torch.zeros(count, _SUMS, device=logits_SV.device)
-        rows.index_add_(0, numbers_S, torch.stack([losses_S, torch.ones_like(losses_S), right_S], 1))
+        rows.index_add_(0, numbers_S, torch.stack([losses_S, torch.ones_like(losses_S), correct_S], 1))
         if not generate:
             return rows
         return torch.cat([rows, self._generate(model, batch, self.generation.max_new_tokens)], 1)
@@ -256,7 +261,7 @@ class CausalLM:
         """Generate greedy answers to the batch's prompts, (B, count), float32, -1 after their end."""
         from transformers import GenerationConfig  # slow to import, and most commands generate nothing
 
-        prompts = self._prompts(batch)
+        prompts = self._extract_prompts(batch)
         device, pad = batch["input_ids"].device, int(self.tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
         # Padded on the left: generation continues at the right end of every row.
         ids = _pad([row[::-1] for row in prompts], pad).flip(1).to(device)
@@ -275,13 +280,15 @@ class CausalLM:
         rows[:, : generated.shape[1]][ended] = -1.0
         return rows
 
-    def _prompts(self, batch: Mapping[str, Tensor]) -> list[list[int]]:
+    def _extract_prompts(self, batch: Mapping[str, Tensor]) -> list[list[int]]:
         """Extract the prompts' ids from a batch."""
         ids, is_prompt = batch["input_ids"], batch["labels"] == _IGNORED
         if "position_ids" in batch:
             starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist()
             borders = [*starts[1:], ids.shape[1]]
-            return [ids[0, at:to][is_prompt[0, at:to]].tolist() for at, to in zip(starts, borders, strict=True)]
+            return [
+                ids[0, start:end][is_prompt[0, start:end]].tolist() for start, end in zip(starts, borders, strict=True)
+            ]
         is_prompt = is_prompt & batch["attention_mask"].bool()
         return [row[own].tolist() for row, own in zip(ids, is_prompt, strict=True)]
 
@@ -289,11 +296,11 @@ class CausalLM:
         self, predictions: Tensor, examples: EncodedPrompts, indices: Sequence[int]
     ) -> dict[str, float]:
         """Compute ``loss`` (mean over answer tokens), ``perplexity``, ``token_accuracy``, generated ``exact_match``."""
-        loss, tokens, right = predictions[:, :_SUMS].double().sum(0).tolist()
+        loss, tokens, correct = predictions[:, :_SUMS].double().sum(0).tolist()
         scores = {
             "loss": loss / tokens,
             "perplexity": math.exp(min(loss / tokens, 700.0)),  # a float64 overflows beyond
-            "token_accuracy": right / tokens,
+            "token_accuracy": correct / tokens,
         }
         if predictions.shape[1] > _SUMS:
             pairs = zip(self.decode_predictions(predictions), self.decode_targets(examples, indices), strict=True)
@@ -301,13 +308,13 @@ class CausalLM:
         return scores
 
     def describe_examples(self, examples: EncodedPrompts) -> tuple[str, ...]:
-        """Report how many prompts and answers were cut."""
-        cuts = {
+        """Report how many prompts and answers were truncated."""
+        counts = {
             "prompts lost their beginning": examples.truncated_prompts,
             "answers lost their end": examples.truncated_answers,
         }
         limit = f"model.max_length is {self.max_length} tokens"
-        return tuple(f"{count} of {len(examples)} {effect}: {limit}" for effect, count in cuts.items() if count)
+        return tuple(f"{count} of {len(examples)} {effect}: {limit}" for effect, count in counts.items() if count)
 
     def decode_predictions(self, predictions: Tensor) -> list[str]:
         """Return the generated texts."""
@@ -330,7 +337,7 @@ def can_attend_across_examples(model: nn.Module, device: torch.device) -> bool:
     return not torch.allclose(logits[0], logits[1], rtol=1e-5)
 
 
-def _complete(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def _move_batch(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Copy a batch to a device, and add the numbers of answer tokens, which stay on the CPU."""
     counts_B = (batch["labels"][:, 1:] != _IGNORED).sum(1)
     return {**{key: to_device(value, device) for key, value in batch.items()}, _ANSWERS: counts_B}

@@ -15,14 +15,22 @@ from torch.nn import functional as F
 
 from fedspan.tasks.losses import average_by_client
 
-__all__ = ["EmbeddingLoss", "compute_contrastive", "compute_cosent", "compute_cosine_error", "rank_negatives"]
+__all__ = [
+    "EmbeddingLoss",
+    "compute_contrastive",
+    "compute_cosent",
+    "compute_cosine_error",
+    "compute_multiple_negatives",
+]
 
 EmbeddingLoss = Literal["multiple-negatives", "cosent", "cosine-similarity", "contrastive"]
 _FAR = 1e12
 """Subtracted from a logit that does not count; its exponential is zero."""
 
 
-def rank_negatives(anchors_BH: Tensor, documents: Sequence[Tensor], mask_CB: Tensor, scale: float) -> Tensor:
+def compute_multiple_negatives(
+    anchors_BH: Tensor, documents: Sequence[Tensor], mask_CB: Tensor, scale: float
+) -> Tensor:
     """Compute the multiple-negatives ranking loss of each client, (C,).
 
     The loss of an example is the cross-entropy of its positive among the positives and negatives of the client's own

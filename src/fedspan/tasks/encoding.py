@@ -50,10 +50,10 @@ class Ragged(Sequence[list[int]]):
     def pad(self, indices: Sequence[int], value: int) -> np.ndarray:
         """Return some rows, padded on the right to the longest of them, int64, (rows, longest)."""
         lengths, ends = self.lengths[list(indices)], self._ends[list(indices)]
-        at = np.arange(lengths.max(initial=0))
-        real = at < lengths[:, None]
-        positions = np.where(real, (ends - lengths)[:, None] + at, 0)
-        return np.where(real, self._ids[positions], value).astype(np.int64)
+        columns = np.arange(lengths.max(initial=0))
+        is_value = columns < lengths[:, None]
+        positions = np.where(is_value, (ends - lengths)[:, None] + columns, 0)
+        return np.where(is_value, self._ids[positions], value).astype(np.int64)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -64,7 +64,7 @@ class Ragged(Sequence[list[int]]):
     def __getitem__(self, index: slice) -> list[list[int]]: ...
     def __getitem__(self, index: int | slice) -> list[int] | list[list[int]]:
         if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
+            return [self[row] for row in range(*index.indices(len(self)))]
         end = self._ends[index]
         return self._ids[end - self.lengths[index] : end].tolist()
 
@@ -133,8 +133,10 @@ def collate_texts(
 ) -> dict[str, Tensor]:
     """Collate examples, padded on the right to the longest of them, with ``attention_mask`` and ``labels``."""
     # As ``tokenizer.pad``, which takes milliseconds for a batch of many clients.
-    fill = {"input_ids": int(tokenizer.pad_token_id), "token_type_ids": tokenizer.pad_token_type_id}  # pyright: ignore
-    batch = {key: torch.from_numpy(values.pad(indices, fill.get(key, 0))) for key, values in examples.encodings.items()}
+    padding = {"input_ids": int(tokenizer.pad_token_id), "token_type_ids": tokenizer.pad_token_type_id}  # pyright: ignore
+    batch = {
+        key: torch.from_numpy(values.pad(indices, padding.get(key, 0))) for key, values in examples.encodings.items()
+    }
     lengths = torch.from_numpy(examples.encodings["input_ids"].lengths[list(indices)])
     batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
     batch["labels"] = torch.from_numpy(examples.labels[list(indices)])

@@ -64,15 +64,15 @@ class EntityScores:
     f1: float
 
 
-def score_entities(truths: Sequence[Sequence[str]], predictions: Sequence[Sequence[str]]) -> EntityScores:
+def score_entities(references: Sequence[Sequence[str]], predictions: Sequence[Sequence[str]]) -> EntityScores:
     """Compare the entities of predicted tags with those of true ones.
 
     Args:
-        truths: True tags of each sentence.
+        references: True tags of each sentence.
         predictions: Predicted tags of each sentence, as many.
     """
-    true = {(number, *entity) for number, tags in enumerate(truths) for entity in find_entities(tags)}
-    found = {(number, *entity) for number, tags in enumerate(predictions) for entity in find_entities(tags)}
-    shared = len(true & found)
-    precision, recall = shared / max(1, len(found)), shared / max(1, len(true))
-    return EntityScores(precision, recall, 2 * shared / max(1, len(true) + len(found)))
+    true = {(number, *entity) for number, tags in enumerate(references) for entity in find_entities(tags)}
+    predicted = {(number, *entity) for number, tags in enumerate(predictions) for entity in find_entities(tags)}
+    correct = len(true & predicted)
+    precision, recall = correct / max(1, len(predicted)), correct / max(1, len(true))
+    return EntityScores(precision, recall, 2 * correct / max(1, len(true) + len(predicted)))

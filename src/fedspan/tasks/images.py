@@ -67,7 +67,7 @@ class ImageClassification(SingleLabelClassification):
         require_processor(processor, "images")
         self.processor = processor
         if not all(hasattr(processor, name) for name in ("do_rescale", "do_normalize")):
-            raise _unlike(processor)
+            raise _build_processor_error(processor)
         self._scale = float(processor.rescale_factor) if processor.do_rescale else 1.0
         normalised = processor.do_normalize
         self._mean = torch.tensor(processor.image_mean if normalised else 0.0).reshape(-1, 1, 1)
@@ -86,27 +86,27 @@ class ImageClassification(SingleLabelClassification):
         chunks: list[np.ndarray] = []
         for start in range(0, len(stored), _CHUNK):
             rows = cast(list[Mapping[str, Any]], stored[start : start + _CHUNK]["image"])
-            images = [_decode(row, start + at) for at, row in enumerate(rows)]
+            images = [_decode(row, start + position) for position, row in enumerate(rows)]
             chunks.append(self._resize(images))
             if start == 0:
-                self._require_likeness(images[0], chunks[0][:1])
+                self._require_equal_scaling(images[0], chunks[0][:1])
         if len({chunk.shape[1:] for chunk in chunks}) != 1:
-            raise _different_sizes()
+            raise _build_size_error()
         labels = np.array(dataset["label"], dtype=np.int64)
         return EncodedImages(np.concatenate(chunks), labels, np.ones(len(labels), np.int64))
 
     def _resize(self, images: list[PIL.Image.Image]) -> np.ndarray:
         pixels = self.processor(images, do_rescale=False, do_normalize=False)["pixel_values"]
         if len({np.shape(image) for image in pixels}) != 1:
-            raise _different_sizes()
+            raise _build_size_error()
         # In this memory order, too: a processor leaves colours last, and oneDNN's convolutions of such images write
         # beyond their end in the backward pass (torch 2.13; 5 of 3 x 224 x 224 into 6 channels).
         return np.array(pixels, np.uint8, order="C")
 
-    def _require_likeness(self, image: PIL.Image.Image, pixels: np.ndarray) -> None:
-        whole = torch.from_numpy(np.asarray(self.processor([image], return_tensors="np")["pixel_values"])).float()
-        if not torch.allclose(whole, self._scale_pixels(torch.from_numpy(pixels)), rtol=0, atol=1e-4):
-            raise _unlike(self.processor)
+    def _require_equal_scaling(self, image: PIL.Image.Image, pixels: np.ndarray) -> None:
+        processed = torch.from_numpy(np.asarray(self.processor([image], return_tensors="np")["pixel_values"])).float()
+        if not torch.allclose(processed, self._scale_pixels(torch.from_numpy(pixels)), rtol=0, atol=1e-4):
+            raise _build_processor_error(self.processor)
 
     def _scale_pixels(self, pixels: Tensor) -> Tensor:
         return (pixels.float() * self._scale - to_device(self._mean, pixels.device)) / to_device(
@@ -126,7 +126,7 @@ class ImageClassification(SingleLabelClassification):
             FedspanError: If a training batch of one image is reduced so far that a norm has nothing to measure.
         """
         pixels = batch["pixel_values"]
-        with _large_enough(batch) if model.training else nullcontext():
+        with _convert_size_error(batch) if model.training else nullcontext():
             return model(pixel_values=pixels.to(getattr(model, "dtype", pixels.dtype))).logits
 
     def describe_examples(self, examples: EncodedImages) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ class ImageClassification(SingleLabelClassification):
 
 
 @contextmanager
-def _large_enough(batch: Mapping[str, Tensor]) -> Generator[None]:
+def _convert_size_error(batch: Mapping[str, Tensor]) -> Generator[None]:
     try:
         yield
     except ValueError as error:
@@ -158,11 +158,11 @@ def _decode(row: Mapping[str, Any], number: int) -> PIL.Image.Image:
         raise FedspanError("data", image, problem=problem) from None
 
 
-def _different_sizes() -> FedspanError:
+def _build_size_error() -> FedspanError:
     return FedspanError("model.image_size", None, "a number of pixels", problem="the images differ in size")
 
 
-def _unlike(processor: object) -> FedspanError:
+def _build_processor_error(processor: object) -> FedspanError:
     expected = "a model whose image processor only resizes, rescales and normalises"
     return FedspanError("model.name", type(processor).__name__, expected)
 

@@ -67,11 +67,11 @@ class MaskedTexts:
 
     Args:
         text: Tokens of each text; its labels are positions and are not used.
-        is_given: Whether the texts have masks of their own, which are to be filled, instead of drawn ones.
+        has_masks: Whether the texts have masks of their own, which are to be filled, instead of drawn ones.
     """
 
     text: EncodedText
-    is_given: bool = False
+    has_masks: bool = False
 
     def __len__(self) -> int:
         return len(self.text)
@@ -101,7 +101,7 @@ class MaskedLanguageModel:
         self.mask_share = mask_share
 
     def encode(self, dataset: datasets.Dataset) -> MaskedTexts:
-        """Tokenise a data set once; its column is ``text``; with a column ``is_given``, texts have their own masks.
+        """Tokenise a data set once; its column is ``text``; with a column ``has_masks``, texts have their own masks.
 
         Raises:
             FedspanError: If the tokenizer has no mask, or a text that should have a mask has none, or there is no
@@ -112,8 +112,8 @@ class MaskedLanguageModel:
             expected = "a masked language model, whose tokenizer has a mask"
             raise FedspanError("model.name", type(self.tokenizer).__name__, expected)
         text = encode_texts(self.tokenizer, dataset, self.max_length, np.arange(len(dataset)))
-        examples = MaskedTexts(text, "is_given" in dataset.column_names)
-        if examples.is_given:
+        examples = MaskedTexts(text, "has_masks" in dataset.column_names)
+        if examples.has_masks:
             for row, ids in enumerate(text.encodings["input_ids"]):
                 if self.tokenizer.mask_token_id not in ids:
                     raise FedspanError("texts", dataset["text"][row], f"texts with {self.tokenizer.mask_token}")
@@ -155,73 +155,76 @@ class MaskedLanguageModel:
         labels_BT, counts_B = np.full(ids_BT.shape, _IGNORED, np.int64), np.zeros(len(indices), np.int64)
         for row, (index, generator) in enumerate(zip(indices, generators, strict=True)):
             ids = np.array(examples.text.encodings["input_ids"][index], np.int64)
-            places, inputs = self._mask(ids, generator, examples.is_given)
-            labels_BT[row, places], ids_BT[row, places], counts_B[row] = ids[places], inputs, len(places)
-        made = {**batch, "input_ids": torch.from_numpy(ids_BT), "labels": torch.from_numpy(labels_BT)}
-        return {**{key: to_device(value, device) for key, value in made.items()}, _COUNTS: torch.from_numpy(counts_B)}
+            positions, inputs = self._mask(ids, generator, examples.has_masks)
+            labels_BT[row, positions], ids_BT[row, positions], counts_B[row] = ids[positions], inputs, len(positions)
+        tensors = {**batch, "input_ids": torch.from_numpy(ids_BT), "labels": torch.from_numpy(labels_BT)}
+        return {
+            **{key: to_device(value, device) for key, value in tensors.items()},
+            _COUNTS: torch.from_numpy(counts_B),
+        }
 
-    def _mask(self, ids: np.ndarray, generator: Generator | None, is_given: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return the places of a text's predicted tokens, ascending, and the ids that the model reads there.
+    def _mask(self, ids: np.ndarray, generator: Generator | None, has_masks: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions of a text's predicted tokens, ascending, and the ids that the model reads there.
 
         Args:
             ids: Ids of the text, (tokens,).
             generator: Generator of the draw; None: the masks of evaluation.
-            is_given: Whether the text's own masks are the places.
+            has_masks: Whether the text's own masks are the positions.
         """
         mask: Any = self.tokenizer.mask_token_id
-        if is_given:
-            places = np.flatnonzero(ids == mask)
-            return places, ids[places]
-        words = np.flatnonzero(~np.isin(ids, self.tokenizer.all_special_ids))
-        if not len(words):
-            return words, words
+        if has_masks:
+            positions = np.flatnonzero(ids == mask)
+            return positions, ids[positions]
+        candidates = np.flatnonzero(~np.isin(ids, self.tokenizer.all_special_ids))
+        if not len(candidates):
+            return candidates, candidates
         is_training = generator is not None
         generator = generator or create_generator(0, "masks of evaluation", *ids.tolist())
-        count = max(1, round(self.mask_share * len(words)))
-        places = np.sort(words[torch.randperm(len(words), generator=generator)[:count].numpy()])
+        count = max(1, round(self.mask_share * len(candidates)))
+        positions = np.sort(candidates[torch.randperm(len(candidates), generator=generator)[:count].numpy()])
         if not is_training:
-            return places, np.full(count, mask)
+            return positions, np.full(count, mask)
         kinds = torch.rand(count, generator=generator).numpy()
-        others = torch.randint(len(self.tokenizer), (count,), generator=generator).numpy()
-        return places, np.where(kinds < _MASK, mask, np.where(kinds < _RANDOM, others, ids[places]))
+        random_ids = torch.randint(len(self.tokenizer), (count,), generator=generator).numpy()
+        return positions, np.where(kinds < _MASK, mask, np.where(kinds < _RANDOM, random_ids, ids[positions]))
 
     def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean cross-entropy of the batch's predicted tokens, in float32 or better."""
-        losses_S, _, _ = self._measure(model, batch)
+        losses_S, _, _ = self._compute_token_losses(model, batch)
         return losses_S.sum() / max(1, len(losses_S))
 
     def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the mean cross-entropy of the predicted tokens of each client's texts, (C,)."""
-        losses_S, _, places_S = self._measure(model, batch)
-        mask_CS = mask_CB.to(losses_S)[:, places_S // batch["input_ids"].shape[1]]
+        losses_S, _, positions_S = self._compute_token_losses(model, batch)
+        mask_CS = mask_CB.to(losses_S)[:, positions_S // batch["input_ids"].shape[1]]
         return mask_CS @ losses_S / mask_CS.sum(1).clamp(min=1)
 
-    def _measure(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return cross-entropies, (S,), and logits, (S, V), of the predicted tokens, and their places in (B, T)."""
+    def _compute_token_losses(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return cross-entropies, (S,), and logits, (S, V), of the predicted tokens, and their positions in (B, T)."""
         inputs = {key: value for key, value in batch.items() if key not in ("labels", _COUNTS)}
         logits_BTV = model(**inputs).logits
         # A mask as index would make the host wait for a GPU, which alone knows how many tokens it selects.
         predicted = (batch["labels"] != _IGNORED).flatten()
-        places_S = torch.nonzero_static(predicted, size=int(batch[_COUNTS].sum()))[:, 0]
-        logits_SV = upcast(logits_BTV.flatten(0, 1).index_select(0, places_S))
-        targets_S = batch["labels"].flatten()[places_S]
-        return F.cross_entropy(logits_SV, targets_S, reduction="none"), logits_SV, places_S
+        positions_S = torch.nonzero_static(predicted, size=int(batch[_COUNTS].sum()))[:, 0]
+        logits_SV = upcast(logits_BTV.flatten(0, 1).index_select(0, positions_S))
+        targets_S = batch["labels"].flatten()[positions_S]
+        return F.cross_entropy(logits_SV, targets_S, reduction="none"), logits_SV, positions_S
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Return each text's sum of losses, its predicted tokens, the right ones, and their ids, (B, 3 + max_length).
 
         The ids are in the order of the text, followed by -1.
         """
-        losses_S, logits_SV, places_S = self._measure(model, batch)
+        losses_S, logits_SV, positions_S = self._compute_token_losses(model, batch)
         count, width = batch["input_ids"].shape
-        rows_S, guesses_S = places_S // width, logits_SV.argmax(1)
-        right_S = guesses_S == batch["labels"].flatten()[places_S]
-        values = torch.stack([losses_S.float(), torch.ones_like(losses_S).float(), right_S.float()], 1)
+        rows_S, predicted_S = positions_S // width, logits_SV.argmax(1)
+        correct_S = predicted_S == batch["labels"].flatten()[positions_S]
+        values = torch.stack([losses_S.float(), torch.ones_like(losses_S).float(), correct_S.float()], 1)
         sums = torch.zeros(count, _SUMS, device=losses_S.device).index_add_(0, rows_S, values)
         counts_B = batch[_COUNTS].to(losses_S.device)
         numbers_S = torch.arange(len(rows_S), device=rows_S.device) - (counts_B.cumsum(0) - counts_B)[rows_S]
         ids = torch.full((count, self.max_length), -1.0, device=losses_S.device)
-        ids[rows_S, numbers_S] = guesses_S.float()
+        ids[rows_S, numbers_S] = predicted_S.float()
         return torch.cat([sums, ids], 1)
 
     def compute_metrics(self, predictions: Tensor, examples: MaskedTexts, indices: Sequence[int]) -> dict[str, float]:
@@ -230,12 +233,12 @@ class MaskedLanguageModel:
         ``pseudo_perplexity`` is that of these masks. Salazar et al. (ACL 2020, arXiv:1910.14659) mask each token of a
         text in a pass of its own.
         """
-        loss, tokens, right = predictions[:, :_SUMS].double().sum(0).tolist()
+        loss, tokens, correct = predictions[:, :_SUMS].double().sum(0).tolist()
         mean = loss / max(1, tokens)
         return {
             "loss": mean,
             "pseudo_perplexity": math.exp(min(mean, _LARGEST)),
-            "masked_accuracy": right / max(1, tokens),
+            "masked_accuracy": correct / max(1, tokens),
         }
 
     def describe_examples(self, examples: MaskedTexts) -> tuple[str, ...]:
@@ -250,7 +253,7 @@ class MaskedLanguageModel:
     def decode_targets(self, examples: MaskedTexts, indices: Sequence[int]) -> list[str]:
         """Return the tokens behind the masks of evaluation of each text, joined with spaces."""
         rows = [np.array(examples.text.encodings["input_ids"][index], np.int64) for index in indices]
-        return [self._join(ids[self._mask(ids, None, examples.is_given)[0]].tolist()) for ids in rows]
+        return [self._join(ids[self._mask(ids, None, examples.has_masks)[0]].tolist()) for ids in rows]
 
     def _join(self, ids: list[int]) -> str:
         return " ".join(self.tokenizer.convert_ids_to_tokens(ids))
@@ -273,7 +276,7 @@ def _preprocess(settings: TaskSettings, inputs: Sequence[Any]) -> datasets.Datas
     pair = next((text for text in inputs if not isinstance(text, str)), None)
     if pair is not None:
         raise FedspanError("texts", pair, "texts with masks, because this model takes no pairs")
-    return datasets.Dataset.from_dict({"text": [*inputs], "is_given": [True] * len(inputs)})
+    return datasets.Dataset.from_dict({"text": [*inputs], "has_masks": [True] * len(inputs)})
 
 
 MASKED_LM = TaskDefinition(

@@ -108,15 +108,15 @@ class MultiLabelClassification:
 
     def collate(self, examples: LabelledTexts, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate examples, padded to the longest of them; ``labels`` are 0 or 1 in float32, (B, K)."""
-        labels_BK = torch.from_numpy(self._mark(examples, indices)).float()
+        labels_BK = torch.from_numpy(self._encode_labels(examples, indices)).float()
         return {**collate_texts(self.tokenizer, examples.text, indices, device), "labels": to_device(labels_BK, device)}
 
-    def _mark(self, examples: LabelledTexts, indices: Sequence[int]) -> np.ndarray:
+    def _encode_labels(self, examples: LabelledTexts, indices: Sequence[int]) -> np.ndarray:
         """Return 1 where an example has a label, else 0; uint8, (examples, K)."""
-        marks = np.zeros((len(indices), len(self.labels)), np.uint8)
+        indicators = np.zeros((len(indices), len(self.labels)), np.uint8)
         for row, index in enumerate(indices):
-            marks[row, examples.labels[index]] = 1
-        return marks
+            indicators[row, examples.labels[index]] = 1
+        return indicators
 
     def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean binary cross-entropy over examples and labels, in float32 or better."""
@@ -145,17 +145,17 @@ class MultiLabelClassification:
         # its import takes a second, which commands that evaluate nothing do without
         from sklearn.metrics import f1_score
 
-        truth = self._mark(examples, indices)
-        guess = self._decide(predictions).numpy().astype(np.uint8)
-        loss = F.binary_cross_entropy_with_logits(predictions.float(), torch.from_numpy(truth).float())
+        targets = self._encode_labels(examples, indices)
+        predicted = self._predict_labels(predictions).numpy().astype(np.uint8)
+        loss = F.binary_cross_entropy_with_logits(predictions.float(), torch.from_numpy(targets).float())
         return {
             "loss": float(loss),
-            "micro_f1": float(f1_score(truth, guess, average="micro", zero_division=0)),  # pyright: ignore
-            "macro_f1": float(f1_score(truth, guess, average="macro", zero_division=0)),  # pyright: ignore
-            "subset_accuracy": float((guess == truth).all(1).mean()),
+            "micro_f1": float(f1_score(targets, predicted, average="micro", zero_division=0)),  # pyright: ignore
+            "macro_f1": float(f1_score(targets, predicted, average="macro", zero_division=0)),  # pyright: ignore
+            "subset_accuracy": float((predicted == targets).all(1).mean()),
         }
 
-    def _decide(self, predictions: Tensor) -> Tensor:
+    def _predict_labels(self, predictions: Tensor) -> Tensor:
         """Return which labels are predicted, bool, (B, K)."""
         return predictions.float().sigmoid() > self.threshold
 
@@ -165,13 +165,13 @@ class MultiLabelClassification:
 
     def decode_predictions(self, predictions: Tensor) -> list[str]:
         """Return the predicted labels of each example, joined with commas; an empty text if there are none."""
-        return [self._join(row) for row in self._decide(predictions).tolist()]
+        return [self._format_labels(row) for row in self._predict_labels(predictions).tolist()]
 
     def decode_targets(self, examples: LabelledTexts, indices: Sequence[int]) -> list[str]:
         """Return the true labels of each example, in the form of ``decode_predictions``."""
-        return [self._join(row) for row in self._mark(examples, indices).tolist()]
+        return [self._format_labels(row) for row in self._encode_labels(examples, indices).tolist()]
 
-    def _join(self, decisions: Sequence[int]) -> str:
+    def _format_labels(self, decisions: Sequence[int]) -> str:
         return ", ".join(label for label, decision in zip(self.labels, decisions, strict=True) if decision)
 
     def postprocess(self, predictions: Tensor) -> list[list[tuple[str, float]]]:
@@ -222,7 +222,7 @@ def _infer_columns(sample: datasets.Dataset, options: Mapping[str, str | None]) 
             if name not in others and (not _is_text(sample, name) or name.lower() in _SEPARATED_COLUMNS)
         ]
     label = next(
-        (name for name in names if _may_hold(sample, name, options) and _holds_label_lists(sample, name)), None
+        (name for name in names if _can_hold_labels(sample, name, options) and _has_label_lists(sample, name)), None
     )
     if label is None:
         return None
@@ -241,7 +241,7 @@ def _is_text(sample: datasets.Dataset, name: str) -> bool:
     return str(getattr(sample.features[name], "dtype", "")) in ("string", "large_string")
 
 
-def _may_hold(sample: datasets.Dataset, name: str, options: Mapping[str, str | None]) -> bool:
+def _can_hold_labels(sample: datasets.Dataset, name: str, options: Mapping[str, str | None]) -> bool:
     """Whether a column's type is that of labels: texts and lists of texts; other lists only with a telling name."""
     kind = get_arrow_column(sample, name).type
     if not is_list(kind):
@@ -250,7 +250,7 @@ def _may_hold(sample: datasets.Dataset, name: str, options: Mapping[str, str | N
     return is_named or pa.types.is_string(kind.value_type) or pa.types.is_large_string(kind.value_type)
 
 
-def _holds_label_lists(sample: datasets.Dataset, name: str) -> bool:
+def _has_label_lists(sample: datasets.Dataset, name: str) -> bool:
     """Check for few different labels that are combined, each at most once in a row and several in some rows."""
     values: list[Any] = [value for value in sample[name] if value is not None]
     if values and all(isinstance(value, str) for value in values):

@@ -108,8 +108,8 @@ def get_task(name: str, field: str = "task") -> TaskDefinition:
             try:
                 definition: Any = entry_point.load()
             except Exception as error:  # a package's import may raise anything
-                why = f"{type(error).__name__}: {error}"
-                raise FedspanError(field, name, problem=f"{entry_point.value} cannot be imported ({why})") from error
+                reason = f"{type(error).__name__}: {error}"
+                raise FedspanError(field, name, problem=f"{entry_point.value} cannot be imported ({reason})") from error
             if getattr(definition, "name", None) != name:
                 problem = f"{entry_point.value} is not the definition of a task of this name"
                 raise FedspanError(field, name, problem=problem)

@@ -74,14 +74,16 @@ class Regression:
         """
         from scipy.stats import pearsonr, spearmanr  # it is slow to import, and only this task needs it
 
-        truth = examples.labels[np.asarray(indices, dtype=np.int64)].astype(np.float64)
-        guess = predictions[:, 0].double().numpy()
+        targets = examples.labels[np.asarray(indices, dtype=np.int64)].astype(np.float64)
+        predicted = predictions[:, 0].double().numpy()
         pearson = spearman = math.nan
-        if len(truth) > 1:
+        if len(targets) > 1:
             with warnings.catch_warnings():  # about constant input, which gives NaN
                 warnings.simplefilter("ignore")
-                pearson, spearman = float(pearsonr(guess, truth)[0]), float(spearmanr(guess, truth)[0])  # pyright: ignore
-        return drop_undefined({"loss": float(np.mean((guess - truth) ** 2)), "pearson": pearson, "spearman": spearman})
+                pearson, spearman = float(pearsonr(predicted, targets)[0]), float(spearmanr(predicted, targets)[0])  # pyright: ignore
+        return drop_undefined(
+            {"loss": float(np.mean((predicted - targets) ** 2)), "pearson": pearson, "spearman": spearman}
+        )
 
     def describe_examples(self, examples: EncodedText) -> tuple[str, ...]:
         """Report how many texts fill the maximal length, and so may have been cut."""

@@ -57,9 +57,9 @@ def compute_weighted_targets(labels_B: Tensor, weights_BK: Tensor, smoothing: fl
         weights_BK: Class weights of each example's client.
         smoothing: Share of a target that is spread over all classes.
     """
-    own_BK = F.one_hot(labels_B, weights_BK.shape[1]).to(weights_BK)
-    targets_BK = weights_BK * ((1 - smoothing) * own_BK + smoothing / weights_BK.shape[1])
-    return torch.cat([targets_BK, (weights_BK * own_BK).sum(1, keepdim=True)], 1)
+    one_hot_BK = F.one_hot(labels_B, weights_BK.shape[1]).to(weights_BK)
+    targets_BK = weights_BK * ((1 - smoothing) * one_hot_BK + smoothing / weights_BK.shape[1])
+    return torch.cat([targets_BK, (weights_BK * one_hot_BK).sum(1, keepdim=True)], 1)
 
 
 def compute_class_offsets(labels: np.ndarray, count: int, strength: float) -> Tensor:
@@ -95,23 +95,23 @@ class SingleLabelClassification(ABC):
 
     def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean cross-entropy, in float32 or better."""
-        logits = self._training_logits(model, batch)
+        logits = self._compute_training_logits(model, batch)
         if TARGETS in batch:
-            losses_B, divisors_B = _weigh_losses(logits, batch[TARGETS])
+            losses_B, divisors_B = _compute_weighted_losses(logits, batch[TARGETS])
             return losses_B.sum() / divisors_B.sum()
         return F.cross_entropy(logits, batch["labels"])
 
     def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the mean cross-entropy of each client's examples, (C,)."""
-        logits = self._training_logits(model, batch)
+        logits = self._compute_training_logits(model, batch)
         if TARGETS in batch:
-            losses_B, divisors_B = _weigh_losses(logits, batch[TARGETS])
+            losses_B, divisors_B = _compute_weighted_losses(logits, batch[TARGETS])
             mask_CB = mask_CB.to(losses_B)
             return mask_CB @ losses_B / (mask_CB @ divisors_B)
         losses_B = F.cross_entropy(logits, batch["labels"], reduction="none")
         return average_by_client(losses_B, mask_CB)
 
-    def _training_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def _compute_training_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the logits, (B, K), with the batch's offsets, if it has any."""
         logits = upcast(self.predict(model, batch))
         return logits + batch[OFFSETS] if OFFSETS in batch else logits
@@ -125,17 +125,17 @@ class SingleLabelClassification(ABC):
         # its import takes a second, which commands that evaluate nothing do without
         from sklearn.metrics import f1_score, matthews_corrcoef
 
-        truth = examples.labels[np.asarray(indices, dtype=np.int64)]
-        guess = predictions.argmax(1).numpy()
+        targets = examples.labels[np.asarray(indices, dtype=np.int64)]
+        predicted = predictions.argmax(1).numpy()
         scores = {
-            "loss": float(F.cross_entropy(predictions.float(), torch.from_numpy(truth))),
-            "accuracy": float((guess == truth).mean()),
-            "macro_f1": float(f1_score(truth, guess, average="macro", zero_division=0)),  # pyright: ignore
+            "loss": float(F.cross_entropy(predictions.float(), torch.from_numpy(targets))),
+            "accuracy": float((predicted == targets).mean()),
+            "macro_f1": float(f1_score(targets, predicted, average="macro", zero_division=0)),  # pyright: ignore
             # for a single label scikit-learn returns 0 with a warning
-            "matthews": float(matthews_corrcoef(truth, guess)) if len({*truth, *guess}) > 1 else 0.0,
+            "matthews": float(matthews_corrcoef(targets, predicted)) if len({*targets, *predicted}) > 1 else 0.0,
         }
         if len(self.labels) == 2:
-            scores["f1"] = float(f1_score(truth, guess, average="binary", zero_division=0))  # pyright: ignore
+            scores["f1"] = float(f1_score(targets, predicted, average="binary", zero_division=0))  # pyright: ignore
         return scores
 
     def decode_predictions(self, predictions: Tensor) -> list[str]:
@@ -147,6 +147,6 @@ class SingleLabelClassification(ABC):
         return [self.labels[index] for index in examples.labels[list(indices)].tolist()]
 
 
-def _weigh_losses(logits_BK: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _compute_weighted_losses(logits_BK: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return each example's weighted cross-entropy and its divisor, (B,) each."""
     return -(targets[:, :-1] * logits_BK.log_softmax(1)).sum(1), targets[:, -1]

@@ -29,7 +29,7 @@ from fedspan.tasks.embedding_losses import (
     compute_contrastive,
     compute_cosent,
     compute_cosine_error,
-    rank_negatives,
+    compute_multiple_negatives,
 )
 from fedspan.tasks.encoding import EncodedText, collate_texts, describe_truncation, encode_texts
 from fedspan.tasks.losses import upcast
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 __all__ = ["TEXT_EMBEDDING", "EmbeddingOptions", "EncodedTuples", "TextEmbedding", "split_vectors"]
 
-_TEXTS = {"text": "anchor", "text_pair": "positive", "negative": "negative"}
+_ROLES = {"text": "anchor", "text_pair": "positive", "negative": "negative"}
 """Roles of an example's texts by column."""
 _SCORES = "scores"
-_EVALUATED = 64
+_EVALUATION_BLOCK = 64
 """Number of consecutive examples over which losses that compare examples are measured."""
 _ANCHORS = ("anchor", "query", "question", "sentence1", "text1", "sentence_a", "title", "text")
 _POSITIVES = ("positive", "document", "passage", "answer", "response", "sentence2", "text2", "sentence_b", "text_pair")
@@ -135,12 +135,14 @@ class TextEmbedding:
         texts: dict[str, EncodedText] = {}
         numbers: dict[str, int] = {}
         ids: list[list[int]] = []
-        for column, role in _TEXTS.items():
+        for column, role in _ROLES.items():
             if column in dataset.column_names:
-                own = dataset.select_columns([column])
-                own = own if column == "text" else own.rename_column(column, "text")
-                texts[role] = encode_texts(self.tokenizer, own, self.max_length, np.zeros(len(own), np.int64))
-                ids.append([numbers.setdefault(text, len(numbers)) for text in own["text"]])
+                column_texts = dataset.select_columns([column])
+                column_texts = column_texts if column == "text" else column_texts.rename_column(column, "text")
+                texts[role] = encode_texts(
+                    self.tokenizer, column_texts, self.max_length, np.zeros(len(column_texts), np.int64)
+                )
+                ids.append([numbers.setdefault(text, len(numbers)) for text in column_texts["text"]])
         scores = None
         if "target" in dataset.column_names:
             scores = np.array(dataset["target"], dtype=np.float32)
@@ -151,12 +153,12 @@ class TextEmbedding:
     def _require_scores(self, scores: np.ndarray) -> None:
         loss = self.options.loss
         if loss == "contrastive" and not np.isin(scores, (0, 1)).all():
-            wrong = float(scores[~np.isin(scores, (0, 1))][0])
-            raise FedspanError("data.label", wrong, "1 for similar texts and 0 for others, with the contrastive loss")
+            invalid = float(scores[~np.isin(scores, (0, 1))][0])
+            raise FedspanError("data.label", invalid, "1 for similar texts and 0 for others, with the contrastive loss")
         if loss == "cosine-similarity" and len(scores) and abs(scores).max() > 1:
-            wrong = float(scores[abs(scores).argmax()])
+            invalid = float(scores[abs(scores).argmax()])
             expected = "scores from -1 to 1, which the cosines are compared with (cosent takes any scale)"
-            raise FedspanError("data.label", wrong, expected)
+            raise FedspanError("data.label", invalid, expected)
 
     def collate(self, examples: EncodedTuples, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate examples: the tokenizer's outputs for the texts of each role, and ``scores`` if there are any.
@@ -166,8 +168,8 @@ class TextEmbedding:
         """
         batch: dict[str, Tensor] = {}
         for role, text in examples.texts.items():
-            own = collate_texts(self.tokenizer, text, indices, device)
-            batch |= {f"{role}.{key}": value for key, value in own.items() if key != "labels"}
+            role_batch = collate_texts(self.tokenizer, text, indices, device)
+            batch |= {f"{role}.{key}": value for key, value in role_batch.items() if key != "labels"}
         if examples.scores is not None:
             batch[_SCORES] = to_device(torch.from_numpy(examples.scores[list(indices)]), device)
         return batch
@@ -175,7 +177,7 @@ class TextEmbedding:
     def embed(self, model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
         """Compute the vectors of the texts of a batch, (B, H) for each role."""
         vectors: list[Tensor] = []
-        for role in _TEXTS.values():
+        for role in _ROLES.values():
             prefix = f"{role}."
             inputs = {key.removeprefix(prefix): value for key, value in batch.items() if key.startswith(prefix)}
             if inputs:
@@ -201,7 +203,7 @@ class TextEmbedding:
         """
         options, loss = self.options, self._choose_loss(scores_B is not None)
         if loss == "multiple-negatives":
-            return rank_negatives(vectors[0], vectors[1:], mask_CB, options.scale)
+            return compute_multiple_negatives(vectors[0], vectors[1:], mask_CB, options.scale)
         if scores_B is None:
             raise FedspanError("task_options.loss", loss, problem=f"{loss} needs pairs with a score (data.label)")
         cosines_B, scores_B = F.cosine_similarity(vectors[0], vectors[1]), scores_B.to(vectors[0])
@@ -231,11 +233,13 @@ class TextEmbedding:
         rows = np.asarray(indices, dtype=np.int64)
         scores_B = None if examples.scores is None else torch.from_numpy(examples.scores[rows])
         total = 0.0
-        for start in range(0, len(rows), _EVALUATED):
-            block = slice(start, start + _EVALUATED)
-            own = [vectors_BH[block] for vectors_BH in vectors]
+        for start in range(0, len(rows), _EVALUATION_BLOCK):
+            block = slice(start, start + _EVALUATION_BLOCK)
+            block_vectors = [vectors_BH[block] for vectors_BH in vectors]
             scores = None if scores_B is None else scores_B[block]
-            total += len(own[0]) * float(self._compute_losses(own, scores, own[0].new_ones(1, len(own[0]))))
+            total += len(block_vectors[0]) * float(
+                self._compute_losses(block_vectors, scores, block_vectors[0].new_ones(1, len(block_vectors[0])))
+            )
         loss = total / max(1, len(rows))
         if scores_B is None:
             recall, ndcg = measure_retrieval(vectors[0], vectors[1], examples.ids[rows, 0], examples.ids[rows, 1])

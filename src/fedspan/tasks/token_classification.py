@@ -115,13 +115,13 @@ class TokenClassification:
                     pieces.setdefault(key, []).append(Ragged(cast("list[list[int]]", value)))
             for row in range(len(chunk)):
                 numbers = encoded.word_ids(row)
-                places = [
+                first_pieces = [
                     (position, number)
                     for position, number in enumerate(numbers)
                     if number is not None and (position == 0 or numbers[position - 1] != number)
                 ]
-                firsts.append([position for position, _ in places])
-                words.append([number for _, number in places])
+                firsts.append([position for position, _ in first_pieces])
+                words.append([number for _, number in first_pieces])
         encodings = {key: Ragged.join(parts) for key, parts in pieces.items()}
         lengths = encodings["input_ids"].lengths
         labels = Ragged(cast("list[list[int]]", dataset["labels"][:]))
@@ -137,48 +137,48 @@ class TokenClassification:
         batch = collate_texts(self.tokenizer, examples.text, rows, device)
         shape = tuple(batch["input_ids"].shape)
         labels_BT, numbers_BT = np.full(shape, _IGNORED, np.int64), np.full(shape, -1, np.int64)
-        for at, row in enumerate(rows):
-            first, word = examples.firsts[row], examples.words[row]
-            labels_BT[at, first] = np.asarray(examples.labels[row], np.int64)[word]
-            numbers_BT[at, first] = word
-        own = {"labels": torch.from_numpy(labels_BT), _WORDS: torch.from_numpy(numbers_BT)}
+        for position, row in enumerate(rows):
+            first_pieces, word_numbers = examples.firsts[row], examples.words[row]
+            labels_BT[position, first_pieces] = np.asarray(examples.labels[row], np.int64)[word_numbers]
+            numbers_BT[position, first_pieces] = word_numbers
+        word_tensors = {"labels": torch.from_numpy(labels_BT), _WORDS: torch.from_numpy(numbers_BT)}
         counts_B = torch.from_numpy(examples.firsts.lengths[rows])
-        return {**batch, **{key: to_device(value, device) for key, value in own.items()}, _COUNTS: counts_B}
+        return {**batch, **{key: to_device(value, device) for key, value in word_tensors.items()}, _COUNTS: counts_B}
 
     def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean cross-entropy of the batch's words, in float32 or better."""
-        losses_S, _, _ = self._measure(model, batch)
+        losses_S, _, _ = self._compute_token_losses(model, batch)
         return losses_S.sum() / max(1, len(losses_S))
 
     def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the mean cross-entropy of the words of each client's sentences, (C,)."""
-        losses_S, _, places_S = self._measure(model, batch)
-        mask_CS = mask_CB.to(losses_S)[:, places_S // batch["input_ids"].shape[1]]
+        losses_S, _, positions_S = self._compute_token_losses(model, batch)
+        mask_CS = mask_CB.to(losses_S)[:, positions_S // batch["input_ids"].shape[1]]
         return mask_CS @ losses_S / mask_CS.sum(1).clamp(min=1)
 
-    def _measure(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the cross-entropies, (S,), and logits, (S, K), of the labelled pieces, and their places in (B, T)."""
+    def _compute_token_losses(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return cross-entropies, (S,), and logits, (S, K), of the labelled pieces, and their positions in (B, T)."""
         inputs = {key: value for key, value in batch.items() if key not in ("labels", _WORDS, _COUNTS)}
         logits_BTK = model(**inputs).logits
         # A mask as index would make the host wait for a GPU, which alone knows how many pieces it selects.
         labelled = (batch[_WORDS] >= 0).flatten()
-        places_S = torch.nonzero_static(labelled, size=int(batch[_COUNTS].sum()))[:, 0]
-        logits_SK = upcast(logits_BTK.flatten(0, 1).index_select(0, places_S))
-        targets_S = batch["labels"].flatten()[places_S]
-        return F.cross_entropy(logits_SK, targets_S, reduction="none"), logits_SK, places_S
+        positions_S = torch.nonzero_static(labelled, size=int(batch[_COUNTS].sum()))[:, 0]
+        logits_SK = upcast(logits_BTK.flatten(0, 1).index_select(0, positions_S))
+        targets_S = batch["labels"].flatten()[positions_S]
+        return F.cross_entropy(logits_SK, targets_S, reduction="none"), logits_SK, positions_S
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Return each sentence's sum of losses, its labelled words, and the labels of its words, (B, 2 + max_length).
 
         Words without a piece of their own, and columns beyond the sentence, are -1.
         """
-        losses_S, logits_SK, places_S = self._measure(model, batch)
+        losses_S, logits_SK, positions_S = self._compute_token_losses(model, batch)
         count, width = batch["input_ids"].shape
-        rows_S = places_S // width
+        rows_S = positions_S // width
         sums = torch.zeros(count, _SUMS, device=losses_S.device)
         sums.index_add_(0, rows_S, torch.stack([losses_S.float(), torch.ones_like(losses_S, dtype=torch.float32)], 1))
         labels = torch.full((count, self.max_length), -1.0, device=losses_S.device)
-        numbers_S = batch[_WORDS].flatten()[places_S]
+        numbers_S = batch[_WORDS].flatten()[positions_S]
         fits = numbers_S < self.max_length  # words without pieces may push later words beyond the width
         labels[rows_S[fits], numbers_S[fits]] = logits_SK.argmax(1).float()[fits]
         return torch.cat([sums, labels], 1)
@@ -191,21 +191,21 @@ class TokenClassification:
         A word that was cut counts as predicted to be outside of entities.
         """
         loss, words = predictions[:, :_SUMS].double().sum(0).tolist()
-        truths = [self._name(examples.labels[index]) for index in indices]
+        references = [self._get_tags(examples.labels[index]) for index in indices]
         rows = predictions[:, _SUMS:].long().tolist()
-        guesses = [self._pad(row, len(truth)) for row, truth in zip(rows, truths, strict=True)]
-        scores = score_entities(truths, guesses)
-        pairs = zip(chain.from_iterable(truths), chain.from_iterable(guesses), strict=True)
-        right = sum(truth == guess for truth, guess in pairs)
+        predicted = [self._pad(row, len(reference)) for row, reference in zip(rows, references, strict=True)]
+        scores = score_entities(references, predicted)
+        pairs = zip(chain.from_iterable(references), chain.from_iterable(predicted), strict=True)
+        correct = sum(reference == prediction for reference, prediction in pairs)
         return {
             "loss": loss / max(1, words),
             "entity_f1": scores.f1,
             "entity_precision": scores.precision,
             "entity_recall": scores.recall,
-            "token_accuracy": right / max(1, sum(map(len, truths))),
+            "token_accuracy": correct / max(1, sum(map(len, references))),
         }
 
-    def _name(self, indices: Sequence[int]) -> list[str]:
+    def _get_tags(self, indices: Sequence[int]) -> list[str]:
         return [self.labels[index] for index in indices]
 
     def _pad(self, row: Sequence[int], count: int) -> list[str]:
@@ -215,63 +215,65 @@ class TokenClassification:
 
     def describe_examples(self, examples: EncodedSentences) -> tuple[str, ...]:
         """Report how many sentences lost words at their end."""
-        seen = np.array([max(examples.words[row], default=-1) + 1 for row in range(len(examples))])
+        encoded_words = np.array([max(examples.words[row], default=-1) + 1 for row in range(len(examples))])
         # A last word may also have no pieces at all, such as one of control characters only.
-        count = int(((seen < examples.labels.lengths) & (examples.lengths >= self.max_length)).sum())
+        count = int(((encoded_words < examples.labels.lengths) & (examples.lengths >= self.max_length)).sum())
         if not count:
             return ()
         return (f"{count} of {len(examples)} sentences lost words: model.max_length is {self.max_length} pieces",)
 
     def decode_predictions(self, predictions: Tensor) -> list[str]:
         """Return the predicted tags of each sentence, joined with spaces."""
-        answers: list[str] = []
+        texts: list[str] = []
         for row in predictions[:, _SUMS:].long().tolist():
-            last = max((at for at, index in enumerate(row) if index >= 0), default=-1)
-            answers.append(" ".join(self._pad(row, last + 1)))
-        return answers
+            last = max((position for position, index in enumerate(row) if index >= 0), default=-1)
+            texts.append(" ".join(self._pad(row, last + 1)))
+        return texts
 
     def decode_targets(self, examples: EncodedSentences, indices: Sequence[int]) -> list[str]:
         """Return the true tags of each sentence, joined with spaces."""
-        return [" ".join(self._name(examples.labels[index])) for index in indices]
+        return [" ".join(self._get_tags(examples.labels[index])) for index in indices]
 
 
 def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
-    words, tags = reader.get_role_column(config, "tokens"), _tag_column(config)
+    words, tags = reader.get_role_column(config, "tokens"), _get_tag_column(config)
     tokens = reader.read_text_lists(words, "roles.tokens")
     lists: list[list[str]] = []
-    for row, (sentence, own) in enumerate(zip(tokens.to_pylist(), reader.read_tag_lists(tags, "label"), strict=True)):
+    for row, (sentence, sentence_tags) in enumerate(
+        zip(tokens.to_pylist(), reader.read_tag_lists(tags, "label"), strict=True)
+    ):
         place = reader.source.row(row)
-        if len(sentence) != len(own):
-            problem = f"{place} has {len(sentence)} words and {len(own)} tags. {reader.skip_advice}"
+        if len(sentence) != len(sentence_tags):
+            problem = f"{place} has {len(sentence)} words and {len(sentence_tags)} tags. {reader.skip_advice}"
             raise FedspanError(f"{reader.field}.label", tags, problem=problem)
-        wrong = next((tag for tag in own if not TAG.fullmatch(tag)), None)
+        wrong = next((tag for tag in sentence_tags if not TAG.fullmatch(tag)), None)
         if wrong is not None:
             expected = "tags such as O, B-TYPE and I-TYPE (IOB1, IOB2, IOBES or BILOU)"
             problem = f"{place} has the tag {wrong!r}. {reader.skip_advice}"
             raise FedspanError(f"{reader.field}.label", tags, expected, problem=problem)
-        lists.append(convert_to_iob2(own))
+        lists.append(convert_to_iob2(sentence_tags))
     texts = pa.chunked_array([pa.array([" ".join(sentence) for sentence in tokens.to_pylist()], pa.string())])
     return ReadColumns({"text": texts, "tokens": tokens}, {words, tags}, label_lists=lists)
 
 
 def _find_valid_rows(dataset: datasets.Dataset, config: DataConfig) -> list[bool]:
     """Find the sentences with one valid tag for each word."""
-    words, tags = config.roles.get("tokens", "tokens"), _tag_column(config)
+    words, tags = config.roles.get("tokens", "tokens"), _get_tag_column(config)
     if words not in dataset.column_names or tags not in dataset.column_names:
         return [True] * len(dataset)  # the check of the columns reports it better
     pairs = zip(*(get_arrow_column(dataset, column).to_pylist() for column in (words, tags)), strict=True)
-    return [_fits(sentence, own) for sentence, own in pairs]
+    return [_has_matching_tags(sentence, sentence_tags) for sentence, sentence_tags in pairs]
 
 
-def _fits(sentence: object, tags: object) -> bool:
+def _has_matching_tags(sentence: object, tags: object) -> bool:
     if not isinstance(sentence, list) or not isinstance(tags, list):
         return True  # a column of another type is refused, however few rows there are
-    own = cast("list[object]", tags)
-    has_tags = all(TAG.fullmatch(tag) for tag in own if isinstance(tag, str))
-    return len(cast("list[object]", sentence)) == len(own) and has_tags
+    tag_list = cast("list[object]", tags)
+    has_tags = all(TAG.fullmatch(tag) for tag in tag_list if isinstance(tag, str))
+    return len(cast("list[object]", sentence)) == len(tag_list) and has_tags
 
 
-def _tag_column(config: DataConfig) -> str:
+def _get_tag_column(config: DataConfig) -> str:
     return config.label or config.roles.get("tags", "tags")
 
 
@@ -319,7 +321,7 @@ def _infer_columns(sample: datasets.Dataset, options: Mapping[str, str | None]) 
         column = get_arrow_column(sample, name)  # as Arrow stores it: images are not decoded
         if is_list(column.type) and (values := [value for value in column.to_pylist() if value]):
             lists[name] = values
-    tags = options["label"] or next((name for name in lists if _holds_tags(sample, name, lists[name])), None)
+    tags = options["label"] or next((name for name in lists if _has_tags(sample, name, lists[name])), None)
     if tags not in lists:
         return None
     texts = [
@@ -333,7 +335,7 @@ def _infer_columns(sample: datasets.Dataset, options: Mapping[str, str | None]) 
     return InferredColumns({**roles, **label}, f"words {words!r}, tags {tags!r}")
 
 
-def _holds_tags(sample: datasets.Dataset, name: str, rows: list[list[Any]]) -> bool:
+def _has_tags(sample: datasets.Dataset, name: str, rows: list[list[Any]]) -> bool:
     classes: list[str] | None = getattr(getattr(sample.features[name], "feature", None), "names", None)
     tags = [tag for row in rows for tag in row] if classes is None else classes
     return all(isinstance(tag, str) and TAG.fullmatch(tag) for tag in tags) and len(set(tags)) > 1
@@ -365,11 +367,11 @@ def _list_words(text: Any) -> list[str]:
 
 def _postprocess(task: TokenClassification, inputs: Sequence[Any], predictions: Tensor) -> list[list[tuple[str, str]]]:
     """Return the entities of each input, as text and type."""
-    found: list[list[tuple[str, str]]] = []
+    entities: list[list[tuple[str, str]]] = []
     for text, tags in zip(inputs, task.decode_predictions(predictions), strict=True):
         words = _list_words(text)
-        found.append([(" ".join(words[start:end]), kind) for kind, start, end in find_entities(tags.split())])
-    return found
+        entities.append([(" ".join(words[start:end]), kind) for kind, start, end in find_entities(tags.split())])
+    return entities
 
 
 def _make_examples(ids: Ragged, classes: np.ndarray) -> EncodedSentences:
@@ -395,7 +397,10 @@ TOKEN_CLASSIFICATION = TaskDefinition(
     },
     columns=TaskColumns(
         read=_read,
-        get_required_columns=lambda config, field: [(config.roles.get("tokens", "tokens"),), (_tag_column(config),)],
+        get_required_columns=lambda config, field: [
+            (config.roles.get("tokens", "tokens"),),
+            (_get_tag_column(config),),
+        ],
         find_valid_rows=_find_valid_rows,
         get_joined_columns=lambda config: (),
         get_label_column=lambda config: None,

@@ -74,7 +74,7 @@ class ClientSlot:
         self._losses: list[Tensor] = []
 
     @property
-    def probing(self) -> bool:
+    def is_probe(self) -> bool:
         """Whether the job only measures its gradient."""
         return self.assignment.job.steps == 0
 
@@ -96,14 +96,14 @@ class ClientSlot:
     @property
     def share(self) -> float:
         """Weight of the next batch in its step's gradient."""
-        return len(self.batch) / len(self.assignment.indices) if self.probing else 1 / self.settings.accumulate
+        return len(self.batch) / len(self.assignment.indices) if self.is_probe else 1 / self.settings.accumulate
 
     def get_grouping_key(self) -> tuple[object, ...]:
         """The grouping key: clients with equal keys can share a pass."""
         job = self.assignment.job
         shapes = tuple((name, value.shape, value.dtype) for name, value in self.frozen.items())
         parametrization = tuple(job.parametrization.items())
-        return self.layout, parametrization, shapes, job.buffers, self.spec, self.probing, self.mask is None
+        return self.layout, parametrization, shapes, job.buffers, self.spec, self.is_probe, self.mask is None
 
     @property
     def has_equal_steps(self) -> bool:

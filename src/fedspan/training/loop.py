@@ -66,10 +66,10 @@ class LoopEngine(Trainer):
             optimizer.restore(stored.optimizer_state)
             self.set_frozen_decay(job, totals.decay)
             self.stages.advance("training", round(totals.examples))
-        probing = job.steps == 0
+        is_probe = job.steps == 0
 
         def finish_step() -> None:
-            self._step(job, live, optimizer, gradients_sum, probing)
+            self._step(job, live, optimizer, gradients_sum, is_probe)
             totals.steps += 1
             totals.decay *= self.decay_frozen(assignment, live)
 
@@ -97,16 +97,16 @@ class LoopEngine(Trainer):
                 raise build_not_finite_error(assignment, value)
             totals.loss_sum += value * len(batch_indices)
             totals.examples += len(batch_indices)
-            share = len(batch_indices) / len(indices) if probing else 1 / settings.accumulate
+            share = len(batch_indices) / len(indices) if is_probe else 1 / settings.accumulate
             (loss * share).backward()
             totals.passes += 1
             self.stages.advance("training", len(batch_indices))
-            if probing or totals.passes % settings.accumulate:
+            if is_probe or totals.passes % settings.accumulate:
                 continue
             finish_step()
             if checkpoint is not None and checkpoint.is_due(totals.steps):
                 store_progress()
-        if probing or totals.passes % settings.accumulate:  # the last, incomplete group of an epoch still counts
+        if is_probe or totals.passes % settings.accumulate:  # the last, incomplete group of an epoch still counts
             finish_step()
         store_progress()  # the reply may still be lost, or the order's next job interrupted
         adapted.set_dropout(None)
@@ -114,8 +114,8 @@ class LoopEngine(Trainer):
         return Trained(
             tensors={name: value.detach().to("cpu", copy=True) for name, value in live.items()},
             optimizer_state=optimizer.copy_state(),
-            steps=0 if probing else steps,
-            lr_sum=0.0 if probing else assignment.lr * steps,
+            steps=0 if is_probe else steps,
+            lr_sum=0.0 if is_probe else assignment.lr * steps,
             gradient={name: (value / max(1, steps)).to("cpu") for name, value in gradients_sum.items()},
             decay=totals.decay,
             metrics={"loss": totals.loss_sum / max(1.0, totals.examples), "examples": totals.examples},
@@ -137,7 +137,7 @@ class LoopEngine(Trainer):
         live: Mapping[str, Tensor],
         optimizer: LocalOptimizer,
         gradients_sum: dict[str, Tensor],
-        probing: bool,
+        is_probe: bool,
     ) -> None:
         names = optimizer.names
         gradients: dict[str, Tensor] = {}
@@ -145,9 +145,9 @@ class LoopEngine(Trainer):
             tensor = live[name]
             gradients[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             tensor.grad = None
-        if job.want_gradient or probing:
+        if job.want_gradient or is_probe:
             for name in names:
                 gradients_sum[name] = gradients_sum.get(name, torch.zeros_like(gradients[name])) + gradients[name]
-        if probing:
+        if is_probe:
             return
         self.apply(job, live, optimizer, gradients)

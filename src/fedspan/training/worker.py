@@ -177,13 +177,13 @@ class Worker:
     def advance(self, group: Sequence[ClientSlot], examples: Examples) -> None:
         """Train one batch of each of several clients of one kind, and take the optimizer steps that it completes."""
         losses, gradients = self._compute_gradients(group, examples)
-        gathers = group[0].probing or self.settings.accumulate > 1
+        gathers = group[0].is_probe or self.settings.accumulate > 1
         complete: list[ClientSlot] = []
         for loss, gradient, slot in zip(losses, gradients, group, strict=True):
             slot.record_loss(loss)
             if gathers:
                 slot.gathered = gradient if slot.gathered is None else slot.gathered + gradient
-            if not slot.batches_left or not (slot.probing or slot.batches_done % self.settings.accumulate):
+            if not slot.batches_left or not (slot.is_probe or slot.batches_done % self.settings.accumulate):
                 complete.append(slot)
         if gathers:
             gradients = torch.stack([slot.pop_gathered() for slot in complete]) if complete else gradients[:0]
@@ -234,10 +234,10 @@ class Worker:
     def _step(self, group: Sequence[ClientSlot], gradients: Tensor) -> None:
         layout, settings = group[0].layout, self.settings
         for number, slot in enumerate(group):
-            if slot.assignment.job.want_gradient or slot.probing:
+            if slot.assignment.job.want_gradient or slot.is_probe:
                 gradient = gradients[number]
                 slot.gradient = gradient.clone() if slot.gradient is None else slot.gradient + gradient
-        if group[0].probing:
+        if group[0].is_probe:
             return
         if any(slot.assignment.job.penalties for slot in group):
             gradients = gradients + torch.stack([self._compute_penalty_gradient(slot) for slot in group])

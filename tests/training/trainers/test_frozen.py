@@ -41,12 +41,12 @@ def test_a_new_base_is_no_change_and_a_change_under_it_is() -> None:
     frozen = FrozenBase(root, adapted)
     for base in (moved(1), moved(2), BaseUpdate()):
         adapted.set_base(base)
-        assert frozen.changed(checksum_frozen(root, {})) == []
+        assert frozen.list_changed(checksum_frozen(root, {})) == []
     adapted.set_base(moved(3))
-    assert frozen.changed(checksum_frozen(root, {})) == []
+    assert frozen.list_changed(checksum_frozen(root, {})) == []
     with torch.no_grad():
         root[0].weight[0, 0] += 1  # pyright: ignore
-    assert frozen.changed(checksum_frozen(root, {})) == ["0.weight"]
+    assert frozen.list_changed(checksum_frozen(root, {})) == ["0.weight"]
 
 
 def test_a_change_outside_of_the_target_layers_is_found_under_every_base() -> None:
@@ -55,7 +55,7 @@ def test_a_change_outside_of_the_target_layers_is_found_under_every_base() -> No
     with torch.no_grad():
         root[1].bias[0] += 1  # pyright: ignore
     adapted.set_base(moved(1))
-    assert frozen.changed(checksum_frozen(root, {})) == ["1.bias"]
+    assert frozen.list_changed(checksum_frozen(root, {})) == ["1.bias"]
 
 
 def test_a_target_layer_that_changed_before_the_first_base_is_found() -> None:
@@ -64,4 +64,4 @@ def test_a_target_layer_that_changed_before_the_first_base_is_found() -> None:
     with torch.no_grad():
         root[0].weight[0, 0] += 1  # pyright: ignore
     adapted.set_base(moved(1))
-    assert "0.weight" in frozen.changed(checksum_frozen(root, {}))
+    assert "0.weight" in frozen.list_changed(checksum_frozen(root, {}))

@@ -31,28 +31,28 @@ class FrozenBase:
         layers = {id(layer.stored_weight): layer for layer in adapted.layers.values()}
         state = root.state_dict(keep_vars=True)
         self._targets = {name: layers[id(value)] for name, value in state.items() if id(value) in layers}
-        found = checksum_frozen(root, adapted.get_values())
-        self._working = {name: found[name] for name in self._targets if name in found}
-        self._reference = {name: self._original(name, value) for name, value in found.items()}
+        checksums = checksum_frozen(root, adapted.get_values())
+        self._working = {name: checksums[name] for name in self._targets if name in checksums}
+        self._reference = {name: self._get_original_checksum(name, value) for name, value in checksums.items()}
 
-    def changed(self, found: Mapping[str, int]) -> list[str]:
+    def list_changed(self, checksums: Mapping[str, int]) -> list[str]:
         """List the weights that differ from the reference.
 
         Args:
-            found: Checksums of the module now (``checksum_frozen``).
+            checksums: Checksums of the module now (``checksum_frozen``).
         """
         if self._adapted.base is not self._base:
             self._base = self._adapted.base
-            self._working = {name: found[name] for name in self._working if name in found}
+            self._working = {name: checksums[name] for name in self._working if name in checksums}
         return [
             name
             for name, expected in self._reference.items()
-            if name not in found
-            or self._original(name, found[name]) != expected
-            or found[name] != self._working.get(name, found[name])
+            if name not in checksums
+            or self._get_original_checksum(name, checksums[name]) != expected
+            or checksums[name] != self._working.get(name, checksums[name])
         ]
 
-    def _original(self, name: str, stored: int) -> int:
+    def _get_original_checksum(self, name: str, stored: int) -> int:
         """Return the checksum of a weight without the server state's base, given that of the stored weight."""
         original = self._targets[name].shared[2] if name in self._targets else None
         return stored if original is None else _checksum(original)
@@ -68,12 +68,12 @@ def checksum_frozen(root: nn.Module, live: Mapping[str, Tensor]) -> dict[str, in
     Returns:
         Checksums of the raw values and their order, by name; computed on the module's device.
     """
-    own = {id(value) for value in live.values()}
+    job_tensors = {id(value) for value in live.values()}
     state = root.state_dict(keep_vars=True)
     return {
         name: _checksum(value)
         for name, value in state.items()
-        if isinstance(value, Tensor) and id(value) not in own and not value.is_meta
+        if isinstance(value, Tensor) and id(value) not in job_tensors and not value.is_meta
     }
 
 

@@ -45,8 +45,10 @@ def install_job(root: nn.Module, adapted: AdaptedModel, job: Job) -> Generator[d
             registered.append((module, _PREFIX + slot))
             live[join_tensor_name(layer, slot)] = parameter
     adapted.bind(job.parametrization, live)
-    still = [module for module in root.modules() if is_batch_norm(module) and not _moves(module, live)]
-    hooks = [module.register_forward_pre_hook(_keep_statistics) for module in still]
+    frozen_norms = [
+        module for module in root.modules() if is_batch_norm(module) and not _has_trained_statistics(module, live)
+    ]
+    hooks = [module.register_forward_pre_hook(_freeze_statistics) for module in frozen_norms]
     try:
         yield live
     finally:
@@ -59,11 +61,11 @@ def install_job(root: nn.Module, adapted: AdaptedModel, job: Job) -> Generator[d
         root.requires_grad_(False)
 
 
-def _moves(norm: nn.Module, live: Mapping[str, Tensor]) -> bool:
+def _has_trained_statistics(norm: nn.Module, live: Mapping[str, Tensor]) -> bool:
     """Check whether a norm's running statistics are among a job's tensors."""
     return any(norm.running_mean is value for value in live.values())
 
 
-def _keep_statistics(norm: nn.Module, args: object) -> None:
+def _freeze_statistics(norm: nn.Module, args: object) -> None:
     """Let a norm use its running statistics: a trainer sets the whole model to training mode before every pass."""
     norm.training = False

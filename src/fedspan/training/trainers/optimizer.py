@@ -61,11 +61,11 @@ class JobOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {"lr": spec.lr, "weight_decay": spec.weight_decay})
 
     @property
-    def probing(self) -> bool:
+    def is_probe(self) -> bool:
         """Whether the job only measures its gradient."""
         return self._assignment.job.steps == 0
 
-    def count(self, examples: int) -> None:
+    def count_examples(self, examples: int) -> None:
         """Count examples of this process whose gradients the next step uses."""
         if self._processes is not None:
             examples = round(self._processes.sum(examples, "examples of a step"))
@@ -92,12 +92,12 @@ class JobOptimizer(torch.optim.Optimizer):
             tensor = self._live[name]
             gradients[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             tensor.grad = None
-        if job.want_gradient or self.probing:
-            share = self._pending if self.probing else 1
+        if job.want_gradient or self.is_probe:
+            share = self._pending if self.is_probe else 1
             for name, gradient in gradients.items():
                 self._sums[name] = self._sums.get(name, torch.zeros_like(gradient)) + gradient * share
         self.steps, self.examples, self._pending = self.steps + 1, self.examples + self._pending, 0
-        if self.probing:
+        if self.is_probe:
             return
         if self._processes is None or self._processes.is_leader:
             with torch.enable_grad():  # penalties are differentiated
@@ -106,11 +106,11 @@ class JobOptimizer(torch.optim.Optimizer):
         if self._processes is not None:
             self._processes.share(self._live[name] for name in names)
 
-    def mean_gradient(self) -> dict[str, Tensor]:
+    def compute_mean_gradient(self) -> dict[str, Tensor]:
         """Return the mean raw gradient: over examples for a probe, else over steps; empty unless the job wants it."""
-        total = self.examples if self.probing else self.steps
+        total = self.examples if self.is_probe else self.steps
         return {name: (value / max(1, total)).to("cpu") for name, value in self._sums.items()}
 
-    def moments(self) -> OptimizerState:
+    def copy_moments(self) -> OptimizerState:
         """Return moments and step counts, copied to the CPU."""
         return self._local.copy_state()

@@ -194,19 +194,19 @@ class Processes:
             FedspanError: If another process ended, or gives a number for another purpose.
         """
         own = torch.tensor([value, zlib.crc32(purpose.encode())], dtype=torch.float64)
-        found = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
+        gathered = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
         try:
-            distributed.all_gather(found, own, group=self._task_group)
+            distributed.all_gather(gathered, own, group=self._task_group)
         except RuntimeError as error:
             self.failure = "another process ended, for the reason in its output, or did not answer in time"
             raise FedspanError("trainer", None, problem=self.failure) from error
-        if any(other[1] != own[1] for other in found):
+        if any(other[1] != own[1] for other in gathered):
             self.failure = (
                 f"process {self.rank} was at {purpose!r} and another process was not. Every process must have the "
                 "same number of batches"
             )
             raise FedspanError("trainer", None, problem=self.failure)
-        return [float(other[0]) for other in found]
+        return [float(other[0]) for other in gathered]
 
     def _broadcast(self, value: Tensor, group: distributed.ProcessGroup | None = None) -> None:
         if value.numel():

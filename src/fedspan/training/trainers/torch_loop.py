@@ -59,7 +59,7 @@ class TrainingRound:
             loss: The mean loss over the step's examples, a scalar.
             examples: Number of examples whose gradients the step uses.
         """
-        self.optimizer.count(examples)
+        self.optimizer.count_examples(examples)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._loss += float(loss.detach()) * examples
@@ -115,16 +115,16 @@ class TorchTrainer:
         round = TrainingRound(plan, optimizer, self.root)
         set_seed(plan.seed)
         self._train(round)
-        where = f"of client {plan.client} in round {plan.round + 1}"
+        place = f"of client {plan.client} in round {plan.round + 1}"
         if plan.steps is not None and optimizer.steps != plan.steps:
             problem = (
-                f"the loop {where} took {optimizer.steps} of {plan.steps} planned steps. Pass round.batches a loader "
+                f"the loop {place} took {optimizer.steps} of {plan.steps} planned steps. Pass round.batches a loader "
                 "that starts anew in each epoch, and call round.step once for each of its batches"
             )
             raise FedspanError("trainer", plan.client, problem=problem)
         limit = self.examples * (plan.epochs if plan.steps is None else plan.steps)
         if optimizer.examples > limit:
-            problem = f"the loop {where} counted {optimizer.examples} examples, and at most {limit} were possible"
+            problem = f"the loop {place} counted {optimizer.examples} examples, and at most {limit} were possible"
             raise FedspanError("trainer", plan.client, "round.step(loss, examples of the batch)", problem=problem)
         return round.mean_loss
 

@@ -107,28 +107,28 @@ class TrainerEngine(Trainer):
         if job.refresh is not None:
             problem = "its projectors are renewed from gradients within a round, which needs fedspan's own engines"
             raise FedspanError("method", "refresh", problem=problem)
-        owner = self._owner(assignment.client)
+        owner = self._get_owner(assignment.client)
         self._round = assignment.round
-        services = self._services(owner)
+        services = self._build_services(owner)
         plan = plan_round(self.settings, self.seed, assignment)
         with install_job(owner.trainer.root, owner.adapted, job) as live:
             before = self._require_frozen(owner, live, f"before round {assignment.round + 1}")
             self._set_dropout(owner.adapted)
             optimizer = JobOptimizer(services, assignment, live, self._processes)
-            with self._together("train", assignment.client, job, round=assignment.round, lr=assignment.lr):
+            with self._run_in_processes("train", assignment.client, job, round=assignment.round, lr=assignment.lr):
                 loss = owner.trainer.train(plan, optimizer)
                 if self._processes is not None:
                     loss = self._processes.compute_mean(loss, "loss of a round")
                 self._require_frozen(owner, live, f"in round {assignment.round + 1}", before)
                 _require_trained(assignment, optimizer, loss, live)
             self.stages.advance("training", optimizer.examples)
-            steps = 0 if optimizer.probing else optimizer.steps
+            steps = 0 if optimizer.is_probe else optimizer.steps
             return Trained(
                 tensors={name: value.detach().to("cpu", copy=True) for name, value in live.items()},
-                optimizer_state=optimizer.moments(),
+                optimizer_state=optimizer.copy_moments(),
                 steps=steps,
                 lr_sum=assignment.lr * steps,
-                gradient=optimizer.mean_gradient(),
+                gradient=optimizer.compute_mean_gradient(),
                 decay=optimizer.decay,
                 metrics={"loss": loss, "examples": float(optimizer.examples)},
             )
@@ -141,9 +141,12 @@ class TrainerEngine(Trainer):
         Raises:
             FedspanError: If the evaluation fails, changes the frozen base, or lacks the run's metric.
         """
-        owner = self._owner(client)
+        owner = self._get_owner(client)
         owner.adapted.set_base(self.adapted.base)
-        with install_job(owner.trainer.root, owner.adapted, job) as live, self._together("evaluate", client, job):
+        with (
+            install_job(owner.trainer.root, owner.adapted, job) as live,
+            self._run_in_processes("evaluate", client, job),
+        ):
             try:
                 metrics = owner.trainer.evaluate()
             except FedspanError:
@@ -182,7 +185,7 @@ class TrainerEngine(Trainer):
         return hash_frozen(first.trainer.root, first.adapted).hexdigest()
 
     @contextmanager
-    def _together(self, task: str, client: str, job: Job, **header: object) -> Generator[None]:
+    def _run_in_processes(self, task: str, client: str, job: Job, **header: object) -> Generator[None]:
         """Run a task within this context in all of the trainer's processes, which rank 0 tells of it."""
         if self._processes is None:
             yield
@@ -192,7 +195,7 @@ class TrainerEngine(Trainer):
         with self._processes.run_together():
             yield
 
-    def _owner(self, client: str) -> Owner:
+    def _get_owner(self, client: str) -> Owner:
         if client not in self.owners:
             raise FedspanError(
                 "trainers", client, problem=f"no trainer of {client!r}. {suggest_nearest(client, self.owners)}"
@@ -218,9 +221,13 @@ class TrainerEngine(Trainer):
             FedspanError: If they changed, now or before an earlier order.
         """
         root = owner.trainer.root
-        found = checksum_frozen(root, live)
-        changed = self._frozen[root].changed(found)
-        changed += [name for name in {**(before or found), **found} if (before or found).get(name) != found.get(name)]
+        checksums = checksum_frozen(root, live)
+        changed = self._frozen[root].list_changed(checksums)
+        changed += [
+            name
+            for name in {**(before or checksums), **checksums}
+            if (before or checksums).get(name) != checksums.get(name)
+        ]
         if changed:
             id = next(id for id, other in self.owners.items() if other is owner)
             self._violations[root] = problem = (
@@ -228,9 +235,9 @@ class TrainerEngine(Trainer):
                 "callback or an optimizer of the trainer's own may have done it. Load the model again and restart"
             )
             raise FedspanError("trainer", id, problem=problem)
-        return found
+        return checksums
 
-    def _services(self, owner: Owner) -> Trainer:
+    def _build_services(self, owner: Owner) -> Trainer:
         """Return the training services on an owner's model, with the server's base set in it."""
         owner.adapted.set_base(self.adapted.base)
         if owner.adapted is self.adapted:
@@ -286,14 +293,14 @@ def _require_equal_models(owners: Mapping[str, Owner]) -> None:
 
 
 def _require_trained(assignment: Assignment, optimizer: JobOptimizer, loss: float, live: Mapping[str, Tensor]) -> None:
-    where = f"of client {assignment.client} in round {assignment.round + 1}"
+    place = f"of client {assignment.client} in round {assignment.round + 1}"
     if not optimizer.steps:
-        raise FedspanError("trainer", assignment.client, problem=f"the trainer {where} took no optimizer step")
+        raise FedspanError("trainer", assignment.client, problem=f"the trainer {place} took no optimizer step")
     if not optimizer.examples:
-        raise FedspanError("trainer", assignment.client, problem=f"the trainer {where} counted no examples")
+        raise FedspanError("trainer", assignment.client, problem=f"the trainer {place} counted no examples")
     if not math.isfinite(loss):
         raise build_not_finite_error(assignment, loss)
     for name in assignment.job.trainable_names:
         if not bool(torch.isfinite(live[name]).all()):
-            problem = f"{name} {where} holds values that are not finite after training"
+            problem = f"{name} {place} holds values that are not finite after training"
             raise FedspanError("trainer", assignment.client, problem=problem)

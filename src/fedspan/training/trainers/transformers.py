@@ -56,21 +56,21 @@ class TransformersTrainer:
     @property
     def examples(self) -> int:
         """``LocalTrainer.examples``."""
-        return _length(self.trainer.train_dataset)
+        return _get_length(self.trainer.train_dataset)
 
     @property
     def validation_examples(self) -> int:
         """``LocalTrainer.validation_examples``; of several named evaluation sets, no metric has the usual name."""
         dataset = self.trainer.eval_dataset
-        return 0 if dataset is None or isinstance(dataset, dict) else _length(dataset)
+        return 0 if dataset is None or isinstance(dataset, dict) else _get_length(dataset)
 
     def train(self, plan: RoundPlan, optimizer: JobOptimizer) -> float:
         """``LocalTrainer.train``."""
         trainer = self.trainer
         try:
-            with _round_settings(trainer, plan), _own_forward(self.root), _counted_examples(trainer, optimizer):
+            with _set_round_arguments(trainer, plan), _restore_forward(self.root), _count_examples(trainer, optimizer):
                 trainer.optimizer = optimizer
-                trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _constant)
+                trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _get_constant_rate)
                 set_seed(plan.seed)
                 return float(trainer.train().training_loss)
         finally:
@@ -82,7 +82,7 @@ class TransformersTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """``LocalTrainer.evaluate``."""
-        with _own_forward(self.root):
+        with _restore_forward(self.root):
             try:
                 measured = self.trainer.evaluate()
             finally:
@@ -132,16 +132,16 @@ class _CountingLoaders(TrainerCallback):
 
 
 @contextmanager
-def _counted_examples(trainer: Trainer, optimizer: JobOptimizer) -> Generator[None]:
+def _count_examples(trainer: Trainer, optimizer: JobOptimizer) -> Generator[None]:
     """Count the examples of each optimizer step within this context, before the step.
 
     The loader is the owner's, with any sampler: what it yields is counted.
     """
-    loaders, inner, own = _CountingLoaders(), trainer.get_batch_samples, vars(trainer).get("get_batch_samples")
+    loaders, inner, own_method = _CountingLoaders(), trainer.get_batch_samples, vars(trainer).get("get_batch_samples")
 
     def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
         batches, items = inner(*args, **kwargs)
-        optimizer.count(sum(_pop_examples(batch) for batch in batches))
+        optimizer.count_examples(sum(_pop_examples(batch) for batch in batches))
         return batches, items
 
     trainer.add_callback(loaders)
@@ -152,8 +152,8 @@ def _counted_examples(trainer: Trainer, optimizer: JobOptimizer) -> Generator[No
         trainer.remove_callback(loaders)
         loaders.undo()
         del trainer.get_batch_samples
-        if own is not None:
-            trainer.get_batch_samples = own
+        if own_method is not None:
+            trainer.get_batch_samples = own_method
 
 
 def _pop_examples(batch: Any) -> int:
@@ -171,15 +171,15 @@ def _pop_examples(batch: Any) -> int:
     return rows
 
 
-def _constant(step: int) -> float:
+def _get_constant_rate(step: int) -> float:
     return 1.0
 
 
-def _length(dataset: Any) -> int:
+def _get_length(dataset: Any) -> int:
     if dataset is None:
         raise FedspanError("trainer", None, problem="the trainer has no train_dataset")
     if isinstance(dataset, Mapping):  # of sentence-transformers: several data sets by name
-        return sum(_length(part) for part in dataset.values())
+        return sum(_get_length(part) for part in dataset.values())
     if not has_length(dataset):
         problem = "the number of examples of an IterableDataset is unknown, and replies are weighted by it"
         raise FedspanError("trainer", type(dataset).__name__, "a data set with a length", problem=problem)
@@ -187,7 +187,7 @@ def _length(dataset: Any) -> int:
 
 
 @contextmanager
-def _round_settings(trainer: Trainer, plan: RoundPlan) -> Generator[None]:
+def _set_round_arguments(trainer: Trainer, plan: RoundPlan) -> Generator[None]:
     """Set the arguments of one round within this context; on exit, restore the owner's."""
     args, loading = trainer.args, trainer.accelerator.dataloader_config
     settings: dict[str, Any] = {
@@ -212,7 +212,7 @@ def _round_settings(trainer: Trainer, plan: RoundPlan) -> Generator[None]:
 
 
 @contextmanager
-def _own_forward(model: nn.Module) -> Generator[None]:
+def _restore_forward(model: nn.Module) -> Generator[None]:
     """Restore a model's forward after this context: mixed precision wraps it, once more in every round."""
     forward = vars(model).get("forward")
     try:
