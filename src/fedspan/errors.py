@@ -106,28 +106,28 @@ def require_printable(name: str) -> str:
     return name
 
 
-def find_similar(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+def find_similar(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
     """Return the known names that are closest to a misspelt one, the closest first; empty if none is close.
 
     A known name that consists of the initials counts as close (``lr`` for ``learning_rate``), and so does one that
     begins with the name (``fedsa-lora`` for ``fedsa``).
     """
-    known = sorted(set(known))
+    candidates = sorted(set(candidates))
     initials = "".join(word[0] for word in re.findall(r"[a-z]+", name.lower()))
-    close = [candidate for candidate in known if candidate == initials != name]
-    longer = [candidate for candidate in known if len(name) > 2 and candidate.startswith(name)]
-    return list(dict.fromkeys([*close, *longer, *get_close_matches(name, known, n=count, cutoff=0.4)]))[:count]
+    close = [candidate for candidate in candidates if candidate == initials != name]
+    longer = [candidate for candidate in candidates if len(name) > 2 and candidate.startswith(name)]
+    return list(dict.fromkeys([*close, *longer, *get_close_matches(name, candidates, n=count, cutoff=0.4)]))[:count]
 
 
-def suggest_nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+def suggest_nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:
     """Return a sentence that suggests the known names closest to a misspelt one, for an error's ``problem``.
 
     Where none is close, the sentence lists the first known names; it is empty if none is known.
     """
-    known = sorted(set(known))
-    if close := [repr(candidate) for candidate in find_similar(name, known, count)]:
+    candidates = sorted(set(candidates))
+    if close := [repr(candidate) for candidate in find_similar(name, candidates, count)]:
         return f"Did you mean {' or '.join([', '.join(close[:-1]), close[-1]] if close[1:] else close)}?"
-    if not known:
+    if not candidates:
         return ""
-    more = ", ..." if len(known) > 2 * count else ""
-    return f"Possible values: {', '.join(map(repr, known[: 2 * count]))}{more or '.'}"
+    more = ", ..." if len(candidates) > 2 * count else ""
+    return f"Possible values: {', '.join(map(repr, candidates[: 2 * count]))}{more or '.'}"

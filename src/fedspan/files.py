@@ -55,11 +55,11 @@ def convert_disk_errors(folder: Path, cure: str = "", field: str = "run folder")
         yield
     except OSError as error:
         full = error.errno in _FULL
-        where = f" ({error.filename})" if error.filename not in (None, str(folder)) else ""
-        why = "the disk is full" if full else f"{error.strerror or error}{where}"
+        place = f" ({error.filename})" if error.filename not in (None, str(folder)) else ""
+        reason = "the disk is full" if full else f"{error.strerror or error}{place}"
         remedy = "free some space" if full else "put that right"
         cure = cure or f"the last finished round is intact: {remedy}, then use --resume"
-        problem = f"{str(folder)!r} cannot be used: {why}. {cure[0].upper()}{cure[1:]}"
+        problem = f"{str(folder)!r} cannot be used: {reason}. {cure[0].upper()}{cure[1:]}"
         raise FedspanError(field, str(folder), problem=problem) from error
 
 

@@ -136,15 +136,15 @@ def require_position(path: Path, position: Position) -> None:
         FedspanError: If it is shorter, or a line was changed; the error names the line where one can be named.
     """
     data = read_bytes(path) if path.exists() else b""
-    kept = data[: position.length]
-    if len(kept) < position.length or not (kept.endswith(b"\n") or not kept):
+    prefix = data[: position.length]
+    if len(prefix) < position.length or not (prefix.endswith(b"\n") or not prefix):
         problem = (
             f"at the checkpoint a line ended at byte {position.length}, and the file has {len(data)} bytes now. "
             "Restore the file or start again in another folder"
         )
         _position(path, data)  # an error that names the line comes first
         raise FedspanError(str(path), f"{len(data)} bytes", problem=problem)
-    if _position(path, kept).head != position.head:
+    if _position(path, prefix).head != position.head:
         problem = (
             "the file is a log of another run, or was rewritten as a whole: its head is not the one that the "
             "checkpoint names. Restore the file or start again in another folder"

@@ -45,12 +45,12 @@ def approve(
     requests = approvals.list_requests()
     if not requests:
         typer.echo("no server has requested a job yet")
-    for one in requests:
-        typer.echo(f"job {one.job[:16]}")
-        for name, value in one.summarize().items():
+    for request in requests:
+        typer.echo(f"job {request.job[:16]}")
+        for name, value in request.summarize().items():
             typer.echo(f"  {name:<12}{value}")
         if settings:
-            typer.echo("".join(f"    {line}\n" for line in one.format_settings().splitlines()), nl=False)
+            typer.echo("".join(f"    {line}\n" for line in request.format_settings().splitlines()), nl=False)
 
 
 @register_command(

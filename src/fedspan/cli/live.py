@@ -54,8 +54,8 @@ class RunView(ProgressBar):
         return super().__enter__() if self._out.is_terminal else self
 
     def on_environment_change(self, changes: Mapping[str, tuple[object, object]]) -> None:
-        shown = ", ".join(f"{name} was {then} and is {now}" for name, (then, now) in changes.items())
-        self._print(Text(f"note: {shown}; the last bits of the result may differ", "yellow"))
+        text = ", ".join(f"{name} was {before} and is {after}" for name, (before, after) in changes.items())
+        self._print(Text(f"note: {text}; the last bits of the result may differ", "yellow"))
 
     def on_note(self, text: str) -> None:
         self._print(Text(f"note: {text}", "yellow"))
@@ -66,14 +66,14 @@ class RunView(ProgressBar):
         clients = len(federation.clients)
         cohort = federation.settings.cohort or clients
         parts, members = prepared.partition, federation.clients
-        known = sum(member.client.examples for member in members.values()) if parts is None else 0
-        examples = known if parts is None else int(parts.parts.sizes[:, 0].sum())
-        each = f", {cohort} a round" if cohort < clients else ""
+        client_examples = sum(member.client.examples for member in members.values()) if parts is None else 0
+        examples = client_examples if parts is None else int(parts.parts.sizes[:, 0].sum())
+        cohort_text = f", {cohort} a round" if cohort < clients else ""
         self._print(
             Text.assemble(
                 (config.method.title, "bold"),
                 f" on {config.model.name.removeprefix('builtin:')} ({prepared.engine.adapted.device.type}): "
-                f"{clients} clients{each}, {examples} training examples"
+                f"{clients} clients{cohort_text}, {examples} training examples"
                 + (f", {len(prepared.labels)} labels" if prepared.labels else "")
                 + f"; measured by {METRICS[prepared.task.metric].title}",
             )

@@ -37,17 +37,17 @@ def methods(
 
     rows, wrappers = list_methods(), list_wrappers()
     if key is not None:
-        known = [row.key for row in (*rows, *wrappers)]
-        if key not in known:
+        method_keys = [row.key for row in (*rows, *wrappers)]
+        if key not in method_keys:
             raise FedspanError(
-                "METHOD", key, problem=f"no method or wrapper is named {key!r}. {suggest_nearest(key, known)}"
+                "METHOD", key, problem=f"no method or wrapper is named {key!r}. {suggest_nearest(key, method_keys)}"
             )
         rows = tuple(row for row in rows if row.key == key)
         wrappers = tuple(row for row in wrappers if row.key == key)
     if as_json:
         kinds = {"method": rows, "wrapper": wrappers}
-        plain = [{"role": role, **dataclasses.asdict(row)} for role, described in kinds.items() for row in described]
-        typer.echo(json.dumps(plain, indent=2, ensure_ascii=False))
+        records = [{"role": role, **dataclasses.asdict(row)} for role, described in kinds.items() for row in described]
+        typer.echo(json.dumps(records, indent=2, ensure_ascii=False))
     elif key is None:
         _show_methods(create_console(), rows)
         _show_wrappers(create_console(), wrappers)

@@ -117,7 +117,7 @@ def _print_largest(out: Console, counts: list[tuple[str, ClientRow]], labels: tu
     table.add_column("labels", justify="right", no_wrap=True)
     table.add_column("most frequent")
     for size, row in counts:
-        held = sorted((-count, index) for index, count in enumerate(row.counts) if count)
-        largest = ", ".join(f"{labels[index]} {-count}" for count, index in held[:3])
-        table.add_row(shorten(row.id, _MAX_NAME), size, str(len(held)), largest)
+        client_counts = sorted((-count, index) for index, count in enumerate(row.counts) if count)
+        largest = ", ".join(f"{labels[index]} {-count}" for count, index in client_counts[:3])
+        table.add_row(shorten(row.id, _MAX_NAME), size, str(len(client_counts)), largest)
     out.print(table)

@@ -46,17 +46,17 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
     if not report.adapters:
         out.print(Text("every client's own adapter is on its data owner's node", "dim"))
         return
-    id, where = next(iter(report.adapters.items()))
-    adapter, own = folder / where, id != "global"
+    id, path = next(iter(report.adapters.items()))
+    adapter, is_personal = folder / path, id != "global"
     sample = "image.png" if get_task(report.task).has_image_inputs else '"your text"'
     kind = "adapter" if (adapter / "adapter_config.json").is_file() else "model"
     selection = "best by validation" if "validation" in report.scores else "last round"
-    whose = f" --client {shlex.quote(id)}" if own else ""
+    whose = f" --client {shlex.quote(id)}" if is_personal else ""
     facts = {
         "traffic": "; ".join(_describe_traffic(report)),
         "time": f"{format_duration(report.seconds)} for {report.rounds} rounds",
         "round": f"{report.best_round}, {selection}",
-        f"{kind}s" if own else kind: f"{adapter.parent} (one for each client)" if own else str(adapter),
+        f"{kind}s" if is_personal else kind: f"{adapter.parent} (one for each client)" if is_personal else str(adapter),
         **({"privacy": _describe_privacy(report.privacy)} if report.privacy else {}),
         "report": str(folder / "report.json"),
         "try": f"fedspan predict {shlex.quote(str(folder))} {sample}{whose}",
@@ -90,16 +90,16 @@ def _list_failures(report: RunReport) -> list[str]:
     """List how often each client failed, with its last error; the most frequent first."""
     often = sorted(report.failures.items(), key=lambda item: (-item[1]["count"], item[0]))
     lines = [
-        f"{client} {'once' if one['count'] == 1 else str(one['count']) + ' times'}, last in round {one['round']}: "
-        f"{one['reason']}"
-        for client, one in often[:_MAX_FAILURES]
+        f"{client} {'once' if failures['count'] == 1 else str(failures['count']) + ' times'}, "
+        f"last in round {failures['round']}: {failures['reason']}"
+        for client, failures in often[:_MAX_FAILURES]
     ]
-    left = f"and {len(often) - _MAX_FAILURES} more clients, in report.json"
-    return [*lines, left] if len(often) > _MAX_FAILURES else lines
+    remainder = f"and {len(often) - _MAX_FAILURES} more clients, in report.json"
+    return [*lines, remainder] if len(often) > _MAX_FAILURES else lines
 
 
 def _make_score_table(report: RunReport) -> Table:
-    heldout, own, metric = "test" in report.scores, "clients" in report.scores, report.metric
+    heldout, has_client_scores, metric = "test" in report.scores, "clients" in report.scores, report.metric
     # The selection metric, and the next one that the task measures.
     metrics = list(
         dict.fromkeys(
@@ -112,7 +112,7 @@ def _make_score_table(report: RunReport) -> Table:
         for name in metrics[:3]:
             table.add_column(f"held-out\n{METRICS[name].title}", justify="right")
         table.add_column("held-out\nworst client", justify="right", no_wrap=True)
-    if own:
+    if has_client_scores:
         table.add_column("client tests\nmean", justify="right")
         table.add_column("client tests\nworst client", justify="right", no_wrap=True)
     rows = {
@@ -124,8 +124,11 @@ def _make_score_table(report: RunReport) -> Table:
         cells: list[str] = []
         if heldout:
             test = scores.get("test") or {}
-            cells += [*(format_score(one, test.get(one)) for one in metrics[:3]), _format_worst(test, metric)]
-        if own:
+            cells += [
+                *(format_score(metric_name, test.get(metric_name)) for metric_name in metrics[:3]),
+                _format_worst(test, metric),
+            ]
+        if has_client_scores:
             clients = scores.get("clients") or {}
             cells += [format_score(metric, clients.get(metric)), _format_worst(clients, metric)]
         table.add_row(get_title(name), *cells, style="bold" if name == report.method else "")
@@ -166,16 +169,16 @@ def _describe_start(report: RunReport) -> str:
     others = [text for name, text in whose.items() if name in report.baselines]
     return (
         f"The head is initialized from statistics of all clients' examples ({kind})"
-        + "".join(f", {one}" for one in others)
+        + "".join(f", {description}" for description in others)
         + "."
     )
 
 
 def _format_difference(difference: float, percent: bool) -> str:
-    apart = f"{abs(100 * difference):.1f} points" if percent else f"{abs(difference):.4f}"
-    if not float(apart.split()[0]):
+    difference_text = f"{abs(100 * difference):.1f} points" if percent else f"{abs(difference):.4f}"
+    if not float(difference_text.split()[0]):
         return "equal to"
-    return f"{apart} {'above' if difference > 0 else 'below'}"
+    return f"{difference_text} {'above' if difference > 0 else 'below'}"
 
 
 def render_peft_snippet(adapter: Path) -> list[str]:
@@ -188,9 +191,9 @@ def render_peft_snippet(adapter: Path) -> list[str]:
             f'model = sentence_transformers.SentenceTransformer("{adapter}")  # model.encode(texts): the {outputs}',
         ]
     if not (adapter / "adapter_config.json").is_file():
-        own = ["import fedspan.models.resnet"] if get_architecture(notes["base_model"]) else []
+        imports = ["import fedspan.models.resnet"] if get_architecture(notes["base_model"]) else []
         auto = get_task(notes["task"]).model_head.auto_class
-        return ["import transformers", *own, f'model = transformers.{auto}.from_pretrained("{adapter}")']
+        return ["import transformers", *imports, f'model = transformers.{auto}.from_pretrained("{adapter}")']
     revision = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("revision")
     head = get_task(notes["task"]).model_head
     options = [f"num_labels={len(notes['labels']) or 1}"] if head.outputs is not None else []
@@ -215,8 +218,8 @@ def _render_examples(report: RunReport, width: int) -> RenderableType:
     table = create_table()
     labels = max(len("prediction"), *(len(row[key]) for row in report.examples for key in ("label", "prediction")))
     labels = min(labels, (width - 30) // 2)
-    what = "a held-out image" if task.has_image_inputs else "a held-out text"
-    table.add_column(what, width=min(90, width - 2 * labels - 6))
+    description = "a held-out image" if task.has_image_inputs else "a held-out text"
+    table.add_column(description, width=min(90, width - 2 * labels - 6))
     table.add_column(_TARGET_COLUMNS.get(task.target_type, "label"), no_wrap=True, max_width=labels)
     table.add_column("prediction", no_wrap=True, max_width=labels)
     for row in report.examples:

@@ -51,14 +51,14 @@ class SeriesView(SeriesBar):
             step, f"{format_score(metric, value):>8} {format_duration(seconds):>8}", "" if is_new else "dim"
         )
 
-    def on_run_failure(self, step: Step, why: str) -> None:
-        super().on_run_failure(step, why)
+    def on_run_failure(self, step: Step, reason: str) -> None:
+        super().on_run_failure(step, reason)
         self._format_line(step, "  failed", "yellow")
-        self._note(why)
+        self._note(reason)
 
     def on_environment_change(self, changes: Mapping[str, tuple[object, object]]) -> None:
-        shown = ", ".join(f"{name} was {then} and is {now}" for name, (then, now) in changes.items())
-        self._note(f"{shown}; the last bits of the result may differ")
+        text = ", ".join(f"{name} was {before} and is {after}" for name, (before, after) in changes.items())
+        self._note(f"{text}; the last bits of the result may differ")
 
     def on_start(self, prepared: Prepared, done: int, resumed: bool) -> None:
         super().on_start(prepared, done, resumed)

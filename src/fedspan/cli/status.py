@@ -56,7 +56,7 @@ def status(
     max_examples = {
         str(id): admission.max_examples for id, admission in admitted.items() if admission.max_examples is not None
     }
-    known = {node: client for client, node in ({} if named_run is None else named_run.nodes).items()}
+    clients_by_node = {node: client for client, node in ({} if named_run is None else named_run.nodes).items()}
     run_status: RunStatus | None = None
     try:
         run_status = None if run_folder is None else read_status(run_folder)
@@ -65,21 +65,29 @@ def status(
             raise
     if as_json:
         rows = [
-            {**dataclasses.asdict(node), "client": known.get(node.id), "max_examples": max_examples.get(node.id)}
+            {
+                **dataclasses.asdict(node),
+                "client": clients_by_node.get(node.id),
+                "max_examples": max_examples.get(node.id),
+            }
             for node in nodes
         ]
         run_values = None if run_status is None else {"folder": str(run_folder), **dataclasses.asdict(run_status)}
         typer.echo(json.dumps({"nodes": rows, "run": run_values}, indent=2))
         return
     out = create_console()
-    _show_nodes(out, nodes, known, max_examples, run_status)
+    _show_nodes(out, nodes, clients_by_node, max_examples, run_status)
     warn_of_expiry(link)
     if run_status is not None and run_folder is not None:
         _show_run(out, run_folder, run_status)
 
 
 def _show_nodes(
-    out: Console, nodes: list[Node], known: dict[str, str], max_examples: dict[str, int], run_status: RunStatus | None
+    out: Console,
+    nodes: list[Node],
+    clients_by_node: dict[str, str],
+    max_examples: dict[str, int],
+    run_status: RunStatus | None,
 ) -> None:
     from rich.text import Text
 
@@ -96,7 +104,7 @@ def _show_nodes(
     if failures:
         table.add_column("last failure")
     for node in nodes:
-        client = known.get(node.id, "")
+        client = clients_by_node.get(node.id, "")
         failed: Any = failures.get(client)
         table.add_row(
             node.name or node.id,
@@ -127,10 +135,10 @@ def _format_ago(moment: float) -> str:
 def _show_run(out: Console, run_folder: Path, run_status: RunStatus) -> None:
     from rich.text import Text
 
-    of = "" if run_status.rounds is None else f" of {run_status.rounds}"
+    total = "" if run_status.rounds is None else f" of {run_status.rounds}"
     facts = {
         "run": str(run_folder),
-        "round": f"{run_status.round}{of}, {run_status.state}",
+        "round": f"{run_status.round}{total}, {run_status.state}",
         "finished": "no round yet" if run_status.finished is None else _format_ago(run_status.finished),
     }
     if run_status.late:

@@ -78,14 +78,14 @@ def compute_client_statistics(
     layer = find_output_layer(engine.adapted)
     shapes = compute_statistics_shapes(kind, layer.outputs, layer.features)
     total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
-    targets, own = torch.from_numpy(cast(Any, examples).labels[indices]), indices
+    targets, selected = torch.from_numpy(cast(Any, examples).labels[indices]), indices
     if class_examples > 1:
         classes = torch.zeros(len(targets), dtype=torch.int64) if kind == "least-squares" else targets
-        kept = (torch.bincount(classes, minlength=layer.outputs) >= class_examples)[classes]
-        own, targets = indices[kept.numpy()], targets[kept]
+        is_kept = (torch.bincount(classes, minlength=layer.outputs) >= class_examples)[classes]
+        selected, targets = indices[is_kept.numpy()], targets[is_kept]
     engine.prepare(examples, [indices])
-    for start in range(0, len(own), _CHUNK):
-        part = own[start : start + _CHUNK]
+    for start in range(0, len(selected), _CHUNK):
+        part = selected[start : start + _CHUNK]
         features = engine.compute_features(job, examples, part, _BATCH)
         if bound:
             features = features / features.norm(dim=1, keepdim=True).clamp(min=bound)

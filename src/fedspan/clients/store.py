@@ -61,22 +61,22 @@ class LazyMapping(Mapping[str, V], Generic[V]):
     """
 
     def __init__(self, ids: Iterable[str], make: Callable[[int], V]) -> None:
-        given = tuple(ids)
-        self._order = np.array(sorted(range(len(given)), key=given.__getitem__), np.int64)
-        self._ids = tuple(given[at] for at in self._order.tolist())
+        given_ids = tuple(ids)
+        self._order = np.array(sorted(range(len(given_ids)), key=given_ids.__getitem__), np.int64)
+        self._ids = tuple(given_ids[index] for index in self._order.tolist())
         self._make = make
 
     def __getitem__(self, id: str) -> V:
-        at = bisect_left(self._ids, id)
-        if at == len(self._ids) or self._ids[at] != id:
+        index = bisect_left(self._ids, id)
+        if index == len(self._ids) or self._ids[index] != id:
             raise KeyError(id)
-        return self._make(int(self._order[at]))
+        return self._make(int(self._order[index]))
 
     def __contains__(self, id: object) -> bool:
         if not isinstance(id, str):
             return False
-        at = bisect_left(self._ids, id)
-        return at < len(self._ids) and self._ids[at] == id
+        index = bisect_left(self._ids, id)
+        return index < len(self._ids) and self._ids[index] == id
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._ids)
@@ -89,35 +89,35 @@ class OverlayMapping(Mapping[str, V], Generic[V]):
     """A mapping with changes on top of another one, which is not changed.
 
     Args:
-        below: The mapping below.
-        changes: Values that replace those below; this dict is modified.
+        base: The unchanged mapping.
+        changes: Values that replace those of `base`; this dict is modified.
     """
 
-    def __init__(self, below: Mapping[str, V], changes: dict[str, V]) -> None:
-        self.below = below
+    def __init__(self, base: Mapping[str, V], changes: dict[str, V]) -> None:
+        self.base = base
         self.changes = changes
 
     def __getitem__(self, key: str) -> V:
-        return self.changes[key] if key in self.changes else self.below[key]
+        return self.changes[key] if key in self.changes else self.base[key]
 
     def __setitem__(self, key: str, value: V) -> None:
         self.changes[key] = value
 
     def __contains__(self, key: object) -> bool:
-        return key in self.changes or key in self.below
+        return key in self.changes or key in self.base
 
     def __iter__(self) -> Iterator[str]:
-        yield from self.below
-        yield from (key for key in self.changes if key not in self.below)
+        yield from self.base
+        yield from (key for key in self.changes if key not in self.base)
 
     def __len__(self) -> int:
-        return len(self.below) + sum(key not in self.below for key in self.changes)
+        return len(self.base) + sum(key not in self.base for key in self.changes)
 
 
 def copy_on_write(values: Mapping[str, V]) -> dict[str, V] | OverlayMapping[V]:
     """Return a mutable copy that leaves the given values unchanged; nothing is read from disk."""
     if isinstance(values, OverlayMapping):
-        return OverlayMapping(values.below, dict(values.changes))
+        return OverlayMapping(values.base, dict(values.changes))
     return dict(values) if isinstance(values, dict) else OverlayMapping(values, {})
 
 
@@ -335,9 +335,9 @@ def store(folder: Path, progress: Progress) -> Progress:
 
 def _split_changes(values: Mapping[str, V], clients: Path) -> tuple[Mapping[str, int], Mapping[str, V]]:
     """Split values into those that the folder already holds, by round, and the others."""
-    below, changes = (values.below, values.changes) if isinstance(values, OverlayMapping) else (values, {})
-    if isinstance(below, StoredMapping) and below.clients == clients:
-        return below.rounds, changes
+    base, changes = (values.base, values.changes) if isinstance(values, OverlayMapping) else (values, {})
+    if isinstance(base, StoredMapping) and base.clients == clients:
+        return base.rounds, changes
     return {}, values
 
 
@@ -370,13 +370,13 @@ def discard(folder: Path, needed: Iterable[Version], among: Iterable[Version] | 
         OSError: If the disk refuses to delete.
     """
     kinds: dict[str, Kind[Any]] = {kind.name: kind for kind in (MEMORY, MOMENTS)}
-    stay = {kinds[name].get_path(folder, key, round) for name, key, round in needed}
+    retained_paths = {kinds[name].get_path(folder, key, round) for name, key, round in needed}
     if among is None:
         delete_temporary_files(folder)
-        there = set(folder.glob("round-*/*"))
+        existing_paths = set(folder.glob("round-*/*"))
     else:
-        there = {kinds[name].get_path(folder, key, round) for name, key, round in among}
-    stale = there - stay
+        existing_paths = {kinds[name].get_path(folder, key, round) for name, key, round in among}
+    stale = existing_paths - retained_paths
     for path in stale:
         path.unlink(missing_ok=True)
     for round_folder in {path.parent for path in stale} if among is not None else set(folder.glob("round-*")):
@@ -420,15 +420,17 @@ class DiskClientStore:
 
     def store(self, client: str, round: int, state: ClientState, needed: frozenset[int]) -> None:
         """``ClientStore.store``."""
-        own = self._get_path(client)
-        target = STATE.get_path(own, client, round)
+        client_path = self._get_path(client)
+        target = STATE.get_path(client_path, client, round)
         with convert_disk_errors(self.folder, "free some space; the last accepted round is intact"):
             target.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(target, STATE.encode(client, round, state))
             fsync_folder(target.parent)
-            stay = {STATE.get_path(own, client, kept) for kept in (round, *needed)}
-            for path in own.glob("round-*/*.safetensors"):
-                if path not in stay:
+            retained_paths = {
+                STATE.get_path(client_path, client, retained_round) for retained_round in (round, *needed)
+            }
+            for path in client_path.glob("round-*/*.safetensors"):
+                if path not in retained_paths:
                     path.unlink()
                     path.parent.rmdir()
 

@@ -95,9 +95,9 @@ def infer_data(rows: Source, location: str, task: str | None, options: Mapping[s
     client_notes = () if by is None else (f"clients: the column {by}",)
     images = _find_image_column(sample, options["text"])
     header = {"header": False} if describe_missing_header(dataset.column_names) in rows.notes else {}
-    own, alternatives = _infer_by_task(sample, task, options, by, client_notes)
-    if own is not None:
-        inferred = own
+    inferred_data, alternatives = _infer_by_task(sample, task, options, by, client_notes)
+    if inferred_data is not None:
+        inferred = inferred_data
     elif task == "image-classification" or (task is None and images is not None):
         if images is None:
             raise FedspanError("--text", options["text"], f"the column of images: {', '.join(dataset.column_names)}")

@@ -150,10 +150,10 @@ class RunConfig(Section):
         Raises:
             FedspanError: If it does not.
         """
-        known = self.task_columns.roles
+        roles = self.task_columns.roles
         for role, column in self.data.roles.items():
-            if role not in known:
-                advice = suggest_nearest(role, known) if known else f"{self.task} has no further roles."
+            if role not in roles:
+                advice = suggest_nearest(role, roles) if roles else f"{self.task} has no further roles."
                 problem = f"{self.task} has no columns with the role {role!r}. {advice}"
                 raise FedspanError(f"data.roles.{role}", column, problem=problem)
         for option in ("label_separator", "label_columns"):

@@ -50,8 +50,8 @@ def suggest_target_modules(task: str, model: str | None) -> str | None:
     """
     if model is None:
         return get_default_model(task)[1]
-    if (known := _TARGETS_BY_MODEL_TYPE.get(_read_model_type(model))) is not None:
-        return known
+    if (targets := _TARGETS_BY_MODEL_TYPE.get(_read_model_type(model))) is not None:
+        return targets
     try:
         labels = [str(number) for number in range(_MARKER_OUTPUTS)]
         names = suggest_targets(load_empty(model, get_task(task).head, labels), _MARKER_OUTPUTS)

@@ -45,7 +45,10 @@ def sum_products(layer: str, reduced: Reduced) -> LowRank:
     It is exact for any ranks and scalings. Weight p_i and scaling s_i multiply B alone.
     """
     a, b = join_tensor_name(layer, "A"), join_tensor_name(layer, "B")
-    pairs = [LowRank(one.tensors[b], one.tensors[a], one.weight * one.client.scaling) for one in reduced.stack]
+    pairs = [
+        LowRank(contribution.tensors[b], contribution.tensors[a], contribution.weight * contribution.client.scaling)
+        for contribution in reduced.stack
+    ]
     return concatenate(pairs)
 
 
@@ -54,8 +57,8 @@ def average_stack(reduced: Reduced) -> dict[str, Tensor]:
     means: dict[str, Tensor] = {}
     for name, like in reduced.stack[0].tensors.items():
         total = torch.zeros_like(like, dtype=torch.float64)
-        for one in reduced.stack:
-            total.add_(one.tensors[name], alpha=one.weight)
+        for contribution in reduced.stack:
+            total.add_(contribution.tensors[name], alpha=contribution.weight)
         means[name] = total.to(like.dtype)
     return means
 
@@ -75,7 +78,12 @@ def compute_residual(layer: str, reduced: Reduced, mean_B: Tensor, scaling: floa
     a, b = join_tensor_name(layer, "A"), join_tensor_name(layer, "B")
     *others, last = reduced.stack
     empty = LowRank(mean_B[:, :0], last.tensors[a][:0])
-    pairs = [LowRank(one.tensors[b] - mean_B, one.tensors[a] - last.tensors[a], one.weight * scaling) for one in others]
+    pairs = [
+        LowRank(
+            contribution.tensors[b] - mean_B, contribution.tensors[a] - last.tensors[a], contribution.weight * scaling
+        )
+        for contribution in others
+    ]
     exact = concatenate([empty, *pairs])
     if rank is None or rank >= min(exact.rank, *exact.shape):
         return exact

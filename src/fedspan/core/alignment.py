@@ -131,8 +131,8 @@ class Ajive:
 
     def compute_individual(self, number: int) -> Tensor:
         """Compute I_i: X_i - mean - J_i, cut to singular values above tau_i, in coordinates of the view's ``left``."""
-        rest = self.views[number].left - self.means[number] - self.compute_joint(number)
-        U, S, Vt = torch.linalg.svd(rest, full_matrices=False)
+        remainder = self.views[number].left - self.means[number] - self.compute_joint(number)
+        U, S, Vt = torch.linalg.svd(remainder, full_matrices=False)
         return (U * torch.where(self.thresholds[number] < S, S, 0.0)) @ Vt
 
 

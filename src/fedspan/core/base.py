@@ -170,10 +170,10 @@ class BaseUpdate:
         known_round = -1 if known_round is None else known_round
         if known_round >= self.round:
             return None
-        whole = BasePatch(self.round, whole=True, rho=self.rho, total=self.total)
+        full_patch = BasePatch(self.round, whole=True, rho=self.rho, total=self.total)
         missing = tuple(increment for increment in self.recent if increment.round > known_round)
-        if known_round < self.recent_from or sum(increment.numel() for increment in missing) > whole.numel():
-            return whole
+        if known_round < self.recent_from or sum(increment.numel() for increment in missing) > full_patch.numel():
+            return full_patch
         return BasePatch(self.round, missing)
 
 
@@ -191,6 +191,6 @@ def apply_patch(base: BaseUpdate, patch: BasePatch | None) -> BaseUpdate:
 def materialise(weight_OI: Tensor, base: BaseUpdate, layer: str) -> Tensor:
     """Compute ``rho * W0 + total`` of one layer, (O, I), on W0's device and in float32 or better."""
     dtype = torch.promote_types(weight_OI.dtype, torch.float32)
-    moved = weight_OI.to(dtype) if base.rho == 1.0 else weight_OI.to(dtype) * base.rho
+    decayed = weight_OI.to(dtype) if base.rho == 1.0 else weight_OI.to(dtype) * base.rho
     delta = base.total.get(layer)
-    return moved if delta is None else moved + to_dense(delta).to(moved.device, dtype)
+    return decayed if delta is None else decayed + to_dense(delta).to(decayed.device, dtype)

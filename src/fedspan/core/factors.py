@@ -94,14 +94,14 @@ def resize_factors(method: RegisteredMethod, tensors: Tensors, rank: int) -> dic
     Missing components are as at the beginning, A random and B = 0: they add nothing, but they can be trained. Without
     any tensors, all components are missing.
     """
-    fresh = {**draw_a_factors(method, rank), **create_b_factors(method.spec, rank)}
+    initial = {**draw_a_factors(method, rank), **create_b_factors(method.spec, rank)}
     for layer in method.spec.layers:
         a, b = join_tensor_name(layer.name, "A"), join_tensor_name(layer.name, "B")
         if a in tensors:
             A, B = tensors[a][:rank], tensors[b][:, :rank]
-            fresh[a] = torch.cat([A, fresh[a][len(A) :].to(A.dtype)])
-            fresh[b] = torch.cat([B, fresh[b][:, len(A) :].to(B.dtype)], 1)
-    return fresh
+            initial[a] = torch.cat([A, initial[a][len(A) :].to(A.dtype)])
+            initial[b] = torch.cat([B, initial[b][:, len(A) :].to(B.dtype)], 1)
+    return initial
 
 
 def compute_principal_factors(

@@ -315,10 +315,10 @@ def _shrink_covariance(covariance: Tensor, shrinkage: float) -> Tensor:
 
 def _expand_triangle(triangle: Tensor, features: int) -> Tensor:
     rows, columns = torch.triu_indices(features, features)
-    whole = triangle.new_zeros(features, features)
-    whole[rows, columns] = triangle
-    whole[columns, rows] = triangle
-    return whole
+    symmetric = triangle.new_zeros(features, features)
+    symmetric[rows, columns] = triangle
+    symmetric[columns, rows] = triangle
+    return symmetric
 
 
 def _to_weights(weight: Tensor, bias: Tensor) -> OutputWeights:

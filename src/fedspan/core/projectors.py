@@ -107,5 +107,5 @@ def reproject(moment: Tensor, old: Tensor, new: Tensor, side: str, rule: str, se
     T_RR = old @ new.T if side == "right" else old.T @ new
     if second and rule == "squared":
         T_RR = T_RR.square()
-    moved = moment @ T_RR if side == "right" else T_RR.T @ moment
-    return moved.clamp_min(0.0) if second else moved
+    rotated = moment @ T_RR if side == "right" else T_RR.T @ moment
+    return rotated.clamp_min(0.0) if second else rotated

@@ -93,14 +93,16 @@ class MomentSynchroniser:
             bases = [view.right for view in decomposition.views if view.right is not None]
             pairs = [LowRank(v, basis) for v, basis in zip(_compute_joint_parts(decomposition), bases, strict=True)]
         if linear:
-            whole = concatenate([LowRank(pair.B, pair.A, weight) for pair, weight in zip(pairs, weights, strict=True)])
-            U, S, P_RN = svd(whole, rank)
+            stacked = concatenate(
+                [LowRank(pair.B, pair.A, weight) for pair, weight in zip(pairs, weights, strict=True)]
+            )
+            U, S, P_RN = svd(stacked, rank)
             return self._truncate(U * S, rank), P_RN
         P_RN = compute_covering_projector(projectors, weights)
         v = torch.zeros_like(moments[0])
         for pair, P, weight in zip(pairs, projectors, weights, strict=True):
-            own = (pair.B @ (pair.A @ P.T)).clamp_min(0.0)
-            v += weight * reproject(own, P, P_RN, "right", "squared", second=True)
+            moment = (pair.B @ (pair.A @ P.T)).clamp_min(0.0)
+            v += weight * reproject(moment, P, P_RN, "right", "squared", second=True)
         return self._truncate(v, rank).clamp_min(0.0), P_RN
 
     def _decompose(self, views: Sequence[Tensor | LowRank], rank: int, rng: torch.Generator) -> Ajive:

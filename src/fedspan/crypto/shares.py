@@ -56,27 +56,27 @@ def combine(shares: Sequence[bytes], threshold: int) -> bytes:
     numbered = {int.from_bytes(share[:_NUMBER], "big"): share[_NUMBER:] for share in shares}
     if len(numbered) < threshold or 0 in numbered:
         raise ValueError(f"{len(numbered)} shares; it takes {threshold}")
-    used = tuple(sorted(numbered)[:threshold])
+    numbers = tuple(sorted(numbered)[:threshold])
     halves = [0, 0]
-    for number, coefficient in zip(used, _compute_coefficients(used), strict=True):
-        for at in range(2):
-            share = int.from_bytes(numbered[number][_HALF * at : _HALF * (at + 1)], "big")
-            halves[at] ^= _multiply(coefficient, share)
+    for number, coefficient in zip(numbers, _compute_coefficients(numbers), strict=True):
+        for half_index in range(2):
+            share = int.from_bytes(numbered[number][_HALF * half_index : _HALF * (half_index + 1)], "big")
+            halves[half_index] ^= _multiply(coefficient, share)
     return b"".join(half.to_bytes(_HALF, "big") for half in halves)
 
 
 @lru_cache(maxsize=256)
 def _compute_coefficients(numbers: tuple[int, ...]) -> tuple[int, ...]:
     """Compute Lagrange's coefficients at 0: prod_{m != j} x_m / (x_j + x_m) for every share's number x_j."""
-    whole, below = 1, list[int]()
+    product_of_all, denominators = 1, list[int]()
     for number in numbers:
-        whole = _multiply(whole, number)
+        product_of_all = _multiply(product_of_all, number)
         product = number
         for other in numbers:
             if other != number:
                 product = _multiply(product, number ^ other)
-        below.append(product)
-    return tuple(_multiply(whole, inverse) for inverse in _invert(below))
+        denominators.append(product)
+    return tuple(_multiply(product_of_all, inverse) for inverse in _invert(denominators))
 
 
 def _invert(values: Sequence[int]) -> list[int]:
@@ -95,16 +95,16 @@ def _invert(values: Sequence[int]) -> list[int]:
     return coefficients[::-1]
 
 
-def _multiply(one: int, other: int) -> int:
+def _multiply(left: int, right: int) -> int:
     """Multiply two elements of the field."""
-    if other > one:
-        one, other = other, one
+    if right > left:
+        left, right = right, left
     product = 0
-    while other:
-        if other & 1:
-            product ^= one
-        other >>= 1
-        one <<= 1
-        if one & _TOP:
-            one ^= _POLYNOMIAL
+    while right:
+        if right & 1:
+            product ^= left
+        right >>= 1
+        left <<= 1
+        if left & _TOP:
+            left ^= _POLYNOMIAL
     return product

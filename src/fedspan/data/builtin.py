@@ -29,25 +29,27 @@ CORPORA = {
 }
 
 
-def find_corpus_file(where: str, split: str, field: str) -> Traversable:
+def find_corpus_file(user_path: str, split: str, field: str) -> Traversable:
     """Return the csv file (columns text, label) of one split of a built-in corpus.
 
     Args:
-        where: The corpus as the user wrote it, such as ``builtin:patient-messages``.
+        user_path: The corpus as the user wrote it, such as ``builtin:patient-messages``.
         split: ``train`` or ``test``.
-        field: The option that contains `where`; that of the split is ``<field>_split``.
+        field: The option that contains `user_path`; that of the split is ``<field>_split``.
 
     Raises:
         FedspanError: If there is no such corpus, or it has no such split.
     """
-    name = where.removeprefix(PREFIX)
+    name = user_path.removeprefix(PREFIX)
     if name not in CORPORA:
         available = [PREFIX + corpus for corpus in CORPORA]
         raise FedspanError(
-            field, where, problem=f"no built-in corpus is named {where!r}. {suggest_nearest(where, available)}"
+            field,
+            user_path,
+            problem=f"no built-in corpus is named {user_path!r}. {suggest_nearest(user_path, available)}",
         )
     corpus = CORPORA[name]
     if split not in corpus.splits:
-        problem = f"{where} has no split {split!r}. {suggest_nearest(split, corpus.splits)}"
+        problem = f"{user_path} has no split {split!r}. {suggest_nearest(split, corpus.splits)}"
         raise FedspanError(f"{field}_split", split, problem=problem)
     return files("fedspan.data").joinpath("corpus", corpus.folder, f"{split}.csv")

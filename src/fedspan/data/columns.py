@@ -156,14 +156,14 @@ def validate_columns(source: Source, config: DataConfig, task: TaskColumns, fiel
         for name, column in columns.items()
     }
     # The requested column has the name of another one that happens to be called "text" or "label".
-    taken = {*_TASK_COLUMNS, *read.columns, *(() if read.label_lists is None else ("labels",))}
+    task_names = {*_TASK_COLUMNS, *read.columns, *(() if read.label_lists is None else ("labels",))}
     for column in source.dataset.column_names:
         if column in read.used:
             continue
         values = get_arrow_column(source.dataset, column)
-        if column in taken and pa.types.is_nested(values.type):
+        if column in task_names and pa.types.is_nested(values.type):
             continue  # such as images: no row is assigned or grouped by them
-        name = mark_source_column(column) if column in taken else column
+        name = mark_source_column(column) if column in task_names else column
         columns[name] = values
         features[name] = source.dataset.features[column]
     return ValidatedColumns(source, columns, features, read.names, read.label_lists, read.label_separator)
@@ -179,22 +179,22 @@ class ColumnReader:
 
     def require(self, column: str, option: str, value: str | None = None) -> str:
         """Require a column and return the option's field."""
-        dataset, where = self.source.dataset, f"{self.field}.{option}"
+        dataset, option_field = self.source.dataset, f"{self.field}.{option}"
         if column not in dataset.column_names:
             problem = describe_missing_column(column, dataset.column_names, self.source.name)
             if describe_missing_header(dataset.column_names) in self.source.notes:
                 problem += f" In this file, {describe_missing_header(dataset.column_names)}."
             elif self.source.header:
                 problem += f" If the first line is an example, set {self.field}.header: false."
-            raise FedspanError(where, value or column, problem=problem)
-        return where
+            raise FedspanError(option_field, value or column, problem=problem)
+        return option_field
 
     def read_texts(self, column: str, option: str) -> pa.ChunkedArray:
-        where = self.require(column, option)
+        option_field = self.require(column, option)
         texts = get_arrow_column(self.source.dataset, column)
         if not _is_text(texts.type):
             problem = f"column {column!r} of {self.source.name} holds {texts.type}, not text"
-            raise FedspanError(where, column, problem=problem)
+            raise FedspanError(option_field, column, problem=problem)
         texts = texts.cast(pa.string())
         filled = pc.call_function("greater", [pc.call_function("binary_length", [trim(texts)]), pa.scalar(0)])
         self._require_values(column, filled.fill_null(False).to_numpy(), "text")
@@ -224,43 +224,43 @@ class ColumnReader:
             raise FedspanError(self.file, self.source.name, problem=problem)
 
     def read_classes(self, column: str) -> list[str]:
-        where = self.require(column, "label")
+        option_field = self.require(column, "label")
         values = get_arrow_column(self.source.dataset, column)
         if pa.types.is_nested(values.type):
             problem = f"column {column!r} of {self.source.name} holds {values.type}, not one label a row"
-            raise FedspanError(where, column, problem=problem)
+            raise FedspanError(option_field, column, problem=problem)
         names = read_names(self.source.dataset, column)
         if pa.types.is_floating(values.type):
             fraction = next((name for name in names if name is not None and not name.lstrip("-").isdigit()), None)
             if fraction is not None:
                 row = self.source.row(names.index(fraction))
                 problem = f"column {column!r} holds numbers, not classes: {row} has {fraction}. "
-                raise FedspanError(where, column, problem=problem + "To predict numbers, set task: regression.")
+                raise FedspanError(option_field, column, problem=problem + "To predict numbers, set task: regression.")
         self._require_values(column, [name is not None for name in names], "label")
         return cast(list[str], names)
 
     def read_text_lists(self, column: str, option: str) -> pa.ChunkedArray:
         """Read a column of lists of texts, such as the words of a sentence; no list is empty."""
-        where = self.require(column, option)
+        option_field = self.require(column, option)
         values = get_arrow_column(self.source.dataset, column)
         kind = values.type
         if not is_list(kind) or not _is_text(kind.value_type):
             problem = f"column {column!r} of {self.source.name} holds {kind}, not lists of texts"
-            raise FedspanError(where, column, problem=problem)
+            raise FedspanError(option_field, column, problem=problem)
         self._require_values(column, [bool(value) and None not in value for value in values.to_pylist()], "texts")
         return values.cast(pa.list_(pa.string()))
 
     def read_tag_lists(self, column: str, option: str) -> list[list[str]]:
         """Read a column of lists of tags, as texts or as the numbers of a data set that names its classes."""
-        where = self.require(column, option)
+        option_field = self.require(column, option)
         values = get_arrow_column(self.source.dataset, column)
         inner: Any = getattr(self.source.dataset.features[column], "feature", None)
         classes: list[str] | None = getattr(inner, "names", None)
         if classes is None:
             return cast("list[list[str]]", self.read_text_lists(column, option).to_pylist())
         rows: list[list[int] | None] = values.to_pylist()
-        known = [bool(row) and all(tag is not None and 0 <= tag < len(classes) for tag in row or ()) for row in rows]
-        self._require_values(column, known, f"tags of {where}")
+        is_valid = [bool(row) and all(tag is not None and 0 <= tag < len(classes) for tag in row or ()) for row in rows]
+        self._require_values(column, is_valid, f"tags of {option_field}")
         return [[classes[tag] for tag in row or ()] for row in rows]
 
     def read_label_lists(self, column: str, separator: str | None) -> tuple[list[list[str]], str | None]:
@@ -274,7 +274,7 @@ class ColumnReader:
         Returns:
             The labels, and the separator of texts; None of lists, and of texts without any.
         """
-        where = self.require(column, "label")
+        option_field = self.require(column, "label")
         values = get_arrow_column(self.source.dataset, column)
         if _is_text(values.type):
             texts: list[str | None] = values.to_pylist()
@@ -285,7 +285,7 @@ class ColumnReader:
         kind = getattr(values.type, "value_type", None)
         if kind is None or inner is None or not (_is_text(kind) or pa.types.is_integer(kind)):
             problem = f"column {column!r} of {self.source.name} holds {values.type}, not lists of labels or texts"
-            raise FedspanError(where, column, problem=problem)
+            raise FedspanError(option_field, column, problem=problem)
         classes: list[str] | None = getattr(inner, "names", None)
         rows: list[list[Any] | None] = values.to_pylist()
         limit = float("inf") if classes is None else len(classes)
@@ -299,14 +299,14 @@ class ColumnReader:
 
     def read_flags(self, column: str, option: str) -> list[bool]:
         """Read a column of zeros and ones, or of false and true."""
-        where = self.require(column, option)
+        option_field = self.require(column, option)
         names = read_names(self.source.dataset, column)
         self._require_values(column, [name is not None for name in names], "value")
         flags = [FLAGS.get(str(name).lower()) for name in names]
         if None in flags:
             row = flags.index(None)
             problem = f"{self.source.row(row)} has {names[row]!r} in column {column!r}. {self.skip_advice}"
-            raise FedspanError(where, column, "0 or 1, or false or true", problem=problem)
+            raise FedspanError(option_field, column, "0 or 1, or false or true", problem=problem)
         return [flag is True for flag in flags]
 
     def get_role_column(self, config: DataConfig, role: str) -> str:
@@ -314,7 +314,7 @@ class ColumnReader:
         return config.roles.get(role, role)
 
     def read_numbers(self, column: str) -> pa.ChunkedArray:
-        where = self.require(column, "label")
+        option_field = self.require(column, "label")
         values = read_names(self.source.dataset, column)
         numbers: list[float] = []
         for row, value in enumerate(values):
@@ -323,7 +323,7 @@ class ColumnReader:
             except ValueError:
                 place = self.source.row(row)
                 problem = f"{place} has {value!r} in column {column!r}, which is not a number. {self.skip_advice}"
-                raise FedspanError(where, column, problem=problem) from None
+                raise FedspanError(option_field, column, problem=problem) from None
             if not abs(number) < float("inf"):
                 problem = f"{self.source.row(row)} has no number in column {column!r}. {self.skip_advice}"
                 raise FedspanError(self.file, self.source.name, problem=problem)
@@ -331,7 +331,7 @@ class ColumnReader:
         return pa.chunked_array([pa.array(numbers, pa.float64())])
 
     def read_images(self, column: str) -> pa.ChunkedArray:
-        where = self.require(column, "image")
+        option_field = self.require(column, "image")
         images = get_arrow_column(self.source.dataset, column)
         if _is_text(images.type):  # paths, relative to the file that contains them
             folders = [os.path.dirname(os.path.expanduser(self.source.place(row)[0])) for row in range(len(images))]
@@ -340,7 +340,7 @@ class ColumnReader:
             images = pa.chunked_array([pa.array([{"bytes": None, "path": path} for path in paths], IMAGES)])
         elif not pa.types.is_struct(images.type) or {field.name for field in images.type} != {"bytes", "path"}:
             problem = f"column {column!r} of {self.source.name} holds {images.type}, not images or paths of images"
-            raise FedspanError(where, column, problem=problem)
+            raise FedspanError(option_field, column, problem=problem)
         self._require_values(
             column, [image is not None and any(image.values()) for image in images.to_pylist()], "image"
         )
@@ -363,19 +363,19 @@ class ColumnReader:
         return pa.chunked_array([pa.array([template.render(row) for row in rows], pa.string())])
 
     def read_conversations(self, column: str) -> dict[str, pa.ChunkedArray]:
-        where = self.require(column, "messages")
+        option_field = self.require(column, "messages")
         values = get_arrow_column(self.source.dataset, column).to_pylist()
-        parts = [self._read_conversation(where, column, value, row) for row, value in enumerate(values)]
+        parts = [self._read_conversation(option_field, column, value, row) for row, value in enumerate(values)]
         keys = ("text", "answer", "history")
         return {key: pa.chunked_array([pa.array([part[key] for part in parts], pa.string())]) for key in keys}
 
-    def _read_conversation(self, where: str, column: str, value: object, row: int) -> dict[str, str]:
+    def _read_conversation(self, option_field: str, column: str, value: object, row: int) -> dict[str, str]:
         messages = parse_conversation(value)
         if messages is None:
             problem = (
                 f"{self.source.row(row)} is not a list of messages that ends with a user's and an assistant's message. "
             )
-            raise FedspanError(where, column, problem=problem + self.skip_advice)
+            raise FedspanError(option_field, column, problem=problem + self.skip_advice)
         history = json.dumps(messages[:-2], ensure_ascii=False)
         return {"text": messages[-2]["content"], "answer": messages[-1]["content"], "history": history}
 

@@ -72,22 +72,22 @@ def read_sentences(path: Path, encoding: str | None, limit: int | None = None) -
         notes.append(f"detected encoding {name} (data.encoding)")
     tokens: list[list[str]] = []
     tags: list[list[str]] = []
-    inside = False
+    is_inside = False
     for number, columns in _list_rows(lines):
         if columns is None:
-            inside = False
+            is_inside = False
             continue
         word, tag = columns[0], columns[-1]
         if len(columns) < 2 or not word or not TAG.fullmatch(tag):
             line = lines[number - 1].strip()[:80]
             raise ValueError(f"line {number}: {line!r} is not a word with a tag such as O, B-TYPE or I-TYPE")
-        if not inside:
+        if not is_inside:
             tokens.append([])
             tags.append([])
-            inside = True
+            is_inside = True
         tokens[-1].append(word)
         tags[-1].append(tag)
-    if not whole and inside:  # the last sentence may go on beyond the beginning
+    if not whole and is_inside:  # the last sentence may go on beyond the beginning
         tokens.pop()
         tags.pop()
     kind = pa.list_(pa.string())

@@ -36,12 +36,12 @@ def read_delimited(path: Path, kind: str, config: DataConfig, limit: int | None 
     if not whole:
         content = content[: content.rfind(b"\n") + 1]
     dialect = _detect_file_dialect(content, kind, config)
-    table, bad = _parse(content, dialect, skip_invalid=config.invalid == "skip" or not whole)
+    table, invalid_lines = _parse(content, dialect, skip_invalid=config.invalid == "skip" or not whole)
     table = table.rename_columns(_fill_names(table.column_names))
     notes = _describe_format(encoding, kind, dialect, config)
     # A sample that ends inside a quoted text ends in one malformed row, which is not an error in the file.
-    positions = None if not bad or not whole else _list_valid_rows(len(table), bad)
-    return ReadTable(table, dialect.header, tuple(notes), positions, len(bad) if whole else 0, whole)
+    positions = None if not invalid_lines or not whole else _list_valid_rows(len(table), invalid_lines)
+    return ReadTable(table, dialect.header, tuple(notes), positions, len(invalid_lines) if whole else 0, whole)
 
 
 def read_column_names(path: Path, kind: str) -> list[str]:
@@ -80,12 +80,12 @@ def _take_sample(content: bytes) -> str:
 
 def _parse(content: bytes, dialect: Dialect, *, skip_invalid: bool) -> tuple[pa.Table, list[int]]:
     """Parse a file in UTF-8; return its rows and the positions of malformed rows, if those are skipped."""
-    bad: list[int] = []
+    invalid_lines: list[int] = []
 
     def on_invalid(row: pyarrow.csv.InvalidRow) -> str:
         if not skip_invalid:
             return "error"
-        bad.append(row.number - 1 - dialect.header)
+        invalid_lines.append(row.number - 1 - dialect.header)
         return "skip"
 
     parse = pyarrow.csv.ParseOptions(
@@ -97,17 +97,17 @@ def _parse(content: bytes, dialect: Dialect, *, skip_invalid: bool) -> tuple[pa.
     )
     # One thread; otherwise a malformed row is reported without its number.
     names = None if dialect.header else list(dialect.names)
-    read = pyarrow.csv.ReadOptions(column_names=names, use_threads=False)
+    read_options = pyarrow.csv.ReadOptions(column_names=names, use_threads=False)
     # From memory, since the content is read twice: Arrow's read-ahead thread outlives the first reader, and on a file
     # reopened under the same descriptor it took whole blocks of rows away from the second.
     buffer = pa.py_buffer(content).slice(dialect.skip)
     if names is None:
-        with pyarrow.csv.open_csv(pa.BufferReader(buffer), read, parse) as reader:
+        with pyarrow.csv.open_csv(pa.BufferReader(buffer), read_options, parse) as reader:
             names = reader.schema.names
-        bad.clear()
+        invalid_lines.clear()
     # Everything as text: a type guessed from the content would turn the label 01 into 1 and the text NA into a null.
     convert = pyarrow.csv.ConvertOptions(column_types={name: pa.string() for name in names})
-    return pyarrow.csv.read_csv(pa.BufferReader(buffer), read, parse, convert), bad
+    return pyarrow.csv.read_csv(pa.BufferReader(buffer), read_options, parse, convert), invalid_lines
 
 
 def _fill_names(names: Sequence[str]) -> list[str]:
@@ -115,10 +115,10 @@ def _fill_names(names: Sequence[str]) -> list[str]:
     return [name.strip() or f"column_{number}" for number, name in enumerate(names, start=1)]
 
 
-def _list_valid_rows(rows: int, bad: Sequence[int]) -> list[int]:
+def _list_valid_rows(rows: int, invalid_lines: Sequence[int]) -> list[int]:
     """List the positions in the file of the remaining rows."""
-    left_out = set(bad)
-    return [position for position in range(rows + len(bad)) if position not in left_out]
+    left_out = set(invalid_lines)
+    return [position for position in range(rows + len(invalid_lines)) if position not in left_out]
 
 
 def _describe_format(encoding: str, kind: str, dialect: Dialect, config: DataConfig) -> list[str]:

@@ -86,7 +86,7 @@ def detect_dialect(
         sample = sample[skip:]
     default = "\t" if tabs else ","
     candidates: list[tuple[str, Quoting]] = []
-    for character in [delimiter] if delimiter else sorted(DELIMITERS, key=lambda each: each != default):
+    for character in [delimiter] if delimiter else sorted(DELIMITERS, key=lambda separator: separator != default):
         for kind in _list_quotings(quoting, tabs and character == "\t"):
             candidates.append((character, kind))
     parsed = {candidate: _split_rows(sample, *candidate) for candidate in candidates}

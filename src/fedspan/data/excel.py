@@ -20,12 +20,12 @@ __all__ = ["SUFFIXES", "read_excel"]
 SUFFIXES = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods")
 
 
-def read_excel(path: Path, where: str, config: DataConfig, field: str, option: str) -> ReadTable:
+def read_excel(path: Path, user_path: str, config: DataConfig, field: str, option: str) -> ReadTable:
     """Read a sheet of a workbook.
 
     Args:
         path: The file.
-        where: The path as the user wrote it.
+        user_path: The path as the user wrote it.
         config: The user's options.
         field: The user's name of `config`.
         option: The option that names the path.
@@ -38,16 +38,16 @@ def read_excel(path: Path, where: str, config: DataConfig, field: str, option: s
         import python_calamine
     except ImportError:
         problem = (
-            f"{where} is an Excel file. To read it, pip install 'fedspan[excel]', or save the sheet as a .csv file"
+            f"{user_path} is an Excel file. To read it, pip install 'fedspan[excel]', or save the sheet as a .csv file"
         )
-        raise FedspanError(option, where, problem=problem) from None
+        raise FedspanError(option, user_path, problem=problem) from None
     try:
         with python_calamine.CalamineWorkbook.from_path(str(path)) as book:
             names: Sequence[str] = book.sheet_names
             if not names:
                 raise ValueError("the workbook has no sheet")
             if config.sheet is not None and config.sheet not in names:
-                problem = f"{where} has no sheet {config.sheet!r}. {suggest_nearest(config.sheet, names)}"
+                problem = f"{user_path} has no sheet {config.sheet!r}. {suggest_nearest(config.sheet, names)}"
                 raise FedspanError(f"{field}.sheet", config.sheet, problem=problem)
             sheet = config.sheet or names[0]
             rows = [[_convert_cell(value) for value in row] for row in book.get_sheet_by_name(sheet).to_python()]

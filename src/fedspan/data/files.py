@@ -54,9 +54,9 @@ _FILE_SUFFIX = re.compile(r"\.[A-Za-z]\w{0,7}")
 _HEAD = 1 << 16
 
 
-def has_own_splits(where: str) -> bool:
-    """Check whether `where` names a source with several splits (a hub id, a built-in corpus) rather than one file."""
-    return where.startswith(PREFIX) or _is_hub_id(where)
+def has_own_splits(location: str) -> bool:
+    """Check whether `location` names a source with several splits (a hub id, a built-in corpus), not one file."""
+    return location.startswith(PREFIX) or _is_hub_id(location)
 
 
 def read_source(config: DataConfig, part: Literal["train", "test"], field: str, limit: int | None = None) -> Source:
@@ -72,58 +72,58 @@ def read_source(config: DataConfig, part: Literal["train", "test"], field: str, 
         FedspanError: If the source is missing, unreadable, malformed or has no example, or the hub cannot be reached.
     """
     option = f"{field}.{part}"
-    where = config.train if part == "train" or config.test is None else config.test
-    if where is None:  # only missing with data.dataset, which fills it earlier
-        raise FedspanError(option, where, problem="this field is required")
+    location = config.train if part == "train" or config.test is None else config.test
+    if location is None:  # only missing with data.dataset, which fills it earlier
+        raise FedspanError(option, location, problem="this field is required")
     split = config.train_split if part == "train" else config.test_split or "test"
 
-    if where == FROM_TRAINERS:
+    if location == FROM_TRAINERS:
         problem = "the examples of this run are the trainers' own, and only fedspan.simulate(..., trainers=) uses them"
-        raise FedspanError(option, where, problem=problem)
-    if where == IN_MEMORY:
+        raise FedspanError(option, location, problem=problem)
+    if location == IN_MEMORY:
         problem = "the data of this run were passed from Python: pass them again as data=, or name a file"
-        raise FedspanError(option, where, problem=problem)
+        raise FedspanError(option, location, problem=problem)
 
-    def read(path: Path, where: str) -> Source:
-        return _read_file(path, where, config, field, option, limit)
+    def read(path: Path, location: str) -> Source:
+        return _read_file(path, location, config, field, option, limit)
 
-    if where.startswith(PREFIX):
-        with as_file(find_corpus_file(where, split, option)) as path:
-            source = read(path, where)
-    elif _is_hub_id(where):
-        source = Source(flatten(_read_hub(where, config.hub_config, split, option)), f"{where} ({split})")
-    elif has_placeholders(where):
-        source = read_multiple(where, option, lambda path: read(path, str(path)))
-    elif has_images(_expand_path(where)):
-        source = Source(read_images(_expand_path(where), where, option), where)
-    elif has_texts(_expand_path(where)):
+    if location.startswith(PREFIX):
+        with as_file(find_corpus_file(location, split, option)) as path:
+            source = read(path, location)
+    elif _is_hub_id(location):
+        source = Source(flatten(_read_hub(location, config.hub_config, split, option)), f"{location} ({split})")
+    elif has_placeholders(location):
+        source = read_multiple(location, option, lambda path: read(path, str(path)))
+    elif has_images(_expand_path(location)):
+        source = Source(read_images(_expand_path(location), location, option), location)
+    elif has_texts(_expand_path(location)):
         texts = "text files by class"
         source = _convert_errors(
-            lambda: _make_source(read_texts(_expand_path(where), config.encoding), texts, where, option),
+            lambda: _make_source(read_texts(_expand_path(location), config.encoding), texts, location, option),
             texts,
-            where,
+            location,
             option,
         )
-    elif os.path.isfile(_expand_path(where)) and where.lower().endswith(archives.SUFFIXES):
+    elif os.path.isfile(_expand_path(location)) and location.lower().endswith(archives.SUFFIXES):
         source = _convert_errors(
-            lambda: _read_archived(_expand_path(where), where, config, option), "an archive", where, option
+            lambda: _read_archived(_expand_path(location), location, config, option), "an archive", location, option
         )
     else:
-        source = read(_expand_path(where), where)
+        source = read(_expand_path(location), location)
     if len(source.dataset) == 0:
-        raise FedspanError(option, where, problem=f"{where} holds no examples")
+        raise FedspanError(option, location, problem=f"{location} holds no examples")
     return source
 
 
-def read_column_names(where: str) -> list[str] | None:
+def read_column_names(location: str) -> list[str] | None:
     """Return the column names in a local file's first line, first object or parquet schema; None if there are none.
 
     Of several files the first is read. If nothing can be read, `read_source` reports why.
     """
     path = (
-        next(iter(match_paths(where, "data.train")), _expand_path(where))
-        if has_placeholders(where)
-        else _expand_path(where)
+        next(iter(match_paths(location, "data.train")), _expand_path(location))
+        if has_placeholders(location)
+        else _expand_path(location)
     )
     kind = _get_suffix(path).removesuffix(".gz").removeprefix(".")
     try:
@@ -142,8 +142,8 @@ def read_column_names(where: str) -> list[str] | None:
     return None
 
 
-def _expand_path(where: str) -> Path:
-    return Path(os.path.expanduser(where))  # Path raises for the home of an unknown user
+def _expand_path(location: str) -> Path:
+    return Path(os.path.expanduser(location))  # Path raises for the home of an unknown user
 
 
 def _get_suffix(path: Path) -> str:
@@ -151,58 +151,58 @@ def _get_suffix(path: Path) -> str:
     return next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(suffix)), "")
 
 
-def _is_hub_id(where: str) -> bool:
-    path = Path(where)
+def _is_hub_id(location: str) -> bool:
+    path = Path(location)
     # A hub id may have dots (v1.5) but rarely a file's suffix; "notes.txt" is a missing file.
     looks_like_file = _get_suffix(path) or _FILE_SUFFIX.fullmatch(path.suffix)
     # os.path, since Path raises for a name that is too long for the disk.
-    is_local = os.path.exists(path) or ("/" in where and os.path.isdir(path.parent))
-    return bool(_HUB_ID.fullmatch(where)) and not looks_like_file and not is_local
+    is_local = os.path.exists(path) or ("/" in location and os.path.isdir(path.parent))
+    return bool(_HUB_ID.fullmatch(location)) and not looks_like_file and not is_local
 
 
-def _read_file(path: Path, where: str, config: DataConfig, field: str, option: str, limit: int | None) -> Source:
+def _read_file(path: Path, user_path: str, config: DataConfig, field: str, option: str, limit: int | None) -> Source:
     suffix = _get_suffix(path)
     if not os.path.isfile(path):
-        raise FedspanError(option, where, problem=f"there is no file {where!r}. {_describe_folder(path)}")
+        raise FedspanError(option, user_path, problem=f"there is no file {user_path!r}. {_describe_folder(path)}")
     if not suffix:
-        known = ", ".join((*SUFFIXES, *archives.SUFFIXES))
-        problem = f"{where!r} has no supported format. Files end in {known}; images can be idx files or folders."
-        raise FedspanError(option, where, problem=problem)
+        suffixes = ", ".join((*SUFFIXES, *archives.SUFFIXES))
+        problem = f"{user_path!r} has no supported format. Files end in {suffixes}; images can be idx files or folders."
+        raise FedspanError(option, user_path, problem=problem)
     kind = suffix.removesuffix(".gz").removeprefix(".")
     if config.columns is not None and kind not in _DELIMITED and suffix not in excel.SUFFIXES:
-        problem = f"{where} has its own column names; only csv, tsv, txt and Excel files may lack them"
+        problem = f"{user_path} has its own column names; only csv, tsv, txt and Excel files may lack them"
         raise FedspanError(f"{field}.columns", config.columns, problem=problem)
 
     def read() -> Source:
         if kind == "parquet":
             table_read = _read_parquet(path, limit)
         elif suffix in excel.SUFFIXES:
-            table_read = excel.read_excel(path, where, config, field, option)
+            table_read = excel.read_excel(path, user_path, config, field, option)
         elif kind == "conll" or (kind in ("tsv", "txt") and has_sentences(path)):
             table_read = read_sentences(path, config.encoding, limit)
         elif kind in _DELIMITED:
             table_read = delimited.read_delimited(path, kind, config, limit)
         else:
             table_read = read_json(path, kind, config.encoding, limit)
-        return _make_source(table_read, kind, where, option)
+        return _make_source(table_read, kind, user_path, option)
 
-    source = _convert_errors(read, kind, where, option, lambda reason: _suggest_remedy(kind, reason, config, field))
+    source = _convert_errors(read, kind, user_path, option, lambda reason: _suggest_remedy(kind, reason, config, field))
     rows = source.dataset
     if config.columns is not None and len(rows) and [str(value) for value in rows[0].values()] == rows.column_names:
-        problem = f"the first line of {where} names the columns already; leave this field out"
+        problem = f"the first line of {user_path} names the columns already; leave this field out"
         raise FedspanError(f"{field}.columns", config.columns, problem=problem)
     return source
 
 
 def _convert_errors(
-    read: Callable[[], Source], what: str, where: str, option: str, hint: Callable[[str], str] = lambda reason: ""
+    read: Callable[[], Source], kind: str, user_path: str, option: str, hint: Callable[[str], str] = lambda reason: ""
 ) -> Source:
     """Read a source, and convert the errors of a reader into an error that names the option.
 
     Args:
         read: Function that reads the source.
-        what: The expected format.
-        where: The path as the user wrote it.
+        kind: The expected format.
+        user_path: The path as the user wrote it.
         option: The option that contains the path.
         hint: Function that returns the advice for a reader's reason.
     """
@@ -210,12 +210,12 @@ def _convert_errors(
         return read()
     # ArrowInvalid is a ValueError, a broken gzip an OSError; RecursionError: JSON nested too deeply.
     except (OSError, ValueError, RecursionError, pa.ArrowException) as error:
-        path = _expand_path(where)
+        path = _expand_path(user_path)
         if os.path.isfile(path) and path.stat().st_size == 0:
-            raise FedspanError(option, where, problem=f"the file {where} is empty") from error
+            raise FedspanError(option, user_path, problem=f"the file {user_path} is empty") from error
         reason = _get_first_line(error)
-        problem = f"{where} cannot be read as {what}: {reason}"
-        raise FedspanError(option, where, problem=f"{problem.rstrip('.')}.{hint(reason)}") from error
+        problem = f"{user_path} cannot be read as {kind}: {reason}"
+        raise FedspanError(option, user_path, problem=f"{problem.rstrip('.')}.{hint(reason)}") from error
 
 
 def _suggest_remedy(kind: str, reason: str, config: DataConfig, field: str) -> str:
@@ -225,21 +225,21 @@ def _suggest_remedy(kind: str, reason: str, config: DataConfig, field: str) -> s
     if kind not in _DELIMITED:
         return ""
     if "columns, got" in reason:
-        named = [f"{field}.{name}" for name in ("delimiter", "quoting") if getattr(config, name) is None]
-        advice = f", or set the file's dialect: {' and '.join(named)}" if named else ""
+        unset_options = [f"{field}.{name}" for name in ("delimiter", "quoting") if getattr(config, name) is None]
+        advice = f", or set the file's dialect: {' and '.join(unset_options)}" if unset_options else ""
         return f" To leave such rows out, set {field}.invalid: skip{advice}."
     return f" Set the file's dialect with {field}.delimiter, {field}.quoting and {field}.encoding."
 
 
-def _make_source(table_read: ReadTable, kind: str, where: str, option: str) -> Source:
+def _make_source(table_read: ReadTable, kind: str, user_path: str, option: str) -> Source:
     names = table_read.table.column_names
     duplicate = next((name for name in names if names.count(name) > 1), None)
     if duplicate is not None:
-        raise FedspanError(option, where, problem=f"{where} has two columns named {duplicate!r}")
-    dataset = flatten(_make_dataset(table_read.table, kind, where, option))
+        raise FedspanError(option, user_path, problem=f"{user_path} has two columns named {duplicate!r}")
+    dataset = flatten(_make_dataset(table_read.table, kind, user_path, option))
     return Source(
         dataset,
-        where,
+        user_path,
         table_read.header,
         positions=table_read.positions,
         notes=table_read.notes,
@@ -248,14 +248,14 @@ def _make_source(table_read: ReadTable, kind: str, where: str, option: str) -> S
     )
 
 
-def _read_archived(path: Path, where: str, config: DataConfig, option: str) -> Source:
+def _read_archived(path: Path, user_path: str, config: DataConfig, option: str) -> Source:
     files, left_out = archives.read_archive(path, {*PICTURES, *TEXTS})
     images = {parts: content for parts, content in files.items() if PurePath(parts[-1]).suffix.lower() in PICTURES}
     selected = images or {parts: content for parts, content in files.items() if len(parts) > 1}
     left_out += ["/".join(parts) for parts in files if parts not in selected]
     if images:
-        return Source(make_archived_images(images, path.name), where, notes=describe_left_out(left_out))
-    return _make_source(make_text_table(selected, path.name, config.encoding, left_out), "archive", where, option)
+        return Source(make_archived_images(images, path.name), user_path, notes=describe_left_out(left_out))
+    return _make_source(make_text_table(selected, path.name, config.encoding, left_out), "archive", user_path, option)
 
 
 def _read_parquet(path: Path, limit: int | None) -> ReadTable:
@@ -303,14 +303,14 @@ def flatten(dataset: datasets.Dataset) -> datasets.Dataset:
         dataset = make_dataset(pa.table(columns), features)
 
 
-def _make_dataset(table: pa.Table, kind: str, where: str, option: str) -> datasets.Dataset:
+def _make_dataset(table: pa.Table, kind: str, user_path: str, option: str) -> datasets.Dataset:
     # Only parquet has types that datasets lacks, or contains datasets' own type notes, which may be damaged.
     try:
         _require_storable_names(table.schema)
         return make_plain_dataset(table)
     except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError, pa.ArrowException) as error:
-        problem = f"{where} has columns that datasets cannot hold: {_get_first_line(error)}"
-        raise FedspanError(option, where, problem=problem) from error
+        problem = f"{user_path} has columns that datasets cannot hold: {_get_first_line(error)}"
+        raise FedspanError(option, user_path, problem=problem) from error
 
 
 def _require_storable_names(fields: Iterable[pa.Field]) -> None:
@@ -358,20 +358,20 @@ def _decode_dictionaries(table: pa.Table) -> pa.Table:
     return table
 
 
-def _read_hub(where: str, name: str | None, split: str, option: str) -> datasets.Dataset:
+def _read_hub(hub_id: str, name: str | None, split: str, option: str) -> datasets.Dataset:
     import datasets
 
     try:
-        return cast(datasets.Dataset, datasets.load_dataset(where, name=name, split=split))
+        return cast(datasets.Dataset, datasets.load_dataset(hub_id, name=name, split=split))
     # Any error of the hub's client, its HTTP library or the files is reported in one line.
     except Exception as error:
         reason = _get_first_line(error)
         if "Unknown split" in reason:
-            problem = f"{where} has no split {split!r} ({reason})"
+            problem = f"{hub_id} has no split {split!r} ({reason})"
             raise FedspanError(f"{option}_split", split, problem=problem) from error
         if "Config name is missing" in reason or "BuilderConfig" in reason:
             field = option.rpartition(".")[0]
-            problem = f"{where} has no such configuration ({reason})"
+            problem = f"{hub_id} has no such configuration ({reason})"
             raise FedspanError(f"{field}.hub_config", name, problem=problem) from error
-        problem = f"{where!r} is not a local file, and cannot be read from the hub: {reason}"
-        raise FedspanError(option, where, problem=problem) from error
+        problem = f"{hub_id!r} is not a local file, and cannot be read from the hub: {reason}"
+        raise FedspanError(option, hub_id, problem=problem) from error

@@ -16,7 +16,7 @@ def draw_groups(
     rng: np.random.Generator,
     labels: np.ndarray | None = None,
     *,
-    most: int | None = None,
+    maximum: int | None = None,
 ) -> np.ndarray:
     """Draw whole groups with about `count` rows together, each label in proportion; at least one group, and not all.
 
@@ -28,15 +28,15 @@ def draw_groups(
         count: Number of rows wanted.
         rng: Generator of the draw.
         labels: Label of each row, int64, (rows,); None: all rows count alike.
-        most: Largest number of groups that may be drawn; None: all but one.
+        maximum: Largest number of groups that may be drawn; None: all but one.
 
     Returns:
         The rows of the drawn groups, sorted; empty if there is only one group.
     """
     numbers = np.unique(groups, return_inverse=True)[1].reshape(-1)
     sizes = np.bincount(numbers)
-    most = len(sizes) - 1 if most is None else most
-    if len(sizes) < 2 or most < 1:
+    maximum = len(sizes) - 1 if maximum is None else maximum
+    if len(sizes) < 2 or maximum < 1:
         return np.empty(0, np.int64)
     classes = np.zeros(len(groups), np.int64) if labels is None else np.unique(labels, return_inverse=True)[1]
     counts_by_group: Any = coo_array((np.ones(len(groups), np.int64), (numbers, classes.reshape(-1)))).tocsr()
@@ -53,7 +53,7 @@ def draw_groups(
             for at in entries:
                 missing[columns[at]] -= counts[at]
             drawn.append(group)
-            if len(drawn) == most:
+            if len(drawn) == maximum:
                 break
     if not drawn:  # every group is too large
         drawn.append(int(order[np.argmin(sizes[order])]))

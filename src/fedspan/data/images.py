@@ -40,18 +40,18 @@ _PIXELS = 3 * _SIDE * _SIDE
 def has_images(path: Path) -> bool:
     """Check whether `read_images` reads a path: an idx file, CIFAR's batches, or a folder that contains images."""
     if os.path.isdir(path):
-        return any(_is_image(inside) or inside.suffix == ".bin" for inside in path.rglob("*"))
+        return any(_is_image(entry) or entry.suffix == ".bin" for entry in path.rglob("*"))
     return os.path.isfile(path) and (bool(_IDX.fullmatch(path.name)) or path.suffix == ".bin")
 
 
-def read_images(path: Path, where: str, option: str) -> datasets.Dataset:
+def read_images(path: Path, user_path: str, option: str) -> datasets.Dataset:
     """Read the images at a path.
 
     Args:
         path: An idx file of images, whose labels are beside it under their published name; a folder with one folder per
             class, or with one per domain that contains those; a folder of CIFAR-10's binary batches, or one binary
             batch of CIFAR-10 or CIFAR-100.
-        where: The user's spelling of the path.
+        user_path: The user's spelling of the path.
         option: The option that names the path.
 
     Raises:
@@ -66,8 +66,8 @@ def read_images(path: Path, where: str, option: str) -> datasets.Dataset:
             batches = sorted(path.glob("data_batch_*.bin"))
             columns = _read_cifar(batches) if batches else _read_folders(path)
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        problem = f"{where} cannot be read as images: {str(error) or type(error).__name__}"
-        raise FedspanError(option, where, problem=problem) from None
+        problem = f"{user_path} cannot be read as images: {str(error) or type(error).__name__}"
+        raise FedspanError(option, user_path, problem=problem) from None
     return _make_dataset(columns)
 
 
@@ -130,9 +130,9 @@ def _format_labels(labels: np.ndarray, names: list[str] | None = None) -> pa.Arr
 
 
 def _read_folders(root: Path) -> dict[str, pa.Array]:
-    found = sorted(path for path in root.rglob("*") if _is_image(path) and path.is_file())
-    classes = infer_classes([path.relative_to(root).parts for path in found], root.name, PICTURES)
-    images = pa.array([{"bytes": None, "path": str(path)} for path in found], IMAGES)
+    paths = sorted(path for path in root.rglob("*") if _is_image(path) and path.is_file())
+    classes = infer_classes([path.relative_to(root).parts for path in paths], root.name, PICTURES)
+    images = pa.array([{"bytes": None, "path": str(path)} for path in paths], IMAGES)
     return {"image": images, **{column: pa.array(values) for column, values in classes.items()}}
 
 

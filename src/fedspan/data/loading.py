@@ -88,8 +88,8 @@ def load(
     sources = sources or {}
     train = _read_part(config, task, field, "train", limit, sources.get("train"))
     labels = _collect_labels(train.checked, task, config, field)
-    known = {*(train.checked.names or ()), *chain.from_iterable(train.checked.label_lists or ())}
-    data = _encode_labels(train, labels, known, config, field, "train")
+    labels_in_training = {*(train.checked.names or ()), *chain.from_iterable(train.checked.label_lists or ())}
+    data = _encode_labels(train, labels, labels_in_training, config, field, "train")
     separator = train.checked.label_separator
     if separator is not None:  # a test file may hold other separators, within its labels
         config = config.model_copy(update={"label_separator": separator})
@@ -97,7 +97,7 @@ def load(
     notes: list[str] = []
     if config.test is not None or (config.test_split is not None and has_own_splits(config.train or "")):
         parts.append(_read_part(config, task, field, "test", limit, sources.get("test")))
-        test = _encode_labels(parts[1], labels, known, config, field, "test")
+        test = _encode_labels(parts[1], labels, labels_in_training, config, field, "test")
         if count := find_shared_with_test(data, test):
             notes.append(f"duplicates: {count:,} of {len(test):,} test examples also occur in {field}.train")
     elif config.test_fraction > 0:
@@ -137,10 +137,10 @@ def _read_part(
     field: str,
     part: Literal["train", "test"],
     limit: int | None,
-    given: Source | None,
+    passed_source: Source | None,
 ) -> _Part:
-    given = read_source(config, part, field, limit) if given is None else given
-    source = unwrap_lists(given, config, task, field)
+    passed_source = read_source(config, part, field, limit) if passed_source is None else passed_source
+    source = unwrap_lists(passed_source, config, task, field)
     skipped = {"with too many or too few fields": source.skipped}
     if config.invalid == "skip":
         complete = drop_invalid_rows(source, config, task, field, part)
@@ -197,22 +197,24 @@ def _collect_labels(train: ValidatedColumns, task: TaskColumns, config: DataConf
 
 def _require_complete_labels(labels: Sequence[str], complete: Callable[[Sequence[str]], list[str]], field: str) -> None:
     """Require that all labels belong to the task's scheme, and that those are among them that it always has."""
-    wrong = next((label for label in labels if label not in complete(labels)), None)
+    incomplete = next((label for label in labels if label not in complete(labels)), None)
     missing = next((label for label in complete([]) if label not in labels), None)
-    if wrong is not None or missing is not None:
-        problem = f"the label {missing!r} is missing" if wrong is None else f"no example has the label {wrong!r}"
-        raise FedspanError(f"{field}.labels", wrong, ", ".join(complete(labels)), problem=problem)
+    if incomplete is not None or missing is not None:
+        problem = (
+            f"the label {missing!r} is missing" if incomplete is None else f"no example has the label {incomplete!r}"
+        )
+        raise FedspanError(f"{field}.labels", incomplete, ", ".join(complete(labels)), problem=problem)
 
 
 def _order_labels(names: Sequence[str], config: DataConfig, field: str) -> list[str]:
     """Return the available labels, sorted or in the catalogue's order."""
     available = sort_names(names)
-    known = None if config.dataset is None else get_dataset_entry(config.dataset, f"{field}.dataset").labels
-    return [label for label in known if label in available] if known and set(available) <= set(known) else available
+    listed = None if config.dataset is None else get_dataset_entry(config.dataset, f"{field}.dataset").labels
+    return [label for label in listed if label in available] if listed and set(available) <= set(listed) else available
 
 
 def _encode_labels(
-    part: _Part, labels: Sequence[str], known: set[str], config: DataConfig, field: str, name: str
+    part: _Part, labels: Sequence[str], labels_in_training: set[str], config: DataConfig, field: str, name: str
 ) -> datasets.Dataset:
     """Return the examples with label indices; drop rows with labels not to be used, refuse or skip unknown labels."""
     import datasets
@@ -228,7 +230,7 @@ def _encode_labels(
         if label in index:
             keep.append(row)
             ids.append(index[label])
-        elif not (config.keep_only or (config.first_labels is not None and label in known)):
+        elif not (config.keep_only or (config.first_labels is not None and label in labels_in_training)):
             if config.invalid == "error":
                 raise _make_unknown_label_error(label, labels, checked.source.row(row), config, field, name)
             unknown += 1
@@ -270,8 +272,8 @@ def _encode_label_lists(
 def _make_unknown_label_error(
     label: str, labels: Sequence[str], row: str, config: DataConfig, field: str, part: str
 ) -> FedspanError:
-    known = f"{field}.labels" if config.labels is not None else "the training data"
-    problem = f"{row} has the label {label!r}, which is not in {known}. {suggest_nearest(label, labels)} "
+    origin = f"{field}.labels" if config.labels is not None else "the training data"
+    problem = f"{row} has the label {label!r}, which is not in {origin}. {suggest_nearest(label, labels)} "
     return FedspanError(
         f"{field}.{part}", label, problem=f"{problem}To leave such rows out, set {field}.invalid: skip."
     )

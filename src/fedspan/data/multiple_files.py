@@ -16,35 +16,35 @@ if TYPE_CHECKING:
 __all__ = ["read_multiple"]
 
 
-def read_multiple(where: str, option: str, read: Callable[[Path], Source]) -> Source:
+def read_multiple(user_path: str, option: str, read: Callable[[Path], Source]) -> Source:
     """Read all files that match a path with places, concatenated, with a column for each place.
 
     Args:
-        where: The path.
+        user_path: The path.
         option: The user's name of the option.
         read: Function that reads one of the files.
 
     Raises:
         FedspanError: If there are no files, one cannot be read, or they do not go together.
     """
-    matches = match_paths(where, option)
+    matches = match_paths(user_path, option)
     if not matches:
-        problem = f"no file matches {where!r}, where each pair of braces stands for a part of a name"
-        raise FedspanError(option, where, problem=problem)
+        problem = f"no file matches {user_path!r}, where each pair of braces stands for a part of a name"
+        raise FedspanError(option, user_path, problem=problem)
     sources = {path: read(path) for path in matches}
     headers = {source.header for source in sources.values()}
     if len(headers) > 1:
         kinds = sorted({"".join(path.suffixes) for path in matches})
-        raise FedspanError(option, where, problem=f"the files have several formats: {', '.join(kinds)}")
+        raise FedspanError(option, user_path, problem=f"the files have several formats: {', '.join(kinds)}")
     try:
         whole = _concatenate({path: source.dataset for path, source in sources.items()}, matches)
     except ValueError as error:
         problem = f"the files do not go together: {str(error).splitlines()[0][:300]}"
-        raise FedspanError(option, where, problem=problem) from error
+        raise FedspanError(option, user_path, problem=problem) from error
     files = tuple((source.name, len(source.dataset) + source.skipped) for source in sources.values())
     return Source(
         whole,
-        where,
+        user_path,
         headers.pop(),
         positions=_align_positions(list(sources.values())),
         files=files,
@@ -72,13 +72,13 @@ def _concatenate(tables: Mapping[Path, datasets.Dataset], places: Mapping[Path, 
     import datasets
 
     first = next(iter(tables))
-    whole: list[datasets.Dataset] = []
+    datasets_by_file: list[datasets.Dataset] = []
     for path, table in tables.items():
         if difference := set(table.column_names) ^ set(tables[first].column_names):
             raise ValueError(f"{sorted(difference)[0]!r} is not in both {first} and {path}")
-        for place, text in places[path].items():
-            if place in table.column_names:
-                raise ValueError(f"{path} has a column {place!r} already")
-            table = table.add_column(place, [text] * len(table))
-        whole.append(table)
-    return datasets.concatenate_datasets(whole)
+        for column, text in places[path].items():
+            if column in table.column_names:
+                raise ValueError(f"{path} has a column {column!r} already")
+            table = table.add_column(column, [text] * len(table))
+        datasets_by_file.append(table)
+    return datasets.concatenate_datasets(datasets_by_file)

@@ -93,19 +93,19 @@ def list_source_columns(dataset: Dataset) -> list[str]:
     return [*dict.fromkeys(name.removeprefix(_SOURCE) for name in dataset.column_names)]
 
 
-def describe_missing_column(name: str, columns: Iterable[str], where: str = "") -> str:
+def describe_missing_column(name: str, columns: Iterable[str], file: str = "") -> str:
     """Return the sentences that report a missing column, for the ``problem`` of an error.
 
     Args:
         name: The column that is not there.
         columns: The available columns.
-        where: The file, if there are several.
+        file: The file, if there are several.
     """
     columns = list(columns)
     available = rank_columns(name, columns)
     closest = find_similar(name, columns, 1)
     suggestion = f" Did you mean {closest[0]!r}?" if closest else ""
-    return f"no column named {name!r}{f' in {where}' if where else ''}. The columns are {available}.{suggestion}"
+    return f"no column named {name!r}{f' in {file}' if file else ''}. The columns are {available}.{suggestion}"
 
 
 def rank_columns(name: str, columns: Iterable[str], count: int = 12) -> str:
@@ -121,14 +121,19 @@ def read_names(dataset: Dataset, column: str) -> list[str | None]:
     feature, values = dataset.features[column], get_arrow_column(dataset, column)
     if isinstance(feature, ClassLabel):
         class_names = feature.names
-        return [class_names[at] if at is not None and 0 <= at < len(class_names) else None for at in values.to_pylist()]
+        return [
+            class_names[class_index] if class_index is not None and 0 <= class_index < len(class_names) else None
+            for class_index in values.to_pylist()
+        ]
     if not any(test(values.type) for test in _ENCODED):
         return [_format_name(value) for value in values.to_pylist()]
     names_by_row: list[str | None] = []
     for chunk in values.chunks:  # one object for each distinct value, and not for each row
         encoded = chunk.dictionary_encode()
         names = [_format_name(value) for value in encoded.dictionary.to_pylist()]
-        names_by_row += [None if at is None else names[at] for at in encoded.indices.to_pylist()]
+        names_by_row += [
+            None if class_index is None else names[class_index] for class_index in encoded.indices.to_pylist()
+        ]
     return names_by_row
 
 

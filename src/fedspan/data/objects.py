@@ -68,29 +68,29 @@ def read_objects(data: Any, clients: int) -> DataObjects:
     return DataObjects(sources, by_client)
 
 
-def _read(value: Any, clients: int, where: str) -> tuple[datasets.Dataset, bool]:
+def _read(value: Any, clients: int, argument: str) -> tuple[datasets.Dataset, bool]:
     """Return the examples of a split, and whether they were passed by client."""
     import datasets
 
     if callable(value) and not isinstance(value, datasets.Dataset):
         load_client = cast(Callable[[int], Any], value)
         return _merge_clients(
-            {id: load_client(number) for number, id in enumerate(make_client_ids(clients))}, where
+            {id: load_client(number) for number, id in enumerate(make_client_ids(clients))}, argument
         ), True
     if isinstance(value, Mapping) and value and not any(map(_is_column, value.values())):
-        return _merge_clients(cast(Mapping[Any, Any], value), where), True
-    return _make_dataset(value, where), False
+        return _merge_clients(cast(Mapping[Any, Any], value), argument), True
+    return _make_dataset(value, argument), False
 
 
-def _merge_clients(by_client: Mapping[Any, Any], where: str) -> datasets.Dataset:
+def _merge_clients(by_client: Mapping[Any, Any], argument: str) -> datasets.Dataset:
     import datasets
 
     parts: list[datasets.Dataset] = []
     for client, value in by_client.items():
-        dataset = _make_dataset(value, f"{where}[{client!r}]")
+        dataset = _make_dataset(value, f"{argument}[{client!r}]")
         if CLIENT in dataset.column_names:
-            problem = f"{where}[{client!r}] has a column named {CLIENT!r}, which is needed for the clients' ids"
-            raise FedspanError(where, CLIENT, problem=problem)
+            problem = f"{argument}[{client!r}] has a column named {CLIENT!r}, which is needed for the clients' ids"
+            raise FedspanError(argument, CLIENT, problem=problem)
         parts.append(dataset.add_column(CLIENT, [str(client)] * len(dataset)))
     columns = parts[0].column_names
     mismatched = next(
@@ -99,27 +99,27 @@ def _merge_clients(by_client: Mapping[Any, Any], where: str) -> datasets.Dataset
     if mismatched is not None:
         first = next(iter(by_client))
         raise FedspanError(
-            where, mismatched, problem=f"the clients {first!r} and {mismatched!r} have different columns"
+            argument, mismatched, problem=f"the clients {first!r} and {mismatched!r} have different columns"
         )
     try:
         return datasets.concatenate_datasets(parts)
     except (ValueError, pa.ArrowException) as error:
         problem = f"the clients' columns have different types: {str(error).splitlines()[0][:300]}"
-        raise FedspanError(where, None, problem=problem) from error
+        raise FedspanError(argument, None, problem=problem) from error
 
 
-def _make_dataset(value: Any, where: str) -> datasets.Dataset:
+def _make_dataset(value: Any, argument: str) -> datasets.Dataset:
     try:
-        dataset = _convert(value, where)
+        dataset = _convert(value, argument)
     except (TypeError, ValueError, LookupError, OverflowError, AttributeError, pa.ArrowException) as error:
-        problem = f"{where} cannot be read as a table: {str(error).splitlines()[0][:300] if str(error) else error!r}"
+        problem = f"{argument} cannot be read as a table: {str(error).splitlines()[0][:300] if str(error) else error!r}"
         raise FedspanError("data", None, problem=problem) from error
     if len(dataset) == 0:
-        raise FedspanError("data", None, problem=f"{where} holds no examples")
+        raise FedspanError("data", None, problem=f"{argument} holds no examples")
     return dataset
 
 
-def _convert(value: Any, where: str) -> datasets.Dataset:
+def _convert(value: Any, argument: str) -> datasets.Dataset:
     import datasets
 
     if isinstance(value, datasets.Dataset):
@@ -136,7 +136,7 @@ def _convert(value: Any, where: str) -> datasets.Dataset:
             return datasets.Dataset.from_list([dict(record) for record in records])
         return make_plain_dataset(make_table(records))
     expected = "a datasets.Dataset, a pandas DataFrame, a list of dicts, one of these by client, or a function"
-    raise FedspanError("data", type(value).__name__, expected, problem=f"{where} is a {type(value).__name__}")
+    raise FedspanError("data", type(value).__name__, expected, problem=f"{argument} is a {type(value).__name__}")
 
 
 def _convert_to_strings(table: pa.Table) -> pa.Table:

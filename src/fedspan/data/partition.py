@@ -104,8 +104,8 @@ class ClientParts(Sequence[ClientPart]):
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         number = range(len(self))[index]
-        at = self.bounds[len(_SPLITS) * number :][: len(_SPLITS) + 1].tolist()
-        return ClientPart(self.ids[number], *(self.rows[start:stop] for start, stop in pairwise(at)))
+        bounds = self.bounds[len(_SPLITS) * number :][: len(_SPLITS) + 1].tolist()
+        return ClientPart(self.ids[number], *(self.rows[start:stop] for start, stop in pairwise(bounds)))
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ class Partition:
         ends = parts.bounds[:: len(_SPLITS)].tolist()
         rows = []
         for number, (id, sizes) in enumerate(zip(parts.ids, parts.sizes.tolist(), strict=True)):
-            own = row_labels[ends[number] : ends[number + 1]]
-            counts = np.bincount(own, minlength=len(labels)).tolist() if labels else []
+            client_labels = row_labels[ends[number] : ends[number + 1]]
+            counts = np.bincount(client_labels, minlength=len(labels)).tolist() if labels else []
             rows.append(ClientRow(id, tuple(counts), *sizes))
         return tuple(rows)
 
@@ -294,12 +294,12 @@ def _split_groups(
     """
     parts: list[np.ndarray] = []
     for requested, still_needed in ((test, bool(validation)), (validation, False)):
-        own = groups[rows]
-        rest = len(np.unique(own)) - 1
+        client_groups = groups[rows]
+        remaining = len(np.unique(client_groups)) - 1
         part = np.empty(0, np.int64)
         if requested:
-            most = max(1, rest - still_needed)
-            part = draw_groups(own, requested, rng, None if labels is None else labels[rows], most=most)
+            maximum = max(1, remaining - still_needed)
+            part = draw_groups(client_groups, requested, rng, None if labels is None else labels[rows], maximum=maximum)
         parts.append(rows[part])
         rows = np.delete(rows, part)
     return np.concatenate([*parts, rows]), len(parts[1]), len(parts[0])

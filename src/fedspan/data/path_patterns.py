@@ -13,30 +13,30 @@ __all__ = ["has_placeholders", "list_placeholders", "match_paths"]
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
-def list_placeholders(where: str) -> list[str]:
+def list_placeholders(user_path: str) -> list[str]:
     """Return the names in a path's braces, in order."""
-    return list(dict.fromkeys(_PLACEHOLDER.findall(where)))
+    return list(dict.fromkeys(_PLACEHOLDER.findall(user_path)))
 
 
-def has_placeholders(where: str) -> bool:
+def has_placeholders(user_path: str) -> bool:
     """Check whether a path has braces that stand for names, and is not itself an existing path."""
-    return bool(list_placeholders(where)) and not os.path.exists(os.path.expanduser(where))
+    return bool(list_placeholders(user_path)) and not os.path.exists(os.path.expanduser(user_path))
 
 
-def match_paths(where: str, option: str) -> dict[Path, dict[str, str]]:
+def match_paths(user_path: str, option: str) -> dict[Path, dict[str, str]]:
     """Return the files that match a path with places, sorted, each with the texts of its places.
 
     A place is any text without a separator; one that occurs twice is the same text twice. Hidden files are left out.
 
     Args:
-        where: Path with places, such as ``clinics/{hospital}/train.csv``.
+        user_path: Path with places, such as ``clinics/{hospital}/train.csv``.
         option: The user's name of the option.
 
     Raises:
         FedspanError: If a folder in the path cannot be read: a data owner would be missing without notice.
     """
     matches: list[tuple[Path, dict[str, str]]] = [(Path(), {})]
-    for part in Path(os.path.expanduser(where)).parts:
+    for part in Path(os.path.expanduser(user_path)).parts:
         if _PLACEHOLDER.search(part) is None:
             matches = [(path / part, values) for path, values in matches]
             continue
@@ -44,12 +44,12 @@ def match_paths(where: str, option: str) -> dict[Path, dict[str, str]]:
         matches = [
             (path / name, values | match.groupdict())
             for path, values in matches
-            for name in _list_names(path, where, option)
+            for name in _list_names(path, user_path, option)
             if (match := pattern.fullmatch(name)) is not None
             and all(values.get(placeholder, text) == text for placeholder, text in match.groupdict().items())
         ]
     for path, _ in matches:
-        _require_readable(path.parent, where, option)
+        _require_readable(path.parent, user_path, option)
     return {path: values for path, values in matches if os.path.isfile(path)}
 
 
@@ -63,13 +63,13 @@ def _compile_pattern(part: str) -> re.Pattern[str]:
     return re.compile(body)
 
 
-def _list_names(folder: Path, where: str, option: str) -> list[str]:
+def _list_names(folder: Path, user_path: str, option: str) -> list[str]:
     if not os.path.isdir(folder):
         return []
-    _require_readable(folder, where, option)
+    _require_readable(folder, user_path, option)
     return sorted(name for name in os.listdir(folder) if not name.startswith("."))
 
 
-def _require_readable(folder: Path, where: str, option: str) -> None:
+def _require_readable(folder: Path, user_path: str, option: str) -> None:
     if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK):
-        raise FedspanError(option, where, problem=f"the folder {folder} cannot be read")
+        raise FedspanError(option, user_path, problem=f"the folder {folder} cannot be read")

@@ -39,17 +39,17 @@ class Source:
 
     def place(self, index: int) -> tuple[str, int]:
         """Return the file of an example, and its position there (blank lines are not counted)."""
-        at = index if self.positions is None else self.positions[index]
+        position = index if self.positions is None else self.positions[index]
         for name, rows in self.files:
-            if at < rows:
-                return name, at
-            at -= rows
-        return self.name, at
+            if position < rows:
+                return name, position
+            position -= rows
+        return self.name, position
 
     def row(self, index: int) -> str:
         """Return the reference to one example in messages."""
-        name, at = self.place(index)
-        return f"row {1 + self.header + at} of {name}"
+        name, position = self.place(index)
+        return f"row {1 + self.header + position} of {name}"
 
     def select(self, rows: Sequence[int]) -> Source:
         """Return some of the rows, which keep their positions in messages."""

@@ -101,7 +101,9 @@ class Barrier:
     def height(self) -> float:
         """Largest excess of the loss over the straight line between its ends (Frankle et al., 2020); at least 0."""
         first, last = self.losses[0], self.losses[-1]
-        return max(loss - (1 - at) * first - at * last for at, loss in zip(STEPS, self.losses, strict=True))
+        return max(
+            loss - (1 - position) * first - position * last for position, loss in zip(STEPS, self.losses, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -249,12 +251,12 @@ class _RoundModels:
         shape = self.engine.adapted.operators[name].shape
         starts = {id: self._start(id, name) for id in self.weights}
         updates = {id: combine([(1.0, self._own(id, name)), (-1.0, starts[id])], shape) for id in starts}
-        whole = accumulated = None
+        total = accumulated = None
         if self.end is not None:
             end = self._compute_change(self.end.parametrization[name], self.end.tensors, name, self.after)
             # relative to the clients' mean start: the global model, unless the clients' ranks are smaller
             negative_starts = [(-self.weights[id], start) for id, start in starts.items()]
-            whole = combine([(1.0, end), *self._compute_base_change(name), *negative_starts], shape)
+            total = combine([(1.0, end), *self._compute_base_change(name), *negative_starts], shape)
             parts: list[tuple[float, Delta]] = [(1.0, end)]
             if name in self.after.total:
                 parts.append((1.0, self.after.total[name]))
@@ -262,7 +264,7 @@ class _RoundModels:
                 parts.append((self.after.rho - 1.0, self.engine.adapted.get_weight(name)))
             accumulated = measure_shape(combine(parts, shape))
         return LayerDiagnosis(
-            compare_updates(updates, self.weights, whole), self._compute_moment_mismatch(name), accumulated
+            compare_updates(updates, self.weights, total), self._compute_moment_mismatch(name), accumulated
         )
 
     def losses(
@@ -275,14 +277,14 @@ class _RoundModels:
             {name: value for name, value in self.training[id].trained.tensors.items() if is_extra(name)} for id in pair
         ]
         losses: list[float] = []
-        for at in STEPS:
+        for position in STEPS:
             parametrization: dict[str, Parametrization] = {}
             tensors = {
-                name: torch.lerp(value, extras[1][name], at) if value.is_floating_point() else value
+                name: torch.lerp(value, extras[1][name], position) if value.is_floating_point() else value
                 for name, value in extras[0].items()
             }
             for name, operator in operators.items():
-                mixed = combine([(1 - at, changes[0][name]), (at, changes[1][name])], operator.shape)
+                mixed = combine([(1 - position, changes[0][name]), (position, changes[1][name])], operator.shape)
                 parametrization[name] = LoRA(mixed.scale) if isinstance(mixed, LowRank) else DenseChange()
                 slots = {"A": mixed.A, "B": mixed.B} if isinstance(mixed, LowRank) else {"D": mixed.float()}
                 tensors |= {join_tensor_name(name, slot): value for slot, value in slots.items()}
@@ -329,12 +331,14 @@ class _RoundModels:
         seconds = {
             id: local.trained.optimizer_state.moments.get("exp_avg_sq", {}) for id, local in self._sort_records()
         }
-        slots = [select_slots(own, name) for own in seconds.values()]
-        shared = set.intersection(*(set(own) for own in slots)) if slots else set[str]()
+        slots = [select_slots(moments, name) for moments in seconds.values()]
+        shared = set.intersection(*(set(moments) for moments in slots)) if slots else set[str]()
         gaps = [
-            measure_moment_mismatch({id: select_slots(own, name)[slot] for id, own in seconds.items()}, self.weights)
+            measure_moment_mismatch(
+                {id: select_slots(moments, name)[slot] for id, moments in seconds.items()}, self.weights
+            )
             for slot in sorted(shared)
-            if len({own[slot].shape for own in slots}) == 1
+            if len({moments[slot].shape for moments in slots}) == 1
         ]
         return sum(gaps) / len(gaps) if gaps else None
 

@@ -101,14 +101,14 @@ def compute_form_inner_product(left: Delta, right: Delta) -> float:
 
 
 def compare_updates(
-    updates: Mapping[str, Delta], weights: Mapping[str, float], whole: Delta | None
+    updates: Mapping[str, Delta], weights: Mapping[str, float], global_update: Delta | None
 ) -> UpdateComparison:
     """Compare the clients' updates of one layer.
 
     Args:
         updates: D_i by client.
         weights: Weights w_i by client, with any positive sum.
-        whole: G; None where the clients have personal models.
+        global_update: G; None where the clients have personal models.
 
     Raises:
         ValueError: If there are no updates.
@@ -118,19 +118,23 @@ def compare_updates(
         raise ValueError("updates of no client")
     w = torch.tensor([weights[id] for id in ids], dtype=torch.float64)
     w = w / w.sum()
-    products = [[compute_form_inner_product(updates[one], updates[other]) for other in ids] for one in ids]
+    products = [[compute_form_inner_product(updates[left], updates[right]) for right in ids] for left in ids]
     gram = torch.tensor(products, dtype=torch.float64)
     mean2 = float(w @ gram @ w)
     with_mean, norms = gram @ w, gram.diagonal().clamp(min=0).sqrt()
     spread2 = float((w * (gram.diagonal() - 2 * with_mean + mean2)).sum())
     error, target, target2 = math.nan, with_mean, mean2
-    if whole is not None:
-        shape = get_shape(whole)
-        gap = combine([(1.0, whole), *((-float(one), updates[id]) for one, id in zip(w, ids, strict=True))], shape)
+    if global_update is not None:
+        shape = get_shape(global_update)
+        gap = combine(
+            [(1.0, global_update), *((-float(left), updates[id]) for left, id in zip(w, ids, strict=True))], shape
+        )
         # not ||G||^2 - 2 <G, D> + ||D||^2, which cancels numerically where the two are nearly equal
         error = _divide(float(compute_singular_values(gap).norm()), math.sqrt(max(mean2, 0)))
-        target = torch.tensor([compute_form_inner_product(updates[id], whole) for id in ids], dtype=torch.float64)
-        target2 = compute_form_inner_product(whole, whole)
+        target = torch.tensor(
+            [compute_form_inner_product(updates[id], global_update) for id in ids], dtype=torch.float64
+        )
+        target2 = compute_form_inner_product(global_update, global_update)
     pairs = list(combinations(range(len(ids)), 2))
     cosines = [_divide(float(gram[i, j]), float(norms[i] * norms[j])) for i, j in pairs]
     frames = [_compute_bases(updates[id]) for id in ids] if pairs else []
@@ -151,8 +155,8 @@ def compute_alignment(layers: Sequence[Mapping[str, tuple[float, float, float]]]
     """Return the alignment of all layers as one vector, from their updates' ``products``; NaN without a layer."""
     cosines: list[float] = []
     for id in layers[0] if layers else ():
-        dot, own, whole = (sum(layer[id][part] for layer in layers) for part in range(3))
-        cosines.append(_divide(dot, math.sqrt(own * whole)))
+        dot, squared_norm, global_squared_norm = (sum(layer[id][part] for layer in layers) for part in range(3))
+        cosines.append(_divide(dot, math.sqrt(squared_norm * global_squared_norm)))
     return _compute_mean(cosines)
 
 
@@ -213,8 +217,8 @@ def _compute_bases(delta: Delta) -> tuple[Tensor, Tensor]:
     return U[:, retained], Vt[retained].T
 
 
-def _divide(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else math.nan
+def _divide(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator > 0 else math.nan
 
 
 def _compute_mean(values: Sequence[float]) -> float:

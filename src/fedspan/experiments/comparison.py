@@ -144,8 +144,8 @@ class CompareReport:
             )
             for row in self.rows
         )
-        measured = {at: row.mean for at, row in enumerate(self.rows) if row.mean is not None}
-        best = max(measured, key=lambda at: compute_score(metric, {metric: measured[at]}), default=None)
+        measured = {index: row.mean for index, row in enumerate(self.rows) if row.mean is not None}
+        best = max(measured, key=lambda index: compute_score(metric, {metric: measured[index]}), default=None)
         better = "higher is better" if self.higher else "lower is better"
         numbers = ", ".join(map(str, self.seeds))
         subject = f"Mean ± standard deviation over the seeds {numbers}" if several else f"One seed ({numbers})"
@@ -318,17 +318,17 @@ def build_report(comparison: Comparison, reports: Mapping[str, RunReport], folde
     reference = values[comparison.against]
     rows: list[CompareRow] = []
     for name, row_scores in scores.items():
-        own = values[name]
-        differences = [None if a is None or b is None else a - b for a, b in zip(own, reference, strict=True)]
+        row_values = values[name]
+        differences = [None if a is None or b is None else a - b for a, b in zip(row_values, reference, strict=True)]
         if name == comparison.against:
             differences = []
         row_reports = runs.get(name, [])
         rows.append(
             CompareRow(
                 name=name,
-                scores=tuple(own),
-                mean=compute_mean(own),
-                deviation=compute_deviation(own),
+                scores=tuple(row_values),
+                mean=compute_mean(row_values),
+                deviation=compute_deviation(row_values),
                 difference=compute_mean(differences),
                 error=compute_standard_error(differences),
                 worst=compute_mean(

@@ -67,14 +67,14 @@ class FinishedRuns:
 
     def add(self, folder: Path) -> None:
         """Add a finished run; a folder without a finished, readable run is ignored."""
-        place = RunFolder(folder)
-        if place.config.is_file() and place.report.is_file() and place.environment.is_file():
+        run_folder = RunFolder(folder)
+        if run_folder.config.is_file() and run_folder.report.is_file() and run_folder.environment.is_file():
             with suppress(FedspanError):
                 # Parsed, not compared as text: an option added since has the earlier behaviour as its default.
-                config = parse_config(parse_yaml(place.read_config_text(), str(place.config)))
-                place.read_json(place.report)
-                place.read_json(place.environment)
-                self._places.setdefault(_build_key(config), []).append(place.path)
+                config = parse_config(parse_yaml(run_folder.read_config_text(), str(run_folder.config)))
+                run_folder.read_json(run_folder.report)
+                run_folder.read_json(run_folder.environment)
+                self._places.setdefault(_build_key(config), []).append(run_folder.path)
 
     def copy(self, config: RunConfig, folder: Path) -> bool:
         """Fill the folder of a run with a copy of a finished run that had the same config, versions and machine.
@@ -95,14 +95,14 @@ class FinishedRuns:
         sources = self._places.get(_build_key(config), [])
         since = _read_since(config) if sources else 0.0
         for source in sources:
-            place = RunFolder(source)
-            if not place.config.is_file() or place.config.stat().st_mtime < since:
+            run_folder = RunFolder(source)
+            if not run_folder.config.is_file() or run_folder.config.stat().st_mtime < since:
                 continue
-            if is_same_environment(place, config):
+            if is_same_environment(run_folder, config):
                 partial = build_temporary_path(folder)
                 try:
                     with convert_disk_errors(folder.parent, "choose another folder"):
-                        shutil.copytree(source, partial, ignore=shutil.ignore_patterns(place.lock.name))
+                        shutil.copytree(source, partial, ignore=shutil.ignore_patterns(run_folder.lock.name))
                         partial.rename(folder)
                 except FedspanError:
                     shutil.rmtree(partial, ignore_errors=True)
@@ -122,11 +122,11 @@ def _read_since(config: RunConfig) -> float:
     for name, option in ((config.data.train, "data.train"), (config.data.test, "data.test")):
         if name and has_placeholders(name):
             paths += match_paths(name, option)
-    inside = [entry for path in paths if os.path.isdir(path) for entry in path.rglob("*")]
+    nested_entries = [entry for path in paths if os.path.isdir(path) for entry in path.rglob("*")]
     # Image files are read together with the files next to them: labels and class names.
     pictures = [path for path in paths if os.path.isfile(path) and has_images(path)]
-    inside += [entry for path in pictures for entry in path.parent.iterdir()]
-    return max((path.stat().st_mtime for path in [*paths, *inside] if os.path.isfile(path)), default=0.0)
+    nested_entries += [entry for path in pictures for entry in path.parent.iterdir()]
+    return max((path.stat().st_mtime for path in [*paths, *nested_entries] if os.path.isfile(path)), default=0.0)
 
 
 _RUNS: ContextVar[FinishedRuns | None] = ContextVar("fedspan_finished_runs", default=None)
@@ -265,21 +265,21 @@ def run_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunRep
     Raises:
         FedspanError: If the run fails; the message names the run.
     """
-    place, known = folder / step.name, get_reusable_runs()
+    run_folder, reusable_runs = folder / step.name, get_reusable_runs()
     watcher.on_run_start(step)
-    if known is not None:
-        known.copy(step.config, place)
-    finished = RunFolder(place).report.is_file()
+    if reusable_runs is not None:
+        reusable_runs.copy(step.config, run_folder)
+    finished = RunFolder(run_folder).report.is_file()
     if not finished:
         start_next_run()
     try:
-        report = train.run(step.config, place, resume=True, listener=watcher, progress=False)
+        report = train.run(step.config, run_folder, resume=True, listener=watcher, progress=False)
     except FedspanError as error:
         raise error.relocate(note=f"This is in the run {step.name}.") from None
     if not finished and report.seconds > _SHORT:
         # The model's replaced methods refer back to it, which would keep it alive; a GPU has no room for two models.
         gc.collect()
-    if known is not None and not finished:
-        known.add(place)
+    if reusable_runs is not None and not finished:
+        reusable_runs.add(run_folder)
     watcher.on_run_finish(step, report.metric, score(report), report.seconds, not finished)
     return report

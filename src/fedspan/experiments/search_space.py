@@ -86,11 +86,11 @@ def _parse_values(path: str, candidates: str | Sequence[Any]) -> Range | tuple[A
 
 
 def _parse_range(argument: str, low: str, high: str) -> Range:
-    whole = all(re.fullmatch(r"[+-]?\d+", end) for end in (low, high))
-    parsed = Range(int(low), int(high)) if whole else Range(float(low), float(high))
+    is_integer = all(re.fullmatch(r"[+-]?\d+", end) for end in (low, high))
+    parsed = Range(int(low), int(high)) if is_integer else Range(float(low), float(high))
     if not -(2**62) < parsed.low < parsed.high < 2**62:
         raise FedspanError("--over", argument, "a range from the smaller to the larger number")
-    if not whole and parsed.low <= 0:
+    if not is_integer and parsed.low <= 0:
         raise FedspanError("--over", argument, "a range above 0, because values are drawn on a logarithmic scale")
     return parsed
 

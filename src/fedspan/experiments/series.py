@@ -60,7 +60,7 @@ class Watcher(Listener):
     def on_run_finish(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
         """Handle the report of a run; ``value`` is the compared score, ``is_new`` is False for a run that was read."""
 
-    def on_run_failure(self, step: Step, why: str) -> None:
+    def on_run_failure(self, step: Step, reason: str) -> None:
         """Handle the divergence of a run; the series continues without it."""
 
 
@@ -72,20 +72,20 @@ class Watchers(Listeners, Watcher):
         self._watchers = watchers
 
     def on_series_start(self, steps: Sequence[Step]) -> None:
-        for one in self._watchers:
-            one.on_series_start(steps)
+        for watcher in self._watchers:
+            watcher.on_series_start(steps)
 
     def on_run_start(self, step: Step) -> None:
-        for one in self._watchers:
-            one.on_run_start(step)
+        for watcher in self._watchers:
+            watcher.on_run_start(step)
 
     def on_run_finish(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
-        for one in self._watchers:
-            one.on_run_finish(step, metric, value, seconds, is_new)
+        for watcher in self._watchers:
+            watcher.on_run_finish(step, metric, value, seconds, is_new)
 
-    def on_run_failure(self, step: Step, why: str) -> None:
-        for one in self._watchers:
-            one.on_run_failure(step, why)
+    def on_run_failure(self, step: Step, reason: str) -> None:
+        for watcher in self._watchers:
+            watcher.on_run_failure(step, reason)
 
 
 def validate_seeds(seeds: Sequence[int]) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ class SeriesBar(LiveBar, Watcher):
     def on_run_finish(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
         self.done += 1
 
-    def on_run_failure(self, step: Step, why: str) -> None:
+    def on_run_failure(self, step: Step, reason: str) -> None:
         self.done += 1
 
     def on_start(self, prepared: Prepared, done: int, resumed: bool) -> None:

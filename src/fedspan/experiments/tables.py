@@ -136,7 +136,8 @@ def format_markdown(table: Table) -> list[str]:
         return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
     rows = [
-        line([cell and f"**{cell}**" for cell in row] if at == table.best else row) for at, row in enumerate(table.rows)
+        line([cell and f"**{cell}**" for cell in row] if index == table.best else row)
+        for index, row in enumerate(table.rows)
     ]
     rule = "|---|" + "---:|" * (len(table.head) - 1)
     return [line(table.head), rule, *rows, "", *[note + "  " for note in table.notes[:-1]], *table.notes[-1:]]

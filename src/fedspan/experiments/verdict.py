@@ -51,7 +51,7 @@ def compare_pairs(better: Sequence[float], worse: Sequence[float]) -> Within:
     Raises:
         ValueError: If the two differ in length.
     """
-    differences = [above - below for above, below in zip(better, worse, strict=True)]
+    differences = [better_score - worse_score for better_score, worse_score in zip(better, worse, strict=True)]
     mean, error = math.fsum(differences) / len(differences), compute_standard_error(differences)
     verdict: Verdict = "inconclusive"
     if abs(mean) > 2 * error:

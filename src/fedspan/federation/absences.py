@@ -69,9 +69,9 @@ class Awaited:
     """
 
     def __init__(self, ids: Iterable[str], absent: Collection[str]) -> None:
-        everyone = set(ids)
-        self._pending = everyone - set(absent)
-        self._is_everyone = len(self._pending) == len(everyone)
+        all_clients = set(ids)
+        self._pending = all_clients - set(absent)
+        self._is_everyone = len(self._pending) == len(all_clients)
 
     def is_over(self, id: str, accepted: Callable[[], Collection[str]], quorum: int) -> bool:
         """Record that a client replied or failed, and return whether the absent ones need not be waited for.

@@ -310,15 +310,15 @@ class ReportedEvaluator(Evaluator):
         the clients' median share of evaluated among training examples makes of its own training examples.
         """
         clients = {id: self.federation.clients[id] for id in reported}
-        known = {id: len(getattr(data, part)) for id, data in clients.items()}
+        examples_by_client = {id: len(getattr(data, part)) for id, data in clients.items()}
         train = {id: min(data.client.examples, data.max_weight or math.inf) for id, data in clients.items()}
-        counts = {id: known[id] or max(1.0, min(reported[id], train[id])) for id in reported}
+        counts = {id: examples_by_client[id] or max(1.0, min(reported[id], train[id])) for id in reported}
         limit = compute_weight_limit(list(counts.values()), self.federation.settings.max_weight_ratio)
         if limit is None:
             return {id: float(count) for id, count in counts.items()}
         share = statistics.median(counts[id] / max(1, train[id]) for id in counts)
         limits = {id: limit if clients[id].max_weight is None else share * max(1, train[id]) for id in counts}
-        return {id: float(count if known[id] else min(count, limits[id])) for id, count in counts.items()}
+        return {id: float(count if examples_by_client[id] else min(count, limits[id])) for id, count in counts.items()}
 
 
 class RemoteEvaluator(ReportedEvaluator):

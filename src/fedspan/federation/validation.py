@@ -191,8 +191,8 @@ def _require_moderate(tensors: Tensors) -> None:
 def _require_structure(message: Message, expected: Message, shrinks: bool) -> None:
     missing, extra = expected.tensors.keys() - message.tensors.keys(), message.tensors.keys() - expected.tensors.keys()
     if extra or missing:
-        what = f"without {sorted(missing)[:3]}" if missing else f"with {sorted(extra)[:3]} too"
-        raise ValueError(f"tensors are not those of the method: {what}")
+        difference = f"without {sorted(missing)[:3]}" if missing else f"with {sorted(extra)[:3]} too"
+        raise ValueError(f"tensors are not those of the method: {difference}")
     if message.scalars.keys() != expected.scalars.keys():
         raise ValueError(f"scalars {sorted(message.scalars)}, not {sorted(expected.scalars)}")
     for name, value in expected.scalars.items():
@@ -205,8 +205,8 @@ def _require_structure(message: Message, expected: Message, shrinks: bool) -> No
             raise ValueError(f"{name} is not a number below 2^53")
     for name, value in message.tensors.items():
         reference = expected.tensors[name]
-        fits = value.ndim == reference.ndim and all(map(int.__le__, value.shape, reference.shape))
-        may_be_smaller = shrinks and fits and not is_extra(name)
+        is_valid = value.ndim == reference.ndim and all(map(int.__le__, value.shape, reference.shape))
+        may_be_smaller = shrinks and is_valid and not is_extra(name)
         if value.dtype != reference.dtype or (value.shape != reference.shape and not may_be_smaller):
             actual, required = (f"{list(tensor.shape)} of {tensor.dtype}" for tensor in (value, reference))
             raise ValueError(f"{name} is {actual}, not {required}")

@@ -106,11 +106,11 @@ def read_title(cls: type[Any]) -> tuple[str, str]:
 
 def list_options(cls: type[Any], hidden: frozenset[str]) -> list[Option]:
     """List the fields of a class except the hidden ones, with help from the docstrings of the class and its bases."""
-    helps: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for ancestor in reversed(cls.__mro__):
-        helps |= _parse_arguments(ancestor.__doc__ or "")
+        descriptions |= _parse_arguments(ancestor.__doc__ or "")
     return [
-        Option(field.name, str(field.type), field.default, helps.get(field.name, ""))
+        Option(field.name, str(field.type), field.default, descriptions.get(field.name, ""))
         for field in dataclasses.fields(cls)
         if field.name not in hidden
     ]

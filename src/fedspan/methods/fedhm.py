@@ -101,8 +101,8 @@ class FedHM(RegisteredMethod):
 
     def _cut(self, state: ServerState, layer: LayerSpec, rank: int) -> LowRank:
         """Return the first ``rank`` components of a layer, padded with components that add nothing."""
-        whole, (rows, columns) = _pair(state.tensors, layer), layer.rectangle
-        retained = LowRank(whole.B[:, :rank], whole.A[:rank])
+        pair, (rows, columns) = _pair(state.tensors, layer), layer.rectangle
+        retained = LowRank(pair.B[:, :rank], pair.A[:rank])
         missing = min(rank, rows, columns) - retained.rank
         if missing <= 0:
             return retained

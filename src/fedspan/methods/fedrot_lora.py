@@ -63,7 +63,7 @@ class FedRotLoRA(RegisteredMethod):
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         if round == 0:
             return reply(job, trained), memory
-        turned: dict[str, Tensor] = {}
+        rotated: dict[str, Tensor] = {}
         for layer in self.spec.layers:
             a, b = join_tensor_name(layer.name, "A"), join_tensor_name(layer.name, "B")
             A, B = trained.tensors[a].double(), trained.tensors[b].double()
@@ -73,8 +73,8 @@ class FedRotLoRA(RegisteredMethod):
             else:
                 rotation = find_nearest_rotation(job.tensors[b].double().T @ B)
             Rt = find_nearest_rotation(torch.lerp(torch.eye(len(A), dtype=A.dtype), rotation, self.strength))
-            turned |= {a: (Rt @ A).to(trained.tensors[a].dtype), b: (B @ Rt.T).to(trained.tensors[b].dtype)}
-        return reply(job, replace(trained, tensors={**trained.tensors, **turned})), memory
+            rotated |= {a: (Rt @ A).to(trained.tensors[a].dtype), b: (B @ Rt.T).to(trained.tensors[b].dtype)}
+        return reply(job, replace(trained, tensors={**trained.tensors, **rotated})), memory
 
     def contribute(self, message: Message, client: Client) -> Contribution:
         return Contribution(sum=message.tensors)

@@ -60,9 +60,9 @@ class FLoRA(RegisteredMethod):
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         rank = self.get_rank(client)
-        fresh = draw_a_factors(self, rank, round, "" if client is None else client.id)
+        initial = draw_a_factors(self, rank, round, "" if client is None else client.id)
         return create_lora_job(
-            self, {**fresh, **create_b_factors(self.spec, rank)}, client, train=("A", "B"), generation=round
+            self, {**initial, **create_b_factors(self.spec, rank)}, client, train=("A", "B"), generation=round
         )
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:

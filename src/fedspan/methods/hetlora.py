@@ -90,24 +90,24 @@ class HetLoRA(RegisteredMethod):
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         rank = self.r if client is None else int(state.scalars.get(f"rank/{client.id}", client.rank))
-        own = cut_slots(self._widen(state.tensors, rank), rank)
+        client_slots = cut_slots(self._widen(state.tensors, rank), rank)
         share = self.get_scaling(None) / self.get_scaling(client)
-        return Message({name: value * share if name.endswith("/B") else value for name, value in own.items()})
+        return Message({name: value * share if name.endswith("/B") else value for name, value in client_slots.items()})
 
     def _widen(self, tensors: Tensors, rank: int) -> dict[str, Tensor]:
         """Widen to a rank with untrained slots, B = 0 and A drawn by slot."""
-        known = _rank(tensors)
-        if known >= rank:
+        current_rank = _rank(tensors)
+        if current_rank >= rank:
             return dict(tensors)
         wide: dict[str, Tensor] = {}
         for layer in self.spec.layers:
             a, b = join_tensor_name(layer.name, "A"), join_tensor_name(layer.name, "B")
             rows = [
                 draw_initial_A(layer, 1, create_generator(self.seed, "A", layer.name, "slot", k))
-                for k in range(known, rank)
+                for k in range(current_rank, rank)
             ]
             wide[a] = torch.cat([tensors[a], torch.cat(rows).to(tensors[a])])
-            wide[b] = pad(tensors[b], (0, rank - known))
+            wide[b] = pad(tensors[b], (0, rank - current_rank))
         return wide
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:

@@ -59,10 +59,10 @@ def _require_slots(slots: Tensor, change: Tensor, shape: tuple[int, int], axis: 
         ValueError: If it is not.
     """
     indices: list[int] = slots.flatten().tolist()
-    fits = change.shape == (*shape[:axis], len(indices), *shape[axis + 1 :])
+    is_valid = change.shape == (*shape[:axis], len(indices), *shape[axis + 1 :])
     if (
         slots.ndim != 1
-        or not fits
+        or not is_valid
         or len(set(indices)) != len(indices)
         or not all(0 <= index < shape[axis] for index in indices)
     ):
@@ -130,9 +130,9 @@ class LoRAA2(RegisteredMethod):
         """Build masks with 1 in the most important slots, ``rank`` per layer on average; ties go to the first."""
         importance: list[Tensor] = []
         for layer in self.spec.layers:
-            now = {slot: before[join_tensor_name(layer.name, slot)] for slot in ("A", "B")}
-            now[active] = probed[join_tensor_name(layer.name, active)] - now[active]
-            importance.append(now["B"].norm(dim=0) * now["A"].norm(dim=1))
+            masks_before = {slot: before[join_tensor_name(layer.name, slot)] for slot in ("A", "B")}
+            masks_before[active] = probed[join_tensor_name(layer.name, active)] - masks_before[active]
+            importance.append(masks_before["B"].norm(dim=0) * masks_before["A"].norm(dim=1))
         selected = torch.cat(importance).argsort(descending=True, stable=True)[: rank * len(importance)]
         flags = torch.zeros(self.r * len(importance)).index_fill(0, selected, 1.0).split(self.r)
         masks: dict[str, Tensor] = {}
@@ -156,11 +156,11 @@ class LoRAA2(RegisteredMethod):
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         active = get_alternating_factor(state.round)
-        moved = {
+        updated = {
             name: state.tensors[name] + reduced.mean[join_tensor_name(name.partition("/")[0], "d" + active)]
             for name in list_tensor_names(self.spec, active)
         }
-        return state.advance_round(tensors={**state.tensors, **moved})
+        return state.advance_round(tensors={**state.tensors, **updated})
 
     def estimate_traffic(self, layer: LayerSpec, rank: int, round: int) -> Traffic:
         # Slots are selected over all layers together: ``up`` is that of the mean layer, exact if all are selected.

@@ -73,11 +73,11 @@ class PFedLoRA(RegisteredMethod):
         return Message(state.tensors)
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        own = memory or draw_personal_pair(self, self.get_rank(client), client)
+        personal = memory or draw_personal_pair(self, self.get_rank(client), client)
         is_joint = self.variant == 2
         return Job(
             parametrization={layer.name: DenseLoRA(self.get_scaling(client)) for layer in self.spec.layers},
-            tensors={**message.tensors, **own},
+            tensors={**message.tensors, **personal},
             trainable=(Group(list_tensor_names(self.spec, *(("W", "L", "U") if is_joint else ("L", "U")))),),
             epochs=None if is_joint else self.personal_epochs,
             phase="train" if is_joint else PERSONAL,
@@ -91,8 +91,8 @@ class PFedLoRA(RegisteredMethod):
             shared = (Group(list_tensor_names(self.spec, "W")),)
             tensors = trained.tensors
             return replace(job, tensors=tensors, trainable=shared, epochs=None, phase="train", extras=True), memory
-        own = select(trained.tensors, list_tensor_names(self.spec, "L", "U"))
-        return Message(select(trained.tensors, list_tensor_names(self.spec, "W"))), own
+        personal = select(trained.tensors, list_tensor_names(self.spec, "L", "U"))
+        return Message(select(trained.tensors, list_tensor_names(self.spec, "W"))), personal
 
     def contribute(self, message: Message, client: Client) -> Contribution:
         return Contribution(sum=message.tensors)

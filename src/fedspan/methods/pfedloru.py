@@ -51,13 +51,13 @@ class PFedLoRU(FedLoRU):
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         job = super().start(message, client, {}, round)
-        own = memory or draw_personal_pair(self, self.personal_r, client)
+        personal = memory or draw_personal_pair(self, self.personal_r, client)
         personal_scaling = compute_scaling(self.personal_alpha, self.personal_r, self.use_rslora)
         parametrization = PairSum(self.get_scaling(client), personal_scaling)
         return replace(
             job,
             parametrization={layer.name: parametrization for layer in self.spec.layers},
-            tensors={**job.tensors, **own},
+            tensors={**job.tensors, **personal},
             trainable=(Group(list_tensor_names(self.spec, "L", "U")),),
             epochs=self.personal_epochs,
             phase=PERSONAL,

@@ -107,8 +107,8 @@ def register(key: str, cls: type[RegisteredMethod]) -> None:
 def _require_method(key: str, cls: Any) -> None:
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     if not (isinstance(cls, type) and issubclass(cls, RegisteredMethod)) or missing:
-        lacks = f" (it lacks {', '.join(missing)})" if missing else ""
-        problem = f"{cls!r} is no method{lacks}"
+        missing_text = f" (it lacks {', '.join(missing)})" if missing else ""
+        problem = f"{cls!r} is no method{missing_text}"
         raise FedspanError("method.name", key, "a subclass of fedspan.core.method.RegisteredMethod", problem=problem)
     if "__dataclass_fields__" not in vars(cls):  # its base is frozen, so it must be too
         raise FedspanError("method.name", key, problem=f"{cls!r} lacks @dataclass(frozen=True, kw_only=True)")
@@ -131,8 +131,8 @@ def get_method_class(key: str, field: str = "method.name") -> type[RegisteredMet
             try:
                 cls: Any = entry_point.load()
             except Exception as error:  # a package's import may raise anything
-                why = f"{type(error).__name__}: {error}"
-                raise FedspanError(field, key, problem=f"{entry_point.value} cannot be imported ({why})") from error
+                reason = f"{type(error).__name__}: {error}"
+                raise FedspanError(field, key, problem=f"{entry_point.value} cannot be imported ({reason})") from error
             register(key, cls)
             return cls
         raise FedspanError(field, key, problem=f"no method is named {key!r}. {suggest_nearest(key, METHODS)}")

@@ -105,10 +105,10 @@ class SLoRA(RegisteredMethod):
         """Compute A and B from the first stage's values."""
         tensors: dict[str, Tensor] = {}
         for layer in self.spec.layers:
-            own = values[join_tensor_name(layer.name, "values")]
+            layer_values = values[join_tensor_name(layer.name, "values")]
             U, S, Vt = compute_leading_svd(
-                scatter_entries(own.double(), self._draw_entries(layer), layer.shape), self.r
+                scatter_entries(layer_values.double(), self._draw_entries(layer), layer.shape), self.r
             )
-            tensors[join_tensor_name(layer.name, "A")] = Vt.to(own.dtype).contiguous()
-            tensors[join_tensor_name(layer.name, "B")] = (U * S / self.get_scaling(None)).to(own.dtype)
+            tensors[join_tensor_name(layer.name, "A")] = Vt.to(layer_values.dtype).contiguous()
+            tensors[join_tensor_name(layer.name, "B")] = (U * S / self.get_scaling(None)).to(layer_values.dtype)
         return tensors

@@ -104,9 +104,9 @@ class AdaptedModel:
 
     def create_replica(self) -> AdaptedModel:
         """Create another model object on the same weights, with its own extras and state, for use in another thread."""
-        own = {id(value) for value in self.get_values().values()}
+        job_tensors = {id(value) for value in self.get_values().values()}
         shared: list[object] = [
-            value for value in (*self.model.parameters(), *self.model.buffers()) if id(value) not in own
+            value for value in (*self.model.parameters(), *self.model.buffers()) if id(value) not in job_tensors
         ]
         shared += [self._base, *(value for layer in self.layers.values() for value in layer.shared)]
         return copy.deepcopy(self, {id(value): value for value in shared})

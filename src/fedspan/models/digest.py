@@ -21,9 +21,9 @@ def hash_frozen(root: nn.Module, adapted: AdaptedModel) -> Any:
         adapted: The model.
     """
     digest = hashlib.sha256()
-    own = {id(value) for value in adapted.get_values().values()}
+    job_tensors = {id(value) for value in adapted.get_values().values()}
     for name, value in sorted(root.state_dict(keep_vars=True).items()):
-        if id(value) in own or name in adapted.extras or not isinstance(value, Tensor):
+        if id(value) in job_tensors or name in adapted.extras or not isinstance(value, Tensor):
             continue
         digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -159,9 +159,14 @@ def export_adapter(
         _write(folder, tensors, config, rank)
     else:
         weight, bias = (tensors.pop(f"{_PREFIX}{HEAD}.{name}") for name in ("weight", "bias"))
-        within = f"{pooled.base_model_prefix}."
-        own = {_PREFIX + name.removeprefix(_PREFIX + within): value for name, value in tensors.items()}
-        _write(folder, own, _build_encoder_config(config, [layer.removeprefix(within) for layer in updates]), rank)
+        prefix = f"{pooled.base_model_prefix}."
+        adapter_tensors = {_PREFIX + name.removeprefix(_PREFIX + prefix): value for name, value in tensors.items()}
+        _write(
+            folder,
+            adapter_tensors,
+            _build_encoder_config(config, [layer.removeprefix(prefix) for layer in updates]),
+            rank,
+        )
         write_modules(folder, pooled.pooling, weight.shape[1], int(str(notes["max_length"])), (weight, bias))
     _write_notes(folder, notes)
     return rank
@@ -222,8 +227,8 @@ def truncate_adapter(folder: Path, rank: int) -> None:
         if factor := _FACTOR.fullmatch(name):
             names.setdefault(factor[1], {})[factor[2]] = name
     errors: dict[str, float] = {}
-    for layer, own in names.items():
-        A, B = tensors[own["A"]], tensors[own["B"]]
+    for layer, layer_names in names.items():
+        A, B = tensors[layer_names["A"]], tensors[layer_names["B"]]
         U, S, Vt = svd(LowRank(B.flatten(1), A.flatten(1)))  # for a convolution, the unfolded matrix
         root, smallest = S[:rank].sqrt(), min(rank, len(S))
         cut_B, cut_A = B.new_zeros(len(B), rank), A.new_zeros(rank, A[0].numel())
@@ -231,8 +236,8 @@ def truncate_adapter(folder: Path, rank: int) -> None:
             (U[:, :rank] * root).to(B.dtype),
             (root[:, None] * Vt[:rank]).to(A.dtype),
         )
-        tensors[own["B"]] = cut_B.reshape(len(B), rank, *B.shape[2:])
-        tensors[own["A"]] = cut_A.reshape(rank, *A.shape[1:])
+        tensors[layer_names["B"]] = cut_B.reshape(len(B), rank, *B.shape[2:])
+        tensors[layer_names["A"]] = cut_A.reshape(rank, *A.shape[1:])
         norm = float(S.norm())
         errors[layer.removeprefix(_PREFIX)] = float(S[rank:].norm()) / norm if norm else 0.0
     _write(folder, tensors, config, rank)

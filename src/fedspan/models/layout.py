@@ -40,11 +40,11 @@ class Bins:
 
     def build_mask(self, mask: Tensor) -> Tensor:
         """Return the additive mask (bins, 1, W, W): the batch's (B, 1, 1 or T, T) within a text, masked elsewhere."""
-        text, at = (to_device(torch.from_numpy(array), mask.device) for array in (self.text, self.position))
-        own = (text[:, :, None] == text[:, None, :]) & (text >= 0)[:, :, None]
-        query = at[:, :, None] if mask.shape[2] > 1 else torch.zeros_like(at)[:, :, None]
-        additive = mask[text.clamp(min=0)[:, :, None], 0, query, at[:, None, :]]
-        return additive.masked_fill(~own, torch.finfo(mask.dtype).min)[:, None]
+        text, position = (to_device(torch.from_numpy(array), mask.device) for array in (self.text, self.position))
+        is_same_text = (text[:, :, None] == text[:, None, :]) & (text >= 0)[:, :, None]
+        query = position[:, :, None] if mask.shape[2] > 1 else torch.zeros_like(position)[:, :, None]
+        additive = mask[text.clamp(min=0)[:, :, None], 0, query, position[:, None, :]]
+        return additive.masked_fill(~is_same_text, torch.finfo(mask.dtype).min)[:, None]
 
 
 def round_up(count: int) -> int:
@@ -70,17 +70,19 @@ def pack_bins(lengths: np.ndarray) -> list[Bins]:
         length = int(lengths[text])
         if not length:
             break
-        at = bisect_left(room, (length, 0))
-        if at < len(room):
-            left, number = room.pop(at)
+        index = bisect_left(room, (length, 0))
+        if index < len(room):
+            free_places, number = room.pop(index)
         else:
-            left, number = _round_width(length), len(widths)
-            widths.append(left)
+            free_places, number = _round_width(length), len(widths)
+            widths.append(free_places)
             contents.append([])
         contents[number].append(text)
-        insort(room, (left - length, number))
+        insort(room, (free_places - length, number))
     return [
-        _fill_bins(width, [own for own, bin_width in zip(contents, widths, strict=True) if bin_width == width], lengths)
+        _fill_bins(
+            width, [texts for texts, bin_width in zip(contents, widths, strict=True) if bin_width == width], lengths
+        )
         for width in sorted(set(widths))
     ]
 
@@ -94,10 +96,10 @@ def _fill_bins(width: int, contents: list[list[int]], lengths: np.ndarray) -> Bi
     count = _round_up(len(contents), 8)
     text = np.full((count, width), -1, dtype=np.int64)
     position = np.zeros((count, width), dtype=np.int64)
-    for number, own in enumerate(contents):
-        sizes = lengths[own]
+    for number, bin_texts in enumerate(contents):
+        sizes = lengths[bin_texts]
         end = int(sizes.sum())
-        text[number, :end] = np.repeat(own, sizes)
+        text[number, :end] = np.repeat(bin_texts, sizes)
         position[number, :end] = np.arange(end) - np.repeat(sizes.cumsum() - sizes, sizes)
     return Bins(width, text, position)
 
@@ -207,11 +209,11 @@ class TokenLayout:
         """Pack an argument of a block beside the hidden states if it has values by token (such as positions' sines)."""
         if isinstance(value, tuple):
             return tuple(self.pack_argument(item) for item in value)
-        whole = (len(self.lengths), self.tokens)
+        full_shape = (len(self.lengths), self.tokens)
         if not isinstance(value, Tensor) or value.ndim != 3 or value.shape[1] != self.tokens:
             return value
         if id(value) not in self._along:  # the same for every block; holding it keeps its id unique
-            self._along[id(value)] = (value, self.pack(value.expand(*whole, -1)))
+            self._along[id(value)] = (value, self.pack(value.expand(*full_shape, -1)))
         return self._along[id(value)][1]
 
     @cached_property
@@ -219,10 +221,10 @@ class TokenLayout:
         counts = self.lengths.reshape(self.clients, -1).sum(1)
         width = round_up(int(counts.max()))
         source = np.full((self.clients, width), -1, dtype=np.int64)
-        at = 0
+        start = 0
         for client, count in enumerate(counts.tolist()):
-            source[client, :count] = np.arange(at, at + count)
-            at += count
+            source[client, :count] = np.arange(start, start + count)
+            start += count
         return Move.from_sources(source.ravel(), self.places, self.device)
 
     def is_flat(self, x: Tensor) -> bool:
@@ -259,8 +261,8 @@ class TokenLayout:
     def _to_bins(self, heads: int) -> Move:
         """Return the move from the row's places and heads, (P * heads, d), to each bin's (bins, heads, W) in turn."""
         if heads not in self._moves:
-            bins, own = (place[:, None, :] for place in self._bin_places), np.arange(heads)[:, None]
-            parts = [np.where(place < 0, -1, place * heads + own).ravel() for place in bins]
+            bins, head_numbers = (positions[:, None, :] for positions in self._bin_places), np.arange(heads)[:, None]
+            parts = [np.where(positions < 0, -1, positions * heads + head_numbers).ravel() for positions in bins]
             self._moves[heads] = Move.from_sources(np.concatenate(parts), self.places * heads, self.device)
         return self._moves[heads]
 
@@ -296,12 +298,12 @@ class TokenLayout:
         """
         parts = zip(*(self._split_parts(tensor) for tensor in (query, key, value)), strict=True)
         outputs = [
-            forward(module, *own, masked, **options)[0].flatten(0, 1)
-            for own, masked in zip(parts, self._build_bin_masks(mask), strict=True)
+            forward(module, *part, masked, **options)[0].flatten(0, 1)
+            for part, masked in zip(parts, self._build_bin_masks(mask), strict=True)
         ]
         heads, width = outputs[0].shape[1:]
-        whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return self._from_bins(whole.flatten(1)).view(1, self.places, heads, width)
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return self._from_bins(output.flatten(1)).view(1, self.places, heads, width)
 
     def _split_parts(self, x_1HPd: Tensor) -> list[Tensor]:
         """Return (bins, heads, W, d) for every width."""
@@ -319,6 +321,6 @@ class TokenLayout:
         if not mask.is_floating_point():
             raise Padded("attention is given a mask that is not added")
         if id(mask) not in self._masks:  # the same for many blocks; holding it keeps its id unique
-            whole = mask.expand(len(self.lengths), *mask.shape[1:])
-            self._masks[id(mask)] = (mask, [bins.build_mask(whole) for bins in self._bins])
+            full_mask = mask.expand(len(self.lengths), *mask.shape[1:])
+            self._masks[id(mask)] = (mask, [bins.build_mask(full_mask) for bins in self._bins])
         return self._masks[id(mask)][1]

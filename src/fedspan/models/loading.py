@@ -150,15 +150,15 @@ def load_pretrained(
     if absent:
         problem = f"{len(absent)} of the weights in its config.json are missing, such as {absent[0]}"
         raise FedspanError("model.name", name, problem=problem)
-    new = sorted({key.rpartition(".")[0] for key in {*info["missing_keys"], *mismatched}})
-    if new and head.outputs is None and not head.is_new:
+    new_modules = sorted({key.rpartition(".")[0] for key in {*info["missing_keys"], *mismatched}})
+    if new_modules and head.outputs is None and not head.is_new:
         expected = "a causal language model" if head == get_head("language-model") else f"a model of {head.auto_class}"
-        raise FedspanError("model.name", name, expected, problem=f"{name!r} has no weights for {new[0]}")
+        raise FedspanError("model.name", name, expected, problem=f"{name!r} has no weights for {new_modules[0]}")
     if quantization is not None:
         prevent_repacking(model)
     elif offload is None and device is not None:
         model = model.to(device)
-    return Loaded(model.eval(), processor, tuple(new))
+    return Loaded(model.eval(), processor, tuple(new_modules))
 
 
 def adopt_loaded(
@@ -287,8 +287,8 @@ def build_from_config(config: Any, head: Head | str, pooling: Pooling | None, **
     """
     head = get_head(head)
     if pooling is None or head.outputs is None:
-        own = get_encoder_options(config) if head == get_head("encoder") else {}
-        return head.load_class().from_config(config, **own, **options)
+        encoder_options = get_encoder_options(config) if head == get_head("encoder") else {}
+        return head.load_class().from_config(config, **encoder_options, **options)
     return PooledClassifier(
         get_encoder_class(config).from_config(config, **get_encoder_options(config), **options), pooling
     )

@@ -39,7 +39,9 @@ def is_merging_required(job: Job, base: BaseUpdate) -> bool:
     effective = (
         parametrization.compute_effective(slots[layer]) for layer, parametrization in job.parametrization.items()
     )
-    return base.rho != 1.0 or any(not one.base and one.weight is None for one in effective)
+    return base.rho != 1.0 or any(
+        not effective_layer.base and effective_layer.weight is None for effective_layer in effective
+    )
 
 
 def merge_weights(adapted: AdaptedModel, job: Job, base: BaseUpdate) -> dict[str, Tensor]:
@@ -126,8 +128,8 @@ def save_model(
         folder.mkdir(parents=True, exist_ok=True)
         weight, bias = values[f"{HEAD}.weight"], values[f"{HEAD}.bias"]
         write_modules(folder, model.pooling, weight.shape[1], max_length, (weight, bias))
-        within = f"{model.base_model_prefix}."
-        weights = {path.removeprefix(within): value for path, value in values.items() if path.startswith(within)}
+        prefix = f"{model.base_model_prefix}."
+        weights = {path.removeprefix(prefix): value for path, value in values.items() if path.startswith(prefix)}
         model = model.encoder
     dropout = {key: value for key, value in model.config.to_dict().items() if "drop" in key}
     if get_architecture(name) is None:

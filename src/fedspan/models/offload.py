@@ -48,17 +48,19 @@ class Offload:
             keep: Names of modules that train whole; they and heads are on the device.
         """
         free = get_max_memory()
-        own: Any = {"cpu": "cpu", "cuda": device.index or 0}.get(device.type, device.type)
-        limits: dict[Any, Any] = {own: free[own] if self.device is None else int(self.device * _GIB)}
-        if own != "cpu" or self.cpu is not None:
+        training_device: Any = {"cpu": "cpu", "cuda": device.index or 0}.get(device.type, device.type)
+        limits: dict[Any, Any] = {
+            training_device: free[training_device] if self.device is None else int(self.device * _GIB)
+        }
+        if training_device != "cpu" or self.cpu is not None:
             limits["cpu"] = free["cpu"] if self.cpu is None else int(self.cpu * _GIB)
-        whole: list[str] = list(empty._no_split_modules or ())
+        unsplit_modules: list[str] = list(empty._no_split_modules or ())
         # Not "clean": one entry for a whole model could not leave out its head.
         places: dict[str, Any] = infer_auto_device_map(
-            empty, limits, no_split_module_classes=whole, dtype=dtype, clean_result=False
+            empty, limits, no_split_module_classes=unsplit_modules, dtype=dtype, clean_result=False
         )
         trained = re.compile(rf"(?:.*\.)?(?:{'|'.join(map(re.escape, (*_HEADS, *keep)))})(?:\..*)?")
-        return {path: own if trained.fullmatch(path) else place for path, place in places.items()}
+        return {path: training_device if trained.fullmatch(path) else location for path, location in places.items()}
 
     def get_options(
         self, kind: Any, config: Any, dtype: torch.dtype, device: torch.device | None, keep: Sequence[str]

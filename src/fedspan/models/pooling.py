@@ -74,12 +74,12 @@ class Pooling:
         """Pool hidden states, (B, T, H), to (B, H)."""
         if mask_BT is None:
             mask_BT = torch.ones(hidden_BTH.shape[:2], dtype=torch.int64, device=hidden_BTH.device)
-        shown = mask_BT[..., None].bool()
+        is_visible = mask_BT[..., None].bool()
         if self.mode == "mean":
-            total = hidden_BTH.masked_fill(~shown, 0.0).sum(1)
-            pooled = total / shown.sum(1).clamp(min=1).to(total.dtype)
+            total = hidden_BTH.masked_fill(~is_visible, 0.0).sum(1)
+            pooled = total / is_visible.sum(1).clamp(min=1).to(total.dtype)
         elif self.mode == "max":
-            pooled = hidden_BTH.masked_fill(~shown, torch.finfo(hidden_BTH.dtype).min).amax(1)
+            pooled = hidden_BTH.masked_fill(~is_visible, torch.finfo(hidden_BTH.dtype).min).amax(1)
         elif self.mode == "cls":
             pooled = hidden_BTH[:, 0]
         else:
@@ -164,8 +164,8 @@ def write_modules(
     modules += [("2_Normalize", "Normalize")] if pooling.normalize else []
     modules += [] if head is None else [(DENSE, "Dense")]
     listed = [
-        {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for at, (path, kind) in enumerate(modules)
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (path, kind) in enumerate(modules)
     ]
     flags = {flag: _MODES.get(mode) == pooling.mode for flag, mode in _FLAGS.items()}
     for path, _ in modules:
@@ -233,8 +233,11 @@ def get_encoder_options(config: Any) -> dict[str, Any]:
     """
     kind = MODEL_MAPPING.get(type(config), None)
     kinds = cast("tuple[type, ...]", kind if isinstance(kind, tuple) else (kind,))
-    has = all(one is not None and "add_pooling_layer" in inspect.signature(one.__init__).parameters for one in kinds)
-    return {"add_pooling_layer": False} if has else {}
+    has_option = all(
+        model_class is not None and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters
+        for model_class in kinds
+    )
+    return {"add_pooling_layer": False} if has_option else {}
 
 
 @dataclass(frozen=True)

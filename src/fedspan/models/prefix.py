@@ -152,9 +152,9 @@ class FrozenPrefix:
         forward = self._first.forward
 
         def begin(*args: Any, **options: Any) -> Any:
-            own = get_hidden(args, options)
-            if own is None or own.shape != hidden.shape:
-                shape = None if own is None else tuple(own.shape)
+            current = get_hidden(args, options)
+            if current is None or current.shape != hidden.shape:
+                shape = None if current is None else tuple(current.shape)
                 raise ValueError(f"hidden states of shape {tuple(hidden.shape)} for a batch of shape {shape}")
             if args:
                 return forward(hidden, *args[1:], **options)

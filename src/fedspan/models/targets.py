@@ -117,10 +117,10 @@ def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
         match = check_target_module_exists(config, name)
         if not match:  # PEFT marks excluded modules with a falsy value of its own
             continue
-        why = explain_unfit(module) or _explain_unused(model, name) or _explain_tied(model, name, module)
-        if why is not None:
+        reason = explain_unfit(module) or _explain_unused(model, name) or _explain_tied(model, name, module)
+        if reason is not None:
             expected = f"other modules, for example {', '.join(_list_suffixes(model, config)[:6])}"
-            raise FedspanError("model.target_modules", name, expected, problem=f"{name!r} {why}")
+            raise FedspanError("model.target_modules", name, expected, problem=f"{name!r} {reason}")
         targets[name] = module
     if not targets:
         names = requested if isinstance(requested, str) else ", ".join(sorted(requested or ()))

@@ -80,9 +80,9 @@ def measure_speed(
         depth = _BLOCKS
         all_layers = config.model.model_copy(update={"layers_to_transform": None, "layers_pattern": None})
         config = config.model_copy(update={"model": all_layers})
-    own = config.threads if config.cluster is None else config.cluster.threads_per_worker
-    if own is not None:
-        torch.set_num_threads(own)
+    threads_here = config.threads if config.cluster is None else config.cluster.threads_per_worker
+    if threads_here is not None:
+        torch.set_num_threads(threads_here)
     try:
         bench = _Bench(config, tuple(labels), architecture, device, depth, length)
         single = bench.time_single()

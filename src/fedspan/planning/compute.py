@@ -179,9 +179,9 @@ class PlannedPasses:
         try:
             return self._adapted.model(**inputs)
         except (RuntimeError, AttributeError, TypeError, ValueError, LookupError) as error:  # of the model's code
-            why = next(iter(str(error).splitlines()), "")[:120]
+            reason = next(iter(str(error).splitlines()), "")[:120]
             expected = "a model that can be planned, one that computes without its weights, in another dtype perhaps"
-            raise FedspanError("model.name", self._name, f"{expected} ({type(error).__name__}: {why})") from error
+            raise FedspanError("model.name", self._name, f"{expected} ({type(error).__name__}: {reason})") from error
 
     def _compute_loss(self, inputs: Mapping[str, Tensor]) -> Tensor:
         options = {"use_cache": False} if self._task.is_generative else {}
@@ -258,9 +258,9 @@ def compute_training_cost(
         raise FedspanError("--length", length, f"a whole number from 1 to {longest}")
     length, settings, batch = length or longest, config.build_training_settings(), config.training.batch_size
     examples_seen = _count_round_examples(settings, examples)
-    own = examples_seen if examples is None else examples
+    own_examples = examples_seen if examples is None else examples
     prefix = passes.prefix if config.engine.prefix_cache else None
-    cache = 0 if prefix is None or length is None else prefix.count_bytes(math.ceil((own or 0) * length))
+    cache = 0 if prefix is None or length is None else prefix.count_bytes(math.ceil((own_examples or 0) * length))
     if cache > config.engine.prefix_memory * _GIB and config.engine.prefix_folder is None:
         prefix, cache = None, 0
     cost = passes.count_cost(trains, batch, length, prefix)
@@ -268,8 +268,8 @@ def compute_training_cost(
     once = 0 if prefix is None or length is None else passes.prefix_flops(prefix, batch, length) // batch
     client = None if examples_seen is None else round(examples_seen * example)
     run = first = stored = None
-    if client is not None and own is not None:
-        selected, first = [at for cohort in cohorts for at in cohort], round(once * own)
+    if client is not None and own_examples is not None:
+        selected, first = [index for cohort in cohorts for index in cohort], round(once * own_examples)
         run = client * len(selected) + (stored := first * len({*selected}))
     compute = Compute(length, example, once, example * batch * settings.accumulate, client, run, first, stored)
     return LocalTraining(compute, passes.count_cost(trains, batch, longest, prefix).peak, cache)

@@ -138,4 +138,4 @@ def _build_computation(job: Job, layer: str) -> Computation:
 def _classify_source(value: Tensor | None, slots: Mapping[str, Tensor]) -> Source:
     if value is None:
         return None
-    return "held" if any(value is one for one in slots.values()) else "made"
+    return "held" if any(value is slot for slot in slots.values()) else "made"

@@ -181,11 +181,11 @@ def _compute_quantising_savings(config: RunConfig, model: torch.nn.Module) -> in
     bits = {None: None, "nf4": 4, "int8": 8}[config.model.quantization]
     if bits is None:
         return 0
-    whole = re.compile("|".join(list_unquantized_modules(config.model.modules_to_save)))
+    unquantized = re.compile("|".join(list_unquantized_modules(config.model.modules_to_save)))
     weights = [
         module.weight
         for path, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and not whole.fullmatch(path)
+        if isinstance(module, torch.nn.Linear) and not unquantized.fullmatch(path)
     ]
     return sum(weight.numel() * (8 * weight.element_size() - bits) // 8 for weight in weights)
 
@@ -234,14 +234,14 @@ def plan_run(
     moments = _MOMENTS[config.training.optimizer]
     if config.training.optimizer == "sgd" and not config.training.momentum:
         moments = 0
-    own = _own_examples(config, count, examples)
-    steps = _compute_steps(config, own)
+    own_examples = _own_examples(config, count, examples)
+    steps = _compute_steps(config, own_examples)
     trains = Trains(largest.computations, extras.policy != "frozen" and bool(planned.adapted.extras))
     cohorts = [
         draw_cohort(config.seed, number, count, config.federation.clients_per_round)
         for number in range(config.federation.rounds)
     ]
-    local = compute_training_cost(config, planned.passes, trains, own, length, cohorts)
+    local = compute_training_cost(config, planned.passes, trains, own_examples, length, cohorts)
     bytes_down, bytes_up = sum(traffic.down for traffic in rounds), sum(traffic.up for traffic in rounds)
     orders = sum(traffic.clients for traffic in rounds)
     transfer = None if mbit is None else 8 * (bytes_down + bytes_up) / orders / (mbit * 1e6)
@@ -306,13 +306,13 @@ def _own_examples(config: RunConfig, clients: int, examples: int | None) -> int 
     """Return the training examples of the mean client; None: unknown."""
     if examples is None:
         return None
-    left = 1 - config.partition.validation - config.partition.test
-    return max(1, round(examples * left / clients))
+    training_share = 1 - config.partition.validation - config.partition.test
+    return max(1, round(examples * training_share / clients))
 
 
-def _compute_steps(config: RunConfig, own: int | None) -> int | None:
+def _compute_steps(config: RunConfig, own_examples: int | None) -> int | None:
     """Return the optimizer steps of a client in a round; with epochs, of a client with this many examples."""
     settings = config.build_training_settings()
     if settings.steps is not None:
         return settings.steps
-    return None if own is None else compute_private_steps(settings, Job({}, {}, ()), own)
+    return None if own_examples is None else compute_private_steps(settings, Job({}, {}, ()), own_examples)

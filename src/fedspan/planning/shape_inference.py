@@ -276,9 +276,9 @@ def _count_traffic(
     values = {path: torch.empty(shape, dtype=dtype, device="meta") for path, shape, dtype in extras}
     run = ShapeInference(method, ranks, values)
     rows: list[Mapping[int, Traffic]] = []
-    alike = len({tuple(sorted(cohort)) for cohort in cohorts}) == 1
+    is_equal = len({tuple(sorted(cohort)) for cohort in cohorts}) == 1
     for number, cohort in enumerate(cohorts):
-        period = _find_period(rows, largest) if alike and number >= 2 * largest + 4 else None
+        period = _find_period(rows, largest) if is_equal and number >= 2 * largest + 4 else None
         if period is not None:
             rows.append(rows[-period])
         else:
@@ -289,4 +289,6 @@ def _count_traffic(
 def _find_period(rows: Sequence[object], largest: int) -> int | None:
     """Return the shortest period, at most ``largest``, with which the last ``largest + 2`` rows repeat earlier ones."""
     tail = range(len(rows) - largest - 2, len(rows))
-    return next((period for period in range(1, largest + 1) if all(rows[at] == rows[at - period] for at in tail)), None)
+    return next(
+        (period for period in range(1, largest + 1) if all(rows[row] == rows[row - period] for row in tail)), None
+    )

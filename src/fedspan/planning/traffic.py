@@ -90,12 +90,12 @@ class RankCounts:
         ]
 
         def total(elements: Sequence[int]) -> int:
-            return sum(number * each for (_, _, number), each in zip(counts, elements, strict=True))
+            return sum(number * element for (_, _, number), element in zip(counts, elements, strict=True))
 
         trained = max(map(total, zip(*(layer.trained for _, layer, _ in counts), strict=True)))
-        held = max(trained, total([layer.held for _, layer, _ in counts]))
+        held_elements = max(trained, total([layer.held for _, layer, _ in counts]))
         stored = total([layer.stored for _, layer, _ in counts])
-        return cls({kind: layer.computation for kind, layer, _ in counts}, trained, held, stored)
+        return cls({kind: layer.computation for kind, layer, _ in counts}, trained, held_elements, stored)
 
 
 def count_layer_shapes(spec: Spec) -> Counter[LayerSpec]:

@@ -101,8 +101,8 @@ def draw_course(
     """
     figure, curves = go.Figure(), [summarize_curve(group, values) for group in groups]
     axes = {"rounds": [], "bytes": [], "time": []}
-    for at, (group, summary) in enumerate(zip(groups, curves, strict=True)):
-        colour = COLOURS[at % len(COLOURS)]
+    for index, (group, summary) in enumerate(zip(groups, curves, strict=True)):
+        colour = COLOURS[index % len(COLOURS)]
         if len(group.runs) > 1:
             _draw_band(figure, summary, colour, group.label)
             _extend_axes(axes, summary, 2)
@@ -112,8 +112,8 @@ def draw_course(
             y=summary.mean,
             name=group.label,
             mode="lines+markers" if has_markers else "lines",
-            line={"color": colour, "dash": DASHES[at % len(DASHES)], "width": 2},
-            marker={"symbol": MARKS[at % len(MARKS)], "size": 7},
+            line={"color": colour, "dash": DASHES[index % len(DASHES)], "width": 2},
+            marker={"symbol": MARKS[index % len(MARKS)], "size": 7},
             hovertemplate=f"%{{y{':.1%' if percent else ':.4g'}}} at %{{x}}<extra>{group.label}</extra>",
         )
         _extend_axes(axes, summary, 1)
@@ -154,31 +154,35 @@ def _extend_axes(axes: Mapping[str, list[Any]], curve: Curve, times: int) -> Non
 def draw_clients(groups: Sequence[Group], metric: str) -> Figure | None:
     """Draw every client's score on its own test part, worst at the bottom; for many clients, their distribution."""
     scores = {group.label: _compute_client_scores(group, metric) for group in groups}
-    ids = list(dict.fromkeys(id for own in scores.values() for id in own))
+    ids = list(dict.fromkeys(id for client_scores in scores.values() for id in client_scores))
     if not ids:
         return None
     figure, percent = go.Figure(), METRICS[metric].is_percentage
-    first = next(own for own in scores.values() if own)
+    first = next(client_scores for client_scores in scores.values() if client_scores)
     if len(ids) > MAX_LISTED_CLIENTS:
-        for at, (label, own) in enumerate(scores.items()):
-            pattern = {"shape": PATTERNS[at % len(PATTERNS)]}
-            colour = COLOURS[at % len(COLOURS)]
+        for index, (label, client_scores) in enumerate(scores.items()):
+            pattern = {"shape": PATTERNS[index % len(PATTERNS)]}
+            colour = COLOURS[index % len(COLOURS)]
             figure.add_histogram(
-                x=list(own.values()), name=label, opacity=0.7, marker={"color": colour, "pattern": pattern}, nbinsx=30
+                x=list(client_scores.values()),
+                name=label,
+                opacity=0.7,
+                marker={"color": colour, "pattern": pattern},
+                nbinsx=30,
             )
         figure.update_layout(barmode="overlay")
         figure.update_yaxes(title="clients")
         figure.update_xaxes(title=METRICS[metric].title, tickformat=".0%" if percent else None)
         return style(figure)
     ids.sort(key=lambda id: first.get(id, float("-inf")) * (1 if METRICS[metric].greater_is_better else -1))
-    for at, (label, own) in enumerate(scores.items()):
-        listed = [id for id in ids if id in own]
+    for index, (label, client_scores) in enumerate(scores.items()):
+        listed = [id for id in ids if id in client_scores]
         figure.add_scatter(
-            x=[own[id] for id in listed],
+            x=[client_scores[id] for id in listed],
             y=listed,
             name=label,
             mode="markers",
-            marker={"color": COLOURS[at % len(COLOURS)], "symbol": MARKS[at % len(MARKS)], "size": 10},
+            marker={"color": COLOURS[index % len(COLOURS)], "symbol": MARKS[index % len(MARKS)], "size": 10},
         )
     figure.update_xaxes(title=METRICS[metric].title, tickformat=".0%" if percent else None)
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=ids)
@@ -187,25 +191,25 @@ def draw_clients(groups: Sequence[Group], metric: str) -> Figure | None:
 
 def _compute_client_scores(group: Group, metric: str) -> dict[str, float]:
     """Return the mean score of every client over the group's runs that measured it."""
-    found: dict[str, list[float]] = {}
+    scores_by_client: dict[str, list[float]] = {}
     for run in group.runs:
         for id, scores in (run.report.by_client if run.report is not None else {}).items():
             if metric in scores:
-                found.setdefault(id, []).append(float(scores[metric]))
-    return {id: sum(values) / len(values) for id, values in found.items()}
+                scores_by_client.setdefault(id, []).append(float(scores[metric]))
+    return {id: sum(values) / len(values) for id, values in scores_by_client.items()}
 
 
 def draw_traffic(groups: Sequence[Group]) -> Figure:
     """Draw the megabytes of a run, down and up."""
     figure = go.Figure()
-    for at, direction in enumerate(("down", "up")):
+    for index, direction in enumerate(("down", "up")):
         means = [sum(run.totals.run(direction).bytes for run in group.runs) / len(group.runs) / 1e6 for group in groups]
         figure.add_bar(
             x=means,
             y=[group.label for group in groups],
             orientation="h",
             name=f"{direction} ({'to' if direction == 'down' else 'from'} the clients)",
-            marker={"color": COLOURS[at], "pattern": {"shape": PATTERNS[at]}},
+            marker={"color": COLOURS[index], "pattern": {"shape": PATTERNS[index]}},
             text=[f"{value:.3g}" for value in means],
         )
     figure.update_layout(barmode="group")
@@ -217,7 +221,7 @@ def draw_traffic(groups: Sequence[Group]) -> Figure:
 def draw_privacy(runs: Sequence[RunData]) -> Figure | None:
     """Draw epsilon by round, and the budget."""
     figure = go.Figure()
-    for at, run in enumerate(runs):
+    for index, run in enumerate(runs):
         epsilons = {
             int(row["round"]): float(row["privacy"]["epsilon"])
             for row in run.rows
@@ -229,8 +233,8 @@ def draw_privacy(runs: Sequence[RunData]) -> Figure | None:
                 y=list(epsilons.values()),
                 name=run.name,
                 mode="lines+markers",
-                line={"color": COLOURS[at % len(COLOURS)], "dash": DASHES[at % len(DASHES)]},
-                marker={"symbol": MARKS[at % len(MARKS)]},
+                line={"color": COLOURS[index % len(COLOURS)], "dash": DASHES[index % len(DASHES)]},
+                marker={"symbol": MARKS[index % len(MARKS)]},
             )
     if not figure.data:
         return None
@@ -246,15 +250,15 @@ def draw_spectra(values: Mapping[str, Sequence[float]]) -> Figure | None:
         values: Singular values by layer, descending.
     """
     figure = go.Figure()
-    for at, (layer, own) in enumerate(values.items()):
-        if own and own[0] > 0:
+    for index, (layer, spectrum) in enumerate(values.items()):
+        if spectrum and spectrum[0] > 0:
             figure.add_scatter(
-                x=list(range(1, len(own) + 1)),
-                y=[value / own[0] for value in own],
+                x=list(range(1, len(spectrum) + 1)),
+                y=[value / spectrum[0] for value in spectrum],
                 name=layer,
                 mode="lines+markers",
-                line={"width": 1, "color": COLOURS[at % len(COLOURS)], "dash": DASHES[at % len(DASHES)]},
-                marker={"symbol": MARKS[at % len(MARKS)], "size": 5},
+                line={"width": 1, "color": COLOURS[index % len(COLOURS)], "dash": DASHES[index % len(DASHES)]},
+                marker={"symbol": MARKS[index % len(MARKS)], "size": 5},
                 showlegend=len(values) <= 12,
             )
     if not figure.data:
@@ -273,7 +277,7 @@ def draw_layers(diagnoses: Mapping[str, Diagnosis]) -> Figure:
     figure, buttons = go.Figure(), list[dict[str, Any]]()
     count = len(diagnoses)
     for number, measure in enumerate(MEASURES):
-        for at, (label, diagnosis) in enumerate(diagnoses.items()):
+        for index, (label, diagnosis) in enumerate(diagnoses.items()):
             values = {name: measure.value(layer) for name, layer in diagnosis.layers.items()}
             figure.add_scatter(
                 x=list(values.values()),
@@ -281,7 +285,7 @@ def draw_layers(diagnoses: Mapping[str, Diagnosis]) -> Figure:
                 name=label,
                 mode="markers",
                 visible=number == 0,
-                marker={"color": COLOURS[at % len(COLOURS)], "symbol": MARKS[at % len(MARKS)], "size": 9},
+                marker={"color": COLOURS[index % len(COLOURS)], "symbol": MARKS[index % len(MARKS)], "size": 9},
             )
         visible = [number * count <= trace < (number + 1) * count for trace in range(len(MEASURES) * count)]
         args = [{"visible": visible}, {"xaxis.title.text": measure.title}]

@@ -75,7 +75,8 @@ def group_runs(runs: Sequence[RunData]) -> tuple[Group, ...]:
     sets = [sorted(members, key=lambda run: run.config.seed) for members in by_settings.values()]
     differ = list_differences([members[0] for members in sets])
     labels = [
-        _format_label(members[0], {path: row[at] for path, row in differ.items()}) for at, members in enumerate(sets)
+        _format_label(members[0], {path: row[index] for path, row in differ.items()})
+        for index, members in enumerate(sets)
     ]
     if len(set(labels)) < len(labels):
         labels = [members[0].name for members in sets]
@@ -98,8 +99,8 @@ def summarize_curve(group: Group, values: Mapping[str, Mapping[int, float]]) -> 
         values: The values by name of the run, then by round.
     """
     series = [values[run.name] for run in group.runs]
-    rounds = sorted(set[int].intersection(*(set(own) for own in series))) if series else []
-    columns = [[own[round] for own in series] for round in rounds]
+    rounds = sorted(set[int].intersection(*(set(curve) for curve in series))) if series else []
+    columns = [[curve[round] for curve in series] for round in rounds]
     bytes_by_round = [compute_sent_bytes(run.totals, run.rounds) for run in group.runs]
     seconds_by_round = [{int(row["round"]): float(row.get("seconds", 0.0)) for row in run.rows} for run in group.runs]
     count = max(1, len(series))
@@ -108,16 +109,16 @@ def summarize_curve(group: Group, values: Mapping[str, Mapping[int, float]]) -> 
         tuple(sum(column) / count for column in columns),
         tuple(min(column) for column in columns),
         tuple(max(column) for column in columns),
-        tuple(sum(own[round] for own in bytes_by_round) / count for round in rounds),
-        tuple(sum(own[round] for own in seconds_by_round) / count for round in rounds),
+        tuple(sum(curve[round] for curve in bytes_by_round) / count for round in rounds),
+        tuple(sum(curve[round] for curve in seconds_by_round) / count for round in rounds),
     )
 
 
-def _format_label(run: RunData, own: Mapping[str, Any]) -> str:
+def _format_label(run: RunData, differing_settings: Mapping[str, Any]) -> str:
     """Return the method and the other distinguishing settings of a run."""
     rest = [
         f"{path.rpartition('.')[2]}={value}"
-        for path, value in own.items()
+        for path, value in differing_settings.items()
         if not path.startswith("method.") or path.rpartition(".")[2] not in ("name", "wrappers")
     ]
     settings = [setting for setting in rest if not setting.endswith("=None")]

@@ -44,7 +44,7 @@ def draw_participation(run: RunData) -> Figure:
     rounds = [int(row["round"]) for row in rows]
     marks = [["" for _ in rounds] for _ in ids]
     z: list[list[float]] = [[0.0 for _ in rounds] for _ in ids]
-    positions = {id: at for at, id in enumerate(ids)}
+    positions = {id: index for index, id in enumerate(ids)}
     for column, row in enumerate(rows):
         for id in row.get("cohort", ()):
             z[positions[id]][column], marks[positions[id]][column] = 1.0, "took part"
@@ -79,14 +79,18 @@ def _list_failed_clients(row: Mapping[str, Any]) -> list[str]:
 def draw_rounds(run: RunData) -> Figure | None:
     """Draw every diagnostic of a run by round and layer, from metrics.jsonl; a menu selects the diagnostic."""
     by_number = {int(row["round"]): row["diagnostics"]["layers"] for row in run.rows if "diagnostics" in row}
-    layers = list(dict.fromkeys(name for own in by_number.values() for name in own))
-    measures = [each for each in MEASURES if any(each.key in own[name] for own in by_number.values() for name in own)]
+    layers = list(dict.fromkeys(name for layer_values in by_number.values() for name in layer_values))
+    measures = [
+        candidate
+        for candidate in MEASURES
+        if any(candidate.key in layer_values[name] for layer_values in by_number.values() for name in layer_values)
+    ]
     if not measures:
         return None
     figure, buttons = go.Figure(), list[dict[str, Any]]()
     for number, measure in enumerate(measures):
         figure.add_heatmap(
-            z=[[own.get(name, {}).get(measure.key) for own in by_number.values()] for name in layers],
+            z=[[layer_values.get(name, {}).get(measure.key) for layer_values in by_number.values()] for name in layers],
             x=list(by_number),
             y=layers,
             visible=number == 0,

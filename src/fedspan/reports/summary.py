@@ -75,8 +75,8 @@ def _compare_baseline(ranked: Sequence[Group], metric: str, sign: int) -> str:
     if len(seeds) < 2 or seeds != [run.config.seed for run in second.runs]:
         return f"{second.label} is {gap} behind; more seeds in common would tell whether that is more than chance."
     comparison = compare_pairs([sign * (s or 0.0) for s in best.scores], [sign * (s or 0.0) for s in second.scores])
-    sure = "more than two standard errors" if comparison.verdict == "holds" else "within two standard errors"
-    return f"{second.label} is {gap} behind, which is {sure} of the difference, paired by seed."
+    certainty = "more than two standard errors" if comparison.verdict == "holds" else "within two standard errors"
+    return f"{second.label} is {gap} behind, which is {certainty} of the difference, paired by seed."
 
 
 def _describe_savings(ranked: Sequence[Group], metric: str, sign: int) -> str:
@@ -99,9 +99,9 @@ def _describe_worst_clients(best: Group, metric: str, sign: int) -> str:
     worst: list[tuple[float, float, str]] = []
     for run in best.runs:
         scores = {
-            id: float(own[metric])
-            for id, own in (run.report.by_client if run.report is not None else {}).items()
-            if metric in own and not math.isnan(float(own[metric]))
+            id: float(client_scores[metric])
+            for id, client_scores in (run.report.by_client if run.report is not None else {}).items()
+            if metric in client_scores and not math.isnan(float(client_scores[metric]))
         }
         if len(scores) < 2:
             continue

@@ -109,8 +109,10 @@ def tabulate_settings(cells: Sequence[Cell]) -> Table:
         ranks: dict[str, list[str]] = {}
         for label, config in configs.items():
             mixed_ranks = config.federation.ranks
-            own = getattr(config.method, "r", None) if mixed_ranks is None else json.dumps(mixed_ranks, default=str)
-            ranks.setdefault(str(own), []).append(label)
+            row_rank = (
+                getattr(config.method, "r", None) if mixed_ranks is None else json.dumps(mixed_ranks, default=str)
+            )
+            ranks.setdefault(str(row_rank), []).append(label)
         rows.append(
             (
                 cell.name,
@@ -120,7 +122,9 @@ def tabulate_settings(cells: Sequence[Cell]) -> Table:
                 + ("" if cohort is None else f", {cohort} a round"),
                 Path(model.name).name,
                 layers,
-                "; ".join(rank if len(ranks) == 1 else f"{rank} ({', '.join(own)})" for rank, own in ranks.items()),
+                "; ".join(
+                    rank if len(ranks) == 1 else f"{rank} ({', '.join(labels)})" for rank, labels in ranks.items()
+                ),
                 str(first.federation.rounds),
             )
         )

@@ -258,12 +258,12 @@ class Preset(Record):
         return tuple(self.seeds if scale == "full" or self.small.seeds is None else self.small.seeds)
 
 
-def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the values of ``above`` over ``below``, section by section."""
-    result = dict(below)
-    for key, value in above.items():
-        old = result.get(key)
-        result[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the values of ``changes`` over ``base``, section by section."""
+    result = dict(base)
+    for key, value in changes.items():
+        previous = result.get(key)
+        result[key] = merge(previous, value) if isinstance(previous, Mapping) and isinstance(value, Mapping) else value
     return result
 
 
@@ -292,8 +292,8 @@ def _read_values(name: str) -> Values:
     base = values.pop("extends", None)
     if base is None:
         return values
-    below = _read_values(base)
-    result: Values = {**merge(below, values), "notes": [*below.get("notes", []), *values.get("notes", [])]}
+    base_values = _read_values(base)
+    result: Values = {**merge(base_values, values), "notes": [*base_values.get("notes", []), *values.get("notes", [])]}
     for part in (result, result.get("small", {})):  # a null removes an axis, one of its values or a row
         if "axes" in part:
             present = {axis: option for axis, option in part["axes"].items() if option is not None}
@@ -320,16 +320,16 @@ def load_preset(id: str) -> Preset:
     return read_preset({"id": id, **_read_values(id)}, id)
 
 
-def read_preset(values: Mapping[str, Any], where: str) -> Preset:
+def read_preset(values: Mapping[str, Any], name: str) -> Preset:
     """Read a preset from plain values.
 
     Raises:
-        FedspanError: If a value is invalid; it names the first mistake, prefixed with ``where``.
+        FedspanError: If a value is invalid; it names the first mistake, prefixed with ``name``.
     """
     try:
         return Preset.model_validate(values)
     except pydantic.ValidationError as error:
-        raise convert_validation_error(error, prefix=where, root=Preset) from None
+        raise convert_validation_error(error, prefix=name, root=Preset) from None
 
 
 def list_presets() -> tuple[Preset, ...]:

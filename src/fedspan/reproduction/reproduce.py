@@ -220,8 +220,8 @@ def _run_row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path,
     if any(len(values) > 1 for values in candidates.values()):
         search = sweep(config, folder / "sweep", candidates, seeds=seeds[:1], listener=watcher, progress=False)
         if search.best is None:
-            why = "every learning rate diverged"
-            return CellScore(cell.name, label, {}, "", True, (), None, None, None, None, None, why)
+            reason = "every learning rate diverged"
+            return CellScore(cell.name, label, {}, "", True, (), None, None, None, None, None, reason)
         best_values, config = search.trials[0].values, search.best
     elif candidates:
         best_values = {path: values[0] for path, values in candidates.items()}
@@ -249,7 +249,9 @@ def _run_row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path,
         bytes_down=row.bytes_down,
         bytes_up=row.bytes_up,
         seconds=row.seconds,
-        measured={name: tuple(own[name] for own in measurements) for name in sorted(measures & MEASURED)},
+        measured={
+            name: tuple(measurement[name] for measurement in measurements) for name in sorted(measures & MEASURED)
+        },
         curves=tuple(read_curve(run_folder, report.metric) for run_folder in runs) if measures & set(COSTS) else (),
     )
 

@@ -133,8 +133,8 @@ def _judge_pair(claim: Claim, worse: str, cells: Sequence[Cell], scores: Mapping
     metrics = dict.fromkeys(s.metric for s in scores.values() if s.metric and s.cell in named)
     metric = claim.measure if claim.measure != "score" else next(iter(metrics), "")
 
-    def unjudged(why: str) -> Judged:
-        return Judged(claim.statement, claim.better, worse, metric, "not runnable here", None, (), why)
+    def unjudged(reason: str) -> Judged:
+        return Judged(claim.statement, claim.better, worse, metric, "not runnable here", None, (), reason)
 
     if claim.needs is not None:
         return unjudged(f"it takes {claim.needs}, which is not measured")
@@ -214,9 +214,9 @@ def _get_costs(
         if target is None:
             return None, None, ""
         bounds_of_pair: tuple[Bound, Bound] = ("at most ", "at least ")
-        for own, curve, bound in zip(costs, pair, bounds_of_pair, strict=True):
+        for row_cost, curve, bound in zip(costs, pair, bounds_of_pair, strict=True):
             point = find_target_round(curve, target, better.higher)
-            own.append(-cost(point or curve[-1]))
+            row_cost.append(-cost(point or curve[-1]))
             bounds |= {bound} if point is None else set()
     return costs[0] or None, costs[1] or None, _compute_bound(bounds)
 

@@ -88,11 +88,11 @@ class Listeners(Listener):
 def compute_final_scores(prepared: Prepared, progress: Progress) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """Compute the final scores: on the held-out set and on the clients' own test parts."""
     metric, scores = prepared.task.metric, dict[str, Any]()
-    validation, own = prepared.evaluator.evaluate_clients(progress)
+    validation, test_scores = prepared.evaluator.evaluate_clients(progress)
     if validation is not None:
         scores["validation"] = dict(validation.pooled)
-    if own is not None:
-        scores["clients"] = own.summarize(metric)
+    if test_scores is not None:
+        scores["clients"] = test_scores.summarize(metric)
     if prepared.test is not None:
         heldout = prepared.evaluator.evaluate_heldout(
             progress, prepared.test, generate=prepared.config.evaluation.generate
@@ -100,7 +100,7 @@ def compute_final_scores(prepared: Prepared, progress: Progress) -> tuple[dict[s
         scores["test"] = summarize(heldout, metric)
         if len(heldout) == 1:
             scores["test"].pop("worst", None)  # a metric that is undefined on the set has none
-    return scores, {} if own is None else {id: dict(row) for id, row in own.by_client.items()}
+    return scores, {} if test_scores is None else {id: dict(row) for id, row in test_scores.by_client.items()}
 
 
 def sample_predictions(prepared: Prepared, progress: Progress, count: int = 3) -> tuple[dict[str, str], ...]:

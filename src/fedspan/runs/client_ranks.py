@@ -29,14 +29,14 @@ def compute_client_ranks(config: RunConfig, method: RegisteredMethod, ids: Seque
             supports only one.
     """
     requested = _get_requested_ranks(config, ids)
-    most, whose = _compute_max_rank(method)
-    known = set(ids)
+    max_rank, whose = _compute_max_rank(method)
+    client_ids = set(ids)
     for id, rank in requested.items():
         field = f"federation.ranks.{id}"
-        if id not in known:
+        if id not in client_ids:
             raise FedspanError(field, rank, problem=f"no client is named {id!r}. {suggest_nearest(id, ids)}")
-        if rank > most:
-            raise FedspanError(field, rank, f"a rank from 1 to {most}, {whose}")
+        if rank > max_rank:
+            raise FedspanError(field, rank, f"a rank from 1 to {max_rank}, {whose}")
         if rank != method.r and not method.claims.heterogeneous_ranks:
             raise FedspanError(field, rank, f"{method.r}, because {config.method.name} needs one rank for all clients")
     return {id: requested.get(id, method.r) for id in ids}
@@ -74,7 +74,7 @@ def _get_requested_ranks(config: RunConfig, ids: Sequence[str]) -> Mapping[str, 
             seed = config.data_seed if fractions.seed is None else fractions.seed
             order = torch.randperm(len(ids), generator=create_generator(seed, "ranks")).tolist()
             ranks = _allocate(fractions.of, len(ids))
-            return {ids[int(at)]: rank for at, rank in zip(order, ranks, strict=True)}
+            return {ids[int(position)]: rank for position, rank in zip(order, ranks, strict=True)}
 
 
 def _allocate(shares: Mapping[int, float], clients: int) -> list[int]:

@@ -92,14 +92,14 @@ def connect_workers(
     """
     from fedspan.transports.ray.transport import ClusterTransport
 
-    config, here, partition = prepared.config, prepared.federation, prepared.partition
-    local = here.transport
+    config, local_federation, partition = prepared.config, prepared.federation, prepared.partition
+    local = local_federation.transport
     assert partition is not None
     assert isinstance(local, InProcess)
     with prepared.engine.stages.stage("workers", len(team.handles), "workers"):
         targets = tuple(prepared.model.adapted.layers)
         team.build(build, WorkerKit(config, prepared.labels, targets, partition, prepared.train, key))
-    federation = here.replace_transport(ClusterTransport(local.host, team, local.conditions))
+    federation = local_federation.replace_transport(ClusterTransport(local.host, team, local.conditions))
     evaluator = Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
     return replace(prepared, federation=federation, evaluator=evaluator)
 

@@ -69,16 +69,25 @@ def _check_packages() -> Iterator[Check]:
             core.append(requirement)
         elif name not in _NOT_FOR_USERS:
             extras.setdefault(name, []).append(requirement)
-    wrong = _describe_wrong(core)
-    found = (
-        "; ".join(wrong) or f"{version('fedspan')} with torch {version('torch')}, Python {platform.python_version()}"
+    mismatches = _describe_wrong(core)
+    versions = (
+        "; ".join(mismatches)
+        or f"{version('fedspan')} with torch {version('torch')}, Python {platform.python_version()}"
     )
-    yield Check("fedspan", "missing" if wrong else "ok", found, "pip install --upgrade fedspan" if wrong else "")
+    yield Check(
+        "fedspan", "missing" if mismatches else "ok", versions, "pip install --upgrade fedspan" if mismatches else ""
+    )
     for name, requirements in sorted(extras.items()):
-        wrong = _describe_wrong(requirements)
-        found = "; ".join(wrong) or ", ".join(f"{one.name} {version(one.name)}" for one in requirements)
+        mismatches = _describe_wrong(requirements)
+        versions = "; ".join(mismatches) or ", ".join(
+            f"{installed_requirement.name} {version(installed_requirement.name)}"
+            for installed_requirement in requirements
+        )
         yield Check(
-            f"extra {name}", "note" if wrong else "ok", found, f"pip install 'fedspan[{name}]'" if wrong else ""
+            f"extra {name}",
+            "note" if mismatches else "ok",
+            versions,
+            f"pip install 'fedspan[{name}]'" if mismatches else "",
         )
 
 
@@ -90,20 +99,26 @@ def _get_extra(requirement: Requirement) -> str | None:
 
 def _describe_wrong(requirements: Sequence[Requirement]) -> list[str]:
     """Describe the requirements that are missing or have another version."""
-    wrong: list[str] = []
+    mismatches: list[str] = []
     for requirement in requirements:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": _get_extra(requirement) or ""}):
             continue
         try:
             installed = version(requirement.name)
         except PackageNotFoundError:
-            wrong.append(f"{requirement.name} is not installed")
+            mismatches.append(f"{requirement.name} is not installed")
             continue
         if not requirement.specifier.contains(installed, prereleases=True):
-            wrong.append(f"{requirement.name} is {installed}, not {requirement.specifier}")
+            mismatches.append(f"{requirement.name} is {installed}, not {requirement.specifier}")
         nested = [Requirement(text) for text in (requires(requirement.name) or ()) if requirement.extras]
-        wrong += _describe_wrong([one for one in nested if _get_extra(one) in requirement.extras])
-    return wrong
+        mismatches += _describe_wrong(
+            [
+                requirement_of_extra
+                for requirement_of_extra in nested
+                if _get_extra(requirement_of_extra) in requirement.extras
+            ]
+        )
+    return mismatches
 
 
 def _check_torch() -> Iterator[Check]:

@@ -55,11 +55,11 @@ def record_environment(folder: RunFolder, seed: int, command: Sequence[str]) -> 
     Raises:
         FedspanError: If the file cannot be written, or exists and cannot be read.
     """
-    now = _describe_environment(seed, command)
+    current = _describe_environment(seed, command)
     if not folder.environment.exists():
-        folder.write_json(folder.environment, now)
+        folder.write_json(folder.environment, current)
         return {}
-    return _list_changes(folder, now)
+    return _list_changes(folder, current)
 
 
 def is_command(command: Sequence[str]) -> bool:
@@ -91,11 +91,15 @@ def is_same_environment(folder: RunFolder, config: RunConfig) -> bool:
     Raises:
         FedspanError: If its environment.json cannot be read.
     """
-    now = _describe_environment(config.seed, ())
-    return not _list_changes(folder, now if config.threads is None else now | {"threads": config.threads})
+    current = _describe_environment(config.seed, ())
+    return not _list_changes(folder, current if config.threads is None else current | {"threads": config.threads})
 
 
-def _list_changes(folder: RunFolder, now: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+def _list_changes(folder: RunFolder, current: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     recorded = folder.read_json(folder.environment)
     before = recorded if isinstance(recorded, dict) else {}
-    return {name: (before.get(name), now[name]) for name in now if name != "command" and before.get(name) != now[name]}
+    return {
+        name: (before.get(name), current[name])
+        for name in current
+        if name != "command" and before.get(name) != current[name]
+    }

@@ -114,34 +114,34 @@ def _collect_columns(
         FedspanError: If an override names no field of the section ``data``.
     """
     changes = override({}, overrides)
-    wrong = next((name for name, value in changes.items() if name != "data" or not isinstance(value, dict)), None)
-    if wrong is not None:
-        raise FedspanError("--set", wrong, "fields of the section data, such as data.label=intent")
+    invalid = next((name for name, value in changes.items() if name != "data" or not isinstance(value, dict)), None)
+    if invalid is not None:
+        raise FedspanError("--set", invalid, "fields of the section data, such as data.label=intent")
     requested: dict[str, Any] = {option: column for option, column in columns.items() if column is not None}
     requested |= changes.get("data", {})
-    known: dict[str, Any] = {}
+    stored: dict[str, Any] = {}
     if is_run(folder):
         config = fill_data_defaults(read_config(folder).data)
-        known = {option: value for option in _COLUMNS if (value := getattr(config, option)) is not None}
-    for one, other in (("label", "label_columns"), ("label_columns", "label"), ("prompt", "messages")):
-        if one in requested:  # the run's other form of the same
-            known.pop(other, None)
-    return {**known, **requested, "roles": {**known.get("roles", {}), **requested.get("roles", {}), **roles}}
+        stored = {option: value for option in _COLUMNS if (value := getattr(config, option)) is not None}
+    for option_name, alternative in (("label", "label_columns"), ("label_columns", "label"), ("prompt", "messages")):
+        if option_name in requested:  # the run's other form of the same
+            stored.pop(alternative, None)
+    return {**stored, **requested, "roles": {**stored.get("roles", {}), **requested.get("roles", {}), **roles}}
 
 
 def _build_file_config(data: str | Path, task_settings: TaskSettings, columns: Mapping[str, Any]) -> DataConfig:
-    named, definition = dict(columns), get_task(task_settings.task)
-    if task_settings.label_separator is not None and "label_columns" not in named:
-        named.setdefault("label_separator", task_settings.label_separator)
+    options, definition = dict(columns), get_task(task_settings.task)
+    if task_settings.label_separator is not None and "label_columns" not in options:
+        options.setdefault("label_separator", task_settings.label_separator)
     if definition.is_generative:
-        named.pop("label", None)
-        named |= {"chat": task_settings.chat, "system": task_settings.system}
+        options.pop("label", None)
+        options |= {"chat": task_settings.chat, "system": task_settings.system}
         finds_prompts = definition.columns is not None and "prompt" in definition.columns.roles
-        if "messages" not in named and (task_settings.prompt is not None or not finds_prompts):
-            named.setdefault("prompt", task_settings.prompt or "{text}")
+        if "messages" not in options and (task_settings.prompt is not None or not finds_prompts):
+            options.setdefault("prompt", task_settings.prompt or "{text}")
     try:
         return DataConfig(
-            train=str(data), labels=list(task_settings.labels) or None, test_split=None, test_fraction=0, **named
+            train=str(data), labels=list(task_settings.labels) or None, test_split=None, test_fraction=0, **options
         )  # pyright: ignore[reportArgumentType]
     except ValidationError as error:
         mistake = convert_validation_error(error)

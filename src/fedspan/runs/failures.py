@@ -24,18 +24,18 @@ def count_failures(
     Returns:
         By client id, ``count``, and the ``round`` and ``reason`` of its last failure.
     """
-    found: dict[str, dict[str, Any]] = {}
+    counts_by_client: dict[str, dict[str, Any]] = {}
     for row in rows:
         failures = row.get("failures")
         for failure in cast(list[object], failures) if isinstance(failures, list) else ():
             match failure:
                 case {"client": str() as client, "reason": str() as reason}:
-                    _count(found, client, row.get("round"), reason)
+                    _count(counts_by_client, client, row.get("round"), reason)
                 case _:
                     continue
     for failure in more:
-        _count(found, failure.client, last, failure.reason)
-    return dict(sorted(found.items()))
+        _count(counts_by_client, failure.client, last, failure.reason)
+    return dict(sorted(counts_by_client.items()))
 
 
 def _count(failures: dict[str, dict[str, Any]], client: str, round: object, reason: str) -> None:

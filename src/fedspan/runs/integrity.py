@@ -107,33 +107,37 @@ def _compute_digest(path: Path) -> str:
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            found |= _flatten(value, f"{prefix}{name}.")
+            flat |= _flatten(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def list_differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return the fields in which two configs differ, by path, each with both values."""
-    then, now = (_flatten(config.model_dump(mode="json")) for config in (before, after))
-    names = dict.fromkeys((*then, *now))
-    return {name: (then.get(name), now.get(name)) for name in names if then.get(name) != now.get(name)}
+    values_before, values_after = (_flatten(config.model_dump(mode="json")) for config in (before, after))
+    names = dict.fromkeys((*values_before, *values_after))
+    return {
+        name: (values_before.get(name), values_after.get(name))
+        for name in names
+        if values_before.get(name) != values_after.get(name)
+    }
 
 
 def _is_changeable(name: str) -> bool:
     return any(name == field or name.startswith(f"{field}.") for field in _CHANGEABLE)
 
 
-def _require_same_config(run_folder: RunFolder, config: RunConfig, then: str) -> None:
+def _require_same_config(run_folder: RunFolder, config: RunConfig, stored_text: str) -> None:
     """Check a config against that of the newest checkpoint (``describe_config``; later fields have their defaults).
 
     The number of rounds may differ in a run that is not finished, if no finished round depends on it: so it is in one
     that was extended (``extension``) and has no new round yet.
     """
-    stored = parse_config(json.loads(then))
+    stored = parse_config(json.loads(stored_text))
     for name, (before, after) in list_differences(stored, config).items():
         if (
             name == ROUNDS_FIELD

@@ -73,8 +73,8 @@ class Served:
         rows: dict[int, Tensor] = {}
         for indices in split_evaluation_batches(np.arange(len(examples)), examples.lengths, _BATCH):
             batch = self.task.collate(examples, indices.tolist(), self.device)
-            made = self.task.predict(self.model, batch, generate=generate).float().cpu()
-            rows.update(zip(indices.tolist(), made, strict=True))
+            batch_predictions = self.task.predict(self.model, batch, generate=generate).float().cpu()
+            rows.update(zip(indices.tolist(), batch_predictions, strict=True))
         return torch.stack([rows[index] for index in range(len(examples))])
 
     def _fill_reference(self, examples: Any) -> None:
@@ -133,9 +133,9 @@ def _require_export(folder: Path, client: str | None) -> None:
             expected,
             problem=None if os.path.exists(folder) else f"there is no folder {str(folder)!r}",
         )
-    own = read_notes(folder)["client"]
-    if client is not None and client != own:
-        whose = "everybody's" if own is None else f"the one of {own!r}"
+    exported_client = read_notes(folder)["client"]
+    if client is not None and client != exported_client:
+        whose = "everybody's" if exported_client is None else f"the one of {exported_client!r}"
         raise FedspanError("client", client, problem=f"this model is {whose}. Leave the client out")
 
 

@@ -193,9 +193,9 @@ def adapt_model(
                 "model.gradient_checkpointing", True, "false", problem=f"this model does not support it ({error})"
             ) from None
     extras = find_other_parameters(model, targets) if config.model.is_from_scratch else find_extras(model, saved)
-    away = [path for path in extras if is_offloaded(model.get_submodule(path.rpartition(".")[0]))]
-    if away:
-        problem = f"{away[0]} trains whole, but it is offloaded"
+    offloaded = [path for path in extras if is_offloaded(model.get_submodule(path.rpartition(".")[0]))]
+    if offloaded:
+        problem = f"{offloaded[0]} trains whole, but it is offloaded"
         expected = "modules outside of the blocks, or a larger model.max_memory"
         raise FedspanError("model.modules_to_save", config.model.modules_to_save, expected, problem=problem)
     return AdaptedModel(model, targets, extras, find_buffers(model, extras)), peft_config
@@ -271,23 +271,23 @@ def resolve_pooling(config: RunConfig) -> tuple[RunConfig, str | None]:
         return config, None
     if not config.task_definition.can_pool or settings.pooling == "stock" or settings.pooling_normalize is not None:
         return config, None
-    known = find_pooling(get_source(name), settings.revision)
-    normalize, note = known.pooling is not None and known.pooling.normalize, None
+    search = find_pooling(get_source(name), settings.revision)
+    normalize, note = search.pooling is not None and search.pooling.normalize, None
     if settings.pooling != "auto":
         changes = {"pooling_normalize": normalize}
-    elif known.pooling is None and embeds:
+    elif search.pooling is None and embeds:
         changes = {"pooling": "mean", "pooling_normalize": False}
-        why = known.doubt or "it is no sentence encoder"
-        note = f"model.pooling is mean: how {name} pools is not known ({why}); cls, max and last are others"
-    elif known.pooling is None:
+        reason = search.doubt or "it is no sentence encoder"
+        note = f"model.pooling is mean: how {name} pools is not known ({reason}); cls, max and last are others"
+    elif search.pooling is None:
         changes = {"pooling": "stock"}
-        if known.doubt is not None:
+        if search.doubt is not None:
             note = (
                 f"model.pooling is stock: whether {settings.name} is a sentence encoder, and how it pools, is "
-                f"not known ({known.doubt}); mean, cls, max and last name a pooling"
+                f"not known ({search.doubt}); mean, cls, max and last name a pooling"
             )
     else:
-        changes = {"pooling": known.pooling.mode, "pooling_normalize": normalize}
+        changes = {"pooling": search.pooling.mode, "pooling_normalize": normalize}
     return config.model_copy(update={"model": settings.model_copy(update=changes)}), note
 
 

@@ -159,11 +159,11 @@ def adopt_trainers(trainers: Mapping[str, Any]) -> dict[str, LocalTrainer]:
             adopted[id] = adopt_trainer(trainers[id])
         except FedspanError as error:
             raise error.relocate(f"trainers[{id!r}]") from None
-        own = getattr(adopted[id], "trainer", adopted[id])
+        trainer = getattr(adopted[id], "trainer", adopted[id])
         for other in list(adopted)[:-1]:
-            if getattr(adopted[other], "trainer", adopted[other]) is own:
+            if getattr(adopted[other], "trainer", adopted[other]) is trainer:
                 problem = f"it is the trainer of {other!r} too; every client needs its own (a model may be shared)"
-                raise FedspanError(f"trainers[{id!r}]", type(own).__name__, problem=problem)
+                raise FedspanError(f"trainers[{id!r}]", type(trainer).__name__, problem=problem)
     return adopted
 
 
@@ -243,9 +243,9 @@ class TrainerRuns:
             "validation": processes.collect(trainer.validation_examples, "validation examples"),
         }
         processes.finish()
-        for kind, found in counts.items():
-            if min(found) != max(found):
-                problem = f"its processes have {min(found):.0f} to {max(found):.0f} {kind} examples"
+        for kind, values in counts.items():
+            if min(values) != max(values):
+                problem = f"its processes have {min(values):.0f} to {max(values):.0f} {kind} examples"
                 expected = "the whole data set in every process: the Trainer splits it among them"
                 raise FedspanError("trainer", None, expected, problem=problem)
         return prepared

@@ -149,10 +149,10 @@ class Effort:
                 return None
             once = (self._clock() - began) * (stage.total - stage.done) / stage.done
         seconds = self._counted - self._began
-        left = (
+        seconds_left = (
             seconds * (self.total - self.completed) / self.completed - (self._get_working_time() - self._counted) + once
         )
-        return left if left >= 1 else None
+        return seconds_left if seconds_left >= 1 else None
 
 
 def _parts(prepared: Prepared, done: int) -> list[_Part]:

@@ -195,11 +195,11 @@ def compute_gain(start: Mapping[str, ClientLoss], scores: ClientScores) -> Gain 
         order = np.sort(d)
         d = d.clip(order[cut], order[-cut - 1])
     mean = float(w @ d)
-    spread, left = 1 - float(w @ w), count - 2 * cut - 1
-    if left == 0 or spread < _LEAST_SPREAD:
+    spread, degrees_of_freedom = 1 - float(w @ w), count - 2 * cut - 1
+    if degrees_of_freedom == 0 or spread < _LEAST_SPREAD:
         return Gain(mean, _MARGIN * float(np.median([abs(start[id].loss) for id in ids])))
     error = math.sqrt(float(w**2 @ (d - mean) ** 2) / spread)
-    return Gain(mean, error * (count - 1) / left)
+    return Gain(mean, error * (count - 1) / degrees_of_freedom)
 
 
 def _select_losses(scores: ClientScores) -> dict[str, ClientLoss]:

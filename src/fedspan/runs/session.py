@@ -110,11 +110,11 @@ def run(
         raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, problem=problem)
     with convert_disk_errors(Path(folder), "choose another folder"):
         RunFolder(folder).require_empty()  # before a model is loaded in vain
-    written, unresolved, (config, note) = format_config(config), config.model, resolve_pooling(config)
+    config_text, unresolved, (config, note) = format_config(config), config.model, resolve_pooling(config)
     key = generate_key(config)
     # Before the folder is created: an invalid config leaves no files.
     prepared = build(config, None, key, Stages(listener.on_stage_change))
-    with RunFolder.create(folder, written) as run_folder:
+    with RunFolder.create(folder, config_text) as run_folder:
         store_noise_key(run_folder.path, key)
         if config.model != unresolved:
             run_folder.write_json(run_folder.pooling, {name: getattr(config.model, name) for name in RESOLVED})

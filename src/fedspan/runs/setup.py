@@ -291,7 +291,7 @@ def _secure_clients(config: RunConfig, clients: Mapping[str, ClientData]) -> Map
     from fedspan.clients.secagg import MemorySessionStore, SecureClient  # needs fedspan[secagg]
 
     ids, sessions = tuple(clients), MemorySessionStore()
-    return LazyMapping(ids, lambda at: SecureClient(ids[at], sessions))
+    return LazyMapping(ids, lambda index: SecureClient(ids[index], sessions))
 
 
 def _flip_labels(
@@ -351,8 +351,8 @@ def _build_members(config: RunConfig, method: RegisteredMethod, parts: Partition
         raise FedspanError("federation.clients_per_round", cohort, f"at most {len(ids)}, the number of clients")
     ranks = np.fromiter(compute_client_ranks(config, method, ids).values(), np.int64, len(ids))
 
-    def member(at: int) -> ClientData:
-        part, rank = parts.parts[at], int(ranks[at])
+    def member(index: int) -> ClientData:
+        part, rank = parts.parts[index], int(ranks[index])
         weight = 1.0 if config.federation.weights == "uniform" else float(len(part.train))
         client = Client(part.id, rank, compute_client_scaling(config, method, rank), len(part.train), weight)
         return ClientData(client, part.train, part.validation, part.test)

@@ -31,11 +31,11 @@ def find_limited(rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
             factors[id].append(factor)
         lowered.update(list(row.get("lowered_weights", ())))
     changes = tuple(
-        f"The changes of {id} were scaled down in {len(own)} of its {selected[id]} rounds, to {mean(own):.0%} on "
-        "average (federation.clip_ratio): it has more examples, other data or another training than most clients, or "
-        "it is hostile."
-        for id, own in sorted(factors.items())
-        if len(own) >= _ROUNDS and len(own) > _OFTEN * selected[id]
+        f"The changes of {id} were scaled down in {len(client_factors)} of its {selected[id]} rounds, "
+        f"to {mean(client_factors):.0%} on average (federation.clip_ratio): it has more examples, other data or "
+        "another training than most clients, or it is hostile."
+        for id, client_factors in sorted(factors.items())
+        if len(client_factors) >= _ROUNDS and len(client_factors) > _OFTEN * selected[id]
     )
     weights = tuple(
         f"The weight of {id} was lowered in {count} of its {selected[id]} rounds: it declares more examples than it "

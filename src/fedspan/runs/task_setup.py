@@ -90,12 +90,12 @@ def read_notes(folder: Path) -> dict[str, Any]:
         fields = sorted(notes) if isinstance(notes, dict) else notes
         raise FedspanError(str(path), fields, f"an object with {', '.join(sorted(_REQUIRED))}")
     round_number = notes["kept"]
-    wrong = {
+    failures = {
         "base_model": not isinstance(notes["base_model"], str) or not notes["base_model"],
         "client": not isinstance(notes["client"], str | None),
         "kept": not isinstance(round_number, list) or not all(isinstance(name, str) for name in round_number),
     }
-    for name, is_wrong in wrong.items():
+    for name, is_wrong in failures.items():
         if is_wrong:
             raise FedspanError(f"{path}.{name}", notes[name], problem="the file was changed after fedspan wrote it")
     return notes
@@ -125,7 +125,7 @@ def parse_task_settings(folder: Path, notes: dict[str, Any]) -> TaskSettings:
         pattern = False
     task = get_task(task_settings.task, f"{path}.task")
     task.parse_options(task_settings.options, f"{path}.options")
-    right = {
+    checks = {
         "labels": not task.has_labels or len(set(task_settings.labels)) == len(task_settings.labels) >= 2,
         "max_length": task_settings.max_length >= 1,
         "max_new_tokens": task_settings.max_new_tokens >= 1,
@@ -134,7 +134,7 @@ def parse_task_settings(folder: Path, notes: dict[str, Any]) -> TaskSettings:
         "label_separator": task_settings.label_separator != "",
         "image_size": task_settings.image_size is None or task_settings.image_size >= 1,
     }
-    for name, is_right in right.items():
-        if not is_right:
+    for name, is_valid in checks.items():
+        if not is_valid:
             raise FedspanError(f"{path}.{name}", notes[name], problem="the file was changed after fedspan wrote it")
     return task_settings

@@ -94,12 +94,12 @@ def select_numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 def _flatten(values: Mapping[str, Any], joined: str = ".", prefix: str = "") -> dict[str, Any]:
     """Flatten nested values by path; values that are neither number nor text are converted to text."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found |= _flatten(cast("Mapping[str, Any]", value), joined, f"{prefix}{key}{joined}")
+            flat |= _flatten(cast("Mapping[str, Any]", value), joined, f"{prefix}{key}{joined}")
         elif isinstance(value, str | int | float):
-            found[f"{prefix}{key}"] = value
+            flat[f"{prefix}{key}"] = value
         elif value is not None:
-            found[f"{prefix}{key}"] = str(value)
-    return found
+            flat[f"{prefix}{key}"] = str(value)
+    return flat

@@ -119,11 +119,11 @@ def simulate(
     )  # imports PEFT and Transformers' trainer
 
     adopted = adopt_trainers(trainers)
-    given = _to_values(config, overrides)
-    values = _set_trainers(given, next(iter(adopted.values())).model)
-    written = given.model_dump(exclude_unset=True) if isinstance(given, RunConfig) else given
+    base_config = _to_values(config, overrides)
+    values = _set_trainers(base_config, next(iter(adopted.values())).model)
+    config_values = base_config.model_dump(exclude_unset=True) if isinstance(base_config, RunConfig) else base_config
     values.federation.require_simulated()
-    require_used(values, is_complete=_get_section(written, "data").get("train") == FROM_TRAINERS)
+    require_used(values, is_complete=_get_section(config_values, "data").get("train") == FROM_TRAINERS)
     with closing(TrainerRuns(adopted)) as built:
         if resume and is_run(folder):
             return _resume(folder, values, listener, track, progress, built.prepare)

@@ -268,8 +268,8 @@ class CausalLM:
         mask = _pad([[1] * len(row) for row in prompts], 0).flip(1).to(device)
         # Prompt and answer together have at most as many positions as the model supports.
         positions = getattr(getattr(model, "config", None), "max_position_embeddings", ids.shape[1] + count)
-        own = getattr(model, "generation_config", None)
-        ends = getattr(own, "eos_token_id", None) or self.tokenizer.eos_token_id
+        model_config = getattr(model, "generation_config", None)
+        ends = getattr(model_config, "eos_token_id", None) or self.tokenizer.eos_token_id
         room = max(1, min(count, positions - ids.shape[1]))
         config = GenerationConfig(max_new_tokens=room, do_sample=False, pad_token_id=pad, eos_token_id=ends)
         generated = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :]  # pyright: ignore
@@ -290,7 +290,7 @@ class CausalLM:
                 ids[0, start:end][is_prompt[0, start:end]].tolist() for start, end in zip(starts, borders, strict=True)
             ]
         is_prompt = is_prompt & batch["attention_mask"].bool()
-        return [row[own].tolist() for row, own in zip(ids, is_prompt, strict=True)]
+        return [row[is_own].tolist() for row, is_own in zip(ids, is_prompt, strict=True)]
 
     def compute_metrics(
         self, predictions: Tensor, examples: EncodedPrompts, indices: Sequence[int]

@@ -30,8 +30,8 @@ class Ragged(Sequence[list[int]]):
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
         lengths, ids = np.array([len(row) for row in rows], np.int64), np.array([*chain.from_iterable(rows)], np.int32)
-        least, most = ids.min(initial=0), ids.max(initial=0)
-        self._set(lengths, ids.astype(np.promote_types(np.min_scalar_type(least), np.min_scalar_type(most))))
+        minimum, maximum = ids.min(initial=0), ids.max(initial=0)
+        self._set(lengths, ids.astype(np.promote_types(np.min_scalar_type(minimum), np.min_scalar_type(maximum))))
 
     def _set(self, lengths: np.ndarray, ids: np.ndarray) -> None:
         self.lengths = lengths

@@ -37,10 +37,10 @@ def find_entities(tags: Sequence[str]) -> list[tuple[str, int, int]]:
 
 def convert_to_iob2(tags: Sequence[str]) -> list[str]:
     """Write the entities of a sentence as IOB2: B at each first word, I at its others, O elsewhere."""
-    written = ["O"] * len(tags)
+    converted = ["O"] * len(tags)
     for kind, start, end in find_entities(tags):
-        written[start:end] = [f"B-{kind}", *[f"I-{kind}"] * (end - start - 1)]
-    return written
+        converted[start:end] = [f"B-{kind}", *[f"I-{kind}"] * (end - start - 1)]
+    return converted
 
 
 def list_labels(tags: Iterable[str]) -> list[str]:

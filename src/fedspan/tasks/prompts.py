@@ -57,19 +57,19 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str 
         raise FedspanError("data.chat", True, "false", problem="this model's tokenizer has no chat template")
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages = [*messages, *prompt.history, {"role": "user", "content": prompt.text}]
-    whole = [*messages, {"role": "assistant", "content": prompt.answer}]
+    conversation = [*messages, {"role": "assistant", "content": prompt.answer}]
     try:
-        before = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        after = str(tokenizer.apply_chat_template(whole, tokenize=False))
+        prompt_text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        conversation_text = str(tokenizer.apply_chat_template(conversation, tokenize=False))
     except TemplateError as error:
         raise FedspanError(
             "data.chat", True, problem=f"the model's chat template refuses the messages ({error})"
         ) from None
-    if not after.startswith(before):
+    if not conversation_text.startswith(prompt_text):
         raise FedspanError(
             "data.chat", True, "false", problem="this model's chat template changes a prompt once the answer follows"
         )
-    return before, after[len(before) :]
+    return prompt_text, conversation_text[len(prompt_text) :]
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:

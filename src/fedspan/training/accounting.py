@@ -216,8 +216,8 @@ def calibrate_noise(rate: float, count: int, epsilon: float, delta: float, accou
         return high
     # Epsilon has one minimum over the orders: the best order of all lies near the best coarse one.
     best = _compute_renyi_epsilon(((Mechanism(rate, high), count),), delta, coarse)[1]
-    at = coarse.index(best)
-    first, last = coarse[max(0, at - 1)], coarse[min(at + 1, len(coarse) - 1)]
+    index = coarse.index(best)
+    first, last = coarse[max(0, index - 1)], coarse[min(index + 1, len(coarse) - 1)]
     fine = tuple(order for order in _ORDERS if first <= order <= last)
     return _bisect(high, epsilon, lambda noise: cost(noise, fine))
 

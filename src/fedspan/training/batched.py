@@ -177,14 +177,14 @@ class BatchedEngine:
         plan = self.stacking or StackingPlan(
             self.request.clients_per_pass or DEFAULT.clients_per_pass, self.request.workers or 1
         )
-        most = 1 if self._predicts_alone or self._workers[0].refusal is not None else plan.clients_per_pass
+        models_per_pass = 1 if self._predicts_alone or self._workers[0].refusal is not None else plan.clients_per_pass
         for window in split_windows(models, plan.workers * batch_size):
-            stacks = [stack for stack in stack_models(window, most, batch_size) if len(stack) > 1]
+            stacks = [stack for stack in stack_models(window, models_per_pass, batch_size) if len(stack) > 1]
             predictions = self._predict_stacks(window, stacks, plan.workers, examples)
-            for at, (job, indices) in enumerate(window):
-                yield predictions[at] if at in predictions else self.predict(job, examples, indices, batch_size)
+            for index, (job, indices) in enumerate(window):
+                yield predictions[index] if index in predictions else self.predict(job, examples, indices, batch_size)
             if self._predicts_alone:
-                most = 1
+                models_per_pass = 1
 
     def _predict_stacks(
         self, window: Sequence[ModelInputs], stacks: Sequence[Sequence[int]], count: int, examples: Examples
@@ -202,7 +202,7 @@ class BatchedEngine:
         def predict_share(number: int) -> None:
             for stack in stacks[number :: len(workers)]:
                 try:
-                    outputs = workers[number].predict([window[at] for at in stack], examples)
+                    outputs = workers[number].predict([window[index] for index in stack], examples)
                 except Unstackable:
                     self._predicts_alone = True
                     return

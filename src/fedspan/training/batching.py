@@ -36,14 +36,14 @@ def draw_epoch_batches(
     """
     shuffled = indices[torch.randperm(len(indices), generator=rng).numpy()]
     if not group_by_length:
-        return [shuffled[at : at + batch_size] for at in range(0, len(shuffled), batch_size)]
+        return [shuffled[first : first + batch_size] for first in range(0, len(shuffled), batch_size)]
     window = _WINDOW * batch_size
     batches: list[np.ndarray] = []
     for start in range(0, len(shuffled), window):
         part = shuffled[start : start + window]
         part = part[np.argsort(lengths[part], kind="stable")]
-        batches += [part[at : at + batch_size] for at in range(0, len(part), batch_size)]
-    return [batches[int(at)] for at in torch.randperm(len(batches), generator=rng)]
+        batches += [part[first : first + batch_size] for first in range(0, len(part), batch_size)]
+    return [batches[int(index)] for index in torch.randperm(len(batches), generator=rng)]
 
 
 def draw_training_batches(
@@ -93,7 +93,7 @@ def draw_job_batches(
 def split_evaluation_batches(indices: np.ndarray, lengths: np.ndarray, batch_size: int) -> list[np.ndarray]:
     """Split all indices into batches of similar length."""
     ordered = indices[np.argsort(lengths[indices], kind="stable")]
-    return [ordered[at : at + batch_size] for at in range(0, len(ordered), batch_size)]
+    return [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
 
 
 _WORTH = 0.08
@@ -169,7 +169,7 @@ class Padding:
         layout = build_layout(batch, lengths, clients, real)
         return nullcontext() if layout is None or layout.padding < _WORTH else self._unpadded.within(layout)
 
-    def _verify(self, own: Unpadded, examples: Examples) -> None:
+    def _verify(self, unpadded: Unpadded, examples: Examples) -> None:
         """Compare predictions with padding and without.
 
         Raises:
@@ -189,7 +189,7 @@ class Padding:
                 self.adapted.model, batch, torch.eye(len(sample)).to(self.adapted.device)
             )
             try:
-                with own.within(layout):
+                with unpadded.within(layout):
                     losses = self.task.compute_client_losses(
                         self.adapted.model, batch, torch.eye(len(sample)).to(self.adapted.device)
                     )

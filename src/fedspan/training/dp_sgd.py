@@ -199,8 +199,8 @@ class PrivateTraining:
         gradients: dict[str, list[Tensor]] = {name: [] for name in names}
         for index in indices.tolist():
             batch = trainer.task.collate(examples, [index], trainer.adapted.device)
-            whole = trainer.padding.remove_padding(batch, examples.lengths[[index]])
-            with whole, trainer.prefixes.feed(examples, [index]):
+            unpadded = trainer.padding.remove_padding(batch, examples.lengths[[index]])
+            with unpadded, trainer.prefixes.feed(examples, [index]):
                 loss = trainer.task.compute_loss(trainer.adapted.model, batch)
             own_gradients = torch.autograd.grad(loss, [live[name] for name in names], allow_unused=True)
             losses.append(loss.detach())
@@ -219,8 +219,8 @@ class PrivateTraining:
                 live[name].add_(noise.to(live[name]))
         try:
             _, shared = self._compute_stacked_gradients(assignment, live, names, examples, indices)
-            _, alone = self._compute_single_gradients(live, names, examples, indices)
-            error_norm = compute_norm(subtract(shared, alone)) / max(compute_norm(alone), 1e-30)
+            _, single_gradients = self._compute_single_gradients(live, names, examples, indices)
+            error_norm = compute_norm(subtract(shared, single_gradients)) / max(compute_norm(single_gradients), 1e-30)
             if not error_norm < compute_tolerance(self.trainer.adapted.model):
                 self.refusal = f"gradients differ by {error_norm:.1e} when two examples share a pass"
         except Unstackable as error:

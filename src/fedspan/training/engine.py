@@ -213,10 +213,10 @@ class Trainer:
         self.settings = settings
         self.seed = seed
         if not isinstance(settings.class_weights, str):
-            known = task.labels if isinstance(task, SingleLabelClassification) else ()
+            labels = task.labels if isinstance(task, SingleLabelClassification) else ()
             for label, weight in settings.class_weights:
-                if label not in known:
-                    problem = f"no label is named {label!r}. {suggest_nearest(label, known)}"
+                if label not in labels:
+                    problem = f"no label is named {label!r}. {suggest_nearest(label, labels)}"
                     raise FedspanError(f"training.class_weights.{label}", weight, problem=problem)
         self._restricted_layer = None if settings.head_updates == "all" else _find_restricted_layer(adapted, settings)
         self.references = References(adapted, task, self.stages)
@@ -227,7 +227,7 @@ class Trainer:
             "packed batches have none": getattr(task, "packing", False),
             "a batch takes several passes of the model": getattr(task, "has_several_passes", False),
         }
-        self.padding = Padding(adapted, task, next((why for why, holds in refusals.items() if holds), None))
+        self.padding = Padding(adapted, task, next((reason for reason, holds in refusals.items() if holds), None))
 
     def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
         """``Engine.prepare``."""
@@ -249,10 +249,14 @@ class Trainer:
         if draw is None:
             batch = self.task.collate(examples, rows, self.adapted.device)
             weights = [self._compute_class_weights(assignment, examples) for assignment, _, _ in parts]
-            if not any(own is not None for own in weights):
+            if not any(client_weights is not None for client_weights in weights):
                 return batch
             weights_BK = torch.cat(
-                [own.expand(len(part[2]), -1) for own, part in zip(weights, parts, strict=True) if own is not None]
+                [
+                    client_weights.expand(len(part[2]), -1)
+                    for client_weights, part in zip(weights, parts, strict=True)
+                    if client_weights is not None
+                ]
             )
             return {
                 **batch,

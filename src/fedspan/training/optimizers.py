@@ -197,12 +197,12 @@ class Layout:
         if len(dtypes) != 1:
             return None
         segments: list[Segment] = []
-        at = 0
+        start = 0
         for group in job.trainable:
             size = sum(job.tensors[name].numel() for name in group.names)
             decay = spec.weight_decay if group.weight_decay is None else group.weight_decay
-            segment = Segment(at, at + size, spec.lr * group.lr_scale, decay)
-            at += size
+            segment = Segment(start, start + size, spec.lr * group.lr_scale, decay)
+            start += size
             last = segments[-1] if segments else None
             if last is not None and (last.lr, last.weight_decay) == (segment.lr, segment.weight_decay):
                 segments[-1] = Segment(last.start, segment.stop, segment.lr, segment.weight_decay)

@@ -317,15 +317,17 @@ class PrefixCaches:
         with self._lock:
             if key not in self._caches:
                 self._caches[key] = (examples, *self._create(examples, self.settings))
-            made = self._caches[key][1]
-        if made is not None and key not in self._replicas:
-            self._replicas[key] = made if made.adapted is self.adapted else made.create_replica(self.adapted)
+            cache = self._caches[key][1]
+        if cache is not None and key not in self._replicas:
+            self._replicas[key] = cache if cache.adapted is self.adapted else cache.create_replica(self.adapted)
         return self._replicas.get(key)
 
     def _create(self, examples: Examples, settings: PrefixSettings) -> tuple[PrefixCache | None, str]:
-        used = sum(cache.nbytes for _, cache, _ in self._caches.values() if cache is not None and not cache.mapped)
+        used_bytes = sum(
+            cache.nbytes for _, cache, _ in self._caches.values() if cache is not None and not cache.mapped
+        )
         file = None if settings.folder is None else settings.folder / f"prefix-{os.getpid()}-{len(self._caches)}.bin"
-        budget = settings.budget - used
+        budget = settings.budget - used_bytes
         # Weights that are offloaded cannot be digested for another run without reading them all.
         store = None if any(map(is_offloaded, self.adapted.model.modules())) else self._store
         return PrefixCache.make(self.adapted, self.task, examples, budget=budget, file=file, store=store)

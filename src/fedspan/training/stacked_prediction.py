@@ -34,24 +34,24 @@ def split_windows(models: Iterable[ModelInputs], examples: int) -> Iterator[list
         yield window
 
 
-def stack_models(window: Sequence[ModelInputs], most: int, batch_size: int) -> list[list[int]]:
+def stack_models(window: Sequence[ModelInputs], models_per_pass: int, batch_size: int) -> list[list[int]]:
     """Decide which models share a pass, as positions in ``window``; those with the most examples come first.
 
     Args:
         window: The models.
-        most: Largest number of models in a pass.
+        models_per_pass: Largest number of models in a pass.
         batch_size: Largest number of rows in a pass of several models; each has as many as the one with the most.
     """
     kinds: dict[tuple[object, ...], list[int]] = {}
-    for at, (job, _) in enumerate(window):
-        kinds.setdefault(build_prediction_key(job), []).append(at)
+    for index, (job, _) in enumerate(window):
+        kinds.setdefault(build_prediction_key(job), []).append(index)
     stacks: list[list[int]] = []
     for positions in kinds.values():
-        ordered = sorted(positions, key=lambda at: -len(window[at][1]))
+        ordered = sorted(positions, key=lambda index: -len(window[index][1]))
         start = 0
         while start < len(ordered):
             rows = max(1, len(window[ordered[start]][1]))
-            count = min(most, max(1, batch_size // rows))
+            count = min(models_per_pass, max(1, batch_size // rows))
             stacks.append(ordered[start : start + count])
             start += count
     return stacks

@@ -100,9 +100,11 @@ class Budget:
             seconds_a_token: The pace of the best plan so far; 0: unknown.
         """
         tokens = self._pass_tokens(plan)
-        left = self._until - time.perf_counter()
-        count = min(_PASSES, self.tokens / tokens, left / (tokens * seconds_a_token) if seconds_a_token else _PASSES)
-        if count < 1 or left <= 0:
+        seconds_left = self._until - time.perf_counter()
+        count = min(
+            _PASSES, self.tokens / tokens, seconds_left / (tokens * seconds_a_token) if seconds_a_token else _PASSES
+        )
+        if count < 1 or seconds_left <= 0:
             self.exhausted = True
             return 0
         self.tokens -= int(count) * tokens

@@ -89,26 +89,26 @@ class Stages:
             yield
         finally:
             with self._lock:
-                at = self._find(name)
-                assert at is not None
-                self._users[at] -= 1
-                if not self._users[at]:
-                    del self._open[at], self._users[at]
+                index = self._find(name)
+                assert index is not None
+                self._users[index] -= 1
+                if not self._users[index]:
+                    del self._open[index], self._users[index]
                 self._show()
 
     def advance(self, name: StageName, count: int = 1) -> None:
         """Count units as done in the innermost open stage of a name; without such a stage, do nothing."""
         with self._lock:
-            at = self._find(name)
-            if at is not None:
-                self.reach(name, self._open[at].done + count)
+            index = self._find(name)
+            if index is not None:
+                self.reach(name, self._open[index].done + count)
 
     def reach(self, name: StageName, done: int) -> None:
         """Raise the number of units that are done to ``done``, if it is smaller; otherwise as ``advance``."""
         with self._lock:
-            at = self._find(name)
-            if at is not None and self._open[at].done < done:
-                self._open[at] = replace(self._open[at], done=done)
+            index = self._find(name)
+            if index is not None and self._open[index].done < done:
+                self._open[index] = replace(self._open[index], done=done)
                 self._show()
 
     def _find(self, name: StageName) -> int | None:

@@ -295,18 +295,22 @@ class Worker:
         rows: list[int] = []
         counted = np.zeros(clients * size, dtype=bool)
         for number, (_, indices) in enumerate(models):
-            own = indices.tolist()
-            counted[number * size : number * size + len(own)] = True
-            rows += own + own[:1] * (size - len(own))  # filler: all models need equally many rows
+            example_indices = indices.tolist()
+            counted[number * size : number * size + len(example_indices)] = True
+            # Filler: all models need equally many rows.
+            rows += example_indices + example_indices[:1] * (size - len(example_indices))
         batch, lengths = self.task.collate(examples, rows, adapted.device), examples.lengths[rows]
         kind = self._kinds.setdefault(("prediction", *build_prediction_key(job)), len(self._kinds))
         if kind not in self._verified:
-            pair = [perturb(one.tensors, one.trainable_names, str(at)) for at, (one, _) in enumerate(models[:2])]
+            pair = [
+                perturb(model_job.tensors, model_job.trainable_names, str(position))
+                for position, (model_job, _) in enumerate(models[:2])
+            ]
             pair = [{name: to_device(value, adapted.device) for name, value in tensors.items()} for tensors in pair]
             self._verify(kind, job, pair, batch, size, lengths, counted)
             adapted.install({}, {}, frozenset())
         tensors = {
-            name: to_device(torch.stack([one.tensors[name] for one, _ in models]), adapted.device)
+            name: to_device(torch.stack([model_job.tensors[name] for model_job, _ in models]), adapted.device)
             for name in job.tensors
         }
         stacked = self.stacked.hold_tensors(job.parametrization, tensors, clients, clients * size)
@@ -314,7 +318,9 @@ class Worker:
         with stacked, padding, loop.prefixes.feed(examples, rows):
             outputs = self.task.predict(adapted.model, batch).float().cpu()
         loop.stages.advance("evaluation", int(counted.sum()))
-        return [outputs[at * size : at * size + len(indices)] for at, (_, indices) in enumerate(models)]
+        return [
+            outputs[position * size : position * size + len(indices)] for position, (_, indices) in enumerate(models)
+        ]
 
     def _compute_penalty_gradient(self, slot: ClientSlot) -> Tensor:
         """Compute the gradient of a client's penalties, (P,)."""
@@ -385,9 +391,9 @@ class Worker:
         for number, single in enumerate(tensors):
             rows = slice(number * size, (number + 1) * size)
             self.adapted.install(job.parametrization, single, frozenset())
-            alone = self.task.predict(self.adapted.model, {name: value[rows] for name, value in batch.items()})
-            is_real = torch.from_numpy(counted[rows]).to(alone.device)
-            error = float((shared[rows] - alone)[is_real].norm() / alone[is_real].norm())
+            predictions = self.task.predict(self.adapted.model, {name: value[rows] for name, value in batch.items()})
+            is_real = torch.from_numpy(counted[rows]).to(predictions.device)
+            error = float((shared[rows] - predictions)[is_real].norm() / predictions[is_real].norm())
             if not error < compute_tolerance(self.adapted.model):
                 raise Unstackable(f"predictions differ by {error:.1e} when two clients share a pass")
         self._verified.add(kind)

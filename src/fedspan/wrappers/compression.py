@@ -71,10 +71,10 @@ class Compression(RegisteredWrapper):
         stashed, _ = split_prefix(self._start_prefix, memory)
         stored, _ = split_prefix(self._memory_prefix, memory)
         start = stashed or job.tensors
-        result, own = self.inner.finish(job, trained, client, self._inner_memory(memory), round)
-        kept = add_prefix(self._memory_prefix, stored)
+        result, inner_memory = self.inner.finish(job, trained, client, self._inner_memory(memory), round)
+        stored_residuals = add_prefix(self._memory_prefix, stored)
         if isinstance(result, Job):
-            return result, {**own, **kept, **add_prefix(self._start_prefix, start)}
+            return result, {**inner_memory, **stored_residuals, **add_prefix(self._start_prefix, start)}
         changes: dict[str, Tensor] = {}
         for name, value in result.tensors.items():
             if name not in start or start[name].shape != value.shape:
@@ -86,7 +86,7 @@ class Compression(RegisteredWrapper):
         counts = {name: value for name, value in result.tensors.items() if name not in changes}
         tensors, stored = self.compress(changes, job, client, stored, round)
         reply = replace(result, tensors={**add_prefix(self._prefix, tensors), **counts})
-        return reply, {**own, **add_prefix(self._memory_prefix, stored)}
+        return reply, {**inner_memory, **add_prefix(self._memory_prefix, stored)}
 
     def contribute(self, message: Message, client: Client) -> Contribution:
         # For methods that ``explain_refusal`` admits, the method's own contribution would be the unchanged tensors.

@@ -72,20 +72,22 @@ class WithExtras(Wrapper):
         self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
     ) -> tuple[Job | Message, Memory]:
         inner_tensors, extras = split_extras(trained.tensors)
-        own, _ = split_extras(memory)
+        inner_memory, _ = split_extras(memory)
         inner_job = replace(
             job,
             tensors=split_extras(job.tensors)[0],
             trainable=_drop_extras(job.trainable),
             masks=split_extras(job.masks)[0],
         )
-        result, own = self.inner.finish(inner_job, replace(trained, tensors=inner_tensors), client, own, round)
+        result, inner_memory = self.inner.finish(
+            inner_job, replace(trained, tensors=inner_tensors), client, inner_memory, round
+        )
         stored_extras = {} if self.policy == "average" else extras
         if isinstance(result, Job):
-            return self._add_extras(result, extras), {**own, **split_extras(memory)[1]}
+            return self._add_extras(result, extras), {**inner_memory, **split_extras(memory)[1]}
         if self.policy == "average":
             result = replace(result, tensors={**result.tensors, **extras})
-        return result, {**own, **stored_extras}
+        return result, {**inner_memory, **stored_extras}
 
     def contribute(self, message: Message, client: Client) -> Contribution:
         inner, extras = split_extras(message.tensors)
@@ -98,7 +100,9 @@ class WithExtras(Wrapper):
         inner_tensors, extras = split_extras(state.tensors)
         inner_mean, extras_mean = split_extras(reduced.mean)
         counts = [split_extras(item.tensors)[1] for item in reduced.stack]
-        largest = {name: torch.stack([own[name] for own in counts]).amax(0) for name in (counts or [{}])[0]}
+        largest = {
+            name: torch.stack([client_counts[name] for client_counts in counts]).amax(0) for name in (counts or [{}])[0]
+        }
         items = [replace(item, tensors=split_extras(item.tensors)[0]) for item in reduced.stack]
         inner_reduced = replace(reduced, mean=inner_mean, stack=tuple(item for item in items if item.tensors))
         after = self.inner.update(replace(state, tensors=inner_tensors), inner_reduced)

@@ -53,20 +53,20 @@ class FedProx(RegisteredWrapper):
     def finish(
         self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
     ) -> tuple[Job | Message, Memory]:
-        *inner, own = job.penalties  # ours is last; it stores the round's initial values of what has trained so far
-        assert isinstance(own, Proximal)
+        *inner, penalty = job.penalties  # ours is last; it stores the round's initial values of what has trained so far
+        assert isinstance(penalty, Proximal)
         unchanged: tuple[Penalty, ...] = tuple(inner)
         result, memory = self.inner.finish(replace(job, penalties=unchanged), trained, client, memory, round)
         if isinstance(result, Job):
-            return self._add_penalty(result, own.reference), memory
+            return self._add_penalty(result, penalty.reference), memory
         return result, memory
 
-    def _add_penalty(self, job: Job, known: Tensors) -> Job:
-        """Add the penalty on the job's trained tensors; ``known`` has the initial values of earlier phases."""
-        reference = {name: known.get(name, job.tensors[name]) for name in job.trainable_names}
+    def _add_penalty(self, job: Job, initial: Tensors) -> Job:
+        """Add the penalty on the job's trained tensors; ``initial`` has the initial values of earlier phases."""
+        reference = {name: initial.get(name, job.tensors[name]) for name in job.trainable_names}
         projected = {
             layer: parametrization
             for layer, parametrization in job.parametrization.items()
             if isinstance(parametrization, Projected)
         }
-        return replace(job, penalties=(*job.penalties, Proximal(self.mu, {**known, **reference}, projected)))
+        return replace(job, penalties=(*job.penalties, Proximal(self.mu, {**initial, **reference}, projected)))

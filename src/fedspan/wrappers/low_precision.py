@@ -68,10 +68,10 @@ class LowPrecision(Compression):
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         scalars = {name: value for name, value in message.scalars.items() if name != _GENERATION}
-        own = {name: value for name, value in message.scalars.items() if name == _GENERATION}
+        generation_scalars = {name: value for name, value in message.scalars.items() if name == _GENERATION}
         restored = replace(message, tensors=_restore(message.tensors), scalars=scalars)
         job = super().start(restored, client, memory, round)
-        return replace(job, scalars={**job.scalars, **own})
+        return replace(job, scalars={**job.scalars, **generation_scalars})
 
     def finish(
         self, job: Job, trained: Trained, client: Client, memory: Memory, round: int

@@ -81,10 +81,10 @@ def wrap(
             )
         kinds[cls.kind] = key
         wrapped = cls(inner=method, seed=seed, **options)
-        inside = " and its wrappers inside" if position else ""
+        suffix = " and its wrappers inside" if position else ""
         refusal = wrapped.explain_refusal(method.declare_claims())
         if refusal is not None:
-            raise FedspanError(field, key, f"another wrapper or method{inside}", problem=f"{key} {refusal}")
+            raise FedspanError(field, key, f"another wrapper or method{suffix}", problem=f"{key} {refusal}")
         refusal = wrapped.explain_training_refusal(optimizer, max_grad_norm)
         if refusal is not None:
             raise FedspanError(field, key, problem=refusal)

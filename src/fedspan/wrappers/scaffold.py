@@ -115,10 +115,10 @@ class Scaffold(RegisteredWrapper):
         job = self.inner.start(replace(message, tensors=inner_tensors, scalars=scalars), client, inner_memory, round)
         if job.gradient_offset:
             raise FedspanError("method.wrappers", "scaffold", problem="this method already corrects the gradient")
-        own = _valid(stored, OWN, generation)
+        client_variates = _valid(stored, OWN, generation)
         offsets = _valid(stored, OFFSET, generation)
         for name, variate in variates.items():
-            offsets[name] = variate - own[name] if name in own else variate
+            offsets[name] = variate - client_variates[name] if name in client_variates else variate
         return self._build_next_phase(job, offsets, {}, generation)
 
     def finish(
@@ -145,18 +145,18 @@ class Scaffold(RegisteredWrapper):
                 **inner_memory,
                 **add_prefix(PREFIX, stored),
             }
-        own, changes = _valid(stored, OWN, generation), dict[str, Tensor]()
+        variates, changes = _valid(stored, OWN, generation), dict[str, Tensor]()
         for name, drift in split_prefix(DRIFT, stored)[0].items():
             if name not in result.tensors:
                 continue  # it stays on the client, so it has no drift
             after = drift / stored[LENGTH + name].to(drift) if LENGTH + name in stored else drift
             if self.variate == "option-II":
                 after = after - offsets[name] if name in offsets else after
-            changes[name] = after - own[name] if name in own else after
-            own[name] = after
+            changes[name] = after - variates[name] if name in variates else after
+            variates[name] = after
         pending = {name: value for name, value in offsets.items() if name not in changes}
         own_memory = {
-            **add_prefix(OWN, own),
+            **add_prefix(OWN, variates),
             **add_prefix(OFFSET, pending),
             GENERATION: torch.tensor(generation),
         }
@@ -197,18 +197,18 @@ class Scaffold(RegisteredWrapper):
         state, variates, changed = _split(state)
         changes, means = split_prefix(PREFIX, reduced.mean)
         after = self.inner.update(state, replace(reduced, mean=means))
-        now = {**variates}
+        updated = {**variates}
         for name, change in changes.items():
-            moved = change * (reduced.count / self.spec.clients)
-            now[name] = now[name] + moved if name in now else moved
+            step = change * (reduced.count / self.spec.clients)
+            updated[name] = updated[name] + step if name in updated else step
         moved_names = set(changes)
         if after.generation != state.generation:
-            zeros = {name: torch.zeros_like(value) for name, value in now.items() if not is_extra(name)}
-            now, moved_names = {**now, **zeros}, moved_names | set(zeros)
+            zeros = {name: torch.zeros_like(value) for name, value in updated.items() if not is_extra(name)}
+            updated, moved_names = {**updated, **zeros}, moved_names | set(zeros)
         rounds = {**changed, **dict.fromkeys(moved_names, after.round)}
         return replace(
             after,
-            memory={**after.memory, **add_prefix(PREFIX, now)},
+            memory={**after.memory, **add_prefix(PREFIX, updated)},
             scalars={**after.scalars, **{PREFIX + name: round for name, round in rounds.items()}},
         )
 
@@ -216,7 +216,11 @@ class Scaffold(RegisteredWrapper):
 def _split(state: ServerState) -> tuple[ServerState, Tensors, dict[str, int]]:
     """Split a state into ``(wrapped method's state, variates, round of the first state with each current variate)``."""
     variates, memory = split_prefix(PREFIX, state.memory)
-    changed = {name[len(PREFIX) :]: int(at) for name, at in state.scalars.items() if name.startswith(PREFIX)}
+    changed = {
+        name[len(PREFIX) :]: int(round_number)
+        for name, round_number in state.scalars.items()
+        if name.startswith(PREFIX)
+    }
     scalars = {name: value for name, value in state.scalars.items() if not name.startswith(PREFIX)}
     return replace(state, memory=memory, scalars=scalars), variates, changed
 

@@ -56,16 +56,17 @@ class ServerOptimizer(RegisteredWrapper):
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         prefix = f"{type(self).__name__}/"
-        own, inner_memory = split_prefix(prefix, state.memory)
+        moments, inner_memory = split_prefix(prefix, state.memory)
         inner_state = replace(state, memory=inner_memory)
         start = compute_common_start(self.inner, inner_state)
-        stored, stepped = dict(own), dict[str, Tensor]()
+        stored, stepped = dict(moments), dict[str, Tensor]()
         for name, mean in reduced.mean.items():
             if name not in start:
                 field = "method.wrappers"
                 raise FedspanError(field, type(self).__name__, problem=f"{name} is no tensor that clients start from")
             before = {
-                kind: own.get(f"{kind}/{name}", torch.full_like(mean, self.get_initial(kind))) for kind in self.moments
+                kind: moments.get(f"{kind}/{name}", torch.full_like(mean, self.get_initial(kind)))
+                for kind in self.moments
             }
             step, after = self.step(mean - start[name], before)
             stepped[name] = start[name] + step

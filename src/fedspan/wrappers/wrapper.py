@@ -106,5 +106,5 @@ def add_prefix(prefix: str, tensors: Tensors) -> Tensors:
 
 def split_prefix(prefix: str, tensors: Tensors) -> tuple[Tensors, Tensors]:
     """Split tensors into ``(tensors with the prefix, which is removed; all others)``."""
-    own = {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
-    return own, {name: value for name, value in tensors.items() if not name.startswith(prefix)}
+    selected = {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
+    return selected, {name: value for name, value in tensors.items() if not name.startswith(prefix)}

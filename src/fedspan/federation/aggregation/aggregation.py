@@ -331,12 +331,12 @@ class PlaintextAggregation:
         if not self.lowered:
             return None
         clients, ratio = self.context.clients, self.context.settings.max_weight_ratio
-        own = {id: most for id in sorted(self.lowered) if (most := clients[id].max_weight) is not None}
-        limits = [f"{most:g} for {id} (as it was admitted)" for id, most in own.items()]
-        if ratio is not None and len(own) < len(self.lowered):
+        own_limits = {id: most for id in sorted(self.lowered) if (most := clients[id].max_weight) is not None}
+        limits = [f"{most:g} for {id} (as it was admitted)" for id, most in own_limits.items()]
+        if ratio is not None and len(own_limits) < len(self.lowered):
             limits.append(f"{ratio:g} times the cohort's median (federation.max_weight_ratio)")
-        who = ", ".join(sorted(self.lowered))
-        return f"{who} declared so many examples that the weight is lowered. Limits: {', '.join(limits)}"
+        lowered_clients = ", ".join(sorted(self.lowered))
+        return f"{lowered_clients} declared so many examples that the weight is lowered. Limits: {', '.join(limits)}"
 
     def _compute_origin(self) -> Tensors:
         context = self.context

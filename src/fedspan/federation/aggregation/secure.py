@@ -75,7 +75,7 @@ class SecureAggregation:
         self._ring = Ring(secure.bits, self._clip, len(context.ids))
         members = {id: context.clients[id] for id in context.ids}
         limited = limit_weights(members, context.settings.max_weight_ratio)
-        self._heavy = [id for id, one in members.items() if limited[id] < one.client.weight]
+        self._heavy = [id for id, member in members.items() if limited[id] < member.client.weight]
         self._note: str | None = None
 
     def get_missing(self) -> tuple[str, ...]:

@@ -193,14 +193,14 @@ class Processes:
         Raises:
             FedspanError: If another process ended, or gives a number for another purpose.
         """
-        own = torch.tensor([value, zlib.crc32(purpose.encode())], dtype=torch.float64)
-        gathered = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
+        own_value = torch.tensor([value, zlib.crc32(purpose.encode())], dtype=torch.float64)
+        gathered = [torch.empty_like(own_value) for _ in range(distributed.get_world_size())]
         try:
-            distributed.all_gather(gathered, own, group=self._task_group)
+            distributed.all_gather(gathered, own_value, group=self._task_group)
         except RuntimeError as error:
             self.failure = "another process ended, for the reason in its output, or did not answer in time"
             raise FedspanError("trainer", None, problem=self.failure) from error
-        if any(other[1] != own[1] for other in gathered):
+        if any(other[1] != own_value[1] for other in gathered):
             self.failure = (
                 f"process {self.rank} was at {purpose!r} and another process was not. Every process must have the "
                 "same number of batches"

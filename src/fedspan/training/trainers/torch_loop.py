@@ -115,16 +115,16 @@ class TorchTrainer:
         round = TrainingRound(plan, optimizer, self.root)
         set_seed(plan.seed)
         self._train(round)
-        place = f"of client {plan.client} in round {plan.round + 1}"
+        context = f"of client {plan.client} in round {plan.round + 1}"
         if plan.steps is not None and optimizer.steps != plan.steps:
             problem = (
-                f"the loop {place} took {optimizer.steps} of {plan.steps} planned steps. Pass round.batches a loader "
+                f"the loop {context} took {optimizer.steps} of {plan.steps} planned steps. Pass round.batches a loader "
                 "that starts anew in each epoch, and call round.step once for each of its batches"
             )
             raise FedspanError("trainer", plan.client, problem=problem)
         limit = self.examples * (plan.epochs if plan.steps is None else plan.steps)
         if optimizer.examples > limit:
-            problem = f"the loop {place} counted {optimizer.examples} examples, and at most {limit} were possible"
+            problem = f"the loop {context} counted {optimizer.examples} examples, and at most {limit} were possible"
             raise FedspanError("trainer", plan.client, "round.step(loss, examples of the batch)", problem=problem)
         return round.mean_loss
 

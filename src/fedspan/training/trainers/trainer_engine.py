@@ -293,14 +293,14 @@ def _require_equal_models(owners: Mapping[str, Owner]) -> None:
 
 
 def _require_trained(assignment: Assignment, optimizer: JobOptimizer, loss: float, live: Mapping[str, Tensor]) -> None:
-    place = f"of client {assignment.client} in round {assignment.round + 1}"
+    context = f"of client {assignment.client} in round {assignment.round + 1}"
     if not optimizer.steps:
-        raise FedspanError("trainer", assignment.client, problem=f"the trainer {place} took no optimizer step")
+        raise FedspanError("trainer", assignment.client, problem=f"the trainer {context} took no optimizer step")
     if not optimizer.examples:
-        raise FedspanError("trainer", assignment.client, problem=f"the trainer {place} counted no examples")
+        raise FedspanError("trainer", assignment.client, problem=f"the trainer {context} counted no examples")
     if not math.isfinite(loss):
         raise build_not_finite_error(assignment, loss)
     for name in assignment.job.trainable_names:
         if not bool(torch.isfinite(live[name]).all()):
-            problem = f"{name} {place} holds values that are not finite after training"
+            problem = f"{name} {context} holds values that are not finite after training"
             raise FedspanError("trainer", assignment.client, problem=problem)

@@ -368,10 +368,10 @@ class Exchange:
             run.reply_signal.set()
 
 
-def _get_recent(known: OrderedDict[int, R], key: int, make: Callable[[], R], most: int) -> R:
+def _get_recent(entries: OrderedDict[int, R], key: int, make: Callable[[], R], maximum: int) -> R:
     """Return the entry of a key, made if there is none, and forget the least recent beyond a number of entries."""
-    entry = known.pop(key, None)
-    known[key] = entry = make() if entry is None else entry
-    while len(known) > most:
-        known.popitem(last=False)
+    entry = entries.pop(key, None)
+    entries[key] = entry = make() if entry is None else entry
+    while len(entries) > maximum:
+        entries.popitem(last=False)
     return entry

@@ -125,7 +125,9 @@ def call_flower(link: ServerLink, *arguments: str) -> Any:
         bundle = Path(home, "bundle")
         bundle.mkdir()
         (bundle / "pyproject.toml").write_text(_BUNDLE, encoding="utf-8")
-        expanded = [_NAME if one == "@" else str(bundle) if one == "%" else one for one in arguments]
+        expanded = [
+            _NAME if argument == "@" else str(bundle) if argument == "%" else argument for argument in arguments
+        ]
         command = build_flwr_command(*expanded, "--format", "json")
         environment = {**os.environ, "FLWR_HOME": home}
         completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

@@ -188,7 +188,10 @@ def load_order_keys(path: Path) -> list[ec.EllipticCurvePublicKey]:
             )
             if issuer is None:
                 raise ValueError("no authority in the file certified the order key")
-            if all(each.not_valid_before_utc <= now <= each.not_valid_after_utc for each in (certificate, issuer)):
+            if all(
+                certificate_of_pair.not_valid_before_utc <= now <= certificate_of_pair.not_valid_after_utc
+                for certificate_of_pair in (certificate, issuer)
+            ):
                 keys.append(key)
             else:
                 is_expired = True

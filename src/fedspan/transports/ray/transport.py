@@ -42,11 +42,11 @@ def cut_stacks(work: Mapping[str, int], stack_size: int, workers: int) -> list[l
     stacks: list[list[str]] = []
     done, last = 0.0, -1
     for id in sorted(work, key=lambda id: (-work[id], id)):
-        at = int((done + work[id] / 2) / share)
-        if at != last or len(stacks[-1]) == stack_size:
+        stack_number = int((done + work[id] / 2) / share)
+        if stack_number != last or len(stacks[-1]) == stack_size:
             stacks.append([])
         stacks[-1].append(id)
-        done, last = done + work[id], at
+        done, last = done + work[id], stack_number
     return stacks
 
 

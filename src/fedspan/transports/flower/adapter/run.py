@@ -217,7 +217,7 @@ class TaskGrid:
                 trees.append(get_object_tree(message))
                 objects |= get_all_nested_objects(message)
             request = PushAppMessagesRequest(messages_list=heads, message_object_trees=trees)
-            inline = select_fitting((one.deflate() for one in objects.values()), BATCH_BYTES)
+            inline = select_fitting((stored_object.deflate() for stored_object in objects.values()), BATCH_BYTES)
             answer = PushAppMessagesResponse.FromString(
                 self._post(SEND_ORDERS, pack([request.SerializeToString(), *inline]))
             )
@@ -243,7 +243,7 @@ class TaskGrid:
         if not parts:
             return []
         response = PullAppMessagesResponse.FromString(parts[0])
-        contents = {compute_object_id(one): one for one in parts[1:]}
+        contents = {compute_object_id(part): part for part in parts[1:]}
         heads = list[ReplyHead]()
         for message, tree in zip(response.messages_list, response.message_object_trees, strict=True):
             ids, head = list_tree_ids(tree), message.metadata

@@ -222,7 +222,7 @@ class MessageStore:
             missing = self._store_objects(task.run_id, answer.session_id, answer.objects_to_push, contents)
             del answer.objects_to_push[:]
             answer.objects_to_push.extend(missing)
-        return {one.metadata.dst_node_id for one in request.messages_list}, answer.SerializeToString()
+        return {message.metadata.dst_node_id for message in request.messages_list}, answer.SerializeToString()
 
     def take_replies(self, task: Task, ids: Iterable[str]) -> tuple[SentReplies, bytes]:
         """Take the replies to a run's orders. Flower does not list them again; their objects remain.
