@@ -8,7 +8,7 @@ from fedspan.config.federation import FederationConfig
 from fedspan.config.method import MethodConfig, WrapperConfig
 from fedspan.config.model import ModelConfig
 from fedspan.config.reading import load_config, override, parse_config, parse_yaml, read_values
-from fedspan.config.sections import RunConfig
+from fedspan.config.run import RunConfig
 from fedspan.config.training import TrainingConfig
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any
 import pydantic
 import yaml
 
-from fedspan.config.sections import RunConfig
+from fedspan.config.run import RunConfig
 from fedspan.config.validation_errors import convert_validation_error
 from fedspan.errors import FedspanError
 

@@ -1,0 +1,288 @@
+"""Which options of a run fit together: the checks across the sections of a config."""
+
+from __future__ import annotations
+
+from fedspan.config.sections import RunSections
+from fedspan.core.values import Spec
+from fedspan.data.files import FROM_TRAINERS
+from fedspan.errors import FedspanError, suggest_nearest
+
+__all__ = ["explain_random_head", "require_combination"]
+
+
+def require_combination(config: RunSections) -> None:
+    """Check that the options of a run fit together.
+
+    Raises:
+        FedspanError: If two of them do not, or one does not fit the task or the method.
+    """
+    method = config.wrap_method(config.method.build(Spec(()), config.seed))
+    if config.federation.reduction != "mean" and method.declare_claims().reduction != "sum":
+        problem = (
+            f"{config.federation.reduction} cannot be combined with {config.method.name}, whose server needs "
+            "single replies"
+        )
+        raise FedspanError("federation.reduction", config.federation.reduction, "mean", problem=problem)
+    if config.privacy is not None:
+        config.privacy.require_fit(config.method.title, method.declare_claims(), config.federation)
+        if config.evaluation.diagnostics is not None:
+            problem = "it cannot be combined with privacy, because diagnostics inspect updates without noise"
+            raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, problem=problem)
+    _require_simulation_fit(config)
+    _require_cluster_fit(config)
+    _require_head_fit(config)
+    config.federation.require_secure_fit(config.method.name, config.method.title, method.declare_claims())
+    _require_trainers(config)
+    _require_training_fit(config)
+    _require_offload_fit(config)
+    config.task_definition.parse_options(config.task_options)
+    _require_columns(config)
+    metrics = config.task_definition.metric_names
+    if config.evaluation.metric is not None and config.evaluation.metric not in metrics:
+        expected = f"a metric of {config.task}: {', '.join(metrics)}"
+        raise FedspanError("evaluation.metric", config.evaluation.metric, expected)
+
+
+def _require_columns(config: RunSections) -> None:
+    """Check that the task has the roles and lists of labels that the section ``data`` names.
+
+    Raises:
+        FedspanError: If it does not.
+    """
+    roles = config.task_columns.roles
+    for role, column in config.data.roles.items():
+        if role not in roles:
+            advice = suggest_nearest(role, roles) if roles else f"{config.task} has no further roles."
+            problem = f"{config.task} has no columns with the role {role!r}. {advice}"
+            raise FedspanError(f"data.roles.{role}", column, problem=problem)
+    for option in ("label_separator", "label_columns"):
+        value = getattr(config.data, option)
+        if value is not None and not config.task_columns.is_multi_label:
+            expected = "task: multi-label-classification, or no such option"
+            raise FedspanError(f"data.{option}", value, expected, problem=f"{config.task} has no lists of labels")
+
+
+def explain_random_head(config: RunSections) -> str | None:
+    """Return the reason why the head of this run cannot start from statistics; None if it can."""
+    reasons = {
+        f"statistics of features are not privatized ({'' if config.privacy is None else config.privacy.mechanism})": (
+            config.privacy is not None
+        ),
+        f"federation.reduction: {config.federation.reduction} does not apply to statistics": (
+            config.federation.reduction != "mean"
+        ),
+        "a secure sum needs bounded numbers, and those of a regression have no bound": (
+            config.task_definition.target_type == "number" and config.federation.secure is not None
+        ),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _require_head_fit(config: RunSections) -> None:
+    """Check that pooling and head_init fit the task and the model.
+
+    Raises:
+        FedspanError: If they do not.
+    """
+    if config.model.pooling not in ("auto", "stock") and not config.task_definition.can_pool:
+        problem = f"{config.model.pooling} cannot be combined with {config.task}, which pools no texts"
+        raise FedspanError("model.pooling", config.model.pooling, "auto", problem=problem)
+    if config.model.pooling == "stock" and config.task_definition.is_embedding:
+        problem = f"{config.task} has no classifier, whose pooling stock is"
+        raise FedspanError("model.pooling", "stock", "auto, mean, cls, max or last", problem=problem)
+    requested = config.model.head_init
+    if requested in ("auto", "random"):
+        return
+    allowed = config.task_definition.head_inits
+    if requested not in allowed:
+        expected = " or ".join((*allowed, "random", "auto"))
+        raise FedspanError("model.head_init", requested, expected, problem=f"{requested} does not fit {config.task}")
+    if config.model.is_from_scratch:
+        problem = f"{requested} needs a pretrained model, and this one is from scratch"
+        raise FedspanError("model.head_init", requested, "random", problem=problem)
+    if reason := explain_random_head(config):
+        raise FedspanError("model.head_init", requested, "random", problem=f"the head cannot start: {reason}")
+
+
+def _require_offload_fit(config: RunSections) -> None:
+    """Check that the rest of the run can use a base that is offloaded.
+
+    Raises:
+        FedspanError: If it cannot.
+    """
+    if config.model.device_map is None:
+        return
+    if config.engine.name != "loop":
+        problem = (
+            f"the engine {config.engine.name} shares a base among threads or processes, and offloaded weights are on "
+            "the device only while one call uses them"
+        )
+        raise FedspanError("model.device_map", "auto", "engine.name: loop", problem=problem)
+    if config.privacy is not None and config.privacy.mechanism == "dp-sgd":
+        problem = "it cannot be combined with privacy.mechanism: dp-sgd, which stacks examples over the base"
+        raise FedspanError("model.device_map", "auto", "null", problem=problem)
+
+
+def _require_trainers(config: RunSections) -> None:
+    """Check that the task is the trainers' only if the examples are, and that nothing needs their examples.
+
+    Raises:
+        FedspanError: If it is not, or an option of the run needs examples that fedspan can read.
+    """
+    if config.data.train != FROM_TRAINERS:
+        if config.task == "trainer":
+            expected = "a task that fedspan computes itself, or fedspan.simulate(config, folder, trainers=...)"
+            raise FedspanError("task", "trainer", expected)
+        return
+    problem = "it needs examples that fedspan can read, and those of this run are the trainers' own"
+    options: dict[str, object] = {
+        "training.lr": "auto" if config.training.lr == "auto" else None,
+        "baselines": config.baselines or None,
+        "evaluation.diagnostics": config.evaluation.diagnostics,
+        "cluster": None if config.cluster is None else config.cluster.workers,
+        "engine.name": "flower-sim" if config.engine.name == "flower-sim" else None,
+    }
+    for field, value in options.items():
+        if value is not None:
+            raise FedspanError(field, value, problem=problem)
+
+
+def _require_head_updates_fit(config: RunSections) -> None:
+    """Check that ``training.head_updates`` fits the rest of the run.
+
+    Raises:
+        FedspanError: If it does not.
+    """
+    updates = config.training.head_updates
+    reasons = {
+        f"{config.task} has no classes": not config.task_definition.is_classifier,
+        "dp-sgd does not protect which classes a client has": config.privacy is not None
+        and config.privacy.mechanism == "dp-sgd",
+        "model.extras: frozen trains no row of the head": config.model.extras == "frozen",
+        "scaffold would count the rows that a client does not train as corrected": any(
+            wrapper.name == "scaffold" for wrapper in config.method.wrappers
+        ),
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if updates != "all" and reason is not None:
+        problem = f"{updates} does not apply, because {reason}"
+        raise FedspanError("training.head_updates", updates, "all", problem=problem)
+
+
+def _require_training_fit(config: RunSections) -> None:
+    """Check that options of local training, and those that need validation parts, fit the rest of the run.
+
+    Raises:
+        FedspanError: If they do not.
+    """
+    training, adjustment = config.training, config.training.logit_adjustment
+    if adjustment and not config.task_definition.is_classifier:
+        problem = f"logits cannot be adjusted to classes, because {config.task} has no classes"
+        raise FedspanError("training.logit_adjustment", adjustment, "0", problem=problem)
+    if adjustment and config.privacy is not None and config.privacy.mechanism == "dp-sgd":
+        problem = "it cannot be combined with dp-sgd, which does not protect a client's class counts"
+        raise FedspanError("training.logit_adjustment", adjustment, "0", problem=problem)
+    for name in ("checkpoint_steps", "checkpoint_minutes"):
+        value = getattr(training, name)
+        if value is not None and config.privacy is not None and config.privacy.mechanism == "dp-sgd":
+            problem = "a round of dp-sgd has no checkpoints: its noise is drawn anew when its training starts over"
+            raise FedspanError(f"training.{name}", value, "null", problem=problem)
+    _require_loss_fit(config)
+    _require_head_updates_fit(config)
+    _require_reference_fit(config)
+    if training.lr == "auto" and config.privacy is not None:
+        problem = "auto cannot be combined with privacy, because every trial would cost privacy budget"
+        raise FedspanError("training.lr", "auto", "a number", problem=problem)
+    if config.partition.validation:
+        return
+    problem = "it needs a partition.validation above 0, because it decides by validation scores"
+    if training.lr == "auto":
+        raise FedspanError("training.lr", "auto", problem=problem)
+    if config.federation.early_stopping is not None:
+        raise FedspanError("federation.early_stopping", config.federation.early_stopping, problem=problem)
+
+
+def _require_loss_fit(config: RunSections) -> None:
+    """Check that label smoothing and class weights fit the task and the rest of the run.
+
+    Raises:
+        FedspanError: If they do not.
+    """
+    reasons = {
+        f"{config.task} has no classes, of which each example has one": not config.task_definition.is_classifier,
+        "training.logit_adjustment corrects for shares of classes already, and leaves out classes": (
+            config.training.logit_adjustment > 0
+        ),
+        "dp-sgd bounds each example's gradient, which weights would change": config.privacy is not None
+        and config.privacy.mechanism == "dp-sgd",
+    }
+    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    for option, off in (("label_smoothing", 0), ("class_weights", "none")):
+        value = getattr(config.training, option)
+        if reason is not None and value != off:
+            raise FedspanError(f"training.{option}", value, str(off), problem=reason)
+
+
+def _require_reference_fit(config: RunSections) -> None:
+    """Check that a task that compares the model with the pretrained one can do so.
+
+    Raises:
+        FedspanError: If it cannot.
+    """
+    if not config.task_definition.has_reference:
+        return
+    reference = f"{config.task} compares the model with its reference, the pretrained model"
+    if config.training.lora_dropout:
+        problem = f"{reference}, and dropout would change one of the two alone"
+        raise FedspanError("training.lora_dropout", config.training.lora_dropout, "0", problem=problem)
+    if config.model.adapter is not None:
+        expected = "model.name: the folder of the merged model (fedspan export --form merged)"
+        problem = f"{reference}, and an adapter would be missing there"
+        raise FedspanError("model.adapter", config.model.adapter, expected, problem=problem)
+
+
+def _require_simulation_fit(config: RunSections) -> None:
+    """Check that simulated conditions fit the engine and the task.
+
+    Raises:
+        FedspanError: If they do not.
+    """
+    conditions = config.simulation
+    if conditions is None:
+        return
+    if config.engine.name == "flower-sim":
+        problem = "engine.name: flower-sim cannot simulate conditions. Use engine.name: batched or loop"
+        raise FedspanError("simulation", config.engine.name, problem=problem)
+    flips = conditions.faults is not None and conditions.faults.kind == "label-flip"
+    if flips and not config.task_definition.is_classifier:
+        raise FedspanError(
+            "simulation.faults.kind", "label-flip", problem=f"label-flip needs labels, and {config.task} has none"
+        )
+
+
+def _require_cluster_fit(config: RunSections) -> None:
+    """Check that a cluster fits the rest of the run.
+
+    Raises:
+        FedspanError: If it does not.
+    """
+    cluster = config.cluster
+    if cluster is None:
+        return
+    if config.engine.name == "flower-sim":
+        problem = "it has processes of its own, which cannot be combined with cluster"
+        raise FedspanError("engine.name", "flower-sim", "batched or loop", problem=problem)
+    if config.evaluation.diagnostics is not None:
+        problem = "it cannot be combined with cluster, because no process sees both ends of an update"
+        raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, problem=problem)
+    if cluster.gpus_per_worker and (config.baselines or config.training.lr == "auto"):
+        field = "baselines" if config.baselines else "training.lr"
+        problem = "it trains in the driver's process, which leaves the GPUs to the workers. Run it without cluster"
+        raise FedspanError(field, config.baselines or "auto", problem=problem)
+    if config.model.device_map is not None:
+        problem = "it cannot be combined with cluster, each of whose workers has the whole base"
+        raise FedspanError("model.device_map", config.model.device_map, "null", problem=problem)
+    requested = "cuda" if cluster.gpus_per_worker else "cpu"
+    if config.device not in ("auto", requested):
+        expected = f"auto or {requested}, because cluster.gpus_per_worker is {cluster.gpus_per_worker:g}"
+        raise FedspanError("device", config.device, expected)

@@ -1,0 +1,97 @@
+"""The configuration of a run, whose options fit together, and the settings that are built from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Self, cast
+
+from pydantic import model_validator
+
+from fedspan.config.combinations import explain_random_head, require_combination
+from fedspan.config.federation import FederationConfig
+from fedspan.config.sections import RunSections
+from fedspan.core.factors import require_rank
+from fedspan.core.heads import HeadKind
+from fedspan.core.method import RegisteredMethod
+from fedspan.core.values import Spec
+from fedspan.errors import FedspanError
+from fedspan.federation.settings import RoundSettings
+from fedspan.federation.validation import ReplyRules
+
+__all__ = ["RunConfig"]
+
+
+class RunConfig(RunSections):
+    """The configuration of one run."""
+
+    @model_validator(mode="after")
+    def _validate_combination(self) -> Self:
+        require_combination(self)
+        return self
+
+    @property
+    def head_kind(self) -> tuple[HeadKind | None, str | None]:
+        """Kind of start of the head (None: random), and the reason if ``auto`` does without statistics."""
+        requested = self.model.head_init
+        if requested == "random":
+            return None, None
+        starts = self.task_definition.head_inits
+        if not starts or self.model.is_from_scratch:
+            return None, None
+        if reason := explain_random_head(self):
+            return None, reason
+        if requested != "auto":
+            return requested, None
+        return cast("HeadKind", starts[-1]), None
+
+    @property
+    def active_workers(self) -> int:
+        """Number of a cluster's workers that a round can occupy; 1 without a cluster."""
+        cohort = self.federation.clients_per_round or self.partition.clients
+        return 1 if self.cluster is None else max(1, min(self.cluster.workers, cohort or self.cluster.workers))
+
+    def build_simulation_rules(self) -> ReplyRules | None:
+        """Return the rules by which a simulated round is accepted; None: every selected client has to reply.
+
+        A simulation has rules if it has conditions or secure aggregation, or if one of the rules in ``federation`` is
+        not the default.
+        """
+        rules, conditions = self.federation.build_reply_rules(), self.simulation
+        if conditions is None and self.federation.secure is None and rules == FederationConfig().build_reply_rules():
+            return None
+        return rules if conditions is None else replace(rules, validate=conditions.validation)
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the partition."""
+        return self.seed if self.partition.seed is None else self.partition.seed
+
+    def build_round_settings(self, key: bytes | None = None) -> RoundSettings:
+        """Return the settings of rounds for the engines; ``key`` as in ``build_privacy_settings``."""
+        f, privacy = self.federation, self.build_privacy_settings(key)
+        return RoundSettings(
+            rounds=f.rounds,
+            cohort=f.clients_per_round,
+            seed=self.seed,
+            reduction=f.reduction,
+            trim=f.trim,
+            clip_ratio=f.clip_ratio,
+            max_norm=f.max_norm,
+            max_weight_ratio=f.max_weight_ratio,
+            privacy=privacy,
+        )
+
+    def build_method(self, spec: Spec) -> RegisteredMethod:
+        """Build the method, bound to a model's target layers.
+
+        Raises:
+            FedspanError: If its rank is larger than a layer.
+        """
+        method = self.method.build(spec, self.seed)
+        if method.claims.adapter:
+            too_large = require_rank(spec, method.r)
+            if too_large:
+                raise FedspanError(
+                    "method.r", method.r, problem=f"{method.r} is larger than a target layer: {too_large}"
+                )
+        return method
