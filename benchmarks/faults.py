@@ -687,7 +687,7 @@ def labels(stage: Stage) -> Outcome:
     path.write_text(stage.files[WEST].read_text() + "word1 word2,surgery,west\n")
     stage.files["labels"] = path
     return _check_non_participation(
-        stage, "labels", "does not take part", lambda: stage.join(WEST, stage.node(WEST, "labels"))
+        stage, "labels", "does not participate", lambda: stage.join(WEST, stage.node(WEST, "labels"))
     )
 
 

@@ -169,7 +169,7 @@ def test_a_damaged_file_of_the_last_round_is_named_with_the_way_on(run: RunFolde
     with pytest.raises(FedspanError) as caught:
         load_latest(run)
     assert str(caught.value).startswith(f"`{path}`: ")
-    way_on = f"Round 1 is intact. Delete {run.checkpoints / 'round-00002'} to go on from there."
+    way_on = f"Round 1 is intact. Delete {run.checkpoints / 'round-00002'} to continue from there."
     assert str(caught.value).endswith(way_on)
 
 

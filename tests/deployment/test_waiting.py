@@ -73,7 +73,7 @@ def test_a_run_begins_when_the_operator_has_agreed(
     replies = [{"refused": WAITING, "waiting": True}] * 3 + [{"examples": 5, "base": "b"}]
     found, notes = met(tiny_folder, tmp_path, monkeypatch, replies)
     assert found == ({CLIENT: 7}, {CLIENT: 5})
-    assert notes == [f"{CLIENT} does not take part yet: {WAITING}"]  # once, however often it was invited
+    assert notes == [f"{CLIENT} does not participate yet: {WAITING}"]  # once, however often it was invited
 
 
 def test_a_refusal_is_final_and_named(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def test_what_cannot_learn_masked_words_is_refused(tiny_folder: Path, tmp_path: 
         parse_config({**values, "task_options": {"mask_share": 1.0}})
     prepared = prepare(parse_config(values))
     cache, reason = PrefixCache.make(prepared.engine.adapted, prepared.task, prepared.train, budget=1 << 20)
-    assert (cache, reason) == (None, "a part of the inputs is drawn anew for every batch")
+    assert (cache, reason) == (None, "a part of the inputs is drawn at random for every batch")
     shutil.copytree(tmp_path / "masked", tmp_path / "unmasked")
     tokenizer = tiny_masked.make_tokenizer()
     tokenizer.mask_token = None

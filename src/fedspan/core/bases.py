@@ -29,7 +29,7 @@ def draw_dense_bases(shape: tuple[int, int], seed: int, layer: str) -> tuple[Ten
 
 
 def draw_mixing_keys(longer: int, shorter: int, seed: int, layer: str) -> tuple[Tensor, Tensor]:
-    """Draw the keys of ``multiply_by_mixing``'s basis: K distinct places (K,) int64 of N, and N signs (N,) float32."""
+    """Draw the keys of ``multiply_by_mixing``'s basis: K of N positions, (K,) int64, and signs, (N,) float32."""
     rng = create_generator(seed, "mixing", layer)
     positions_K = torch.randperm(longer, generator=rng)[:shorter]
     signs = torch.randint(0, 2, (longer,), generator=rng).float() * 2 - 1
@@ -39,9 +39,9 @@ def draw_mixing_keys(longer: int, shorter: int, seed: int, layer: str) -> tuple[
 def multiply_by_mixing(A_RK: Tensor, positions_K: Tensor, signs_N: Tensor) -> Tensor:
     """Compute ``A M`` (R, N) for the basis M = S C D (K, N), which has orthonormal rows and is not formed.
 
-    S puts the K columns in their places among N, C is the orthonormal cosine transform (its rows in the order in which
-    one FFT of length N takes them), D flips signs. R N log N operations; every entry of M is of the order of
-    1 / sqrt(N), as in a random basis. Differentiable in A.
+    S puts the K columns at their positions among N, C is the orthonormal cosine transform (its rows in the order in
+    which one FFT of length N takes them), D flips signs. R N log N operations; every entry of M is of the order of 1 /
+    sqrt(N), as in a random basis. Differentiable in A.
     """
     length = signs_N.numel()
     spread_RN = A_RK.new_zeros(*A_RK.shape[:-1], length).index_copy(-1, positions_K.long(), A_RK)

@@ -72,11 +72,11 @@ class HeadStatistics:
     """Averages over examples of the features that enter an output layer, float64.
 
     Args:
-        shares: Share of the examples of each class, (C,); of a regression, (1,), all of them.
+        shares: Share of the examples of each class, (C,); for a regression 1, (1,).
         sums: Mean of f over all examples, counting only those of class c in row c, (C, D).
         square: Mean of |f|^2.
         products: Mean of f f^T, (D, D); None if the kind of start does not use it.
-        targets: Of a regression, the mean of y f, (D,), followed by those of y and y^2, (D + 2,); else None.
+        targets: For a regression the means of y f, (D,), y and y^2, together (D + 2,); else None.
     """
 
     shares: Tensor
@@ -95,14 +95,14 @@ class HeadStatistics:
         return cls(doubles["shares"], doubles["sums"], doubles["square"], products, doubles.get("targets"))
 
     def rescale(self, bound: float) -> HeadStatistics:
-        """Return the statistics of features that were divided by ``bound``, for the features themselves (0: as is)."""
+        """Convert statistics of features that were divided by ``bound`` (0: not divided) to those of the features."""
         if not bound:
             return self
         products = None if self.products is None else self.products * bound**2
         return HeadStatistics(self.shares, self.sums * bound, self.square * bound**2, products, self.targets)
 
     def normalize(self) -> HeadStatistics:
-        """Return the averages over the counted examples alone, where clients left out examples of small classes."""
+        """Return averages over the counted examples alone, if clients left out examples of small classes."""
         total = self.shares.sum()
         return HeadStatistics(
             self.shares / total,
@@ -295,7 +295,7 @@ def _compute_class_means(statistics: HeadStatistics) -> tuple[Tensor, Tensor]:
 
 
 def _compute_log_shares(statistics: HeadStatistics, present: Tensor, examples: float) -> Tensor:
-    """Return the logarithm of the classes' shares, (C,); a class that nobody has counts as half an example."""
+    """Return the logarithm of the classes' shares, (C,); a class without examples counts as half an example."""
     return torch.where(present, statistics.shares, 0.5 / max(1.0, examples)).log()
 
 

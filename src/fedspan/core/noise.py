@@ -1,4 +1,4 @@
-"""Random draws that privacy rests on, noise and samples: from a key, and pseudorandom to whoever lacks it.
+"""Random draws that privacy rests on, noise and samples: from a key, and pseudorandom to anyone without it.
 
 torch's CPU generator has only 2^32 streams, whatever its seed, so an observer of a noisy value could try them all, and
 with them all samples. Here a stream is SHAKE-256 of a 32-byte key. A Gaussian draw is half the sum of four draws: the

@@ -87,7 +87,7 @@ def read_sentences(path: Path, encoding: str | None, limit: int | None = None) -
             is_inside = True
         tokens[-1].append(word)
         tags[-1].append(tag)
-    if not whole and is_inside:  # the last sentence may go on beyond the beginning
+    if not whole and is_inside:  # the last sentence may continue beyond the beginning
         tokens.pop()
         tags.pop()
     kind = pa.list_(pa.string())

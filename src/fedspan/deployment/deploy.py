@@ -280,7 +280,7 @@ def _gather_nodes(
                 undecided.add(node)
             if refused.get(id) != reason:
                 refused[id] = reason or ""
-                listener.on_note(f"{id} does not take part{' yet' if node in undecided else ''}: {reason}")
+                listener.on_note(f"{id} does not participate{' yet' if node in undecided else ''}: {reason}")
         if len(nodes) == config.partition.clients:
             return nodes, examples
     reasons = "; ".join(f"{id}: {text}" for id, text in sorted(refused.items())) or "no more nodes are online"

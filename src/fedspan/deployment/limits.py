@@ -155,7 +155,7 @@ def require_workload(config: RunConfig, examples: int, limits: NodeLimits) -> No
         FedspanError: If there are too few examples, or they take too many passes.
     """
     if examples < limits.train_examples:
-        problem = "this node has fewer training examples than it needs to take part"
+        problem = "this node has fewer training examples than it needs to participate"
         raise FedspanError("limits.train_examples", limits.train_examples, problem=problem)
     training = config.training
     if training.local_steps is None:

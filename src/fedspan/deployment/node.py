@@ -47,7 +47,7 @@ log = logging.getLogger("fedspan.node")
 
 @dataclass(frozen=True)
 class _Joined:
-    """A run that this node takes part in, with its model loaded.
+    """A run in which this node participates, with its model loaded.
 
     Args:
         host: Carries out its orders.

@@ -12,7 +12,7 @@ __all__ = ["Absences", "Awaited"]
 class Absences:
     """In how many of its last rounds a client's reply did not count, from the rounds' draws alone.
 
-    Nothing of it is stored: a resumed run draws the rounds before it again.
+    It is not stored: a resumed run draws the rounds before it again.
 
     Args:
         cohort: Returns the clients that are selected in a round.

@@ -73,7 +73,7 @@ class Federation:
         transport: Transport to the clients.
         rules: Rules for accepting replies and the round; None: every selected client has to reply.
         new_aggregation: Creates the aggregation of a round.
-        run: Name of the run, for nodes that take part in several.
+        run: Name of the run, for nodes that participate in several.
         exporting: Whether clients export their own models because the server does not see them.
         training: Settings of local training, from which orders take the learning rate; None: the engine's.
     """

@@ -179,7 +179,7 @@ class Order:
         to: Id of the client that receives the order.
         client: Facts about the client; None if it evaluates the global model.
         best: Round that the client held at the run's best progress so far; its stored state of that round must stay.
-        run: Name of the run, for nodes that take part in several.
+        run: Name of the run, for nodes that participate in several.
         serial: Serial number that increases with every order of a run; an order without a greater serial is a
             repetition.
         secure: Parameters of the secure sum that the reply enters; None: it is sent in plaintext.

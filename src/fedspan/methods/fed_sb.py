@@ -1,4 +1,4 @@
-"""Fed-SB: clients train only an r x r matrix between two fixed factors that a first gradient chose.
+"""Fed-SB: clients train only an r x r matrix between two fixed factors that a first gradient determines.
 
 Singhal et al., "Fed-SB: A Silver Bullet for Extreme Communication Efficiency and Performance in (Private) Federated
 LoRA Fine-Tuning", arXiv:2502.15436, after LoRA-SB, arXiv:2411.19557.
@@ -7,13 +7,14 @@ LoRA Fine-Tuning", arXiv:2502.15436, after LoRA-SB, arXiv:2411.19557.
                    server: -init_step * sign(sum_i p_i G_i) ~= U_r S_r V_r^T;  B = U_r,  A = V_r^T,  R = S_r / s
     round 1, ...:  client i trains R_i in W0 + s B R A;  server: R <- sum_i p_i R_i
 
-Exact, because B and A are the same for everybody. The product is not taken off W0: training begins one step ahead.
+Exact, because B and A are the same for all clients. The product is not subtracted from W0: training begins one step
+ahead.
 
-Deviations: the paper averages plainly (``federation.weights: uniform``). It takes the gradient once, of a few samples
-in one place; here a round is given to it, in which the clients asked send it for all their examples, whole, so that the
-sign is that of the sum and no example leaves its client. That round costs O I elements up a layer. Its step is an
-option; the published code takes the learning rate divided by the steps of its warm-up. Factors stay in float32, where
-that code rounds them to bf16.
+Deviations: the paper uses uniform weights (``federation.weights: uniform``). It computes the gradient once, centrally,
+from a few samples; here the first round computes it: the selected clients send the whole gradient over all their
+examples, so that the sign is that of the sum and no example leaves its client. That round transmits O I elements per
+layer to the server. The step size is an option; the published code uses the learning rate divided by the number of
+warm-up steps. Factors stay in float32, where that code rounds them to bf16.
 """
 
 from __future__ import annotations

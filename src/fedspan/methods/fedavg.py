@@ -6,10 +6,10 @@ arXiv:1602.05629.
     client i:  trains W_i from the global W
     server:    W <- sum_i p_i W_i
 
-Exact by definition; the yardstick of bytes.
+Exact by definition; the reference for transmitted bytes.
 
 Deviations: only the target modules (and the extras) train, as for the low-rank methods that it is compared with; target
-every layer for the original. W travels down in round 0 too: clients need not hold the same copy.
+every layer for the original. W is also sent in round 0: clients need not hold the same copy.
 """
 
 from __future__ import annotations

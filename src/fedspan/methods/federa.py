@@ -7,10 +7,10 @@ arXiv:2404.18848.
     client i:  trains A_i, B_i from the global A, B
     server:    A <- sum_i p_i A_i,  B <- sum_i p_i B_i
 
-Not exact, for FedIT's reason. Both factors have gradients from the first step, because B is not 0.
+Not exact, for the same reason as FedIT. Both factors have gradients from the first step, because B is not 0.
 
-Deviations: the server decomposes once and everybody is sent the same A, B and the change of the base (clients that each
-ran an SVD would not have the same bits). Other authors describe the server as averaging products and decomposing them
+Deviations: the server decomposes once and sends all clients the same A, B and the change of the base (SVDs on the
+clients would not have the same bits). Other authors describe the server as averaging products and decomposing them
 again; that is ``aggregation: product_svd``, where what lies beyond rank r is lost and moments are dropped every round.
 """
 

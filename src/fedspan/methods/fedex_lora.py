@@ -1,4 +1,4 @@
-"""FedEx-LoRA: FedAvg of LoRA's two factors, and what the average loses goes into the base.
+"""FedEx-LoRA: FedAvg of LoRA's two factors; the base takes up what the average loses.
 
 Singhal et al., "FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of Foundation Models", ACL 2025,
 arXiv:2410.09432.
@@ -6,8 +6,8 @@ arXiv:2410.09432.
     client i:  trains A_i, B_i from the global A, B
     server:    A <- sum_i p_i A_i,  B <- sum_i p_i B_i,  W <- W + s (sum_i p_i B_i A_i - B A)
 
-Exact. The residual equals ``s sum_{i<K} p_i (B_i - B)(A_i - A_K)`` and travels as these factors of rank (K - 1) r, or
-densely where that is fewer elements.
+Exact. The residual equals ``s sum_{i<K} p_i (B_i - B)(A_i - A_K)`` and is transmitted as these factors of rank
+(K - 1) r, or densely where that is fewer elements.
 
 Deviations: the run's weights count (the paper's are uniform). The paper sends a dense residual; a truncated one is the
 option ``residual_rank``. Different ranks are refused: the mean of their factors is not defined.

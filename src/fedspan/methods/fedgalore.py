@@ -4,23 +4,23 @@ Peng et al., "Rethinking LoRA for Data Heterogeneous Federated Learning: Subspac
 arXiv:2602.01746; GaLore is arXiv:2403.03507. For a layer of m x n, m >= n (for m < n transpose everything):
 
     client i:  g~ = g P^T (m, r);  m~, v~ by Adam, from m~ = 0, v~ = vbar;  W <- W - eta (scale u~ P + lambda W)
-               P (r, n) renewed every ``period`` steps; T = P_old P_new^T carries m~ and v~ over
+               P (r, n) renewed every ``period`` steps; T = P_old P_new^T maps m~ and v~
     server:    W <- W + sum_i p_i (W_i - W);   vbar = AJIVE({v~_i P_i}, joint rank r)
 
 Under one projector that is AdamW on acc in W + scale acc P, so no dense gradient is needed between refreshes and the
-update travels as its accumulators. The first ``adaptive_refreshes`` projectors come from the gradient, later ones from
-a seed, which both sides have: then P does not travel.
+update is transmitted as its accumulators. The first ``adaptive_refreshes`` projectors come from the gradient, later
+ones from a seed, which both sides have: then P is not transmitted.
 
 Deviations, or what the paper leaves open: the update of a round with J projectors has rank J r and is not truncated.
 vbar is sum_i p_i (J_i + column means), clamped at 0. After a seeded projector its coordinates are that one's; after
 projectors of the clients' own, the r directions that these cover best (``linear``: the top r right singular vectors of
-the joined views), which then travel too. Whether AJIVE's identifiability check is made is an option (it may drop most
-of the r directions). The paper maps v~ by T too, which makes entries negative, and the step m~ / sqrt(v~) unbounded
-where they are clamped at 0: ``moments: linear``. The default here maps v~ by the squared entries of T: nonnegative, and
-the step grows by sqrt(r) at most. ``keep`` leaves it (GaLore's code). Bias correction is off as in algorithm 4; on, the
-second moment's counter is carried over rounds. Clipping bounds the projected gradients, GaLore's code the whole ones.
-Weight decay reaches the frozen weight (W <- rho W), which no adapter can express. ``lora_alpha`` is not used; ``scale``
-is GaLore's. Not in the paper: ``rounds_per_seed``.
+the joined views), which are then transmitted too. Whether AJIVE's identifiability check is made is an option (it may
+drop most of the r directions). The paper maps v~ by T too, which makes entries negative, and the step m~ / sqrt(v~)
+unbounded where they are clamped at 0: ``moments: linear``. The default here maps v~ by the squared entries of T:
+nonnegative, and the step grows by sqrt(r) at most. ``keep`` leaves it (GaLore's code). Bias correction is off as in
+algorithm 4; on, the second moment's counter is carried over rounds. Clipping bounds the projected gradients, GaLore's
+code the whole ones. Weight decay reaches the frozen weight (W <- rho W), which no adapter can express. ``lora_alpha``
+is not used; ``scale`` is GaLore's. Not in the paper: ``rounds_per_seed``.
 """
 
 from __future__ import annotations

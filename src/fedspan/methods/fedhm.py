@@ -1,4 +1,4 @@
-"""FedHM: every client trains a low-rank factorisation of the whole weight, of the rank that it can carry.
+"""FedHM: every client trains a low-rank factorisation of the whole weight, of the rank that it can afford.
 
 Yao et al., "FedHM: Efficient Federated Learning for Heterogeneous Models via Low-rank Factorization", arXiv:2111.14655.
 
@@ -9,9 +9,9 @@ Yao et al., "FedHM: Efficient Federated Learning for Heterogeneous Models via Lo
 A convolution's weight (O, C, k1, k2) is factorised as the (O k1) x (C k2) matrix. The average is exact; what a client
 is sent is truncated to its rank. A rank beyond a layer's own is that layer's full rank.
 
-Deviations: after a round W has at most the rank sum_i r_i, so it is kept as the factors of its SVD (from those of the
+Deviations: after a round W has at most the rank sum_i r_i, so it is stored as the factors of its SVD (from those of the
 replies, never formed) and a client is sent a slice of them. A client of higher rank than W is sent U = 0 and a random
-V for the rest, which changes nothing but can be trained. Ranks are numbers, not ratios, and alike for all layers; which
+V for the rest, which changes nothing but can be trained. Ranks are numbers, not ratios, and equal for all layers; which
 layers are factorised is ``model.target_modules``. ``keep_global`` is an option, not a rule, and its weight is that of
 one client among equals; the published code's weights by rank and masked classes are left out. Batch normalisation
 between the two halves of a convolution, which the published models have, is not added.

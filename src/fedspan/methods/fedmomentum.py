@@ -7,13 +7,13 @@ Yan et al., "FedMomentum: Preserving LoRA Training Momentum in Federated Fine-Tu
                B <- U_r (S_r / s)^(1/2),  A <- (S_r / s)^(1/2) V_r^T
                W <- W + U_rest S_rest V_rest^T
 
-Exact: s B A and the rest are D. Unlike FLoRA, training goes on from the directions in which it moved.
+Exact: s B A and the rest are D. Unlike in FLoRA, training continues from the directions in which it moved.
 
 Deviations: the paper takes a randomised SVD and drops the components beyond 99.99 % of the energy; here the SVD is
 exact, from the stacked factors, and nothing is dropped. A client of a smaller rank r_i trains the first r_i components
-while the others ride along frozen (as the pair L, U), so that it starts from the global model too; one of a larger rank
-has further directions with A random and B = 0. D counts what rode along. Moments are dropped every round, because the
-factors are new ones; what the paper calls momentum is in the factors.
+while the others stay frozen beside them (as the pair L, U), so that it starts from the global model too; one of a
+larger rank has further directions with A random and B = 0. D includes the frozen components. Moments are dropped every
+round, because the factors are new ones; what the paper calls momentum is in the factors.
 """
 
 from __future__ import annotations

@@ -8,14 +8,14 @@ Zhang et al., "FedRot-LoRA: Mitigating Rotational Misalignment in Federated LoRA
     server:    A <- sum_i p_i R_i^T A_i,  B <- sum_i p_i B_i R_i
 
 Factors are only determined up to a rotation; averaging misaligned ones cancels what they agree on. Not exact, but never
-from misalignment. Nothing more travels than in FedIT.
+from misalignment. No more is transmitted than in FedIT.
 
 The global factors are not rotated: their coordinates last from round to round, and with them what a server optimizer or
 SCAFFOLD remembers of them.
 
-Deviations: rounds are counted from 0, and in round 0 nobody rotates (B is 0 and A everybody's). The published code's
+Deviations: rounds are counted from 0, and no client rotates in round 0 (B is 0 and A common). The published code's
 hard rotation leaves the determinant open; here R is a rotation as in the paper. Clients' stored moments are dropped
-every round: what is averaged is in another frame than what was trained.
+every round: averages are in another frame than the trained factors.
 """
 
 from __future__ import annotations

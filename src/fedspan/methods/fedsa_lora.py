@@ -8,7 +8,7 @@ Guo et al., "Selective Aggregation for Low-Rank Adaptation in Federated Learning
 Personal: B_i and, by default, the head stay on the client. The mean of A is the plain average; the clients' weights
 ``B_i A`` differ, so there is no global model, and aggregation is not exact in the sense of ``sum p_i B_i A_i``.
 
-Deviations: a client that never took part has B = 0 (the paper does not say).
+Deviations: a client that has never participated has B = 0 (the paper does not say).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Exact: the product does not change. The SVD is that of the factors, never of an 
 under plain SGD this is FFA-LoRA with an orthonormal A, weight for weight; under Adam, momentum or decay it is not.
 
 Deviations: the paper freezes the head; here it follows ``model.extras``. The first A is ``init_A`` as in FFA-LoRA.
-Momentum and moments are dropped every round, because B's columns have turned. Without the paper's private training.
+Momentum and moments are dropped every round, because B's columns are rotated. The paper's private training is omitted.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ NeurIPS 2024, arXiv:2402.11505.
     server:    D = sum_i p_i s_i B_i A_i = U S V^T
     client i:  starts from B_i = U_{r_i} S_{r_i} / s_i,  A_i = V_{r_i}^T
 
-The base never moves, so what lies beyond a client's rank is lost to it in every round: not exact.
+Not exact: the base never changes, so in every round a client loses what lies beyond its rank.
 
 Deviations: the SVD is that of the stacked factors, never of an O x I matrix. The scalings are the clients' own (the
 published code has one numerator built in). It puts S into B; ports share it between both factors: the option ``split``.
-The server keeps as many components as the largest rank that has replied so far, at least r. A client of a larger rank,
+The server stores as many components as the largest rank that has replied so far, at least r. A client of a larger rank,
 or of one that D does not reach, has the rest of its directions as at the beginning: A random, B = 0. Moments are
 dropped every round, because the factors are new ones.
 """

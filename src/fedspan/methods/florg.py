@@ -7,7 +7,8 @@
     server:    Q = sum_i p_i A_i^T A_i = P^T Lambda P;   A~ = Lambda^(1/2) P  (r', k)
                A_t A~^T = U Sigma V^T;   A_{t+1} = U V^T A~  (r, k)
 
-Q is not formed: A~ comes from the SVD of the stacked sqrt(p_i) A_i. L and R follow from the seed and never travel.
+Q is not formed: A~ comes from the SVD of the stacked sqrt(p_i) A_i. L and R follow from the seed and are never
+transmitted.
 
 Deviations: the equations have no alpha; s = lora_alpha / r stands before the product here (``lora_alpha: r`` is the
 paper's). r' is up to K r, so U V^T (r, r') cannot have the orthonormal columns that the paper's proof asks for, and
@@ -15,12 +16,12 @@ rank r of Q's r' is kept: ``alignment: paper`` keeps the directions near A_t, ``
 rotated towards A_t; ``none`` leaves the rotation out. The paper says no more of L and R than that they are orthonormal:
 ``bases: structured`` takes the identity on the shorter side and a seeded cosine transform on the longer one, ``dense``
 two uniformly random matrices. A_1 is not established: Gaussian or orthonormal rows of size ``init_std``; A = 0 is a
-stationary point. ``center`` takes s L A_1^T A_1 R off W0, so that training starts from W0; it is not in the paper.
-One rank for all: rows of zeros, by which a larger client would be served, have no gradient. ``gram_sums``: what a reply
-contributes is A_i^T A_i (k x k, float64), so that Q is a plain weighted mean and may be summed in secret; the same
-result to rounding, but of the digits of A that squaring loses. Replies are still A_i (r, k) where they are not summed
-in secret. A_{t+1} is rotated towards A_t, so the coordinates last and SCAFFOLD's variates with them, but not without
-rotation (``none``). Clients' stored moments are dropped in every round.
+stationary point. ``center`` takes s L A_1^T A_1 R off W0, so that training starts from W0; it is not in the paper. One
+rank for all: rows of zeros, by which a larger client would be served, have no gradient. ``gram_sums``: what a reply
+contributes is A_i^T A_i (k x k, float64), so that Q is a plain weighted mean, which secure aggregation can compute; the
+result is the same to rounding, except for the digits of A that squaring loses. Without secure aggregation, replies are
+still A_i (r, k). A_{t+1} is rotated towards A_t, so the coordinates last and SCAFFOLD's variates with them, but not
+without rotation (``none``). Clients' stored moments are dropped in every round.
 """
 
 from __future__ import annotations

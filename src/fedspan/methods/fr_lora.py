@@ -1,4 +1,4 @@
-"""FR-LoRA: every round starts from the weights' principal factors, and what was learnt moves into the base.
+"""FR-LoRA: every round starts from the weights' principal factors, and the learned change moves into the base.
 
 Yan et al., "Federated Residual Low-Rank Adaption of Large Language Models", ICLR 2025,
 https://openreview.net/forum?id=e0rQRMUhs7.
@@ -9,10 +9,10 @@ https://openreview.net/forum?id=e0rQRMUhs7.
 
 The update's rank grows by up to 2 r a round. Exact only where B alone trains: then A = A0 for everybody.
 
-Deviations: the paper trains both factors, the published code freezes A: the option ``train``. The code weighs clients
-alike; here the run's weights count. It keeps Adam's moments although the factors start anew; here they are dropped.
-The change travels as the factors [B - B0, B0] and [A; A - A0], 2 r (m + n) elements, where the paper's clients work it
-out from A and B: a client that was away can then be sent what it missed, whatever that is.
+Deviations: the paper trains both factors, the published code freezes A: the option ``train``. The code uses
+uniform weights; here the run's weights count. It retains Adam's moments although the factors are reset; here they are
+dropped. The change is transmitted as the factors [B - B0, B0] and [A; A - A0], 2 r (m + n) elements, where the paper's
+clients compute it from A and B: a client that was absent can then be sent the changes that it missed.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ arXiv:2401.06432.
     server:    pads with zeros;  A <- sum_i w_i A_i,  B <- sum_i w_i B_i,  w_i = ||s_i B_i A_i||_F / sum of these
 
 Not exact: products of means, and a slot that few clients have is averaged with the others' zeros. The norms come from
-r x r Gram matrices. Pruned ranks live on the server, so a lost reply prunes nobody.
+r x r Gram matrices. The server stores pruned ranks, so a lost reply prunes no rank.
 
 Deviations: the paper has no scaling; here s_i = alpha / r_i. B is averaged as (s_i / s) B_i, s being the scaling of
 rank ``r``, and a client is sent (s / s_i) B, so cutting slots does not rescale the rest; a pruned client keeps its
-s_i. A norm is taken over all layers together, one weight a client. A slot that nobody in the cohort has stays as it
-is: averaging only zeros would make A = B = 0 there, which never trains again. Where all updates are 0, and under
+s_i. A norm is taken over all layers together, one weight a client. A slot that no client of the cohort has stays as
+it is: averaging only zeros would make A = B = 0 there, which never trains again. Where all updates are 0, and under
 ``weighting: examples``, the round's own weights stand in. The defaults of gamma and lambda are ours.
 """
 

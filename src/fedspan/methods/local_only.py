@@ -1,4 +1,4 @@
-"""Local-only training: every client trains LoRA alone and nothing travels; the floor that a federation must beat.
+"""Local-only training: every client trains LoRA alone; the lower bound that a federation must beat.
 
     client i:  trains A_i, B_i and its own head, from where it left off
 

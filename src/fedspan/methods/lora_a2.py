@@ -3,13 +3,13 @@
 Koo et al., "Towards Robust and Efficient Federated Low-Rank Adaptation with Heterogeneous Clients", ACL 2025,
 arXiv:2410.22815. B in even rounds (counted from 0), A in odd ones; N layers with r slots each; client k may have r_k N:
 
-    probe:     one epoch on the active factor, thrown away;  importance of slot j of a layer:
+    probe:     one epoch on the active factor, discarded;  importance of slot j of a layer:
                ||dB[:, j]|| ||A[j]||   (||B[:, j]|| ||dA[j]|| where A is active)
     client k:  trains the r_k N slots of greatest importance over all layers together, and sends their change
     server:    B <- B + sum_k p_k dB_k      (A <- A + sum_k p_k dA_k), a slot that k did not send counts as dB_k = 0
 
-Exact: the other factor is the same for everybody. A client's rank r_k is its budget; the model has rank ``r``, and one
-scaling for all. A budget above r is r.
+Exact: the other factor is the same for all clients. A client's rank r_k is its budget; the model has rank ``r``, and
+one scaling for all. A budget above r is r.
 
 Deviations: training starts again from the round's factors after the probe (the text can be read either way); the head
 does not train in the probe. The paper freezes the head; here it follows ``model.extras`` (default ``average``), as for

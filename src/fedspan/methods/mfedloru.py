@@ -8,7 +8,8 @@ Regularization", arXiv:2409.12371, appendix C.3, algorithm 3.
     client k with r_k = r:  trains A, B, as in FedLoRU
     server:    A_k = A + n_k A_d A_u,  B_k = B + n_k B_d B_u, then as FedLoRU                             (eq. 85)
 
-Every client holds the same A and B of rank r and the one scaling s = lora_alpha / r; only nested factors travel up.
+Every client holds the same A and B of rank r and the one scaling s = lora_alpha / r; only nested factors are sent to
+the server.
 
 Deviations: the paper's letters are swapped (its A is our B). Its two nested ranks are one, ``client.rank``, and n_k =
 ``nested_scaling`` * r_k, 1/2 r_k as in the paper's experiments. Ranks above r count as r. Of a product of zero the left

@@ -5,7 +5,7 @@ Regularization", arXiv:2409.12371, appendix C.2, algorithm 2.
 
     client k:  L_k, U_k <- argmin f_k(W + s B A + s_p L_k U_k)   for E_per epochs, A and B fixed         (eq. 82)
                A_k, B_k <- argmin f_k(W + s B A + s_p L_k U_k)   for E_global epochs, L_k and U_k fixed  (eq. 83)
-    server:    as FedLoRU: A, B averaged; W <- W + s B A and A, B anew every tau rounds
+    server:    as FedLoRU: A, B averaged; W <- W + s B A and A, B re-initialized every tau rounds
 
 Everything on the server is FedLoRU's own; only the client has a second pair and a second phase.
 

@@ -6,8 +6,8 @@ arXiv:2502.01755.
     round 0, 2, ...:  A frozen;  B <- sum_i p_i B_i
     round 1, 3, ...:  B frozen;  A <- sum_i p_i A_i
 
-Exact every round, because the other factor is the same for everybody. With B = 0 the gradient of A vanishes, so B comes
-first. A client is sent only the factors that changed since it last took part; it keeps the others.
+Exact every round, because the other factor is the same for all clients. With B = 0 the gradient of A vanishes, so B
+comes first. A client is sent only the factors that changed since it last participated; it stores the others.
 
 Deviations: the paper's letters are transposed (its A is our A^T, its B our B^T). It averages plainly
 (``federation.weights: uniform``); here replies are weighted by examples. The paper is silent on the head; the

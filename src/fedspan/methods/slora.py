@@ -1,4 +1,4 @@
-"""SLoRA: some rounds of sparse fine-tuning, whose result gives LoRA its start.
+"""SLoRA: some rounds of sparse fine-tuning, whose result initializes LoRA.
 
 Babakniya et al., "SLoRA: Federated Parameter Efficient Fine-Tuning of Language Models", arXiv:2308.06522.
 
@@ -7,7 +7,7 @@ Babakniya et al., "SLoRA: Federated Parameter Efficient Fine-Tuning of Language 
     then:       W_sparse - W0 ~= U_r S_r V_r^T;  B = U_r S_r / s,  A = V_r^T;  the base is W0 again
     after that: A <- sum_i p_i A_i,  B <- sum_i p_i B_i        (as FedIT)
 
-The mask depends on no data and is drawn from the seed, so only the values travel. The first stage is exact.
+The mask depends on no data and is drawn from the seed, so only the values are transmitted. The first stage is exact.
 
 Deviations: the values train as a change of W0 that starts at 0, so weight decay acts on the change and not on the
 weight, and ``lora_dropout`` on its input. The first stage may have a learning rate of its own. A re-implementation in

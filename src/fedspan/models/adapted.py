@@ -160,7 +160,7 @@ class AdaptedModel:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give the module back as it was, frozen, with its own weights and forwards."""
+        """Return the original module, frozen, with its own weights and forwards."""
         self.set_base(BaseUpdate())
         self.install({}, {}, frozenset())
         for layer in self.layers.values():

@@ -121,7 +121,7 @@ def trace_calls(model: nn.Module) -> tuple[dict[nn.Module, int], dict[nn.Module,
 
 
 def find_block_chains(model: nn.Module, calls: Mapping[nn.Module, Sequence[Call]]) -> list[list[nn.Module]]:
-    """Return the lists of blocks that hand on hidden states (examples, tokens, features), each in call order."""
+    """Return the lists of blocks that pass hidden states (examples, tokens, features) to each other, in call order."""
     return [chain for blocks in _list_outer_lists(model) if (chain := _order_chain(blocks, calls))]
 
 

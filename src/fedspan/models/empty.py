@@ -1,4 +1,4 @@
-"""Models without weights of their own: what a run would train, known before any download.
+"""Models without weights, which show what a run would train before anything is downloaded.
 
 Only the model's config is read: from the hub, from a local folder, or given as an architecture. Classes, heads and
 settings are those of ``models.loading``, so modules and shapes are those of the run.

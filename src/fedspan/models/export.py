@@ -138,7 +138,7 @@ def export_adapter(
         extras: Parameters and buffers of saved modules, by path.
         operators: Operators of the target layers.
         config: Target modules as the user named them, modules to save and the base model's name.
-        notes: Plain facts for ``fedspan.json`` (labels, method, maximal length).
+        notes: JSON values for ``fedspan.json`` (labels, method, maximum length).
         pooled: The model, if it is a pooled classifier: the adapter is then one of its encoder, and the head is written
             as a module of sentence-transformers (``pooling.write_modules``).
 
@@ -321,7 +321,7 @@ def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = No
 
 
 def _is_base(name: str, value: Tensor, operators: Mapping[str, Operator]) -> bool:
-    """Check whether a tensor is a target layer's frozen weight; PEFT saves those of embeddings unasked."""
+    """Check whether a tensor is a target layer's frozen weight; PEFT saves those of embeddings by default."""
     layer, suffix, _ = name.partition(".base_layer.weight")
     if not suffix or layer not in operators:
         return False

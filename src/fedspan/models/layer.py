@@ -103,7 +103,7 @@ class AdaptedLayer:
             self.stored_weight.copy_(self.operator.to_stored(working))
 
     def restore(self) -> None:
-        """Give the module its own forward back; this object is of no use afterwards."""
+        """Restore the module's own forward; this object cannot be used afterwards."""
         if getattr(self.base_forward, "__func__", None) is type(self.module).forward:
             del self.module.forward
         else:

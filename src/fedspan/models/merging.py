@@ -85,7 +85,7 @@ def export_merged(
         job: The trained job.
         base: The state's base update.
         processor: Tokenizer or image processor.
-        notes: Plain facts for ``fedspan.json``; ``base_model`` among them.
+        notes: JSON values for ``fedspan.json``, ``base_model`` among them.
         revision: Revision of a base from the hub.
     """
     folder.mkdir(parents=True, exist_ok=True)

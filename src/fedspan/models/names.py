@@ -1,4 +1,4 @@
-"""Models by name: packaged ones, those that are only an architecture, and all others."""
+"""Models by name: built-in ones, architectures without weights, and all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bases that are larger than the device's memory: what does not fit waits on the CPU or on disk (accelerate).
+"""Bases that are larger than the device's memory: the rest is stored on the CPU or on disk (accelerate).
 
 A module's offloaded weights are on the meta device; accelerate's hooks bring them to the device for each of its calls.
 """
@@ -31,15 +31,15 @@ class Offload:
     """Limits on the memory of a base.
 
     Args:
-        device: GiB on the device; None: what is free.
-        cpu: GiB of the CPU's memory; None: what is free.
+        device: GiB on the device; None: all that is free.
+        cpu: GiB of the CPU's memory; None: all that is free.
     """
 
     device: float | None = None
     cpu: float | None = None
 
     def place(self, empty: Any, dtype: torch.dtype, device: torch.device, keep: Sequence[str]) -> dict[str, Any]:
-        """Decide where each module waits, by path: on the device, ``cpu`` or ``disk``.
+        """Decide where each module is stored, by path: on the device, ``cpu`` or ``disk``.
 
         Args:
             empty: The model without values.
@@ -65,7 +65,7 @@ class Offload:
     def get_options(
         self, kind: Any, config: Any, dtype: torch.dtype, device: torch.device | None, keep: Sequence[str]
     ) -> dict[str, Any]:
-        """Return the keyword arguments of ``from_pretrained`` that load a model so.
+        """Return the keyword arguments of ``from_pretrained`` that load an offloaded model.
 
         Args:
             kind: Transformers' auto class.
@@ -97,7 +97,7 @@ def get_device(model: nn.Module) -> torch.device:
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Check whether a module's weights wait elsewhere between its calls."""
+    """Check whether a module's weights are stored off the device between its calls."""
     return has_offloaded_params(module)
 
 

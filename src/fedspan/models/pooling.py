@@ -242,7 +242,7 @@ def get_encoder_options(config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PoolingSearch:
-    """What is known of the pooling that an encoder was trained with.
+    """The result of a search for the pooling that an encoder was trained with.
 
     Args:
         pooling: The pooling; None: the model is no sentence encoder, or its pooling is not known.
@@ -281,7 +281,7 @@ def find_pooling(source: str, revision: str | None = None) -> PoolingSearch:
 
 
 def _is_unknown(source: str, name: str, revision: str | None) -> bool:
-    """Check whether nobody knows if a hub repository has a file: it is not cached, and neither is its absence."""
+    """Check whether the cache holds neither a file of a hub repository nor its absence."""
     if os.path.isdir(source):
         return False
     try:

@@ -66,7 +66,7 @@ class FrozenPrefix:
             entered, calls = trace_calls(model)
         # A model may raise anything on a batch that it does not expect.
         except Exception as error:
-            raise NoPrefix(f"a forward pass to look at failed ({type(error).__name__}: {error})") from error
+            raise NoPrefix(f"a forward pass for inspection failed ({type(error).__name__}: {error})") from error
         if not live:
             raise NoPrefix("nothing in the model is trained")
         first, culprit = min((_get_entry(model, path, entered), path) for path in live)

@@ -123,7 +123,7 @@ class Unpadded:
         try:
             _, calls = trace_calls(model)
         except Exception as error:  # a model may raise anything on a batch that it does not expect
-            raise Padded(f"a forward pass to look at failed ({type(error).__name__}: {error})") from error
+            raise Padded(f"a forward pass for inspection failed ({type(error).__name__}: {error})") from error
         chains = find_block_chains(model, calls)
         if not chains:
             raise Padded("the model has no list of blocks that hand on hidden states (examples, tokens, features)")

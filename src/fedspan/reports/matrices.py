@@ -47,7 +47,7 @@ def draw_participation(run: RunData) -> Figure:
     positions = {id: index for index, id in enumerate(ids)}
     for column, row in enumerate(rows):
         for id in row.get("cohort", ()):
-            z[positions[id]][column], marks[positions[id]][column] = 1.0, "took part"
+            z[positions[id]][column], marks[positions[id]][column] = 1.0, "participated"
         for id in _list_failed_clients(row):
             z[positions[id]][column], marks[positions[id]][column] = 0.5, "failed"
     figure = go.Figure(

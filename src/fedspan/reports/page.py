@@ -93,8 +93,8 @@ def render_page(groups: Sequence[Group], events: OutOfRoundEvents, title: str, v
     participated = [group.runs[0] for group in groups if any("cohort" in row for row in group.runs[0].rows)]
     if participated:
         figure = matrices.draw_participation(participated[0])
-        note = f"<p>{html.escape(participated[0].name)}; dark: took part, x: its reply did not count.</p>"
-        sections.add_section("Participation", note, sections.add_figure(figure, "who took part in which round"))
+        note = f"<p>{html.escape(participated[0].name)}; dark: participated, x: its reply did not count.</p>"
+        sections.add_section("Participation", note, sections.add_figure(figure, "participation of clients by round"))
     _add_diagnostics(sections, groups, events.diagnoses)
     if events.spectra is not None and (figure := charts.draw_spectra(events.spectra[1])) is not None:
         note = f"<p>{html.escape(events.spectra[0])}: the adapter's update by layer.</p>"

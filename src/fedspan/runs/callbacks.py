@@ -28,7 +28,7 @@ class Listener:
         """A note for the user is available: one sentence without its full stop."""
 
     def on_stage_change(self, stage: Stage | None) -> None:
-        """Another stage of the work has begun, or more of it is done; None: no stage is open.
+        """Another stage of the work has started, or more of it is done; None: no stage is open.
 
         It is called after every batch, also from the threads that train, and must return quickly.
         """

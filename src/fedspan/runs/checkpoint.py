@@ -207,7 +207,7 @@ def load_latest(run: RunFolder) -> Checkpoint | None:
         for round in older:
             with suppress(FedspanError):
                 load(rounds[round])
-                way_on = f"Round {round} is intact. Delete {rounds[newest]} to go on from there."
+                way_on = f"Round {round} is intact. Delete {rounds[newest]} to continue from there."
                 break
         raise error.relocate(note=way_on) from error
 

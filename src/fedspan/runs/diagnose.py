@@ -29,7 +29,7 @@ def diagnose(
     model: Any = None,
     tokenizer: Any = None,
 ) -> Diagnosis:
-    """Run one more round from a checkpoint, store nothing of it, and measure the clients' updates.
+    """Run one more round from a checkpoint without storing it, and measure the clients' updates.
 
     Args:
         run_folder: Folder of a run on this machine, finished or not.

@@ -1,4 +1,4 @@
-"""Extension of a run that has begun: more rounds than it was planned with, or more patience.
+"""Extension of a run that has started: more rounds than it was planned with, or more patience.
 
 It is allowed where nothing that has been run depends on the old number, so that the run ends with the same bits as one
 that was planned with the new number from its start and stacks as many clients (``training.stacking``).
@@ -23,7 +23,7 @@ _ROUNDS, _PATIENCE = ROUNDS_FIELD, "federation.early_stopping"
 
 
 def require_extensible(run_folder: RunFolder, stored: RunConfig, changed: RunConfig) -> None:
-    """Check that a run may go on under another config.
+    """Check that a run may continue under another config.
 
     Args:
         run_folder: Folder of the run.
@@ -48,7 +48,7 @@ def require_extensible(run_folder: RunFolder, stored: RunConfig, changed: RunCon
     if before.early_stopping != after.early_stopping and after.early_stopping is not None:
         raised = before.early_stopping is not None and after.early_stopping > before.early_stopping
         if not raised:
-            problem = "a run that has begun can get more patience, not less, because it may have run too many rounds"
+            problem = "a run that has started can get more patience, not less, because it may have run too many rounds"
             raise FedspanError(_PATIENCE, after.early_stopping, problem=problem)
     improved = checkpoints.read_selection(run_folder).improved
     if done < after.rounds and has_stalled(changed, done, improved):
@@ -73,7 +73,7 @@ def extend(run_folder: RunFolder, stored: RunConfig, changed: RunConfig, listene
         listener: Listener that receives notes.
 
     Raises:
-        FedspanError: If the run cannot go on under the changed config, or the disk cannot be written.
+        FedspanError: If the run cannot continue under the changed config, or the disk cannot be written.
     """
     require_intact(run_folder)
     require_extensible(run_folder, stored, changed)

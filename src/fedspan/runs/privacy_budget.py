@@ -196,7 +196,7 @@ def _list_charges(totals: _Totals) -> tuple[Charge, ...]:
 
 
 def _read_unfinished(path: Path, finished: int) -> _Totals:
-    """Read what a round has cost that was begun and not finished; empty if the last one was finished.
+    """Read the cost of a round that was started but not finished; empty if the last one was finished.
 
     Raises:
         FedspanError: If the file is damaged.

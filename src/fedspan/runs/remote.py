@@ -73,7 +73,7 @@ def prepare_server(config: RunConfig, key: bytes | None = None, stages: Stages |
     Args:
         config: Config from ``handshake.build_server_config``.
         key: Secret key of the noise, if it has one.
-        stages: Reports the progress of long work; None: nobody is told.
+        stages: Reports the progress of long work; None: it is not reported.
 
     Raises:
         FedspanError: If anything in the config does not fit the model.

@@ -80,7 +80,7 @@ class Selection:
     Args:
         best: The best round, which has a checkpoint; None: no round has been evaluated.
         improved: The first round with the best metric or, of equal ones, the lowest loss, whether or not it gained more
-            than noise. Early stopping counts from it, so that a run whose rounds improve slowly goes on until their
+            than noise. Early stopping counts from it, so that a run whose rounds improve slowly continues until their
             gain exceeds its error.
         start: Validation losses of the start by client, where rounds are compared with them.
         measured: Whether any round has validation scores that select. Until then the last round is the best; afterwards

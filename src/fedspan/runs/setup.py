@@ -142,7 +142,7 @@ def prepare(
         config: Config of the run.
         given: An existing partition (of a resumed run) to use instead of drawing one.
         key: Secret key of the noise, if it has one.
-        stages: Reports the progress of long work; None: nobody is told.
+        stages: Reports the progress of long work; None: it is not reported.
         objects: Data, model and tokenizer that were passed from Python, in place of those that the config names.
 
     Raises:
@@ -231,7 +231,7 @@ def build_trainer(
         clients: Number of the federation's clients.
         device: Device of the model.
         key: Secret key of the noise, if it has one.
-        stages: Reports the progress of long work; None: nobody is told.
+        stages: Reports the progress of long work; None: it is not reported.
         objects: Model and tokenizer that were passed from Python, in place of those that the config names.
         targets: Paths of the target layers, as another process found them; None: they are found by PEFT's rules.
 

@@ -1,7 +1,7 @@
 """Conversion of a prompt and its answer to token ids: by chat template or as plain text, truncated to a length.
 
-Prompt and answer are tokenised separately, so that the border between given and learnt text lies between two tokens,
-and generation continues from exactly the ids seen in training.
+Prompt and answer are tokenised separately, so that the boundary between prompt and learned text lies between two
+tokens, and generation continues from exactly the ids seen in training.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Prompt:
 
     Args:
         text: The prompt: the instruction, or the user's last message.
-        answer: The text to be learnt.
+        answer: The text to learn.
         history: Earlier messages of a conversation, each with ``role`` and ``content``.
     """
 

@@ -46,7 +46,7 @@ class BatchedEngine:
             this model and task; None: they are computed every time.
         padding_free: Train without padding where the model can.
         compiled: Compile the model's blocks for passes that clients share; batches are padded then.
-        stages: Reports the progress of long work; None: nobody is told.
+        stages: Reports the progress of long work; None: it is not reported.
         rounds: Planned number of rounds, which bounds what is spent on measuring; None: it is unknown.
     """
 
@@ -65,7 +65,7 @@ class BatchedEngine:
     ) -> None:
         self.rounds = rounds
         self.on_plan: Callable[[StackingPlan], None] | None = None
-        """Receives the stacking plan before the first training that uses it; None: nobody does."""
+        """Receives the stacking plan before the first training that uses it; None: there is no receiver."""
         self.stages = stages or Stages()
         self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
         self.request = request or StackingRequest()

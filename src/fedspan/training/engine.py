@@ -194,7 +194,7 @@ class Trainer:
         prefix: Storage of the hidden states that leave the model's frozen prefix, or the caches of another engine on
             this model and task; None: they are computed every time.
         padding_free: Train without padding where the model can.
-        stages: Reports the progress of long work; None: nobody is told.
+        stages: Reports the progress of long work; None: it is not reported.
     """
 
     def __init__(

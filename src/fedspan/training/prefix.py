@@ -45,7 +45,7 @@ class PrefixCache:
         task: The learning problem, which builds the batches.
         examples: The data set.
         budget: Memory in bytes.
-        file: The memory-mapped file for hidden states that exceed the budget. It is created anew and unlinked at once,
+        file: The memory-mapped file for hidden states that exceed the budget. It is newly created and unlinked at once,
             so that it ends with the process.
         store: Store with equal hidden states of the previous run; None: they end with this cache.
 
@@ -122,7 +122,7 @@ class PrefixCache:
             if getattr(task, "packing", False):
                 raise NoPrefix("a batch's examples are packed into one row")
             if hasattr(task, "collate_for_training"):
-                raise NoPrefix("a part of the inputs is drawn anew for every batch")
+                raise NoPrefix("a part of the inputs is drawn at random for every batch")
             if getattr(task, "has_several_passes", False):
                 raise NoPrefix("each of an example's texts has a pass of its own")
             prefix = FrozenPrefix.search(adapted, list_live_modules(adapted) if live is None else live)
@@ -290,7 +290,7 @@ class PrefixCaches:
         adapted: The model.
         task: The learning problem.
         settings: Storage of hidden states, or None.
-        stages: Reports how many examples are done; None: nobody is told.
+        stages: Reports how many examples are done; None: it is not reported.
     """
 
     def __init__(

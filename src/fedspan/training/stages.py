@@ -1,6 +1,6 @@
 """Stages of a run's work and how much of each is done: the one source of every progress display.
 
-Whoever does long work opens a stage and counts what is done; an observer receives the innermost open stage after every
+Code that takes long opens a stage and counts what is done; an observer receives the innermost open stage after every
 change (``runs.callbacks.Listener.on_stage_change``).
 """
 
@@ -63,7 +63,7 @@ class Stages:
 
     Args:
         observer: Receives the innermost open stage after every change, None once no stage is open; it must return
-            quickly. None: nobody observes.
+            quickly. None: there is no observer.
     """
 
     def __init__(self, observer: Callable[[Stage | None], None] | None = None) -> None:

@@ -1,1 +1,1 @@
-"""Methods around methods."""
+"""Wrappers: methods around other methods."""

@@ -5,10 +5,10 @@ Reddi et al., "Adaptive Federated Optimization", ICLR 2021, arXiv:2003.00295, al
     D = sum_i p_i (x_i - x);   m <- beta1 m + (1 - beta1) D;   v <- beta2 v + (1 - beta2) D^2
     x <- x + lr m / (sqrt(v) + tau)
 
-on every tensor that travelled, factor by factor; m starts at 0, v at tau^2. There is no bias correction.
+on every transmitted tensor, factor by factor; m starts at 0, v at tau^2. There is no bias correction.
 
 Deviations: the paper averages plainly, which is ``federation.weights: uniform``. It asks for v >= tau^2 at the start;
-here v = tau^2. Moments of factors that the method re-initialises (FedLoRU's accumulations) start anew.
+here v = tau^2. Moments of factors that the method re-initialises (FedLoRU's accumulations) are reset.
 """
 
 from __future__ import annotations

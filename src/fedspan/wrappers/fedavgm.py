@@ -5,7 +5,7 @@ arXiv:1909.06335.
 
     D = sum_i p_i (x_i - x);   v <- momentum v + D;   x <- x + lr v
 
-on every tensor that travelled, factor by factor; v starts at 0. With momentum 0 and lr 1 it is the wrapped method.
+on every transmitted tensor, factor by factor; v starts at 0. With momentum 0 and lr 1 it is the wrapped method.
 
 Deviations: the paper has no learning rate on the server (lr = 1); Reddi et al. (arXiv:2003.00295) do.
 """

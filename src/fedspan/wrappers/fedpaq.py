@@ -4,7 +4,7 @@ Reisizadeh et al., "FedPAQ: A Communication-Efficient Federated Learning Method 
 Quantization", AISTATS 2020, arXiv:1909.13014; its quantiser (example 1) is QSGD's (arXiv:1610.02132).
 
     client i:  sends Q(x_i - x), every tensor by itself: its norm in 32 bits, then ``bits`` bits an entry
-    server:    x_i' = x + Q(x_i - x), then as the wrapped method's;   x travels down as it is
+    server:    x_i' = x + Q(x_i - x), then as the wrapped method's;   x is sent to clients unchanged
 
 Q is unbiased (``core.quantise``), so the mean of replies is right in expectation.
 

@@ -1,4 +1,4 @@
-"""FedProx: a proximal term keeps every client near where the round began.
+"""FedProx: a proximal term keeps every client near the initial values of the round.
 
 Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, arXiv:1812.06127.
 
@@ -10,7 +10,7 @@ x is everything that trains, the head included; mu = 0 is the wrapped method.
 Deviations: only the proximal term; how much a client trains is the run's choice, not a bound on inexactness (gamma).
 Around a low-rank method the term is on the factors, not on their product; around FedGaLore it is on the sum of a
 round's segments, those of earlier projectors included. Tensors that stay on a client (FedSA-LoRA's B, a local head) are
-held near the client's own of the round's start, for there is no other.
+held near the client's own values at the start of the round.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["FedProx"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedProx(RegisteredWrapper):
-    """Pulls what trains towards where the round began.
+    """Pulls trained tensors towards their values at the start of the round.
 
     Args:
         mu: Proximal strength; 0 disables the term.

@@ -5,7 +5,7 @@ Reddi et al., "Adaptive Federated Optimization", ICLR 2021, arXiv:2003.00295, al
     D = sum_i p_i (x_i - x);   m <- beta1 m + (1 - beta1) D;   v <- v - (1 - beta2) D^2 sign(v - D^2)
     x <- x + lr m / (sqrt(v) + tau)
 
-on every tensor that travelled, factor by factor; m starts at 0, v at tau^2.
+on every transmitted tensor, factor by factor; m starts at 0, v at tau^2.
 
 Deviations: as FedAdam's.
 """

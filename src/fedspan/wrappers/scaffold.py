@@ -7,8 +7,8 @@ algorithm 1.
                c_i+ = grad f_i(x)  (option I)   or   c_i - c + (x - y) / (K lr)  (option II);   sends y and c_i+ - c_i
     server:    x <- sum_i p_i y_i,   c <- c + |S| / N sum_i p_i (c_i+ - c_i),   |S| replies of N clients
 
-for every tensor that trains and travels, the head included; all variates start at 0. A client is sent the variates that
-changed since it last participated.
+for every tensor that is trained and transmitted, the head included; all variates start at 0. A client is sent the
+variates that changed since it last participated.
 
 Deviations: x moves as the wrapped method moves it, which is the paper's step of size 1; a server optimizer inside gives
 others. The paper averages plainly (``federation.weights: uniform``). Weighted by examples, c is the variates' weighted

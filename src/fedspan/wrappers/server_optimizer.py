@@ -1,6 +1,6 @@
-"""What server optimizers share: the mean change of what travelled is a gradient for an optimizer on the server.
+"""What server optimizers share: the mean change of transmitted tensors is a gradient for an optimizer on the server.
 
-D = sum_i p_i (x_i - x);   x <- x + step(D),   for every travelled tensor x, entry by entry
+D = sum_i p_i (x_i - x);   x <- x + step(D),   for every transmitted tensor x, entry by entry
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The base of wrappers: a method around a method, which passes on whatever it does not change."""
+"""The base of wrappers: a method around a method, to which it delegates everything that it does not change."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def test_a_port_that_is_taken_is_named(insecure: bool, tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         link = servers.prepare_folder(tmp_path, port, [], insecure=insecure)
         with pytest.raises(
-            FedspanError, match=rf"`--port`: {port} is not accepted\. Expected a port on which nobody else listens"
+            FedspanError, match=rf"`--port`: {port} is not accepted\. Expected a port that is not in use"
         ):
             superlink_process.supervise(tmp_path, link, "127.0.0.1", Event(), lambda: None)
     with pytest.raises(FedspanError, match="--host"):

@@ -1,4 +1,4 @@
-"""The processes in which a user's trainer trains (DDP): rank 0 speaks for the client, the others train what it trains.
+"""The processes in which a user's trainer trains (DDP): rank 0 represents the client, the others train the same jobs.
 
 Rank 0 announces each task, as a header in JSON and tensors, both broadcast as bytes; nothing is pickled. Gradients are
 averaged by the trainer's own DDP. The optimizer steps in rank 0, which broadcasts the new values.
@@ -57,7 +57,7 @@ class Processes:
             problem = f"the script runs in {count_processes()} processes, and its trainer in one of them only"
             raise FedspanError("trainer", None, "a transformers.Trainer, which trains in all of them", problem=problem)
         self.rank = distributed.get_rank()
-        """This process; 0 speaks for the client."""
+        """This process; 0 represents the client."""
         self.failure: str | None = None
         """Why this process can train no further task; None: it can."""
         self.is_busy = False
@@ -67,7 +67,7 @@ class Processes:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process speaks for the client."""
+        """Whether this process represents the client."""
         return self.rank == 0
 
     def announce(self, task: str, tensors: Mapping[str, Tensor] | None = None, **header: Any) -> None:
@@ -127,13 +127,13 @@ class Processes:
                 tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
                 self._broadcast(tensors[name])
         except RuntimeError as error:
-            problem = "process 0, which speaks for this client, ended. See its output, and start the script again"
+            problem = "process 0, which represents this client, ended. See its output, and start the script again"
             raise FedspanError("trainer", None, problem=problem) from error
         return header, tensors
 
     @contextmanager
     def run_together(self) -> Generator[None]:
-        """Run a task that every process trains within this context; where it fails, no process can go on.
+        """Run a task that every process trains within this context; where it fails, no process can continue.
 
         A process that fails or is interrupted leaves the others in the middle of a step, so it must end, and its end
         fails theirs.

@@ -37,7 +37,7 @@ class TrainingRound:
         """Yield the round's batches, in training mode: a loader's, for the planned epochs or until the planned steps.
 
         Args:
-            loader: Batches of one epoch; torch's random state is that of the round, so a shuffling loader draws anew.
+            loader: Batches of one epoch; torch's random state is that of the round, so shuffled orders differ.
         """
         self._module.train()
         epoch = 0
@@ -119,7 +119,7 @@ class TorchTrainer:
         if plan.steps is not None and optimizer.steps != plan.steps:
             problem = (
                 f"the loop {context} took {optimizer.steps} of {plan.steps} planned steps. Pass round.batches a loader "
-                "that starts anew in each epoch, and call round.step once for each of its batches"
+                "that can be iterated again in each epoch, and call round.step once for each of its batches"
             )
             raise FedspanError("trainer", plan.client, problem=problem)
         limit = self.examples * (plan.epochs if plan.steps is None else plan.steps)

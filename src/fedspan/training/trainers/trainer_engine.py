@@ -186,7 +186,7 @@ class TrainerEngine(Trainer):
 
     @contextmanager
     def _run_in_processes(self, task: str, client: str, job: Job, **header: object) -> Generator[None]:
-        """Run a task within this context in all of the trainer's processes, which rank 0 tells of it."""
+        """Run a task within this context in all of the trainer's processes, to which rank 0 announces it."""
         if self._processes is None:
             yield
             return

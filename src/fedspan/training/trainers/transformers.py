@@ -237,7 +237,7 @@ def _require_supported(trainer: Trainer) -> None:
     root = {id(value) for value in model.parameters()} if isinstance(model, nn.Module) else set[int]()
     refusals = {
         "it has trained already (trainer.train()), which changed its model and left an optimizer. Load the model "
-        "anew and make another trainer": trainer.optimizer is not None and trainer.state.global_step > 0,
+        "again and make another trainer": trainer.optimizer is not None and trainer.state.global_step > 0,
         "it was made with optimizers=, and the run's config decides the optimizer and its schedule": (
             trainer.optimizer is not None or trainer.lr_scheduler is not None
         ),

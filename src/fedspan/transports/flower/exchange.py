@@ -323,7 +323,7 @@ class Exchange:
         deadline, gather_deadline = time.monotonic() + min(seconds, limits.seconds), float("inf")
         while True:
             now = time.monotonic()
-            run.ready_ids &= expected  # nobody waits for the others any more
+            run.ready_ids &= expected  # the others are no longer awaited
             if run.ready_ids:
                 gather_deadline = min(gather_deadline, now + limits.gather)
             until = min(deadline, gather_deadline, run.checked_at + limits.check)

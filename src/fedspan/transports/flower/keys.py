@@ -58,7 +58,7 @@ SOON = 30.0
 
 _DAYS = 730
 _NEXT = "next"
-"""Folder in the server's folder with the certificates that ``renew_authority`` made and nobody uses yet."""
+"""Folder in the server's folder with the certificates that ``renew_authority`` made and that are not in use yet."""
 
 
 def ensure_authority(folder: Path, hosts: Sequence[str]) -> None:

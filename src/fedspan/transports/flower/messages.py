@@ -6,8 +6,8 @@ object with its own requests and database rows; equal objects are stored once. S
 the orders of a round share: plain bytes (four objects per message) or, if it is large, an array, which Flower sends in
 pieces (six or more objects).
 
-Objects are named by the hash of their content. Whoever can guess a name can announce the object with children that it
-does not have, and the SuperLink then refuses the real one. So every header has a nonce, and every body is enciphered
+Objects are named by the hash of their content. Anyone who can guess a name can announce the object with children that
+it does not have, and the SuperLink then refuses the real one. So every header has a nonce, and every body is enciphered
 with a salt that is sent with it: not to hide it, but to make the names of its pieces unpredictable.
 """
 

@@ -1,6 +1,6 @@
 """Signatures of orders and replies from end to end: by the server's order key and by the nodes' own keys.
 
-The SuperLink passes messages on and is not trusted with them: whoever can store a message there could forge one. A
+The SuperLink passes messages on and is not trusted with them: anyone who can store a message there could forge one. A
 signature covers the direction, Flower's id of the node, a nonce, the header and the digest of the body. A reply also
 covers its order's nonce, so it cannot be used as the reply to another one; orders carry a serial, which a node accepts
 once (``deployment.node``). Signatures are ECDSA on P-384 with SHA-384, as in Flower.

@@ -123,7 +123,7 @@ def _end_admissions(link: ServerLink) -> None:
     try:
         for node in end_admissions(link):
             log.warning("the admission of node %d has ended; its key is revoked", node)
-    except FedspanError as error:  # the server goes on, and the next check tries again
+    except FedspanError as error:  # the server continues, and the next check tries again
         log.warning("ended admissions could not be revoked: %s", error)
 
 
@@ -139,7 +139,7 @@ def _require_free(host: str, port: int) -> None:
         raise FedspanError("--host", host, f"an address of this machine ({error.strerror})") from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise FedspanError("--port", port, "a port on which nobody else listens") from error
+            raise FedspanError("--port", port, "a port that is not in use") from error
         raise FedspanError("--host", host, f"an address and a port to listen on ({error.strerror})") from error
 
 
@@ -155,7 +155,7 @@ def _wait_for_start(link: ServerLink, process: subprocess.Popen[bytes], folder: 
                     ).close()
                 return
         except ssl.SSLError as error:
-            raise FedspanError("port", int(port), f"a port on which nobody else listens ({error})") from error
+            raise FedspanError("port", int(port), f"a port that is not in use ({error})") from error
         except OSError:
             time.sleep(0.2)
     lines = (folder / _LOG).read_text(errors="replace").strip().splitlines()

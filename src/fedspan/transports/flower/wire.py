@@ -7,7 +7,7 @@ orders again and again. Nodes and the submitting process of fedspan use these pa
 - ``/fedspan/node/send-reply``: a reply with its objects; the order that it replies to counts as received;
 - ``/fedspan/run/send-orders``: orders for many nodes with their objects;
 - ``/fedspan/run/take-replies``: the answer waits for replies, and brings their objects along;
-- ``/fedspan/run/cancel-orders``: orders whose replies nobody waits for any more.
+- ``/fedspan/run/cancel-orders``: orders whose replies are no longer awaited.
 
 A body is a list of parts, each with its length before it: Flower's own message first, then the contents of objects,
 whose names are their hashes. Objects that exceed ``INLINE_BYTES`` are fetched and sent one by one, as in Flower.

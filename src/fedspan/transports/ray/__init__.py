@@ -2,8 +2,8 @@
 
 Importing this package disables Ray's usage statistics. Set ``RAY_USAGE_STATS_ENABLED`` beforehand to enable them.
 
-Ray transmits Python objects as pickles and lets whoever reaches its ports run code: driver and workers are one user's
-own machines, on a network of their own.
+Ray transmits Python objects as pickles and lets anyone who reaches its ports run code: driver and workers are one
+user's own machines, on a network of their own.
 """
 
 import importlib.util

@@ -232,7 +232,7 @@ class Team:
             ray.kill(handle.actor)
 
     def release_memory(self) -> None:
-        """Have idle workers return unused memory to the system; nobody waits for it."""
+        """Have idle workers return unused memory to the system, without waiting for them."""
         for handle in self.handles:
             if not handle.lost and handle not in self._recovering.values():
                 handle.actor.release_memory.remote()
@@ -257,7 +257,7 @@ class Team:
         on_result: Callable[[T, Any], None],
         on_failure: Callable[[T, str], None],
     ) -> None:
-        """Distribute work: each worker does its own pieces first, and then those that other workers have not begun.
+        """Distribute work: each worker does its own pieces first, and then those that other workers have not started.
 
         Args:
             queues: Pieces of each worker, in the order in which it does them.
@@ -329,7 +329,7 @@ class Team:
 
 
 class Queues(Generic[T]):
-    """The pieces that no worker has begun."""
+    """The pieces that no worker has started."""
 
     def __init__(self, queues: Sequence[Sequence[Piece[T]]]) -> None:
         self._queues = [deque(queue) for queue in queues]

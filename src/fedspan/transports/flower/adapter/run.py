@@ -300,7 +300,7 @@ class TaskGrid:
 def _raise_when_unauthorized(invoker: RetryInvoker) -> RetryInvoker:
     """Let Flower's retries raise the error of a request that the SuperLink does not accept (401).
 
-    Flower sends SIGINT to this process instead, and whoever started it would not learn why it stopped.
+    Flower sends SIGINT to this process instead, and its caller would not learn why it stopped.
     """
     is_final = invoker.should_giveup
 
