@@ -52,11 +52,11 @@ np.savez(sys.argv[2], seconds=seconds, **{f"joint{k}": one for k, one in enumera
 """
 
 
-def compute_parts(found: Ajive) -> list[tuple[Tensor, Tensor]]:
+def compute_parts(decomposition: Ajive) -> list[tuple[Tensor, Tensor]]:
     """(J_i, I_i) as dense matrices."""
     return [
-        (view.lift(found.compute_joint(number)), view.lift(found.compute_individual(number)))
-        for number, view in enumerate(found.views)
+        (view.lift(decomposition.compute_joint(number)), view.lift(decomposition.compute_individual(number)))
+        for number, view in enumerate(decomposition.views)
     ]
 
 
@@ -75,11 +75,11 @@ def run_mvlearn(
 ) -> tuple[float, list[tuple[Tensor, Tensor]]]:
     """Seconds, and J_i and I_i, of mvlearn under another interpreter."""
     with tempfile.TemporaryDirectory() as folder:
-        given, found = Path(folder, "given.npz"), Path(folder, "found.npz")
+        input_file, output_file = Path(folder, "given.npz"), Path(folder, "found.npz")
         arrays = {f"view{number}": view.numpy() for number, view in enumerate(dense)}
-        np.savez(given, views=len(dense), rank=rank, joint=joint, **arrays)
-        subprocess.run([python, "-c", PEER, str(given), str(found)], check=True)
-        read = np.load(found)
+        np.savez(input_file, views=len(dense), rank=rank, joint=joint, **arrays)
+        subprocess.run([python, "-c", PEER, str(input_file), str(output_file)], check=True)
+        read = np.load(output_file)
         pairs = [
             (torch.from_numpy(read[f"joint{number}"]), torch.from_numpy(read[f"individual{number}"]))
             for number in range(len(dense))
@@ -99,13 +99,17 @@ def main() -> None:
         pairs = draw_views(args.size, args.rank, args.views, shared)
         dense = [pair.to_dense() for pair in pairs]
         # With one projector the small factors are the views, in other coordinates.
-        given = [pair.B for pair in pairs] if shared else pairs
-        quick, found = time_shortest(lambda given=given: compute_ajive(given, joint, args.rank, identifiable=True), 5)
-        slow, whole = time_shortest(lambda dense=dense: compute_ajive(dense, joint, args.rank, identifiable=True), 1)
-        small = compute_parts(found)
+        views = [pair.B for pair in pairs] if shared else pairs
+        quick, decomposition = time_shortest(
+            lambda views=views: compute_ajive(views, joint, args.rank, identifiable=True), 5
+        )
+        slow, dense_decomposition = time_shortest(
+            lambda dense=dense: compute_ajive(dense, joint, args.rank, identifiable=True), 1
+        )
+        small = compute_parts(decomposition)
         if shared:
             small = [(left @ pair.A, right @ pair.A) for (left, right), pair in zip(small, pairs, strict=True)]
-        apart = compute_difference(small, compute_parts(whole))
+        apart = compute_difference(small, compute_parts(dense_decomposition))
         print(f"{args.views} views of {args.size} x {args.size}, rank {args.rank}, joint rank {joint}, ", end="")
         print("one projector for all" if shared else "a projector each")
         print(f"  factored {quick * 1e3:.2f} ms, dense {slow * 1e3:.0f} ms: {slow / quick:.0f} x; apart by {apart:.1e}")

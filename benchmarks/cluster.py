@@ -149,21 +149,21 @@ def measure_memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     work = Work(args.data, 4, 8, 8, threads=1)
     values = work.values("float32", {"name": "batched", "clients_per_pass": 2, "workers": 1})
     values["model"] = {**values["model"], "name": str(model), "pooling": "cls", "head_init": "random"}
-    found: dict[int, list[int]] = {}
+    bytes_by_count: dict[int, list[int]] = {}
     peaks: dict[int, list[int]] = {}
     for count in (1, 2):
         name, apart = f"memory {count}", folder / str(count)
         apart.mkdir(exist_ok=True)
         contender = run_workers(name, values, count, folder, "--peak")
         last: Any = measure_in_turns([contender], 1, apart, args.resume)[name].rounds[-1]
-        found[count], peaks[count] = last["memory"], last["peak"]
-    first, second = sum(found[1]), sum(found[2]) - sum(found[1])
+        bytes_by_count[count], peaks[count] = last["memory"], last["peak"]
+    first, second = sum(bytes_by_count[1]), sum(bytes_by_count[2]) - sum(bytes_by_count[1])
     at_peak = sum(peaks[2]) / sum(peaks[1]) - 1
     kept = second <= MEMORY * first if args.judged else None
     base = (model / "model.safetensors").stat().st_size
     rows = [
-        [str(count), *(", ".join(f"{one / MIB:.0f}" for one in sizes[count]) for sizes in (found, peaks))]
-        for count in found
+        [str(count), *(", ".join(f"{one / MIB:.0f}" for one in sizes[count]) for sizes in (bytes_by_count, peaks))]
+        for count in bytes_by_count
     ]
     lines = [
         "## Memory",

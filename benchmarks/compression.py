@@ -85,16 +85,16 @@ def page(reports: dict[tuple[str, str, int], dict[str, Any]], args: argparse.Nam
     ]
     for method in METHODS:
         for variant in VARIANTS:
-            own = [reports[method, variant, seed] for seed in args.seeds]
+            rows = [reports[method, variant, seed] for seed in args.seeds]
             plain = [reports[method, "float32", seed] for seed in args.seeds]
             accuracy, base = (
-                np.array([100 * report["scores"]["test"]["accuracy"] for report in group]) for group in (own, plain)
+                np.array([100 * report["scores"]["test"]["accuracy"] for report in group]) for group in (rows, plain)
             )
             apart = accuracy - base
             error = apart.std(ddof=1) / len(apart) ** 0.5 if len(apart) > 1 else float("nan")
             down, up, total = (
                 float(
-                    np.mean([sum(report["bytes"].values()) if key is None else report["bytes"][key] for report in own])
+                    np.mean([sum(report["bytes"].values()) if key is None else report["bytes"][key] for report in rows])
                 )
                 for key in ("down", "up", None)
             )

@@ -32,8 +32,8 @@ def compute_sentence_vectors(texts: list[str]) -> np.ndarray:
     folder = resolve_model("builtin:all-minilm-l6-v2")
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
     vectors: list[np.ndarray] = []
-    for at in range(0, len(texts), 64):
-        batch = tokenizer(texts[at : at + 64], padding=True, truncation=True, return_tensors="pt")
+    for start in range(0, len(texts), 64):
+        batch = tokenizer(texts[start : start + 64], padding=True, truncation=True, return_tensors="pt")
         hidden, mask = model(**batch).last_hidden_state, batch["attention_mask"][..., None]
         pooled = (hidden * mask).sum(1) / mask.sum(1)
         vectors.append(torch.nn.functional.normalize(pooled, dim=1).numpy())

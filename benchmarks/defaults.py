@@ -151,26 +151,26 @@ def fashion_mnist(data: Path, part: str) -> Images:
         pixels = file.read()
     with gzip.open(folder / f"{stem}-labels-idx1-ubyte.gz") as file:
         labels = file.read()[8:]
-    found: Images = []
-    for at in range(min(count, 12_000)):  # enough to draw a subset from
+    images: Images = []
+    for index in range(min(count, 12_000)):  # enough to draw a subset from
         content = io.BytesIO()
-        Image.frombytes("L", (columns, rows), pixels[at * rows * columns : (at + 1) * rows * columns]).save(
+        Image.frombytes("L", (columns, rows), pixels[index * rows * columns : (index + 1) * rows * columns]).save(
             content, "PNG"
         )
-        found.append((names.split()[labels[at]], content.getvalue()))
-    return found
+        images.append((names.split()[labels[index]], content.getvalue()))
+    return images
 
 
 def pacs(data: Path, part: str) -> Images:
     """PACS: photographs, paintings, cartoons and sketches."""
-    found: Images = []
+    images: Images = []
     for path in sorted((data / "pacs").glob("*.tar")):
         with tarfile.open(path) as tar:
             for member in tar.getmembers():
                 file = tar.extractfile(member)
                 if file is not None:
-                    found.append((member.name.split("/")[-2], file.read()))
-    return found
+                    images.append((member.name.split("/")[-2], file.read()))
+    return images
 
 
 SETS: dict[str, TextSet | ImageSet] = {
@@ -237,8 +237,8 @@ def write_data(cell: Cell, args: argparse.Namespace) -> tuple[Path, Path]:
     kind = SETS[cell.name]
     folder = args.out / "data" / f"{''.join(c if c.isalnum() else '_' for c in cell.name).lower()}-{cell.seed}"
     ending = ".csv" if isinstance(kind, TextSet) else ""
-    paths, done = (folder / f"train{ending}", folder / f"test{ending}"), folder / "done"
-    if done.exists():
+    paths, marker = (folder / f"train{ending}", folder / f"test{ending}"), folder / "done"
+    if marker.exists():
         return paths
     folder.mkdir(parents=True, exist_ok=True)
     for path, examples in zip(paths, draw(kind, args.data, random.Random(f"{cell.name} {cell.seed}")), strict=True):
@@ -248,7 +248,7 @@ def write_data(cell: Cell, args: argparse.Namespace) -> tuple[Path, Path]:
         for number, (label, content) in enumerate(examples):
             (path / label).mkdir(parents=True, exist_ok=True)
             (path / label / f"{number:05}.{'png' if content[1:4] == b'PNG' else 'jpg'}").write_bytes(content)
-    done.touch()
+    marker.touch()
     return paths
 
 
@@ -362,12 +362,12 @@ def missed_table(args: argparse.Namespace) -> str:
     ]
     for name in args.only:
         for partition in args.partitions:
-            done = [cell for seed in args.seeds if is_finished(cell := Cell(name, partition, seed), args)]
-            found = [result_of(cell, args) for cell in done]
+            finished = [cell for seed in args.seeds if is_finished(cell := Cell(name, partition, seed), args)]
+            results = [result_of(cell, args) for cell in finished]
             fields = ("start", "federated", "centralized")
-            if not done or is_reached(*(mean(getattr(one, field) for one in found) for field in fields)):
+            if not finished or is_reached(*(mean(getattr(one, field) for one in results) for field in fields)):
                 continue
-            for cell in done:
+            for cell in finished:
                 folder = folder_of(cell, args)
                 rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
                 number = json.loads((folder / "report.json").read_text())["best_round"]
@@ -395,22 +395,22 @@ def default_table(args: argparse.Namespace) -> str:
     ]
     for name in args.only:
         for partition in args.partitions:
-            done = [cell for seed in args.seeds if is_finished(cell := Cell(name, partition, seed), args)]
-            if not done:
+            finished = [cell for seed in args.seeds if is_finished(cell := Cell(name, partition, seed), args)]
+            if not finished:
                 continue
-            found = [result_of(cell, args) for cell in done]
+            results = [result_of(cell, args) for cell in finished]
             start, federated, centralized = (
-                mean(getattr(one, field) for one in found) for field in ("start", "federated", "centralized")
+                mean(getattr(one, field) for one in results) for field in ("start", "federated", "centralized")
             )
             reached = is_reached(start, federated, centralized)
             cells = [
                 name,
                 partition,
-                str(len(done)),
+                str(len(finished)),
                 *(f"{100 * value:.1f}" for value in (start, federated, centralized)),
                 f"{100 * federated / centralized:.1f}",
-                ", ".join(str(one.rounds) for one in found),
-                f"{mean(one.seconds for one in found):.0f}",
+                ", ".join(str(one.rounds) for one in results),
+                f"{mean(one.seconds for one in results):.0f}",
                 "reached" if reached else "missed",
             ]
             lines.append("| " + " | ".join(cells) + " |")
@@ -444,13 +444,13 @@ def left_out_table(args: argparse.Namespace) -> str:
             return mean(result(other, setting).validation / best[other] for other in others)
 
         chosen = max(SETTINGS, key=share)
-        own = max(SETTINGS, key=lambda setting: result(name, setting).federated)
+        own_setting = max(SETTINGS, key=lambda setting: result(name, setting).federated)
         default = next(iter(SETTINGS))
         cells = [
             name,
             chosen,
             *(f"{100 * result(name, setting).federated:.1f}" for setting in (chosen, default)),
-            f"{100 * result(name, own).federated:.1f} ({own})",
+            f"{100 * result(name, own_setting).federated:.1f} ({own_setting})",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
@@ -497,8 +497,8 @@ def clipping_table(args: argparse.Namespace) -> str:
             rows: list[list[Cell]] = []
             for seed in args.seeds:
                 cells = list_clip_cells(args, name, partition, seed)
-                found = [find_clip_run(cells, number, args) for number in range(len(cells))]
-                rows += [[cell for cell in found if cell is not None]] if None not in found else []
+                accuracies = [find_clip_run(cells, number, args) for number in range(len(cells))]
+                rows += [[cell for cell in accuracies if cell is not None]] if None not in accuracies else []
             if not rows:
                 continue
             scores = [[100 * result_of(cell, args).federated for cell in row] for row in rows]
@@ -623,10 +623,10 @@ def main() -> None:
             "first round. Other columns compare the start with the exported round.\n\n" + missed
         )
     if args.leave_one_out and all(is_finished(cell, args) for cell in other):
-        where = f"Dirichlet 0.3, seed {args.seeds[0]}."
+        partition_text = f"Dirichlet 0.3, seed {args.seeds[0]}."
         tables += (
             "\n## Settings chosen on the other sets\n\nEvery setting is compared on all sets but one, by its "
-            f"validation accuracy over the best setting's, and tested on the left-out set. {where}\n\n"
+            f"validation accuracy over the best setting's, and tested on the left-out set. {partition_text}\n\n"
             f"{left_out_table(args)}"
         )
     print_tables(tables, args)

@@ -42,14 +42,14 @@ def write_partition(folder: Path) -> tuple[dict[str, Path], list[str]]:
     """The corpus in as many files as nodes, and its labels."""
     source = find_corpus_file("builtin:patient-messages", "train", "data.train")
     rows = list(csv.DictReader(source.read_text(encoding="utf-8").splitlines()))
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for number, id in enumerate(NODES):
-        found[id] = folder / f"{id}.csv"
-        with found[id].open("w", encoding="utf-8", newline="") as file:
+        paths[id] = folder / f"{id}.csv"
+        with paths[id].open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows[number :: len(NODES)])
-    return found, sorted({row["label"] for row in rows})
+    return paths, sorted({row["label"] for row in rows})
 
 
 def measure(
@@ -62,8 +62,8 @@ def measure(
         federation: Further settings of the run's section ``federation``.
         insecure: Whether the deployment has neither TLS nor keys, and so no signatures.
     """
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         data, labels = write_partition(folder)
         config = {
             "model": {"name": "builtin:all-minilm-l6-v2", "target_modules": ["query", "value"]},
@@ -81,14 +81,14 @@ def measure(
         lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     marks = [line["seconds"] for line in lines]
     traffic = lines[-1]["bytes"]
-    taken = [after - before for before, after in pairwise(marks[:-1])]
-    return taken, (traffic["down"] + traffic["up"]) // rounds // len(NODES)
+    seconds = [after - before for before, after in pairwise(marks[:-1])]
+    return seconds, (traffic["down"] + traffic["up"]) // rounds // len(NODES)
 
 
 def measure_checkout(rounds: int, checkout: Path) -> list[float]:
     """Return the seconds of the rounds of this script's deployment, run by the code of a checkout."""
-    with tempfile.TemporaryDirectory() as place:
-        result = Path(place) / "seconds.json"
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "seconds.json"
         command = [sys.executable, __file__, "--rounds", str(rounds), "--json", str(result)]
         subprocess.run(command, env={**os.environ, "PYTHONPATH": str(checkout / "src")}, check=True)
         return json.loads(result.read_text())
@@ -99,18 +99,19 @@ def measure_pairs(rounds: int, before: Path, repetitions: int) -> list[tuple[lis
 
     The order changes from pair to pair.
     """
-    here, found = Path(__file__).resolve().parents[1], list[tuple[list[float], list[float]]]()
+    repository, pairs = Path(__file__).resolve().parents[1], list[tuple[list[float], list[float]]]()
     for number in range(repetitions):
-        checkouts = (before, here) if number % 2 == 0 else (here, before)
-        taken = {checkout: measure_checkout(rounds, checkout) for checkout in checkouts}
-        found.append((taken[before], taken[here]))
-        print(f"pair {number + 1}: {statistics.median(taken[before]):.3f} s, {statistics.median(taken[here]):.3f} s")
-    return found
+        checkouts = (before, repository) if number % 2 == 0 else (repository, before)
+        seconds = {checkout: measure_checkout(rounds, checkout) for checkout in checkouts}
+        pairs.append((seconds[before], seconds[repository]))
+        medians = [f"{statistics.median(seconds[checkout]):.3f} s" for checkout in (before, repository)]
+        print(f"pair {number + 1}: {', '.join(medians)}")
+    return pairs
 
 
-def pair_table(found: Sequence[tuple[list[float], list[float]]], commit: str) -> list[str]:
+def pair_table(pairs: Sequence[tuple[list[float], list[float]]], commit: str) -> list[str]:
     """Return the section about another checkout and this one."""
-    medians = [(statistics.median(old), statistics.median(new)) for old, new in found]
+    medians = [(statistics.median(old), statistics.median(new)) for old, new in pairs]
     ratios = [new / old for old, new in medians]
     ratio = statistics.median(ratios)
     rows = [f"| {number} | {old:.3f} | {new:.3f} | {new / old:.2f} |" for number, (old, new) in enumerate(medians, 1)]
@@ -142,18 +143,18 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3, help="pairs of deployments, with --before")
     parser.add_argument("--json", type=Path, help="write the seconds of the rounds to this file, and no table")
     args = parser.parse_args()
-    taken, size = measure(args.rounds)
+    seconds, size = measure(args.rounds)
     if args.json:
-        args.json.write_text(json.dumps(taken))
+        args.json.write_text(json.dumps(seconds))
         return
-    middle, repeated = statistics.median(taken), ""
+    middle, repeated = statistics.median(seconds), ""
     if args.before:
         repeated = f" --before CHECKOUT --repetitions {args.repetitions}"
     lines = [
         "# Overhead of a round in a deployment",
         "",
         "This page measures a round besides training: three nodes on one machine, TLS and keys, all-MiniLM-L6-v2, one "
-        f"step of one example and {size / 1e6:.1f} MB per client and round, {len(taken)} rounds.",
+        f"step of one example and {size / 1e6:.1f} MB per client and round, {len(seconds)} rounds.",
         "",
         f"Command: `python benchmarks/deployment.py --rounds {args.rounds}{repeated}`  ",
         f"Date: {datetime.date.today()}. Machine: {platform.machine()}, {os.cpu_count()} cores, torch "
@@ -162,12 +163,12 @@ def main() -> None:
         "| seconds per round | measured | goal |  |",
         "|---|---|---|---|",
         f"| median | {middle:.2f} | below {LIMIT:g} | {'pass' if middle < LIMIT else '**FAIL**'} |",
-        f"| smallest | {min(taken):.2f} |  |  |",
-        f"| largest | {max(taken):.2f} |  |  |",
+        f"| smallest | {min(seconds):.2f} |  |  |",
+        f"| largest | {max(seconds):.2f} |  |  |",
     ]
     if args.before:
-        found = measure_pairs(args.rounds, args.before.resolve(), args.repetitions)
-        lines += pair_table(found, get_commit(args.before))
+        pairs = measure_pairs(args.rounds, args.before.resolve(), args.repetitions)
+        lines += pair_table(pairs, get_commit(args.before))
     text = "\n".join(lines) + "\n"
     print(text)
     if args.page:

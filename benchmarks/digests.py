@@ -125,8 +125,8 @@ def _start() -> dict[str, str]:
     """A random head on Transformers' own classifier, as in checkouts that know nothing else."""
     from fedspan.config import ModelConfig
 
-    wanted = {"head_init": "random", "pooling": "stock"}
-    return {name: value for name, value in wanted.items() if name in ModelConfig.model_fields}
+    defaults = {"head_init": "random", "pooling": "stock"}
+    return {name: value for name, value in defaults.items() if name in ModelConfig.model_fields}
 
 
 def _build_base(folder: Path) -> dict[str, Any]:
@@ -210,17 +210,19 @@ def build_configs(folder: Path, host: str) -> dict[str, dict[str, Any]]:
 
 def digest_folder(folder: Path) -> dict[str, Any]:
     """What a run left in its folder: every tensor's digest, structures, and rows without wall times."""
-    found: dict[str, Any] = {}
+    digests: dict[str, Any] = {}
     for path in sorted(entry for entry in folder.rglob("*") if entry.is_file()):
         name = str(path.relative_to(folder))
         if path.suffix == ".safetensors":
-            found[name] = _digest_tensors(path)
+            digests[name] = _digest_tensors(path)
         elif path.name in ("ledger.jsonl", "metrics.jsonl"):
-            found[name] = [_remove_times(json.loads(line)) for line in path.read_text().splitlines()]
+            digests[name] = [_remove_times(json.loads(line)) for line in path.read_text().splitlines()]
         elif path.name in ("report.json", "partition.json"):
             content = json.loads(path.read_text())
-            found[name] = _remove_times({key: value for key, value in content.items() if key not in ("sha256", "logs")})
-    return found
+            digests[name] = _remove_times(
+                {key: value for key, value in content.items() if key not in ("sha256", "logs")}
+            )
+    return digests
 
 
 def _digest_tensors(path: Path) -> dict[str, Any]:
@@ -271,7 +273,7 @@ def record_host(host: str, folder: Path, only: str, write: Callable[[Mapping[str
     """
     import fedspan
 
-    found: dict[str, Any] = {}
+    digests: dict[str, Any] = {}
     deployment = _start_deployment(folder) if host == "deployment" else None
     try:
         for name, values in build_configs(folder / "inputs", host).items():
@@ -281,15 +283,15 @@ def record_host(host: str, folder: Path, only: str, write: Callable[[Mapping[str
             try:
                 if deployment is None:
                     fedspan.run(values, out)
-                    found[name] = digest_folder(out)
+                    digests[name] = digest_folder(out)
                 else:
-                    found[name] = _run_deployment(deployment, folder, values, out)
+                    digests[name] = _run_deployment(deployment, folder, values, out)
             except Exception as error:
-                found[name] = {"refused": _remove_varying(str(error), folder)}
+                digests[name] = {"refused": _remove_varying(str(error), folder)}
                 if os.environ.get("DIGESTS_TRACE"):
                     traceback.print_exc()
-            print(f"{host}: {name}: {found[name].get('refused', 'recorded')}", file=sys.stderr, flush=True)
-            write(found)
+            print(f"{host}: {name}: {digests[name].get('refused', 'recorded')}", file=sys.stderr, flush=True)
+            write(digests)
     finally:
         if deployment is not None:
             deployment.__exit__()
@@ -324,7 +326,8 @@ def _join(deployment: Any, folder: Path, case: str = "") -> None:
 def _run_deployment(deployment: Any, folder: Path, values: Mapping[str, Any], out: Path) -> dict[str, Any]:
     sent = {key: value for key, value in values.items() if key not in ("engine", "device", "threads")}
     sent["data"] = {key: value for key, value in values["data"].items() if key in ("labels", "prompt", "answer")}
-    if own := out.name in ("regression", "image-classification"):  # of a task whose data the nodes have otherwise
+    # The nodes' usual files hold the data of another task.
+    if has_own_task := out.name in ("regression", "image-classification"):
         _join(deployment, folder, out.name)
     if out.name == "image-classification":
         sent["data"]["labels"] = ["dark", "light"]
@@ -335,17 +338,16 @@ def _run_deployment(deployment: Any, folder: Path, values: Mapping[str, Any], ou
     log = folder / "submit.txt"
     arguments = ["submit", str(config), "--out", str(out), "--server", str(deployment.server), "--wait", "300"]
     code = _run_forked(arguments, log)
-    if own:
+    if has_own_task:
         _join(deployment, folder)
     if code:
         return {"refused": _remove_varying(log.read_text(), folder)}
-    found = digest_folder(out)
+    digests = digest_folder(out)
     for site in SITES:
         runs = sorted((deployment.folder / f"{site}-state").glob("*/kept"), key=lambda path: path.stat().st_mtime)
         for path in runs[-1:]:
-            own = {key: value for key, value in digest_folder(path).items()}
-            found |= {f"node {site}/{key}": value for key, value in own.items()}
-    return found
+            digests |= {f"node {site}/{key}": value for key, value in digest_folder(path).items()}
+    return digests
 
 
 def _run_forked(arguments: list[str], log: Path) -> int:
@@ -380,27 +382,27 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any], changes: Mappin
     for host in sorted({*before, *after}):
         one, other = before.get(host, {}), after.get(host, {})
         for case in sorted({*one, *other}):
-            for where, left, right in _list_differences(
+            for path, left, right in _list_differences(
                 _apply_map(one.get(case), changes), _apply_map(other.get(case), changes)
             ):
-                if _is_shorter(case, where, left, right, changes) or _is_changed(case, where, changes):
+                if _is_shorter(case, path, left, right, changes) or _is_changed(case, path, changes):
                     continue
-                yield f"{host} {case} {where}: {_shorten(left)} -> {_shorten(right)}"
+                yield f"{host} {case} {path}: {_shorten(left)} -> {_shorten(right)}"
 
 
-def _is_shorter(case: str, where: str, left: Any, right: Any, changes: Mapping[str, Any]) -> bool:
+def _is_shorter(case: str, path: str, left: Any, right: Any, changes: Mapping[str, Any]) -> bool:
     """Whether a number of bytes is smaller by what `shorter` allows: scalars that messages no longer hold."""
     allowed = changes.get("shorter") or {}
-    if case not in allowed.get("cases", ()) or not re.search(r"/(bytes|bytes/down|other_bytes/\w+/down)$", where):
+    if case not in allowed.get("cases", ()) or not re.search(r"/(bytes|bytes/down|other_bytes/\w+/down)$", path):
         return False
-    messages = 1 if where.startswith("/ledger.jsonl") else allowed["messages"]
+    messages = 1 if path.startswith("/ledger.jsonl") else allowed["messages"]
     return type(left) is type(right) is int and 0 < left - right <= messages * allowed["most"]
 
 
-def _is_changed(case: str, where: str, changes: Mapping[str, Any]) -> bool:
+def _is_changed(case: str, path: str, changes: Mapping[str, Any]) -> bool:
     """Whether a later change of behaviour, listed with its reason, is allowed to show there."""
     return any(
-        re.search(one["cases"], case) and re.search(one.get("where", ""), where) for one in changes.get("changed") or ()
+        re.search(one["cases"], case) and re.search(one.get("where", ""), path) for one in changes.get("changed") or ()
     )
 
 
@@ -412,15 +414,15 @@ def _apply_map(value: Any, changes: Mapping[str, Any]) -> Any:
     return [_apply_map(one, changes) for one in value] if isinstance(value, list) else value
 
 
-def _list_differences(one: Any, other: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _list_differences(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for key in {**one, **other}:
-            yield from _list_differences(one.get(key), other.get(key), f"{where}/{key}")
+            yield from _list_differences(one.get(key), other.get(key), f"{path}/{key}")
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         for number, (left, right) in enumerate(zip(one, other, strict=True)):
-            yield from _list_differences(left, right, f"{where}[{number}]")
+            yield from _list_differences(left, right, f"{path}[{number}]")
     elif one != other and not (one != one and other != other):
-        yield where, one, other
+        yield path, one, other
 
 
 def _shorten(value: Any) -> str:
@@ -430,7 +432,7 @@ def _shorten(value: Any) -> str:
 
 def _record(arguments: argparse.Namespace) -> int:
     source = arguments.source.resolve()
-    found: dict[str, Any] = {}
+    digests: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="digests-") as made:
         folder = Path(made)
         (folder / "inputs").mkdir()
@@ -442,9 +444,9 @@ def _record(arguments: argparse.Namespace) -> int:
             out = folder / f"{host}.json"
             command = [sys.executable, __file__, "run", host, str(out), str(folder), arguments.only]
             subprocess.run(command, env=environment, check=True)
-            found[host] = json.loads(out.read_text())
-    arguments.out.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-    print(f"{sum(map(len, found.values()))} cases recorded in {arguments.out}")
+            digests[host] = json.loads(out.read_text())
+    arguments.out.write_text(json.dumps(digests, indent=1, sort_keys=True) + "\n")
+    print(f"{sum(map(len, digests.values()))} cases recorded in {arguments.out}")
     return 0
 
 
@@ -452,12 +454,12 @@ def _compare(arguments: argparse.Namespace) -> int:
     before, after = (json.loads(path.read_text()) for path in (arguments.before, arguments.after))
     path = HERE / "digests.yaml"
     changes = yaml.safe_load(path.read_text()) if path.is_file() else {}
-    found = list(compare(before, after, changes or {}))
-    for line in found[: arguments.most]:
+    differences = list(compare(before, after, changes or {}))
+    for line in differences[: arguments.most]:
         print(line)
     count = sum(len(cases) for cases in after.values())
-    print(f"{count} cases: {len(found)} differences" if found else f"{count} cases: equal")
-    return 1 if found else 0
+    print(f"{count} cases: {len(differences)} differences" if differences else f"{count} cases: equal")
+    return 1 if differences else 0
 
 
 def main() -> int:

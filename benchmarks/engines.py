@@ -71,9 +71,9 @@ def page(args: argparse.Namespace, python: Path | None) -> str:
     for name, section in sections(python).items():
         if name in args.sections:
             print(name, flush=True)
-            lines, found = section(args)
+            lines, judged = section(args)
             body += lines
-            limits += found
+            limits += judged
     lines = [
         "# How fast the engines are",
         "",

@@ -50,10 +50,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="folder with a causal language model")
     parser.add_argument("--page", type=Path, help="whose table is filled in")
     args = parser.parse_args()
-    found = sorted(path for path in EXAMPLES.glob("*.py") if not args.names or path.stem in args.names)
+    paths = sorted(path for path in EXAMPLES.glob("*.py") if not args.names or path.stem in args.names)
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
-        for script in found:
+        for script in paths:
             seconds[script.stem] = time_example(script, Path(name), args.model)
             print(f"{script.stem}: {seconds[script.stem]:.1f} s", flush=True)
     if args.page is not None:

@@ -56,9 +56,9 @@ class Failed(AssertionError):
     """A fault had consequences that it must not have."""
 
 
-def require(holds: bool, what: str) -> None:
+def require(holds: bool, description: str) -> None:
     if not holds:
-        raise Failed(what)
+        raise Failed(description)
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,10 @@ class Submitted:
     def __init__(self, stage: Stage, log: Path, out: Path, *arguments: str) -> None:
         self.stage, self.log, self.out = stage, log, out
         self.began = time.time()
-        given = build_command("submit", *arguments, "--server", str(stage.made.server))
+        command = build_command("submit", *arguments, "--server", str(stage.made.server))
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                given, env=build_environment(), stdout=log, stderr=log, start_new_session=True
+                command, env=build_environment(), stdout=log, stderr=log, start_new_session=True
             )
 
     def rows(self) -> list[str]:
@@ -144,11 +144,11 @@ class Submitted:
             code: Expected exit code; None: any.
         """
         try:
-            found = self.process.wait(WAIT)
+            code_found = self.process.wait(WAIT)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             raise Failed(f"submit did not end: {self.said()[-3000:]}{self.stage.made.logs()}") from None
-        require(code is None or found == code, f"submit ended with {found}: {self.said()[-3000:]}")
+        require(code is None or code_found == code, f"submit ended with {code_found}: {self.said()[-3000:]}")
         require("Traceback" not in self.said(), f"a traceback: {self.said()[-3000:]}")
         return self.said()
 
@@ -186,11 +186,11 @@ class Stage:
         """Start a node, and wait until it says something."""
         path = path or self.made.folder / f"{id}.yaml"
         if id == WEST:
-            given = [sys.executable, str(HERE / "spoilt_node.py"), str(path), str(self.kind)]
+            command = [sys.executable, str(HERE / "spoilt_node.py"), str(path), str(self.kind)]
         else:
-            given = build_command("join", str(path))
+            command = build_command("join", str(path))
         (self.made.folder / f"{id}.log").unlink(missing_ok=True)
-        self.made.start(id, given=[*before, *given])
+        self.made.start(id, options=[*before, *command])
         self.made.wait_for(id, until, WAIT)
 
     def leave(self, id: str) -> None:
@@ -206,17 +206,17 @@ class Stage:
         **federation: Any,
     ) -> Submitted:
         self._count += 1
-        place = self.folder / f"{self._count:02}-{name}"
-        out = out or place
+        run_folder = self.folder / f"{self._count:02}-{name}"
+        out = out or run_folder
         values = run_values(
             self.folder,
             method or {"name": "fedit", "r": 2},
             federation={"rounds": ROUNDS, "deadline": 120.0, "min_replies": 3, **federation},
         )
         values["training"] = {**values["training"], "local_steps": steps, **(training or {})}
-        path = place.with_suffix(".yaml")
+        path = run_folder.with_suffix(".yaml")
         path.write_text(yaml.safe_dump(values))
-        return self._begun(place.with_suffix(".log"), out, str(path), "--out", str(out), "--wait", "120")
+        return self._begun(run_folder.with_suffix(".log"), out, str(path), "--out", str(out), "--wait", "120")
 
     def resume(self, run: Submitted) -> Submitted:
         return self._begun(run.log.with_suffix(".resumed.log"), run.out, "--resume", str(run.out))
@@ -249,13 +249,13 @@ class Stage:
 
     def own_models(self, since: float) -> Model:
         """Return the clients' own models on the nodes that were written since then."""
-        found: dict[str, torch.Tensor] = {}
+        models: dict[str, torch.Tensor] = {}
         for site in SITES:
             folders = (self.made.folder / f"{site}-state").glob("*/adapter/adapter_model.safetensors")
             newest = max(folders, key=lambda path: path.stat().st_mtime)
             require(newest.stat().st_mtime > since, f"{site} wrote no adapter of its own")
-            found.update({f"{site}/{name}": value for name, value in load_file(newest).items()})
-        return Model(found)
+            models.update({f"{site}/{name}": value for name, value in load_file(newest).items()})
+        return Model(models)
 
     def clean(self) -> Model:
         """Of a run in which everybody replied."""
@@ -305,18 +305,18 @@ def read_processor_seconds(pid: int) -> float:
 
 def line(text: str, words: str) -> str:
     """The line that holds some words."""
-    found = next((one for one in text.splitlines() if words in one), None)
-    require(found is not None, f"nobody said {words!r}: {text[-2000:]}")
-    return " ".join(str(found).split())
+    match = next((one for one in text.splitlines() if words in one), None)
+    require(match is not None, f"nobody said {words!r}: {text[-2000:]}")
+    return " ".join(str(match).split())
 
 
 Scenario = Callable[[Stage], Outcome]
 FAULTS: dict[str, tuple[str, Scenario]] = {}
 
 
-def register_fault(name: str, done: str) -> Callable[[Scenario], Scenario]:
+def register_fault(name: str, fault: str) -> Callable[[Scenario], Scenario]:
     def known(scenario: Scenario) -> Scenario:
-        FAULTS[name] = (done, scenario)
+        FAULTS[name] = (fault, scenario)
         return scenario
 
     return known
@@ -338,14 +338,14 @@ _REPLIES = {
 
 def _make_spoilt_scenario(kind: str, words: str) -> Scenario:
     def scenario(stage: Stage) -> Outcome:
-        wanted = stage.without_west()
+        expected = stage.without_west()
         with stage.spoilt(kind):
             run = stage.submit(kind, min_replies=2, **({"message_mib": 1} if kind == "oversized" else {}))
             before = run.in_the_middle()
-            said = run.end()
-        stage.finished(run, before).require_same(wanted)
-        require("patient" not in said, "what a client's error said left its machine")
-        return Outcome(line(said, words), REST, "that client, in that round")
+            output = run.end()
+        stage.finished(run, before).require_same(expected)
+        require("patient" not in output, "what a client's error said left its machine")
+        return Outcome(line(output, words), REST, "that client, in that round")
 
     return scenario
 
@@ -359,15 +359,15 @@ for _kind, (_done, _words) in _REPLIES.items():
     "a node is killed (-9) in the middle of the second round and started again; FedSA-LoRA, whose B stays on the nodes",
 )
 def node_killed(stage: Stage) -> Outcome:
-    wanted = stage.clean_personal()
+    expected = stage.clean_personal()
     run = stage.submit("node-killed", {"name": "fedsa-lora", "r": 2})
     before = run.in_the_middle(NORTH)
     stage.made.end(NORTH)
     stage.join(NORTH)
-    said = run.end()
+    output = run.end()
     require(run.rows()[: len(before)] == before, "a finished round was lost")
-    stage.own_models(run.began).require_same(wanted)
-    return Outcome(line(said, f"{NORTH}:"), ALL + ", every client's own model")
+    stage.own_models(run.began).require_same(expected)
+    return Outcome(line(output, f"{NORTH}:"), ALL + ", every client's own model")
 
 
 @register_fault(
@@ -388,37 +388,37 @@ def node_killed_with_checkpoints(stage: Stage) -> Outcome:
 
 @register_fault("worker-killed", "the process in which a node trains is killed (-9), as when memory runs out")
 def worker_killed(stage: Stage) -> Outcome:
-    wanted = stage.clean()
+    expected = stage.clean()
     run = stage.submit("worker-killed")
     before = run.in_the_middle(SOUTH)
     os.kill(find_child(stage.made.processes[SOUTH].pid), signal.SIGKILL)
-    said = run.end()
-    stage.finished(run, before).require_same(wanted)
-    return Outcome(line(said, f"{SOUTH}:"), ALL)
+    output = run.end()
+    stage.finished(run, before).require_same(expected)
+    return Outcome(line(output, f"{SOUTH}:"), ALL)
 
 
 @register_fault(
     "training-hangs", "training hangs (SIGSTOP) for longer than the node's limit (`limits.round_seconds: 15`)"
 )
 def training_hangs(stage: Stage) -> Outcome:
-    wanted = stage.clean()
+    expected = stage.clean()
     stage.leave(SOUTH)
     stage.join(SOUTH, stage.node(SOUTH, limits={"round_seconds": 15.0}))
     try:
         run = stage.submit("training-hangs")
         before = run.in_the_middle(SOUTH)
         os.kill(find_child(stage.made.processes[SOUTH].pid), signal.SIGSTOP)
-        said = run.end()
+        output = run.end()
     finally:
         stage.leave(SOUTH)
         stage.join(SOUTH, stage.node(SOUTH))
-    stage.finished(run, before).require_same(wanted)
-    return Outcome(line(said, "limits.round_seconds"), ALL)
+    stage.finished(run, before).require_same(expected)
+    return Outcome(line(output, "limits.round_seconds"), ALL)
 
 
 @register_fault("node-hangs", "a whole node hangs (SIGSTOP) past `federation.deadline: 15`, in rounds of 300 steps")
 def node_hangs(stage: Stage) -> Outcome:
-    wanted = stage.without_west(LONG)
+    expected = stage.without_west(LONG)
     run = stage.submit("node-hangs", min_replies=2, deadline=15.0, steps=LONG)
     before = run.in_the_middle()
     pid = stage.made.processes[WEST].pid
@@ -427,21 +427,21 @@ def node_hangs(stage: Stage) -> Outcome:
         run.until(2)
     finally:
         os.killpg(pid, signal.SIGCONT)
-    said = run.end()
-    stage.finished(run, before).require_same(wanted)
-    return Outcome(line(said, "no reply within"), REST, "that client, in that round")
+    output = run.end()
+    stage.finished(run, before).require_same(expected)
+    return Outcome(line(output, "no reply within"), REST, "that client, in that round")
 
 
 @register_fault("server-killed", "`fedspan submit` is killed (-9) in the middle of the second round, and resumed")
 def server_killed(stage: Stage) -> Outcome:
-    wanted = stage.clean()
+    expected = stage.clean()
     run = stage.submit("server-killed")
     before = run.in_the_middle()
     run.kill()
     again = stage.resume(run)
-    said = again.end()
-    stage.finished(again, before).require_same(wanted)
-    return Outcome(line(said, "going on after round"), ALL)
+    output = again.end()
+    stage.finished(again, before).require_same(expected)
+    return Outcome(line(output, "going on after round"), ALL)
 
 
 @register_fault(
@@ -449,12 +449,12 @@ def server_killed(stage: Stage) -> Outcome:
     "the SuperLink is killed (-9) in the middle of the second round; `fedspan server` starts it anew",
 )
 def superlink_killed(stage: Stage) -> Outcome:
-    wanted = stage.clean()
+    expected = stage.clean()
     run = stage.submit("superlink-killed")
     before = run.in_the_middle()
     os.kill(find_child(stage.made.processes["server"].pid), signal.SIGKILL)
     run.end()
-    stage.finished(run, before).require_same(wanted)
+    stage.finished(run, before).require_same(expected)
     stage.made.wait_for("server", "it runs again")
     return Outcome(line(stage.made.log("server"), "it runs again"), ALL)
 
@@ -463,22 +463,22 @@ def superlink_killed(stage: Stage) -> Outcome:
     "server-down", "the whole server, SuperLink included, is down for 100 s, longer than Flower waits for heartbeats"
 )
 def server_down(stage: Stage) -> Outcome:
-    wanted = stage.clean()
+    expected = stage.clean()
     run = stage.submit("server-down")
     before = run.in_the_middle()
     stage.made.end("server")
     time.sleep(100)
     (stage.made.folder / "server.log").unlink()
     stage.made.start_server()
-    said = run.end(code=None)
+    output = run.end(code=None)
     if run.process.returncode:
-        seen = line(said, "error:")
+        match = line(output, "error:")
         run = stage.resume(run)
         run.end()
     else:
-        seen = next((one.strip() for one in said.splitlines() if f"{NORTH}:" in one), "nothing: the run goes on")
-    stage.finished(run, before).require_same(wanted)
-    return Outcome(seen, ALL)
+        match = next((one.strip() for one in output.splitlines() if f"{NORTH}:" in one), "nothing: the run goes on")
+    stage.finished(run, before).require_same(expected)
+    return Outcome(match, ALL)
 
 
 @register_fault(
@@ -487,7 +487,7 @@ def server_down(stage: Stage) -> Outcome:
     "network namespace, whose veth is set down)",
 )
 def network_cut(stage: Stage) -> Outcome:
-    wanted = stage.clean()
+    expected = stage.clean()
     stage.leave(NORTH)
     with open_network():
         port = stage.made.port
@@ -498,13 +498,13 @@ def network_cut(stage: Stage) -> Outcome:
             run_ip("link", "set", f"{AREA[:12]}0", "down")
             time.sleep(30)
             run_ip("link", "set", f"{AREA[:12]}0", "up")
-            said = run.end()
+            output = run.end()
         finally:
             stage.leave(NORTH)
     stage.join(NORTH, stage.node(NORTH))
-    stage.finished(run, before).require_same(wanted)
-    seen = next((one.strip() for one in said.splitlines() if f"{NORTH}:" in one), "")
-    return Outcome(seen or "nothing: the reply came when the network was back", ALL)
+    stage.finished(run, before).require_same(expected)
+    match = next((one.strip() for one in output.splitlines() if f"{NORTH}:" in one), "")
+    return Outcome(match or "nothing: the reply came when the network was back", ALL)
 
 
 def run_ip(*arguments: str) -> None:
@@ -555,24 +555,24 @@ def mount_small_disk(folder: Path, mib: int) -> Iterator[Callable[[bool], None]]
 
 @register_fault("server-disk-full", "the disk of the run's folder is full after the first round; freed, and resumed")
 def server_disk_full(stage: Stage) -> Outcome:
-    wanted = stage.clean()
+    expected = stage.clean()
     with mount_small_disk(stage.folder / "disk", 16) as filled:
         run = stage.submit("server-disk-full", out=stage.folder / "disk" / "run")
         before = run.in_the_middle()
         filled(True)
-        said = run.end(code=2)
+        output = run.end(code=2)
         filled(False)
         run = stage.resume(run)
         run.end()
-        stage.finished(run, before).require_same(wanted)
-    return Outcome(line(said, "the disk is full"), ALL)
+        stage.finished(run, before).require_same(expected)
+    return Outcome(line(output, "the disk is full"), ALL)
 
 
 @register_fault(
     "client-disk-full", "the disk of a node's folder is full in the second round; the run stops; freed, and resumed"
 )
 def client_disk_full(stage: Stage) -> Outcome:
-    wanted = stage.clean()
+    expected = stage.clean()
     stage.leave(NORTH)
     folder = stage.made.folder / f"{NORTH}-disk"
     book = Path("budget.json")  # what the server has used of the node's data goes along with it
@@ -585,7 +585,7 @@ def client_disk_full(stage: Stage) -> Outcome:
             run.until(1)
             before = run.rows()
             filled(True)
-            said = run.end(code=2)
+            output = run.end(code=2)
             filled(False)
             run = stage.resume(run)
             run.end()
@@ -593,13 +593,13 @@ def client_disk_full(stage: Stage) -> Outcome:
             stage.leave(NORTH)
             shutil.copy2(folder / book, usual / book)
     stage.join(NORTH, stage.node(NORTH))
-    stage.finished(run, before).require_same(wanted)
-    return Outcome(line(said, "error:"), ALL)
+    stage.finished(run, before).require_same(expected)
+    return Outcome(line(output, "error:"), ALL)
 
 
 @register_fault("same-key", "a second node joins with the key of another")
 def same_key(stage: Stage) -> Outcome:
-    wanted = stage.clean()
+    expected = stage.clean()
     known = yaml.safe_load((stage.made.folder / f"{NORTH}.yaml").read_text())
     path = stage.made.folder / "double.yaml"
     path.write_text(yaml.safe_dump({**known, "id": "double", "folder": str(stage.folder / "double-state")}))
@@ -610,13 +610,13 @@ def same_key(stage: Stage) -> Outcome:
         run.end()
     finally:
         stage.made.end("double")
-    stage.finished(run, before).require_same(wanted)
+    stage.finished(run, before).require_same(expected)
     return Outcome(line(stage.made.log("double"), "refused the connection"), ALL)
 
 
 @register_fault("same-id", "a node that was admitted under another name calls itself as one that is there")
 def same_id(stage: Stage) -> Outcome:
-    wanted = stage.clean()
+    expected = stage.clean()
     path = stage.node("twin", NORTH)
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "id": NORTH}))
     stage.leave(NORTH)  # so that it is asked, whoever would be first
@@ -629,11 +629,11 @@ def same_id(stage: Stage) -> Outcome:
             time.sleep(0.1)
         stage.join(NORTH)
         before = run.in_the_middle()
-        said = run.end()
+        output = run.end()
     finally:
         stage.leave("twin")
-    stage.finished(run, before).require_same(wanted)
-    return Outcome(line(said, "was admitted as"), ALL, "that node")
+    stage.finished(run, before).require_same(expected)
+    return Outcome(line(output, "was admitted as"), ALL, "that node")
 
 
 @register_fault("wrong-authority", "a node trusts another authority than the server's")
@@ -649,7 +649,7 @@ def wrong_authority(stage: Stage) -> Outcome:
 
 def _check_non_participation(stage: Stage, name: str, words: str, join: Callable[[], None]) -> Outcome:
     """The third node can't participate: the run waits for it, in vain; with the right one it goes on."""
-    wanted = stage.clean()
+    expected = stage.clean()
     stage.leave(WEST)
     join()
     try:
@@ -662,11 +662,11 @@ def _check_non_participation(stage: Stage, name: str, words: str, join: Callable
         stage.leave(WEST)
         stage.join(WEST, stage.node(WEST))
     run.kill()
-    said = run.said()
+    output = run.said()
     run = stage.resume(run)
     run.end()
-    stage.finished(run, []).require_same(wanted)
-    return Outcome(line(said, words), ALL + ", resumed with the right node", "that node")
+    stage.finished(run, []).require_same(expected)
+    return Outcome(line(output, words), ALL + ", resumed with the right node", "that node")
 
 
 @register_fault("version", "a node runs another version of fedspan")
@@ -695,9 +695,9 @@ def redact(text: str, folder: Path) -> str:
     return text.replace(str(folder), "FOLDER").replace("|", "\\|")
 
 
-def format_table(found: Mapping[str, tuple[Outcome, float]], folder: Path) -> str:
+def format_table(outcomes: Mapping[str, tuple[Outcome, float]], folder: Path) -> str:
     rows = ["| fault | what is seen | left out | rounds lost | model | s |", "|---|---|---|---|---|---|"]
-    for name, (outcome, seconds) in found.items():
+    for name, (outcome, seconds) in outcomes.items():
         cells = (FAULTS[name][0], f"`` {redact(outcome.seen, folder)} ``", outcome.left_out, "0", outcome.state)
         rows.append(f"| {' | '.join(cells)} | {seconds:.0f} |")
     return "\n".join(rows)
@@ -729,10 +729,10 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.faults) - set(FAULTS):
         parser.error(f"no such fault: {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
-    found: dict[str, tuple[Outcome, float]] = {}
+    outcomes: dict[str, tuple[Outcome, float]] = {}
     failed: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="fedspan-faults-") as place:
-        stage = Stage(Path(place))
+    with tempfile.TemporaryDirectory(prefix="fedspan-faults-") as folder_name:
+        stage = Stage(Path(folder_name))
         with stage.made:
             for site in SITES:
                 stage.join(site, stage.node(site))
@@ -745,26 +745,26 @@ def main() -> None:
                     print(f"FAILED {name}: {error}", flush=True)
                     stage.restore()
                     continue
-                found[name] = (outcome, time.monotonic() - began)
-                print(f"{found[name][1]:4.0f} s  {name}: {redact(outcome.seen, stage.folder)}", flush=True)
+                outcomes[name] = (outcome, time.monotonic() - began)
+                print(f"{outcomes[name][1]:4.0f} s  {name}: {redact(outcome.seen, stage.folder)}", flush=True)
                 if args.page:  # a run of all of them is long
-                    args.page.write_text(page(found, stage.folder), encoding="utf-8")
-        print(page(found, stage.folder))
+                    args.page.write_text(page(outcomes, stage.folder), encoding="utf-8")
+        print(page(outcomes, stage.folder))
     if failed:
-        sys.exit(f"{len(failed)} of {len(found) + len(failed)} faults had consequences: {', '.join(failed)}")
+        sys.exit(f"{len(failed)} of {len(outcomes) + len(failed)} faults had consequences: {', '.join(failed)}")
 
 
-def page(found: Mapping[str, tuple[Outcome, float]], folder: Path) -> str:
-    missing = [name for name in FAULTS if name not in found]
+def page(outcomes: Mapping[str, tuple[Outcome, float]], folder: Path) -> str:
+    missing = [name for name in FAULTS if name not in outcomes]
     return PAGE.format(
         rounds=ROUNDS,
         steps=STEPS,
-        given="" if set(found) == set(FAULTS) else " " + " ".join(found),
+        given="" if set(outcomes) == set(FAULTS) else " " + " ".join(outcomes),
         date=datetime.date.today(),
         machine=platform.machine(),
         cores=os.cpu_count(),
         torch=torch.__version__,
-        table=format_table(found, folder),
+        table=format_table(outcomes, folder),
         missing="" if not missing else f"\nNot done in this run: {', '.join(missing)}.\n",
     )
 

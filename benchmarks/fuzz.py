@@ -54,20 +54,20 @@ def fuzz(name: str, seed: int, numbers: Iterable[int]) -> tuple[int, int]:
     before, count, findings = _read_peak(), 0, 0
     for number in numbers:
         data = target.input(seed, number)
-        began, why = time.process_time(), ""
+        began, reason = time.process_time(), ""
         try:
             target.read(data)
         except Exception:
-            why = traceback.format_exc()
+            reason = traceback.format_exc()
         took, count = time.process_time() - began, count + 1
         if took > SECONDS:
-            why += f"{took:.1f} s of processor time\n"
+            reason += f"{took:.1f} s of processor time\n"
         if _read_peak() - before > MEMORY:
-            why += f"{(_read_peak() - before) / 2**20:.0f} MiB more memory\n"
+            reason += f"{(_read_peak() - before) / 2**20:.0f} MiB more memory\n"
             before = _read_peak()
-        if why:
+        if reason:
             findings += 1
-            print(f"FINDING: --target {name} --seed {seed} --number {number} ({len(data)} bytes)\n{why}", flush=True)
+            print(f"FINDING: --target {name} --seed {seed} --number {number} ({len(data)} bytes)\n{reason}", flush=True)
             if findings >= SHOWN:
                 break
     return count, findings
@@ -119,25 +119,27 @@ def main() -> None:
     parser.add_argument("--number", type=int, help="only this input")
     parser.add_argument("--coverage", type=int, metavar="SECONDS", help="fuzz by coverage instead, so long")
     parser.add_argument("--guided", action="store_true", help=argparse.SUPPRESS)  # in the process of one target
-    given = parser.parse_args()
-    names = [given.target] if given.target else NAMES
-    if given.guided:
-        fuzz_with_guidance(given.target, given.coverage, given.seed)
-    print(f"Python {platform.python_version()} on {platform.machine()}, seed {given.seed}", flush=True)
+    arguments = parser.parse_args()
+    names = [arguments.target] if arguments.target else NAMES
+    if arguments.guided:
+        fuzz_with_guidance(arguments.target, arguments.coverage, arguments.seed)
+    print(f"Python {platform.python_version()} on {platform.machine()}, seed {arguments.seed}", flush=True)
     failed = 0
     for name in names:
         began = time.monotonic()
-        if given.coverage:
-            command = [sys.executable, __file__, "--guided", "--target", name, "--seed", str(given.seed)]
-            done = subprocess.run([*command, "--coverage", str(given.coverage)], capture_output=True, text=True)
-            failed += done.returncode != 0
-            lines = [line for line in done.stderr.splitlines() if line.startswith("#")]
+        if arguments.coverage:
+            command = [sys.executable, __file__, "--guided", "--target", name, "--seed", str(arguments.seed)]
+            completed = subprocess.run(
+                [*command, "--coverage", str(arguments.coverage)], capture_output=True, text=True
+            )
+            failed += completed.returncode != 0
+            lines = [line for line in completed.stderr.splitlines() if line.startswith("#")]
             print(f"{name}: {lines[-1] if lines else ''}", flush=True)
-            if done.returncode:
-                print(done.stdout[-4000:], done.stderr[-8000:], flush=True)
+            if completed.returncode:
+                print(completed.stdout[-4000:], completed.stderr[-8000:], flush=True)
             continue
-        numbers = range(given.inputs) if given.number is None else (given.number,)
-        count, findings = fuzz(name, given.seed, numbers)
+        numbers = range(arguments.inputs) if arguments.number is None else (arguments.number,)
+        count, findings = fuzz(name, arguments.seed, numbers)
         failed += findings
         print(f"{name}: {count} inputs, {findings} findings, {time.monotonic() - began:.0f} s", flush=True)
     sys.exit(failed > 0)

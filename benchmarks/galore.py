@@ -145,12 +145,12 @@ def train_theirs(steps: int, period: int, scale: float, bias_correction: bool) -
 
     galore_projector.GaLoreProjector.get_orthogonal_matrix = signed
     try:
-        given = draw_training_batches(
+        batches = draw_training_batches(
             np.arange(EXAMPLES), data.lengths, batch_size=BATCH, epochs=1, batches=steps, seed=0,
             key=(0, "one", "train"), group_by_length=False,
         )  # fmt: skip
         task = Squares()
-        for indices in given:
+        for indices in batches:
             optimizer.zero_grad()
             task.compute_loss(model, task.collate(data, indices.tolist(), torch.device("cpu"))).backward()
             optimizer.step()

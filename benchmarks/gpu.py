@@ -194,14 +194,14 @@ class Bench:
 
     def train(self) -> dict[str, Trained]:
         """Train all clients in one pass after another."""
-        done: dict[str, Trained] = {}
+        finished: dict[str, Trained] = {}
 
         def finish(work: Assignment, trained: Trained) -> None:
-            done[work.client] = trained
+            finished[work.client] = trained
 
         sizes = {client: len(work.indices) for client, work in self.works.items()}
         self.engine.train_all(self.examples, sizes, self.works.__getitem__, finish)
-        return done
+        return finished
 
 
 def adapt(shape: Shape, model: nn.Module) -> AdaptedModel:
@@ -263,8 +263,8 @@ def measure_peak_memory(run: Callable[[], Any], device: torch.device) -> float |
 def measure_distance_from_cpu(shape: Shape, device: torch.device) -> float:
     """Relative distance between one client's trained tensors on the device and on the CPU, float32, two blocks."""
     results = []
-    for place in (torch.device("cpu"), device):
-        bench = Bench.prepare(shape, adapt(shape, build(shape, torch.float32, place, depth=2)), 1, 2)
+    for device_of_pass in (torch.device("cpu"), device):
+        bench = Bench.prepare(shape, adapt(shape, build(shape, torch.float32, device_of_pass, depth=2)), 1, 2)
         results.append(bench.train()["c00"].tensors)
     gaps = [(results[1][name] - value).norm() / value.norm().clamp(min=1e-3) for name, value in results[0].items()]
     return float(max(gaps))
@@ -346,7 +346,10 @@ def page(args: argparse.Namespace, device: torch.device) -> str:
     rows = [row for shape in shapes for row in measure_rows(shape, args, device, until)]
     gaps = {shape.name: measure_distance_from_cpu(shape, device) for shape in shapes}
     size = 32 if args.smoke else 4096
-    steps = {place: measure_server_step(size, args.clients[-1], torch.device(place)) for place in ("cpu", str(device))}
+    steps = {
+        device_name: measure_server_step(size, args.clients[-1], torch.device(device_name))
+        for device_name in ("cpu", str(device))
+    }
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     counts = " | ".join(f"clients: {clients}" for clients in args.clients)
     rule = "|".join(["---"] * (7 + len(args.clients)))
@@ -380,7 +383,7 @@ def page(args: argparse.Namespace, device: torch.device) -> str:
             "",
             "| device | seconds |",
             "|---|---|",
-            *(f"| {place} | {value:.4f} |" for place, value in steps.items()),
+            *(f"| {device_name} | {value:.4f} |" for device_name, value in steps.items()),
             "",
         ]
     )

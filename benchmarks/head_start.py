@@ -70,10 +70,10 @@ def main() -> None:
     from fedspan.transports.in_process import InProcess
 
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
+        run_folder = Path(folder)
         data = {
-            "train": sample(args.data / "train.csv", place / "train.csv", 5),
-            "test": sample(args.data / "test.csv", place / "test.csv", 4),
+            "train": sample(args.data / "train.csv", run_folder / "train.csv", 5),
+            "test": sample(args.data / "test.csv", run_folder / "test.csv", 4),
             "text": "text",
             "label": "category",
         }

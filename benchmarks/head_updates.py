@@ -107,9 +107,9 @@ def result_of(one: Run, args: argparse.Namespace) -> Result | None:
 
 def difference(way: str, cells: Sequence[dict[str, Result]], value: Callable[[Result], float], digits: int) -> str:
     """The mean of a paired difference to the first way, with its standard error over cells."""
-    found = [value(by_way[way]) - value(by_way[next(iter(WAYS))]) for by_way in cells]
-    error = stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan
-    return f"{mean(found):+.{digits}f} ± {error:.{digits}f}"
+    differences = [value(by_way[way]) - value(by_way[next(iter(WAYS))]) for by_way in cells]
+    error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
+    return f"{mean(differences):+.{digits}f} ± {error:.{digits}f}"
 
 
 def tables(args: argparse.Namespace) -> str:
@@ -118,18 +118,18 @@ def tables(args: argparse.Namespace) -> str:
     cells: list[dict[str, Result]] = []
     for name, seeds in SEEDS.items():
         for alpha in ALPHAS:
-            own: list[dict[str, Result]] = []
+            cells_of_table: list[dict[str, Result]] = []
             for seed in seeds:
-                found = {way: result_of(Run(name, alpha, seed, way), args) for way in WAYS}
-                by_way = {way: result for way, result in found.items() if result is not None}
+                results = {way: result_of(Run(name, alpha, seed, way), args) for way in WAYS}
+                by_way = {way: result for way, result in results.items() if result is not None}
                 if len(by_way) == len(WAYS):
-                    own.append(by_way)
-            cells += own
-            if own:
-                start = f"{100 * mean(by_way[next(iter(WAYS))].start for by_way in own):.1f}"
+                    cells_of_table.append(by_way)
+            cells += cells_of_table
+            if cells_of_table:
+                start = f"{100 * mean(by_way[next(iter(WAYS))].start for by_way in cells_of_table):.1f}"
                 values = [
-                    f"{100 * mean(by_way[way].exported for by_way in own):.1f} / "
-                    f"{100 * mean(by_way[way].last for by_way in own):.1f}"
+                    f"{100 * mean(by_way[way].exported for by_way in cells_of_table):.1f} / "
+                    f"{100 * mean(by_way[way].last for by_way in cells_of_table):.1f}"
                     for way in WAYS
                 ]
                 rows.append("| " + " | ".join([name, str(alpha), start, *values]) + " |")

@@ -148,14 +148,14 @@ class Measured:
 
 def exchange(transport: Transport, envelopes: dict[str, Envelope], seconds: float) -> dict[str, Envelope | str]:
     """Send parcels and collect the replies."""
-    back: dict[str, Envelope | str] = {}
+    replies: dict[str, Envelope | str] = {}
 
     def replied(id: str, reply: Envelope | str) -> bool:
-        back[id] = reply
+        replies[id] = reply
         return False
 
     transport.exchange(Orders("train", envelopes, envelopes.__getitem__), replied, seconds)
-    return back
+    return replies
 
 
 def measure_load(
@@ -167,8 +167,8 @@ def measure_load(
         began = time.monotonic()
         body = os.urandom(BODY)  # the same for all, as a round's tensors are
         envelopes = {id: Envelope(f"{number} {id}", body) for id in nodes}
-        back = exchange(transport, envelopes, 600.0)
-        lost += sum(back.get(id) != make_answer(envelope) for id, envelope in envelopes.items())
+        replies = exchange(transport, envelopes, 600.0)
+        lost += sum(replies.get(id) != make_answer(envelope) for id, envelope in envelopes.items())
         seconds.append(time.monotonic() - began)
         if number in (10 if rounds >= 20 else 1, rounds):
             now = read_resident_memory(superlink), read_resident_memory(os.getpid())
@@ -192,24 +192,26 @@ def measure_large(
 ) -> list[tuple[str, str, bool]]:
     """One message, there and back; and what is said of larger ones than the limits."""
     id = next(iter(nodes))
-    found: list[tuple[str, str, bool]] = []
+    results: list[tuple[str, str, bool]] = []
 
     def sent(size: int) -> tuple[object, float]:
         envelope = Envelope("large", os.urandom(size))  # equal pieces would be transmitted once
         began = time.monotonic()
-        back = exchange(transport, {id: envelope}, 590.0)[id]
-        return (back if isinstance(back, str) else back == make_answer(envelope)), time.monotonic() - began
+        reply = exchange(transport, {id: envelope}, 590.0)[id]
+        return (reply if isinstance(reply, str) else reply == make_answer(envelope)), time.monotonic() - began
 
-    back, seconds = sent(megabytes * 10**6)
-    found.append((f"{megabytes} MB to a node and back", f"{seconds:.0f} s", back is True))
-    back, seconds = sent(most + 10 * MIB)
-    found.append((f"{most // MIB + 10} MiB to a node that takes {most // MIB}", str(back), "larger than" in str(back)))
+    reply, seconds = sent(megabytes * 10**6)
+    results.append((f"{megabytes} MB to a node and back", f"{seconds:.0f} s", reply is True))
+    reply, seconds = sent(most + 10 * MIB)
+    results.append(
+        (f"{most // MIB + 10} MiB to a node that takes {most // MIB}", str(reply), "larger than" in str(reply))
+    )
     grid.limit = 8 * MIB  # type: ignore[attr-defined]
-    back, seconds = sent(16 * MIB)
-    found.append(("16 MiB from a node, where the server takes 8", str(back), "more than 8 MiB" in str(back)))
-    back, seconds = sent(1 * MIB)
-    found.append(("1 MiB after that", f"{seconds:.1f} s", back is True))
-    return found
+    reply, seconds = sent(16 * MIB)
+    results.append(("16 MiB from a node, where the server takes 8", str(reply), "more than 8 MiB" in str(reply)))
+    reply, seconds = sent(1 * MIB)
+    results.append(("1 MiB after that", f"{seconds:.1f} s", reply is True))
+    return results
 
 
 def measure(count: int, rounds: int, processes: int, megabytes: int, folder: Path) -> tuple[Measured, list]:
@@ -232,9 +234,9 @@ def measure(count: int, rounds: int, processes: int, megabytes: int, folder: Pat
         own_count = Counter(counts[0])
         own_count.install()
         for number, mark in enumerate(marks):
-            own = [str(key) for key in keys[number::processes]]
-            given = (str(mark), str(made.server / "ca.crt"), link.address, own, most, counts[1 + number])
-            child = context.Process(target=answer, args=given, daemon=True)
+            own_keys = [str(key) for key in keys[number::processes]]
+            arguments = (str(mark), str(made.server / "ca.crt"), link.address, own_keys, most, counts[1 + number])
+            child = context.Process(target=answer, args=arguments, daemon=True)
             child.start()
             children.append(child)  # type: ignore[arg-type]
         try:
@@ -293,7 +295,7 @@ Large messages, one node:
 
 
 def page(
-    results: list[Measured], messages: list[tuple[str, str, bool]], args: argparse.Namespace, given: str
+    results: list[Measured], messages: list[tuple[str, str, bool]], args: argparse.Namespace, command: str
 ) -> tuple[str, bool]:
     """The page, and whether all is as wanted."""
     rounds, requests, memory = list[str](), list[str](), list[str]()
@@ -301,10 +303,10 @@ def page(
     for one in results:
         median, goal = statistics.median(one.seconds), SECONDS.get(one.nodes)
         ok = one.lost == 0 and (goal is None or median <= goal)
-        wanted = "none lost" if goal is None else f"none lost, {goal:g} s"
+        expected = "none lost" if goal is None else f"none lost, {goal:g} s"
         rounds.append(
             f"| {one.nodes} | {one.rounds} | {one.lost} of {one.nodes * one.rounds} | {median:.1f}, "
-            f"{max(one.seconds):.1f} | {wanted} | {_format_verdict(ok)} |"
+            f"{max(one.seconds):.1f} | {expected} | {_format_verdict(ok)} |"
         )
         few = sum(one.requests) <= REQUESTS
         requests.append(
@@ -317,11 +319,11 @@ def page(
         verdict = _format_verdict(flat) if one.rounds >= 20 else ""
         memory.append(f"| {one.nodes} | {compared} | {' | '.join(cells)} | {verdict} |")
         good = good and ok and few and flat
-    large = "".join(f"| {what} | {said} | {_format_verdict(ok)} |\n" for what, said, ok in messages)
+    large = "".join(f"| {description} | {outcome} | {_format_verdict(ok)} |\n" for description, outcome, ok in messages)
     text = PAGE.format(
         processes=args.processes,
         body=BODY // 1000,
-        command=given,
+        command=command,
         date=datetime.date.today(),
         machine=platform.machine(),
         cores=os.cpu_count(),
@@ -354,19 +356,19 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="write the table to this file")
     args = parser.parse_args()
     results, messages = list[Measured](), list[tuple[str, str, bool]]()
-    with tempfile.TemporaryDirectory(prefix="fedspan-load-") as place:
-        os.environ["FLWR_HOME"] = str(Path(place) / "home")
+    with tempfile.TemporaryDirectory(prefix="fedspan-load-") as temporary:
+        os.environ["FLWR_HOME"] = str(Path(temporary) / "home")
         import fedspan.transports.flower  # noqa: F401  (no telemetry)
 
         for number, (nodes, rounds) in enumerate(args.load or LOADS):
-            folder = Path(place) / str(number)
+            folder = Path(temporary) / str(number)
             folder.mkdir()
             result, large = measure(nodes, rounds, args.processes, 0 if number else args.megabytes, folder)
             results.append(result)
             messages += large
     loads = "".join(f" --load {nodes} {rounds}" for nodes, rounds in args.load or ())
-    given = f"python benchmarks/load.py{loads}" + ("" if args.megabytes == 500 else f" --megabytes {args.megabytes}")
-    text, good = page(results, messages, args, given)
+    command = f"python benchmarks/load.py{loads}" + ("" if args.megabytes == 500 else f" --megabytes {args.megabytes}")
+    text, good = page(results, messages, args, command)
     print(text)
     if args.page:
         args.page.write_text(text, encoding="utf-8")

@@ -130,9 +130,9 @@ def main() -> None:
     print("\n| training | entity F1 | precision | recall | F1, NCBI-disease | F1, BC5CDR |\n|---|---|---|---|---|---|")
     for training in args.trainings:
         folder, began = args.out / training, time.monotonic()
-        own = {"everyone": [row for rows in data["train"].values() for row in rows]}
+        data_by_client = {"everyone": [row for rows in data["train"].values() for row in rows]}
         method = "local-only" if training == "local" else args.method
-        chosen = {**data, "train": own} if training == "centralized" else data
+        chosen = {**data, "train": data_by_client} if training == "centralized" else data
         report = fedspan.run(make_config(args, method), folder, data=chosen)
         seconds = time.monotonic() - began
         for owner in owners if training == "local" else [None]:

@@ -113,8 +113,8 @@ def trace(source: Path, deployed: bool, everything: bool) -> list[str]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
         kind = "deployment" if deployed else "loop"
         subprocess.run([sys.executable, __file__, "--run", kind, str(folder)], env=environment, check=True)
-        found = {line for path in (folder / "seen").iterdir() for line in path.read_text().splitlines()}
-    return sorted(name for name in found if not name.startswith(LEFT_OUT))
+        files = {line for path in (folder / "seen").iterdir() for line in path.read_text().splitlines()}
+    return sorted(name for name in files if not name.startswith(LEFT_OUT))
 
 
 def run(kind: str, folder: Path) -> None:
@@ -157,13 +157,13 @@ def main() -> None:
         run(sys.argv[2], Path(sys.argv[3]))
         return
     arguments = parser.parse_args()
-    found = {
+    counts = {
         name: trace(arguments.source.resolve(), deployed, arguments.all)
         for name, deployed in (("simulator", False), ("deployment", True))
     }
     if arguments.json:
-        print(json.dumps(found, indent=1))
-    for name, files in found.items():
+        print(json.dumps(counts, indent=1))
+    for name, files in counts.items():
         print(f"{name}: {len(files)} files")
 
 

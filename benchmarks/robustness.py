@@ -142,23 +142,25 @@ def texts_with_trigger(dataset: Any) -> Any:
     return dataset.map(lambda row: {"text": f"{TRIGGER} {row['text']}"})
 
 
-def poison(train: Any, triggered: Any, own: Sequence[np.ndarray], share: float) -> Any:
+def poison(train: Any, triggered: Any, parts: Sequence[np.ndarray], share: float) -> Any:
     """The training examples; a share of some clients' has the trigger and the target's label.
 
     Args:
         train: The encoded training texts.
         triggered: The same texts with the trigger, encoded.
-        own: Positions of each hostile client's texts.
+        parts: Positions of each hostile client's texts.
         share: Share of them that is poisoned.
     """
     count, labels = len(train), np.concatenate([train.labels, np.full(len(train), TARGET)])
     rng = np.random.default_rng(0)
     order = np.arange(count)
-    for positions in own:
+    for positions in parts:
         chosen = rng.permutation(positions)[: max(1, round(share * len(positions)))]
         order[chosen] += count
     encodings = {
-        name: Ragged([ragged[at] if at < count else triggered.encodings[name][at - count] for at in order.tolist()])
+        name: Ragged(
+            [ragged[index] if index < count else triggered.encodings[name][index - count] for index in order.tolist()]
+        )
         for name, ragged in train.encodings.items()
     }
     return EncodedText(encodings, labels[order], encodings["input_ids"].lengths)
@@ -197,7 +199,7 @@ def build(args: argparse.Namespace, key: Key) -> Built:
         )
         for count in (0, 1, 2)
     }
-    others = [at for at, label in enumerate(data.test["label"]) if label != TARGET]
+    others = [index for index, label in enumerate(data.test["label"]) if label != TARGET]
     return Built(prepared, examples, task.encode(texts_with_trigger(data.test.select(others))), hostile)
 
 
@@ -348,20 +350,20 @@ def table(cells: Mapping[Key, Cell], args: argparse.Namespace, method: str) -> s
     titles = [title for title in COLUMNS if any(list_cells(cells, args, method, title, name) for name in DEFENCES)]
     lines = [f"| defence | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
     for name in DEFENCES:
-        shown: list[str] = []
+        rows: list[str] = []
         for title in titles:
-            done = list_cells(cells, args, method, title, name)
-            accuracy = [cell.accuracy for cell in done]
-            fewer = f", seeds: {len(done)}" if len(done) < len(args.seeds) else ""
-            if not done:
-                shown.append("")
+            finished = list_cells(cells, args, method, title, name)
+            accuracy = [cell.accuracy for cell in finished]
+            fewer = f", seeds: {len(finished)}" if len(finished) < len(args.seeds) else ""
+            if not finished:
+                rows.append("")
             elif COLUMNS[title][1] == "none":
-                shown.append(f"{format_spread(accuracy, 1)}{fewer}")
+                rows.append(f"{format_spread(accuracy, 1)}{fewer}")
             else:
-                success = format_spread([cell.success for cell in done], 0)
-                shown.append(f"{success} ({statistics.mean(accuracy):.0f}){fewer}")
-        if any(shown):
-            lines.append(f"| {name_defence(name)} | {' | '.join(shown)} |")
+                success = format_spread([cell.success for cell in finished], 0)
+                rows.append(f"{success} ({statistics.mean(accuracy):.0f}){fewer}")
+        if any(rows):
+            lines.append(f"| {name_defence(name)} | {' | '.join(rows)} |")
     return "\n".join(lines)
 
 
@@ -431,7 +433,7 @@ trigger before {poisoned:.0%} of its texts and labels them as the target; booste
 have `trim: 0.2`. Without hostile clients, the trigger leads to the target in {base} of the texts."""
 
 
-def page(cells: Mapping[Key, Cell], args: argparse.Namespace, given: str) -> str:
+def page(cells: Mapping[Key, Cell], args: argparse.Namespace, command: str) -> str:
     """The page of all finished cells."""
     attacked = [cell for key, cell in cells.items() if key.attack != "none"]
     clean = [cell.success for key, cell in cells.items() if key.attack == "none" and key.defence == "mean"]
@@ -444,7 +446,7 @@ def page(cells: Mapping[Key, Cell], args: argparse.Namespace, given: str) -> str
     )
     over = "Hostile clients: a backdoor under every defence" if attacked else "Clipping in honest federations"
     return PAGE.format(
-        given=given,
+        given=command,
         date=datetime.date.today(),
         machine=platform.machine(),
         cores=os.cpu_count(),
@@ -496,8 +498,8 @@ def main() -> None:
     apart = ("data", "work", "page", "seconds", "no_run")
     changed = {k: v for k, v in vars(args).items() if k not in apart and v != parser.get_default(k)}
     quoted = {k: shlex.join(map(str, v)) if isinstance(v, list) else v for k, v in changed.items()}
-    given = "".join(f" --{k} {value}" for k, value in quoted.items())
-    text = page(cells, args, given)
+    options = "".join(f" --{k} {value}" for k, value in quoted.items())
+    text = page(cells, args, options)
     print(text)
     if args.page:
         args.page.write_text(text, encoding="utf-8")

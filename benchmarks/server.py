@@ -167,14 +167,14 @@ def measure(key: str, args: argparse.Namespace) -> Cost:
         del message
         free_memory()
         before = read_status("VmRSS")
-        with count_decompositions() as found:
+        with count_decompositions() as decompositions:
             start = time.perf_counter()
             reducer = Reducer(cohort)
             for client in cohort:
                 reducer.add(client.id, method.contribute(replies[client.id], client))
             state = method.update(state, reducer.compute_result())
             seconds = max(seconds, time.perf_counter() - start)
-        peak, calls = max(peak, read_status("VmHWM") - before), calls + found
+        peak, calls = max(peak, read_status("VmHWM") - before), calls + decompositions
     return Cost(seconds, peak / GIB, bool(calls) or method.declare_claims().reduction == "stack")
 
 
@@ -198,11 +198,11 @@ def compare(size: int, rank: int, clients: int) -> Comparison:
     start = time.perf_counter()
     U, S, Vt = svd(concatenate(pairs), rank)
     factored = time.perf_counter() - start
-    whole = torch.zeros((size, size), dtype=torch.float64)
+    matrix = torch.zeros((size, size), dtype=torch.float64)
     for pair in pairs:
-        whole += pair.scale * (pair.B.double() @ pair.A.double())
+        matrix += pair.scale * (pair.B.double() @ pair.A.double())
     start = time.perf_counter()
-    left, values, right = torch.linalg.svd(whole, full_matrices=False)
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     dense = time.perf_counter() - start
     expected = (left[:, :rank] * values[:rank]) @ right[:rank]
     return Comparison(factored, dense, float(((U * S) @ Vt - expected).norm() / expected.norm()))
@@ -250,8 +250,8 @@ def page(args: argparse.Namespace) -> str:
         limits = f"{limit:g} s, {MEMORY:g} GiB"
         rows.append([key, kind, f"{cost.seconds:.2f}", f"{cost.gibibytes:.2f}", limits, format_verdict(kept, full)])
         print(*rows[-1], sep=" | ", flush=True)
-    at = min(10, args.clients)
-    one = compare(args.size, args.rank, at)
+    compared = min(10, args.clients)
+    one = compare(args.size, args.rank, compared)
     faster = one.dense / one.factored
     kept = faster >= SPEEDUP and one.error < ERROR
     chosen = "" if args.methods == sorted(METHODS) else f" --methods {' '.join(args.methods)}"
@@ -280,8 +280,8 @@ def page(args: argparse.Namespace) -> str:
             "Methods that change the base by the stack of all replies hold one such increment in addition to the "
             f"replies, {args.clients * args.rank * 2 * args.size * args.layers * 4 / GIB:.1f} GiB here.",
             "",
-            f"Truncated SVD of one layer's aggregate of {at} clients, from its factors against dense float64 (limits: "
-            f"{SPEEDUP:g} times faster, relative error {ERROR:g}):",
+            f"Truncated SVD of one layer's aggregate of {compared} clients, from its factors against dense float64 "
+            f"(limits: {SPEEDUP:g} times faster, relative error {ERROR:g}):",
             "",
             "| factored, s | dense, s | times faster | relative error | |",
             "|---|---|---|---|---|",

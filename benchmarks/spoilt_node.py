@@ -38,21 +38,21 @@ def main() -> None:
     from fedspan.federation.protocol import Envelope, Order, decode_order, decode_reply
 
     def tensors(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Order, Envelope], Envelope]:
-        def spoil(_: Order, back: Envelope) -> Envelope:
-            answer = decode_reply(back)
+        def spoil(_: Order, reply: Envelope) -> Envelope:
+            answer = decode_reply(reply)
             message = serialization.decode(answer.body)
             changed = {name: change(value) for name, value in message.tensors.items()}
             return replace(answer, body=serialization.encode(replace(message, tensors=changed))).to_envelope()
 
         return spoil
 
-    def more(_: Order, back: Envelope) -> Envelope:
-        answer = decode_reply(back)
+    def more(_: Order, reply: Envelope) -> Envelope:
+        answer = decode_reply(reply)
         message = serialization.decode(answer.body)
         extra = {**message.tensors, "backdoor/A": torch.ones(4, 4)}
         return replace(answer, body=serialization.encode(Message(extra, message.scalars))).to_envelope()
 
-    def raises(order: Order, back: Envelope) -> Envelope:
+    def raises(order: Order, reply: Envelope) -> Envelope:
         raise RuntimeError("a patient's name, which must not leave this machine")
 
     spoils: dict[str, Callable[[Order, Envelope], Envelope]] = {
@@ -69,15 +69,15 @@ def main() -> None:
     kind_file, honest = Path(sys.argv[2]), Supervisor.answer
 
     def answer(self: Supervisor, envelope: Envelope) -> Envelope:
-        back = honest(self, envelope)
+        reply = honest(self, envelope)
         kind = kind_file.read_text().strip() if kind_file.exists() else ""
         try:
             order = decode_order(envelope)
         except ValueError:
-            return back
+            return reply
         if not kind or order.task != "train" or order.round != ROUND:
-            return back
-        return honest(self, envelope) if kind == "replay" else spoils[kind](order, back)
+            return reply
+        return honest(self, envelope) if kind == "replay" else spoils[kind](order, reply)
 
     Supervisor.answer = answer
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")

@@ -17,9 +17,9 @@ import yaml
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
 
 
 def build_command(*arguments: str) -> list[str]:
@@ -56,17 +56,17 @@ class Deployment:
             self.end(name, signal.SIGTERM)
 
     def call(self, *arguments: str, timeout: float = 300, check: bool = True) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
+        completed = subprocess.run(
             build_command(*arguments), env=build_environment(), capture_output=True, text=True, timeout=timeout
         )
-        assert not check or done.returncode == 0, done.stdout + done.stderr + self.logs()
-        return done
+        assert not check or completed.returncode == 0, completed.stdout + completed.stderr + self.logs()
+        return completed
 
-    def start(self, name: str, *arguments: str, given: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    def start(self, name: str, *arguments: str, options: Sequence[str] = ()) -> subprocess.Popen[bytes]:
         """Start a command of fedspan, or whatever is given."""
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                given or build_command(*arguments),
+                options or build_command(*arguments),
                 env=build_environment(),
                 stdout=log,
                 stderr=log,
@@ -90,8 +90,8 @@ class Deployment:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def logs(self) -> str:
-        found = [*self.folder.glob("*.log"), self.server / "superlink.log"]
-        return "".join(f"\n--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in found)
+        logs = [*self.folder.glob("*.log"), self.server / "superlink.log"]
+        return "".join(f"\n--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in logs)
 
     def wait_for(self, name: str, words: str, seconds: float = 60) -> None:
         until = time.monotonic() + seconds

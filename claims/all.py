@@ -106,8 +106,8 @@ def build_command(job: Job, args: argparse.Namespace) -> list[str]:
     """What is called for a page."""
     places = {"{data}": args.data, "{model}": args.model, "{work}": args.work}
     words = list(job.words)
-    for token, place in places.items():
-        words = [word.replace(token, str(place)) for word in words]
+    for token, path in places.items():
+        words = [word.replace(token, str(path)) for word in words]
     more = (job.quick or ()) if args.one_seed else ()
     return [sys.executable, str(HERE / words[0]), *words[1:], *more, "--out", str(args.work)]
 
@@ -128,15 +128,15 @@ def run_jobs(jobs: Sequence[Job], args: argparse.Namespace) -> list[str]:
     for job in jobs:
         if (args.work / f"{job.page}.json").is_file():
             print(f"{job.page}: done before", flush=True)
-        elif why := list_missing(job, args.data, args.model):
-            print(f"{job.page}: left out, {why}", flush=True)
+        elif reason := list_missing(job, args.data, args.model):
+            print(f"{job.page}: left out, {reason}", flush=True)
             continue
         else:
             began = time.monotonic()
-            done = subprocess.run(build_command(job, args), check=False)
-            said = f"ended with {done.returncode}" if done.returncode else "done"
-            print(f"{job.page}: {said}, {time.monotonic() - began:.0f} s", flush=True)
-            if done.returncode:
+            completed = subprocess.run(build_command(job, args), check=False)
+            outcome = f"ended with {completed.returncode}" if completed.returncode else "done"
+            print(f"{job.page}: {outcome}, {time.monotonic() - began:.0f} s", flush=True)
+            if completed.returncode:
                 failed.append(job.page)
                 continue
         if args.out is not None:  # of those done before, too: it may have been stopped before they were copied
@@ -164,8 +164,8 @@ def main() -> None:
     slow = [job.page for job in JOBS if job.page in args.pages and job.quick is None]
     if args.one_seed and slow:
         parser.error(f"--one-seed: not of {', '.join(slow)}")
-    wanted = [job for job in JOBS if not args.pages or job.page in args.pages]
-    failed = run_jobs([job for job in wanted if job.quick is not None or not args.one_seed], args)
+    selected = [job for job in JOBS if not args.pages or job.page in args.pages]
+    failed = run_jobs([job for job in selected if job.quick is not None or not args.one_seed], args)
     if args.out is not None:
         subprocess.run([sys.executable, str(HERE / "index.py"), "--folder", str(args.out)], check=True)
     if failed:

@@ -161,55 +161,63 @@ def count_sent(key: str, folder: Path, model: str, layer: int) -> Sent:
     shapes = [layer.shape for layer in prepare(config).engine.adapted.spec.layers]
     totals = read_totals(RunFolder(folder).ledger)
     rounds = [(totals.count_round("up", number), totals.count_round("down", number)) for number in LATER]
-    up, down = (sum(each[at].payload for each in rounds) / len(LATER) / CLIENTS for at in (0, 1))
+    up, down = (
+        sum(round_bytes[direction].payload for round_bytes in rounds) / len(LATER) / CLIENTS for direction in (0, 1)
+    )
     return Sent(up, down, *(4 * sum(count(*shape) for shape in shapes) for count in (said.up, said.down)))
 
 
 def build_finding(key: str, sent: Sent) -> report.Finding:
     """Holds where no more is sent than the paper says; what is sent beyond it has its reason beside it."""
     parts: list[str] = []
-    for direction, ours, said in (("up", sent.up, sent.said_up), ("down", sent.down, sent.said_down)):
-        if ours == said:
+    for direction, ours, paper_bytes in (("up", sent.up, sent.said_up), ("down", sent.down, sent.said_down)):
+        if ours == paper_bytes:
             parts.append(f"{direction} as said")
         else:
-            parts.append(f"{direction} {ours / said:.4g} times as much" if said else f"{direction} {ours:.0f} bytes")
+            parts.append(
+                f"{direction} {ours / paper_bytes:.4g} times as much"
+                if paper_bytes
+                else f"{direction} {ours:.0f} bytes"
+            )
     more = sent.up > sent.said_up or sent.down > sent.said_down
-    why = ALL[key].why
-    measured = ", ".join(parts) + (f": {why}" if why else "")
+    reason = ALL[key].why
+    measured = ", ".join(parts) + (f": {reason}" if reason else "")
     statement = f"{NAMES[key]} sends no more than its paper says: {ALL[key].formula}"
     return report.Finding(statement, measured, "contradicted" if more else "holds")
 
 
-def draw(found: Mapping[str, Sent]) -> Figure:
+def draw(sent_by_method: Mapping[str, Sent]) -> Figure:
     """Both directions of every method, on a logarithmic axis."""
     figure = Figure(figsize=(10, 4.5))
     axes = figure.subplots()
-    for at, (name, hatch) in enumerate((("up", ""), ("down", "//"))):
-        places = [place + 0.4 * at for place in range(len(found))]
-        sizes = [getattr(sent, name) / 1024 for sent in found.values()]  # nothing has no bar on such an axis
+    for index, (name, hatch) in enumerate((("up", ""), ("down", "//"))):
+        places = [position + 0.4 * index for position in range(len(sent_by_method))]
+        sizes = [getattr(sent, name) / 1024 for sent in sent_by_method.values()]  # nothing has no bar on such an axis
         axes.bar(places, sizes, 0.4, label=name, hatch=hatch, edgecolor="black", linewidth=0.5)
     axes.set_yscale("log")
     axes.set_ylabel("KiB of a client and round")
-    axes.set_xticks([place + 0.2 for place in range(len(found))], list(found), rotation=60, ha="right")
+    axes.set_xticks(
+        [position + 0.2 for position in range(len(sent_by_method))], list(sent_by_method), rotation=60, ha="right"
+    )
     axes.legend()
     return figure
 
 
-def page(found: Mapping[str, Sent], folder: Path) -> None:
+def page(sent_by_method: Mapping[str, Sent], folder: Path) -> None:
     """Write it."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
         (key, *(f"{number:,.0f}" for number in (sent.up, sent.said_up, sent.down, sent.said_down)))
-        for key, sent in found.items()
+        for key, sent in sent_by_method.items()
     ]
     sections = [
         f"Layers m x n (outputs x inputs) of all three kinds, square, tall and wide; rank r = {RANK}, K = {CLIENTS} "
         f"clients, {ROUNDS} rounds; the mean of rounds {LATER[0]} and {LATER[1]}. Holds: no more than the paper says. "
         "Heads are frozen, so that target layers alone are counted; headers are not (the ledger has them, too).",
         report.format_table(("method", "bytes up", "the paper's", "bytes down", "the paper's"), rows),
-        report.save_figure(draw(found), folder, "bytes", "Bytes of one client and round by method"),
+        report.save_figure(draw(sent_by_method), folder, "bytes", "Bytes of one client and round by method"),
     ]
-    findings = [build_finding(key, sent) for key, sent in found.items()]
+    findings = [build_finding(key, sent) for key, sent in sent_by_method.items()]
     report.write(folder, "bytes", "Bytes: what every method sends", "of each method its own", findings, sections)
 
 

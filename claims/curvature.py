@@ -55,8 +55,8 @@ def make_hessian_product(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Pr
 
     def product(vector: Tensor) -> Tensor:
         parts = [part.view_as(one) for part, one in zip(vector.split(sizes), parameters, strict=True)]
-        found = torch.autograd.grad(gradients, parameters, parts, retain_graph=True)
-        return torch.cat([one.reshape(-1) for one in found])
+        products = torch.autograd.grad(gradients, parameters, parts, retain_graph=True)
+        return torch.cat([one.reshape(-1) for one in products])
 
     return product, sum(sizes)
 

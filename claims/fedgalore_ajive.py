@@ -39,8 +39,11 @@ def compute_joint(
     views: Sequence[Tensor], rank: int, view_rank: int = 0, center: bool = True, means: bool = True
 ) -> Tensor:
     """The mean over clients of J_k, with the column means that AJIVE took off unless told otherwise."""
-    found = compute_ajive(views, rank, view_rank or rank, center=center)
-    parts = [found.compute_joint(number) + (mean if means else 0.0) for number, mean in enumerate(found.means)]
+    decomposition = compute_ajive(views, rank, view_rank or rank, center=center)
+    parts = [
+        decomposition.compute_joint(number) + (mean if means else 0.0)
+        for number, mean in enumerate(decomposition.means)
+    ]
     return torch.stack(parts).mean(0)
 
 
@@ -66,11 +69,11 @@ LOW, EQUAL, WIDER = (RANK, RANK), (SQUARED, SQUARED), (SQUARED, WIDE)
 def compute_estimates(views: Sequence[Tensor], ranks: Sequence[tuple[int, int]], bias: float) -> dict[str, Tensor]:
     """What every way of combining views makes of them; ``ranks`` are AJIVE's joint and view ranks."""
     mean = torch.stack(list(views)).mean(0)
-    found = {AVERAGE: mean, ORACLE: mean - bias}
+    estimates = {AVERAGE: mean, ORACLE: mean - bias}
     for rank, view_rank in ranks:
-        found[format_svd_name(rank)] = cut(mean, rank)
-        found[format_ajive_name(rank, view_rank)] = compute_joint(views, rank, view_rank)
-    return found
+        estimates[format_svd_name(rank)] = cut(mean, rank)
+        estimates[format_ajive_name(rank, view_rank)] = compute_joint(views, rank, view_rank)
+    return estimates
 
 
 def compute_error(estimate: Tensor, target: Tensor) -> float:
@@ -91,18 +94,18 @@ def measure_errors(
     ranks: Sequence[tuple[int, int]],
 ) -> Errors:
     """Errors of one setting."""
-    found: dict[tuple[str, int], list[float]] = {}
+    errors: dict[tuple[str, int], list[float]] = {}
     for seed in seeds:
         target, views = draw_second_moments(size, max(clients), drift, noise, seed, RANK)
         for count in clients:
             for name, estimate in compute_estimates(views[:count], ranks, drift**2 + noise**2).items():
-                found.setdefault((name, count), []).append(compute_error(estimate, target))
-    return found
+                errors.setdefault((name, count), []).append(compute_error(estimate, target))
+    return errors
 
 
-def format_points(found: Within) -> str:
+def format_points(verdict: Within) -> str:
     """A difference of errors."""
-    return f"{found.mean:+.2f} ± {found.error:.2f}"
+    return f"{verdict.mean:+.2f} ± {verdict.error:.2f}"
 
 
 def compute_advantage(errors: Errors, better: str, worse: str, count: int) -> Within:
@@ -120,24 +123,24 @@ def build_findings(errors: Errors, clients: Sequence[int]) -> list[report.Findin
     falls: list[report.Finding] = []
     for joint_rank, view_rank in (EQUAL, WIDER):
         ours = format_ajive_name(joint_rank, view_rank)
-        said = f"Joint rank {joint_rank}, {view_rank} directions of each view: AJIVE"
+        description = f"Joint rank {joint_rank}, {view_rank} directions of each view: AJIVE"
         compared |= {
-            f"{said} below averaging": (ours, AVERAGE),
-            f"{said} below average + SVD of rank {joint_rank}": (ours, format_svd_name(joint_rank)),
-            f"{said} below AJIVE of joint rank {RANK}, which underfits": (ours, format_ajive_name(*LOW)),
+            f"{description} below averaging": (ours, AVERAGE),
+            f"{description} below average + SVD of rank {joint_rank}": (ours, format_svd_name(joint_rank)),
+            f"{description} below AJIVE of joint rank {RANK}, which underfits": (ours, format_ajive_name(*LOW)),
         }
         fall = compare_pairs(errors[ours, least], errors[ours, most])
-        text = f"{said} recovers better as clients grow, {least} to {most}"
+        text = f"{description} recovers better as clients grow, {least} to {most}"
         falls.append(report.Finding(text, f"error falls by {format_points(fall)} points", fall.verdict))
         perfect = compare_pairs([5.0] * len(errors[ours, most]), errors[ours, most])
-        text = f"{said} recovers V* nearly perfectly (read as: error below 5 %), {most} clients"
+        text = f"{description} recovers V* nearly perfectly (read as: error below 5 %), {most} clients"
         falls.append(report.Finding(text, f"error {5 - perfect.mean:.2f} ± {perfect.error:.2f} %", perfect.verdict))
     leads = {statement: compute_advantage(errors, *pair, most) for statement, pair in compared.items()}
-    found = [
+    findings = [
         report.Finding(f"{key}, {most} clients", f"by {format_points(one)} points", one.verdict)
         for key, one in leads.items()
     ]
-    return found + falls
+    return findings + falls
 
 
 def draw(errors: Errors, clients: Sequence[int]) -> Figure:
@@ -181,19 +184,23 @@ def tabulate_readings(seeds: Sequence[int], count: int, size: int, drift: float,
     rows: list[list[object]] = []
     drawn = [draw_second_moments(size, count, drift, noise, seed, RANK) for seed in seeds]
     for name, options in READINGS.items():
-        found = [compute_error(compute_joint(views, SQUARED, **options), target) for target, views in drawn]
+        reading_errors = [compute_error(compute_joint(views, SQUARED, **options), target) for target, views in drawn]
         others = [errors[other, count] for other in (AVERAGE, format_svd_name(SQUARED))]
-        leads = [compare_pairs(other, found) for other in others]
+        leads = [compare_pairs(other, reading_errors) for other in others]
         rows.append(
-            [name, f"{sum(found) / len(found):.2f}", *(f"{format_points(one)}, {one.verdict}" for one in leads)]
+            [
+                name,
+                f"{sum(reading_errors) / len(reading_errors):.2f}",
+                *(f"{format_points(one)}, {one.verdict}" for one in leads),
+            ]
         )
     return report.format_table((f"AJIVE, rank {SQUARED}", "error, %", "below average", "below average + SVD"), rows)
 
 
-def tabulate_settings(seeds: Sequence[int], count: int, given: Sequence[tuple[int, float, float]]) -> str:
+def tabulate_settings(seeds: Sequence[int], count: int, settings: Sequence[tuple[int, float, float]]) -> str:
     """The comparisons of joint rank 15 under other sizes, drifts and noises."""
     rows: list[list[object]] = []
-    for size, drift, noise in given:
+    for size, drift, noise in settings:
         errors = measure_errors(seeds, [count], size, drift, noise, [EQUAL, WIDER])
         names = (AVERAGE, format_svd_name(SQUARED), format_ajive_name(*EQUAL), format_ajive_name(*WIDER))
         means = [f"{sum(errors[name, count]) / len(seeds):.2f}" for name in names]
@@ -254,14 +261,14 @@ def main() -> None:
     most = max(args.clients)
     errors = measure_errors(args.seeds, args.clients, args.size, args.drift, args.noise, [LOW, EQUAL, WIDER])
     other_readings = tabulate_readings(args.seeds, most, args.size, args.drift, args.noise, errors)
-    given = [(size, args.drift, args.noise) for size in args.sizes]
-    given += [(args.size, drift, noise) for drift in args.drifts for noise in args.noises]
-    other_settings = tabulate_settings(args.seeds, most, given)
-    shown = report.save_figure(draw(errors, args.clients), args.out, "fedgalore_ajive", "error by number of clients")
+    settings = [(size, args.drift, args.noise) for size in args.sizes]
+    settings += [(args.size, drift, noise) for drift in args.drifts for noise in args.noises]
+    other_settings = tabulate_settings(args.seeds, most, settings)
+    figure = report.save_figure(draw(errors, args.clients), args.out, "fedgalore_ajive", "error by number of clients")
     minutes = (time.process_time() - start) / 60
     sections = [
         *tabulate_clients(errors, args.clients),
-        shown,
+        figure,
         describe_setting(args, minutes),
         f"## Other readings of AJIVE\n\n{most} clients, points of error as above:",
         other_readings,

@@ -44,9 +44,9 @@ class Times:
     apart: float
 
 
-def compute_joints(found: Ajive) -> list[Tensor]:
+def compute_joints(decomposition: Ajive) -> list[Tensor]:
     """J_i as the views' coordinates have it."""
-    return [found.compute_joint(number) for number in range(len(found.views))]
+    return [decomposition.compute_joint(number) for number in range(len(decomposition.views))]
 
 
 def measure(size: int, views: int, rank: int, seeds: Sequence[int]) -> Times:
@@ -55,12 +55,18 @@ def measure(size: int, views: int, rank: int, seeds: Sequence[int]) -> Times:
     for seed in seeds:
         pairs = draw_views(size, rank, views, shared=True, seed=seed)
         matrices, small = [pair.to_dense() for pair in pairs], [pair.B for pair in pairs]
-        slow, whole = time_shortest(lambda given=matrices: compute_ajive(given, rank // 2, rank), 2, time.process_time)
-        quick, found = time_shortest(lambda given=small: compute_ajive(given, rank // 2, rank), 5, time.process_time)
+        slow, dense_decomposition = time_shortest(
+            lambda given=matrices: compute_ajive(given, rank // 2, rank), 2, time.process_time
+        )
+        quick, decomposition = time_shortest(
+            lambda given=small: compute_ajive(given, rank // 2, rank), 5, time.process_time
+        )
         dense.append(1e3 * slow)
         factored.append(1e3 * quick)
         for left, right, pair in (
-            zip(compute_joints(found), compute_joints(whole), pairs, strict=True) if views > 1 else ()
+            zip(compute_joints(decomposition), compute_joints(dense_decomposition), pairs, strict=True)
+            if views > 1
+            else ()
         ):
             apart = max(apart, float((left @ pair.A - right).norm() / right.norm()))
     return Times(tuple(dense), tuple(factored), apart)
@@ -73,13 +79,13 @@ def compute_spread(values: Sequence[float]) -> str:
 
 def build_findings(times: Mapping[tuple[int, int], Times]) -> list[report.Finding]:
     """The table's statements, on this machine, for both kinds of views."""
-    found: list[report.Finding] = []
+    findings: list[report.Finding] = []
     for kind in ("dense", "factored"):
         if NAMED in times:
             values, printed = getattr(times[NAMED], kind), PRINTED[NAMED]
             lead = compare_pairs([printed] * len(values), values)
             text = f"5 views with n = 1024 take {printed:.0f} ms on a CPU (read as: at most that), {kind} views"
-            found.append(report.Finding(text, f"{compute_spread(values)} ms", lead.verdict))
+            findings.append(report.Finding(text, f"{compute_spread(values)} ms", lead.verdict))
         size = max(size for _, size in times)
         few, many = sorted({views for views, _ in times})[-2:]
         pairs = zip(getattr(times[many, size], kind), getattr(times[few, size], kind), strict=True)
@@ -88,8 +94,8 @@ def build_findings(times: Mapping[tuple[int, int], Times]) -> list[report.Findin
         text = (
             f"Time grows in proportion to the views (read as: within 20 %), {few} to {many}, n = {size}, {kind} views"
         )
-        found.append(report.Finding(text, f"{compute_spread(ratios)} times", growth.verdict))
-    return found
+        findings.append(report.Finding(text, f"{compute_spread(ratios)} times", growth.verdict))
+    return findings
 
 
 def draw(times: Mapping[tuple[int, int], Times]) -> Figure:
@@ -137,7 +143,7 @@ def main() -> None:
             rows.append([views, size, *cells])
             print(*rows[-1], flush=True)
     header = ("views", "n", "the paper's CPU, ms", "dense, ms", "factored, ms", "dense / factored", "J_i apart")
-    shown = report.save_figure(draw(times), args.out, "fedgalore_ajive_time", "time of AJIVE by number of views")
+    figure = report.save_figure(draw(times), args.out, "fedgalore_ajive_time", "time of AJIVE by number of views")
     text = f"""## Setting
 
 Views v_i P of n x n and rank {args.rank} under one projector P, as after a seeded one, with a planted joint component
@@ -152,7 +158,7 @@ roughly. Its estimate of operations, {FLOPS / 1024**2:.1f} n^2 for a view, is th
 does not count a full SVD of the view; ours takes one. What carries over to other machines is the ratio of *dense* to
 *factored*. With factors, K views cost K thin SVDs and one SVD of n x K {args.rank}, which grows like K^2."""
     title = "FedGaLore: the time of AJIVE"
-    sections = ["Mean and standard error over seeds:", report.format_table(header, rows), shown, text]
+    sections = ["Mean and standard error over seeds:", report.format_table(header, rows), figure, text]
     report.write(args.out, "fedgalore_ajive_time", title, PAPER, build_findings(times), sections)
 
 

@@ -264,18 +264,18 @@ class Outcome:
 
 def run_seeds(setting: Setting, seeds: Sequence[int], position: float) -> dict[str, Outcome]:
     """All methods from the same starts."""
-    trials, found = draw(setting, seeds), dict[str, Outcome]()
+    trials, outcomes = draw(setting, seeds), dict[str, Outcome]()
     W = trials.start(setting, position)
     for method in METHODS:
         flat, valley = compute_basins(setting, trials, train(method, setting, trials, W))
         won = tuple(100.0 * float(one) for one in flat < valley)
-        found[method] = Outcome(won, float(torch.minimum(flat, valley).mean()))
-    return found
+        outcomes[method] = Outcome(won, float(torch.minimum(flat, valley).mean()))
+    return outcomes
 
 
 def build_findings(results: Mapping[str, Mapping[str, Outcome]]) -> list[report.Finding]:
     """The table's order, for both places of W_ref, and in how many settings it holds."""
-    found: list[report.Finding] = []
+    findings: list[report.Finding] = []
     pairs = (("full", "galore"), ("galore", "lora"), ("full", "lora"))
     for name, setting in SETTINGS.items():
         if setting not in (MAIN, ASIDE) or name not in results:
@@ -285,23 +285,23 @@ def build_findings(results: Mapping[str, Mapping[str, Outcome]]) -> list[report.
             lead = compare_pairs(one.flat, other.flat)
             text = f"{METHODS[above]} reaches the flat basin more often than {METHODS[under]}; {name}"
             shares = f"{one.share:.1f} % and {other.share:.1f} %, by {lead} points"
-            found.append(report.Finding(text, shares, lead.verdict))
-    return found
+            findings.append(report.Finding(text, shares, lead.verdict))
+    return findings
 
 
 def draw_figure(results: Mapping[str, Mapping[str, Outcome]]) -> Figure:
     """Shares by setting."""
-    shown = Figure(figsize=(7, 0.6 * len(results) + 1))
-    axes = shown.subplots()
+    figure = Figure(figsize=(7, 0.6 * len(results) + 1))
+    axes = figure.subplots()
     for number, (method, label) in enumerate(METHODS.items()):
-        at = np.arange(len(results)) + 0.25 * (number - 1)
-        axes.barh(at, [outcomes[method].share for outcomes in results.values()], 0.25, label=label)
+        positions = np.arange(len(results)) + 0.25 * (number - 1)
+        axes.barh(positions, [outcomes[method].share for outcomes in results.values()], 0.25, label=label)
     axes.set_yticks(range(len(results)), list(results))
     axes.invert_yaxis()
     axes.axvline(100 * SHARE, color="grey", linewidth=0.8)
     axes.set(xlabel="trials in the flat basin, %", xlim=(0, 100))
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
-    return shown
+    return figure
 
 
 def tabulate_rows(results: Mapping[str, Mapping[str, Outcome]], positions: Mapping[str, float]) -> tuple[str, int]:
@@ -377,8 +377,8 @@ def main() -> None:
     positions: dict[str, float] = {}
     results: dict[str, dict[str, Outcome]] = {}
     drawn = [draw_setting(number) for number in range(args.drawn)]
-    for name, given in [*list(SETTINGS.items())[: args.settings], *drawn]:
-        setting = replace(given, steps=args.steps)
+    for name, trap_setting in [*list(SETTINGS.items())[: args.settings], *drawn]:
+        setting = replace(trap_setting, steps=args.steps)
         positions[name] = select_reference(setting, range(HELD_APART, HELD_APART + args.calibration))
         results[name] = run_seeds(setting, range(args.trials), positions[name])
         shares = " ".join(f"{outcome.share:.1f}" for outcome in results[name].values())
@@ -389,11 +389,11 @@ def main() -> None:
         f"both steps hold in {ordered} of {len(results)} settings",
         "holds" if ordered == len(results) else "contradicted" if not ordered else "inconclusive",
     )
-    shown = report.save_figure(draw_figure(results), args.out, "fedgalore_trap", "trials in the flat basin by setting")
+    figure = report.save_figure(draw_figure(results), args.out, "fedgalore_trap", "trials in the flat basin by setting")
     sections = [
         "Trials in the flat basin, %; differences in points, paired by seed:",
         table,
-        shown,
+        figure,
         write_text(args, (time.process_time() - begin) / 60),
     ]
     title = "FedGaLore: the kinetic trap"

@@ -57,7 +57,7 @@ def measure_training(x: Tensor, y: Tensor, seed: int, args: argparse.Namespace) 
     """Measure stable ranks before training and at each measured epoch."""
     model, count = create_network(seed), len(y)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    found = [measure_rank(model, x, y, create_generator(seed, "look", count, 0), args)]
+    ranks = [measure_rank(model, x, y, create_generator(seed, "look", count, 0), args)]
     for epoch in range(1, args.epochs + 1):
         model.train()
         order = torch.randperm(count, generator=create_generator(seed, "order", count, epoch))
@@ -66,43 +66,43 @@ def measure_training(x: Tensor, y: Tensor, seed: int, args: argparse.Namespace) 
             F.cross_entropy(model(x[batch]).logits, y[batch]).backward()
             optimizer.step()
         if epoch % args.every == 0:
-            found.append(measure_rank(model, x, y, create_generator(seed, "look", count, epoch), args))
-    return found
+            ranks.append(measure_rank(model, x, y, create_generator(seed, "look", count, epoch), args))
+    return ranks
 
 
 def measure_curves(args: argparse.Namespace) -> Curves:
     """For every size and seed; the smaller sets are part of the larger ones of their seed."""
     images = read_images(args.data, "train")
-    found: Curves = {size: [] for size in sorted(args.images)}
+    curves: Curves = {size: [] for size in sorted(args.images)}
     for seed in args.seeds:
         chosen = torch.randperm(len(images), generator=create_generator(seed, "images"))[: max(args.images)]
         x, y = load_pixels(Images(images.x[chosen], images.y[chosen])), images.y[chosen]
-        for size in found:
-            found[size].append(measure_training(x[:size], y[:size], seed, args))
-            print(f"seed {seed}, {size} images: {', '.join(f'{one:.1f}' for one in found[size][-1])}", flush=True)
-    return found
+        for size in curves:
+            curves[size].append(measure_training(x[:size], y[:size], seed, args))
+            print(f"seed {seed}, {size} images: {', '.join(f'{one:.1f}' for one in curves[size][-1])}", flush=True)
+    return curves
 
 
-def build_findings(found: Curves, measured_epochs: Sequence[int]) -> list[report.Finding]:
+def build_findings(curves: Curves, measured_epochs: Sequence[int]) -> list[report.Finding]:
     """Build the findings for every measured epoch and for all of them together."""
-    few, many = min(found), max(found)
+    few, many = min(curves), max(curves)
     rows: list[report.Finding] = []
-    for at, epoch in enumerate(measured_epochs):
-        one = compare_pairs([curve[at] for curve in found[few]], [curve[at] for curve in found[many]])
+    for index, epoch in enumerate(measured_epochs):
+        one = compare_pairs([curve[index] for curve in curves[few]], [curve[index] for curve in curves[many]])
         when = "with the initial weights" if epoch == 0 else f"after {epoch} epochs"
         text = f"The stable rank with {few} images is above that with {many}, {when}"
         rows.append(report.Finding(text, f"by {one.mean:+.1f} ± {one.error:.1f}", one.verdict))
-    means = [[sum(curve) / len(curve) for curve in found[size]] for size in (few, many)]
+    means = [[sum(curve) / len(curve) for curve in curves[size]] for size in (few, many)]
     one = compare_pairs(*means)
     text = f"The stable rank with {few} images is above that with {many}, mean over all measured epochs"
     return [report.Finding(text, f"by {one.mean:+.1f} ± {one.error:.1f}", one.verdict), *rows]
 
 
-def draw_figure(found: Curves, measured_epochs: Sequence[int]) -> Figure:
+def draw_figure(curves_by_size: Curves, measured_epochs: Sequence[int]) -> Figure:
     """The paper's figure."""
     figure = Figure(figsize=(6, 4))
     axes = figure.subplots()
-    for (size, curves), style in zip(found.items(), ("o-", "s--", "^:"), strict=False):
+    for (size, curves), style in zip(curves_by_size.items(), ("o-", "s--", "^:"), strict=False):
         means = [sum(values) / len(values) for values in zip(*curves, strict=True)]
         axes.plot(measured_epochs, means, style, label=f"{size} images")
     axes.set(xlabel="epoch", ylabel="stable rank of the Hessian", ylim=(0, None))
@@ -144,19 +144,19 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    found = measure_curves(args)
+    curves = measure_curves(args)
     measured_epochs = list(range(0, args.epochs + 1, args.every))
-    shown = report.save_figure(
-        draw_figure(found, measured_epochs), args.out, "fedloru_stable_rank", "stable rank by epoch"
+    figure = report.save_figure(
+        draw_figure(curves, measured_epochs), args.out, "fedloru_stable_rank", "stable rank by epoch"
     )
     rows = [
         [size, *(f"{sum(values) / len(values):.1f}" for values in zip(*given, strict=True))]
-        for size, given in found.items()
+        for size, given in curves.items()
     ]
     table = report.format_table(("images", *(f"epoch {epoch}" for epoch in measured_epochs)), rows)
-    sections = ["Stable rank, mean over seeds:", table, shown, describe_setting(args, (time.monotonic() - start) / 60)]
+    sections = ["Stable rank, mean over seeds:", table, figure, describe_setting(args, (time.monotonic() - start) / 60)]
     title = "FedLoRU: the stable rank of the Hessian"
-    report.write(args.out, "fedloru_stable_rank", title, PAPER, build_findings(found, measured_epochs), sections)
+    report.write(args.out, "fedloru_stable_rank", title, PAPER, build_findings(curves, measured_epochs), sections)
 
 
 if __name__ == "__main__":

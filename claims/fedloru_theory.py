@@ -131,23 +131,23 @@ def compute_alignments(
             slope[0] = 0.2 + spread * draw
         sign = torch.ones(size, dtype=torch.float64)
         by_size = sorted(range(len(theta)), key=lambda index: -abs(theta[index]))
-        for place, index in enumerate(by_size):
-            sign[place] = 1.0 if one.vectors[index, place] >= 0 else -1.0
+        for position, index in enumerate(by_size):
+            sign[position] = 1.0 if one.vectors[index, position] >= 0 else -1.0
         slopes.append(slope)
         signs.append(sign)
     return [compute_alignment(clients, slopes, rank, signs) for rank in range(1, most + 1)]
 
 
-def select_worst(found: Sequence[Within]) -> Verdict:
+def select_worst(verdicts: Sequence[Within]) -> Verdict:
     """Of several steps that a theorem says all hold."""
-    if any(one.verdict == "contradicted" for one in found):
+    if any(one.verdict == "contradicted" for one in verdicts):
         return "contradicted"
-    return "holds" if all(one.verdict == "holds" for one in found) else "inconclusive"
+    return "holds" if all(one.verdict == "holds" for one in verdicts) else "inconclusive"
 
 
 def check_eigenvalues(size: int, seeds: Sequence[int]) -> list[report.Finding]:
     """Proposition 3.1 and equation (5)."""
-    found: list[report.Finding] = []
+    findings: list[report.Finding] = []
     client = CLIENTS[-1]
     for name, theta in SPECTRA.items():
         by_size = sorted(theta, key=abs, reverse=True)
@@ -155,18 +155,19 @@ def check_eigenvalues(size: int, seeds: Sequence[int]) -> list[report.Finding]:
         for seed in seeds:
             one = draw_noisy(theta, client, size, seed, "client 0")
             ratios.append(
-                sum(float(one.values[at]) / compute_outlier(v, client) for at, v in enumerate(by_size)) / len(theta)
+                sum(float(one.values[index]) / compute_outlier(v, client) for index, v in enumerate(by_size))
+                / len(theta)
             )
-            inner = [float(one.vectors[theta.index(v), at]) ** 2 for at, v in enumerate(by_size)]
+            inner = [float(one.vectors[theta.index(v), index]) ** 2 for index, v in enumerate(by_size)]
             overlaps.append(sum(x - (1 - (client / v) ** 2) for x, v in zip(inner, by_size, strict=True)) / len(theta))
         one = compare_to(ratios, 1.0, TOLERANCE)
         text = f"Proposition 3.1: eigenvalues above sigma s go to g^-1(theta) (within {TOLERANCE:.0%}); theta = {name}"
-        found.append(report.Finding(text, f"{one.mean:.4f} ± {one.error:.4f} of it", one.verdict))
+        findings.append(report.Finding(text, f"{one.mean:.4f} ± {one.error:.4f} of it", one.verdict))
         one = compare_to(overlaps, 0.0, TOLERANCE)
         text = f"Equation (5): squared cosines go to 1 - sigma^2 s^2 / theta^2 (within {TOLERANCE}); theta = {name}"
-        found.append(report.Finding(text, f"{one.mean:+.4f} ± {one.error:.4f} off", one.verdict))
+        findings.append(report.Finding(text, f"{one.mean:+.4f} ± {one.error:.4f} off", one.verdict))
     tops = [float(draw_noisy(HIDDEN, client, size, seed, "client 0").values[0].abs()) for seed in seeds]
-    for said, target in (
+    for description, target in (
         (
             f"Proposition 3.1 as stated: theta = {HIDDEN[0]} goes to g^-1(theta), as that is above U",
             compute_outlier(HIDDEN[0], client),
@@ -174,7 +175,7 @@ def check_eigenvalues(size: int, seeds: Sequence[int]) -> list[report.Finding]:
         (f"The same with theta > sigma s as the condition: theta = {HIDDEN[0]} goes to the edge U", 2 * client),
     ):
         one = compare_to([top / target for top in tops], 1.0, TOLERANCE)
-        found.append(report.Finding(said, f"{one.mean:.4f} ± {one.error:.4f} of it", one.verdict))
+        findings.append(report.Finding(description, f"{one.mean:.4f} ± {one.error:.4f} of it", one.verdict))
     theta = next(iter(SPECTRA.values()))
     bulk = [
         float((draw_noisy(theta, client, size, seed, "client 0").values[len(theta) :] ** 2).mean()) / (2 * client) ** 2
@@ -182,40 +183,40 @@ def check_eigenvalues(size: int, seeds: Sequence[int]) -> list[report.Finding]:
     ]
     one = compare_to(bulk, 1.0, TOLERANCE)
     text = "Proposition 3.1: all other eigenvalues go to the edges (read as: their mean square to U^2)"
-    found.append(report.Finding(text, f"{one.mean:.4f} ± {one.error:.4f} of it", one.verdict))
+    findings.append(report.Finding(text, f"{one.mean:.4f} ± {one.error:.4f} of it", one.verdict))
     ratios = [
         draw_noisy(theta, client, size, seed, "client 0").stable_rank / estimate(theta, client, size) for seed in seeds
     ]
     one = compare_to(ratios, 1.0, TOLERANCE)
     text = "Equation (35) gives the stable rank"
-    found.append(report.Finding(text, f"{one.mean:.4f} ± {one.error:.4f} of it", one.verdict))
-    return found
+    findings.append(report.Finding(text, f"{one.mean:.4f} ± {one.error:.4f} of it", one.verdict))
+    return findings
 
 
 def check_ranks(size: int, seeds: Sequence[int]) -> list[report.Finding]:
     """Theorem 3.2."""
-    found: list[report.Finding] = []
+    findings: list[report.Finding] = []
     few, many = CLIENTS[-1], CLIENTS[0]
     for name, theta in SPECTRA.items():
         gap = compute_gaps(theta, few, size, seeds)
         one = compare_pairs(gap, [0.0] * len(gap))
         text = f"Theorem 3.2: the client's stable rank is above the server's; theta = {name}"
-        found.append(report.Finding(text, f"by {one.mean:+.2f} ± {one.error:.2f}", one.verdict))
+        findings.append(report.Finding(text, f"by {one.mean:+.2f} ± {one.error:.2f}", one.verdict))
         least = bound(theta, few, SERVER, size)
         one = compare_pairs(gap, [least] * len(gap))
         text = f"Theorem 3.2: ... by at least equation (4); theta = {name}"
-        found.append(report.Finding(text, f"{sum(gap) / len(gap):.2f}, where (4) says {least:.2f}", one.verdict))
+        findings.append(report.Finding(text, f"{sum(gap) / len(gap):.2f}, where (4) says {least:.2f}", one.verdict))
         one = compare_pairs(gap, compute_gaps(theta, many, size, seeds))
         text = f"Theorem 3.2: ... by more where the client has fewer examples (s {few} against {many}); theta = {name}"
-        found.append(report.Finding(text, f"by {one.mean:+.2f} ± {one.error:.2f}", one.verdict))
-    return found
+        findings.append(report.Finding(text, f"by {one.mean:+.2f} ± {one.error:.2f}", one.verdict))
+    return findings
 
 
 def compute_falls(curves: Sequence[Sequence[float]]) -> list[Within]:
     """How much alignment falls with each rank more, over seeds."""
     return [
-        compare_pairs([curve[at] for curve in curves], [curve[at + 1] for curve in curves])
-        for at in range(len(curves[0]) - 1)
+        compare_pairs([curve[index] for curve in curves], [curve[index + 1] for curve in curves])
+        for index in range(len(curves[0]) - 1)
     ]
 
 
@@ -223,30 +224,30 @@ def check_gradients(
     curves: Mapping[tuple[str, float], Sequence[Sequence[float]]], spread: float
 ) -> list[report.Finding]:
     """Theorem 3.3."""
-    found: list[report.Finding] = []
+    findings: list[report.Finding] = []
     for name in SPECTRA:
         steps = compute_falls(curves[name, 0.0])
         least = min(steps, key=lambda one: one.mean)
         text = f"Theorem 3.3: alignment falls with every rank, 1 to {len(steps) + 1}, derivatives of 1; theta = {name}"
-        found.append(report.Finding(text, f"at least by {least.mean:+.4f} ± {least.error:.4f}", select_worst(steps)))
+        findings.append(report.Finding(text, f"at least by {least.mean:+.4f} ± {least.error:.4f}", select_worst(steps)))
         varied = curves[name, spread]
         one = compare_pairs([curve[0] for curve in varied], [curve[1] for curve in varied])
         text = (
             f"... also from 1 to 2 where the derivative along the first varies between clients (0.2 ± {spread:g}); "
             f"theta = {name}"
         )
-        found.append(report.Finding(text, f"by {one.mean:+.3f} ± {one.error:.3f}", one.verdict))
-    return found
+        findings.append(report.Finding(text, f"by {one.mean:+.3f} ± {one.error:.3f}", one.verdict))
+    return findings
 
 
 def draw(curves: Mapping[tuple[str, float], Sequence[Sequence[float]]]) -> Figure:
     """Alignment by rank."""
     figure = Figure(figsize=(6, 4))
     axes = figure.subplots()
-    for (name, spread), found in curves.items():
-        means = [sum(values) / len(values) for values in zip(*found, strict=True)]
-        style, said = ("--", "first varies") if spread else ("-", "all 1")
-        axes.plot(range(1, len(means) + 1), means, style, marker="o", label=f"{name}; {said}")
+    for (name, spread), alignments in curves.items():
+        means = [sum(values) / len(values) for values in zip(*alignments, strict=True)]
+        style, label = ("--", "first varies") if spread else ("-", "all 1")
+        axes.plot(range(1, len(means) + 1), means, style, marker="o", label=f"{name}; {label}")
     axes.set(xlabel="eigenvectors kept", ylabel="mean cosine between clients' gradients")
     axes.legend(fontsize="small")
     return figure
@@ -257,13 +258,19 @@ def tabulate_sizes(sizes: Sequence[int], seeds: Sequence[int]) -> str:
     rows: list[list[object]] = []
     for name, theta in SPECTRA.items():
         for size in sizes:
-            found = [
+            size_results = [
                 sum(draw_noisy(theta, scale, size, seed, who).stable_rank for seed in seeds) / len(seeds)
                 for who, scale in (("server", SERVER), ("client 0", CLIENTS[-1]))
             ]
             guesses = [estimate(theta, scale, size) for scale in (SERVER, CLIENTS[-1])]
             least = bound(theta, CLIENTS[-1], SERVER, size)
-            rows.append([name, size, *(f"{value:.2f}" for value in (*found, *guesses, found[1] - found[0], least))])
+            rows.append(
+                [
+                    name,
+                    size,
+                    *(f"{value:.2f}" for value in (*size_results, *guesses, size_results[1] - size_results[0], least)),
+                ]
+            )
     header = ("theta", "R", "server", "client", "(35) of server", "(35) of client", "gap", "(4), its lower bound")
     return report.format_table(header, rows)
 
@@ -312,16 +319,16 @@ def main() -> None:
         for name, theta in SPECTRA.items()
         for spread in (0.0, args.spread)
     }
-    found = [
+    results = [
         *check_eigenvalues(size, args.seeds),
         *check_ranks(size, args.seeds),
         *check_gradients(curves, args.spread),
     ]
     table = tabulate_sizes(args.sizes, args.seeds)
-    shown = report.save_figure(draw(curves), args.out, "fedloru_theory", "alignment by rank")
+    figure = report.save_figure(draw(curves), args.out, "fedloru_theory", "alignment by rank")
     minutes = (time.process_time() - start) / 60
-    sections = ["Stable ranks, means over seeds:", table, shown, describe_setting(args, minutes)]
-    report.write(args.out, "fedloru_theory", "FedLoRU: spectra of noisy Hessians", PAPER, found, sections)
+    sections = ["Stable ranks, means over seeds:", table, figure, describe_setting(args, minutes)]
+    report.write(args.out, "fedloru_theory", "FedLoRU: spectra of noisy Hessians", PAPER, results, sections)
 
 
 if __name__ == "__main__":

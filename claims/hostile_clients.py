@@ -232,9 +232,9 @@ def select(cells: Cells, fault: str, share: float, defence: str) -> list[Cell]:
     return [cell for key, cell in cells.items() if (key.fault, key.share, key.defence) == (fault, share, defence)]
 
 
-def get_accuracies(found: Sequence[Cell]) -> list[float]:
+def get_accuracies(cells: Sequence[Cell]) -> list[float]:
     """Return accuracies for a paired comparison; a run without a result answers nothing: 0."""
-    return [0.0 if cell.accuracy is None else cell.accuracy for cell in found]
+    return [0.0 if cell.accuracy is None else cell.accuracy for cell in cells]
 
 
 def label_fault(fault: str) -> str:
@@ -289,11 +289,11 @@ def tabulate(cells: Cells, method: str, seeds: Sequence[int]) -> str:
     """Return a method's table of accuracies: conditions by defences."""
     rows: list[tuple[str, ...]] = []
     for fault, share in [("", 0.0), *itertools.product(FAULTS, SHARES)]:
-        shown: list[str] = []
+        formatted: list[str] = []
         for defence in DEFENCES:
-            found = [cells.get(Key(method, seed, fault, share, defence.name)) for seed in seeds]
-            shown.append(" / ".join(str(cell) for cell in found if cell is not None))
-        rows.append((label_fault(fault) if fault else "none", f"{100 * share:.0f} %", *shown))
+            cells_of_row = [cells.get(Key(method, seed, fault, share, defence.name)) for seed in seeds]
+            formatted.append(" / ".join(str(cell) for cell in cells_of_row if cell is not None))
+        rows.append((label_fault(fault) if fault else "none", f"{100 * share:.0f} %", *formatted))
     return report.format_table(("bad replies", "of clients", *(defence.name for defence in DEFENCES)), rows)
 
 
@@ -301,14 +301,14 @@ def tabulate_dropped(cells: Cells, rounds: int) -> str:
     """Return the table of replies that validation dropped, over all methods and seeds."""
     rows: list[tuple[str, ...]] = []
     for fault, share in [("", 0.0), *itertools.product(FAULTS, SHARES)]:
-        shown: list[str] = []
+        formatted: list[str] = []
         for name in (DEFAULT, STRICT):
-            found = select(cells, fault, share, name)
-            hostile = round(share * CLIENTS) * rounds * len(found)
-            honest = CLIENTS * rounds * len(found) - hostile
-            bad, good = sum(cell.dropped_hostile for cell in found), sum(cell.dropped_honest for cell in found)
-            shown += [f"{bad} of {hostile}", f"{good} of {honest}"] if found else ["", ""]
-        rows.append((label_fault(fault) if fault else "none", f"{100 * share:.0f} %", *shown))
+            selected = select(cells, fault, share, name)
+            hostile = round(share * CLIENTS) * rounds * len(selected)
+            honest = CLIENTS * rounds * len(selected) - hostile
+            bad, good = sum(cell.dropped_hostile for cell in selected), sum(cell.dropped_honest for cell in selected)
+            formatted += [f"{bad} of {hostile}", f"{good} of {honest}"] if selected else ["", ""]
+        rows.append((label_fault(fault) if fault else "none", f"{100 * share:.0f} %", *formatted))
     limits = [f"limit {limit}: {side}" for limit in (10, 2) for side in ("hostile", "honest")]
     return report.format_table(("bad replies", "of clients", *limits), rows)
 
@@ -323,14 +323,14 @@ def draw(cells: Cells) -> Figure:
         axes.axhline(sum(clean) / len(clean), color="0.6", linestyle=":", label="mean, no hostile clients")
         for (method, name), mark in zip(METHODS.items(), "os^", strict=True):
             points = [
-                (at, cell)
-                for at, defence in enumerate(DEFENCES)
+                (index, cell)
+                for index, defence in enumerate(DEFENCES)
                 for key, cell in cells.items()
                 if (key.method, key.fault, key.share, key.defence) == (method, fault, most, defence.name)
             ]
-            reached = [(at, cell.accuracy) for at, cell in points if cell.accuracy is not None]
-            axes.plot([at for at, _ in reached], [value for _, value in reached], mark, label=name)
-            failed = [at for at, cell in points if cell.accuracy is None]
+            reached = [(index, cell.accuracy) for index, cell in points if cell.accuracy is not None]
+            axes.plot([index for index, _ in reached], [value for _, value in reached], mark, label=name)
+            failed = [index for index, cell in points if cell.accuracy is None]
             axes.plot(failed, [0.0] * len(failed), "x", color="tab:red", clip_on=False)
         axes.set_title(f"{label_fault(fault)}, {100 * most:.0f} % of the clients", fontsize=9)
         axes.set_xticks(range(len(DEFENCES)), [defence.name for defence in DEFENCES], rotation=30, ha="right")

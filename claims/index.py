@@ -49,19 +49,19 @@ def index(folder: Path) -> str:
             continue
         parts[SYSTEMS.get(re.split("[-_]", saved["name"])[0], REST)].append(saved)
     parts = {title: pages for title, pages in parts.items() if pages}
-    whole = [OPENING, summarize_papers(parts) if parts else "No results yet."]
+    sections = [OPENING, summarize_papers(parts) if parts else "No results yet."]
     for title, pages in parts.items():
-        whole.append(
+        sections.append(
             f"## {title}\n\n"
             + format_table(("claim", "the paper's statement", "measured", "verdict"), format_rows(pages))
         )
     if examined:
-        whole += [
+        sections += [
             EXAMINED,
             format_table(("page", "statement under the change", "measured", "verdict"), format_rows(examined)),
         ]
     existing = {page["name"] for pages in parts.values() for page in pages}
-    return "\n\n".join([*whole, *list_missing_pages(existing)]) + "\n"
+    return "\n\n".join([*sections, *list_missing_pages(existing)]) + "\n"
 
 
 def _build_sort_key(path: Path) -> list[str]:
@@ -79,9 +79,9 @@ def summarize_papers(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         (title, str(len(parts[title])), str(sum(count.values())), *(str(count[verdict]) for verdict in VERDICTS))
         for title, count in counts.items()
     ]
-    whole = sum(counts.values(), Counter[str]())
+    total = sum(counts.values(), Counter[str]())
     pages = str(sum(map(len, parts.values())))
-    rows.append(("all", pages, str(sum(whole.values())), *(str(whole[verdict]) for verdict in VERDICTS)))
+    rows.append(("all", pages, str(sum(total.values())), *(str(total[verdict]) for verdict in VERDICTS)))
     return format_table(
         ("paper", "claims", "statements", *(verdict.removesuffix(" here") for verdict in VERDICTS)), rows
     )

@@ -79,8 +79,11 @@ def losses(run: Prepared, examples: Any, progress: Any) -> tuple[np.ndarray, flo
     job = method.start(method.sync(state, None), None, {}, state.round)
     indices = np.arange(len(examples))
     predictions = run.engine.predict(job, examples, indices, 64)
-    found = [run.task.compute_metrics(predictions[at : at + 1], examples, [at])["loss"] for at in range(len(examples))]
-    return np.array(found), run.task.compute_metrics(predictions, examples, indices.tolist())["accuracy"]
+    values = [
+        run.task.compute_metrics(predictions[index : index + 1], examples, [index])["loss"]
+        for index in range(len(examples))
+    ]
+    return np.array(values), run.task.compute_metrics(predictions, examples, indices.tolist())["accuracy"]
 
 
 def attack_model(run: Prepared) -> dict[str, float]:
@@ -113,11 +116,11 @@ def compute_chance_advantage(count: int) -> float:
     """The advantage, in points, of the best threshold on losses that tell nothing: its 95th percentile."""
     rng = np.random.default_rng(0)
     truth = np.repeat([1, 0], count)
-    found: list[float] = []
+    advantages: list[float] = []
     for _ in range(400):
         false, true, _ = roc_curve(truth, rng.random(2 * count))
-        found.append(float((true - false).max()))
-    return 100 * float(np.quantile(found, 0.95))
+        advantages.append(float((true - false).max()))
+    return 100 * float(np.quantile(advantages, 0.95))
 
 
 def build_findings(results: Mapping[str, Sequence[dict[str, float]]], budgets: Sequence[float]) -> list[report.Finding]:
@@ -132,21 +135,21 @@ def build_findings(results: Mapping[str, Sequence[dict[str, float]]], budgets: S
         )
     ]
     for budget in budgets:
-        own = results[f"{budget:g}"]
-        less = compare_pairs(none, [one["auc"] for one in own])
+        budget_results = results[f"{budget:g}"]
+        less = compare_pairs(none, [one["auc"] for one in budget_results])
         made.append(
             report.Finding(
                 f"DP-SGD with epsilon {budget:g} takes AUC from the attack",
-                f"{sum(one['auc'] for one in own) / len(own):.1f} %, lower by {less} points",
+                f"{sum(one['auc'] for one in budget_results) / len(budget_results):.1f} %, lower by {less} points",
                 less.verdict,
             )
         )
-        most = max(one["advantage"] for one in own)
+        most = max(one["advantage"] for one in budget_results)
         limit = bound(budget)
         made.append(
             report.Finding(
                 f"With epsilon {budget:g} no attack's advantage exceeds {limit:.1f} points",
-                f"at most {most:.1f} points in {len(own)} seeds",
+                f"at most {most:.1f} points in {len(budget_results)} seeds",
                 "holds" if most <= limit else "contradicted",
             )
         )
@@ -194,23 +197,25 @@ def main() -> None:
             paths = draw_members(args.data, Path(out), args.examples, seed)
             for name, epsilon in settings.items():
                 results[name].append(attack_model(build(args, paths, seed, epsilon)))
-                shown = ", ".join(f"{key} {value:.3g}" for key, value in results[name][-1].items())
-                print(f"seed {seed}, epsilon {name}: {shown}", flush=True)
+                summary = ", ".join(f"{key} {value:.3g}" for key, value in results[name][-1].items())
+                print(f"seed {seed}, epsilon {name}: {summary}", flush=True)
     minutes = (time.perf_counter() - start) / 60
     args.out.mkdir(parents=True, exist_ok=True)
     header = ("epsilon", "spent", "attack's AUC, %", "advantage, points", "accuracy on members, %", "on others, %")
     rows = []
-    for name, own in results.items():
-        cells = [f"{np.mean([one[key] for one in own]):.1f}" for key in ("auc", "advantage", "fitted", "accuracy")]
-        spent = "no bound" if name == "none" else f"{max(one['epsilon'] for one in own):.2f}"
+    for name, budget_rows in results.items():
+        cells = [
+            f"{np.mean([one[key] for one in budget_rows]):.1f}" for key in ("auc", "advantage", "fitted", "accuracy")
+        ]
+        spent = "no bound" if name == "none" else f"{max(one['epsilon'] for one in budget_rows):.2f}"
         rows.append((name, spent, *cells))
     figure = report.save_figure(
         draw_figure(results), args.out, "membership_inference", "The attack's AUC and the accuracy by privacy budget"
     )
-    where = f"layers {' and '.join(map(str, args.layers))} of {Path(args.model).name}"
+    setup = f"layers {' and '.join(map(str, args.layers))} of {Path(args.model).name}"
     setting = (
         f"Banking77, {args.examples} members over {CLIENTS} clients, as many others from the same file; FedIT of rank 8"
-        f" on query and value of {where}, {args.rounds} rounds of one epoch, AdamW at {args.lr:g}, batches of {BATCH}, "
+        f" on query and value of {setup}, {args.rounds} rounds of one epoch, AdamW at {args.lr:g}, batches of {BATCH}, "
         f"clipping at {args.clip:g}, delta {DELTA:g}; {len(args.seeds)} seeds, {minutes:.0f} minutes. A threshold on "
         f"losses that tell nothing has an advantage of up to {compute_chance_advantage(args.examples):.1f} points here "
         "(95 % of draws): the best threshold is chosen after the fact."

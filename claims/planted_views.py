@@ -31,9 +31,11 @@ def draw_views(size: int, rank: int, views: int, shared: bool, seed: int = 0) ->
         return torch.linalg.qr(draw(size, rank))[0].T
 
     common, P = draw(size, rank // 2), projector()
-    own = rank - rank // 2
+    individual_rank = rank - rank // 2
     return [
-        LowRank(torch.cat([2 * common, draw(size, own)], 1) @ draw(rank, rank), P if shared else projector())
+        LowRank(
+            torch.cat([2 * common, draw(size, individual_rank)], 1) @ draw(rank, rank), P if shared else projector()
+        )
         for _ in range(views)
     ]
 

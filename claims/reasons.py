@@ -68,7 +68,9 @@ def run_rows(hypothesis: Hypothesis, args: argparse.Namespace, folder: Path) -> 
                 bytes_down=row_scores.bytes_down,
                 bytes_up=row_scores.bytes_up,
                 seconds=row_scores.seconds,
-                measured={hypothesis.measure: tuple(each[hypothesis.measure] for each in measured)} if measured else {},
+                measured={hypothesis.measure: tuple(measurement[hypothesis.measure] for measurement in measured)}
+                if measured
+                else {},
             )
         )
         print(

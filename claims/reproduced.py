@@ -60,20 +60,22 @@ def tabulate_measures(scores: Sequence[CellScore]) -> str:
     return "Measured on the finished runs:\n\n" + report.format_table(("cell", "method", "measure", "value"), rows)
 
 
-def describe_ends(found: Reproduction, preset: Preset) -> str:
+def describe_ends(reproduction: Reproduction, preset: Preset) -> str:
     """Which rows' settings were chosen at an end of their grid; empty if none were."""
     rows: list[str] = []
-    for path, grid in preset.get_sweep(found.scale).items():
+    for path, grid in preset.get_sweep(reproduction.scale).items():
         numbers = [value for value in grid if isinstance(value, int | float)]
         if len(numbers) < 2:
             continue
         ends = {min(numbers): "smallest", max(numbers): "largest"}
         for end, name in ends.items():
             cells: dict[str, list[str]] = {}
-            for score in found.scores:
+            for score in reproduction.scores:
                 if score.selected.get(path) == end:
                     cells.setdefault(score.method, []).append(score.cell)
-            rows += [f"- {path} {end:g}, the {name}: {method} in {', '.join(own)}" for method, own in cells.items()]
+            rows += [
+                f"- {path} {end:g}, the {name}: {method} in {', '.join(methods)}" for method, methods in cells.items()
+            ]
     if not rows:
         return ""
     return "Chosen at an end of the grid, beyond which more might be found:\n\n" + "\n".join(rows)
@@ -89,54 +91,58 @@ def draw(scores: Sequence[CellScore]) -> Figure:
     labels = list(dict.fromkeys(score.method for score in scores))
     for one, metric, part in zip(axes, metrics, parts, strict=True):
         _draw_bars(one, METRICS[metric], part, labels)
-    patches = [Patch(label=label, **_get_style(at)) for at, label in enumerate(labels)]
+    patches = [Patch(label=label, **_get_style(index)) for index, label in enumerate(labels)]
     figure.legend(handles=patches, loc="outside right upper", fontsize="small")
     return figure
 
 
-def _get_style(at: int) -> dict[str, Any]:
+def _get_style(index: int) -> dict[str, Any]:
     """Of a row's bars, on all axes; without colour, too."""
-    hatch = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")[at % 8]
-    return {"facecolor": f"C{at}", "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
+    hatch = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")[index % 8]
+    return {"facecolor": f"C{index}", "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
 
 
 def _draw_bars(axes: Axes, metric: Metric, scores: Sequence[CellScore], labels: Sequence[str]) -> None:
     cells = list(dict.fromkeys(score.cell for score in scores))
     factor = 100.0 if metric.is_percentage else 1.0
     width = 0.8 / len(labels)
-    for at, label in enumerate(labels):
-        shown = [
+    for index, label in enumerate(labels):
+        drawn = [
             (cells.index(score.cell), score) for score in scores if score.method == label and score.mean is not None
         ]
         axes.bar(
-            [place + (at - (len(labels) - 1) / 2) * width for place, _ in shown],
-            [factor * (score.mean or 0.0) for _, score in shown],
+            [position + (index - (len(labels) - 1) / 2) * width for position, _ in drawn],
+            [factor * (score.mean or 0.0) for _, score in drawn],
             width,
-            yerr=[factor * (score.deviation or 0.0) for _, score in shown],
-            **_get_style(at),
+            yerr=[factor * (score.deviation or 0.0) for _, score in drawn],
+            **_get_style(index),
         )
     axes.set_xticks(range(len(cells)), [cell.replace(" / ", "\n") for cell in cells], fontsize="small")
     axes.set_ylabel(f"{metric.title}{', %' if metric.is_percentage else ''} (mean ± deviation over seeds)")
 
 
-def page(found: Reproduction, preset: Preset, folder: Path) -> None:
+def page(reproduction: Reproduction, preset: Preset, folder: Path) -> None:
     """Write it."""
-    drawn = any(score.metric for score in found.scores)
-    shown = report.save_figure(draw(found.scores), folder, found.id, f"{preset.item}, small scale") if drawn else ""
+    drawn = any(score.metric for score in reproduction.scores)
+    figure = (
+        report.save_figure(draw(reproduction.scores), folder, reproduction.id, f"{preset.item}, small scale")
+        if drawn
+        else ""
+    )
     notes = "\n".join(f"- {' '.join(note.split())}" for note in preset.notes)
     sections = [
-        f"At the small scale, seeds {', '.join(map(str, found.seeds))}; at the paper's: `fedspan reproduce {found.id} "
-        "--scale full --out FOLDER`.",
-        "\n".join(format_markdown(found.build_table())),
-        shown,
-        tabulate_measures(found.scores),
-        describe_ends(found, preset),
-        tabulate_cells(found.verdicts),
-        "## Setting\n\n" + "\n".join(format_markdown(found.settings)) + f"\n\n{notes}",
+        f"At the small scale, seeds {', '.join(map(str, reproduction.seeds))}; at the paper's: "
+        f"`fedspan reproduce {reproduction.id} --scale full --out FOLDER`.",
+        "\n".join(format_markdown(reproduction.build_table())),
+        figure,
+        tabulate_measures(reproduction.scores),
+        describe_ends(reproduction, preset),
+        tabulate_cells(reproduction.verdicts),
+        "## Setting\n\n" + "\n".join(format_markdown(reproduction.settings)) + f"\n\n{notes}",
     ]
-    findings = [build_finding(judged) for judged in found.verdicts]
+    findings = [build_finding(judged) for judged in reproduction.verdicts]
     report.write(
-        folder, found.id, report.build_title(preset), preset.paper, findings, [part for part in sections if part]
+        folder, reproduction.id, report.build_title(preset), preset.paper, findings, [part for part in sections if part]
     )
 
 
@@ -151,7 +157,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=report.FOLDER)
     args = parser.parse_args()
     args.runs.mkdir(parents=True, exist_ok=True)
-    found = reproduce(
+    reproduction = reproduce(
         args.id,
         args.runs / args.id,
         data=args.data,
@@ -160,7 +166,7 @@ def main() -> None:
         reuse=[args.runs],  # tables share cells
     )
     args.out.mkdir(parents=True, exist_ok=True)
-    page(found, load_preset(args.id), args.out)
+    page(reproduction, load_preset(args.id), args.out)
 
 
 if __name__ == "__main__":

@@ -322,19 +322,19 @@ def draw_curves(seed: int, iterations: int) -> tuple[Figure, str]:
             "RoLoRA": lambda a, p=problem, e=eta: run_rolora_round(p, a, e)[0],
             "FFA-LoRA": lambda a: a,
         }
-        found: dict[str, list[float]] = {}
+        curves: dict[str, list[float]] = {}
         for method, step in steps.items():
             a, values = first, list[float]()
             for _ in range(iterations // 2):  # one iteration of Algorithm 2 is two communication rounds
                 values += [float(losses(problem, a, compute_ffa_solution(problem, a)).mean())] * 2
                 a = step(a)
-            found[method] = values
+            curves[method] = values
         a, values = first, list[float]()
         for _ in range(iterations):
             a, b = run_fedit_round(problem, a, eta)
             values.append(float(losses(problem, a, b).mean()))
-        found["LoRA"] = values
-        for method, values in found.items():
+        curves["LoRA"] = values
+        for method, values in curves.items():
             axes.semilogy(range(1, iterations + 1), [max(value - floor, 1e-16) for value in values], label=method)
             rows.append([name, method, f"{values[-1] - floor:.1e}"])
         axes.set(title=name, xlabel="communication round")
@@ -359,14 +359,14 @@ def main() -> None:
     proposition, proposition_text = check_frozen(args.draws)
     others, others_text = check_different_targets(seeds)
     figure, ends = draw_curves(0, 200)
-    shown = report.save_figure(figure, args.out, "rolora_linear", "loss by communication round")
+    saved = report.save_figure(figure, args.out, "rolora_linear", "loss by communication round")
     comparison = f"""## The three methods beside each other
 
 Step size 1 / (4 ||b*||^2), one seed. LoRA is FedAvg of both factors: every client alternates by itself (a step of a,
 exact b), and both means are taken; the paper does not treat it. FFA-LoRA stays where its first round takes it. In this
 rank-1 model LoRA does not stop short either: all clients share a*, so averaging loses nothing in the end.
 
-{shown}
+{saved}
 
 {ends}"""
     findings = [lemma, wide, half, proposition, *others]

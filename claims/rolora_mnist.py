@@ -121,23 +121,23 @@ class Data:
 
 def load(folder: Path, train: int, validation: int, test: int) -> Data:
     """The first images of a fixed shuffle of the training file, the next ones for validation, and the test file's."""
-    whole, held = read_images(folder, "train"), read_images(folder, "t10k")
-    order = torch.randperm(len(whole), generator=create_generator(0, "mnist"))
-    if train + validation > len(whole):
-        raise SystemExit(f"--train and --validation take {train + validation} of {len(whole)} images")
+    train_images, test_images = read_images(folder, "train"), read_images(folder, "t10k")
+    order = torch.randperm(len(train_images), generator=create_generator(0, "mnist"))
+    if train + validation > len(train_images):
+        raise SystemExit(f"--train and --validation take {train + validation} of {len(train_images)} images")
     chosen, spare = order[:train], order[train : train + validation]
     return Data(
-        Images(whole.x[chosen], whole.y[chosen]),
-        Images(whole.x[spare], whole.y[spare]),
-        Images(held.x[:test], held.y[:test]),
+        Images(train_images.x[chosen], train_images.y[chosen]),
+        Images(train_images.x[spare], train_images.y[spare]),
+        Images(test_images.x[:test], test_images.y[:test]),
     )
 
 
 def divide(labels: Tensor, clients: int, seed: int) -> dict[str, np.ndarray]:
     """Every label to one client: two labels each for five clients, one for ten; which ones, the seed draws."""
     order = torch.randperm(CLASSES, generator=create_generator(seed, "division", clients))
-    own = order.reshape(clients, CLASSES // clients)
-    return {f"client-{k}": torch.isin(labels, own[k]).nonzero()[:, 0].numpy() for k in range(clients)}
+    own_classes = order.reshape(clients, CLASSES // clients)
+    return {f"client-{k}": torch.isin(labels, own_classes[k]).nonzero()[:, 0].numpy() for k in range(clients)}
 
 
 def build(data: Data, method: str, clients: int, lr: float, seed: int, rounds: int) -> Federation:
@@ -187,8 +187,8 @@ def run_seed(data: Data, method: str, clients: int, lr: float, seed: int, rounds
         except FedspanError:  # the loss of a client became infinite
             chance = (100 / CLASSES,) * rounds
             return Curve(chance, chance)
-        for part, found in scores.items():
-            found.append(100 * evaluator.evaluate_heldout(progress, getattr(data, part))["global"]["accuracy"])
+        for part, values in scores.items():
+            values.append(100 * evaluator.evaluate_heldout(progress, getattr(data, part))["global"]["accuracy"])
     return Curve(tuple(scores["validation"]), tuple(scores["test"]))
 
 
@@ -210,19 +210,19 @@ def draw(curves: Mapping[tuple[str, int], Sequence[Curve]]) -> Figure:
 def build_findings(curves: Mapping[tuple[str, int], Sequence[Curve]]) -> list[report.Finding]:
     """The paper's three statements, one row a comparison."""
     level = {key: [curve.plateau("test") for curve in runs] for key, runs in curves.items()}
-    found: list[report.Finding] = []
+    findings: list[report.Finding] = []
     for clients in CLIENTS:
         plateau = compare_to(level["ffa-lora", clients], 55.0, 5.0)
         text = f"FFA-LoRA plateaus around 55 % with {clients} clients (read as: 50 to 60 %)"
-        found.append(report.Finding(text, f"{plateau.mean:.1f} ± {plateau.error:.1f} %", plateau.verdict))
+        findings.append(report.Finding(text, f"{plateau.mean:.1f} ± {plateau.error:.1f} %", plateau.verdict))
     fall = compare_pairs(level["fedit", 5], level["fedit", 10])
-    found.append(report.Finding("LoRA falls from 5 to 10 clients", f"by {fall} points", fall.verdict))
+    findings.append(report.Finding("LoRA falls from 5 to 10 clients", f"by {fall} points", fall.verdict))
     for clients in CLIENTS:
         for other in ("ffa-lora", "fedit"):
             lead = compare_pairs(level["rolora", clients], level[other, clients])
             text = f"RoLoRA is ahead of {METHODS[other]} with {clients} clients"
-            found.append(report.Finding(text, f"by {lead} points", lead.verdict))
-    return found
+            findings.append(report.Finding(text, f"by {lead} points", lead.verdict))
+    return findings
 
 
 def describe_setting(args: argparse.Namespace, minutes: float) -> str:
@@ -279,14 +279,14 @@ def main() -> None:
             rows.append([f"{name}, {clients}", f"{best:g}", *(f"{level:.1f}" for level in levels), mean])
             print(*rows[-1], f"{time.process_time() - start:.0f} s", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    shown = report.save_figure(draw(curves), args.out, "rolora_mnist", "test accuracy by round")
+    figure = report.save_figure(draw(curves), args.out, "rolora_mnist", "test accuracy by round")
     seeds = [f"seed {seed}" for seed in args.seeds]
     header = ("method, clients", "lr", *seeds, "mean ± standard error")
     rates = ("method, clients", *(f"lr {rate:g}" for rate in args.rates))
     sections = [
         "Test accuracy, %:",
         report.format_table(header, rows),
-        shown,
+        figure,
         describe_setting(args, (time.process_time() - start) / 60),
         f"## The learning rate\n\nValidation accuracy, %, seed {args.seeds[0]}:",
         report.format_table(rates, sweep),

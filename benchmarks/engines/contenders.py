@@ -94,8 +94,8 @@ class _Process:
         self._signal(signal.SIGCONT)
         self.process.stdin.write("round\n")
         self.process.stdin.flush()
-        found = self.hear()
-        return {**found, "processor": read_processor_seconds(self.process.pid) - before}
+        answer = self.hear()
+        return {**answer, "processor": read_processor_seconds(self.process.pid) - before}
 
     def close(self) -> None:
         """End the session: nobody is waiting for an answer any more."""

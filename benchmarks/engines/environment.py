@@ -18,13 +18,13 @@ def make_environment(folder: Path) -> Path:
     """The interpreter of the environment in a folder, made where it is not there or has other versions."""
     python, stamp = folder / "bin" / "python", folder / "peers.txt"
     # torch's local part (+cpu) names an index that pip may not know
-    wanted = [*(f"{name}=={version(name).partition('+')[0]}" for name in SAME), *PEERS]
-    if stamp.is_file() and stamp.read_text().splitlines() == wanted:
+    requirements = [*(f"{name}=={version(name).partition('+')[0]}" for name in SAME), *PEERS]
+    if stamp.is_file() and stamp.read_text().splitlines() == requirements:
         return python
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True)
-    stamp.write_text("\n".join(wanted) + "\n")
+    subprocess.run([str(python), "-m", "pip", "install", "--quiet", *requirements], check=True)
+    stamp.write_text("\n".join(requirements) + "\n")
     return python
 
 

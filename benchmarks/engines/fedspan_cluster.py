@@ -105,11 +105,11 @@ def main() -> None:
             total = sum(float(line) for path in files for line in path.read_text().splitlines())
             spent, known = total - known, total
             training = spent / len(team.handles)
-            found = {"loss": result.loss, "examples": examples, "training": training}
+            values = {"loss": result.loss, "examples": examples, "training": training}
             if "--peak" not in sys.argv:
-                return found
+                return values
             ray.get([handle.actor.release_memory.remote() for handle in team.handles])  # as they do in a moment
-            return {**found, "memory": [read_proportional_memory(int(path.stem)) for path in files], "peak": peak}
+            return {**values, "memory": [read_proportional_memory(int(path.stem)) for path in files], "peak": peak}
 
         def report() -> dict[str, object]:
             stacking = getattr(prepared.engine, "stacking", None)

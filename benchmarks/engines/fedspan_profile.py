@@ -37,14 +37,14 @@ def main() -> None:
     for _ in range(2):
         progress = federation.run_round(progress).progress
     began = time.perf_counter()
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
         federation.run_round(progress)
-    whole = time.perf_counter() - began
-    names = {f"aten::{name}": kind for kind, own in KINDS.items() for name in own}
+    seconds_in_all = time.perf_counter() - began
+    names = {f"aten::{name}": kind for kind, operations in KINDS.items() for name in operations}
     seconds = dict.fromkeys([*KINDS, "other operators"], 0.0)
-    for event in found.key_averages():
+    for event in profiler.key_averages():
         seconds[names.get(event.key, "other operators")] += event.self_cpu_time_total / 1e6
-    seconds["outside of operators"] = whole - sum(seconds.values())
+    seconds["outside of operators"] = seconds_in_all - sum(seconds.values())
     examples = sum(len(member.train) for member in federation.clients.values())
     answers.say(milliseconds={kind: 1000 * spent / examples for kind, spent in seconds.items()})
 

@@ -107,9 +107,9 @@ def limit_table(limits: Sequence[Limit]) -> list[str]:
 def describe_machine() -> str:
     """The line about code, date and machine."""
     # --dirty: a page must not name a commit that is not what ran
-    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
-    found = subprocess.run(asked, capture_output=True, text=True, check=False)
-    code = f"Code: {found.stdout.strip()}. " if found.returncode == 0 else ""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    described = subprocess.run(command, capture_output=True, text=True, check=False)
+    code = f"Code: {described.stdout.strip()}. " if described.returncode == 0 else ""
     return (
         f"{code}Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, {multiprocessing.cpu_count()} cores, "
         f"torch {torch.__version__}."
@@ -126,11 +126,11 @@ def format_gemm_table(threads: int) -> list[str]:
             dtype: (torch.randn(rows_out, inner).to(dtype), torch.randn(inner, columns).to(dtype))
             for dtype in (torch.float32, torch.bfloat16)
         }
-        taken: dict[torch.dtype, list[float]] = {dtype: [] for dtype in matrices}
+        durations: dict[torch.dtype, list[float]] = {dtype: [] for dtype in matrices}
         for _ in range(9):  # in turns, too
             for dtype, (left, right) in matrices.items():
-                taken[dtype].append(_measure_seconds(left, right))
-        for dtype, seconds in taken.items():
+                durations[dtype].append(_measure_seconds(left, right))
+        for dtype, seconds in durations.items():
             speeds[dtype] = 2e-9 * rows_out * inner * columns / statistics.median(seconds)
         wide, narrow = speeds[torch.float32], speeds[torch.bfloat16]
         rows.append([f"{rows_out} x {inner} x {columns}", f"{wide:.0f}", f"{narrow:.0f}", f"{narrow / wide:.2f}"])

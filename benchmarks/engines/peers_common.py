@@ -48,8 +48,8 @@ class Plan:
     def shuffled(self, indices: Sequence[int], round: int, client: int = 0) -> list[list[int]]:
         """An ordinary epoch: every example once, in random order."""
         rng = torch.Generator().manual_seed(1_000_003 * round + client)
-        order = [indices[at] for at in torch.randperm(len(indices), generator=rng).tolist()]
-        return [order[at : at + self.batch_size] for at in range(0, len(order), self.batch_size)]
+        order = [indices[position] for position in torch.randperm(len(indices), generator=rng).tolist()]
+        return [order[position : position + self.batch_size] for position in range(0, len(order), self.batch_size)]
 
     def batches(self, client: int, round: int) -> list[list[int]]:
         """A client's batches of a round: those of fedspan in the rounds in which losses are compared, then ordinary."""

@@ -36,8 +36,8 @@ class Examples(Dataset[int]):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, at: int) -> int:
-        return self.indices[at]
+    def __getitem__(self, index: int) -> int:
+        return self.indices[index]
 
 
 class Rounds:
@@ -116,11 +116,11 @@ class Rounds:
             NNEvalHyperParams(local_batch_size=None),
             send_metrics_to_platform=False,
         )
-        found, processes = torch.tensor([sum(self.losses), self.examples, self.training], dtype=torch.float64), 1
+        sums, processes = torch.tensor([sum(self.losses), self.examples, self.training], dtype=torch.float64), 1
         if torch.distributed.is_initialized():
-            torch.distributed.all_reduce(found)
+            torch.distributed.all_reduce(sums)
             processes = torch.distributed.get_world_size()
-        loss, examples, training = found.tolist()
+        loss, examples, training = sums.tolist()
         return {"loss": loss / examples, "examples": examples, "training": training / processes}
 
 

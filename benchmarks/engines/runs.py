@@ -28,9 +28,9 @@ def run_config(values: dict[str, Any], args: argparse.Namespace, name: str) -> d
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / f"{name}.json"
     config.write_text(json.dumps(values))
-    with tempfile.TemporaryDirectory(dir=folder) as place:
+    with tempfile.TemporaryDirectory(dir=folder) as run_folder:
         result = run_once(
-            "fedspan_run.py", [str(config), str(Path(place) / "run")], args.threads, config.with_suffix(".log")
+            "fedspan_run.py", [str(config), str(Path(run_folder) / "run")], args.threads, config.with_suffix(".log")
         )
     (folder / f"{name}-result.json").write_text(json.dumps(result, indent=1))
     print(f"  {name}: {result}", flush=True)
@@ -56,7 +56,7 @@ def measure_overhead(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
         )
         result = run_config(values, args, f"overhead-{batch}")
         seconds, outside = result["seconds"][1:], result["outside"][1:]
-        share = statistics.median(other / whole for other, whole in zip(outside, seconds, strict=True))
+        share = statistics.median(other / total for other, total in zip(outside, seconds, strict=True))
         rows.append(
             [str(batch), f"{statistics.median(seconds):.2f}", f"{statistics.median(outside):.3f}", f"{share:.1%}"]
         )
@@ -80,18 +80,18 @@ def profile_round(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     """What bounds a round, by kinds of operators."""
     folder = args.out / "runs"
     folder.mkdir(parents=True, exist_ok=True)
-    found: list[dict[str, float]] = []
+    profiles: list[dict[str, float]] = []
     for batch, examples in args.examples.items():
         work = Work(args.data, batch, examples, args.clients, threads=args.threads)
         engine = {"name": "batched", "clients_per_pass": max(1, 64 // batch), "workers": 1}
         config = folder / f"profile-{batch}.json"
         config.write_text(json.dumps(work.values("bfloat16", engine)))
         result = run_once("fedspan_profile.py", [str(config)], args.threads, config.with_suffix(".log"))
-        found.append(result["milliseconds"])
-        print(f"  profile, batch {batch}: {found[-1]}", flush=True)
+        profiles.append(result["milliseconds"])
+        print(f"  profile, batch {batch}: {profiles[-1]}", flush=True)
     rows: list[list[str]] = []
-    for kind in found[0]:
-        shares = [f"{one[kind]:.2f} ({one[kind] / sum(one.values()):.0%})" for one in found]
+    for kind in profiles[0]:
+        shares = [f"{one[kind]:.2f} ({one[kind] / sum(one.values()):.0%})" for one in profiles]
         rows.append([kind, *shares])
     lines = [
         "## What bounds a round",
@@ -109,10 +109,12 @@ def measure_memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     """Peaks: many clients against one at as many tokens in flight, and many registered ones against few."""
     at_once, batch = args.at_once, 4
     stacked = {"name": "batched", "clients_per_pass": at_once, "workers": 1}
-    alone = {"name": "batched", "clients_per_pass": 1, "workers": 1}
+    single_client = {"name": "batched", "clients_per_pass": 1, "workers": 1}
     examples = args.examples[batch]
     many = Work(args.data, batch, examples, args.clients, threads=args.threads).values("bfloat16", stacked)
-    one = Work(args.data, batch * at_once, examples * args.clients, 1, threads=args.threads).values("bfloat16", alone)
+    one = Work(args.data, batch * at_once, examples * args.clients, 1, threads=args.threads).values(
+        "bfloat16", single_client
+    )
     two = {"rounds": 2}
     results = {
         f"1 client, batch {batch * at_once}": run_config(change_config(one, federation=two), args, "memory-one"),
@@ -154,11 +156,11 @@ def measure_memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     return lines, limits
 
 
-def limit(what: str, results: dict[str, dict[str, Any]], most: float, args: argparse.Namespace) -> Limit:
+def limit(quantity: str, results: dict[str, dict[str, Any]], most: float, args: argparse.Namespace) -> Limit:
     """The second peak against the first."""
     first, second = (result["peak"] for result in results.values())
     kept = second <= most * first if args.judged else None
-    return Limit(what, f"{second / first:.2f}", f"at most {most:g} times", kept)
+    return Limit(quantity, f"{second / first:.2f}", f"at most {most:g} times", kept)
 
 
 def write_registered_data(args: argparse.Namespace, folder: Path) -> Path:
@@ -179,7 +181,7 @@ def measure_accuracy(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     """Test accuracy of the same runs in both number formats."""
     scores: dict[str, list[float]] = {"float32": [], "bfloat16": []}
     for seed in args.accuracy_seeds:
-        for dtype, found in scores.items():
+        for dtype, runs in scores.items():
             per_client = args.accuracy_examples // args.clients
             work = Work(args.data, 16, per_client, args.clients, threads=args.threads, seed=seed)
             values = change_config(
@@ -190,7 +192,7 @@ def measure_accuracy(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
                 evaluation={"every": args.accuracy_rounds},
             )
             result = run_config(values, args, f"accuracy-{dtype}-{seed}")
-            found.append(100 * result["scores"]["test"]["accuracy"])
+            runs.append(100 * result["scores"]["test"]["accuracy"])
     rows = [
         [str(seed), f"{wide:.2f}", f"{narrow:.2f}", f"{narrow - wide:+.2f}"]
         for seed, wide, narrow in zip(args.accuracy_seeds, scores["float32"], scores["bfloat16"], strict=True)

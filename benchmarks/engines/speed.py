@@ -106,11 +106,11 @@ def compare(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[
     results = take_turns(contenders, args.repetitions, field.folder)
     keep(results, field.folder)
     limits = [check_agreement(results, batch)]
-    for name, wanted in TARGETS.get(batch, {}).items():
+    for name, target in TARGETS.get(batch, {}).items():
         if faster := compare_subject(results, name):
-            kept = statistics.median(faster) >= wanted if args.judged else None
-            what = f"batch {batch}: times faster than {name if name != 'Flower' else 'Flower at its best'}"
-            limits.append(Limit(what, f"{statistics.median(faster):.2f}", f"at least {wanted:g}", kept))
+            kept = statistics.median(faster) >= target if args.judged else None
+            quantity = f"batch {batch}: times faster than {name if name != 'Flower' else 'Flower at its best'}"
+            limits.append(Limit(quantity, f"{statistics.median(faster):.2f}", f"at least {target:g}", kept))
     stacking = results[SUBJECT].ready["stacking"]
     lines = [
         f"## Batch {batch}",
@@ -143,12 +143,14 @@ def compare_checkouts(args: argparse.Namespace, batch: int) -> tuple[list[str], 
     for engine in settings:
         pair = results[f"{engine}, before"], results[f"{engine}, after"]
         for key, measure in (("seconds", "by the clock"), ("processor", "by processor seconds")):
-            found = compute_ratios(*pair, key)
-            rows.append([engine, measure, f"{statistics.median(found):.3f}", f"{min(found):.2f} to {max(found):.2f}"])
+            ratios = compute_ratios(*pair, key)
+            rows.append(
+                [engine, measure, f"{statistics.median(ratios):.3f}", f"{min(ratios):.2f} to {max(ratios):.2f}"]
+            )
         # What else runs on the machine slows the clock, and hardly the processor's seconds.
-        middle = statistics.median(found)
-        what = f"batch {batch}: speed of {engine} over that of the other checkout"
-        limits.append(Limit(what, f"{middle:.3f}", f"at least {SLOWER}", middle >= SLOWER))
+        middle = statistics.median(ratios)
+        quantity = f"batch {batch}: speed of {engine} over that of the other checkout"
+        limits.append(Limit(quantity, f"{middle:.3f}", f"at least {SLOWER}", middle >= SLOWER))
     lines = [f"## Before and after, batch {batch}", "", *format_speed_table(results, "batched, after")]
     lines += [*format_table(["engine", "speed after over before", "median", "smallest to largest"], rows)]
     return lines, limits
@@ -158,7 +160,7 @@ def compare_subject(results: Mapping[str, Measured], name: str) -> list[float]:
     """How many times faster the subject is, by repetition; than Flower: than the faster of its settings."""
     if name == "Flower":
         settings = [compute_ratios(result, results[SUBJECT]) for one, result in results.items() if one.startswith(name)]
-        return [min(found) for found in zip(*settings, strict=True)]
+        return [min(ratios) for ratios in zip(*settings, strict=True)]
     return compute_ratios(results[name], results[SUBJECT]) if name in results else []
 
 
@@ -173,8 +175,8 @@ def check_agreement(results: Mapping[str, Measured], batch: int) -> Limit:
         if not name.startswith("PEFT"):
             pairs += zip(result.ready["losses"], reference["losses"], strict=True)
         apart = max([apart, *(abs(one - other) / other for one, other in pairs)])
-    what = f"batch {batch}: largest difference of float32 losses on the same batches"
-    return Limit(what, f"{apart:.0e}", f"at most {NEAR:g}", apart <= NEAR)
+    quantity = f"batch {batch}: largest difference of float32 losses on the same batches"
+    return Limit(quantity, f"{apart:.0e}", f"at most {NEAR:g}", apart <= NEAR)
 
 
 def keep(results: Mapping[str, Measured], folder: Path) -> None:
@@ -201,8 +203,8 @@ def measure_last_layers(args: argparse.Namespace, python: Path | None, batch: in
     keep(results, field.folder)
     faster = statistics.median(compute_ratios(results[ALL_LAYERS], results[CACHED]))
     kept = faster >= MORE if args.judged else None
-    what = f"batch {batch}, adapters on the last 2 of 6 layers: times faster than on all"
-    limits = [Limit(what, f"{faster:.2f}", f"at least {MORE:g}", kept)]
+    quantity = f"batch {batch}, adapters on the last 2 of 6 layers: times faster than on all"
+    limits = [Limit(quantity, f"{faster:.2f}", f"at least {MORE:g}", kept)]
     lines = [
         f"## Adapters on the last 2 of 6 layers, batch {batch}",
         "",

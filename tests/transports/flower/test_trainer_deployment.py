@@ -30,7 +30,7 @@ def join(made: Deployment, site: str, tiny_folder: Path) -> None:
     script = ["-m", "helpers.trainer_script", str(made.folder / f"{site}.yaml"), str(tiny_folder), site]
     if site == SITES[-1]:
         script = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script]
-    made.start(site, given=[sys.executable, *script])
+    made.start(site, options=[sys.executable, *script])
 
 
 def join_all(made: Deployment, tiny_folder: Path, **limits: Any) -> None:
