@@ -38,7 +38,7 @@ def test_a_missing_reply_is_logged_with_its_reason(tmp_path: Path) -> None:
     transport = AuditedTransport(inner, log, "run", {"a": 1})
     transport.exchange(Orders("train", "a", lambda _: Envelope("{}")), lambda *one: bool(heard.append(one)), 5.0)
     (row,) = log.read()
-    assert (row["event"], row["client"], row["why"]) == ("failed", "a", "no reply within 5 s")
+    assert (row["event"], row["client"], row["reason"]) == ("failed", "a", "no reply within 5 s")
     assert heard == [("a", "no reply within 5 s")]
 
 

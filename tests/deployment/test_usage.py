@@ -225,10 +225,10 @@ def test_the_operator_sees_the_budget_and_starts_a_new_one_deliberately(tmp_path
     lost = call(app, ["budget", str(file)])
     assert (lost.exit_code, "is missing" in lost.output) == (2, True)
     assert call(app, ["budget", str(file), "--new"]).exit_code == 2  # without a reason
-    assert call(app, ["budget", str(file), "--new", "--why", "the disk failed"]).exit_code == 0
+    assert call(app, ["budget", str(file), "--new", "--reason", "the disk failed"]).exit_code == 0
     assert call(app, ["budget", str(file)]).output == "no server has used this node's data yet\n"
     (entry,) = AuditLog(tmp_path / "state" / AUDIT).read()
-    assert (entry["event"], entry["why"]) == ("budget restarted", "the disk failed")
+    assert (entry["event"], entry["reason"]) == ("budget restarted", "the disk failed")
 
 
 def test_changed_data_are_in_the_audit_log(tiny_folder: Path, tmp_path: Path) -> None:

@@ -56,10 +56,10 @@ def admit(
     typer.echo(f"admitted {key}" + (f", which must use the id {name}" if name else "") + limit)
 
 
-@register_command("revoke", 'fedspan revoke clinic-a --why "the machine was stolen"', panel=MACHINES)
+@register_command("revoke", 'fedspan revoke clinic-a --reason "the machine was stolen"', panel=MACHINES)
 def revoke(
     node: Annotated[str, typer.Argument(metavar="NODE", help="The node's name, or Flower's id of it.")],
-    why: Annotated[str, typer.Option("--why", metavar="TEXT", help="The reason, for the audit log.")] = "",
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="The reason, for the audit log.")] = "",
     folder: ServerFolder = SERVER,
 ) -> None:
     """Revoke a node's key permanently: within seconds, its requests are refused and its replies are rejected.
@@ -72,7 +72,7 @@ def revoke(
     from fedspan.transports.flower.admissions import revoke_node
     from fedspan.transports.flower.server import link_of
 
-    for id in revoke_node(link_of(folder), node, why):
+    for id in revoke_node(link_of(folder), node, reason):
         typer.echo(f"revoked the key of {node} (node {id})")
 
 

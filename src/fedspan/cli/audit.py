@@ -18,14 +18,14 @@ __all__ = ["approve", "audit", "budget"]
     "approve",
     "fedspan approve node.yaml",
     "fedspan approve node.yaml 3f9c12",
-    'fedspan approve node.yaml 3f9c12 --refuse --why "no consent for this model"',
+    'fedspan approve node.yaml 3f9c12 --refuse --reason "no consent for this model"',
     panel=MACHINES,
 )
 def approve(
     node: Annotated[Path, typer.Argument(metavar="NODE", help="The node's YAML file.")],
     job: Annotated[str | None, typer.Argument(metavar="JOB", help="First characters of a job's name.")] = None,
     refuse: Annotated[bool, typer.Option("--refuse", help="Refuse the job, even if it is running.")] = False,
-    why: Annotated[str, typer.Option("--why", metavar="TEXT", help="Reason, sent to the server.")] = "",
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason, sent to the server.")] = "",
     settings: Annotated[bool, typer.Option("--settings", help="Show all settings of the jobs.")] = False,
 ) -> None:
     """Show the jobs that servers request from this node; approve or refuse one. Needs `limits.approve: ask`."""
@@ -37,7 +37,7 @@ def approve(
     folder = Path(load_node(node).folder)
     approvals = Approvals(folder, AuditLog(folder / AUDIT))
     if job is not None:
-        decision = approvals.decide(job, "refused" if refuse else "approved", why)
+        decision = approvals.decide(job, "refused" if refuse else "approved", reason)
         typer.echo(f"{decision.decision} job {decision.job[:16]}")
         return
     if refuse:
@@ -56,13 +56,13 @@ def approve(
 @register_command(
     "budget",
     "fedspan budget node.yaml",
-    'fedspan budget node.yaml --new --why "the disk with the record was lost"',
+    'fedspan budget node.yaml --new --reason "the disk with the record was lost"',
     panel=MACHINES,
 )
 def budget(
     node: Annotated[Path, typer.Argument(metavar="NODE", help="The node's YAML file.")],
     new: Annotated[bool, typer.Option("--new", help="Start a new budget: nothing counts as used any more.")] = False,
-    why: Annotated[str, typer.Option("--why", metavar="TEXT", help="Reason, for the node's audit log.")] = "",
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason, for the node's audit log.")] = "",
     as_json: Json = False,
 ) -> None:
     """Show what each server has used of this node's data, or start a new budget.
@@ -77,9 +77,9 @@ def budget(
     config = load_node(node)
     book = UsageBook(config)
     if new:
-        if not why:
-            raise FedspanError("--why", None, "the reason for a new budget, for the audit log")
-        AuditLog(Path(config.folder) / AUDIT).write("budget restarted", why=why[:500])
+        if not reason:
+            raise FedspanError("--reason", None, "the reason for a new budget, for the audit log")
+        AuditLog(Path(config.folder) / AUDIT).write("budget restarted", reason=reason[:500])
         book.restart()
         typer.echo("started a new budget")
         return

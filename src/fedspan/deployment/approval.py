@@ -46,17 +46,17 @@ class JobRequest:
         job: SHA-256 of the run's name and config.
         run: Name of the run.
         config: Plain values of the run's config.
-        asked: Time of the request, UTC.
+        requested_at: Time of the request, UTC.
         decision: The operator's decision; None: none yet.
-        why: The reason, if the operator gave one.
+        reason: The reason, if the operator gave one.
     """
 
     job: str
     run: str
     config: Mapping[str, Any]
-    asked: str
+    requested_at: str
     decision: Literal["approved", "refused"] | None = None
-    why: str = ""
+    reason: str = ""
 
     def summarize(self) -> dict[str, str]:
         """Return what the job asks for, as text that a terminal can show: what a decision depends on, in few lines."""
@@ -71,7 +71,7 @@ class JobRequest:
         evaluation = self.config.get("evaluation") or {}
         facts = {
             "run": self.run,
-            "asked": self.asked,
+            "requested": self.requested_at,
             "task": self.config.get("task"),
             "model": model.get("name"),
             "method": " + ".join(str(name) for name in names if name),
@@ -129,7 +129,7 @@ class Approvals:
             self._ask(job, invitation)
         request = self._read(path)
         if request.decision == "refused":
-            reason = f": {request.why}" if request.why else ""
+            reason = f": {request.reason}" if request.reason else ""
             raise FedspanError("limits.approve", job, problem=f"the node's operator refused job {job[:12]}{reason}")
         if request.decision is None:
             raise NotApprovedError(job)
@@ -149,7 +149,7 @@ class Approvals:
             FedspanError: If a file is damaged.
         """
         requests = [self._read(path) for path in sorted((self.folder / _FOLDER).glob("*.json"))]
-        return sorted(requests, key=lambda request: (request.asked, request.job))
+        return sorted(requests, key=lambda request: (request.requested_at, request.job))
 
     def decide(self, job: str, decision: Literal["approved", "refused"], reason: str = "") -> JobRequest:
         """Record the operator's decision about a job; a later one replaces it, also while the run is at work.
@@ -167,9 +167,9 @@ class Approvals:
             names = ", ".join(request.job[:16] for request in self.list_requests()) or "none"
             raise FedspanError("JOB", job, f"the beginning of one of these: {names}")
         decided = JobRequest(
-            matches[0].job, matches[0].run, matches[0].config, matches[0].asked, decision, reason[:500]
+            matches[0].job, matches[0].run, matches[0].config, matches[0].requested_at, decision, reason[:500]
         )
-        self.audit.write(f"job {decision}", job=decided.job, run=escape_controls(decided.run), why=decided.why)
+        self.audit.write(f"job {decision}", job=decided.job, run=escape_controls(decided.run), reason=decided.reason)
         self._store(decided)
         return decided
 
@@ -193,10 +193,10 @@ class Approvals:
                 "job": str() as job,
                 "run": str() as run,
                 "config": dict() as config,
-                "asked": str() as asked,
+                "requested_at": str() as requested_at,
                 "decision": None | "approved" | "refused" as decision,
-                "why": str() as why,
+                "reason": str() as reason,
             } if job == path.stem and re.fullmatch("[0-9a-f]{64}", job):
-                return JobRequest(job, run, config, asked, decision, why)  # pyright: ignore[reportArgumentType]
+                return JobRequest(job, run, config, requested_at, decision, reason)  # pyright: ignore[reportArgumentType]
             case _:
                 raise FedspanError(str(path), None, problem="the file is damaged. Remove it, and decide again")

@@ -78,7 +78,7 @@ class AuditedTransport(Transport):
 
         def received(id: str, reply: Envelope | str) -> bool:
             if isinstance(reply, str):
-                self._write("failed", id, task=orders.task, why=reply[:500])
+                self._write("failed", id, task=orders.task, reason=reply[:500])
             else:
                 self._write("answered", id, **describe_envelope(reply))
             return on_reply(id, reply)

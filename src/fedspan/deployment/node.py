@@ -116,7 +116,7 @@ class NodeService:
             reply = refuse_any(request, error)
             with suppress(FedspanError):  # a full disk is the reason already
                 self._audit.write(
-                    "refused", run=name, task=request.task, round=request.round, why=describe_error(error)
+                    "refused", run=name, task=request.task, round=request.round, reason=describe_error(error)
                 )
         return reply
 
@@ -136,7 +136,7 @@ class NodeService:
             log.exception("the invitation to %s is refused", invitation.run)
             with suppress(FedspanError):
                 self._audit.write(
-                    "invitation refused", **self._describe_job(invitation), why=describe_error(error)[:4096]
+                    "invitation refused", **self._describe_job(invitation), reason=describe_error(error)[:4096]
                 )
             return introduction.model_copy(update={"refused": describe_error(error)[:4096]})
         folder = self._run_folder(invitation.run)

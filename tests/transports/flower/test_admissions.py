@@ -88,7 +88,7 @@ def test_a_revoked_node_is_out_for_good_and_logged(link: Any, flower: Flower, ke
         ("admitted", "clinic-b"),
         ("revoked", "clinic-a"),
     ]
-    assert rows[-1]["why"] == "stolen"
+    assert rows[-1]["reason"] == "stolen"
     with pytest.raises(FedspanError, match="this key was revoked, and stays so"):
         admissions.admit_node(link, key("a"), "clinic-a")
     with pytest.raises(FedspanError, match="no node 'clinic-a' was admitted"):
@@ -164,7 +164,7 @@ def test_admissions_end(link: Any, flower: Flower, key: Callable[[str], Path]) -
     path.write_text(json.dumps(content))
     assert admissions.end_admissions(link) == [1]
     assert names(link) == ["clinic-b"]
-    assert "the admission ended on" in str(admissions.open_audit_log(link).read()[-1]["why"])
+    assert "the admission ended on" in str(admissions.open_audit_log(link).read()[-1]["reason"])
 
 
 def test_a_limit_on_examples_stays_with_the_name_until_it_is_changed(
@@ -229,7 +229,7 @@ def test_the_commands_warn_of_expiry_and_say_what_they_did(link: Any, key: Calla
     assert done.exit_code == 0, done.output
     shown = runner.invoke(app, ["status", *server])
     assert "the admission of clinic-a expires in 2 days" in shown.stderr
-    gone = runner.invoke(app, ["revoke", "clinic-a", "--why", "over", *server])
+    gone = runner.invoke(app, ["revoke", "clinic-a", "--reason", "over", *server])
     assert gone.output == "revoked the key of clinic-a (node 1)\n"
     shown = runner.invoke(app, ["status", *server])
     assert "revoked" in next(line for line in shown.stdout.splitlines() if "clinic-a" in line), shown.output

@@ -217,7 +217,7 @@ def _revoke(link: ServerLink, nodes: dict[int, Admission], id: int, reason: str)
             raise
     admission = nodes[id]
     time = open_audit_log(link).write(
-        _REVOKED, node=str(id), name=admission.name, key_sha256=hash_key(admission.key), why=reason
+        _REVOKED, node=str(id), name=admission.name, key_sha256=hash_key(admission.key), reason=reason
     )
     nodes[id] = dataclasses.replace(admission, revoked=time)
     _store(link, nodes)
