@@ -3,7 +3,7 @@
     python benchmarks/cluster.py --data PATH/banking77 --environment PATH --page docs/results/cluster.md
 
 all-MiniLM-L6-v2 on Banking77's 77 intents, FedIT, as in ``benchmarks/engines.py``, whose contenders, turns and peers'
-environment these are: every contender is a process that runs a round when it is asked, and ratios are those within a
+environment these are: every contender is a process that runs a round on request, and ratios are those within a
 repetition. Workers have one thread each. The peers are Flower's simulation with as many actors and pfl-research with as
 many processes (torch.distributed). Memory is measured with a BERT of random weights of about 400 MB.
 ``--quick`` is a try of a minute or two; its limits are not judged.

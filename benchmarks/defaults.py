@@ -12,7 +12,7 @@ from the set's own train and test parts.
 Finished cells are not run again, so the script can be stopped at any moment; cells run seed by seed, so that an
 unfinished table covers all sets. ``--only`` names sets, ``--partitions`` names partitions, ``--one-seed`` runs the
 first seed, ``--leave-one-out`` chooses settings on all other sets and tests them on the left-out one. ``--clips``
-compares values of ``federation.clip_ratio`` with unclipped replies in place of all that, without centralized training;
+compares values of ``federation.clip_ratio`` with unclipped replies instead, without centralized training;
 a value that clipped nothing leaves wider ones nothing to do, so they are not run. ``--page`` writes the tables.
 """
 
@@ -581,7 +581,7 @@ def page(tables: str, args: argparse.Namespace) -> str:
 
 
 def print_tables(tables: str, args: argparse.Namespace) -> None:
-    """Print the tables, and write the page if one is asked for."""
+    """Print the tables, and write the page if ``--page`` is given."""
     print(tables)
     if args.page:
         args.page.write_text(page(tables, args), encoding="utf-8")

@@ -33,7 +33,7 @@ from fedspan.data.builtin import find_corpus_file
 
 NODES = ("clinic-a", "clinic-b", "clinic-c")
 LIMIT = 5.0
-"""Seconds of a round, as asked for."""
+"""Required seconds of a round."""
 SLOWER = 1.05
 """Longest round over that of another checkout."""
 

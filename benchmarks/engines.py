@@ -3,7 +3,7 @@
     python benchmarks/engines.py --data PATH/banking77 --environment PATH --page docs/results/speed.md
 
 all-MiniLM-L6-v2 on Banking77's 77 intents: LoRA of rank 8 on query and value and the head, AdamW, clipping at 1, FedAvg
-over identically distributed clients. Each contender is a process that runs one round when it is asked; rounds are
+over identically distributed clients. Each contender is a process that runs one round on request; rounds are
 run in turns (A B C A B C ...), and what is given is the median of the ratios within a repetition. The peers are
 installed into an environment of their own (``--environment``, made on the first call).
 ``--sections before --before CHECKOUT`` times the engines of this checkout and of another one, such as a worktree, in
@@ -49,7 +49,7 @@ def sections(python: Path | None) -> dict[str, Section]:
 
 
 def command(args: argparse.Namespace) -> str:
-    """What was asked for, with the paths left out."""
+    """The command line, with the paths left out."""
     parts = [f"--{name} {getattr(args, name)}" for name in FULL]
     parts += [f"--examples {batch} {count}" for batch, count in args.examples.items()]
     parts.append(f"--repetitions {args.repetitions}")

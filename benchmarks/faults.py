@@ -6,7 +6,7 @@ Needs to be root, for network namespaces and small file systems.
     python benchmarks/faults.py nan server-killed
 
 A tiny BERT, three rounds. After each fault the run must have every round that was finished before it, unchanged, and a
-model that is finite and has the bits of a run that nobody disturbed in which the same clients replied.
+model that is finite and has the bits of an undisturbed run in which the same clients replied.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Stage:
         self._last: Submitted | None = None
 
     def node(self, id: str, like: str = "", **changes: Any) -> Path:
-        """A node's file, with the data of another one, if told so."""
+        """A node's file, optionally with the data of another node."""
         limits = {"round_seconds": 60.0, **changes.pop("limits", {})}
         return self.made.node_file(id, self.files[like or id], limits=limits, **changes)
 
@@ -226,7 +226,7 @@ class Stage:
         return self._last
 
     def restore(self) -> None:
-        """Put everything in order after a fault that had consequences, so that the next one is judged by itself."""
+        """Restore the deployment after a fault that had consequences, so that the next one is judged independently."""
         if self._last is not None and self._last.process.poll() is None:
             self._last.kill()
         self.kind.write_text("")
@@ -619,7 +619,7 @@ def same_id(stage: Stage) -> Outcome:
     expected = stage.clean()
     path = stage.node("twin", NORTH)
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "id": NORTH}))
-    stage.leave(NORTH)  # so that it is asked, whoever would be first
+    stage.leave(NORTH)  # so that this node is selected, whichever connected first
     stage.join("twin", path)
     try:
         run = stage.submit("same-id")
@@ -648,7 +648,7 @@ def wrong_authority(stage: Stage) -> Outcome:
 
 
 def _check_non_participation(stage: Stage, name: str, words: str, join: Callable[[], None]) -> Outcome:
-    """The third node can't participate: the run waits for it, in vain; with the right one it goes on."""
+    """The third node can't participate: the run waits for it in vain, and continues with the right one."""
     expected = stage.clean()
     stage.leave(WEST)
     join()
@@ -707,7 +707,7 @@ PAGE = """# Faults, one by one
 
 Three nodes and a server on one machine, TLS and keys, a tiny BERT, {rounds} rounds of {steps} steps. Each fault is done
 to a run at work; then its finished rounds must all be there, unchanged, and its model must be finite and have the bits
-of a run that nobody disturbed, in which the same clients replied. The script ends with an error where that does not
+of an undisturbed run in which the same clients replied. The script ends with an error where that does not
 hold. A reply that is dropped leaves its client out of that round; in the other runs everybody is waited for
 (`federation.min_replies: 3`).
 

@@ -2,7 +2,7 @@
 
     python benchmarks/load.py --page docs/results/load.md
 
-A SuperLink with TLS and keys, and as many nodes' links as asked for, in a few processes, whose answers are what they
+A SuperLink with TLS and keys, and the requested number of nodes' links, in a few processes, whose answers are what they
 were sent: a process with torch for each of 200 nodes would need more memory than there is. So this measures the server
 and the way to it, not the nodes. With the first number of nodes, one message of 500 MB goes to a node and back, and
 larger ones than the limits are refused.
@@ -190,7 +190,7 @@ def measure_load(
 def measure_large(
     transport: Transport, nodes: dict[str, int], grid: object, megabytes: int, most: int
 ) -> list[tuple[str, str, bool]]:
-    """One message, there and back; and what is said of larger ones than the limits."""
+    """One message to a node and back, and the errors for messages above the limits."""
     id = next(iter(nodes))
     results: list[tuple[str, str, bool]] = []
 

@@ -50,7 +50,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class DrawnWeights:
-    """A pretrained model of random weights, drawn when they are asked for; without extras."""
+    """A pretrained model of random weights without extras; weights are drawn on access."""
 
     size: int
 

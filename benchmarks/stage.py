@@ -109,10 +109,10 @@ class Deployment:
         """Write a node's file, with a key of its own that the server knows.
 
         Args:
-            id: Of the node.
-            data: Its training data.
+            id: Id of the node.
+            data: Training data of the node.
             columns: Fields of the node's ``data`` beside the file.
-            changes: Fields of the node's file in the place of those of here.
+            changes: Fields of the node's file that replace the defaults.
         """
         key = self.folder / f"{id}.key"
         if not self.insecure and not key.exists():

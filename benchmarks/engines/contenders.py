@@ -35,7 +35,7 @@ class Contender:
 
 @dataclass
 class Measured:
-    """What one contender said.
+    """The answers of one contender.
 
     Args:
         ready: Line after the warm-up: ``losses`` of its rounds, ``warm_up`` seconds, ``first`` client's loss.
@@ -98,7 +98,7 @@ class _Process:
         return {**answer, "processor": read_processor_seconds(self.process.pid) - before}
 
     def close(self) -> None:
-        """End the session: nobody is waiting for an answer any more."""
+        """End the session: no more answers are awaited."""
         self._signal(signal.SIGKILL)
         self.process.wait()
 

@@ -31,7 +31,7 @@ GEMMS = ((512, 384, 384), (2048, 1024, 1024))
 
 @dataclass(frozen=True)
 class Limit:
-    """What was asked for.
+    """A requirement and its verdict.
 
     Args:
         what: Description of what is judged.
@@ -98,7 +98,7 @@ def format_speed_table(results: dict[str, Measured], subject: str) -> list[str]:
 
 
 def limit_table(limits: Sequence[Limit]) -> list[str]:
-    """What was asked for, with the verdicts."""
+    """The requirements, with the verdicts."""
     return format_table(
         ["", "measured", "wanted", ""], [[one.what, one.measured, one.wanted, one.verdict] for one in limits]
     )

@@ -52,7 +52,7 @@ class Rounds:
         self.plan, self.round, self.losses = plan, 0, list[float]()
         self.training, self.examples = 0.0, 0
         model.loss = MethodType(self._loss, model)
-        model.metrics = MethodType(lambda *_, **__: {}, model)  # asked for, never evaluated
+        model.metrics = MethodType(lambda *_, **__: {}, model)  # required, never evaluated
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.model = PyTorchModel(
             model=model,

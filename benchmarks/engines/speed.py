@@ -24,7 +24,7 @@ LAST = (4, 5)
 ALL_LAYERS, CACHED = "fedspan batched, bfloat16, all layers", "fedspan batched, bfloat16, last 2 layers"
 TARGETS = {4: {PLAIN: 4.0, SAME: 2.0, "Flower": 3.0}, 32: {PLAIN: 4.0, SAME: 1.5}}
 MORE = 2.2
-"""Times faster, as asked for, by batch; and of the last layers with the prefix cache against all layers."""
+"""Required speedups by batch; and of the last layers with the prefix cache against all layers."""
 SLOWER = 0.97
 """Least speed over that of another checkout."""
 NEAR = 1e-3
