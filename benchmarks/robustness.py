@@ -11,8 +11,8 @@
 Ten clients, by default Dirichlet 0.1 and a rate at which one client alone learns within the run. A hostile client puts
 a trigger word before a part of its texts and gives them the target's label; boosted, it also multiplies the change that
 it sends, within the norm at which replies are dropped. Attack success is the share of test texts of other labels that
-are classified as the target when they have the trigger. Every cell is one seed and one run; finished cells are stored in
-``--work``. Where a clip scaled nothing down, wider clips and the mean have its result and are not run.
+are classified as the target when they have the trigger. Every cell is one seed and one run; finished cells are stored
+in ``--work``. Where a clip scaled nothing down, wider clips and the mean have its result and are not run.
 """
 
 from __future__ import annotations
