@@ -28,7 +28,7 @@ def build_finding(judged: Judged) -> report.Finding:
     """A verdict as a row."""
     statement = f"{judged.statement}: {judged.better} against {judged.worse}"
     if judged.overall is None:
-        return report.Finding(statement, judged.why or "", judged.verdict)
+        return report.Finding(statement, judged.reason or "", judged.verdict)
     known = METRICS.get(judged.metric)
     unit = "" if known is None else f" {'points of ' if known.is_percentage else ''}{known.title}"
     return report.Finding(statement, f"by {format_difference(judged.metric, judged.overall)}{unit}", judged.verdict)

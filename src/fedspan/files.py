@@ -160,8 +160,8 @@ def read_bytes(path: Path) -> bytes:
 class DamagedFileError(FedspanError):
     """A file of a checkpoint is not what was written; an older checkpoint may be. Not raised for another version's."""
 
-    def __init__(self, path: Path, how: str) -> None:
-        super().__init__(str(path), how, problem=f"the checkpoint is damaged ({how})")
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(str(path), reason, problem=f"the checkpoint is damaged ({reason})")
 
 
 def read_whole(path: Path) -> bytes:

@@ -36,7 +36,7 @@ def test_a_line_for_everything_and_an_end_with_0(call: Call, tmp_path: Path) -> 
     assert f"torch {version('torch')}" in shown
     found = json.loads(call("doctor", "--json").stdout)
     assert {one["state"] for one in found} <= {"ok", "note"}
-    assert "extra dev" not in {one["what"] for one in found}
+    assert "extra dev" not in {one["name"] for one in found}
 
 
 def test_a_package_that_is_missing_or_old(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,16 +47,16 @@ def test_a_package_that_is_missing_or_old(call: Call, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(doctor, "version", other)
     result = call("doctor", "--json")
-    found = {one["what"]: one for one in json.loads(result.stdout)}
+    found = {one["name"]: one for one in json.loads(result.stdout)}
     assert result.exit_code == 1
     assert found["fedspan"]["state"] == "missing"
-    assert "peft is 0.1.0, not " in found["fedspan"]["found"]
-    assert found["extra flower-sim"]["found"] == "ray is not installed"
+    assert "peft is 0.1.0, not " in found["fedspan"]["finding"]
+    assert found["extra flower-sim"]["finding"] == "ray is not installed"
     assert found["extra privacy"] == {
-        "what": "extra privacy",
+        "name": "extra privacy",
         "state": "note",
-        "found": "opacus is not installed",
-        "cure": "pip install 'fedspan[privacy]'",
+        "finding": "opacus is not installed",
+        "advice": "pip install 'fedspan[privacy]'",
     }
 
 
@@ -65,10 +65,10 @@ def test_a_port_that_is_taken_and_a_folder_that_is_closed(monkeypatch: pytest.Mo
         taken.bind(("", 0))
         taken.listen()
         monkeypatch.setattr(doctor, "_PORT", taken.getsockname()[1])
-        check = {one.what: one for one in doctor.run_checks(tmp_path)}["port"]
-    assert (check.state, "is taken" in check.found) == ("note", True)
+        check = {one.name: one for one in doctor.run_checks(tmp_path)}["port"]
+    assert (check.state, "is taken" in check.finding) == ("note", True)
     monkeypatch.setattr(doctor.os, "access", lambda *_: False)
-    assert {one.what: one for one in doctor.run_checks(tmp_path)}["disk"].state == "missing"
+    assert {one.name: one for one in doctor.run_checks(tmp_path)}["disk"].state == "missing"
 
 
 def test_extras_are_told_from_the_rest() -> None:

@@ -57,7 +57,7 @@ def judged(**claim: Any) -> Judged:
 def test_verdicts(claim: dict[str, Any], verdict: str, cells: int) -> None:
     found = judged(**claim)
     assert (found.verdict, len(found.cells)) == (verdict, cells)
-    assert (found.why is None) == (verdict != "not runnable here")
+    assert (found.reason is None) == (verdict != "not runnable here")
 
 
 def test_less_of_a_loss_is_better_and_a_row_that_failed_leaves_its_cell_out() -> None:
@@ -70,7 +70,7 @@ def test_less_of_a_loss_is_better_and_a_row_that_failed_leaves_its_cell_out() ->
     (found,) = judge([Claim(statement="s", better="A", worse=["B"])], CELLS, scores)
     assert (found.verdict, [cell.cell for cell in found.cells]) == ("holds", ["iid"])
     (none,) = judge([Claim(statement="s", better="A", worse=["B"], cells={"split": ["skewed"]})], CELLS, scores)
-    assert none.why is not None
+    assert none.reason is not None
     table = tabulate_verdicts([found, none])
     assert [row[1] for row in table.rows] == ["A over B"] * 2
     assert table.rows[0][2].startswith("+1.0")
@@ -86,7 +86,7 @@ def test_scores_of_several_metrics_have_no_mean() -> None:
     )
     claim = Claim(statement="s", better="A", worse=["B"])
     (found,) = judge([claim], CELLS, scores)
-    assert (found.verdict, found.why) == ("not runnable here", "accuracy and loss have no mean: a claim for each")
+    assert (found.verdict, found.reason) == ("not runnable here", "accuracy and loss have no mean: a claim for each")
     (found,) = judge([claim.model_copy(update={"cells": {"split": ["skewed"]}})], CELLS, scores)
     assert (found.verdict, found.metric) == ("holds", "loss")
 

@@ -41,10 +41,10 @@ def doctor(
         table = create_table()
         table.add_column("", no_wrap=True)
         table.add_column("component", style="cyan", no_wrap=True)
-        table.add_column("found", overflow="fold")
+        table.add_column("finding", overflow="fold")
         for check in results:
             text, style = _MARKS[check.state]
-            table.add_row(Text(text, style), check.what, check.found + (f"\n{check.cure}" if check.cure else ""))
+            table.add_row(Text(text, style), check.name, check.finding + (f"\n{check.advice}" if check.advice else ""))
         screen.print(table)
     if any(check.state == "missing" for check in results):
         raise typer.Exit(1)

@@ -212,8 +212,8 @@ class SecureClient:
     def _answer_shares(self, order: SharesOrder) -> SharesReply:
         session = self._load_session(order.run, order.session, "keys")
         keys, peers = _derive_keys(session), order.peers
-        own = peers.get(self.id)
-        if own is None or (own.sealing, own.masking) != (keys.sealing_public, keys.masking_public):
+        own_keys = peers.get(self.id)
+        if own_keys is None or (own_keys.sealing, own_keys.masking) != (keys.sealing_public, keys.masking_public):
             raise FedspanError("message.peers", sorted(peers), "this client's own keys among them")
         if len({key for peer in peers.values() for key in (peer.sealing, peer.masking)}) < 2 * len(peers):
             raise FedspanError("message.peers", sorted(peers), "different keys for different clients")
@@ -234,8 +234,8 @@ class SecureClient:
             split(keys.own, order.threshold, len(ids)), split(keys.masking, order.threshold, len(ids)), strict=True
         )
         sealed = {
-            id: seal(keys.sealing, peers[id].sealing, self.id, id, transcript, own + masking)
-            for id, (own, masking) in zip(ids, shared, strict=True)
+            id: seal(keys.sealing, peers[id].sealing, self.id, id, transcript, own_keys + masking)
+            for id, (own_keys, masking) in zip(ids, shared, strict=True)
         }
         return SharesReply(id=self.id, session=order.session, sealed=sealed)
 

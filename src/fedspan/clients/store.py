@@ -131,9 +131,9 @@ _BLANK = b"0" * 64
 """The placeholder of the digest in a file's text."""
 
 
-def write_moments(writer: Writer, kept: tuple[OptimizerState, int]) -> dict[str, object]:
+def write_moments(writer: Writer, moments_with_generation: tuple[OptimizerState, int]) -> dict[str, object]:
     """Encode an optimizer state and its generation; a writer takes its tensors."""
-    state, generation = kept
+    state, generation = moments_with_generation
     return {
         "generation": generation,
         "steps": dict(state.steps),
@@ -173,8 +173,8 @@ class ClientState:
 class LostStateError(FedspanError):
     """A client's stored state is missing or damaged."""
 
-    def __init__(self, client: str, round: int, why: str) -> None:
-        problem = f"{client} has no state of round {round + 1} ({why}). The next order sends everything"
+    def __init__(self, client: str, round: int, reason: str) -> None:
+        problem = f"{client} has no state of round {round + 1} ({reason}). The next order sends everything"
         super().__init__("client memory", client, problem=problem)
 
 
@@ -314,13 +314,13 @@ def store(folder: Path, progress: Progress) -> Progress:
         ValueError: If a tensor cannot be stored.
     """
     round = progress.state.round
-    kept: tuple[tuple[Kind[Any], Mapping[str, Any]], ...] = (
+    kinds_with_values: tuple[tuple[Kind[Any], Mapping[str, Any]], ...] = (
         (MEMORY, progress.memories),
         (MOMENTS, progress.optimizers),
     )
     files: dict[Path, tuple[Kind[Any], str, Any]] = {}
     stored: list[StoredMapping[Any]] = []
-    for kind, values in kept:
+    for kind, values in kinds_with_values:
         rounds, changes = _split_changes(values, folder)
         written = {key: round if value or kind is MOMENTS else NOTHING for key, value in changes.items()}
         for key, value in changes.items():
@@ -384,9 +384,13 @@ def discard(folder: Path, needed: Iterable[Version], among: Iterable[Version] | 
             round_folder.rmdir()
 
 
-def _write_state(writer: Writer, kept: ClientState) -> Mapping[str, object]:
-    moments = {phase: write_moments(writer, state) for phase, state in kept.moments.items()}
-    return {"memory": writer.add_tensors(kept.memory), "moments": moments, "base": writer.add_base(kept.base)}
+def _write_state(writer: Writer, client_state: ClientState) -> Mapping[str, object]:
+    moments = {phase: write_moments(writer, state) for phase, state in client_state.moments.items()}
+    return {
+        "memory": writer.add_tensors(client_state.memory),
+        "moments": moments,
+        "base": writer.add_base(client_state.base),
+    }
 
 
 def _read_state(reader: Reader, structure: object) -> ClientState:

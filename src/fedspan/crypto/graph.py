@@ -32,7 +32,8 @@ def select_neighbourhoods(ids: Sequence[str], neighbours: int | None = None) -> 
     secrets.SystemRandom().shuffle(circle)
     size = len(circle)
     return {
-        id: tuple(sorted(circle[(at + step) % size] for step in range(-half, half + 1))) for at, id in enumerate(circle)
+        id: tuple(sorted(circle[(position + step) % size] for step in range(-half, half + 1)))
+        for position, id in enumerate(circle)
     }
 
 

@@ -41,7 +41,8 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
     first = Shamir.split(threshold, count, secret[:_HALF], ssss=False)
     second = Shamir.split(threshold, count, secret[_HALF:], ssss=False)
     return [
-        number.to_bytes(_NUMBER, "big") + one + other for (number, one), (_, other) in zip(first, second, strict=True)
+        number.to_bytes(_NUMBER, "big") + first_part + second_part
+        for (number, first_part), (_, second_part) in zip(first, second, strict=True)
     ]
 
 

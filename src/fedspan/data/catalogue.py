@@ -154,10 +154,10 @@ def get_dataset_entry(key: str, field: str) -> DatasetEntry:
     return catalogue[key]
 
 
-def render_snippet(entry: DatasetEntry, where: Literal["hub", "files"]) -> str | None:
+def render_snippet(entry: DatasetEntry, source: Literal["hub", "files"]) -> str | None:
     """Return a part of a config to paste, as YAML; None if the data set can't be used that way."""
     data: dict[str, Any] = {"dataset": entry.key}
-    if where == "files":
+    if source == "files":
         if entry.files is None:
             return None
         data["train"] = entry.files.train

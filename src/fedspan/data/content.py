@@ -13,14 +13,14 @@ from fedspan.errors import FedspanError
 __all__ = ["compute_content_digest"]
 
 
-def compute_content_digest(where: str, option: str) -> str:
+def compute_content_digest(user_path: str, option: str) -> str:
     """Compute a digest of the files that a source names.
 
     It covers the bytes of all files, in an order that does not depend on their names. Hidden files are left out. A
     source without local files (a hub id, a built-in corpus) is identified by its name.
 
     Args:
-        where: A file, a folder, a path with places (``clinics/{hospital}/train.csv``), or a name.
+        user_path: A file, a folder, a path with places (``clinics/{hospital}/train.csv``), or a name.
         option: The user's name of the option that contains it.
 
     Returns:
@@ -30,17 +30,17 @@ def compute_content_digest(where: str, option: str) -> str:
         FedspanError: If a file cannot be read.
     """
     try:
-        digests = sorted(_compute_file_digest(path) for path in _list_files(where, option))
+        digests = sorted(_compute_file_digest(path) for path in _list_files(user_path, option))
     except OSError as error:
-        raise FedspanError(option, where, f"files that can be read ({error.strerror})") from error
-    content = ["files", *digests] if digests else ["name", where]
+        raise FedspanError(option, user_path, f"files that can be read ({error.strerror})") from error
+    content = ["files", *digests] if digests else ["name", user_path]
     return hashlib.sha256("\n".join(content).encode(errors="surrogatepass")).hexdigest()
 
 
-def _list_files(where: str, option: str) -> Iterator[Path]:
-    path = Path(os.path.expanduser(where))
-    if has_placeholders(where):
-        yield from match_paths(where, option)
+def _list_files(user_path: str, option: str) -> Iterator[Path]:
+    path = Path(os.path.expanduser(user_path))
+    if has_placeholders(user_path):
+        yield from match_paths(user_path, option)
     elif os.path.isfile(path):
         yield path
     elif os.path.isdir(path):

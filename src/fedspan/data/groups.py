@@ -49,9 +49,9 @@ def draw_groups(
     for group in order.tolist():
         entries = range(starts[group], starts[group + 1])
         # With h rows of a label where d are missing, the squared distance changes by h (h - 2 d).
-        if sum(counts[at] * (counts[at] - 2 * missing[columns[at]]) for at in entries) < 0:
-            for at in entries:
-                missing[columns[at]] -= counts[at]
+        if sum(counts[entry] * (counts[entry] - 2 * missing[columns[entry]]) for entry in entries) < 0:
+            for entry in entries:
+                missing[columns[entry]] -= counts[entry]
             drawn.append(group)
             if len(drawn) == maximum:
                 break

@@ -37,13 +37,13 @@ def read_multiple(user_path: str, option: str, read: Callable[[Path], Source]) -
         kinds = sorted({"".join(path.suffixes) for path in matches})
         raise FedspanError(option, user_path, problem=f"the files have several formats: {', '.join(kinds)}")
     try:
-        whole = _concatenate({path: source.dataset for path, source in sources.items()}, matches)
+        dataset = _concatenate({path: source.dataset for path, source in sources.items()}, matches)
     except ValueError as error:
         problem = f"the files do not go together: {str(error).splitlines()[0][:300]}"
         raise FedspanError(option, user_path, problem=problem) from error
     files = tuple((source.name, len(source.dataset) + source.skipped) for source in sources.values())
     return Source(
-        whole,
+        dataset,
         user_path,
         headers.pop(),
         positions=_align_positions(list(sources.values())),

@@ -223,7 +223,7 @@ def submit(
         resume=resume,
         listener=events,
         host=host,
-        build=lambda one, _, key, stages: prepare_server(one, key, stages),
+        build=lambda run_config, _, key, stages: prepare_server(run_config, key, stages),
     )
 
 

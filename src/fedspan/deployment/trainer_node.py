@@ -73,8 +73,8 @@ class TrainerNode:
     ) -> None:
         self._processes, self._stop = processes, stop or Event()
         self._runs = TrainerRuns({node.id: adopt_node_trainer(node, trainer)}, processes)
-        own = node.model_copy(update={"data": {"train": FROM_TRAINERS}})
-        self.service = NodeService(own, self._runs.prepare)
+        node_config = node.model_copy(update={"data": {"train": FROM_TRAINERS}})
+        self.service = NodeService(node_config, self._runs.prepare)
 
     def answer(self, envelope: Envelope) -> Envelope:
         """``NodeService.answer``."""

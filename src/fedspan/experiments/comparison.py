@@ -258,7 +258,9 @@ def _require_method(key: str) -> None:
             )
 
 
-def _build_config(values: Mapping[str, Any], key: str, methods: Sequence[str], own: Sequence[str]) -> RunConfig:
+def _build_config(
+    values: Mapping[str, Any], key: str, methods: Sequence[str], own_overrides: Sequence[str]
+) -> RunConfig:
     """Return the config of one method: the shared options that it has, and its own overrides."""
     section = values.get("method", {})
     if not isinstance(section, Mapping):
@@ -278,8 +280,8 @@ def _build_config(values: Mapping[str, Any], key: str, methods: Sequence[str], o
             {"name": wrapper} if isinstance(wrapper, str) else wrapper for wrapper in (*wrappers, *key.split("+")[1:])
         ]
     changed = {**values, "method": {"name": names[key], **options, "wrappers": wrappers}}
-    config = parse_config(override(changed, own))
-    argument = f"{key}:{' '.join(own)}"
+    config = parse_config(override(changed, own_overrides))
+    argument = f"{key}:{' '.join(own_overrides)}"
     if config.method.name != names[key]:
         raise FedspanError("--set-for", argument, problem=f"{argument!r} changes the method. Name methods in --methods")
     return require_comparable(parse_config({**values, "method": {}}), config, "--set-for", argument)

@@ -83,10 +83,12 @@ def plan_sweep(
     steps: list[Step] = []
     for number, setting in enumerate(settings, 1):
         description = " ".join(f"{path}={value}" for path, value in setting.items())
-        own = require_comparable(base, parse_config(_set(values, setting)), "--over", description)
-        short = own
+        trial_config = require_comparable(base, parse_config(_set(values, setting)), "--over", description)
+        short = trial_config
         if rounds is not None and "federation.rounds" not in setting:
-            short = own.model_copy(update={"federation": own.federation.model_copy(update={"rounds": rounds})})
+            short = trial_config.model_copy(
+                update={"federation": trial_config.federation.model_copy(update={"rounds": rounds})}
+            )
         configs_by_seed = [set_seed(short, seed, first, baselines=False) for seed in seeds]
         steps += [
             Step(
@@ -99,7 +101,7 @@ def plan_sweep(
             for seed, config in zip(seeds, configs_by_seed, strict=True)
         ]
         # The same partition as the trials: their validation examples must not enter the test set.
-        configs.append(own.model_copy(update={"partition": configs_by_seed[0].partition}))
+        configs.append(trial_config.model_copy(update={"partition": configs_by_seed[0].partition}))
     metric = base.evaluation.metric or base.task_definition.metric_names[0]
     return Sweep(metric, seeds, tuple(settings), tuple(configs), tuple(steps))
 

@@ -235,8 +235,12 @@ class FedGaLore(RegisteredMethod):
     def _compute_delta(self, layer: LayerSpec, stack: Sequence[StackItem], round: int) -> Delta:
         """sum_i p_i (W_i - rho_i W): accumulators under the seed's projectors add up, the others stay separate."""
         acc, P = join_tensor_name(layer.name, "acc"), join_tensor_name(layer.name, "P")
-        own, rank = self.count_adaptive(round) * min(self.r, *layer.shape), min(self.r, *layer.shape)
-        pairs = [LowRank(item.tensors[acc][:, :own], item.tensors[P], item.weight) for item in stack] if own else []
+        adaptive_rows, rank = self.count_adaptive(round) * min(self.r, *layer.shape), min(self.r, *layer.shape)
+        pairs = (
+            [LowRank(item.tensors[acc][:, :adaptive_rows], item.tensors[P], item.weight) for item in stack]
+            if adaptive_rows
+            else []
+        )
         for segment in range(self.count_adaptive(round), self.segments):
             columns = slice(segment * rank, (segment + 1) * rank)
             summed = torch.stack([item.weight * item.tensors[acc][:, columns].double() for item in stack]).sum(0)

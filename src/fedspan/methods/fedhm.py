@@ -116,14 +116,14 @@ class FedHM(RegisteredMethod):
             self.frobenius_decay,
             tuple((join_tensor_name(layer.name, "U"), join_tensor_name(layer.name, "V")) for layer in self.spec.layers),
         )
-        own = Group(list_tensor_names(self.spec, "U", "V"), weight_decay=0.0 if self.frobenius_decay else None)
+        group = Group(list_tensor_names(self.spec, "U", "V"), weight_decay=0.0 if self.frobenius_decay else None)
         return Job(
             parametrization={
                 layer.name: Factorised() if layer.kernel == (1, 1) else FactorisedConv(layer.kernel)
                 for layer in self.spec.layers
             },
             tensors=message.tensors,
-            trainable=(own,),
+            trainable=(group,),
             penalties=(decay,) if self.frobenius_decay else (),
             generation=int(message.scalars.get("generation", 0)),
         )

@@ -52,8 +52,8 @@ class FedSALoRA(RegisteredMethod):
         return Message(state.tensors)
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        own = memory or create_b_factors(self.spec, self.r)
-        return create_lora_job(self, {**own, **message.tensors}, client, train=("A", "B"))
+        personal = memory or create_b_factors(self.spec, self.r)
+        return create_lora_job(self, {**personal, **message.tensors}, client, train=("A", "B"))
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         shared = select(trained.tensors, list_tensor_names(self.spec, "A"))

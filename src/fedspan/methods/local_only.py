@@ -48,8 +48,8 @@ class LocalOnly(RegisteredMethod):
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         rank = self.get_rank(client)
-        own = memory or {**draw_a_factors(self, rank), **create_b_factors(self.spec, rank)}
-        return create_lora_job(self, own, client, train=("A", "B"))
+        personal = memory or {**draw_a_factors(self, rank), **create_b_factors(self.spec, rank)}
+        return create_lora_job(self, personal, client, train=("A", "B"))
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return Message(), trained.tensors

@@ -74,7 +74,7 @@ class MFedLoRU(FedLoRU):
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         rebuilt = [(item.weight, self._rebuild(state, item)) for item in reduced.stack]
         mean = {
-            name: torch.stack([share * own[name].double() for share, own in rebuilt]).sum(0).to(value.dtype)
+            name: torch.stack([share * factors[name].double() for share, factors in rebuilt]).sum(0).to(value.dtype)
             for name, value in rebuilt[0][1].items()
         }
         return super().update(state, replace(reduced, mean=mean))

@@ -147,15 +147,15 @@ def _order_chain(blocks: nn.ModuleList, calls: Mapping[nn.Module, Sequence[Call]
 @contextmanager
 def replace_forward(module: nn.Module, forward: Any) -> Generator[None]:
     """Replace a module's forward within this context; on exit, restore any forward of its own (an adapted layer's)."""
-    own = vars(module).get("forward")
+    own_forward = vars(module).get("forward")
     module.forward = forward
     try:
         yield
     finally:
-        if own is None:
+        if own_forward is None:
             del module.forward
         else:
-            module.forward = own
+            module.forward = own_forward
 
 
 def build_tiny_batch(model: nn.Module) -> dict[str, Tensor]:

@@ -42,8 +42,8 @@ def stack_effective(parametrization: Parametrization, slots: Mapping[str, Tensor
     """
     traced: list[Effective] = []
 
-    def one(own: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        effective = parametrization.compute_effective(own)
+    def one(client_slots: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        effective = parametrization.compute_effective(client_slots)
         traced.append(effective)
         pair = effective.pair
         parts = () if pair is None else ((pair.B, pair.A) if isinstance(pair, LowRank) else (pair,))

@@ -214,7 +214,7 @@ def _build_examples(
     lengths = np.rint(rng.permutation(np.linspace(length - spread, length + spread, count))).astype(np.int64)
     lengths = lengths.clip(2 if longest > 1 else 1, longest)
     vocabulary = model.get_input_embeddings().num_embeddings
-    ids = Ragged([rng.integers(min(_FIRST_ID, vocabulary - 1), vocabulary, one).tolist() for one in lengths])
+    ids = Ragged([rng.integers(min(_FIRST_ID, vocabulary - 1), vocabulary, tokens).tolist() for tokens in lengths])
     make_examples = get_task(config.task).make_examples
     if make_examples is None:
         problem = f"the time of {config.task} is not measured on this machine"

@@ -47,7 +47,7 @@ MAX_LISTED_CLIENTS = 60
 
 def fade(colour: str) -> str:
     """Return a translucent colour for a band behind a line of the same colour."""
-    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.15)"
 
 

@@ -100,7 +100,7 @@ def draw_rounds(run: RunData) -> Figure | None:
             texttemplate="%{z:.2g}" if len(by_number) <= 12 else None,
             hovertemplate="%{y}, round %{x}: %{z:.4g}<extra></extra>",
         )
-        visible = [at == number for at in range(len(measures))]
+        visible = [index == number for index in range(len(measures))]
         buttons.append({"label": measure.title, "method": "update", "args": [{"visible": visible}]})
     figure.update_layout(updatemenus=[{**build_menu(buttons), "type": "dropdown", "direction": "down"}])
     figure.update_xaxes(title="round", type="category")

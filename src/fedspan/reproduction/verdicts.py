@@ -45,7 +45,7 @@ class CellScore:
         bytes_down: Serialized bytes to clients in one run, mean over the seeds.
         bytes_up: Serialized bytes from clients in one run, mean over the seeds.
         seconds: Wall-clock time of the rounds of one run, mean over the seeds.
-        failed: Reason why there are no scores.
+        failed: Reason reason there are no scores.
         measured: Values that claims compare besides scores and bytes, by measure, one for each seed.
         curves: Scores by round, one curve for each seed; empty if no claim needs them.
     """
@@ -98,7 +98,7 @@ class Judged:
         verdict: Verdict over all cells together, seed by seed.
         overall: The same verdict with its numbers; None if it could not be judged.
         cells: Verdicts of the single cells.
-        why: Reason why it could not be judged; None otherwise.
+        reason: Reason why it could not be judged; None otherwise.
     """
 
     statement: str
@@ -108,7 +108,7 @@ class Judged:
     verdict: Verdict
     overall: JudgedCell | None
     cells: tuple[JudgedCell, ...]
-    why: str | None = None
+    reason: str | None = None
 
 
 def judge(claims: Sequence[Claim], cells: Sequence[Cell], scores: Sequence[CellScore]) -> tuple[Judged, ...]:
@@ -248,7 +248,7 @@ def tabulate_verdicts(judged: Sequence[Judged]) -> Table:
             f"{sum(cell.verdict == 'holds' for cell in judgement.cells)} of {len(judgement.cells)}"
             if judgement.cells
             else "-",
-            judgement.verdict if judgement.why is None else f"{judgement.verdict}: {judgement.why}",
+            judgement.verdict if judgement.reason is None else f"{judgement.verdict}: {judgement.reason}",
         )
         for judgement in judged
     )

@@ -29,16 +29,16 @@ class Check:
     """The result of one check.
 
     Args:
-        what: Name of what was checked.
+        name: Name of what was checked.
         state: ``ok``; ``missing``, which prevents something from working; ``note``, which may be intended.
-        found: Description of what was found.
-        cure: Advice for the user; empty if nothing is to be done.
+        finding: Description of what was found.
+        advice: Advice for the user; empty if nothing is to be done.
     """
 
-    what: str
+    name: str
     state: Literal["ok", "missing", "note"]
-    found: str
-    cure: str = ""
+    finding: str
+    advice: str = ""
 
 
 def run_checks(folder: Path) -> tuple[Check, ...]:
@@ -144,8 +144,8 @@ def _check_memory() -> Check:
         return Check("memory", "note", "not known on this system")
     free, total = free * page / 2**30, total * page / 2**30
     low = free < _LEAST_MEMORY
-    cure = f"{_LEAST_MEMORY:g} GiB are little already; fedspan plan says what a run takes" if low else ""
-    return Check("memory", "note" if low else "ok", f"{free:.1f} of {total:.1f} GiB free", cure)
+    advice = f"{_LEAST_MEMORY:g} GiB are little already; fedspan plan says what a run takes" if low else ""
+    return Check("memory", "note" if low else "ok", f"{free:.1f} of {total:.1f} GiB free", advice)
 
 
 def _check_disk(folder: Path) -> Check:
@@ -168,8 +168,8 @@ def _check_port() -> Check:
         try:
             tried.bind(("", _PORT))
         except OSError as error:
-            cure = "fedspan server --port N, if it is not fedspan's own"
-            return Check("port", "note", f"{_PORT} is taken ({error.strerror})", cure)
+            advice = "fedspan server --port N, if it is not fedspan's own"
+            return Check("port", "note", f"{_PORT} is taken ({error.strerror})", advice)
     return Check("port", "ok", f"{_PORT} is free for fedspan server")
 
 

@@ -186,7 +186,7 @@ class TrainerRuns:
     def prepare(
         self,
         config: RunConfig,
-        given: Partition | None = None,
+        given_partition: Partition | None = None,
         key: bytes | None = None,
         stages: Stages | None = None,
     ) -> Prepared:
@@ -194,7 +194,7 @@ class TrainerRuns:
 
         Args:
             config: Config of the run.
-            given: The partition of a resumed run, which the trainers' numbers of examples must match.
+            given_partition: The partition of a resumed run, which the trainers' numbers of examples must match.
             key: Secret key of the noise, if it has one.
             stages: Reports the progress of long work; None: no progress is reported.
 
@@ -202,10 +202,10 @@ class TrainerRuns:
             FedspanError: If anything in the config does not fit the trainers or their models.
         """
         if self._processes is None:
-            return self._prepare(config, given, key, stages)
+            return self._prepare(config, given_partition, key, stages)
         if self._processes.is_leader:
             self._processes.announce("prepare", config=config.model_dump_json(exclude_unset=True))
-        return self._prepare_together(self._processes, lambda: self._prepare(config, given, key, stages))
+        return self._prepare_together(self._processes, lambda: self._prepare(config, given_partition, key, stages))
 
     def prepare_announced(self, config: str) -> Prepared:
         """Build, in a process other than rank 0, the run that rank 0 builds.
@@ -251,12 +251,12 @@ class TrainerRuns:
         return prepared
 
     def _prepare(
-        self, config: RunConfig, given: Partition | None, key: bytes | None, stages: Stages | None
+        self, config: RunConfig, given_partition: Partition | None, key: bytes | None, stages: Stages | None
     ) -> Prepared:
         stages = stages or Stages()
         self.close()
         parts = _partition(self._trainers)
-        if given is not None and given.fingerprint != parts.fingerprint:
+        if given_partition is not None and given_partition.fingerprint != parts.fingerprint:
             problem = "clients, or their numbers of examples, are not those with which the run began"
             raise FedspanError("trainers", list(self._trainers), problem=problem)
         with ExitStack() as restore:

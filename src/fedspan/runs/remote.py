@@ -150,20 +150,20 @@ def connect(
     Raises:
         FedspanError: If the config requests secure aggregation and its libraries are not installed.
     """
-    here, config = prepared.federation, prepared.config
-    known = here.clients if clients is None else clients
+    local_federation, config = prepared.federation, prepared.config
+    federation_clients = local_federation.clients if clients is None else clients
     federation = Federation(
-        here.method,
+        local_federation.method,
         prepared.engine,
-        known,
-        here.examples,
-        replace(here.settings, agreed=agreed),
+        federation_clients,
+        local_federation.examples,
+        replace(local_federation.settings, agreed=agreed),
         transport,
         rules,
         build_aggregation(config),
         run,
         exporting=nodes is None,
-        training=here.training,
+        training=local_federation.training,
     )
     store = None if nodes is None else DiskClientStore(nodes)
 

@@ -131,7 +131,7 @@ class Objects:
 
 def prepare(
     config: RunConfig,
-    given: Partition | None = None,
+    given_partition: Partition | None = None,
     key: bytes | None = None,
     stages: Stages | None = None,
     objects: Objects | None = None,
@@ -140,7 +140,7 @@ def prepare(
 
     Args:
         config: Config of the run.
-        given: An existing partition (of a resumed run) to use instead of drawing one.
+        given_partition: An existing partition (of a resumed run) to use instead of drawing one.
         key: Secret key of the noise, if it has one.
         stages: Reports the progress of long work; None: it is not reported.
         objects: Data, model and tokenizer that were passed from Python, in place of those that the config names.
@@ -155,7 +155,7 @@ def prepare(
     sources = None if objects.data is None else objects.data.sources
     with stages.stage("data"):
         data = load(config.data, seed=config.data_seed, task=config.task_columns, sources=sources)
-        parts = given or partition(data.train, config.partition, config.data_seed, groups=data.groups)
+        parts = given_partition or partition(data.train, config.partition, config.data_seed, groups=data.groups)
     if parts.examples != len(data.train):
         raise FedspanError("data.train", len(data.train), f"the {parts.examples} examples with which the run began")
     if config.evaluation.metric == "f1" and len(data.labels) != 2:

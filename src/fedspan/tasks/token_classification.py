@@ -246,10 +246,10 @@ def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
         if len(sentence) != len(sentence_tags):
             problem = f"{place} has {len(sentence)} words and {len(sentence_tags)} tags. {reader.skip_advice}"
             raise FedspanError(f"{reader.field}.label", tags, problem=problem)
-        wrong = next((tag for tag in sentence_tags if not TAG.fullmatch(tag)), None)
-        if wrong is not None:
+        invalid = next((tag for tag in sentence_tags if not TAG.fullmatch(tag)), None)
+        if invalid is not None:
             expected = "tags such as O, B-TYPE and I-TYPE (IOB1, IOB2, IOBES or BILOU)"
-            problem = f"{place} has the tag {wrong!r}. {reader.skip_advice}"
+            problem = f"{place} has the tag {invalid!r}. {reader.skip_advice}"
             raise FedspanError(f"{reader.field}.label", tags, expected, problem=problem)
         lists.append(convert_to_iob2(sentence_tags))
     texts = pa.chunked_array([pa.array([" ".join(sentence) for sentence in tokens.to_pylist()], pa.string())])

@@ -59,8 +59,8 @@ class WithExtras(Wrapper):
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         inner, extras = split_extras(message.tensors)
-        own, stored_extras = split_extras(memory)
-        job = self.inner.start(replace(message, tensors=inner), client, own, round)
+        inner_memory, stored_extras = split_extras(memory)
+        job = self.inner.start(replace(message, tensors=inner), client, inner_memory, round)
         if self.policy == "average":
             return self._add_extras(job, extras)
         # Where extras stay on the client, its own values take precedence over the server's initial ones, and stand in

@@ -133,8 +133,8 @@ def admit_node(
         nodes = _read_nodes(link)
         admitted, key_fingerprint = _select_admitted(nodes), hash_key(text)
         same = {
-            id: (name != "" and known.name == name, hash_key(known.key) == key_fingerprint)
-            for id, known in nodes.items()
+            id: (name != "" and admission_of_node.name == name, hash_key(admission_of_node.key) == key_fingerprint)
+            for id, admission_of_node in nodes.items()
         }
         if max_examples is None:  # revoked keys included: a limit outlives the key
             earlier = [nodes[id] for id, (same_name, same_key) in same.items() if same_name or same_key]

@@ -110,7 +110,7 @@ class TooLarge(ObjectPullError):
 
 
 def fetch_objects(
-    tree: ObjectTree, pull: Callable[[str], bytes], limit: int, known: Mapping[str, bytes]
+    tree: ObjectTree, pull: Callable[[str], bytes], limit: int, inline: Mapping[str, bytes]
 ) -> dict[str, bytes]:
     """Fetch a message's objects; after the one that exceeds the maximum size, no other is fetched.
 
@@ -118,7 +118,7 @@ def fetch_objects(
         tree: The ids of the message's objects.
         pull: Fetches one object.
         limit: Maximum size of all objects together, in bytes.
-        known: Objects that came along, by id.
+        inline: Objects that came along, by id.
 
     Returns:
         The objects' contents by id.
@@ -128,7 +128,7 @@ def fetch_objects(
         ObjectPullError: If an object is missing.
     """
     ids = list_tree_ids(tree)
-    contents = {id: known[id] for id in ids if id in known}
+    contents = {id: inline[id] for id in ids if id in inline}
     size = sum(map(len, contents.values()))
 
     def pull_counted(id: str) -> bytes:

@@ -194,7 +194,7 @@ def _process_order(
     message, run, id = order.message, order.message.metadata.run_id, order.message.metadata.message_id
     set_identity(1, run, connection.node_id)
     started = time.monotonic()
-    known = len(order.contents)
+    inline_count = len(order.contents)
     try:
         contents = fetch_objects(order.tree, partial(connection.pull_object, run), limit, order.contents)
     except TooLarge:
@@ -203,7 +203,7 @@ def _process_order(
         received.id = id
         raise
     received.id = id
-    if contents is None or len(contents) > known:  # a large order is deleted at once, a small one with its reply
+    if contents is None or len(contents) > inline_count:  # a large order is deleted at once, a small one with its reply
         with suppress(httpx.HTTPError):  # the next request confirms it again
             connection.confirm(run, id)
     reply = _make_reply(message, contents, limit, connection.node_id, signer, answer)

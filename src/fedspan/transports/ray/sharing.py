@@ -38,9 +38,9 @@ def enter_shared_or_new(key: Hashable, new: AbstractContextManager[Any]) -> Gene
         with new as value:
             yield value
         return
-    stack, known = _shared
-    if key not in known:
-        known.clear()
+    stack, entered = _shared
+    if key not in entered:
+        entered.clear()
         stack.close()  # before others need the processors of these workers
-        known[key] = stack.enter_context(new)
-    yield known[key]
+        entered[key] = stack.enter_context(new)
+    yield entered[key]

@@ -244,11 +244,11 @@ class Team:
 
     def get_base(self, handle: WorkerHandle) -> tuple[BaseVersion, Any]:
         """Return the version of the base, and a reference to the change since the worker's version, or None."""
-        known, handle.version = handle.version, self._number
-        if known not in self._patches:
-            patch = self._base.build_patch(None if known is None else self._rounds[known])
-            self._patches[known] = None if patch is None else ray.put(serialization.encode(Message(base=patch)))
-        return BaseVersion(self._number, known), self._patches[known]
+        previous, handle.version = handle.version, self._number
+        if previous not in self._patches:
+            patch = self._base.build_patch(None if previous is None else self._rounds[previous])
+            self._patches[previous] = None if patch is None else ray.put(serialization.encode(Message(base=patch)))
+        return BaseVersion(self._number, previous), self._patches[previous]
 
     def share(
         self,

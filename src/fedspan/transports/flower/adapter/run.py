@@ -247,8 +247,8 @@ class TaskGrid:
         heads = list[ReplyHead]()
         for message, tree in zip(response.messages_list, response.message_object_trees, strict=True):
             ids, head = list_tree_ids(tree), message.metadata
-            own = {id: contents[id] for id in ids} if all(id in contents for id in ids) else {}
-            heads.append(ReplyHead(head.message_id, head.reply_to_message_id, tree, own))
+            inline_contents = {id: contents[id] for id in ids} if all(id in contents for id in ids) else {}
+            heads.append(ReplyHead(head.message_id, head.reply_to_message_id, tree, inline_contents))
         return heads
 
     def cancel_orders(self, message_ids: Iterable[str]) -> None:
@@ -282,12 +282,12 @@ class TaskGrid:
 
     def make_error(self, reply_to: str, reason: str) -> Message:
         """Make a message that stands for a missing reply."""
-        own = self._grid.node.node_id
+        node_id = self._grid.node.node_id
         metadata = Metadata(
             run_id=self._run,
             message_id="",
-            src_node_id=own,
-            dst_node_id=own,
+            src_node_id=node_id,
+            dst_node_id=node_id,
             message_type=SYSTEM_MESSAGE_TYPE,
             group_id="",
             ttl=0,
