@@ -45,7 +45,7 @@ class FedspanError(Exception):
         Args:
             field: The new field; None: this error's.
             value: The new value; None: this error's.
-            note: A sentence that is put behind the problem.
+            note: A sentence that is appended to the problem.
         """
         value = self.value if value is None else value
         problem = self.problem
@@ -84,7 +84,7 @@ def _represent(value: object) -> str:
 
 
 def escape_controls(text: str) -> str:
-    """Return a text from another machine so that a terminal shows it and obeys nothing in it.
+    """Escape a text from another machine, so that a terminal shows it and executes nothing in it.
 
     Control, format and unassigned characters (Unicode category C: escape sequences, line breaks, changes of direction)
     become backslash escapes.
@@ -98,7 +98,7 @@ def require_printable(name: str) -> str:
     """Return a name, if a terminal shows every character of it.
 
     Raises:
-        ValueError: If it has a control, format or unassigned character, which two names could differ in unseen.
+        ValueError: If it has a control, format or unassigned character, in which two names could differ invisibly.
     """
     escaped = escape_controls(name)
     if escaped != name:

@@ -26,7 +26,7 @@ __all__ = [
     "fsync_folder",
     "is_temporary",
     "read_bytes",
-    "read_whole",
+    "read_checkpoint_file",
     "remove",
     "require_no_link",
     "to_json",
@@ -41,11 +41,11 @@ _FULL = {errno.ENOSPC, errno.EDQUOT} if hasattr(errno, "EDQUOT") else {errno.ENO
 
 @contextmanager
 def convert_disk_errors(folder: Path, cure: str = "", field: str = "run folder") -> Generator[None, None, None]:
-    """Turn what the file system refuses inside the block into an error that says where the run stands.
+    """Convert errors of the file system within this context to an error that tells how to continue.
 
     Args:
         folder: Folder that the error names.
-        cure: The remedy that the error proposes; by default, to correct the cause and resume.
+        cure: The remedy that the error proposes; empty: to correct the cause and resume.
         field: The field that the error names.
 
     Raises:
@@ -64,7 +64,7 @@ def convert_disk_errors(folder: Path, cure: str = "", field: str = "run folder")
 
 
 def build_temporary_path(path: Path) -> Path:
-    """The name under which something is written before it is renamed to ``path``: in one folder, so on one disk."""
+    """Return the path at which a file is written before it is renamed to ``path``; both are on one disk."""
     return path.with_name(f"{path.name}.tmp-{os.getpid()}")
 
 
@@ -74,7 +74,7 @@ def is_temporary(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder with all that is in it; nothing if there is none."""
+    """Delete a file, or a folder with its content, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -82,10 +82,10 @@ def remove(path: Path) -> None:
 
 
 def require_no_link(path: Path) -> None:
-    """Refuse a symbolic link in the place of a file or folder that a run owns.
+    """Check that a file or folder that a run owns is not a symbolic link.
 
     Raises:
-        FedspanError: If the path is one; what it points to may belong to something else.
+        FedspanError: If the path is a link; its target may belong to something else.
     """
     if path.is_symlink():
         target = os.readlink(path)
@@ -94,7 +94,7 @@ def require_no_link(path: Path) -> None:
 
 
 def delete_temporary_files(folder: Path) -> None:
-    """Delete what killed processes left half-written in a folder. Call it only with the run's lock held."""
+    """Delete incomplete files of killed processes in a folder. Call it only while holding the run's lock."""
     if folder.is_dir():
         for entry in folder.iterdir():
             if is_temporary(entry):
@@ -114,9 +114,9 @@ def fsync_folder(folder: Path) -> None:
 
 def write_all(descriptor: int, data: bytes) -> None:
     """Write all bytes; a single ``os.write`` may take only some of them (2 GiB at most on Linux)."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[os.write(descriptor, remaining) :]
 
 
 def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
@@ -144,10 +144,10 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 
 def read_bytes(path: Path) -> bytes:
-    """A file's content.
+    """Read a file.
 
     Raises:
-        FedspanError: if it is missing or cannot be read.
+        FedspanError: If it is missing or cannot be read.
     """
     try:
         return path.read_bytes()
@@ -158,18 +158,18 @@ def read_bytes(path: Path) -> bytes:
 
 
 class DamagedFileError(FedspanError):
-    """A file of a checkpoint is not what was written; an older checkpoint may be. Not raised for another version's."""
+    """A file of a checkpoint differs from what was written; older checkpoints may be intact. Not for other versions."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(str(path), reason, problem=f"the checkpoint is damaged ({reason})")
 
 
-def read_whole(path: Path) -> bytes:
-    """The content of a file of a checkpoint.
+def read_checkpoint_file(path: Path) -> bytes:
+    """Read a file of a checkpoint.
 
     Raises:
-        Damaged: if there is none.
-        FedspanError: if this user may not read it.
+        DamagedFileError: If there is no such file.
+        FedspanError: If this user has no permission to read it.
     """
     try:
         return path.read_bytes()
@@ -192,22 +192,22 @@ def _to_json_value(value: object) -> object:
 
 
 def to_json(value: object, indent: int | None = None) -> str:
-    """Strict JSON on one line (or indented).
+    """Encode a value as strict JSON, on one line or indented.
 
-    JSON has no NaN and no infinities: they become null, which pandas reads as NaN. A string in their place could also
-    be somebody's client id.
+    JSON has no NaN and no infinities: they become null, which pandas reads as NaN. A string instead could also be the
+    id of a client.
 
     Raises:
-        TypeError: for a value that JSON has no form for, such as a tensor.
+        TypeError: If a value has no JSON form, such as a tensor.
     """
     return json.dumps(_to_json_value(value), allow_nan=False, indent=indent)
 
 
 def from_json(data: bytes) -> object:
-    """The value of a JSON text in UTF-8.
+    """Decode a JSON text in UTF-8.
 
     Raises:
-        ValueError: if it is not that.
+        ValueError: If it is not JSON in UTF-8.
     """
     try:
         return json.loads(data.decode())
@@ -216,7 +216,7 @@ def from_json(data: bytes) -> object:
 
 
 def build_folder_name(client: str) -> str:
-    """A client's id, any text, as the name of one folder; different for different ids."""
+    """Return the name of the folder of a client; different ids have different names."""
     name = quote(client, safe=" ,;+@=()")
     if not name.strip(" ."):  # "..", to the file system, is somewhere else
         name = name.replace(".", "%2E").replace(" ", "%20")

@@ -1,9 +1,9 @@
 """Append-only logs of JSON lines in which every line is chained to all lines before it.
 
-A line ends with the field ``chain``: the SHA-256 of the previous line's ``chain`` and of the line without that field.
-A changed, missing, added or moved line therefore breaks the chain at a line that can be named. Whoever rewrites a whole
-log can compute its chain anew, so the head of a log (the last line's ``chain``) is stored elsewhere too: in checkpoints
-and reports of a run.
+A line ends with the field ``chain``: the SHA-256 of the previous line's ``chain`` and of the line without that field. A
+changed, missing, added or moved line therefore breaks the chain at a line that can be named. Anyone who rewrites a
+whole log can compute a new chain, so the head of a log (the last line's ``chain``) is stored elsewhere too: in
+checkpoints and reports of a run.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class JsonLines:
 class AuditLog:
     """A log of what happened on a server or a node, which several processes may append to.
 
-    Entries have ``time`` (UTC), ``event`` and the facts of the event: who, which run and round, sizes and digests. They
+    Entries have ``time`` (UTC), ``event`` and details: client, run, round, sizes and digests. They
     hold no data, no tensors and no text of examples.
 
     Args:

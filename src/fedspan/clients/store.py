@@ -25,7 +25,7 @@ from fedspan.files import (
     convert_disk_errors,
     delete_temporary_files,
     fsync_folder,
-    read_whole,
+    read_checkpoint_file,
     remove,
     write_atomic,
     write_file,
@@ -236,7 +236,7 @@ class Kind(Generic[V]):
             DamagedFileError: If the file is missing or differs from what was written.
         """
         path = self.get_path(clients, key, round)
-        data = read_whole(path)
+        data = read_checkpoint_file(path)
         try:
             return self.decode(data, key, round)
         except ValueError as error:

@@ -18,7 +18,7 @@ from fedspan.federation.serialization import decode_state, encode_state, expect
 from fedspan.files import (
     DamagedFileError,
     from_json,
-    read_whole,
+    read_checkpoint_file,
 )
 from fedspan.logs import Position
 from fedspan.runs.folder import RunFolder
@@ -130,7 +130,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         FedspanError: If it was written by another version of fedspan.
     """
     path = folder / _INDEX
-    data = read_whole(path)
+    data = read_checkpoint_file(path)
     try:
         index = from_json(data)
         digest = expect(index, "sha256", str)
@@ -192,7 +192,7 @@ def _parse_contents(folder: Path, index: Mapping[str, Any], only: Collection[str
     data: dict[str, bytes] = {}
     for name, digest in index["files"].items():
         if only is None or name in only:
-            data[name] = read_whole(folder / name)
+            data[name] = read_checkpoint_file(folder / name)
             if _compute_digest(data[name]) != digest:
                 raise DamagedFileError(folder / name, f"does not have the SHA-256 {digest}")
     return data
