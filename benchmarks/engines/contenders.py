@@ -78,7 +78,7 @@ class _Process:
         """The next line, after which all stands still.
 
         Raises:
-            RuntimeError: if the process has ended.
+            RuntimeError: If the process has ended.
         """
         assert self.process.stdout is not None
         line = self.process.stdout.readline()

@@ -97,7 +97,7 @@ def load_start(model: PeftModel, plan: Plan) -> None:
     """Begin (again) with the plan's adapter.
 
     Raises:
-        ValueError: if PEFT does not know one of its tensors.
+        ValueError: If PEFT does not know one of its tensors.
     """
     unknown = set_peft_model_state_dict(model, plan.start).unexpected_keys
     if unknown:

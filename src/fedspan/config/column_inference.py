@@ -149,7 +149,7 @@ def _infer_by_task(
 def _has_plain_answers(
     sample: datasets.Dataset, options: Mapping[str, str | None], others: Collection[str | None]
 ) -> bool:
-    """Whether a column not among `others` is named as one label a row, or there are prompts and answers."""
+    """Check for prompts and answers, or for a column, not among `others`, that is named as one label a row."""
     columns = [
         name
         for name in sample.column_names

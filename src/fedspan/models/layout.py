@@ -244,7 +244,7 @@ class TokenLayout:
 
     @cached_property
     def text_ends(self) -> tuple[Tensor, int]:
-        """Where each text ends in the row, int32, from 0 on, and the longest text; empty places are a text, too."""
+        """Return where texts end in the row (int32, after a 0), and the longest length; empty places count as a text."""
         lengths = [*self.lengths[self.lengths > 0].tolist(), self.places - self.used]
         ends = np.cumsum([0, *(length for length in lengths if length)]).astype(np.int32)
         return to_device(torch.from_numpy(ends), self.device), max(lengths)

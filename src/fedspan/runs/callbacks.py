@@ -19,31 +19,31 @@ class Listener:
     """Receives the events of a run; every method does nothing by default."""
 
     def on_environment_change(self, changes: Mapping[str, tuple[object, object]]) -> None:
-        """A run resumes with other versions or threads, ``{name: (then, now)}``: its last bits may differ."""
+        """Handle a run that resumes with other versions or threads, ``{name: (before, after)}``; bits may differ."""
 
     def on_start(self, prepared: Prepared, done: int, resumed: bool) -> None:
-        """The run is built; ``done`` rounds are already finished."""
+        """Handle the start of a run, which is built; ``done`` rounds are already finished."""
 
     def on_note(self, text: str) -> None:
-        """A note for the user is available: one sentence without its full stop."""
+        """Handle a note for the user, one sentence without its full stop."""
 
     def on_stage_change(self, stage: Stage | None) -> None:
-        """Another stage of the work has started, or more of it is done; None: no stage is open.
+        """Handle a new stage of the work, or progress within it; None: no stage is open.
 
         It is called after every batch, also from the threads that train, and must return quickly.
         """
 
     def on_client_finish(self, round: int, client: str, loss: float) -> None:
-        """A client has finished training (rounds count from 1)."""
+        """Handle the end of a client's training; rounds count from 1."""
 
     def on_round_finish(self, row: Mapping[str, Any]) -> None:
-        """A round is committed; ``row`` is its line of metrics.jsonl."""
+        """Handle a committed round; ``row`` is its line of metrics.jsonl."""
 
     def on_baseline_start(self, name: str, rounds: int) -> None:
-        """A baseline starts to train."""
+        """Handle the start of a baseline's training."""
 
     def on_baseline_round(self, name: str, round: int, loss: float) -> None:
-        """An epoch of a baseline is finished."""
+        """Handle a finished epoch of a baseline."""
 
 
 class Listeners(Listener):

@@ -297,7 +297,7 @@ def _secure_clients(config: RunConfig, clients: Mapping[str, ClientData]) -> Map
 def _flip_labels(
     train: Examples, clients: Mapping[str, ClientData], conditions: Conditions | None, labels: int
 ) -> Examples:
-    """The training examples; those of clients that train on flipped labels have label K - 1 - k in place of k."""
+    """Return the training examples, with label K - 1 - k instead of k for clients that train on flipped labels."""
     faults = None if conditions is None else conditions.faults
     if conditions is None or faults is None or faults.kind != "label-flip":
         return train

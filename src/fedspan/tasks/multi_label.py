@@ -242,7 +242,7 @@ def _is_text(sample: datasets.Dataset, name: str) -> bool:
 
 
 def _can_hold_labels(sample: datasets.Dataset, name: str, options: Mapping[str, str | None]) -> bool:
-    """Whether a column's type is that of labels: texts and lists of texts; other lists only with a telling name."""
+    """Check whether a column's type can hold labels: texts, lists of texts, or other lists in a named column."""
     kind = get_arrow_column(sample, name).type
     if not is_list(kind):
         return _is_text(sample, name)

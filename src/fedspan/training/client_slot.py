@@ -99,7 +99,7 @@ class ClientSlot:
         return len(self.batch) / len(self.assignment.indices) if self.is_probe else 1 / self.settings.accumulate
 
     def get_grouping_key(self) -> tuple[object, ...]:
-        """The grouping key: clients with equal keys can share a pass."""
+        """Return the grouping key: clients with equal keys can share a pass."""
         job = self.assignment.job
         shapes = tuple((name, value.shape, value.dtype) for name, value in self.frozen.items())
         parametrization = tuple(job.parametrization.items())

@@ -179,7 +179,7 @@ def _count_tokens(worker: Worker, assignment: Assignment, examples: Examples) ->
 
 
 def _list_first_plans(request: StackingRequest, clients: int, threads: int) -> list[StackingPlan]:
-    """The plans that a search compares first."""
+    """List the plans that a search compares first."""
     best = StackingPlan(request.clients_per_pass or min(4, clients), request.workers or 1)
     if request.workers is None and threads > 1 and clients > 1:
         return [best, StackingPlan(best.clients_per_pass, threads)]
