@@ -244,7 +244,7 @@ class TokenLayout:
 
     @cached_property
     def text_ends(self) -> tuple[Tensor, int]:
-        """Return where texts end in the row (int32, after a 0), and the longest length; empty places count as a text."""
+        """Ends of the texts in the row (int32, after a 0), and the longest length; empty places count as a text."""
         lengths = [*self.lengths[self.lengths > 0].tolist(), self.places - self.used]
         ends = np.cumsum([0, *(length for length in lengths if length)]).astype(np.int32)
         return to_device(torch.from_numpy(ends), self.device), max(lengths)
