@@ -95,7 +95,7 @@ class DatasetEntry(_Record):
         invalid: ``skip`` if rows without a text or an answer occur, which are left out.
         rows: Numbers of rows.
         licence: Licence as its publisher states it.
-        note: Further remarks.
+        note: Further notes.
         source: Address of its description.
     """
 
