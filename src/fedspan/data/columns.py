@@ -46,7 +46,7 @@ __all__ = [
 
 FLAGS = {"0": False, "1": True, "false": False, "true": True}
 """Values of columns that say whether a row has a label, in lower case."""
-_TASK_COLUMNS = ("text", "text_pair", "label", "target", "answer", "history", "image", "is_given")
+_TASK_COLUMNS = ("text", "text_pair", "label", "target", "answer", "history", "image", "has_masks")
 """Columns of examples that tasks and partitions know by these names."""
 
 
