@@ -165,6 +165,17 @@ def test_named_entities(tiny_folder: Path, tmp_path: Path) -> None:
     assert f"worst {worst:.1%}" in printed
 
 
+def test_embedding_search(tiny_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    printed = run_example("embedding_search", out, *ENCODER, tiny_folder / "bert")
+    report = fedspan.read_report(out)
+    alone = report.baselines["local"]["scores"]["test"]["spearman"]
+    assert f"Spearman {report.scores['test']['spearman']:.3f}, one desk alone {alone:.3f}" in printed
+    similarities = [float(value) for value in re.findall(r"^  (-?\d\.\d\d) ", printed, re.MULTILINE)]
+    assert len(similarities) == 3
+    assert similarities == sorted(similarities, reverse=True)
+
+
 def test_own_task(tiny_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     printed = run_example("own_task", out, *ENCODER, tiny_folder / "bert")
