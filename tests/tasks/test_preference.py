@@ -22,7 +22,7 @@ from fedspan.runs.setup import prepare
 from fedspan.tasks.causal import CausalLM, GenerationOptions
 from fedspan.tasks.preference import PreferenceOptions, PreferenceTuning, split_preference
 from fedspan.training.references import fill_reference
-from helpers import tiny_decoders, tiny_preferences
+from helpers import tiny, tiny_decoders, tiny_preferences
 
 CPU = torch.device("cpu")
 ROWS = [
@@ -262,3 +262,18 @@ def test_generation_has_the_runs_options() -> None:
     examples = PreferenceTuning(language).encode(datasets.Dataset.from_dict({"text": ["Q: a1 A:", "b2"]}))
     assert examples.reference.shape == (2, 0)
     assert [*examples.answers] == ["chosen"]
+
+
+def test_dp_sgd_without_noise_and_clipping_is_sgd(decoders: Path, tmp_path: Path) -> None:
+    pytest.importorskip("opacus", reason="needs fedspan[privacy]")
+    training = {"optimizer": "sgd", "lr": 0.05, "batch_size": 1000, "local_steps": 1, "max_grad_norm": 0}
+    values = tiny_preferences.settings(decoders, tmp_path, training=training)
+    values["federation"] = {"rounds": 1, "weights": "uniform", "clip_ratio": None}
+    values["engine"] = {"name": "loop"}
+    privacy = {"mechanism": "dp-sgd", "clip": 1e6, "noise": 1e-12, "delta": 1e-3}
+    plain, private = (
+        tiny.final_tensors(prepare(parse_config(own))) for own in (values, {**values, "privacy": privacy})
+    )
+    assert max(float(value.norm()) for name, value in plain.items() if name.endswith("/B")) > 1e-3
+    for name, value in plain.items():
+        torch.testing.assert_close(private[name], value, rtol=1e-5, atol=1e-7)
