@@ -103,6 +103,20 @@ def test_the_others_are_told_to_contribute_nothing(change: Any, why: str, tiny_f
     assert all(VICTIM not in read_header(UnmaskReply, one).shares for one in unmasked)
 
 
+@pytest.mark.parametrize("top", [1e-9, 1.0, 1e9])
+def test_the_largest_weight_that_counts_is_part_of_what_the_nodes_agree_on(
+    top: float, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """A server that lowers or raises it for one node alone gets a sum of noise, and no shares of that node."""
+    run, transport = served(tiny_folder, tmp_path)
+    honest = transport.make
+    transport.make = lambda id: Lying(honest(id), of_agreement(top=top)) if id == VICTIM else honest(id)
+    with pytest.raises(FedspanError, match="good replies"):
+        run.federation.run_round(run.federation.begin())
+    unmasked = [one for one in transport.came if '"task":"unmask"' in one.header]
+    assert all(VICTIM not in read_header(UnmaskReply, one).shares for one in unmasked)
+
+
 def test_nodes_that_know_each_other_let_no_others_in(tiny_folder: Path, tmp_path: Path) -> None:
     """Two nodes with pinned keys; the third is the server's invention, with a key of its own."""
     keys = pytest.importorskip("fedspan.transports.flower.keys", reason="the extra fedspan[flower] is not installed")

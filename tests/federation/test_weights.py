@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,17 +78,27 @@ def test_the_common_limit_is_for_declared_numbers(tiny_folder: Path) -> None:
     assert limit_weights(more, 2.0) == {"east": 1.0, "north": 1.0, "south": 1.0, "west": 2.0}
 
 
-def test_a_client_that_dominates_a_secure_sum_by_what_it_declares_is_named(tiny_folder: Path) -> None:
-    """Nobody can lower its weight there, and whoever could read one client's change could do that, too."""
+def test_a_client_that_declares_2_to_the_53_examples_weighs_as_much_as_all_agreed_in_a_secure_sum(
+    tiny_folder: Path,
+) -> None:
+    """The mean is that of plain aggregation with the same limit, up to the rounding of masked integers."""
     pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
     pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 
-    def note(weight: float) -> str:
-        config = tiny.config(tiny_folder, federation={"clients_per_round": None, "secure": {}})
-        federation = prepare(config).federation
-        tiny.reweight(federation, {id: weight if id == "west" else 1.0 for id in federation.clients})
-        federation.run_round(federation.begin())
-        return federation.get_note() or ""
+    def run(weight: float, **federation: Any) -> tuple[dict[str, torch.Tensor], Mapping[str, float], str]:
+        settings = {"clients_per_round": None, "clip_ratio": None, **federation}
+        made = prepare(tiny.config(tiny_folder, federation=settings)).federation
+        tiny.reweight(made, {id: weight if id == "west" else 1.0 for id in made.clients})
+        result = made.run_round(made.begin())
+        return dict(result.progress.state.tensors), result.lowered, made.get_note() or ""
 
-    assert "west declared more examples than federation.max_weight_ratio allows" in note(100.0)
-    assert "declared" not in note(3.0)
+    secure, lowered, note = run(2.0**53 - 1, secure={"bits": 64})
+    plain, same, _ = run(2.0**53 - 1)
+    assert lowered == same == {"west": pytest.approx(4 / (2.0**53 - 1))}
+    for name, value in plain.items():
+        torch.testing.assert_close(secure[name], value, rtol=0, atol=1e-6)
+    assert "west declared more examples than federation.max_weight_ratio allows" in note
+    assert "agreed that 4 count" in note
+    _, unchanged, silent = run(3.0, secure={})
+    assert not unchanged
+    assert "declared" not in silent

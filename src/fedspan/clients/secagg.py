@@ -51,6 +51,7 @@ from fedspan.federation.secagg.messages import (
     UnmaskReply,
     build_session_context,
     compute_layout_digest,
+    compute_share,
     create_initial_values,
     flatten,
 )
@@ -253,10 +254,7 @@ class SecureClient:
         if self.id not in present or len(present) < len(masking.peers) or not present <= session.peers.keys():
             raise FedspanError("message.peers", masking.peers, "this client, and clients to which it sent shares")
         self._require_min_clients(len(present), session.threshold)
-        assert order.client is not None
         agreement = _get_agreement(session)
-        if not order.client.weight <= agreement.top:
-            raise FedspanError("message.top", agreement.top, f"at least this client's weight, {order.client.weight}")
         ordered = {"task": order.task, "round": order.round, "lr": order.lr, "model": _compute_digest(order.body)}
         for name, value in ordered.items():
             if value != getattr(agreement, name):
@@ -302,7 +300,7 @@ class SecureClient:
             change = compute_change(contribution, origin)
         except ValueError as error:
             raise FedspanError("reply", self.id, problem=f"the numbers cannot be summed: {error}") from error
-        return flatten(clip_change(change, agreement.clip)) * (client.weight / agreement.top)
+        return flatten(clip_change(change, agreement.clip)) * compute_share(client.weight, agreement.top)
 
     def _answer_unmask(self, order: UnmaskOrder) -> UnmaskReply:
         session = self._load_session(order.run, order.session, "masked")

@@ -30,6 +30,7 @@ from fedspan.federation.secagg.messages import (
     MASKED,
     Agreement,
     compute_layout_digest,
+    compute_share,
     create_initial_values,
     unflatten_change,
 )
@@ -66,16 +67,16 @@ class SecureAggregation:
         self.quorum = max(2, context.rules.compute_quorum(len(context.ids)))
         self.replies: dict[str, Reply] = {}
         self.clipped: Mapping[str, float] = {}  # by the clients themselves, which the server cannot see
-        self.lowered: Mapping[str, float] = {}  # clients weigh their own vectors, by no weight but their own
         self._origin = self._build_initial_contribution()
         self._session: SecureSession | None = None
         self._clients: dict[str, Client] = {}
-        self._top = 0.0
         self._total: Integers = np.zeros(0, np.uint32)
         self._ring = Ring(secure.bits, self._clip, len(context.ids))
         members = {id: context.clients[id] for id in context.ids}
-        limited = limit_weights(members, context.settings.max_weight_ratio)
-        self._heavy = [id for id, member in members.items() if limited[id] < member.client.weight]
+        self._limit = self._top = max(limit_weights(members, context.settings.max_weight_ratio).values())
+        self.lowered: Mapping[str, float] = {
+            id: self._limit / data.client.weight for id, data in members.items() if data.client.weight > self._limit
+        }
         self._note: str | None = None
 
     def get_missing(self) -> tuple[str, ...]:
@@ -104,7 +105,7 @@ class SecureAggregation:
             FedspanError: If none of them has examples, or they are not all sent the same message.
         """
         context, round = self.context, self.context.state.round
-        self._top = max(client.weight for client in clients)
+        self._top = min(self._limit, max(client.weight for client in clients))
         if not self._top > 0:
             raise FedspanError("federation.secure", self._top, "clients with examples")
         self._ring = Ring(self.secure.bits, self._clip, len(clients))
@@ -154,7 +155,7 @@ class SecureAggregation:
         with self._record_exchanges(session):
             session.require(replies)
             session.end(self._total, replies.keys())
-            share = sum(self._clients[id].weight / self._top for id in replies)
+            share = sum(compute_share(self._clients[id].weight, self._top) for id in replies)
             if not share > 0:
                 raise FedspanError("federation.secure", share, "replies of positive weight")
             mean, error = ring.decode(self._total) / share, ring.bound_error(len(replies)) / share
@@ -181,13 +182,13 @@ class SecureAggregation:
         return [id for id in self.context.ids if id not in failed]
 
     def get_note(self) -> str | None:
-        """``Aggregation.get_note``: the cost of masking, and the clients with dominating declared weights."""
-        if self._note is None or not self._heavy:
+        """``Aggregation.get_note``: the cost of masking, and the clients whose declared weights are limited."""
+        if self._note is None or not self.lowered:
             return self._note
         return (
-            f"{self._note}. {', '.join(self._heavy)} declared more examples than federation.max_weight_ratio allows, "
-            "and nobody can lower a weight under masks. Set federation.weights: uniform, or agree on numbers and admit "
-            "nodes with --max-examples"
+            f"{self._note}. {', '.join(sorted(self.lowered))} declared more examples than federation.max_weight_ratio "
+            f"allows, and all clients agreed that {self._limit:g} count. Admit nodes with --max-examples, or set "
+            "federation.weights: uniform, if these numbers are right"
         )
 
     @contextmanager

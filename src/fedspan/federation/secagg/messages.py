@@ -64,6 +64,7 @@ __all__ = [
     "UnmaskReply",
     "build_session_context",
     "compute_layout_digest",
+    "compute_share",
     "count_envelope_bytes",
     "create_initial_values",
     "decode_phase",
@@ -123,7 +124,7 @@ class Agreement(HeaderPart):
         clients: Largest number of vectors in the sum.
         clip: Largest norm of a change.
         bits: Bits of the summed integers.
-        top: Largest weight in the sum; weights are expressed as fractions of it.
+        top: Largest weight that counts in the sum; weights are expressed as fractions of it.
         layout: Digest of the names and shapes of the summed tensors.
     """
 
@@ -280,6 +281,16 @@ def count_envelope_bytes(envelope: Envelope) -> int:
 def build_session_context(run: str, session: int) -> str:
     """Return the text that binds keys to a session of a run."""
     return f"{run}/{session}"
+
+
+def compute_share(weight: float, top: float) -> float:
+    """Return a client's weight in a sum as a fraction of the largest one that counts; a larger weight counts as that.
+
+    Args:
+        weight: The client's weight.
+        top: The largest weight that counts (``Agreement.top``).
+    """
+    return min(weight, top) / top
 
 
 def create_initial_values(contributed: Tensors, started: Tensors) -> dict[str, Tensor]:
