@@ -87,6 +87,6 @@ def test_the_beginning_of_a_file_ends_with_a_whole_sentence(tmp_path: Path) -> N
     path = tmp_path / "a.conll"
     path.write_text("one\tO\ntwo\tB-x\n\n" * 50)
     data = load(DataConfig(train=str(path), test_fraction=0), task=TASK, limit=200)
-    assert not data.whole
+    assert not data.is_complete
     assert {len(row) for row in data.train["tokens"][:]} == {2}
     assert 0 < len(data.train) < 50

@@ -58,9 +58,9 @@ def test_the_beginning_of_a_file_may_end_inside_a_character() -> None:
     for encoding in ("utf-8", "utf-16", "gb18030"):
         content = TEXTS["gb18030"].encode(encoding)
         for length in range(40, len(content)):
-            text, _ = decode(content[:length], encoding, whole=False)
+            text, _ = decode(content[:length], encoding, is_complete=False)
             assert TEXTS["gb18030"].startswith(text)
-    assert decode(TEXTS["gb18030"].encode()[:41], whole=False)[1] == "utf-8"
+    assert decode(TEXTS["gb18030"].encode()[:41], is_complete=False)[1] == "utf-8"
 
 
 def test_damaged_utf_8_is_not_taken_for_another_encoding() -> None:

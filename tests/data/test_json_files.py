@@ -74,7 +74,7 @@ def test_the_beginning_of_a_file(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"t.{kind}"
     path.write_text(json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows)))
     read = read_json(path, kind, None, 2000)
-    assert not read.whole
+    assert not read.is_complete
     assert 20 < len(read.table) < 100
     assert read.table.to_pylist() == rows[: len(read.table)]
-    assert read_json(path, kind, None, 10**6).whole
+    assert read_json(path, kind, None, 10**6).is_complete

@@ -88,7 +88,7 @@ def write_starter_config(
     section = {"train": str(data), **({} if test is None else {"test": str(test)}), **inferred.data}
     targets = suggest_target_modules(inferred.task, model)
     name = model or get_default_model(inferred.task)[0]
-    is_small = rows.whole and len(rows.dataset) < _SMALL_DATASET
+    is_small = rows.is_complete and len(rows.dataset) < _SMALL_DATASET
     content = render_config(inferred, section, clients, name, targets, method, is_small=is_small)
     config = parse_config(yaml.safe_load(content))
     validated_data = config.data.model_copy(update={"invalid": "skip"})
@@ -101,7 +101,7 @@ def write_starter_config(
     findings = [*inferred.findings, *_describe_counts(loaded, rows, str(data), test)]
     if loaded.labels:
         names = ", ".join(loaded.labels[:6]) + (", ..." if len(loaded.labels) > 6 else "")
-        scope = "" if loaded.whole else " in the rows that were read"
+        scope = "" if loaded.is_complete else " in the rows that were read"
         findings.append(f"{len(loaded.labels)} labels{scope}: {names}")
     findings += loaded.notes
     with convert_disk_errors(path.parent, "choose another file", "--out"):
@@ -127,7 +127,7 @@ def _describe_counts(loaded: LoadedData, rows: Source, location: str, test: str 
     elif loaded.test is not None:
         held_out = f"{len(loaded.test):,} of them held out for testing"
     count = len(loaded.train) + (0 if test is not None else len(loaded.test or ()))
-    if loaded.whole:
+    if loaded.is_complete:
         return [f"{count:,} examples, {held_out}"]
     size = os.path.getsize(os.path.expanduser(location)) if os.path.isfile(os.path.expanduser(location)) else 0
     estimate = ""

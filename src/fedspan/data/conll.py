@@ -38,8 +38,8 @@ def has_sentences(path: Path) -> bool:
     Raises:
         OSError: If the file cannot be read.
     """
-    content, whole = read_beginning(path, _SAMPLE)
-    rows = _list_rows(_split_lines(content.decode(errors="replace"), whole=whole))
+    content, is_complete = read_beginning(path, _SAMPLE)
+    rows = _list_rows(_split_lines(content.decode(errors="replace"), is_complete=is_complete))
     words = [columns for _, columns in rows if columns is not None]
     if not words or len({len(word) for word in words}) != 1 or len(words[0]) < 2:
         return False
@@ -64,9 +64,9 @@ def read_sentences(path: Path, encoding: str | None, limit: int | None = None) -
         ValueError: If a line has no tag; the message names the line.
         OSError: If the file cannot be read.
     """
-    content, whole = read_beginning(path, limit)
-    text, name = decode(content, encoding, whole=whole)
-    lines = _split_lines(text, whole=whole)
+    content, is_complete = read_beginning(path, limit)
+    text, name = decode(content, encoding, is_complete=is_complete)
+    lines = _split_lines(text, is_complete=is_complete)
     notes = ["sentences in CoNLL form: words in the first column, tags in the last (columns tokens, tags)"]
     if name != "utf-8" and encoding is None:
         notes.append(f"detected encoding {name} (data.encoding)")
@@ -87,18 +87,18 @@ def read_sentences(path: Path, encoding: str | None, limit: int | None = None) -
             is_inside = True
         tokens[-1].append(word)
         tags[-1].append(tag)
-    if not whole and is_inside:  # the last sentence may continue beyond the beginning
+    if not is_complete and is_inside:  # the last sentence may continue beyond the beginning
         tokens.pop()
         tags.pop()
     kind = pa.list_(pa.string())
     table = pa.table({"tokens": pa.array(tokens, kind), "tags": pa.array(tags, kind)})
-    return ReadTable(table, notes=tuple(notes), whole=whole)
+    return ReadTable(table, notes=tuple(notes), is_complete=is_complete)
 
 
-def _split_lines(text: str, *, whole: bool) -> list[str]:
+def _split_lines(text: str, *, is_complete: bool) -> list[str]:
     """Return the complete lines of a text; the last one of a beginning may be cut, and is left out."""
     lines = _LINE_END.split(text)
-    return lines[:-1] if not whole or not lines[-1] else lines
+    return lines[:-1] if not is_complete or not lines[-1] else lines
 
 
 def _list_rows(lines: Sequence[str]) -> list[tuple[int, list[str] | None]]:

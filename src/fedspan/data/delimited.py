@@ -31,17 +31,19 @@ def read_delimited(path: Path, kind: str, config: DataConfig, limit: int | None 
     Raises:
         ValueError: If the file does not match the requested or detected dialect or encoding.
     """
-    content, whole = read_beginning(path, limit)
-    content, encoding = convert_to_utf8(content, config.encoding, whole=whole)
-    if not whole:
+    content, is_complete = read_beginning(path, limit)
+    content, encoding = convert_to_utf8(content, config.encoding, is_complete=is_complete)
+    if not is_complete:
         content = content[: content.rfind(b"\n") + 1]
     dialect = _detect_file_dialect(content, kind, config)
-    table, invalid_lines = _parse(content, dialect, skip_invalid=config.invalid == "skip" or not whole)
+    table, invalid_lines = _parse(content, dialect, skip_invalid=config.invalid == "skip" or not is_complete)
     table = table.rename_columns(_fill_names(table.column_names))
     notes = _describe_format(encoding, kind, dialect, config)
     # A sample that ends inside a quoted text ends in one malformed row, which is not an error in the file.
-    positions = None if not invalid_lines or not whole else _list_valid_rows(len(table), invalid_lines)
-    return ReadTable(table, dialect.header, tuple(notes), positions, len(invalid_lines) if whole else 0, whole)
+    positions = None if not invalid_lines or not is_complete else _list_valid_rows(len(table), invalid_lines)
+    return ReadTable(
+        table, dialect.header, tuple(notes), positions, len(invalid_lines) if is_complete else 0, is_complete
+    )
 
 
 def read_column_names(path: Path, kind: str) -> list[str]:
@@ -51,8 +53,8 @@ def read_column_names(path: Path, kind: str) -> list[str]:
         ValueError: If the file cannot be decoded.
         OSError: If the file cannot be read.
     """
-    content, whole = read_beginning(path, _SAMPLE)
-    content, _ = convert_to_utf8(content, whole=whole)
+    content, is_complete = read_beginning(path, _SAMPLE)
+    content, _ = convert_to_utf8(content, is_complete=is_complete)
     dialect = detect_dialect(_take_sample(content), tabs=kind == "tsv", header=True)
     return [name.strip() for name in dialect.names]
 

@@ -33,13 +33,13 @@ _PIECE = 1 << 20
 """Number of bytes that are decoded at a time."""
 
 
-def decode(content: bytes, encoding: str | None = None, *, whole: bool = True) -> tuple[str, str]:
+def decode(content: bytes, encoding: str | None = None, *, is_complete: bool = True) -> tuple[str, str]:
     """Decode a file.
 
     Args:
         content: The file's bytes, or its beginning.
         encoding: The encoding; None: it is detected.
-        whole: Whether `content` is the whole file. A partial file may end inside a character, which is dropped.
+        is_complete: Whether `content` is the whole file. A partial file may end inside a character, which is dropped.
 
     Returns:
         The text without a byte order mark, and the name of the encoding.
@@ -47,10 +47,10 @@ def decode(content: bytes, encoding: str | None = None, *, whole: bool = True) -
     Raises:
         ValueError: If the encoding is unknown, the content is not in it, or no encoding fits.
     """
-    name = encoding or _detect_encoding(content, whole=whole)
+    name = encoding or _detect_encoding(content, is_complete=is_complete)
     try:
         decoder = codecs.getincrementaldecoder(name)()
-        text = decoder.decode(content, final=whole)
+        text = decoder.decode(content, final=is_complete)
     except LookupError:
         raise ValueError(f"the encoding {name!r} is unknown") from None
     except UnicodeError as error:
@@ -91,37 +91,37 @@ def _is_unicode(content: bytes) -> bool:
     return True
 
 
-def convert_to_utf8(content: bytes, encoding: str | None = None, *, whole: bool = True) -> tuple[bytes, str]:
+def convert_to_utf8(content: bytes, encoding: str | None = None, *, is_complete: bool = True) -> tuple[bytes, str]:
     """Return a file's content in UTF-8 without a byte order mark, and the name of its encoding; raises as `decode`."""
     if encoding is None and content.isascii() and b"\0" not in content[:_SAMPLE]:
         return content, "utf-8"
-    name = encoding or _detect_encoding(content, whole=whole)
+    name = encoding or _detect_encoding(content, is_complete=is_complete)
     try:
         decoder = codecs.getincrementaldecoder(name)()
-        pieces = _decode_with(decoder, content, whole)
-        if name == "utf-8" and whole:  # the same bytes: no second copy of a large file
+        pieces = _decode_with(decoder, content, is_complete)
+        if name == "utf-8" and is_complete:  # the same bytes: no second copy of a large file
             deque(pieces, maxlen=0)
             return content.removeprefix(codecs.BOM_UTF8), name
         return b"".join(piece.encode() for piece in pieces).removeprefix(codecs.BOM_UTF8), name
     except (LookupError, UnicodeError):
-        return decode(content, encoding, whole=whole)[0].encode(), name  # its error describes the problem
+        return decode(content, encoding, is_complete=is_complete)[0].encode(), name  # its error describes the problem
 
 
-def _decode_with(decoder: codecs.IncrementalDecoder, content: bytes, whole: bool) -> Generator[str]:
+def _decode_with(decoder: codecs.IncrementalDecoder, content: bytes, is_complete: bool) -> Generator[str]:
     """Decode a file in pieces: a large file as one text takes up to four times its size."""
     for start in range(0, max(1, len(content)), _PIECE):
         end = start + _PIECE
-        yield decoder.decode(content[start:end], final=whole and end >= len(content))
+        yield decoder.decode(content[start:end], final=is_complete and end >= len(content))
 
 
-def _detect_encoding(content: bytes, *, whole: bool) -> str:
+def _detect_encoding(content: bytes, *, is_complete: bool) -> str:
     for mark, name in _MARKS:
         if content.startswith(mark):
             return name
     if (name := _detect_utf16(content[:4096])) is not None:
         return name
     try:
-        deque(_decode_with(codecs.getincrementaldecoder("utf-8")(), content, whole), maxlen=0)
+        deque(_decode_with(codecs.getincrementaldecoder("utf-8")(), content, is_complete), maxlen=0)
         return "utf-8"
     except UnicodeDecodeError:
         if _is_damaged_utf8(content):

@@ -134,8 +134,8 @@ def read_column_names(location: str) -> list[str] | None:
         if kind in _DELIMITED:
             return delimited.read_column_names(path, kind)
         if kind in ("json", "jsonl"):
-            content, whole = read_beginning(path, _HEAD)
-            text = decode(content, whole=whole)[0]
+            content, is_complete = read_beginning(path, _HEAD)
+            text = decode(content, is_complete=is_complete)[0]
             return list(json.JSONDecoder().raw_decode(text, text.index("{"))[0])
     except (OSError, ValueError, TypeError, RecursionError, pa.ArrowException):
         pass
@@ -244,7 +244,7 @@ def _make_source(table_read: ReadTable, kind: str, user_path: str, option: str) 
         positions=table_read.positions,
         notes=table_read.notes,
         skipped=table_read.skipped,
-        whole=table_read.whole,
+        is_complete=table_read.is_complete,
     )
 
 
@@ -270,7 +270,7 @@ def _read_parquet(path: Path, limit: int | None) -> ReadTable:
             size += file.metadata.row_group(group).total_byte_size
             if size > limit:
                 break
-        return ReadTable(file.read_row_groups(groups), whole=len(groups) == file.num_row_groups)
+        return ReadTable(file.read_row_groups(groups), is_complete=len(groups) == file.num_row_groups)
 
 
 def flatten(dataset: datasets.Dataset) -> datasets.Dataset:

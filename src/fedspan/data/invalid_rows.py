@@ -39,7 +39,7 @@ def drop_invalid_rows(
             ]
     if task.find_valid_rows is not None:
         fits = task.find_valid_rows(dataset, config)
-        invalid = [is_invalid or not own for is_invalid, own in zip(invalid, fits, strict=True)]
+        invalid = [is_invalid or not is_valid for is_invalid, is_valid in zip(invalid, fits, strict=True)]
     valid = [row for row, is_row_invalid in enumerate(invalid) if not is_row_invalid]
     if not valid:
         raise FedspanError(f"{field}.{part}", source.name, problem=f"every row of {source.name} is invalid")

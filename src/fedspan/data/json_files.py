@@ -30,20 +30,20 @@ def read_json(path: Path, kind: str, encoding: str | None, limit: int | None = N
         ValueError: If the file is malformed; the message names the row.
         OSError: If the file cannot be read.
     """
-    content, whole = read_beginning(path, limit)
-    text, name = decode(content, encoding, whole=whole)
+    content, is_complete = read_beginning(path, limit)
+    text, name = decode(content, encoding, is_complete=is_complete)
     notes = () if name == "utf-8" or encoding is not None else (f"detected encoding {name} (data.encoding)",)
     if kind == "json" and text.lstrip()[:1] == "{" and _is_lines(text):
         kind = "jsonl"
     if kind == "jsonl":
         lines = text.split("\n")  # not splitlines: JSON strings may contain other literal line separators
-        records: list[Any] = _parse_lines(lines if whole else lines[:-1])
+        records: list[Any] = _parse_lines(lines if is_complete else lines[:-1])
     else:
-        records = _parse_list(text) if whole else _parse_beginning(text)
+        records = _parse_list(text) if is_complete else _parse_beginning(text)
     invalid_row = next((row for row, record in enumerate(records, start=1) if not isinstance(record, dict)), None)
     if invalid_row is not None:
         raise ValueError(f"row {invalid_row}: not an object with the columns as its keys")
-    return ReadTable(make_table(records), notes=notes, whole=whole)
+    return ReadTable(make_table(records), notes=notes, is_complete=is_complete)
 
 
 def _is_lines(text: str) -> bool:

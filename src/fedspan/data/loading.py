@@ -44,7 +44,7 @@ class LoadedData:
         dropped: Number of rows of the files that were left out as invalid (``data.invalid: skip``).
         groups: Number of each training example's group (``data.group``), int64; None without groups.
         notes: What was detected in the files, left out of them, or occurs in several parts; one sentence each.
-        whole: Whether all rows of the files were read, and not only those at their beginning.
+        is_complete: Whether all rows of the files were read, and not only those at their beginning.
         label_separator: Separator of several labels in a text; None: labels are not texts with several each.
     """
 
@@ -54,7 +54,7 @@ class LoadedData:
     dropped: int = 0
     groups: np.ndarray | None = None
     notes: tuple[str, ...] = ()
-    whole: bool = True
+    is_complete: bool = True
     label_separator: str | None = None
 
 
@@ -118,7 +118,7 @@ def load(
         sum(sum(part.skipped.values()) for part in parts),
         encode_groups(data, config, field),
         (*(note for part in parts for note in _describe_part(part, field)), *notes),
-        all(part.checked.source.whole for part in parts),
+        all(part.checked.source.is_complete for part in parts),
         separator,
     )
 

@@ -50,7 +50,7 @@ def read_multiple(user_path: str, option: str, read: Callable[[Path], Source]) -
         files=files,
         notes=tuple(dict.fromkeys(note for source in sources.values() for note in source.notes)),
         skipped=sum(source.skipped for source in sources.values()),
-        whole=all(source.whole for source in sources.values()),
+        is_complete=all(source.is_complete for source in sources.values()),
     )
 
 

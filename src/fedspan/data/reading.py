@@ -21,7 +21,7 @@ class ReadTable:
         notes: What was detected, one clause each.
         positions: Positions of the rows in the file if malformed ones were skipped; None: all rows are there.
         skipped: Number of malformed rows.
-        whole: Whether all of the file was read, and not only its beginning.
+        is_complete: Whether all of the file was read, and not only its beginning.
     """
 
     table: pa.Table
@@ -29,7 +29,7 @@ class ReadTable:
     notes: tuple[str, ...] = ()
     positions: Sequence[int] | None = None
     skipped: int = 0
-    whole: bool = True
+    is_complete: bool = True
 
 
 def read_beginning(path: Path, limit: int | None) -> tuple[bytes, bool]:

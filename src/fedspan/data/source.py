@@ -25,7 +25,7 @@ class Source:
         files: Paths and numbers of rows of the files that the source was joined from; else none.
         notes: What was detected in the file, one clause each.
         skipped: Number of malformed rows that were left out in reading.
-        whole: Whether all rows were read, and not only those at the beginning.
+        is_complete: Whether all rows were read, and not only those at the beginning.
     """
 
     dataset: datasets.Dataset
@@ -35,7 +35,7 @@ class Source:
     files: tuple[tuple[str, int], ...] = ()
     notes: tuple[str, ...] = ()
     skipped: int = 0
-    whole: bool = True
+    is_complete: bool = True
 
     def place(self, index: int) -> tuple[str, int]:
         """Return the file of an example, and its position there (blank lines are not counted)."""

@@ -125,7 +125,7 @@ class PreferenceTuning:
         for role in _ANSWERS if has_pairs else _ANSWERS[:1]:
             texts = dataset[role] if has_pairs else [""] * len(dataset)
             answers[role] = self.language.encode(prompts.add_column("answer", list(texts)))  # pyright: ignore
-        lengths = np.sum([own.lengths for own in answers.values()], axis=0)
+        lengths = np.sum([encoded.lengths for encoded in answers.values()], axis=0)
         return EncodedPreferences(answers, lengths, np.full((len(lengths), len(_ANSWERS) if has_pairs else 0), np.nan))
 
     def collate(self, examples: EncodedPreferences, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
@@ -134,8 +134,8 @@ class PreferenceTuning:
         ``reference`` holds the log-probabilities of the reference, (B, 2), if they are computed for all examples.
         """
         batch: dict[str, Tensor] = {}
-        for role, own in examples.answers.items():
-            batch |= {f"{role}.{key}": value for key, value in self.language.collate(own, indices, device).items()}
+        for role, encoded in examples.answers.items():
+            batch |= {f"{role}.{key}": value for key, value in self.language.collate(encoded, indices, device).items()}
         reference = torch.from_numpy(examples.reference[list(indices)])
         if not reference.isnan().any():
             dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
@@ -222,8 +222,8 @@ class PreferenceTuning:
         """Report how many prompts and answers were cut, by role."""
         return tuple(
             f"{role}: {remark}"
-            for role, own in examples.answers.items()
-            for remark in self.language.describe_examples(own)
+            for role, encoded in examples.answers.items()
+            for remark in self.language.describe_examples(encoded)
         )
 
     def decode_predictions(self, predictions: Tensor) -> list[str]:
@@ -276,7 +276,7 @@ def split_preference(prompt: object, chosen: object, rejected: object) -> dict[s
 def _extract_prompt(chosen: str, rejected: str) -> tuple[str, str, str]:
     """Divide two texts after their common beginning, before a space that ends it, as TRL does."""
     limit = min(len(chosen), len(rejected))
-    end = next((at for at in range(limit) if chosen[at] != rejected[at]), limit)
+    end = next((index for index in range(limit) if chosen[index] != rejected[index]), limit)
     if end and end < limit and chosen[end - 1] == " ":
         end -= 1
     return chosen[:end], chosen[end:], rejected[end:]
@@ -308,11 +308,11 @@ def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
     prompt = _get_prompt_column(dataset.column_names, config)
     columns = [reader.get_role_column(config, role) for role in _ANSWERS] + ([] if prompt is None else [prompt])
     for role, column in zip((*_ANSWERS, "prompt"), columns, strict=False):
-        where = reader.require(column, f"roles.{role}")
+        option_field = reader.require(column, f"roles.{role}")
         kind = get_arrow_column(dataset, column).type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or is_list(kind)):
             problem = f"column {column!r} of {reader.source.name} holds {kind}, not texts or lists of messages"
-            raise FedspanError(where, column, problem=problem)
+            raise FedspanError(option_field, column, problem=problem)
     has_messages = is_list(get_arrow_column(dataset, columns[0]).type)
     if has_messages and not config.chat:
         problem = f"the answers of {reader.source.name} are lists of messages, which the model's chat template writes"
