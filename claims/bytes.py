@@ -42,105 +42,109 @@ def weight(m: int, n: int) -> float:
 
 
 def count_nothing(m: int, n: int) -> float:
-    """Of a direction in which nothing is transmitted."""
+    """Return 0: nothing is transmitted in this direction."""
     return 0.0
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a paper says of one method.
+class PaperCost:
+    """The costs of one method as its paper states them.
 
     Args:
         up: Numbers that a client sends.
         down: Numbers that a client receives.
         formula: Both in words.
         method: Options of the method beside the rank.
-        why: Reason why more or less is sent here.
+        reason: Reason why more or less is sent here.
     """
 
     up: Count
     down: Count
     formula: str
     method: Mapping[str, Any] = field(default_factory=dict)
-    why: str = ""
+    reason: str = ""
 
 
-LORA = Said(count_factors, count_factors, "r (m + n) up and down")
-ALL: Mapping[str, Said] = {
+LORA = PaperCost(count_factors, count_factors, "r (m + n) up and down")
+ALL: Mapping[str, PaperCost] = {
     "fedit": LORA,
-    "fedavg": Said(weight, weight, "m n up and down"),
-    "local-only": Said(count_nothing, count_nothing, "nothing"),
-    "ffa-lora": Said(lambda m, n: RANK * m, lambda m, n: RANK * m, "r m up and down"),
-    "rolora": Said(
+    "fedavg": PaperCost(weight, weight, "m n up and down"),
+    "local-only": PaperCost(count_nothing, count_nothing, "nothing"),
+    "ffa-lora": PaperCost(lambda m, n: RANK * m, lambda m, n: RANK * m, "r m up and down"),
+    "rolora": PaperCost(
         lambda m, n: count_factors(m, n) / 2,
         lambda m, n: count_factors(m, n) / 2,
         "r m and r n in turn, up and down",
     ),
-    "fedsa-lora": Said(lambda m, n: RANK * n, lambda m, n: RANK * n, "r n up and down"),
-    "fedsvd": Said(lambda m, n: RANK * m, count_factors, "r m up, r (m + n) down"),
-    "flora": Said(
+    "fedsa-lora": PaperCost(lambda m, n: RANK * n, lambda m, n: RANK * n, "r n up and down"),
+    "fedsvd": PaperCost(lambda m, n: RANK * m, count_factors, "r m up, r (m + n) down"),
+    "flora": PaperCost(
         count_factors, lambda m, n: CLIENTS * count_factors(m, n), "r (m + n) up, all clients' stack, K r (m + n), down"
     ),
     "flexlora": LORA,
-    "hetlora": Said(count_factors, count_factors, "r (m + n) up and down", {"gamma": 1.0}),
+    "hetlora": PaperCost(count_factors, count_factors, "r (m + n) up and down", {"gamma": 1.0}),
     "federa": LORA,
-    "fedex-lora": Said(
+    "fedex-lora": PaperCost(
         count_factors,
         lambda m, n: count_factors(m, n) + weight(m, n),
         "r (m + n) up, r (m + n) and a residual of m n down",
-        why="the residual has rank (K - 1) r and travels as factors",
+        reason="the residual has rank (K - 1) r and is transmitted as factors",
     ),
-    "fr-lora": Said(
+    "fr-lora": PaperCost(
         count_factors,
         count_factors,
-        "r (m + n) up and down, the clients finding the residual themselves",
-        why="what the base gained is sent, so that clients that were away can follow; the paper's clients never are",
+        "r (m + n) up and down; clients compute the residual themselves",
+        reason="the change of the base is sent, so that absent clients can catch up; the paper has no absent clients",
     ),
-    "fedmomentum": Said(
+    "fedmomentum": PaperCost(
         count_factors,
         lambda m, n: count_factors(m, n) + weight(m, n),
-        "r (m + n) up, r (m + n) and what the base gains (dense: m n) down",
-        why="what the base gains has rank (K - 1) r and travels as factors",
+        "r (m + n) up, r (m + n) and the change of the base (dense: m n) down",
+        reason="the change of the base has rank (K - 1) r and is transmitted as factors",
     ),
     "lora-fair": LORA,
     "fedrot-lora": LORA,
-    "lora-a2": Said(
+    "lora-a2": PaperCost(
         lambda m, n: count_factors(m, n) / 2,
         lambda m, n: count_factors(m, n) / 2,
-        "of a budget of r slots a layer r m and r n in turn, up and down",
-        why="where the chosen slots stand travels, too",
+        "r m and r n in turn, up and down, for a budget of r slots per layer",
+        reason="the indices of the selected slots are transmitted, too",
     ),
-    "fed-sb": Said(lambda m, n: RANK**2, lambda m, n: RANK**2, "r^2 up and down"),
+    "fed-sb": PaperCost(lambda m, n: RANK**2, lambda m, n: RANK**2, "r^2 up and down"),
     "fedhm": LORA,
-    "slora": Said(count_factors, count_factors, "r (m + n) up and down, in the second stage", {"sparse_rounds": 1}),
-    "florg": Said(lambda m, n: RANK * min(m, n), lambda m, n: RANK * min(m, n), "r min(m, n) up and down"),
-    "fedloru": Said(count_factors, count_factors, "r (m + n) up and down, in a round without accumulation", {"tau": 5}),
-    "mfedloru": Said(count_factors, count_factors, "r (m + n) up and down, for clients of the greatest rank"),
-    "pfedloru": Said(count_factors, count_factors, "r (m + n) up and down: the personal factors stay"),
-    "pfedlora": Said(weight, weight, "m n up and down: the personal factors stay"),
-    "fedgalore": Said(
+    "slora": PaperCost(
+        count_factors, count_factors, "r (m + n) up and down, in the second stage", {"sparse_rounds": 1}
+    ),
+    "florg": PaperCost(lambda m, n: RANK * min(m, n), lambda m, n: RANK * min(m, n), "r min(m, n) up and down"),
+    "fedloru": PaperCost(
+        count_factors, count_factors, "r (m + n) up and down, in a round without accumulation", {"tau": 5}
+    ),
+    "mfedloru": PaperCost(count_factors, count_factors, "r (m + n) up and down, for clients of the greatest rank"),
+    "pfedloru": PaperCost(count_factors, count_factors, "r (m + n) up and down: the personal factors stay"),
+    "pfedlora": PaperCost(weight, weight, "m n up and down: the personal factors stay"),
+    "fedgalore": PaperCost(
         lambda m, n: 2 * RANK * max(m, n),
         lambda m, n: 2 * RANK * max(m, n),
         "r max(m, n) twice, update and second moment, up and down, with seeded projectors",
         {"adaptive_refreshes": 0},
-        why="the update comes down as both of its factors, so that who was away needs no projectors of old rounds",
+        reason="the update is sent as both factors, so that absent clients need no projectors of earlier rounds",
     ),
 }
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes of tensors of one client and round, off a ledger, and what the paper's formula gives."""
+    """Bytes of tensors of one client and round, from a ledger, and by the paper's formula."""
 
     up: float
     down: float
-    said_up: float
-    said_down: float
+    paper_up: float
+    paper_down: float
 
 
 def count_sent(key: str, folder: Path, model: str, layer: int) -> Sent:
     """Some rounds of a method on a small model with wide, tall and square layers."""
-    said = ALL[key]
+    cost = ALL[key]
     values: dict[str, Any] = {
         "model": {
             "name": model,
@@ -151,7 +155,7 @@ def count_sent(key: str, folder: Path, model: str, layer: int) -> Sent:
         },
         "data": {"train": "builtin:patient-messages", "max_examples": 120},
         "partition": {"clients": CLIENTS},
-        "method": {"name": key, "r": RANK, "lora_alpha": 2 * RANK, **said.method},
+        "method": {"name": key, "r": RANK, "lora_alpha": 2 * RANK, **cost.method},
         "federation": {"rounds": ROUNDS},
         "training": {"lr": 1e-4, "local_steps": 1, "batch_size": 4},
         "evaluation": {"every": ROUNDS},
@@ -164,23 +168,23 @@ def count_sent(key: str, folder: Path, model: str, layer: int) -> Sent:
     up, down = (
         sum(round_bytes[direction].payload for round_bytes in rounds) / len(LATER) / CLIENTS for direction in (0, 1)
     )
-    return Sent(up, down, *(4 * sum(count(*shape) for shape in shapes) for count in (said.up, said.down)))
+    return Sent(up, down, *(4 * sum(count(*shape) for shape in shapes) for count in (cost.up, cost.down)))
 
 
 def build_finding(key: str, sent: Sent) -> report.Finding:
     """Holds where no more is sent than the paper says; what is sent beyond it has its reason beside it."""
     parts: list[str] = []
-    for direction, ours, paper_bytes in (("up", sent.up, sent.said_up), ("down", sent.down, sent.said_down)):
+    for direction, ours, paper_bytes in (("up", sent.up, sent.paper_up), ("down", sent.down, sent.paper_down)):
         if ours == paper_bytes:
-            parts.append(f"{direction} as said")
+            parts.append(f"{direction} as stated")
         else:
             parts.append(
                 f"{direction} {ours / paper_bytes:.4g} times as much"
                 if paper_bytes
                 else f"{direction} {ours:.0f} bytes"
             )
-    more = sent.up > sent.said_up or sent.down > sent.said_down
-    reason = ALL[key].why
+    more = sent.up > sent.paper_up or sent.down > sent.paper_down
+    reason = ALL[key].reason
     measured = ", ".join(parts) + (f": {reason}" if reason else "")
     statement = f"{NAMES[key]} sends no more than its paper says: {ALL[key].formula}"
     return report.Finding(statement, measured, "contradicted" if more else "holds")
@@ -207,7 +211,7 @@ def page(sent_by_method: Mapping[str, Sent], folder: Path) -> None:
     """Write it."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
-        (key, *(f"{number:,.0f}" for number in (sent.up, sent.said_up, sent.down, sent.said_down)))
+        (key, *(f"{number:,.0f}" for number in (sent.up, sent.paper_up, sent.down, sent.paper_down)))
         for key, sent in sent_by_method.items()
     ]
     sections = [

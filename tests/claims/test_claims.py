@@ -123,9 +123,9 @@ def test_bytes_are_judged_by_the_paper_s_formula(pages: Path) -> None:
     """The tiny model has layers of 16 x 16 (two), 24 x 16 and 16 x 24: whole, all are less than stacks of rank 16."""
     found = json.loads((pages / "bytes.json").read_text())["findings"]
     assert [one["verdict"] for one in found] == ["holds", "holds", "contradicted", "holds"]
-    assert [one["measured"] for one in found[:2]] == ["up as said, down as said"] * 2
+    assert [one["measured"] for one in found[:2]] == ["up as stated, down as stated"] * 2
     assert "slots" in found[2]["measured"]
-    assert found[3]["measured"] == "up as said, down 0.5556 times as much"  # 1280 / 2304
+    assert found[3]["measured"] == "up as stated, down 0.5556 times as much"  # 1280 / 2304
 
 
 def test_bytes_are_of_every_method() -> None:
