@@ -155,6 +155,19 @@ def test_configs_beyond_the_limits_are_refused(scene: Scene) -> None:
         assert all(why in (introduction.refused or "") for _, introduction in met.values()), met
 
 
+def test_a_forged_order_with_the_largest_serial_does_not_stop_the_server_s_own_orders(scene: Scene) -> None:
+    """It was stored on the SuperLink past the door. The node refuses it, and its serial counts for nothing."""
+    from fedspan.transports.flower.signing import UnsignedSigner
+    from fedspan.transports.flower.transport import GridTransport
+
+    _, transport = scene.joined("forged")
+    order = Order("train", 0, 0, 0.0, VICTIM, None, b"", run="forged", serial=2**53 - 1)
+    forged = GridTransport(scene.grid, transport.inner.nodes, signer=UnsignedSigner())
+    assert "ValueError" in str(exchanged(forged, {VICTIM: order.to_envelope()}, 120.0)[VICTIM])
+    # by its serial the next order would be refused before its learning rate is compared
+    assert "the order has lr 0.0" in refusal(transport.inner, order)
+
+
 def test_a_victim_is_not_revealed_by_what_the_others_are_told(scene: Scene) -> None:
     """The others train with a rate of 0: alone in the order, and in the agreement as well."""
 
