@@ -25,7 +25,7 @@ from fedspan.wrappers.registry import WRAPPERS
 ENGINES = ("loop", "batched")
 WAYS = (
     *("privacy central", "privacy local", "privacy dp-sgd", "secure sums", "median"),
-    *("task causal-lm", "task causal-lm packed", "task regression"),
+    *("task causal-lm", "task causal-lm packed", "task preference", "task regression"),
     *("task images", "task images, batch norm", "task images from scratch"),
     *("conv1d", "roberta", "prefix cache", "head start", "dropout", "accumulation", "momentum", "moments kept"),
     *(
@@ -43,6 +43,8 @@ NAMES = [*(f"method {key}" for key in METHODS), *(f"wrapper {key}" for key in WR
 ALL = [f"{name}/{engine}" for name in NAMES for engine in ENGINES]
 OTHER_KERNELS = {"task causal-lm", "task causal-lm packed", "conv1d", "fused attention"}
 """Runs in which PyTorch takes other CPU kernels where it does not see that a tensor is on the CPU."""
+DIFFERENCES = {"task preference"}
+"""Runs whose loss and metrics are small differences of log-probabilities, with as much rounding as these have."""
 QUICK = [
     *(f"method {key}/batched" for key in ("fedit", "flora", "fedgalore", "pfedlora")),
     *("wrapper scaffold/loop", "privacy dp-sgd/loop", "secure sums/batched", "task causal-lm/batched"),
@@ -75,7 +77,8 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def require_same(found: dict[str, Any], name: str) -> None:
     gap = found["runs"][name]["gap"]
     assert not isinstance(gap, str), gap
-    assert gap <= (1e-5 if name.partition("/")[0] in OTHER_KERNELS else 0.0)
+    run = name.partition("/")[0]
+    assert gap <= (1e-3 if run in DIFFERENCES else 1e-5 if run in OTHER_KERNELS else 0.0)
 
 
 @pytest.mark.parametrize("name", QUICK)
