@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from fedspan.clients.host import Host
 from fedspan.clients.job_checkpoints import DiskJobCheckpoint, JobCheckpoints
 from fedspan.core.values import Client, OptimizerState
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
+from fedspan.federation.evaluation import RemoteEvaluator
 from fedspan.federation.protocol import Envelope, Order
 from fedspan.training.jobs import TrainingProgress, TrainingTotals
 from fedspan.training.loop import LoopEngine
@@ -29,6 +32,9 @@ CASES: dict[str, dict[str, Any]] = {
         "training": {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.01, "lr": 0.05, "lora_dropout": 0.1}
     },
     "accumulated gradients": {"training": {"gradient_accumulation_steps": 2, "optimizer_state": "keep"}},
+    "epochs with an incomplete group": {
+        "training": {"local_steps": None, "local_epochs": 2, "gradient_accumulation_steps": 3, "weight_decay": 0.01}
+    },
     "memory": {"method": {"name": "fedsa-lora"}},
     "alternating factors": {"method": {"name": "rolora"}},
     "two jobs a round": {"method": {"name": "pfedlora"}},
@@ -110,6 +116,51 @@ def test_a_node_that_was_killed_in_a_round_continues_with_the_same_bits(
     assert passes.count <= whole + accumulated  # only the passes of the interrupted step were repeated
 
 
+@pytest.mark.parametrize("case", ["epochs with an incomplete group", "two jobs a round", "accumulated gradients"])
+def test_a_reply_that_was_lost_is_sent_again_with_the_same_bits(
+    case: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node is killed after its training, before the reply: nothing is trained again."""
+    passes = Passes(monkeypatch)
+    undisturbed = train(run(tiny_folder, tmp_path / "a", case)[0])
+    whole, passes.count = passes.count, 0
+    prepared, transport = run(tiny_folder, tmp_path / "b", case, checkpoint_steps=100)
+    encode, lost = Host._encode_body, []
+
+    def lose(host: Host, *args: Any) -> bytes:
+        if len(lost) == 0:
+            lost.append(1)
+            raise Killed
+        return encode(host, *args)
+
+    monkeypatch.setattr(Host, "_encode_body", lose)
+    disturbed = train(prepared)
+    assert transport.killed == 1
+    assert passes.count == whole
+    assert all(torch.equal(disturbed[name], value) for name, value in undisturbed.items())
+
+
+def test_progress_is_deleted_when_the_round_is_evaluated(tiny_folder: Path, tmp_path: Path) -> None:
+    prepared, transport = run(tiny_folder, tmp_path / "a", "plain", checkpoint_steps=1)
+    progress = prepared.federation.run_round(prepared.federation.begin()).progress
+    assert list((tmp_path / "a").rglob("training/*.safetensors"))
+    RemoteEvaluator(prepared.federation, 32).evaluate_clients(progress)
+    assert transport.killed == 0
+    assert not list((tmp_path / "a").rglob("training/*"))
+
+
+def test_a_disk_that_refuses_a_checkpoint_stops_no_training(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr("fedspan.clients.job_checkpoints.write_atomic", refuse)
+    with caplog.at_level(logging.WARNING, logger="fedspan.node"):
+        train(run(tiny_folder, tmp_path / "a", "plain", checkpoint_steps=1)[0])
+    assert "no checkpoint after step 1" in caplog.text
+
+
 def test_without_checkpoints_the_round_starts_over(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +218,7 @@ def store(checkpoints: JobCheckpoints, order: Order, steps: int = 3) -> Training
 
 
 def test_progress_is_loaded_as_it_was_stored(tmp_path: Path) -> None:
-    checkpoints = JobCheckpoints(tmp_path / "training", 1, None)
+    checkpoints = JobCheckpoints(tmp_path / "training", "run", 1, None)
     stored = store(checkpoints, make_order())
     loaded = checkpoints.open(make_order(attempt=1, serial=2), 0).load()  # the same round, requested again
     assert loaded is not None
@@ -184,14 +235,19 @@ def test_progress_is_loaded_as_it_was_stored(tmp_path: Path) -> None:
     "changes", [{"body": b"another"}, {"round": 1}, {"lr": 0.2}, {"run": "other"}, {"client": None}]
 )
 def test_progress_belongs_to_what_the_training_depends_on(changes: dict[str, Any], tmp_path: Path) -> None:
-    checkpoints = JobCheckpoints(tmp_path / "training", 1, None)
+    checkpoints = JobCheckpoints(tmp_path / "training", "run", 1, None)
     store(checkpoints, make_order())
     assert checkpoints.open(make_order(**changes), 0).load() is None
     assert not list((tmp_path / "training").iterdir())  # and older progress is gone
 
 
+def test_progress_belongs_to_the_config_of_its_run(tmp_path: Path) -> None:
+    store(JobCheckpoints(tmp_path / "training", "one config", 1, None), make_order())
+    assert JobCheckpoints(tmp_path / "training", "another", 1, None).open(make_order(), 0).load() is None
+
+
 def test_the_jobs_of_an_order_are_stored_separately(tmp_path: Path) -> None:
-    checkpoints = JobCheckpoints(tmp_path / "training", 1, None)
+    checkpoints = JobCheckpoints(tmp_path / "training", "run", 1, None)
     store(checkpoints, make_order())
     assert checkpoints.open(make_order(), 1).load() is None
     assert checkpoints.open(make_order(), 0).load() is not None

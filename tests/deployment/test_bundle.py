@@ -48,8 +48,7 @@ def test_every_file_has_the_id_and_the_address(id: str, authority: Path, tmp_pat
     assert re.fullmatch(r"[a-z0-9][a-z0-9_-]*", compose["name"])
     assert compose["services"]["node"]["image"].endswith(__version__)
     readme = (bundle / "README.md").read_text()
-    assert hashlib.sha256(b"a certificate").hexdigest() in readme
-    assert f"'fedspan[flower,secagg]=={__version__}'" in readme
+    assert f"'fedspan[flower,secagg,privacy]=={__version__}'" in readme
     assert not re.search(r"\$[a-z{]", readme.replace(id, ""))
 
 
@@ -84,11 +83,58 @@ def test_a_server_writes_bundles_and_a_data_owner_checks_its_own(tmp_path: Path)
     assert "fedspan admit node.key.pub --as clinic-a --server" in said
     (bundle / "data" / "train.csv").write_text("text,label\n")
     call("join", "--new-key", str(bundle / "node.key"))
-    with pytest.raises(FedspanError, match="no connection to localhost:1"):
+    with pytest.raises(FedspanError, match=r"no connection to localhost:1 \(Connection refused\)"):
         check_node(bundle / "node.yaml")
     (bundle / "data" / "train.csv").unlink()
     with pytest.raises(FedspanError, match=r"data\.train"):
         check_node(bundle / "node.yaml")
+
+
+def test_a_bundle_has_the_port_of_the_server_and_changes_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("flwr", reason="needs fedspan[flower]")
+    prepare_folder(tmp_path, 443, ["localhost"], insecure=False)
+    before = (tmp_path / "server.json").read_bytes()
+    call("server", "--folder", str(tmp_path), "--name", "localhost", "--bundle", "clinic-a")
+    assert (tmp_path / "server.json").read_bytes() == before
+    assert load_node(tmp_path / "bundles" / "clinic-a" / "node.yaml").server == "localhost:443"
+
+
+def test_a_check_passes_and_says_what_it_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flwr", reason="needs fedspan[flower]")
+    monkeypatch.setattr("fedspan.transports.flower.reachability.check_server", lambda address, authority: "reached")
+    folder = tmp_path / "server"
+    call("server", "--folder", str(folder), "--name", "localhost", "--bundle", "clinic-a")
+    bundle = folder / "bundles" / "clinic-a"
+    call("join", "--new-key", str(bundle / "node.key"))
+    (bundle / "data" / "train.csv").write_text("text,label\n")
+    said = call("join", str(bundle / "node.yaml"), "--check")
+    assert "node clinic-a" in said
+    assert "data/train.csv" in said
+    assert "server: reached" in said
+    (bundle / "node.key").chmod(0o644)
+    with pytest.raises(FedspanError, match="others can read the key"):
+        check_node(bundle / "node.yaml")
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"train": "{site}/train.csv"}, "1 files match"),
+        ({"train": ["a/train.csv"]}, "a/train.csv"),
+        ({"train": "banking77"}, "loaded as a named data set"),
+        ({}, "fedspan.join(file, trainer=...)"),
+    ],
+)
+def test_a_check_knows_all_kinds_of_data(
+    data: dict[str, object], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("flwr", reason="needs fedspan[flower]")
+    monkeypatch.setattr("fedspan.transports.flower.reachability.check_server", lambda address, authority: "reached")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "train.csv").write_text("text,label\n")
+    (tmp_path / "node.yaml").write_text(yaml.safe_dump({"id": "a", "server": "localhost:1", "data": data}))
+    monkeypatch.chdir(tmp_path)
+    assert said in "\n".join(check_node("node.yaml", insecure=True))
 
 
 def test_bundles_need_a_name_and_tls(tmp_path: Path) -> None:

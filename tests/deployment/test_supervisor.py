@@ -6,11 +6,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import yaml
 
-from fedspan.deployment.supervisor import Supervisor
+from fedspan.config.node import load_node
+from fedspan.deployment.supervisor import TRAINING, Supervisor, get_run_folder
 from fedspan.federation.protocol import Order, decode_reply
 
 ORDER = Order("train", 0, 0, 0.1, "a", None, b"", run="none", serial=1).to_envelope()
@@ -36,9 +38,12 @@ def test_an_order_that_takes_too_long_is_given_up_and_its_process_killed(
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     monkeypatch.setattr(supervised, "seconds", 0.2)
+    progress = get_run_folder(Path(load_node(supervised.path).folder), "none") / TRAINING
+    progress.mkdir(parents=True)
     assert "limits.round_seconds" in (decode_reply(supervised.answer(ORDER)).failed or "")
     assert supervised._process is None
     assert not process.is_alive()
+    assert not progress.exists()  # its repetition may not take the same time again
 
 
 def test_a_process_that_dies_is_reported_and_replaced(supervised: Supervisor) -> None:

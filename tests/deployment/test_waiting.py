@@ -130,6 +130,16 @@ def test_a_node_sends_the_tags_of_its_file(tiny_folder: Path, tmp_path: Path) ->
     assert introduced(service, values(tiny_folder)).tags == {"site": "eu", "gpu": "true", "cores": "8"}
 
 
+def test_a_node_without_the_tags_of_a_run_loads_nothing(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = NodeService(node(tiny_folder, tmp_path, tags={"site": "us"}))
+    monkeypatch.setattr(service, "_build", lambda *_: pytest.fail("the run was built"))
+    given = values(tiny_folder)
+    given["federation"]["require_tags"] = {"site": "eu"}
+    assert "requires the tags site: eu" in (introduced(service, given).refused or "")
+
+
 @pytest.mark.parametrize("tags", [{"a": "x" * 65}, {"": "x"}, {f"t{at}": "x" for at in range(33)}, {"a": "\x1b[2J"}])
 def test_tags_are_few_and_short(tags: dict[str, str], tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tags"):

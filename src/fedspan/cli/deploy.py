@@ -8,7 +8,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,9 +16,6 @@ from fedspan.cli.admission import warn_of_expiry
 from fedspan.cli.commands import MACHINES, SERVER, Overrides, ServerFolder, register_command
 from fedspan.cli.live_run import describe_interruption, find_unused_folder
 from fedspan.errors import FedspanError
-
-if TYPE_CHECKING:
-    from fedspan.transports.flower.server import ServerLink
 
 __all__ = ["join", "server", "submit"]
 
@@ -66,12 +63,12 @@ def server(
     if insecure:
         host = "127.0.0.1" if host == "0.0.0.0" else host
         typer.secho("INSECURE: nothing is encrypted, and any node may join. Never with real data.", fg="red", err=True)
+    if bundles:
+        _write_bundles(folder, bundles, names or [], port, insecure=insecure)
+        return
     link = prepare_folder(folder, port, names or [], insecure=insecure)
     if not insecure:
         warn_of_expiry(link)
-    if bundles:
-        _write_bundles(link, bundles, names or [], port)
-        return
     stop = _make_stop_event()
 
     def print_instructions() -> None:
@@ -91,14 +88,26 @@ def server(
     supervise(folder, link, host, stop, print_instructions)
 
 
-def _write_bundles(link: ServerLink, ids: Sequence[str], names: Sequence[str], port: int) -> None:
+def _write_bundles(folder: Path, ids: Sequence[str], names: Sequence[str], port: int, *, insecure: bool) -> None:
+    """Write bundles; the port and the mode of a server that was started before are not changed."""
     from fedspan.deployment.bundle import compute_digest, write_bundle
+    from fedspan.transports.flower.keys import ensure_authority
+    from fedspan.transports.flower.server import is_prepared, link_of, prepare_folder
 
-    if link.authority is None:
-        raise FedspanError("--bundle", ids[0], problem="a server without TLS has no bundles: they hold its certificate")
     if not names:
         expected = "--name with the name or address under which the data owner reaches this machine"
         raise FedspanError("--name", None, expected)
+    without_tls = FedspanError(
+        "--bundle", ids[0], problem="a server without TLS has no bundles: they hold its certificate"
+    )
+    if insecure:
+        raise without_tls
+    link = link_of(folder) if is_prepared(folder) else prepare_folder(folder, port, names, insecure=False)
+    if link.authority is None:
+        raise without_tls
+    ensure_authority(folder, names)
+    warn_of_expiry(link)
+    port = int(link.address.rpartition(":")[2])
     for id in ids:
         target = write_bundle(link.folder / "bundles", id, f"{names[0]}:{port}", link.authority)
         typer.echo(f"send this folder to the data owner {id}: {target}")

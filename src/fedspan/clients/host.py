@@ -179,6 +179,8 @@ class Host:
             ValueError: If the order is not addressed to a client of this host.
         """
         self._get_data(order)
+        if order.task != "train" and self.checkpoints is not None:
+            self.checkpoints.clear()  # the round is over
         if order.task == "evaluate":
             return self._evaluate(order)
         if order.task == "statistics":

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from fedspan.clients.store import Kind, read_moments, write_moments
 from fedspan.core.tensors import Tensors
+from fedspan.errors import FedspanError
 from fedspan.federation.protocol import ClientFacts, Order
 from fedspan.federation.serialization import Reader, Writer, expect
 from fedspan.files import convert_disk_errors, read_bytes, remove, write_atomic
@@ -116,11 +118,13 @@ class DiskJobCheckpoint:
     def store(self, progress: TrainingProgress) -> None:
         """Replace the stored progress atomically.
 
-        Raises:
-            FedspanError: If the disk is full or refuses to write.
+        A disk that refuses to write is reported in the log, and training goes on: it needs no checkpoint.
         """
-        with convert_disk_errors(self.path.parent, "free some space on the node"):
-            write_atomic(self.path, PROGRESS.encode(self.key, self.round, progress), mode=0o600)
+        try:
+            with convert_disk_errors(self.path.parent, "free some space on the node"):
+                write_atomic(self.path, PROGRESS.encode(self.key, self.round, progress), mode=0o600)
+        except FedspanError as error:
+            log.warning("round %d: no checkpoint after step %d: %s", self.round + 1, progress.totals.steps, error)
         self._last_steps, self._last_time = progress.totals.steps, self.clock()
 
 
@@ -129,12 +133,14 @@ class JobCheckpoints:
 
     Args:
         folder: Folder of the files; created when the first job begins.
+        context: What all orders of the run depend on, such as a digest of its config; progress of another one is not
+            used.
         steps: Number of optimizer steps between two checkpoints; None: any.
         minutes: Number of minutes between two checkpoints; None: any.
     """
 
-    def __init__(self, folder: Path, steps: int | None, minutes: float | None) -> None:
-        self.folder, self.steps = folder, steps
+    def __init__(self, folder: Path, context: str, steps: int | None, minutes: float | None) -> None:
+        self.folder, self.context, self.steps = folder, context, steps
         self.seconds = None if minutes is None else 60 * minutes
 
     def open(self, order: Order, number: int) -> DiskJobCheckpoint:
@@ -147,7 +153,7 @@ class JobCheckpoints:
         Raises:
             FedspanError: If the disk is full or refuses to write.
         """
-        key = compute_order_key(order)
+        key = hashlib.sha256(f"{self.context} {compute_order_key(order)}".encode()).hexdigest()[:32]
         with convert_disk_errors(self.folder, "free some space on the node"):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for path in self.folder.iterdir():
@@ -156,6 +162,11 @@ class JobCheckpoints:
         return DiskJobCheckpoint(
             self.folder / f"{key}-{number}.safetensors", f"{key}-{number}", order.round, self.steps, self.seconds
         )
+
+    def clear(self) -> None:
+        """Delete all progress."""
+        with suppress(OSError):  # what stays is deleted by the next order to train
+            remove(self.folder)
 
 
 def compute_order_key(order: Order) -> str:

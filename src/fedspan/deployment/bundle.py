@@ -49,7 +49,6 @@ def write_bundle(folder: Path, id: str, address: str, authority: Path) -> Path:
         raise FedspanError("--bundle", id, problem=problem)
     values = {
         "address": address,
-        "authority": compute_digest(authority),
         "id": id,
         "version": __version__,
     }

@@ -16,7 +16,7 @@ from fedspan.config import RunConfig, override, read_values
 from fedspan.config.federation import FederationConfig
 from fedspan.config.node import load_node, require_data
 from fedspan.config.tags import explain_missing_tags
-from fedspan.data.path_patterns import list_placeholders
+from fedspan.data.path_patterns import has_placeholders, match_paths
 from fedspan.deployment.audit import AuditedTransport
 from fedspan.deployment.handshake import NOWHERE, Introduction, Invitation, build_server_config, compute_base_digest
 from fedspan.deployment.status import store_named_run
@@ -69,15 +69,13 @@ def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
     from fedspan.transports.flower.reachability import check_server
 
     node = load_node(path)
-    require_data(node)
     lines = [f"file: {path}, node {node.id}"]
+    if not node.data:
+        lines.append("data: none in this file, so the node needs fedspan.join(file, trainer=...)")
     for part in ("train", "test"):
-        name = node.data.get(part)
-        if name is None:
-            continue
-        if not list_placeholders(name) and not Path(name).exists():
-            raise FedspanError(f"data.{part}", name, "a file or folder of this machine")
-        lines.append(f"data.{part}: {name}")
+        value = node.data.get(part)
+        for name in [] if value is None else value if isinstance(value, list) else [value]:
+            lines.append(f"data.{part}: {_describe_data(str(name), f'data.{part}')}")
     if not insecure:
         if node.authority is None or node.key is None:
             missing = "authority" if node.authority is None else "key"
@@ -86,6 +84,24 @@ def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
         lines.append(f"key: {node.key}")
     lines.append(f"server: {check_server(node.server, None if insecure else node.authority)}")
     return lines
+
+
+def _describe_data(name: str, field: str) -> str:
+    """Describe where a node's examples are.
+
+    Raises:
+        FedspanError: If it is the path of a file or folder that does not exist.
+    """
+    if has_placeholders(name):
+        files = match_paths(name, field)
+        if not files:
+            raise FedspanError(field, name, problem="no file matches this path")
+        return f"{len(files)} files match {name}"
+    if Path(name).expanduser().exists():
+        return name
+    if Path(name).suffix or Path(name).is_absolute() or name.startswith(("~", ".")):
+        raise FedspanError(field, name, "a file or folder of this machine")
+    return f"{name}, which is no file here: it is loaded as a named data set"
 
 
 def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop: Event | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from contextlib import suppress
@@ -17,6 +16,7 @@ from fedspan.clients.statistics import StatisticsLimits
 from fedspan.clients.store import DiskClientStore
 from fedspan.config import RunConfig, parse_config
 from fedspan.config.node import NodeConfig
+from fedspan.config.tags import explain_missing_tags
 from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Job
 from fedspan.crypto import require_packages
@@ -24,6 +24,7 @@ from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job
 from fedspan.deployment.audit import AUDIT, describe_envelope
 from fedspan.deployment.handshake import Introduction, Invitation, build_node_values, compute_base_digest
 from fedspan.deployment.limits import OrderTerms, list_config_ranks, require_config, require_workload
+from fedspan.deployment.supervisor import TRAINING, get_run_folder
 from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.evaluation import coarsen_metrics
@@ -170,6 +171,8 @@ class NodeService:
 
     def _require_allowed(self, invitation: Invitation) -> None:
         config = parse_config(self._build_values(invitation))
+        if (missing := explain_missing_tags(self.node.tags, config.federation.require_tags)) is not None:
+            raise FedspanError("federation.require_tags", config.federation.require_tags, problem=missing)
         require_config(self.node, invitation, config)
         self._usage.require_run(invitation.run, config.federation.rounds)
 
@@ -224,7 +227,7 @@ class NodeService:
             export,
             None if secure is None else {self.node.id: secure},
             limits=StatisticsLimits(self.node.limits.head_statistics, self.node.limits.class_examples, announced),
-            checkpoints=build_checkpoints(folder / "training", config),
+            checkpoints=build_checkpoints(folder / TRAINING, config, invitation.digest),
         )
         return _Joined(host, compute_base_digest(prepared.model), terms)
 
@@ -288,13 +291,13 @@ class NodeService:
                 write_atomic(path, str(order.serial).encode())
 
     def _run_folder(self, run: str) -> Path:
-        return self.folder / hashlib.sha256(run.encode()).hexdigest()[:32]
+        return get_run_folder(self.folder, run)
 
 
-def build_checkpoints(folder: Path, config: RunConfig) -> JobCheckpoints | None:
+def build_checkpoints(folder: Path, config: RunConfig, digest: str) -> JobCheckpoints | None:
     """Build the storage of a run's progress within a round; None: the config asks for none."""
     steps, minutes = config.training.checkpoint_steps, config.training.checkpoint_minutes
-    return None if steps is None and minutes is None else JobCheckpoints(folder, steps, minutes)
+    return None if steps is None and minutes is None else JobCheckpoints(folder, digest, steps, minutes)
 
 
 def read_last_serial(path: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import multiprocessing
 import signal
@@ -14,8 +15,12 @@ from fedspan.config.node import load_node
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.secagg.messages import decode_request
+from fedspan.files import remove
 
-__all__ = ["Supervisor"]
+__all__ = ["TRAINING", "Supervisor", "get_run_folder"]
+
+TRAINING = "training"
+"""The folder in a run's folder with the progress of the training of its newest order."""
 
 _LOADING = 3600.0
 """Time limit in seconds for an invitation and for loading a run's model, which may have to be downloaded."""
@@ -64,6 +69,8 @@ class Supervisor:
             )
         log.error("%s", error)
         self.close()
+        if order is not None and error.field == "limits.round_seconds":  # or its repetitions would exceed the limit
+            remove(get_run_folder(Path(load_node(self.path).folder), order.run) / TRAINING)
         if order is None:
             raise error
         return refuse_any(order, error)
@@ -87,6 +94,11 @@ class Supervisor:
             self._process = process
             child_end.close()
         return self._connection
+
+
+def get_run_folder(folder: Path, run: str) -> Path:
+    """Return the folder of a run's state in a node's folder."""
+    return folder / hashlib.sha256(run.encode()).hexdigest()[:32]
 
 
 def _serve(path: str, connection: Connection) -> None:

@@ -192,11 +192,7 @@ class JobCheckpoint(Protocol):
         ...
 
     def store(self, progress: TrainingProgress) -> None:
-        """Replace the stored progress.
-
-        Raises:
-            FedspanError: If the disk is full or refuses to write.
-        """
+        """Replace the stored progress, if the disk allows it."""
         ...
 
 

@@ -67,6 +67,7 @@ class LoopEngine(Trainer):
             self.set_frozen_decay(job, totals.decay)
             self.stages.advance("training", round(totals.examples))
         is_probe = job.steps == 0
+        pending = 0  # passes since the last optimizer step
 
         def finish_step() -> None:
             self._step(job, live, optimizer, gradients_sum, is_probe)
@@ -100,13 +101,15 @@ class LoopEngine(Trainer):
             share = len(batch_indices) / len(indices) if is_probe else 1 / settings.accumulate
             (loss * share).backward()
             totals.passes += 1
+            pending += 1
             self.stages.advance("training", len(batch_indices))
             if is_probe or totals.passes % settings.accumulate:
                 continue
             finish_step()
+            pending = 0
             if checkpoint is not None and checkpoint.is_due(totals.steps):
                 store_progress()
-        if is_probe or totals.passes % settings.accumulate:  # the last, incomplete group of an epoch still counts
+        if is_probe or pending:  # the last, incomplete group of an epoch still counts
             finish_step()
         store_progress()  # the reply may still be lost, or the order's next job interrupted
         adapted.set_dropout(None)

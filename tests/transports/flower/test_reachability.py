@@ -61,6 +61,22 @@ def test_a_certificate_for_another_address_is_refused(tmp_path: Path) -> None:
         check_server(f"127.0.0.2:{port}", str(folder / "ca.crt"))
 
 
+def test_certificates_hold_under_strict_rules(tmp_path: Path) -> None:
+    """Python 3.13 sets this flag for every default context."""
+    folder = make_authority(tmp_path / "a")
+    context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    with listening(folder) as port, socket.create_connection(("127.0.0.1", port), 5) as connection:
+        context.wrap_socket(connection, server_hostname="127.0.0.1").close()
+
+
+def test_a_damaged_authority_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ca.crt").write_text("no certificate")
+    for path in (tmp_path / "ca.crt", tmp_path / "missing.crt"):
+        with pytest.raises(FedspanError, match="authority"):
+            check_server("127.0.0.1:1", str(path))
+
+
 def test_an_insecure_server_is_reached_without_encryption() -> None:
     with listening(None) as port:
         assert "without encryption" in check_server(f"127.0.0.1:{port}", None)

@@ -106,10 +106,11 @@ def make_authority(folder: Path, hosts: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     authority_key, server_key, order_key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(3))
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedspan federation")])
-    authority = _build_certificate(issuer, issuer, authority_key.public_key())
+    authority = _build_certificate(issuer, issuer, authority_key.public_key(), authority_key.public_key())
     authority = authority.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    authority = authority.add_extension(_SIGNS_CERTIFICATES, critical=True)
     order_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, ORDER_NAME)])
-    order_certificate = _build_certificate(order_name, issuer, order_key.public_key())
+    order_certificate = _build_certificate(order_name, issuer, order_key.public_key(), authority_key.public_key())
     order_certificate = order_certificate.add_extension(
         x509.BasicConstraints(ca=False, path_length=None), critical=True
     )
@@ -121,7 +122,7 @@ def make_authority(folder: Path, hosts: Sequence[str]) -> None:
     _write(folder / ORDER_KEY, _encode_private_key(order_key), 0o600)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0] if hosts else "localhost")])
     names = [_build_name(host) for host in dict.fromkeys((*hosts, "localhost", "127.0.0.1", "::1"))]
-    server = _build_certificate(subject, issuer, server_key.public_key())
+    server = _build_certificate(subject, issuer, server_key.public_key(), authority_key.public_key())
     server = server.add_extension(x509.SubjectAlternativeName(names), critical=False)
     server = server.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     server = server.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
@@ -279,9 +280,21 @@ def load_node_key(path: Path) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCu
     return key, key.public_key()
 
 
+_SIGNS_CERTIFICATES = x509.KeyUsage(
+    key_cert_sign=True,
+    crl_sign=True,
+    **dict.fromkeys(
+        ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False
+    ),
+    encipher_only=False,
+    decipher_only=False,
+)
+
+
 def _build_certificate(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, issuer_key: ec.EllipticCurvePublicKey
 ) -> x509.CertificateBuilder:
+    """Build a certificate with the identifiers of both keys, which Python demands from 3.13 on (RFC 5280)."""
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
@@ -291,6 +304,8 @@ def _build_certificate(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))  # tolerates clock differences
         .not_valid_after(now + datetime.timedelta(days=_DAYS))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), critical=False)
     )
 
 

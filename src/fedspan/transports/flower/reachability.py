@@ -30,16 +30,24 @@ def check_server(address: str, authority: str | None) -> str:
     if not host or not port.isdecimal():
         raise FedspanError("server", address, "the address of a server as host:port")
     host = host.strip("[]")
+    context = None if authority is None else _load_authority(authority)
     try:
         with socket.create_connection((host, int(port)), _SECONDS) as connection:
-            if authority is None:
+            if context is None:
                 return f"{address} is reached, without encryption"
-            context = ssl.create_default_context(cafile=authority)
             with context.wrap_socket(connection, server_hostname=host) as encrypted:
                 return f"{address} is reached, with a certificate of {authority} ({encrypted.version()})"
     except ssl.SSLCertVerificationError as error:
         problem = f"the server's certificate is not one of {authority} for this address ({error.verify_message})"
         raise FedspanError("server", address, problem=problem) from error
     except (OSError, ValueError, OverflowError) as error:
-        problem = f"no connection to {address} ({error.strerror if isinstance(error, OSError) else error})"
+        problem = f"no connection to {address} ({getattr(error, 'strerror', None) or error})"
         raise FedspanError("server", address, problem=problem) from error
+
+
+def _load_authority(path: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FedspanError("authority", path, f"the ca.crt of the server's operator ({reason})") from error

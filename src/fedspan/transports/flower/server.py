@@ -22,6 +22,7 @@ __all__ = [
     "Node",
     "ServerLink",
     "call_flower",
+    "is_prepared",
     "link_of",
     "list_nodes",
     "prepare_folder",
@@ -89,6 +90,11 @@ def prepare_folder(folder: Path, port: int, hosts: Sequence[str], *, insecure: b
             file.write(secrets.token_hex(32))
     (folder / _DESCRIPTION).write_text(json.dumps({"port": port, "insecure": insecure}) + "\n", encoding="utf-8")
     return link_of(folder)
+
+
+def is_prepared(folder: Path) -> bool:
+    """Return whether a server was started with a folder before."""
+    return (folder / _DESCRIPTION).is_file()
 
 
 def link_of(folder: Path) -> ServerLink:
