@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from fedspan.config.node import load_node
-from fedspan.deployment.supervisor import TRAINING, Supervisor, get_run_folder
+from fedspan.deployment.node_folder import TRAINING, get_run_folder
+from fedspan.deployment.supervisor import Supervisor
 from fedspan.federation.protocol import Order, decode_reply
 
 ORDER = Order("train", 0, 0, 0.1, "a", None, b"", run="none", serial=1).to_envelope()

@@ -24,7 +24,7 @@ from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job
 from fedspan.deployment.audit import AUDIT, describe_envelope
 from fedspan.deployment.handshake import Introduction, Invitation, build_node_values, compute_base_digest
 from fedspan.deployment.limits import OrderTerms, list_config_ranks, require_config, require_workload
-from fedspan.deployment.supervisor import TRAINING, get_run_folder
+from fedspan.deployment.node_folder import TRAINING, get_run_folder
 from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.evaluation import coarsen_metrics

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import multiprocessing
 import signal
@@ -12,15 +11,13 @@ from pathlib import Path
 
 from fedspan.clients.host import refuse_any
 from fedspan.config.node import load_node
+from fedspan.deployment.node_folder import TRAINING, get_run_folder
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.secagg.messages import decode_request
 from fedspan.files import remove
 
-__all__ = ["TRAINING", "Supervisor", "get_run_folder"]
-
-TRAINING = "training"
-"""The folder in a run's folder with the progress of the training of its newest order."""
+__all__ = ["Supervisor"]
 
 _LOADING = 3600.0
 """Time limit in seconds for an invitation and for loading a run's model, which may have to be downloaded."""
@@ -94,11 +91,6 @@ class Supervisor:
             self._process = process
             child_end.close()
         return self._connection
-
-
-def get_run_folder(folder: Path, run: str) -> Path:
-    """Return the folder of a run's state in a node's folder."""
-    return folder / hashlib.sha256(run.encode()).hexdigest()[:32]
 
 
 def _serve(path: str, connection: Connection) -> None:

@@ -1,0 +1,16 @@
+"""Where a node keeps what belongs to a run."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+__all__ = ["TRAINING", "get_run_folder"]
+
+TRAINING = "training"
+"""The folder in a run's folder with the progress of the training of its newest order."""
+
+
+def get_run_folder(folder: Path, run: str) -> Path:
+    """Return the folder of a run's state in a node's folder."""
+    return folder / hashlib.sha256(run.encode()).hexdigest()[:32]
