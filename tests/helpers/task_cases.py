@@ -9,14 +9,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sacrebleu
 import seqeval.metrics
 import torch
+from rouge_score import rouge_scorer
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, ndcg_score
 from sklearn.metrics.pairwise import cosine_similarity
 from torch import Tensor
 
-from helpers import tiny, tiny_decoders, tiny_images, tiny_masked, tiny_pairs, tiny_preferences, tiny_tags, tiny_topics
+from helpers import (
+    tiny,
+    tiny_decoders,
+    tiny_images,
+    tiny_masked,
+    tiny_pairs,
+    tiny_preferences,
+    tiny_seq2seq,
+    tiny_tags,
+    tiny_topics,
+)
 
 __all__ = ["CASES", "REFUSED", "TaskCase"]
 
@@ -66,6 +78,19 @@ def _measure_texts(
 ) -> Mapping[str, float]:
     matches = [answer == truth for answer, truth in zip(answers, truths, strict=True)]
     return {"exact_match": sum(matches) / len(matches)}
+
+
+def _measure_pairs(
+    predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
+) -> Mapping[str, float]:
+    rouge: Any = rouge_scorer.RougeScorer(["rouge1", "rougeL"])
+    scores = [rouge.score(truth, answer) for truth, answer in zip(truths, answers, strict=True)]
+    return {
+        "bleu": sacrebleu.corpus_bleu(list(answers), [list(truths)]).score,
+        "chrf": sacrebleu.CHRF().corpus_score(list(answers), [list(truths)]).score,
+        "rouge_1": float(np.mean([score["rouge1"].fmeasure for score in scores])),
+        "rouge_l": float(np.mean([score["rougeL"].fmeasure for score in scores])),
+    }
 
 
 def _measure_entities(
@@ -165,6 +190,7 @@ CASES: Mapping[str, TaskCase] = {
     "preference": TaskCase(
         lambda folders: tiny_preferences.settings(folders["decoders"], folders["own"]), _measure_preferences
     ),
+    "seq2seq": TaskCase(lambda folders: tiny_seq2seq.settings(folders["own"]), _measure_pairs),
     "causal-lm": TaskCase(lambda folders: tiny_decoders.settings(folders["decoders"]), _measure_texts),
     "image-classification": TaskCase(lambda folders: tiny_images.settings(folders["images"]), measure_labels),
 }

@@ -134,7 +134,7 @@ def evaluate(
         str | None, typer.Option("--text-pair", metavar="COLUMN", help="Column of second texts.")
     ] = None,
     answer: Annotated[
-        str | None, typer.Option("--answer", metavar="COLUMN", help="Column of answers, for a language model.")
+        str | None, typer.Option("--answer", metavar="COLUMN", help="Column of answers or targets. Default: answer.")
     ] = None,
     roles: Annotated[
         list[str] | None,
@@ -144,7 +144,7 @@ def evaluate(
     generate: Annotated[
         bool,
         typer.Option(
-            "--generate/--no-generate", help="Let a language model generate answers, and report exact matches."
+            "--generate/--no-generate", help="Generate the answers of language models and seq2seq, and score them."
         ),
     ] = True,
     tasks: Annotated[

@@ -131,7 +131,7 @@ def _infer_by_task(
     for name, definition in TASKS.items():
         if definition.infer_columns is None or (task != name and (task is not None or not definition.is_inferred)):
             continue
-        inferred = definition.infer_columns(sample, {**options, "by": by})
+        inferred = definition.infer_columns(sample, {**options, "by": by, "task": task})
         is_multi_label = definition.columns is not None and definition.columns.is_multi_label
         gives_way = task is None and is_multi_label and options["label"] is None
         if inferred is not None and gives_way and _has_plain_answers(sample, options, {by, inferred.data["label"]}):

@@ -208,17 +208,23 @@ def _require_loss_fit(config: RunSections) -> None:
     Raises:
         FedspanError: If they do not.
     """
+    definition = config.task_definition
+    no_classes = f"{config.task} has no classes, of which each example has one"
     reasons = {
-        f"{config.task} has no classes, of which each example has one": not config.task_definition.is_classifier,
         "training.logit_adjustment corrects for shares of classes already, and leaves out classes": (
             config.training.logit_adjustment > 0
         ),
         "dp-sgd bounds each example's gradient, which weights would change": config.privacy is not None
         and config.privacy.mechanism == "dp-sgd",
     }
-    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    unfit = {
+        "label_smoothing": not (definition.is_classifier or definition.smooths_labels),
+        "class_weights": not definition.is_classifier,
+    }
     for option, off in (("label_smoothing", 0), ("class_weights", "none")):
         value = getattr(config.training, option)
+        applying = {no_classes: unfit[option], **reasons}
+        reason = next((reason for reason, applies in applying.items() if applies), None)
         if reason is not None and value != off:
             raise FedspanError(f"training.{option}", value, str(off), problem=reason)
 

@@ -46,10 +46,11 @@ class EvaluationConfig(Section):
     )
     generate: bool = Field(
         default=False,
-        description="causal-lm: at the end, generate answers to the held-out prompts and count exact matches.",
+        description="causal-lm: at the end, generate answers to the held-out prompts and count exact matches. seq2seq: "
+        "generate texts for the held-out sources and compute BLEU, chrF and ROUGE (fedspan[seq2seq]).",
     )
     max_new_tokens: int = Field(
-        default=64, ge=1, le=2**17, description="Maximum number of tokens of a generated answer."
+        default=64, ge=1, le=2**17, description="Maximum number of tokens of a generated answer or text."
     )
     answer_pattern: str | None = Field(
         default=None,

@@ -92,7 +92,8 @@ class ModelConfig(Section):
     max_length: int = Field(
         default=128,
         ge=2,
-        description="Maximum number of tokens; longer texts are truncated. causal-lm: of prompt and answer together.",
+        description="Maximum number of tokens; longer texts are truncated. causal-lm: of prompt and answer together. "
+        "seq2seq: of a source, and of a target (task_options.max_target_length).",
     )
     pretrained: bool = Field(
         default=True,

@@ -62,8 +62,8 @@ class TrainingConfig(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="Classification: share of a target that is spread over all classes in training, as in "
-        "torch.nn.CrossEntropyLoss.",
+        description="Classification and seq2seq: share of a target that is spread over all classes (seq2seq: over "
+        "the vocabulary) in training, as in torch.nn.CrossEntropyLoss.",
     )
     class_weights: Literal["none", "balanced"] | dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         default="none",

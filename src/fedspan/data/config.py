@@ -73,7 +73,11 @@ class DataConfig(BaseModel):
         description="Test examples, in the same forms as `train`. Default: `test_split` of a hub id or a built-in "
         "corpus; `test_fraction` of a local file.",
     )
-    text: str = Field(default="text", min_length=1, description="Column with the text to classify or to score.")
+    text: str = Field(
+        default="text",
+        min_length=1,
+        description="Column with the text to classify or to score; seq2seq: with the source.",
+    )
     text_pair: str | None = Field(
         default=None,
         min_length=1,
@@ -88,7 +92,7 @@ class DataConfig(BaseModel):
         default=None,
         min_length=1,
         description="Column with the class, as a name or a number; regression: with the number. Default: label. "
-        "causal-lm: column with a category, for partitions by label; default: none.",
+        "causal-lm and seq2seq: column with a category, for partitions by label; default: none.",
     )
     label_separator: str | None = Field(
         default=None,
@@ -108,7 +112,7 @@ class DataConfig(BaseModel):
         description="causal-lm, preference: the model's input: a text with columns in braces, such as "
         "'Q: {question} A: ', or the name of a template: alpaca, instruction, metamath, question.",
     )
-    answer: str = Field(default="answer", min_length=1, description="causal-lm: column with the target.")
+    answer: str = Field(default="answer", min_length=1, description="causal-lm and seq2seq: column with the target.")
     messages: str | None = Field(
         default=None,
         min_length=1,

@@ -21,6 +21,7 @@ __all__ = [
     "enter_evaluation",
     "find_block_chains",
     "get_hidden",
+    "has_own_decoder_inputs",
     "replace_forward",
     "trace_calls",
 ]
@@ -158,12 +159,18 @@ def replace_forward(module: nn.Module, forward: Any) -> Generator[None]:
             module.forward = own_forward
 
 
+def has_own_decoder_inputs(model: nn.Module) -> bool:
+    """Check whether a model has a decoder that reads the target, beside an encoder that reads the source."""
+    return hasattr(model, "prepare_decoder_input_ids_from_labels")
+
+
 def build_tiny_batch(model: nn.Module) -> dict[str, Tensor]:
-    """Build a batch of two texts of three tokens, or of two images; only its shape matters."""
+    """Build a batch of two texts of three tokens (and targets of as many), or of two images; only its shape matters."""
     name, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
     parameter = next(model.parameters())
     if name == "input_ids":
-        return {name: torch.ones(2, 3, dtype=torch.int64, device=get_device(model))}
+        ids = torch.ones(2, 3, dtype=torch.int64, device=get_device(model))
+        return {name: ids, **({"decoder_input_ids": ids} if has_own_decoder_inputs(model) else {})}
     if name != "pixel_values":
         raise ValueError("the model takes neither tokens nor images")
     size = getattr(config, "image_size", None) or 32

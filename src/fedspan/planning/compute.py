@@ -22,6 +22,7 @@ from fedspan.core.tensors import join_extra_name
 from fedspan.core.values import LayerSpec
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
+from fedspan.models.calls import has_own_decoder_inputs
 from fedspan.models.metering import Meter, PassCost, meter_pass
 from fedspan.models.prefix import FrozenPrefix, list_live_modules
 from fedspan.planning.layer_counts import Computation, StandIn
@@ -173,7 +174,8 @@ class PlannedPasses:
             ids = torch.empty(1, rows * length, dtype=torch.long, device="meta")
             return {"input_ids": ids, "position_ids": torch.empty_like(ids)}
         ids = torch.empty(rows, length, dtype=torch.long, device="meta")
-        return {"input_ids": ids, "attention_mask": torch.empty_like(ids)}
+        targets = {"decoder_input_ids": torch.empty_like(ids)} if has_own_decoder_inputs(model) else {}
+        return {"input_ids": ids, "attention_mask": torch.empty_like(ids), **targets}
 
     def _run_model(self, inputs: Mapping[str, Any]) -> Any:
         try:
@@ -184,7 +186,8 @@ class PlannedPasses:
             raise FedspanError("model.name", self._name, f"{expected} ({type(error).__name__}: {reason})") from error
 
     def _compute_loss(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        options = {"use_cache": False} if self._task.is_generative else {}
+        generates = self._task.is_generative or has_own_decoder_inputs(self._adapted.model)
+        options = {"use_cache": False} if generates else {}
         logits: Tensor = self._run_model({**inputs, **options})[0]
         if self._task.is_generative:  # upper bound: the loss of all tokens
             logits = logits[:, :-1]
@@ -194,8 +197,9 @@ class PlannedPasses:
 
     @property
     def prefix(self) -> Prefix | None:
-        """The model's frozen prefix; None if it has none, or its batches are packed."""
-        if not self._searched and not self._packing and self.longest is not None:
+        """The model's frozen prefix; None if it has none, batches are packed, or targets have a pass of their own."""
+        is_cached = not self._packing and not has_own_decoder_inputs(self._adapted.model)
+        if not self._searched and is_cached and self.longest is not None:
             self._install(Trains({}, False))
             with Meter(), torch.no_grad():
                 frozen = FrozenPrefix.find(self._adapted, list_live_modules(self._adapted))

@@ -72,7 +72,7 @@ def evaluate(
         roles: The file's columns by role, for a task whose data have further roles (``data.roles``); default: those of
             the run, or columns with the names of the roles.
         overrides: Further options of the file's columns, each ``data.field=value``: ``data.label_columns=[a, b]``.
-        generate: Whether a language model generates answers and exact matches are counted; the slow part.
+        generate: Whether answers are generated and scored, for tasks whose answers are texts; the slow part.
         run_data: The data that the run began with, if they were passed from Python; its held-out test set is used.
         model: The model that the run began with, if it was passed from Python; None: loaded by its ``name_or_path``.
         tokenizer: Its tokenizer or image processor; None: that of the model's name.
@@ -84,8 +84,11 @@ def evaluate(
         FedspanError: If `load_served` raises it, there is no test set, or the file does not fit the model.
     """
     served_from = find_adapter_folder(folder, client)  # cheap mistakes before slow loading
+    task_settings = parse_task_settings(served_from, read_notes(served_from))
+    require_packages = get_task(task_settings.task).require_packages
+    if generate and require_packages is not None:
+        require_packages()
     if data is not None:
-        task_settings = parse_task_settings(served_from, read_notes(served_from))
         columns = {"text": text, "image": image, "label": label, "text_pair": text_pair, "answer": answer}
         source = None if isinstance(data, str | Path) else _load_examples(data)
         rows = _load_labelled(

@@ -149,6 +149,8 @@ def prepare(
         FedspanError: If anything in the config does not fit the data or the model.
     """
     objects, stages = objects or Objects(), stages or Stages()
+    if config.evaluation.generate and config.task_definition.require_packages is not None:
+        config.task_definition.require_packages()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = choose_device("cpu" if config.cluster is not None else config.device)  # workers have the GPUs

@@ -78,12 +78,16 @@ class TaskDefinition:
         pipeline_tag: The hub's name for the task on model cards; None: it has none.
         is_inferred: Whether ``fedspan init`` considers the task unless the user names it.
         infer_columns: Infers the columns from a sample of the user's rows for ``fedspan init``; returns None if they do
-            not fit. Its second argument holds the columns that the user named, by option (text, label, answer, by).
+            not fit. Its second argument holds the columns that the user named, by option (text, label, answer, by), and
+            the task that they named (task).
         preprocess: Converts the inputs of ``fedspan.predict`` to rows that the task encodes; None: to texts, pairs of
             texts or images.
         postprocess: Converts the predictions of ``fedspan.predict`` to its results, one for each input. Its arguments
             are the task, the inputs and the predictions; None: results are a label with its probability, a number, or
             a readable answer.
+        smooths_labels: Whether the task is no classifier and its loss takes a training batch's share of smoothing
+            (``losses.SMOOTHING``), which ``training.label_smoothing`` sets.
+        require_packages: Checks that the packages are installed that score generated answers; None: they need none.
         make_examples: Makes examples for ``fedspan plan --device here`` from token ids and random class indices
             (examples,); None: the time of this task is not measured.
     """
@@ -110,6 +114,8 @@ class TaskDefinition:
     infer_columns: Callable[[datasets.Dataset, Mapping[str, str | None]], InferredColumns | None] | None = None
     preprocess: Callable[[TaskSettings, Sequence[Any]], datasets.Dataset] | None = None
     postprocess: Callable[[Any, Sequence[Any], Tensor], list[Any]] | None = None
+    smooths_labels: bool = False
+    require_packages: Callable[[], None] | None = None
     make_examples: Callable[[Ragged, np.ndarray], Any] | None = None
 
     def get_processor(self, processor: Any) -> Any:

@@ -48,12 +48,18 @@ class Ragged(Sequence[list[int]]):
         return joined
 
     def pad(self, indices: Sequence[int], value: int) -> np.ndarray:
-        """Return some rows, padded on the right to the longest of them, int64, (rows, longest)."""
+        """Return some rows, padded on the right to the longest of them, int64, (rows, longest).
+
+        Args:
+            indices: The rows.
+            value: Padding, which may be negative.
+        """
         lengths, ends = self.lengths[list(indices)], self._ends[list(indices)]
         columns = np.arange(lengths.max(initial=0))
         is_value = columns < lengths[:, None]
         positions = np.where(is_value, (ends - lengths)[:, None] + columns, 0)
-        return np.where(is_value, self._ids[positions], value).astype(np.int64)
+        # Unsigned ids would wrap a negative value.
+        return np.where(is_value, self._ids[positions].astype(np.int64), value)
 
     def __len__(self) -> int:
         return len(self.lengths)

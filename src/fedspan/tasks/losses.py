@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["average_by_client", "upcast"]
+__all__ = ["SMOOTHING", "average_by_client", "upcast"]
+
+SMOOTHING = "label_smoothing"
+"""Key of a training batch's share of each target that is spread over the vocabulary, (B,), on the CPU."""
 
 
 def upcast(values: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from fedspan.tasks.metrics import METRICS, register_metrics
 from fedspan.tasks.multi_label import MULTI_LABEL_CLASSIFICATION
 from fedspan.tasks.preference import PREFERENCE
 from fedspan.tasks.regression import REGRESSION
+from fedspan.tasks.seq2seq import SEQ2SEQ
 from fedspan.tasks.text_embedding import TEXT_EMBEDDING
 from fedspan.tasks.token_classification import TOKEN_CLASSIFICATION
 from fedspan.tasks.trainer import TRAINER
@@ -46,6 +47,7 @@ BUILT_IN = (
     MULTI_LABEL_CLASSIFICATION,
     MASKED_LM,
     TEXT_EMBEDDING,
+    SEQ2SEQ,
     PREFERENCE,
     TRAINER,
 )

@@ -17,6 +17,7 @@ from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_output_layer
+from fedspan.tasks.losses import SMOOTHING
 from fedspan.tasks.single_label import (
     TARGETS,
     SingleLabelClassification,
@@ -248,6 +249,9 @@ class Trainer:
         draw = getattr(self.task, "collate_for_training", None)
         if draw is None:
             batch = self.task.collate(examples, rows, self.adapted.device)
+            if self.settings.label_smoothing and not isinstance(self.task, SingleLabelClassification):
+                shares_B = torch.full((len(rows),), self.settings.label_smoothing, dtype=torch.float64)
+                return {**batch, SMOOTHING: shares_B}
             weights = [self._compute_class_weights(assignment, examples) for assignment, _, _ in parts]
             if not any(client_weights is not None for client_weights in weights):
                 return batch

@@ -77,7 +77,7 @@ class TrainingSettings:
         group_by_length: Use batches of similar length, drawn from windows of a few shuffled batches.
         logit_adjustment: Factor on the logarithms of a client's class shares, which are added to the logits in local
             training (``tasks.single_label.compute_class_offsets``); 0: none are.
-        label_smoothing: Share of a classifier's target that is spread over all classes in training.
+        label_smoothing: Share of a target that is spread over all classes, or the vocabulary, in training.
         class_weights: Weights of classes in training: ``none``, ``balanced`` (by the counts of the client's own
             examples), or pairs of a label and its weight; other labels have weight 1.
         head_updates: Rows of a classifier's output layer that a client trains: ``all``, or ``own-classes``, those of

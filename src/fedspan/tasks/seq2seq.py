@@ -1,0 +1,387 @@
+"""Sequence to sequence: a text generated from another one (translation, summaries) by an encoder and a decoder.
+
+Sutskever et al., "Sequence to Sequence Learning with Neural Networks", NeurIPS 2014, arXiv:1409.3215; Raffel et al.,
+"Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", JMLR 2020, arXiv:1910.10683. The
+decoder reads the target shifted to the right by the model's own rule. The loss is the mean over all target tokens of a
+batch, as in Transformers' ``Seq2SeqTrainer``.
+
+Shapes: B examples of a batch, T tokens of the longest target, S target tokens of a batch, V tokens of the vocabulary, C
+clients, N generated tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedspan.core.tensors import to_device
+from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
+from fedspan.data.config import DataConfig
+from fedspan.data.names import read_names
+from fedspan.errors import FedspanError
+from fedspan.tasks.definition import InferredColumns, TaskDefinition
+from fedspan.tasks.encoding import Ragged, require_processor
+from fedspan.tasks.losses import SMOOTHING, average_by_client, upcast
+from fedspan.tasks.text_scores import TEXT_METRICS, BleuTokenizer, compute_text_scores, require_text_scores
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedTokenizerBase
+
+    from fedspan.tasks.settings import TaskSettings
+
+__all__ = ["SEQ2SEQ", "EncodedPairs", "Seq2Seq", "Seq2SeqOptions"]
+
+_IGNORED = -100
+_COUNTS = "target_tokens"
+"""Key of a batch's numbers of target tokens by example, (B,), on the CPU: they are shapes, which the host must know."""
+_CHUNK = 4096  # texts tokenised at once: lists of Python integers are many times as large as the ids
+_SUMS = 3  # columns of a prediction: loss, target tokens, right ones; generated ids follow
+_LARGEST = 700.0  # a float64 overflows beyond its exponential
+_PAIRS = (
+    *(("source", "target"), ("src", "tgt"), ("src", "trg"), ("source_text", "target_text")),
+    *(("document", "summary"), ("article", "highlights"), ("article", "summary"), ("dialogue", "summary")),
+    *(("text", "summary"), ("article", "abstract"), ("original", "simplified")),
+)
+"""Names of columns of sources and targets."""
+_LANGUAGES = (
+    " ar bg bn ca cs da de el en es et eu fa fi fr ga gl he hi hr hu it ja ko lt lv mk ms mt nl nn pl pt ro ru sk sl "
+    "sq sr sv sw ta te th tl tr uk ur vi zh "
+)
+"""Language codes (ISO 639-1), each between spaces, that may be names of columns of parallel texts."""
+
+
+@dataclass(frozen=True)
+class Seq2SeqOptions:
+    """Options of sequence to sequence.
+
+    Args:
+        prefix: Text before every source in training and use, such as "translate English to German: ".
+        max_target_length: Maximum number of tokens of a target, at most ``model.max_length``; None: that.
+        num_beams: Number of beams of a search for the generated text; 1: greedy; None: the model's own setting.
+        bleu_tokenizer: Tokenizer of sacrebleu for BLEU; char or zh for languages without spaces between words.
+    """
+
+    prefix: str = ""
+    max_target_length: Annotated[int, Field(ge=1)] | None = None
+    num_beams: Annotated[int, Field(ge=1, le=64)] | None = None
+    bleu_tokenizer: BleuTokenizer = "13a"
+
+
+@dataclass(frozen=True)
+class EncodedPairs:
+    """Tokenised sources and targets.
+
+    Args:
+        sources: Ids of each source.
+        targets: Ids of each target.
+        texts: Full text of each target.
+        lengths: Number of tokens of each source and its target together, int64, (examples,).
+    """
+
+    sources: Ragged
+    targets: Ragged
+    texts: tuple[str, ...]
+    lengths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+class Seq2Seq:
+    """A target text for a source text, with any Hugging Face model of an encoder and a decoder.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        max_length: Maximum number of tokens of a source; further ones are cut.
+        max_new_tokens: Maximum number of tokens of a generated text.
+        options: The task's options.
+        metric: Metric by which rounds are compared.
+
+    Raises:
+        FedspanError: If ``options.max_target_length`` is more than ``max_length``.
+    """
+
+    has_several_passes = True
+    """Sources pass through the encoder and targets through the decoder: states that belong to one pass are not
+    cached."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        max_new_tokens: int = 64,
+        options: Seq2SeqOptions | None = None,
+        metric: str = "loss",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.max_new_tokens = max_new_tokens
+        self.options = options or Seq2SeqOptions()
+        self.metric = metric
+        limit = self.options.max_target_length
+        if limit is not None and limit > max_length:
+            expected = f"at most {max_length}, model.max_length or what the model has positions for"
+            raise FedspanError("task_options.max_target_length", limit, expected)
+        self.max_target_length = limit or max_length
+
+    def encode(self, dataset: datasets.Dataset) -> EncodedPairs:
+        """Tokenise a data set once; its columns are ``text`` (sources) and ``answer`` (targets).
+
+        A target ends with the tokenizer's end-of-text token, also if it is cut.
+
+        Raises:
+            FedspanError: If there is no tokenizer.
+        """
+        require_processor(self.tokenizer, "texts")
+        selected = dataset.select_columns(["text", "answer"])
+        sources: list[Ragged] = []
+        targets: list[Ragged] = []
+        for start in range(0, max(1, len(selected)), _CHUNK):
+            rows = selected[start : start + _CHUNK]
+            texts = [self.options.prefix + text for text in rows["text"]]
+            encoded = self.tokenizer(texts, truncation=True, max_length=self.max_length)
+            sources.append(Ragged(encoded["input_ids"]))  # pyright: ignore[reportArgumentType]
+            encoded = self.tokenizer(text_target=rows["answer"], truncation=True, max_length=self.max_target_length)
+            targets.append(Ragged([self._append_end(ids) for ids in encoded["input_ids"]]))  # pyright: ignore
+        joined, answers = Ragged.join(sources), Ragged.join(targets)
+        return EncodedPairs(joined, answers, (*selected["answer"],), joined.lengths + answers.lengths)
+
+    def _append_end(self, ids: Sequence[int]) -> list[int]:
+        """Append the end-of-text token to a target, unless the tokenizer did."""
+        end = self.tokenizer.eos_token_id
+        if not isinstance(end, int) or (len(ids) and ids[-1] == end):
+            return [*ids]
+        return [*ids[: self.max_target_length - 1], end]
+
+    def collate(self, examples: EncodedPairs, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+        """Collate ``input_ids`` and ``attention_mask`` of the sources, and ``labels``, the targets' ids, (B, T).
+
+        Labels are padded with -100.
+        """
+        pad = int(self.tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
+        rows = list(indices)
+        lengths = torch.from_numpy(examples.sources.lengths[rows])
+        batch = {
+            "input_ids": torch.from_numpy(examples.sources.pad(rows, pad)),
+            "attention_mask": (torch.arange(int(lengths.max())) < lengths[:, None]).long(),
+            "labels": torch.from_numpy(examples.targets.pad(rows, _IGNORED)),
+        }
+        counts = torch.from_numpy(examples.targets.lengths[rows])
+        return {**{key: to_device(value, device) for key, value in batch.items()}, _COUNTS: counts}
+
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Compute the mean negative log-likelihood of the batch's target tokens, in float32 or better.
+
+        With the batch's share of smoothing, if there is one, as Transformers' ``LabelSmoother``.
+        """
+        logits_SV, targets_S, _ = self._compute_logits(model, batch)
+        return F.cross_entropy(logits_SV, targets_S, label_smoothing=_get_smoothing(batch))
+
+    def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
+        """Compute the mean negative log-likelihood of the target tokens of each client's examples, (C,)."""
+        logits_SV, targets_S, rows_S = self._compute_logits(model, batch)
+        losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none", label_smoothing=_get_smoothing(batch))
+        return average_by_client(losses_S, mask_CB[:, rows_S])
+
+    def _compute_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logits (S, V) of a batch's target tokens, these tokens, and their examples' numbers, (S,)."""
+        labels_BT = batch["labels"]
+        logits_BTV = model(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            decoder_input_ids=_shift_right(model, labels_BT),
+            use_cache=False,
+        ).logits
+        # A mask as index would make the host wait for a GPU, which alone knows how many tokens it selects.
+        places_S = torch.nonzero_static((labels_BT != _IGNORED).flatten(), size=int(batch[_COUNTS].sum()))[:, 0]
+        logits_SV = upcast(logits_BTV.flatten(0, 1).index_select(0, places_S))
+        return logits_SV, labels_BT.flatten()[places_S], places_S // labels_BT.shape[1]
+
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
+        """Return each example's sum of negative log-likelihood over its target, target tokens, and correct tokens.
+
+        With ``generate``: N further columns with the generated ids, -1 after their end.
+        """
+        logits_SV, targets_S, rows_S = self._compute_logits(model, batch)
+        losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none").float()
+        right_S = (logits_SV.argmax(1) == targets_S).float()
+        sums = torch.zeros(len(batch["labels"]), _SUMS, device=logits_SV.device)
+        sums.index_add_(0, rows_S, torch.stack([losses_S, torch.ones_like(losses_S), right_S], 1))
+        return torch.cat([sums, self._generate(model, batch)], 1) if generate else sums
+
+    def _generate(self, model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        """Generate a text for each source by the model's own settings, (B, N), float32, -1 after its end."""
+        settings = copy.deepcopy(model.generation_config)  # forced tokens, lengths and penalties are the model's own
+        positions = getattr(model.config, "max_position_embeddings", self.max_new_tokens + 1)
+        settings.update(max_length=None, max_new_tokens=min(self.max_new_tokens, positions - 1), do_sample=False)
+        settings.update(pad_token_id=self.tokenizer.pad_token_id)
+        if self.options.num_beams is not None:
+            settings.update(num_beams=self.options.num_beams)
+        if settings.eos_token_id is None:
+            settings.update(eos_token_id=self.tokenizer.eos_token_id)
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        generated = model.generate(**inputs, generation_config=settings)[:, 1:]  # the first one starts the decoder
+        rows = torch.full((len(generated), self.max_new_tokens), -1.0, device=generated.device)
+        rows[:, : generated.shape[1]] = generated.float()
+        ends = settings.eos_token_id
+        stops = torch.tensor([ends] if isinstance(ends, int) else list(ends or ()), device=generated.device)
+        rows[:, : generated.shape[1]][torch.isin(generated, stops).cumsum(1) > 0] = -1.0
+        return rows
+
+    def compute_metrics(self, predictions: Tensor, examples: EncodedPairs, indices: Sequence[int]) -> dict[str, float]:
+        """Compute ``loss`` (mean over target tokens), ``perplexity``, ``token_accuracy``, and scores of generated ones.
+
+        Raises:
+            FedspanError: If there are generated texts and a package that scores them is missing.
+        """
+        loss, tokens, right = predictions[:, :_SUMS].double().sum(0).tolist()
+        scores = {
+            "loss": loss / tokens,
+            "perplexity": math.exp(min(loss / tokens, _LARGEST)),
+            "token_accuracy": right / tokens,
+        }
+        if predictions.shape[1] > _SUMS:
+            texts, references = self.decode_predictions(predictions), self.decode_targets(examples, indices)
+            scores |= compute_text_scores(texts, references, self.options.bleu_tokenizer)
+        return scores
+
+    def describe_examples(self, examples: EncodedPairs) -> tuple[str, ...]:
+        """Report how many sources and targets fill their maximum length, and so may have been cut."""
+        kinds = (
+            ("sources", examples.sources, "model.max_length", self.max_length),
+            ("targets", examples.targets, "task_options.max_target_length", self.max_target_length),
+        )
+        counts = [(int((ids.lengths >= limit).sum()), name, option, limit) for name, ids, option, limit in kinds]
+        return tuple(
+            f"{count} of {len(examples)} {name} reach {option}, {limit} tokens: their end may be cut"
+            for count, name, option, limit in counts
+            if count
+        )
+
+    def decode_predictions(self, predictions: Tensor) -> list[str]:
+        """Return the generated texts."""
+        rows = [[int(id) for id in row if id >= 0] for row in predictions[:, _SUMS:].tolist()]
+        return [str(text).strip() for text in self.tokenizer.batch_decode(rows, skip_special_tokens=True)]
+
+    def decode_targets(self, examples: EncodedPairs, indices: Sequence[int]) -> list[str]:
+        """Return the targets as in the data."""
+        return [examples.texts[index].strip() for index in indices]
+
+
+def _get_smoothing(batch: Mapping[str, Tensor]) -> float:
+    """Return the share of each target that is spread over the vocabulary."""
+    return float(batch[SMOOTHING][0]) if SMOOTHING in batch else 0.0
+
+
+def _shift_right(model: Any, labels_BT: Tensor) -> Tensor:
+    """Return the decoder's input for labels, (B, T), by the model's own rule.
+
+    Raises:
+        FedspanError: If the model has no decoder beside an encoder, or does not say which token starts it.
+    """
+    prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if prepare is None:
+        raise FedspanError("model.name", type(model).__name__, "a model of AutoModelForSeq2SeqLM")
+    if getattr(model.config, "decoder_start_token_id", None) is None:
+        problem = f"the config of this {type(model).__name__} has no decoder_start_token_id, which starts every target"
+        raise FedspanError("model.name", model.config.name_or_path or type(model).__name__, problem=problem)
+    return prepare(labels=labels_BT)
+
+
+def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
+    columns = {"text": reader.read_texts(config.text, "text"), "answer": reader.read_texts(config.answer, "answer")}
+    names = None if config.label is None else reader.read_classes(config.label)
+    return ReadColumns(columns, {config.text, config.answer}, names)
+
+
+def _get_required_columns(config: DataConfig, field: str) -> list[tuple[str, ...]]:
+    return [(column,) for column in (config.text, config.answer, config.label) if column is not None]
+
+
+def _build(tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: DataConfig | None) -> Seq2Seq:
+    options: Seq2SeqOptions = SEQ2SEQ.parse_options(settings.options)
+    return Seq2Seq(tokenizer, settings.max_length, settings.max_new_tokens, options, settings.metric)
+
+
+def _infer_columns(sample: datasets.Dataset, options: Mapping[str, str | None]) -> InferredColumns | None:
+    """Find columns of sources and targets by their names: well-known pairs, or two languages, the first the source.
+
+    Where the user named the task, also the columns that they named, or the only two columns of texts.
+    """
+    source, target, label = options["text"], options["answer"], options["label"]
+    is_requested = options["task"] == SEQ2SEQ.name
+    if label is not None and not is_requested:
+        return None
+    names = [name for name in sample.column_names if name not in (options["by"], label) and _has_texts(sample, name)]
+    by_name = {name.lower().rpartition(".")[2]: name for name in names}
+    pairs = [(by_name[left], by_name[right]) for left, right in _PAIRS if {left, right} <= by_name.keys()]
+    languages = [name for short, name in by_name.items() if f" {short} " in _LANGUAGES]
+    pairs += [(languages[0], languages[1]), (languages[1], languages[0])] if len(languages) == 2 else []
+    if is_requested:
+        pairs += [(names[0], names[1])] if len(names) == 2 else []
+        pairs += [(source, target)] if source is not None and target is not None else []
+    pairs = [pair for pair in pairs if source in (None, pair[0]) and target in (None, pair[1])]
+    if not pairs:
+        return None
+    fields = {"text": pairs[0][0], "answer": pairs[0][1]} | ({} if label is None else {"label": label})
+    return InferredColumns(fields, f"sources {pairs[0][0]!r}, targets {pairs[0][1]!r}")
+
+
+def _has_texts(sample: datasets.Dataset, column: str) -> bool:
+    """Check whether a column holds texts that mostly differ, and not numbers or classes."""
+    if str(getattr(sample.features[column], "dtype", "")) not in ("string", "large_string"):
+        return False
+    values = [value for value in read_names(sample, column) if value]
+    return 2 * len(set(values)) > len(values) and not all(value.replace(".", "", 1).isdigit() for value in values)
+
+
+def _preprocess(settings: TaskSettings, inputs: Sequence[Any]) -> datasets.Dataset:
+    """Convert sources to rows, whose targets are blank."""
+    import datasets
+
+    pair = next((text for text in inputs if not isinstance(text, str)), None)
+    if pair is not None:
+        raise FedspanError("texts", pair, "texts, because this model takes no pairs")
+    return datasets.Dataset.from_dict({"text": [*inputs], "answer": [""] * len(inputs)})
+
+
+def _make_examples(ids: Ragged, classes: np.ndarray) -> EncodedPairs:
+    return EncodedPairs(ids, ids, ("",) * len(ids), 2 * ids.lengths)
+
+
+SEQ2SEQ = TaskDefinition(
+    name="seq2seq",
+    title="a text for a text (translation, summaries)",
+    head="sequence-to-sequence",
+    build=_build,
+    target_type="text",
+    metrics=("loss", "perplexity", "token_accuracy"),
+    custom_metrics=TEXT_METRICS,
+    columns=TaskColumns(
+        read=_read,
+        get_required_columns=_get_required_columns,
+        get_joined_columns=lambda config: (config.text, config.answer),
+        get_label_column=lambda config: config.label,
+    ),
+    peft_task_type="SEQ_2_SEQ_LM",
+    options=Seq2SeqOptions,
+    default_model=("google-t5/t5-small", "[q, v]"),
+    lr=1e-3,
+    summary_metrics=("perplexity", *TEXT_METRICS),
+    pipeline_tag="text2text-generation",
+    infer_columns=_infer_columns,
+    preprocess=_preprocess,
+    smooths_labels=True,
+    require_packages=require_text_scores,
+    make_examples=_make_examples,
+)

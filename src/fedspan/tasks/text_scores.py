@@ -1,0 +1,72 @@
+"""Scores of generated texts against references: BLEU and chrF by sacrebleu, ROUGE by rouge-score.
+
+Papineni et al., "BLEU: a Method for Automatic Evaluation of Machine Translation", ACL 2002; Popović, "chrF: character
+n-gram F-score for automatic MT evaluation", WMT 2015; Lin, "ROUGE: A Package for Automatic Evaluation of Summaries",
+ACL 2004 workshop; Post, "A Call for Clarity in Reporting BLEU Scores", WMT 2018, arXiv:1804.08771.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, Literal
+
+from fedspan.errors import FedspanError
+from fedspan.tasks.metrics import Metric
+
+__all__ = ["TEXT_METRICS", "BleuTokenizer", "compute_text_scores", "require_text_scores"]
+
+BleuTokenizer = Literal["13a", "intl", "char", "zh", "none"]
+"""Tokenizers of sacrebleu that need no further package."""
+
+TEXT_METRICS: Mapping[str, Metric] = {
+    "bleu": Metric("BLEU", True, maximum=100.0),
+    "chrf": Metric("chrF", True, maximum=100.0),
+    "rouge_1": Metric("ROUGE-1", True, is_percentage=True),
+    "rouge_2": Metric("ROUGE-2", True, is_percentage=True),
+    "rouge_l": Metric("ROUGE-L", True, is_percentage=True),
+}
+"""The scores by name. BLEU and chrF are from 0 to 100 as sacrebleu prints them, ROUGE's F-measures are shares."""
+_ROUGE = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL"}
+
+
+def require_text_scores() -> None:
+    """Require the packages that compute the scores.
+
+    Raises:
+        FedspanError: If one is missing.
+    """
+    try:
+        for package in ("sacrebleu", "rouge_score.rouge_scorer"):
+            import_module(package)
+    except ImportError as error:
+        problem = f"a package that scores generated texts is missing ({error}). Run: pip install 'fedspan[seq2seq]'"
+        raise FedspanError("evaluation.generate", True, problem=problem) from None
+
+
+def compute_text_scores(
+    predictions: Sequence[str], references: Sequence[str], tokenizer: BleuTokenizer = "13a"
+) -> dict[str, float]:
+    """Compute the scores in `TEXT_METRICS` over all texts.
+
+    BLEU and chrF are those of the corpus, not means over texts; ROUGE is the mean F-measure, without stemming.
+
+    Args:
+        predictions: Generated texts.
+        references: The reference of each text.
+        tokenizer: Sacrebleu's tokenizer for BLEU.
+
+    Raises:
+        FedspanError: If a package is missing.
+    """
+    require_text_scores()
+    import sacrebleu
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer: Any = RougeScorer([*_ROUGE.values()])
+    rows = [scorer.score(reference, text) for text, reference in zip(predictions, references, strict=True)]
+    return {
+        "bleu": sacrebleu.corpus_bleu(predictions, [references], tokenize=tokenizer).score,
+        "chrf": sacrebleu.corpus_chrf(predictions, [references]).score,
+        **{name: sum(row[kind].fmeasure for row in rows) / len(rows) for name, kind in _ROUGE.items()},
+    }
