@@ -41,7 +41,8 @@ class RunSections(Section):
         "token-classification: a tag for each word (named entities). multi-label-classification: any number of "
         "labels for a text. masked-lm: masked words, without labels. text-embedding: a vector for a text. seq2seq: a "
         "text for a text (translation, summaries). preference: the better of two answers to a prompt (DPO). trainer: "
-        "what the trainers of fedspan.simulate define. Or a task of your own (docs/your-task.md). Default: the task of data.dataset, if set.",
+        "what the trainers of fedspan.simulate define. Or a task of your own (docs/your-task.md). Default: the task of "
+        "data.dataset, if set.",
     )
     task_options: dict[str, str | bool | int | float | None] = Field(
         default_factory=dict, description="The task's own options; docs/tasks.md has those of each task."
