@@ -173,7 +173,7 @@ def test_what_cannot_be_trained_is_refused(tiny_folder: Path, tmp_path: Path, mo
         prepare(parse_config({**values, "task_options": {"max_target_length": 17}}))
     prepared = prepare(parse_config(values))
     cache, reason = PrefixCache.make(prepared.engine.adapted, prepared.task, prepared.train, budget=1 << 20)
-    assert (cache, reason) == (None, "a batch takes several passes of the model")
+    assert (cache, reason) == (None, "each of an example's texts has a pass of its own")
     prepared.engine.adapted.model.config.decoder_start_token_id = None
     with pytest.raises(FedspanError, match="has no decoder_start_token_id"):
         prepared.task.compute_loss(prepared.engine.adapted.model, prepared.task.collate(prepared.train, [0], CPU))
