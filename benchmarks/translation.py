@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 OWNERS = ("short", "middle", "long")
+TRAININGS = ("federated", "centralized", *(f"{owner} alone" for owner in OWNERS))
 VOCABULARY = 2000
 Pair = dict[str, str]
 
@@ -104,10 +105,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of Multi30k")
     parser.add_argument("--out", type=Path, required=True, help="empty folder for the runs")
-    parser.add_argument("--pairs", type=int, default=1200, help="pairs of each owner")
+    parser.add_argument("--pairs", type=int, default=1000, help="pairs of each owner")
     parser.add_argument("--heldout", type=int, default=200, help="captions of the test part")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--trainings", nargs="+", choices=TRAININGS, default=TRAININGS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
@@ -126,9 +128,9 @@ def main() -> None:
     trainings = {"federated": owners, "centralized": everyone}
     trainings |= {f"{owner} alone": {owner: pairs} for owner, pairs in owners.items()}
     print("\n| training | best round | loss | token accuracy | BLEU | chrF | ROUGE-L |\n|---|---|---|---|---|---|---|")
-    for title, train in trainings.items():
+    for title in args.trainings:
         began = time.monotonic()
-        data = {"train": train, "test": test}
+        data = {"train": trainings[title], "test": test}
         report = fedspan.run(make_config(args, model), args.out / title.replace(" ", "-"), data=data)
         scores: dict[str, float] = report.scores["test"]
         cells = [f"{scores['loss']:.2f}", f"{100 * scores['token_accuracy']:.1f}", f"{scores['bleu']:.1f}"]
