@@ -222,11 +222,11 @@ def write_rows(path: Path, columns: Sequence[str], rows: Rows) -> None:
         writer.writerows(rows)
 
 
-def draw(kind: TextSet | ImageSet, data: Path, rng: random.Random) -> tuple[list[Any], list[Any]]:
-    """Draw the training and the test examples of a subset."""
+def draw(kind: TextSet | ImageSet, data: Path, rng: random.Random, most: int | None) -> tuple[list[Any], list[Any]]:
+    """Draw the training and the test examples of a subset, ``most`` training examples where the set has a split."""
     if kind.split:
         parts = kind.read(data, "train"), kind.read(data, "test")
-        sizes = min(kind.train, len(parts[0])), min(kind.test, len(parts[1]))
+        sizes = min(most or kind.train, len(parts[0])), min(kind.test, len(parts[1]))
         return rng.sample(parts[0], sizes[0]), rng.sample(parts[1], sizes[1])
     drawn = rng.sample(kind.read(data, "all"), kind.train + kind.test)
     return drawn[: kind.train], drawn[kind.train :]
@@ -241,7 +241,9 @@ def write_data(cell: Cell, args: argparse.Namespace) -> tuple[Path, Path]:
     if marker.exists():
         return paths
     folder.mkdir(parents=True, exist_ok=True)
-    for path, examples in zip(paths, draw(kind, args.data, random.Random(f"{cell.name} {cell.seed}")), strict=True):
+    for path, examples in zip(
+        paths, draw(kind, args.data, random.Random(f"{cell.name} {cell.seed}"), args.train), strict=True
+    ):
         if isinstance(kind, TextSet):
             write_rows(path, kind.columns, examples)
             continue
@@ -592,7 +594,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of the data sets")
     parser.add_argument("--models", type=Path, required=True, help="folder with mobilenet_v2")
-    parser.add_argument("--out", type=Path, default=Path("runs/defaults"))
+    parser.add_argument("--out", type=Path, default=Path("runs/defaults"), help="one folder for each ``--train``")
     parser.add_argument("--only", nargs="+", choices=list(SETS), default=list(SETS), metavar="SET")
     parser.add_argument(
         "--partitions", nargs="+", choices=list(PARTITIONS), default=list(PARTITIONS), metavar="PARTITION"
@@ -602,6 +604,9 @@ def main() -> None:
     parser.add_argument("--leave-one-out", action="store_true", help="the other settings, too, and their table")
     parser.add_argument("--clips", type=float, nargs="+", default=[], metavar="RATIO", help="only what clips cost")
     parser.add_argument("--no-run", action="store_true", help="only the tables of what is finished")
+    parser.add_argument(
+        "--train", type=int, help="training examples of sets with a test part, at most; left out: small subsets"
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--page", type=Path, help="write the tables to this file")
     args = parser.parse_args()
