@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import random
 from collections.abc import Sequence
 from importlib.resources import files
@@ -28,8 +29,8 @@ QUERY = "I would like to move my visit on Monday to another day"
 
 def load_messages(part: str) -> list[tuple[str, str]]:
     """Load the messages of a part of the corpus with their subjects."""
-    with (CORPUS / f"{part}.csv").open(encoding="utf-8", newline="") as file:
-        return [(row["text"], row["label"]) for row in csv.DictReader(file)]
+    text = (CORPUS / f"{part}.csv").read_text(encoding="utf-8")
+    return [(row["text"], row["label"]) for row in csv.DictReader(io.StringIO(text))]
 
 
 def make_pairs(messages: Sequence[tuple[str, str]], count: int, rng: random.Random) -> list[dict[str, Any]]:
