@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -133,8 +134,9 @@ def main() -> None:
                 [*command, "--coverage", str(arguments.coverage)], capture_output=True, text=True
             )
             failed += completed.returncode != 0
-            lines = [line for line in completed.stderr.splitlines() if line.startswith("#")]
-            print(f"{name}: {lines[-1] if lines else ''}", flush=True)
+            # libFuzzer's states; the last one is the end's
+            states = re.findall(r"^#\d+\s.*", completed.stderr, re.MULTILINE)
+            print(f"{name}: {states[-1] if states else ''}, {time.monotonic() - began:.0f} s", flush=True)
             if completed.returncode:
                 print(completed.stdout[-4000:], completed.stderr[-8000:], flush=True)
             continue

@@ -10,9 +10,9 @@
 
 Ten clients, by default Dirichlet 0.1 and a rate at which one client alone learns within the run. A hostile client puts
 a trigger word before a part of its texts and gives them the target's label; boosted, it also multiplies the change that
-it sends, within the norm at which replies are dropped. Attack success is the share of test texts of other labels that
-are classified as the target when they have the trigger. Every cell is one seed and one run; finished cells are stored
-in ``--work``. Where a clip scaled nothing down, wider clips and the mean have its result and are not run.
+it sends, and by less after its reply was dropped for its norm. Attack success is the share of test texts of other
+labels that are classified as the target when they have the trigger. Every cell is one seed and one run; finished cells
+are stored in ``--work``. Where a clip scaled nothing down, wider clips and the mean have its result and are not run.
 """
 
 from __future__ import annotations
@@ -203,17 +203,23 @@ def build(args: argparse.Namespace, key: Key) -> Built:
     return Built(prepared, examples, task.encode(texts_with_trigger(data.test.select(others))), hostile)
 
 
-def federate(built: Built, config: RunConfig, count: int, factor: float) -> Federation:
-    """The federation of a cell: its hostile clients train on poisoned texts and multiply their changes."""
+def federate(built: Built, config: RunConfig, factors: Mapping[str, float]) -> Federation:
+    """The federation of a cell: its hostile clients train on poisoned texts and multiply their changes.
+
+    Args:
+        built: The method on its partition.
+        config: The config of the cell.
+        factors: Factors on the changes of the hostile clients, read in every round.
+    """
     shared = built.prepared.federation
     federation = simulate(
-        *(shared.method, built.prepared.engine, shared.clients, built.examples[count]),
+        *(shared.method, built.prepared.engine, shared.clients, built.examples[len(factors)]),
         *(config.build_round_settings(), config.build_simulation_rules()),
     )
-    hostile = set(built.hostile[:count])
 
     def boost(order: Order, sent: Message, reply: Message) -> Message:
-        if order.to not in hostile or factor == 1:
+        factor = factors.get(order.to, 1.0)
+        if factor == 1:
             return reply
         assert order.client is not None
         start = build_untrained_reply(federation.method, sent, replace(order.client, last_round=None), order.round)
@@ -225,17 +231,23 @@ def federate(built: Built, config: RunConfig, count: int, factor: float) -> Fede
 
 
 def run_cell(args: argparse.Namespace, built: Built, key: Key) -> Cell:
-    """Train a cell and measure it after its last round."""
+    """Train a cell and measure it after its last round.
+
+    A hostile client whose reply was dropped halves its factor, so that the next ones are within the limit.
+    """
     config, (count, factor) = config_of(args, key), ATTACKS[key.attack]
     engine = built.prepared.engine
-    federation, hostile = federate(built, config, count, factor), set(built.hostile[:count])
+    factors = dict.fromkeys(built.hostile[:count], factor)
+    federation, hostile = federate(built, config, factors), set(factors)
     progress, clipped, limited, dropped = federation.begin(), list[int](), list[int](), list[int]()
     for _ in range(config.federation.rounds):
         result = federation.run_round(progress)
         progress = result.progress
         clipped.append(sum(id not in hostile for id in result.clipped))
         limited.append(sum(id in hostile for id in result.clipped))
-        dropped.append(sum(failure.client in hostile for failure in result.failures))
+        rejected = {failure.client for failure in result.failures} & hostile
+        dropped.append(len(rejected))
+        factors.update({id: max(1.0, factors[id] / 2) for id in rejected})
     evaluator = Evaluator(federation, 128)
     assert built.prepared.test is not None
     accuracy = evaluator.evaluate_heldout(progress, built.prepared.test)["global"]["accuracy"]
@@ -429,8 +441,9 @@ ATTACKED = """ The others, under equal steps: attack success in percent, the sha
 texts with the trigger, of other intents than the target, that are classified as the target, and in brackets the
 accuracy on texts without the trigger. A hostile client puts the
 trigger before {poisoned:.0%} of its texts and labels them as the target; boosted, it multiplies its change by
-{boost:g}, within the norm (10 medians) at which replies are dropped; {dropped}. Trimmed mean and multi-Krum
-have `trim: 0.2`. Without hostile clients, the trigger leads to the target in {base} of the texts."""
+{boost:g}, and by half as much after a round in which its reply was dropped for its norm (more than 10 medians);
+{dropped}. Trimmed mean and multi-Krum have `trim: 0.2`.
+Without hostile clients, the trigger leads to the target in {base} of the texts."""
 
 
 def page(cells: Mapping[Key, Cell], args: argparse.Namespace, command: str) -> str:
@@ -441,7 +454,7 @@ def page(cells: Mapping[Key, Cell], args: argparse.Namespace, command: str) -> s
     attacks = ATTACKED.format(
         poisoned=args.poisoned,
         boost=max(factor for _, factor in ATTACKS.values()),
-        dropped=f"up to {dropped:.1f} hostile replies a round were dropped" if dropped else "no reply was dropped",
+        dropped=f"at most {dropped:.1f} hostile replies a round were dropped" if dropped else "no reply was dropped",
         base=f"{min(clean):.0f} to {max(clean):.0f} %",
     )
     over = "Hostile clients: a backdoor under every defence" if attacked else "Clipping in honest federations"
