@@ -132,9 +132,8 @@ PAGE = """# What the defences cost an honest federation
 Command: `python benchmarks/defence_costs.py --rounds {rounds} --repeats {repeats}{busy}`  
 Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, 1 thread a process{beside}.
 
-The accuracy of `fedspan init`'s config with and without clipping, on seven data sets, is in
-[defaults-earlier.md](defaults-earlier.md#what-clipping-costs), for `clip_ratio: 2` and one seed; today's default of
-1.5 was not measured there. What the defences achieve against an attack is in [robustness.md](robustness.md).
+What clipping costs in accuracy is in [Robust aggregation](../robustness.md#why-the-default-is-15), beside these times.
+What the defences achieve against an attack is in [robustness-moderate.md](robustness-moderate.md).
 
 ## In the simulator
 

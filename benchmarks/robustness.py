@@ -419,7 +419,8 @@ Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, 1 thread.
 
 Banking77, its first {labels} intents, {examples} training texts over {clients} clients by Dirichlet {alpha:g}; rank 8
 on query and value of layer {layers} of {model}; {rounds} rounds, AdamW at {lr:g}, batches of {batch}. Equal steps:
-{steps} local steps a round; equal epochs: one, so that clients with more texts take more steps. Seeds: {seeds}{spread}.
+{steps} local steps a round; equal epochs: one, so that clients with more texts take more steps.
+Seeds: {seeds}{spread}.
 
 Honest columns: test accuracy in percent.{attacks}{blank}
 
@@ -467,7 +468,9 @@ def page(cells: Mapping[Key, Cell], args: argparse.Namespace, command: str) -> s
         clients=CLIENTS,
         title=over,
         attacks=attacks if attacked else "",
-        blank=" Blank cells have not been measured; a cell of fewer seeds than all says so." if args.no_run else "",
+        blank="\n\nBlank cells have not been measured, and others say how many seeds they have if not all."
+        if args.no_run
+        else "",
         spread="; means ± standard deviations over them" if several else "",
         paired=", paired by seed: mean (smallest to largest)" if several else "",
         model=Path(args.model).name,
