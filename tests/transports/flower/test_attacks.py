@@ -6,6 +6,7 @@ Each attack happens while an honest node participates in exchanges, which must e
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -47,6 +48,7 @@ class Scene(NamedTuple):
         transport: Transport to both nodes.
         hostile: The hostile node, which is online.
         honest: Flower's id of the honest node.
+        server: The thread that supervises the server's process.
     """
 
     address: str
@@ -55,6 +57,7 @@ class Scene(NamedTuple):
     transport: Any
     hostile: HostileNode
     honest: int
+    server: Thread
 
     def require_work(self) -> None:
         """Require that the honest node participates in an exchange, also with an empty body and a large one."""
@@ -99,7 +102,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
                 assert time.monotonic() < until
                 time.sleep(0.2)
             log = folder / "server" / "superlink.log"
-            yield Scene(link.address, link.authority, log, transport, hostile, nodes["honest"])
+            yield Scene(link.address, link.authority, log, transport, hostile, nodes["honest"], server)
         hostile.close()
     finally:
         stop.set()
@@ -467,4 +470,22 @@ def test_an_order_that_nobody_waits_for_is_deleted_and_its_late_reply_is_not_sto
     status, answer = scene.hostile.post_own("send-reply", head)
     assert status == 200
     assert not name_of("flwr.proto.fleet_pb2", "PushMessagesResponse").FromString(answer).objects_to_push
+    scene.require_work()
+
+
+def test_no_claim_about_an_object_stops_the_server_after_a_restart_and_without_the_attacker(scene: Scene) -> None:
+    """The last test: what the claims left in the database, if anything, is there when the server starts again."""
+    claim_children(scene, *received_order(scene))
+    scene.hostile.close()
+    children = Path(f"/proc/self/task/{scene.server.native_id}/children")
+    (before,) = children.read_text().split()
+    os.kill(int(before), signal.SIGKILL)
+    until = time.monotonic() + 120
+    while children.read_text().split() in ([], [before]):
+        assert time.monotonic() < until, scene.log.read_text()[-3000:]
+        time.sleep(0.2)
+    order, until = {"honest": Envelope("{}", b"again")}, time.monotonic() + 240
+    while exchanged(scene.transport, order, 30.0) != order:  # the node connects again after its old connection ended
+        assert time.monotonic() < until, scene.log.read_text()[-3000:]
+        time.sleep(1)
     scene.require_work()
