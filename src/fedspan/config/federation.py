@@ -204,11 +204,11 @@ class FederationConfig(Section):
     )
     require_tags: Tags = Field(
         default_factory=dict,
-        description="Deployments: tags that a node needs to take part, such as {site: eu, gpu: true}; "
+        description="Deployments: tags that a node needs to participate, such as {site: eu, gpu: true}; "
         "partition.clients is the number of nodes that have them.",
     )
     min_examples: int = Field(
-        default=1, ge=1, description="Deployments: number of training examples that a node needs to take part."
+        default=1, ge=1, description="Deployments: number of training examples that a node needs to participate."
     )
     message_mib: int = Field(
         default=1024, ge=1, le=2048, description="Flower: maximum size of a reply in MiB; larger ones are refused."
