@@ -16,12 +16,13 @@ import yaml
 from typer.testing import CliRunner
 
 from fedspan.cli import app
-from fedspan.config.node import NodeConfig, NodeLimits
+from fedspan.config.node import NodeConfig, NodeLimits, load_node
+from fedspan.core.values import Client
 from fedspan.deployment.audit import AUDIT
 from fedspan.deployment.node import NodeService
-from fedspan.deployment.usage import UsageBook, allow_first_book
+from fedspan.deployment.usage import UsageBook, allow_first_book, continue_book
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import Order, decode_order, decode_reply
+from fedspan.federation.protocol import Masking, Order, decode_order, decode_reply
 from fedspan.logs import AuditLog
 from fedspan.training.accounting import Charge, Mechanism
 from helpers.node_service import introduced, node, served, values
@@ -59,9 +60,28 @@ def test_rounds_are_counted_over_all_runs(tmp_path: Path) -> None:
     with pytest.raises(FedspanError, match="this server has used 2 rounds of this node's data, and 2 more exceed"):
         book(tmp_path, **limits).require_run("third", 2)
     book(tmp_path, **limits).record_order(replace(ORDER, body=b"another model"), ())
+    assert book(tmp_path, **limits).get_account().rounds == 3
     for order in (replace(ORDER, run="fourth"), replace(ORDER, lr=0.2), ORDER):  # the first body again is not the last
         with pytest.raises(FedspanError, match=r"`limits\.rounds`: this server has used 3 rounds"):
             book(tmp_path, **limits).record_order(order, ())
+
+
+def test_an_order_with_other_facts_or_of_another_secure_session_counts_again(tmp_path: Path) -> None:
+    client = Client("clinic", rank=4, scaling=2.0, examples=9, weight=9.0, last_round=None)
+    secure = replace(ORDER, client=client, secure=Masking(session=7, peers=("clinic", "lab")))
+    orders = [
+        secure,
+        replace(secure, secure=Masking(session=8, peers=("clinic", "lab"))),
+        replace(secure, secure=None),
+        replace(secure, client=replace(client, rank=8)),
+        replace(secure, client=replace(client, last_round=0)),
+    ]
+    for count, order in enumerate(orders, 1):
+        for attempt in range(2):  # a repetition, with another serial, attempt or rest of its neighbours, counts once
+            peers = None if order.secure is None else Masking(session=order.secure.session, peers=("clinic",))
+            repeated = replace(order, serial=10 * count + attempt, attempt=attempt)
+            book(tmp_path).record_order(replace(repeated, secure=peers) if attempt else repeated, ())
+            assert book(tmp_path).get_account().rounds == count
 
 
 def test_a_server_s_runs_and_evaluations_end(tiny_folder: Path, tmp_path: Path) -> None:
@@ -207,6 +227,82 @@ def test_a_key_that_was_copied_or_not_made_for_this_has_no_budget(tmp_path: Path
         given = {"id": "clinic", "server": "fl.example.org:9092", "folder": str(tmp_path / key), "data": {}}
         with pytest.raises(FedspanError, match="is missing"):
             _begin(NodeConfig.model_validate({**given, "key": str(tmp_path / key)})).get_account()
+
+
+def _write_node_file(folder: Path, key: str | None) -> tuple[Path, UsageBook]:
+    given = {"id": "clinic", "server": "fl.example.org:9092", "data": {"train": "own.csv"}, "folder": "state"}
+    (folder / "own.csv").touch()
+    file = folder / "node.yaml"
+    file.write_text(yaml.safe_dump(given if key is None else {**given, "key": key}))
+    return file, UsageBook(load_node(file))
+
+
+def test_a_new_key_continues_the_budget_of_the_one_that_it_replaces(tmp_path: Path) -> None:
+    pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+    (tmp_path / "keys").mkdir()
+    call = CliRunner().invoke
+    made = call(app, ["join", "--new-key", str(tmp_path / "old.key")])
+    assert made.exit_code == 0, made.output
+    _, old = _write_node_file(tmp_path, "old.key")
+    old.begin()
+    old.record_order(ORDER, CHARGE)
+    for arguments in (["--new-key", str(tmp_path / "new.key")], []):  # another key, and no new one
+        refused = call(app, ["join", *arguments, "--replaces", str(tmp_path / "none.key")])
+        assert (refused.exit_code, "--replaces" in refused.output) == (2, True)
+    assert not (tmp_path / "new.key").exists()
+    new_key = tmp_path / "keys" / "new.key"
+    made = call(app, ["join", "--new-key", str(new_key), "--replaces", str(tmp_path / "old.key")])
+    assert made.exit_code == 0, made.output
+    for number in (1, 2, 3):  # the node runs with the old key until the new one is admitted
+        old.record_order(other(number), ())
+    file, new = _write_node_file(tmp_path, "keys/new.key")
+    assert new.get_account().rounds == 4
+    new.begin()
+    (tmp_path / "old.key").unlink()
+    (tmp_path / "old.key.budget").unlink()
+    new.record_order(other(4), ())
+    assert (new.get_account().rounds, new.get_account().releases) == (5, ((1.0, 5.0, 1),))
+    assert call(app, ["budget", str(file), "--replaces", str(tmp_path / "old.key")]).exit_code == 2  # not twice
+
+
+def test_a_new_key_that_meets_the_book_of_another_one_is_told_the_command(tmp_path: Path) -> None:
+    for key, before in (("first.key", tmp_path / "state"), ("second.key", tmp_path / "first.key")):
+        if key == "first.key":  # a trial without a key
+            _, trial = _write_node_file(tmp_path, None)
+            trial.begin()
+            trial.record_order(ORDER, ())
+        allow_first_book(tmp_path / key)
+        file, keyed = _write_node_file(tmp_path, key)
+        keyed.begin()
+        with pytest.raises(FedspanError) as refused:
+            keyed.get_account()
+        assert f"run `fedspan budget NODE --replaces {before}`" in str(refused.value)
+        stale = CliRunner().invoke(app, ["budget", str(file), "--replaces", str(tmp_path / "other.key")])
+        assert (stale.exit_code, "other.key.budget" in stale.output) == (2, True)
+        continued = CliRunner().invoke(app, ["budget", str(file), "--replaces", str(before)])
+        assert (continued.exit_code, "rounds 1 of 1000" in continued.output) == (0, True), continued.output
+        keyed.begin()
+        assert keyed.get_account().rounds == 1
+    events = [row["event"] for row in AuditLog(tmp_path / "state" / AUDIT).read()]
+    assert events == ["key replaced", "key replaced"]
+
+
+def test_an_older_book_is_not_continued_by_a_new_key(tmp_path: Path) -> None:
+    _, old = _write_node_file(tmp_path, "old.key")
+    allow_first_book(tmp_path / "old.key")
+    old.begin()
+    content = old.path.read_bytes()
+    for number in range(3):
+        old.record_order(other(number), ())
+    old.path.write_bytes(content)
+    allow_first_book(tmp_path / "new.key")
+    _, new = _write_node_file(tmp_path, "new.key")
+    with pytest.raises(FedspanError, match="is not the newest"):
+        new.replace_key(tmp_path / "old.key")
+    continue_book(tmp_path / "third.key", tmp_path / "old.key")
+    _, third = _write_node_file(tmp_path, "third.key")
+    with pytest.raises(FedspanError, match="is not the newest"):
+        _ = (third.begin(), third.get_account())
 
 
 def test_the_operator_sees_the_budget_and_starts_a_new_one_deliberately(tmp_path: Path) -> None:

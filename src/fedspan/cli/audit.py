@@ -57,12 +57,21 @@ def approve(
     "budget",
     "fedspan budget node.yaml",
     'fedspan budget node.yaml --new --reason "the disk with the record was lost"',
+    "fedspan budget node.yaml --replaces old.key",
     panel=MACHINES,
 )
 def budget(
     node: Annotated[Path, typer.Argument(metavar="NODE", help="The node's YAML file.")],
     new: Annotated[bool, typer.Option("--new", help="Start a new budget: nothing counts as used any more.")] = False,
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason, for the node's audit log.")] = "",
+    replaces: Annotated[
+        Path | None,
+        typer.Option(
+            "--replaces",
+            metavar="OLD",
+            help="Continue the budget of the key that the node used before (its folder, if it had none).",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what each server has used of this node's data, or start a new budget.
@@ -76,6 +85,11 @@ def budget(
 
     config = load_node(node)
     book = UsageBook(config)
+    if replaces is not None:
+        if new:
+            raise FedspanError("--replaces", str(replaces), "either --new or --replaces")
+        book.replace_key(replaces)
+        AuditLog(Path(config.folder) / AUDIT).write("key replaced", old=escape_controls(str(replaces)))
     if new:
         if not reason:
             raise FedspanError("--reason", None, "the reason for a new budget, for the audit log")

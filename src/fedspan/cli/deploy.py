@@ -120,6 +120,7 @@ def _write_bundles(folder: Path, ids: Sequence[str], names: Sequence[str], port:
 @register_command(
     "join",
     "fedspan join --new-key node.key",
+    "fedspan join --new-key new.key --replaces node.key",
     "fedspan join node.yaml --check",
     "fedspan join node.yaml",
     panel=MACHINES,
@@ -128,6 +129,14 @@ def join(
     node: Annotated[Path | None, typer.Argument(metavar="NODE", help="The node's YAML file.")] = None,
     new_key: Annotated[
         Path | None, typer.Option("--new-key", metavar="FILE", help="Create a key pair and exit.")
+    ] = None,
+    replaces: Annotated[
+        Path | None,
+        typer.Option(
+            "--replaces",
+            metavar="OLD",
+            help="With --new-key: the key that the new one replaces, whose budget it continues.",
+        ),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Check the file, the key, the data and the connection, and exit.")
@@ -140,14 +149,21 @@ def join(
     require()
     if new_key is not None:
         from fedspan.crypto.identity import compute_fingerprint
-        from fedspan.deployment.usage import allow_first_book
+        from fedspan.deployment.usage import allow_first_book, continue_book, require_book
         from fedspan.transports.flower.keys import make_node_key
 
+        if replaces is not None:
+            require_book(replaces)
         public = make_node_key(new_key)
-        allow_first_book(new_key)
+        if replaces is None:
+            allow_first_book(new_key)
+        else:
+            continue_book(new_key, replaces)
         typer.echo(f"send this file, and only this, to the server's operator: {public}")
         typer.echo(f"its fingerprint, for `peers` in other nodes' files: {compute_fingerprint(public.read_text())}")
         return
+    if replaces is not None:
+        raise FedspanError("--replaces", str(replaces), "--new-key FILE beside it")
     if node is None:
         raise FedspanError("NODE", None, "a node's YAML file, or --new-key FILE")
     from fedspan.deployment.deploy import check_node
