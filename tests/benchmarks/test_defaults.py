@@ -36,7 +36,7 @@ def args(tmp_path: Path) -> Namespace:
             rows.writerow(["text", "category"])
             rows.writerows((f"{part} query {number}", f"intent-{number % 30:02}") for number in range(3000))
     paths = {"data": tmp_path / "data", "models": tmp_path, "out": tmp_path / "out"}
-    return Namespace(**paths, only=[NAME], partitions=["IID", "Dirichlet 0.3"], seeds=[0, 1])
+    return Namespace(**paths, only=[NAME], partitions=["IID", "Dirichlet 0.3"], seeds=[0, 1], train=None)
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
