@@ -16,6 +16,7 @@ from fedspan.federation.evaluation import (
     compute_trimmed_means,
     count_trimmed_clients,
     describe_few_nodes,
+    describe_few_reports,
 )
 from fedspan.federation.federation import Federation
 from fedspan.federation.plausibility import drop_impossible_metrics
@@ -133,6 +134,8 @@ def test_a_trimmed_mean_is_within_the_range_of_the_other_clients() -> None:
 
 def test_a_note_says_when_the_metrics_of_the_nodes_select_no_round() -> None:
     assert [count_trimmed_clients(count) for count in (1, 2, 3, 4, 5, 10, 11)] == [0, 0, 1, 1, 1, 1, 2]
+    few = {(evaluated, sent): describe_few_reports(evaluated, sent) for evaluated in range(1, 6) for sent in range(6)}
+    assert {pair for pair, note in few.items() if note} == {(n, sent) for n in (3, 4, 5) for sent in (0, 1, 2)}
     assert [describe_few_nodes(count) is None for count in (1, 2, 3, 4, 5, 50)] == [True, False, True, True, True, True]
 
 

@@ -195,10 +195,24 @@ def test_going_on_from_an_older_one(run: RunFolder) -> None:
 
 
 def test_a_format_of_the_future_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedspan.runs.checkpoint_format.FORMAT", 6)
+    monkeypatch.setattr("fedspan.runs.checkpoint_format.FORMAT", 7)
     save(run, checkpoint_of(1))
     monkeypatch.undo()
-    with pytest.raises(FedspanError, match="reads format 5"):
+    with pytest.raises(FedspanError, match="reads format 6"):
+        load_latest(run)
+
+
+def test_a_selection_without_reported_metrics_is_of_an_earlier_format(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedspan.runs.checkpoint_format.FORMAT", 5)
+    to_json = Selection.to_json
+    monkeypatch.setattr(
+        Selection, "to_json", lambda self: {name: value for name, value in to_json(self).items() if name != "reported"}
+    )
+    save(run, checkpoint_of(1))
+    monkeypatch.undo()
+    with pytest.raises(FedspanError, match="format 5"):
         load_latest(run)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import pytest
 import fedspan
 from fedspan.config import RunConfig, parse_config
 from fedspan.errors import FedspanError
+from fedspan.federation.evaluation import ClientScores, Evaluator, compute_trimmed_means
+from fedspan.federation.progress import Progress
 from fedspan.runs import selection
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.selection import Best, has_stalled
@@ -32,6 +36,49 @@ class Notes(Listener):
     def on_round_finish(self, row: Any) -> None:
         if row["round"] == self.stop:
             raise KeyboardInterrupt
+
+
+def run_with_reports(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, out: Path, *rounds: dict[str, float]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Run with scripted reports of the clients; return the lines of metrics and the notes."""
+
+    def evaluate_clients(evaluator: Evaluator, progress: Progress) -> tuple[ClientScores, None]:
+        accuracies = rounds[progress.state.round - 1]
+        rows = {id: {"accuracy": one, "loss": 1 - one, "examples": 8.0} for id, one in accuracies.items()}
+        pooled = {name: fmean(row[name] for row in rows.values()) for name in ("accuracy", "loss")}
+        return ClientScores(pooled, rows, compute_trimmed_means(rows, pooled)), None
+
+    notes = Notes()
+    monkeypatch.setattr(Evaluator, "evaluate_clients", evaluate_clients)
+    settings = tiny.settings(folder, federation={"rounds": len(rounds)})
+    fedspan.run(settings, out, listener=notes)
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()], notes.notes
+
+
+def test_the_logged_means_are_those_that_decide(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """A silent client counts with its last metrics, so the mean over the round's own clients would mislead a reader."""
+    rounds = [{"a": 0.8, "b": 0.7, "c": 0.1}, {"a": 0.75, "b": 0.65}, {"a": 0.8, "b": 0.7, "c": 0.6}]
+    rows, notes = run_with_reports(monkeypatch, tiny_folder, tmp_path / "run", *rounds)
+    assert [row["validation_trimmed"]["accuracy"] for row in rows] == pytest.approx([0.7, 0.65, 0.7])
+    assert rows[1]["validation"]["accuracy"] == pytest.approx(0.7)
+    ranks = [(row["validation_trimmed"]["accuracy"], -row["validation_trimmed"]["loss"]) for row in rows]
+    for count, row in enumerate(rows, 1):
+        assert row["best_round"] == 1 + max(range(count), key=lambda index: (*ranks[index], index))
+    assert not any("nodes sent validation metrics" in note for note in notes)
+
+
+def test_a_note_names_the_number_of_clients_that_sent_metrics(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, tmp_path: Path
+) -> None:
+    rounds = [{"a": 0.8, "b": 0.7}, {"a": 0.5, "b": 0.4}, {"a": 0.4, "b": 0.3, "c": 0.3}, {"a": 0.2, "b": 0.1}]
+    rows, notes = run_with_reports(monkeypatch, tiny_folder, tmp_path / "run", *rounds)
+    assert [row["best_round"] for row in rows] == [1, 2, 3, 3]
+    assert ["validation_trimmed" in row for row in rows] == [False, False, True, True]
+    (note,) = [note for note in notes if "nodes sent validation metrics" in note]
+    assert re.match(r"only 2 of \d+ nodes sent", note)
 
 
 @pytest.fixture

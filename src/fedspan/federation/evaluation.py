@@ -37,6 +37,7 @@ __all__ = [
     "compute_trimmed_means",
     "count_trimmed_clients",
     "describe_few_nodes",
+    "describe_few_reports",
     "summarize",
 ]
 
@@ -375,6 +376,22 @@ def describe_few_nodes(count: int) -> str | None:
     return (
         "with two nodes the run exports its last round, and early stopping has no effect, because neither node's "
         f"metrics can be checked; from {DECIDING} nodes on, a trimmed mean selects the round (docs/robustness.md)"
+    )
+
+
+def describe_few_reports(evaluated: int, reporting: int) -> str | None:
+    """Return a note for the user if too few nodes sent metrics to select a round; None: enough did.
+
+    Args:
+        evaluated: Number of nodes that are evaluated. ``describe_few_nodes`` describes two of them.
+        reporting: Number of nodes that sent metrics.
+    """
+    if evaluated < DECIDING or reporting >= DECIDING:
+        return None
+    return (
+        f"only {reporting} of {evaluated} nodes sent validation metrics (others did not reply, or have fewer "
+        f"validation examples than limits.evaluation_examples in their files): until {DECIDING} nodes "
+        "have, the run's last round is the best, and early stopping has no effect (docs/robustness.md)"
     )
 
 

@@ -26,7 +26,7 @@ from fedspan.runs.selection import Selection
 
 __all__ = ["Checkpoint", "load", "pack", "read_index", "read_positions", "read_versions"]
 
-FORMAT = 5
+FORMAT = 6
 """Version of checkpoint.json."""
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,8 +108,7 @@ class Selection:
         if scores is not None and scores.trimmed is not None:
             latest = {id: {**self.reported.get(id, {}), **row} for id, row in scores.by_client.items()}
             reported = {**self.reported, **latest}
-            names = [name for name in (metric, "loss") if sum(name in row for row in reported.values()) >= DECIDING]
-            deciding = compute_trimmed_means(reported, names) if names else None
+            deciding = replace(self, reported=reported).compute_deciding_means(metric)
             scores = None if deciding is None else ClientScores(scores.pooled, reported, deciding)
         rated = plain = rate_round(metric, number, deciding)
         start = self.start
@@ -126,6 +125,22 @@ class Selection:
         if improved is None or plain[:2] > improved[:2]:
             improved = plain
         return Selection(best, improved, start, measured=scores is not None, reported=reported)
+
+    def count_reporting(self, metric: str) -> int:
+        """Return the number of clients that have reported the metric or the loss, whichever more have."""
+        return max(sum(name in row for row in self.reported.values()) for name in (metric, "loss"))
+
+    def compute_deciding_means(self, metric: str) -> dict[str, float] | None:
+        """Compute the trimmed means that rate the last round, of the clients' last metrics.
+
+        Args:
+            metric: The metric that compares rounds.
+
+        Returns:
+            The means of the metric and the loss, as far as enough clients have reported them; None: neither.
+        """
+        names = [name for name in (metric, "loss") if sum(name in row for row in self.reported.values()) >= DECIDING]
+        return compute_trimmed_means(self.reported, names) if names else None
 
     def to_json(self) -> dict[str, Any]:
         """Return the selection as JSON values."""

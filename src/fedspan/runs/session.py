@@ -16,6 +16,7 @@ from fedspan.config import RunConfig
 from fedspan.data.partition import Partition
 from fedspan.diagnostics.measures import DiagnosticsRecorder
 from fedspan.errors import FedspanError
+from fedspan.federation.evaluation import describe_few_reports
 from fedspan.federation.head_start import start_head
 from fedspan.federation.progress import Progress, RoundResult, TooFewReplies, Transfer
 from fedspan.files import convert_disk_errors, read_bytes, remove, write_atomic
@@ -182,6 +183,7 @@ class _Session:
         self.metrics, self.ledger = metrics, ledger
         self.seconds = 0.0
         self.selection = Selection()
+        self.has_noted_few = False
         self.budget = Budget(prepared.config, path=run_folder.privacy)
         self.inputs = compute_input_digests(run_folder)
         interval = prepared.config.evaluation.diagnostics
@@ -292,8 +294,6 @@ class _Session:
         validation, test = prepared.evaluator.evaluate_clients(progress)
         if validation is not None:
             scores["validation"] = dict(validation.pooled)
-            if validation.trimmed is not None and validation.trimmed != validation.pooled:
-                scores["validation_trimmed"] = dict(validation.trimmed)
         if test is not None:
             scores["clients"] = test.summarize(prepared.task.metric)
         if prepared.test is not None and not prepared.federation.method.declare_claims().personal:
@@ -302,6 +302,14 @@ class _Session:
         before, self.selection = self.selection.best, self.selection.add(metric, number, validation)
         if self.selection.best is not before:
             prepared.federation.retain(progress)
+        if validation is not None and validation.trimmed is not None:
+            if (deciding := self.selection.compute_deciding_means(metric)) is not None:
+                scores["validation_trimmed"] = deciding
+            elif not self.has_noted_few:
+                evaluated, reporting = len(prepared.evaluator.ids), self.selection.count_reporting(metric)
+                if (note := describe_few_reports(evaluated, reporting)) is not None:
+                    self.listener.on_note(note)
+                self.has_noted_few = True
         if validation is not None and self.selection.best is not None:
             scores["best_round"] = self.selection.best.round
         return scores
