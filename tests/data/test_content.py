@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,3 +54,32 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(FedspanError, match=r"`data\.train`.*Permission denied"):
         digest(tmp_path / "a.csv")
+
+
+def test_an_unchanged_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of the same size is noticed, also if the time of the last change is put back."""
+    opened: list[str] = []
+    file, compute = tmp_path / "train.csv", hashlib.file_digest
+
+    def record(stream: Any, name: str) -> Any:
+        opened.append(stream.name)
+        return compute(stream, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", record)
+
+    def write(text: str) -> None:
+        replacement = tmp_path / ".new"
+        replacement.write_text(text)
+        os.utime(replacement, (10**9, 10**9))
+        replacement.replace(file)
+
+    write("a,b")
+    first = digest(tmp_path)
+    assert (digest(tmp_path), digest(file), opened) == (first, first, [str(file)])
+    write("c,d")
+    assert digest(file) != first
+    assert len(opened) == 2
+    os.utime(file)  # just changed: it may change again without another time
+    digest(file)
+    digest(file)
+    assert len(opened) == 4

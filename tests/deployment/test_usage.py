@@ -20,7 +20,7 @@ from fedspan.config.node import NodeConfig, NodeLimits, load_node
 from fedspan.core.values import Client
 from fedspan.deployment.audit import AUDIT
 from fedspan.deployment.node import NodeService
-from fedspan.deployment.usage import UsageBook, allow_first_book, continue_book
+from fedspan.deployment.usage import DataUse, UsageBook, allow_first_book, continue_book
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Masking, Order, decode_order, decode_reply
 from fedspan.logs import AuditLog
@@ -122,7 +122,7 @@ def test_no_other_spelling_copy_or_change_of_the_data_opens_a_new_account(
     file = tmp_path / "own" / "train.csv"
     file.write_text("text,label\na,b\n")
     first = book(tmp_path, data=str(file))
-    assert first.record_run("first") is None
+    content = first.record_run("first").content
     first.record_order(ORDER, CHARGE)
     (tmp_path / "link.csv").symlink_to(file)
     (tmp_path / "linked").symlink_to(file.parent)
@@ -131,14 +131,14 @@ def test_no_other_spelling_copy_or_change_of_the_data_opens_a_new_account(
     spellings = ["own/train.csv", "own/../own/train.csv", "link.csv", "linked/train.csv", "another name.csv"]
     for data in (*spellings, str(file), "own", "own/", "own/{part}.csv", os.path.relpath(file)):
         same = book(tmp_path, data=data)
-        assert same.record_run(f"by {data}") is None
+        assert same.record_run(f"by {data}") == DataUse(content)
         assert same.get_account().rounds == 1
     file.write_text(file.read_text() + "c,b\n")  # the owner appends a row: the account goes on
     changed = first.record_run("after")
-    assert changed is not None
-    assert first.record_run("after") is None  # noted once
+    assert (changed.is_changed, changed.content != content) == (True, True)
+    assert first.record_run("after") == DataUse(changed.content)  # noted once
     assert first.get_account().rounds == 1
-    assert first.get_account().contents[1:] == (changed,)
+    assert first.get_account().contents[1:] == (changed.content,)
     for data in (str(file), "another name.csv"):  # a new name does not separate them from what was used of them
         with pytest.raises(FedspanError, match="these training data have a budget already, as data set 'data'"):
             book(tmp_path, data=data, name="renamed").record_run("renamed")
@@ -338,6 +338,18 @@ def test_changed_data_are_in_the_audit_log(tiny_folder: Path, tmp_path: Path) ->
     events = [row["event"] for row in AuditLog(tmp_path / "state" / AUDIT).read()]
     assert events == ["joined", "data changed", "joined"]
     assert len(UsageBook(own).get_account().runs) == 2
+
+
+def test_the_same_data_for_a_server_of_another_name_are_in_the_audit_log(tiny_folder: Path, tmp_path: Path) -> None:
+    own = node(tiny_folder, tmp_path / "state", data={"train": str(tiny_folder / "corpus.csv")})
+    assert introduced(NodeService(own), values(tiny_folder)).refused is None
+    renamed = own.model_copy(update={"server": "192.0.2.1:9092"})
+    for run in ("second", "third"):  # noted once
+        assert introduced(NodeService(renamed), values(tiny_folder), run=run).refused is None
+    rows = list(AuditLog(tmp_path / "state" / AUDIT).read())
+    assert [row["event"] for row in rows] == ["joined", "data used by another server", "joined", "joined"]
+    assert rows[1]["servers"] == [own.server.rpartition(":")[0] or own.server]
+    assert (len(UsageBook(own).get_account().runs), len(UsageBook(renamed).get_account().runs)) == (1, 2)
 
 
 def test_by_default_every_total_ends(tmp_path: Path) -> None:

@@ -271,8 +271,12 @@ class NodeService:
         return self._loaded[1]
 
     def _record_run(self, run: str) -> None:
-        if (content := self._usage.record_run(run)) is not None:
-            self._audit.write("data changed", run=escape_controls(run), data=self.node.data_id, sha256=content)
+        use = self._usage.record_run(run)
+        details = {"run": escape_controls(run), "data": self.node.data_id, "sha256": use.content}
+        if use.is_changed:
+            self._audit.write("data changed", **details)
+        if use.other_servers:
+            self._audit.write("data used by another server", **details, servers=list(use.other_servers))
 
     def _require_new(self, order: Order | Phase) -> None:
         """Refuse an order that was sent before.

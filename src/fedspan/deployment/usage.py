@@ -21,7 +21,7 @@ import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -35,7 +35,7 @@ from fedspan.federation.protocol import Count, Order
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.training.accounting import Charge, PrivacySpend
 
-__all__ = ["BOOK", "Account", "UsageBook", "allow_first_book", "continue_book", "require_book"]
+__all__ = ["BOOK", "Account", "DataUse", "UsageBook", "allow_first_book", "continue_book", "require_book"]
 
 BOOK = "budget.json"
 """The book in a node's folder."""
@@ -101,6 +101,20 @@ class _Book(_Part):
     format: Literal[2] = 2
     previous: str
     accounts: dict[str, Account]
+
+
+class DataUse(NamedTuple):
+    """What is new about a server's use of a node's training data.
+
+    Args:
+        content: Digest of the training data; None: a trainer's own.
+        is_changed: Whether the server has used the data set only with other content before.
+        other_servers: Servers that have used the same content; empty if this server has used it before.
+    """
+
+    content: str | None
+    is_changed: bool = False
+    other_servers: tuple[str, ...] = ()
 
 
 class UsageBook:
@@ -192,15 +206,14 @@ class UsageBook:
         _require_left("runs", len(account.runs), 1, self.limits.runs)
         _require_left("rounds", account.rounds, rounds, self.limits.rounds)
 
-    def record_run(self, run: str) -> str | None:
+    def record_run(self, run: str) -> DataUse:
         """Record that the node joins a run, with the content of its data.
 
         Args:
             run: Name of the run.
 
         Returns:
-            The digest of the training data if they differ from those that the server has used before; None if they are
-            the same, or the first ones.
+            What is new about the use of the training data.
 
         Raises:
             FedspanError: If it may join no more, the data belong to another data set's account, or the disk cannot be
@@ -220,7 +233,10 @@ class UsageBook:
             update["contents"] = (*account.contents, content)
         if update:
             self._store({**accounts, self._key: account.model_copy(update=update)}, digest)
-        return content if account.contents and "contents" in update else None
+        if content is None or "contents" not in update:
+            return DataUse(content)
+        others = {other.server for other in accounts.values() if content in other.contents}
+        return DataUse(content, bool(account.contents), tuple(sorted(others - {account.server})))
 
     def record_order(self, order: Order, charges: tuple[Charge, ...]) -> None:
         """Record an order before it is carried out.
