@@ -39,19 +39,24 @@ class Notes(Listener):
 
 
 def run_with_reports(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, out: Path, *rounds: dict[str, float]
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    out: Path,
+    *rounds: dict[str, float],
+    early_stopping: int | None = None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Run with scripted reports of the clients; return the lines of metrics and the notes."""
 
-    def evaluate_clients(evaluator: Evaluator, progress: Progress) -> tuple[ClientScores, None]:
-        accuracies = rounds[progress.state.round - 1]
+    def evaluate_clients(evaluator: Evaluator, progress: Progress) -> tuple[ClientScores | None, None]:
+        if not (accuracies := rounds[progress.state.round - 1]):
+            return None, None
         rows = {id: {"accuracy": one, "loss": 1 - one, "examples": 8.0} for id, one in accuracies.items()}
         pooled = {name: fmean(row[name] for row in rows.values()) for name in ("accuracy", "loss")}
         return ClientScores(pooled, rows, compute_trimmed_means(rows, pooled)), None
 
     notes = Notes()
     monkeypatch.setattr(Evaluator, "evaluate_clients", evaluate_clients)
-    settings = tiny.settings(folder, federation={"rounds": len(rounds)})
+    settings = tiny.settings(folder, federation={"rounds": len(rounds), "early_stopping": early_stopping})
     fedspan.run(settings, out, listener=notes)
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()], notes.notes
 
@@ -79,6 +84,9 @@ def test_a_note_names_the_number_of_clients_that_sent_metrics(
     assert ["validation_trimmed" in row for row in rows] == [False, False, True, True]
     (note,) = [note for note in notes if "nodes sent validation metrics" in note]
     assert re.match(r"only 2 of \d+ nodes sent", note)
+    rows, notes = run_with_reports(monkeypatch, tiny_folder, tmp_path / "none", {}, {}, {}, early_stopping=1)
+    assert len(rows) == 3
+    assert len([note for note in notes if note.startswith("only 0 of ")]) == 1
 
 
 @pytest.fixture

@@ -305,14 +305,21 @@ class _Session:
         if validation is not None and validation.trimmed is not None:
             if (deciding := self.selection.compute_deciding_means(metric)) is not None:
                 scores["validation_trimmed"] = deciding
-            elif not self.has_noted_few:
-                evaluated, reporting = len(prepared.evaluator.ids), self.selection.count_reporting(metric)
-                if (note := describe_few_reports(evaluated, reporting)) is not None:
-                    self.listener.on_note(note)
-                self.has_noted_few = True
+            else:
+                self._note_few_reports(metric)
+        elif validation is None and prepared.config.federation.early_stopping is not None:
+            self._note_few_reports(metric)
         if validation is not None and self.selection.best is not None:
             scores["best_round"] = self.selection.best.round
         return scores
+
+    def _note_few_reports(self, metric: str) -> None:
+        """Tell the user once if too few clients have sent metrics to select a round."""
+        evaluated, reporting = len(self.prepared.evaluator.ids), self.selection.count_reporting(metric)
+        note = describe_few_reports(evaluated, reporting)
+        if note is not None and not self.selection.measured and not self.has_noted_few:
+            self.listener.on_note(note)
+        self.has_noted_few = True
 
     def _commit(self, result: RoundResult, row: dict[str, Any]) -> Progress:
         """Write clients' files and logs, then the checkpoint that names them: a kill before it loses this round only.
