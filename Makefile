@@ -49,7 +49,7 @@ test: dev
 
 # docs/words.txt, the words to avoid on these pages, is codespell's dictionary and its pattern at once. The skipped page
 # quotes the output of earlier versions.
-WORDS_PAGES := README.md CONTRIBUTING.md SECURITY.md examples/README.md \
+WORDS_PAGES := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md examples/README.md \
                docs/*.md docs/architecture docs/methods docs/results
 
 lint: dev
