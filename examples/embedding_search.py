@@ -4,7 +4,7 @@
 
 The desks share the messages of the built-in corpus: each has pairs of its own subjects, marked 1 if both messages are
 about one subject and 0 if not. The script trains one embedding model of all desks, compares it with those of single
-desks, and finds the messages of the test part that are nearest to a new one. Nobody's messages leave its desk.
+desks, and finds the messages of the test part that are nearest to a new one. All desks are simulated on one machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ import numpy as np
 import fedspan
 
 CORPUS = files("fedspan.data") / "corpus" / "patient_messages"
-DESKS = ("appointments", "medicine", "office")
+DESKS = {
+    "appointments": "book cancel confirm reschedule waiting visiting directions",
+    "medicine": "test symptom side prescription medication referral",
+    "office": "update records payment insurance feedback billing",
+}
+"""The first words of the subjects of each desk."""
 QUERY = "I would like to move my visit on Monday to another day"
 
 
@@ -63,10 +68,9 @@ def main() -> None:
     rng = random.Random(0)
     count = args.pairs // 10 if args.smoke else args.pairs
     messages, test = load_messages("train"), load_messages("test")
-    subjects = sorted({subject for _, subject in messages})
     desks = {
-        desk: make_pairs([one for one in messages if one[1] in subjects[number :: len(DESKS)]], count, rng)
-        for number, desk in enumerate(DESKS)
+        desk: make_pairs([message for message in messages if message[1].split("_")[0] in words.split()], count, rng)
+        for desk, words in DESKS.items()
     }
     config: dict[str, Any] = {
         "task": "text-embedding",
@@ -85,6 +89,7 @@ def main() -> None:
 
     texts = [text for text, _ in test]
     vectors = np.array(fedspan.predict(args.out, [QUERY, *texts]))
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     similarities = vectors[1:] @ vectors[0]
     print(f"nearest to: {QUERY}")
     for position in np.argsort(-similarities)[:3]:

@@ -99,7 +99,7 @@ def test_a_round_that_fails_midway_leaves_nothing_behind(
 ) -> None:
     """Neither in the progress nor in the model: the same round, rerun in the same process, has the same bits."""
     federation, (progress, *rest) = reference_rounds(key)
-    loss, calls = prepared.task.loss, 0
+    loss, calls = prepared.task.compute_loss, 0
 
     def failing(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         nonlocal calls

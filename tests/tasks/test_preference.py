@@ -93,7 +93,7 @@ def test_loss_and_metrics_equal_trls_on_the_same_tokens(
         assert [*examples.answers[role].ids] == encoded
     model = trainer.model.eval()
     with model.disable_adapter():
-        fill_reference(task, model, examples, np.arange(len(ROWS)), CPU)
+        fill_reference(task, model, examples, np.arange(len(ROWS)), CPU, 3)
     batch = task.collate(examples, range(len(ROWS)), CPU)
     loss = task.compute_loss(model, batch)
     assert float(loss.detach()) == pytest.approx(expected["eval_loss"], rel=1e-5)
@@ -229,10 +229,38 @@ def test_messages_need_the_chat_template(decoders: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("chosen", "rejected"),
-    [([USER, GOOD], [USER, GOOD]), ([USER, GOOD], [BAD]), ([GOOD], [BAD]), ([USER, GOOD], "c1"), ("", "c1"), (None, 3)],
+    [([USER, GOOD], [USER, GOOD]), ([USER, GOOD], [BAD]), ([GOOD], [BAD]), ([USER, GOOD], "c1"), ("", "c1"), (None, 3)]
+    + [([USER, GOOD], [USER, {"role": "assistant", "content": content}]) for content in (None, [{"text": "a"}], 3)],
 )
 def test_what_is_no_pair(chosen: Any, rejected: Any) -> None:
     assert split_preference(None, chosen, rejected) is None
+
+
+def test_both_answers_follow_the_same_prompt_where_it_is_cut() -> None:
+    """The difference of rewards compares two answers to one prompt."""
+    prompt = " ".join(f"{letter}{number}" for letter in "abcd" for number in range(6))
+    rows = [{"prompt": prompt, "chosen": " b1 c2", "rejected": " a5 a1 a2 a3 a4 b1 b2 b3"}, ROWS[1]]
+    task = make(PreferenceOptions())
+    encoded = task.encode(arrange(rows)).answers
+    chosen, rejected = encoded["chosen"], encoded["rejected"]
+    assert chosen.starts.tolist() == rejected.starts.tolist()
+    start = int(chosen.starts[0])
+    assert chosen.ids[0][:start] == rejected.ids[0][:start]
+    assert len(rejected.ids[0]) == 16
+    assert chosen.lengths.tolist() == [len(ids) for ids in chosen.ids]
+    alone = {role: task.language.encode(arrange([{**rows[0], "answer": rows[0][role]}])) for role in encoded}
+    assert rejected.ids[0] == alone["rejected"].ids[0]  # the longer answer decides
+    assert chosen.ids[0][start:] == alone["chosen"].ids[0][int(alone["chosen"].starts[0]) :]
+    assert chosen.truncated_prompts == 1
+
+
+def test_a_prompt_s_column_that_does_not_exist_is_named_with_skipping_too(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    data = {"train": str(path), "invalid": "skip", "roles": {"prompt": "promt"}}
+    config = parse_config({"task": "preference", "model": {"name": "unused"}, "data": data})
+    with pytest.raises(FedspanError, match=r"roles\.prompt.*promt"):
+        load(config.data, task=config.task_columns)
 
 
 def test_columns_are_inferred_by_trls_names() -> None:

@@ -20,6 +20,8 @@ import fedspan
 from fedspan import FedspanError
 from fedspan.config import parse_config
 from fedspan.config.starter import write_starter_config
+from fedspan.models.heads import HEADS
+from fedspan.models.loading import adopt_loaded
 from fedspan.runs.setup import prepare
 from fedspan.tasks.losses import SMOOTHING
 from fedspan.tasks.seq2seq import Seq2Seq, Seq2SeqOptions
@@ -92,6 +94,32 @@ def test_with_dropout_clients_train_one_by_one_and_equal_the_loop(tmp_path: Path
             assert "dropout masks are drawn for one pass" in str(prepared.engine.refusal)
     for name, value in tensors["loop"].items():
         torch.testing.assert_close(tensors["batched"][name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_model_from_python_has_no_dropout_either(kind: str, tmp_path: Path) -> None:
+    """BART's and T5's modules call ``F.dropout`` with a number of their own."""
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tiny_seq2seq.save_model(kind, tmp_path / kind))
+    model.config.dropout_rate = model.config.dropout = 0.5
+    model = type(model)(model.config)
+    task, examples = make()
+    loaded = adopt_loaded(model, tiny_seq2seq.make_tokenizer(), HEADS["sequence-to-sequence"], ()).model.train()
+    batch = task.collate(examples, [0, 1, 2], CPU)
+    with torch.no_grad():
+        losses = [float(task.compute_loss(loaded, batch)) for _ in range(3)]
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_an_empty_source_has_one_token_and_generates(tmp_path: Path) -> None:
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tiny_seq2seq.save_model("bart", tmp_path / "bart"))
+    model.generation_config.update(return_dict_in_generate=True, num_beams=2, num_return_sequences=2)
+    tokenizer = tiny_seq2seq.make_tokenizer()
+    tokenizer._tokenizer.post_processor = None  # no special tokens
+    task = Seq2Seq(tokenizer, 12, 9)
+    examples = task.encode(datasets.Dataset.from_dict({"text": ["", ""], "answer": ["the1", "the2"]}))
+    assert examples.sources.lengths.tolist() == [1, 1]
+    predictions = task.predict(model.eval(), task.collate(examples, [0, 1], CPU), generate=True)
+    assert len(predictions) == 2
 
 
 def test_sources_have_the_prefix_and_cut_targets_end() -> None:

@@ -49,7 +49,7 @@ def test_examples_are_computed_once_and_in_parts(decoders: Path, tmp_path: Path)
     task, examples = prepared.task, prepared.train
     seen: list[tuple[int, int | None]] = []
     stages = Stages(lambda stage: seen.append((stage.done, stage.total)) if stage and stage.done else None)
-    references = References(prepared.engine.adapted, task, stages)
+    references = References(prepared.engine.adapted, task, stages, 4)
     references.ensure(examples, [np.arange(5), np.arange(5, 9)])
     assert seen[-1] == (9, 9)
     before = examples.reference.copy()  # pyright: ignore
@@ -61,7 +61,7 @@ def test_examples_are_computed_once_and_in_parts(decoders: Path, tmp_path: Path)
 def test_other_tasks_have_no_reference(tiny_folder: Path) -> None:
     prepared = prepare(tiny.config(tiny_folder))
     assert not has_reference(prepared.task)
-    References(prepared.engine.adapted, prepared.task, Stages()).ensure(prepared.train, [np.arange(3)])
+    References(prepared.engine.adapted, prepared.task, Stages(), 4).ensure(prepared.train, [np.arange(3)])
 
 
 def test_a_model_that_computes_nan_is_named(decoders: Path) -> None:
@@ -71,4 +71,4 @@ def test_a_model_that_computes_nan_is_named(decoders: Path) -> None:
     rows = tiny_preferences.make_rows()[:3]
     examples = task.encode(datasets.Dataset.from_list(rows).rename_column("prompt", "text"))
     with pytest.raises(FedspanError, match="the pretrained model computes NaN"):
-        fill_reference(task, model, examples, np.arange(3), CPU)
+        fill_reference(task, model, examples, np.arange(3), CPU, 2)

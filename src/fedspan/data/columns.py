@@ -381,14 +381,17 @@ class ColumnReader:
 
 
 def parse_messages(value: object) -> list[dict[str, str]] | None:
-    """Return a list of messages, each with ``role`` and ``content``; None if the value is none."""
+    """Return a list of messages, each with the texts ``role`` and ``content``; None if the value is none.
+
+    A call of a tool, whose content is missing, and parts of other kinds than text are no texts.
+    """
     try:
-        return [
-            {"role": str(message["role"]), "content": str(message["content"])}
-            for message in cast(list[Mapping[str, Any]], value)
+        messages = [
+            {"role": message["role"], "content": message["content"]} for message in cast(list[Mapping[str, Any]], value)
         ]
     except (TypeError, KeyError):
         return None
+    return messages if all(isinstance(text, str) for message in messages for text in message.values()) else None
 
 
 def parse_conversation(value: object) -> list[dict[str, str]] | None:

@@ -319,6 +319,9 @@ def _prepare(model: Any, processor: Processor, name: str) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+        for attribute, value in vars(module).items():
+            if "drop" in attribute and isinstance(value, float):  # BART's and T5's modules call F.dropout with it
+                setattr(module, attribute, 0.0)
     if isinstance(processor, PreTrainedTokenizerBase):
         _prepare_tokenizer(processor, model, name)
 

@@ -46,7 +46,7 @@ def build_pooled(prepared: Prepared) -> Prepared:
     variant = _build_variant(prepared, changed, method, [data], changed.centralized_lr)
     federation = variant.federation
     # Client by client: the same bits, whether or not the federation did it before.
-    variant.engine.prepare(prepared.train, [indices for indices, _, _ in parts])
+    variant.engine.prepare(prepared.train, [indices for part in parts for indices in part[:2]])
     judged = simulate(federation.method, variant.engine, clients, prepared.train, federation.settings)
     return replace(variant, evaluator=_build_evaluator(judged, changed))
 

@@ -126,7 +126,8 @@ def _collect_columns(
     if is_run(folder):
         config = fill_data_defaults(read_config(folder).data)
         stored = {option: value for option in _COLUMNS if (value := getattr(config, option)) is not None}
-    for option_name, alternative in (("label", "label_columns"), ("label_columns", "label"), ("prompt", "messages")):
+    forms = (("label", "label_columns"), ("label_columns", "label"), ("prompt", "messages"), ("answer", "messages"))
+    for option_name, alternative in forms:
         if option_name in requested:  # the run's other form of the same
             stored.pop(alternative, None)
     return {**stored, **requested, "roles": {**stored.get("roles", {}), **requested.get("roles", {}), **roles}}

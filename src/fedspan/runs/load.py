@@ -82,7 +82,7 @@ class Served:
         missing = np.flatnonzero(np.isnan(examples.reference).any(1))
         if len(missing):
             with self._open_reference() as model:
-                fill_reference(self.task, model, examples, missing, self.device)
+                fill_reference(self.task, model, examples, missing, self.device, _BATCH)
 
     @contextmanager
     def _open_reference(self) -> Generator[Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import numpy as np
@@ -35,6 +35,7 @@ from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
 from fedspan.tasks.causal import CausalLM, EncodedPrompts, GenerationOptions
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
+from fedspan.tasks.encoding import Ragged
 from fedspan.tasks.losses import average_by_client
 from fedspan.tasks.metrics import Metric, drop_undefined
 
@@ -125,6 +126,8 @@ class PreferenceTuning:
         for role in _ANSWERS if has_pairs else _ANSWERS[:1]:
             texts = dataset[role] if has_pairs else [""] * len(dataset)
             answers[role] = self.language.encode(prompts.add_column("answer", list(texts)))  # pyright: ignore
+        if has_pairs:
+            answers = dict(zip(_ANSWERS, _share_prompts(*answers.values()), strict=True))
         lengths = np.sum([encoded.lengths for encoded in answers.values()], axis=0)
         return EncodedPreferences(answers, lengths, np.full((len(lengths), len(_ANSWERS) if has_pairs else 0), np.nan))
 
@@ -235,6 +238,29 @@ class PreferenceTuning:
         return [_ANSWERS[0]] * len(indices)
 
 
+def _share_prompts(first: EncodedPrompts, second: EncodedPrompts) -> tuple[EncodedPrompts, EncodedPrompts]:
+    """Truncate the prompt of each pair to what the longer answer leaves of it: both answers follow equal prompts.
+
+    Args:
+        first: One answer to each prompt.
+        second: Another answer to the same prompts. Truncated prompts have lost their beginning.
+    """
+    changed = (first.starts != second.starts).nonzero()[0].tolist()
+    if not changed:
+        return first, second
+    starts = np.minimum(first.starts, second.starts)
+    shared: list[EncodedPrompts] = []
+    for own, other in ((first, second), (second, first)):
+        rows = [list(ids) for ids in own.ids]
+        for row in changed:
+            if own.starts[row] > starts[row]:
+                rows[row] = [*other.ids[row][: starts[row]], *rows[row][own.starts[row] :]]
+        ids = Ragged(rows)
+        truncated = max(first.truncated_prompts, second.truncated_prompts)
+        shared.append(replace(own, ids=ids, starts=starts, lengths=ids.lengths, truncated_prompts=truncated))
+    return shared[0], shared[1]
+
+
 def _select(batch: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
     """Return the part of a batch that belongs to a role."""
     prefix = f"{role}."
@@ -332,7 +358,9 @@ def _require(config: DataConfig, field: str) -> list[tuple[str, ...]]:
 
 
 def _find_valid_rows(dataset: datasets.Dataset, config: DataConfig) -> list[bool]:
-    if not all(config.roles.get(role, role) in dataset.column_names for role in _ANSWERS):
+    names = dataset.column_names
+    prompt = _get_prompt_column(names, config)
+    if not {*(config.roles.get(role, role) for role in _ANSWERS), *([] if prompt is None else [prompt])} <= {*names}:
         return [True] * len(dataset)  # the check of the columns reports it better
     prompts = None if config.prompt is None else [""] * len(dataset)
     return [row is not None for row in _list_pairs(dataset, prompts, config)]

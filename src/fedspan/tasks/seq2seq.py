@@ -150,7 +150,9 @@ class Seq2Seq:
             rows = selected[start : start + _CHUNK]
             texts = [self.options.prefix + text for text in rows["text"]]
             encoded = self.tokenizer(texts, truncation=True, max_length=self.max_length)
-            sources.append(Ragged(encoded["input_ids"]))  # pyright: ignore[reportArgumentType]
+            end = self.tokenizer.eos_token_id
+            empty = [end if isinstance(end, int) else self.tokenizer.pad_token_id]  # an encoder needs a token
+            sources.append(Ragged([ids or empty for ids in encoded["input_ids"]]))  # pyright: ignore
             encoded = self.tokenizer(text_target=rows["answer"], truncation=True, max_length=self.max_target_length)
             targets.append(Ragged([self._append_end(ids) for ids in encoded["input_ids"]]))  # pyright: ignore
         joined, answers = Ragged.join(sources), Ragged.join(targets)
@@ -223,7 +225,8 @@ class Seq2Seq:
         """Generate a text for each source by the model's own settings, (B, N), float32, -1 after its end."""
         settings = copy.deepcopy(model.generation_config)  # forced tokens, lengths and penalties are the model's own
         positions = getattr(model.config, "max_position_embeddings", self.max_new_tokens + 1)
-        settings.update(max_length=None, max_new_tokens=min(self.max_new_tokens, positions - 1), do_sample=False)
+        settings.update(num_return_sequences=1, return_dict_in_generate=False, do_sample=False)
+        settings.update(max_length=None, max_new_tokens=min(self.max_new_tokens, positions - 1))
         settings.update(pad_token_id=self.tokenizer.pad_token_id)
         if self.options.num_beams is not None:
             settings.update(num_beams=self.options.num_beams)

@@ -220,7 +220,7 @@ class Trainer:
                     problem = f"no label is named {label!r}. {suggest_nearest(label, labels)}"
                     raise FedspanError(f"training.class_weights.{label}", weight, problem=problem)
         self._restricted_layer = None if settings.head_updates == "all" else _find_restricted_layer(adapted, settings)
-        self.references = References(adapted, task, self.stages)
+        self.references = References(adapted, task, self.stages, settings.batch_size)
         self.prefixes = prefix if isinstance(prefix, PrefixCaches) else PrefixCaches(adapted, task, prefix, self.stages)
         refusals = {
             "it was not asked for": not padding_free,

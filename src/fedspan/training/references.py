@@ -24,8 +24,6 @@ from fedspan.training.stages import Stages
 
 __all__ = ["ReferenceTask", "References", "fill_reference", "has_reference"]
 
-_BATCH = 32
-
 
 class ReferenceTask(Task, Protocol):
     """A task that compares the model with the reference.
@@ -49,6 +47,7 @@ def fill_reference(
     examples: Examples,
     indices: np.ndarray,
     device: torch.device,
+    batch_size: int,
     on_done: Callable[[int], None] | None = None,
 ) -> None:
     """Compute the reference of some examples, in batches of similar length.
@@ -59,13 +58,14 @@ def fill_reference(
         examples: The data set; its ``reference`` is filled.
         indices: The examples, (examples,).
         device: Device of the model.
+        batch_size: Number of examples of a pass.
         on_done: Called with the number of examples of every batch that is done.
 
     Raises:
         FedspanError: If a number is NaN.
     """
     values: np.ndarray = cast(Any, examples).reference
-    for batch in split_evaluation_batches(indices, examples.lengths, _BATCH):
+    for batch in split_evaluation_batches(indices, examples.lengths, batch_size):
         rows = cast(ReferenceTask, task).compute_reference(model, task.collate(examples, batch.tolist(), device))
         values[batch] = rows.cpu().double().numpy()
         if np.isnan(values[batch]).any():
@@ -83,10 +83,11 @@ class References:
         adapted: The model.
         task: The learning problem; nothing is computed unless it has a reference.
         stages: Reports how many examples are done.
+        batch_size: Number of examples of a pass.
     """
 
-    def __init__(self, adapted: AdaptedModel, task: Task, stages: Stages) -> None:
-        self.adapted, self.task, self.stages = adapted, task, stages
+    def __init__(self, adapted: AdaptedModel, task: Task, stages: Stages, batch_size: int) -> None:
+        self.adapted, self.task, self.stages, self.batch_size = adapted, task, stages, batch_size
 
     @torch.no_grad()
     def ensure(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
@@ -119,6 +120,7 @@ class References:
                             examples,
                             part,
                             adapted.device,
+                            self.batch_size,
                             lambda count: self.stages.advance("reference", count),
                         )
             finally:
