@@ -257,9 +257,9 @@ def test_both_answers_follow_the_same_prompt_where_it_is_cut() -> None:
 def test_a_prompt_s_column_that_does_not_exist_is_named_with_skipping_too(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    data = {"train": str(path), "invalid": "skip", "roles": {"prompt": "promt"}}
+    data = {"train": str(path), "invalid": "skip", "roles": {"prompt": "question"}}
     config = parse_config({"task": "preference", "model": {"name": "unused"}, "data": data})
-    with pytest.raises(FedspanError, match=r"roles\.prompt.*promt"):
+    with pytest.raises(FedspanError, match=r"roles\.prompt.*question"):
         load(config.data, task=config.task_columns)
 
 
