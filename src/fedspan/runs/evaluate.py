@@ -84,6 +84,8 @@ def evaluate(
         FedspanError: If `load_served` raises it, there is no test set, or the file does not fit the model.
     """
     served_from = find_adapter_folder(folder, client)  # cheap mistakes before slow loading
+    if is_run(folder):
+        read_config(folder)
     task_settings = parse_task_settings(served_from, read_notes(served_from))
     require_packages = get_task(task_settings.task).require_packages
     if generate and require_packages is not None:
