@@ -87,7 +87,8 @@ def test_whoever_is_killed_costs_no_finished_round_and_changes_no_bit(
 ) -> None:
     made, _ = deployment
     plan = config(tiny_folder, tmp_path, min_replies=3)
-    assert "with fewer than 5 nodes" in " ".join(finish(submitted(made, plan, tmp_path / "clean"), made).split())
+    printed = " ".join(finish(submitted(made, plan, tmp_path / "clean"), made).split())
+    assert "exports its last round" not in printed  # the metrics of three nodes select a round
 
     # The server's process, in the middle of the second round.
     run = tmp_path / "server"
