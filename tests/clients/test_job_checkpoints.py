@@ -86,10 +86,16 @@ class Restarting(Direct):
             return self.service.answer(envelope)
 
 
-def run(folder: Path, own: Path, case: str, **training: Any) -> tuple[Any, Restarting]:
+def run(
+    folder: Path, own: Path, case: str, data: dict[str, Any] | None = None, **training: Any
+) -> tuple[Any, Restarting]:
     changes = CASES[case]
     given = {"local_steps": STEPS, **changes.get("training", {}), **training}
-    prepared, direct = served(folder, NodeService(node(folder, own)), **{**changes, "training": given})
+    prepared, direct = served(
+        folder,
+        NodeService(node(folder, own, **({} if data is None else {"data": data}))),
+        **{**changes, "training": given},
+    )
     transport = Restarting(direct.service)
     prepared.federation.transport = transport
     return prepared, transport
@@ -172,6 +178,29 @@ def test_without_checkpoints_the_round_starts_over(
     assert all(torch.equal(disturbed[name], value) for name, value in undisturbed.items())
     assert passes.count == 4 * STEPS
     assert not list((tmp_path / "b").rglob("training"))
+
+
+def test_progress_on_other_data_is_not_used(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner replaces an example while its node is down."""
+    path = tmp_path / "own.csv"
+    path.write_text((tiny_folder / "corpus.csv").read_text())
+    passes = Passes(monkeypatch)
+    passes.killed_at = STEPS
+    prepared, transport = run(tiny_folder, tmp_path / "b", "plain", {"train": str(path)}, checkpoint_steps=1)
+    answer = transport.answer
+
+    def withdraw(envelope: Envelope) -> Envelope:
+        killed, reply = transport.killed, answer(envelope)
+        if transport.killed > killed:
+            lines = path.read_text().splitlines()
+            path.write_text("\n".join([lines[0], lines[2], *lines[2:]]) + "\n")
+            transport.service = NodeService(transport.service.node)
+        return reply
+
+    monkeypatch.setattr(transport, "answer", withdraw)
+    train(prepared)
+    assert transport.killed == 1
+    assert passes.count == 4 * STEPS
 
 
 def test_a_damaged_checkpoint_is_named_and_not_used(

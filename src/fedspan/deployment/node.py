@@ -227,9 +227,20 @@ class NodeService:
             export,
             None if secure is None else {self.node.id: secure},
             limits=StatisticsLimits(self.node.limits.head_statistics, self.node.limits.class_examples, announced),
-            checkpoints=build_checkpoints(folder / TRAINING, config, invitation.digest),
+            checkpoints=self._build_checkpoints(folder / TRAINING, config, invitation),
         )
         return _Joined(host, compute_base_digest(prepared.model), terms)
+
+    def _build_checkpoints(self, folder: Path, config: RunConfig, invitation: Invitation) -> JobCheckpoints | None:
+        """Build the storage of a run's progress within a round; None: the config asks for none.
+
+        Progress on other data is not used: its owner may have withdrawn an example.
+        """
+        steps, minutes = config.training.checkpoint_steps, config.training.checkpoint_minutes
+        if steps is None and minutes is None:
+            return None
+        node = self.node.model_dump_json(include={"data", "validation", "test", "split_seed"})
+        return JobCheckpoints(folder, f"{invitation.digest} {self._usage.compute_content()} {node}", steps, minutes)
 
     def _load_identity(self) -> Any:
         """Return the key that signs this node's session keys of secure sums; None: it has no key.
@@ -296,12 +307,6 @@ class NodeService:
 
     def _run_folder(self, run: str) -> Path:
         return get_run_folder(self.folder, run)
-
-
-def build_checkpoints(folder: Path, config: RunConfig, digest: str) -> JobCheckpoints | None:
-    """Build the storage of a run's progress within a round; None: the config asks for none."""
-    steps, minutes = config.training.checkpoint_steps, config.training.checkpoint_minutes
-    return None if steps is None and minutes is None else JobCheckpoints(folder, digest, steps, minutes)
 
 
 def read_last_serial(path: Path) -> int:

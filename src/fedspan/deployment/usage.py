@@ -220,7 +220,7 @@ class UsageBook:
                 written.
         """
         accounts, digest = self._load()
-        account, content = accounts.get(self._key, self._new), self._compute_content()
+        account, content = accounts.get(self._key, self._new), self.compute_content()
         for other in accounts.values():
             if other.server == account.server and other.data != account.data and content in other.contents:
                 problem = f"these training data have a budget already, as data set {other.data!r}"
@@ -266,7 +266,7 @@ class UsageBook:
         if update:
             self._store({**accounts, self._key: account.model_copy(update=update)}, digest)
 
-    def _compute_content(self) -> str | None:
+    def compute_content(self) -> str | None:
         """Return the digest of the training data; None: a trainer's own."""
         if not isinstance(self._source, str) or self._source == FROM_TRAINERS:
             return None

@@ -5,7 +5,6 @@ Shapes: B examples of a batch, T tokens, V vocabulary, N generated tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -26,6 +25,7 @@ from fedspan.tasks.encoding import Ragged, require_processor
 from fedspan.tasks.exact_match import is_exact_match
 from fedspan.tasks.losses import average_by_client, upcast
 from fedspan.tasks.prompts import Prompt, render_chat, tokenise, truncate
+from fedspan.tasks.token_scores import IGNORED, SCORES, compute_token_metrics, decode_generated, mark_ends, score_tokens
 
 if TYPE_CHECKING:
     import datasets
@@ -35,11 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CAUSAL_LM", "CausalLM", "EncodedPrompts", "GenerationOptions", "can_attend_across_examples"]
 
-_IGNORED = -100
 _ANSWERS = "answer_tokens"
 """Key of a batch's numbers of answer tokens by row, (B,), on the CPU: they are shapes, which the host must know."""
 _CHUNK = 4096  # rows tokenised at once: lists of Python integers are many times as large as the ids
-_SUMS = 3  # columns of a prediction: loss, tokens, correct tokens; generated ids follow
 
 
 @dataclass(frozen=True)
@@ -198,7 +196,7 @@ class CausalLM:
         """
         rows = [examples.ids[index] for index in indices]
         labels = [
-            [_IGNORED] * int(examples.starts[index]) + row[int(examples.starts[index]) :]
+            [IGNORED] * int(examples.starts[index]) + row[int(examples.starts[index]) :]
             for index, row in zip(indices, rows, strict=True)
         ]
         if self.packing:
@@ -212,7 +210,7 @@ class CausalLM:
         batch = {
             "input_ids": _pad(rows, pad),
             "attention_mask": _pad([[1] * len(row) for row in rows], 0),
-            "labels": _pad(labels, _IGNORED),
+            "labels": _pad(labels, IGNORED),
         }
         return _move_batch(batch, device)
 
@@ -237,7 +235,7 @@ class CausalLM:
         else:
             numbers_BT = torch.arange(len(labels_BT), device=labels_BT.device)[:, None].expand_as(labels_BT)
         # A mask as index would make the host wait for a GPU, which alone knows how many tokens it selects.
-        places = torch.nonzero_static((labels_BT != _IGNORED).flatten(), size=int(batch[_ANSWERS].sum()))[:, 0]
+        places = torch.nonzero_static((labels_BT != IGNORED).flatten(), size=int(batch[_ANSWERS].sum()))[:, 0]
         logits_SV = logits_BTV[:, :-1].flatten(0, 1).index_select(0, places)
         return upcast(logits_SV), labels_BT.flatten()[places], numbers_BT.flatten()[places]
 
@@ -249,10 +247,7 @@ class CausalLM:
         logits_SV, targets_S, numbers_S = self.compute_answer_logits(model, batch)
         is_packed = "position_ids" in batch
         count = int((batch["position_ids"] == 0).sum()) if is_packed else len(batch["labels"])
-        losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none")
-        correct_S = (logits_SV.argmax(1) == targets_S).float()
-        rows = torch.zeros(count, _SUMS, device=logits_SV.device)
-        rows.index_add_(0, numbers_S, torch.stack([losses_S, torch.ones_like(losses_S), correct_S], 1))
+        rows = score_tokens(logits_SV, targets_S, numbers_S, count)
         if not generate:
             return rows
         return torch.cat([rows, self._generate(model, batch, self.generation.max_new_tokens)], 1)
@@ -273,16 +268,11 @@ class CausalLM:
         room = max(1, min(count, positions - ids.shape[1]))
         config = GenerationConfig(max_new_tokens=room, do_sample=False, pad_token_id=pad, eos_token_id=ends)
         generated = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :]  # pyright: ignore
-        rows = torch.full((len(prompts), count), -1.0, device=device)
-        rows[:, : generated.shape[1]] = generated.float()
-        stops = torch.tensor([ends] if isinstance(ends, int) else list(ends or ()), device=device)
-        ended = torch.isin(generated, stops).cumsum(1) > 0
-        rows[:, : generated.shape[1]][ended] = -1.0
-        return rows
+        return mark_ends(generated, count, ends)  # pyright: ignore[reportArgumentType]
 
     def _extract_prompts(self, batch: Mapping[str, Tensor]) -> list[list[int]]:
         """Extract the prompts' ids from a batch."""
-        ids, is_prompt = batch["input_ids"], batch["labels"] == _IGNORED
+        ids, is_prompt = batch["input_ids"], batch["labels"] == IGNORED
         if "position_ids" in batch:
             starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist()
             borders = [*starts[1:], ids.shape[1]]
@@ -296,13 +286,8 @@ class CausalLM:
         self, predictions: Tensor, examples: EncodedPrompts, indices: Sequence[int]
     ) -> dict[str, float]:
         """Compute ``loss`` (mean over answer tokens), ``perplexity``, ``token_accuracy``, generated ``exact_match``."""
-        loss, tokens, correct = predictions[:, :_SUMS].double().sum(0).tolist()
-        scores = {
-            "loss": loss / tokens,
-            "perplexity": math.exp(min(loss / tokens, 700.0)),  # a float64 overflows beyond
-            "token_accuracy": correct / tokens,
-        }
-        if predictions.shape[1] > _SUMS:
+        scores = compute_token_metrics(predictions)
+        if predictions.shape[1] > SCORES:
             pairs = zip(self.decode_predictions(predictions), self.decode_targets(examples, indices), strict=True)
             scores["exact_match"] = float(np.mean([is_exact_match(*pair, self.generation.pattern) for pair in pairs]))
         return scores
@@ -318,8 +303,7 @@ class CausalLM:
 
     def decode_predictions(self, predictions: Tensor) -> list[str]:
         """Return the generated texts."""
-        rows = [[int(id) for id in row if id >= 0] for row in predictions[:, _SUMS:].tolist()]
-        return [str(text).strip() for text in self.tokenizer.batch_decode(rows, skip_special_tokens=True)]
+        return decode_generated(self.tokenizer, predictions)
 
     def decode_targets(self, examples: EncodedPrompts, indices: Sequence[int]) -> list[str]:
         """Return the answers as in the data."""
@@ -339,7 +323,7 @@ def can_attend_across_examples(model: nn.Module, device: torch.device) -> bool:
 
 def _move_batch(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Copy a batch to a device, and add the numbers of answer tokens, which stay on the CPU."""
-    counts_B = (batch["labels"][:, 1:] != _IGNORED).sum(1)
+    counts_B = (batch["labels"][:, 1:] != IGNORED).sum(1)
     return {**{key: to_device(value, device) for key, value in batch.items()}, _ANSWERS: counts_B}
 
 

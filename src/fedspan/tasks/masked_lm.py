@@ -31,6 +31,7 @@ from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.encoding import EncodedText, collate_texts, describe_truncation, encode_texts, require_processor
 from fedspan.tasks.losses import upcast
 from fedspan.tasks.metrics import Metric
+from fedspan.tasks.token_scores import IGNORED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MASKED_LM", "MaskedLanguageModel", "MaskedOptions", "MaskedTexts"]
 
-_IGNORED = -100
 _COUNTS = "predicted_tokens"
 """Key of a batch's numbers of predicted tokens by text, (B,), on the CPU: they are shapes, which the host knows."""
 _SUMS = 3  # columns of a prediction: loss, predicted tokens, right ones; the predicted tokens' ids follow
@@ -152,7 +152,7 @@ class MaskedLanguageModel:
     ) -> dict[str, Tensor]:
         batch = collate_texts(self.tokenizer, examples.text, indices, torch.device("cpu"))
         ids_BT = batch["input_ids"].numpy()
-        labels_BT, counts_B = np.full(ids_BT.shape, _IGNORED, np.int64), np.zeros(len(indices), np.int64)
+        labels_BT, counts_B = np.full(ids_BT.shape, IGNORED, np.int64), np.zeros(len(indices), np.int64)
         for row, (index, generator) in enumerate(zip(indices, generators, strict=True)):
             ids = np.array(examples.text.encodings["input_ids"][index], np.int64)
             positions, inputs = self._mask(ids, generator, examples.has_masks)
@@ -204,7 +204,7 @@ class MaskedLanguageModel:
         inputs = {key: value for key, value in batch.items() if key not in ("labels", _COUNTS)}
         logits_BTV = model(**inputs).logits
         # A mask as index would make the host wait for a GPU, which alone knows how many tokens it selects.
-        predicted = (batch["labels"] != _IGNORED).flatten()
+        predicted = (batch["labels"] != IGNORED).flatten()
         positions_S = torch.nonzero_static(predicted, size=int(batch[_COUNTS].sum()))[:, 0]
         logits_SV = upcast(logits_BTV.flatten(0, 1).index_select(0, positions_S))
         targets_S = batch["labels"].flatten()[positions_S]

@@ -12,7 +12,6 @@ clients, N generated tokens.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,6 +31,7 @@ from fedspan.tasks.definition import InferredColumns, TaskDefinition
 from fedspan.tasks.encoding import Ragged, require_processor
 from fedspan.tasks.losses import SMOOTHING, average_by_client, upcast
 from fedspan.tasks.text_scores import TEXT_METRICS, BleuTokenizer, compute_text_scores, require_text_scores
+from fedspan.tasks.token_scores import IGNORED, SCORES, compute_token_metrics, decode_generated, mark_ends, score_tokens
 
 if TYPE_CHECKING:
     import datasets
@@ -41,12 +41,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SEQ2SEQ", "EncodedPairs", "Seq2Seq", "Seq2SeqOptions"]
 
-_IGNORED = -100
 _COUNTS = "target_tokens"
 """Key of a batch's numbers of target tokens by example, (B,), on the CPU: they are shapes, which the host must know."""
 _CHUNK = 4096  # texts tokenised at once: lists of Python integers are many times as large as the ids
-_SUMS = 3  # columns of a prediction: loss, target tokens, right ones; generated ids follow
-_LARGEST = 700.0  # a float64 overflows beyond its exponential
 _PAIRS = (
     *(("source", "target"), ("src", "tgt"), ("src", "trg"), ("source_text", "target_text")),
     *(("document", "summary"), ("article", "highlights"), ("article", "summary"), ("dialogue", "summary")),
@@ -176,7 +173,7 @@ class Seq2Seq:
         batch = {
             "input_ids": torch.from_numpy(examples.sources.pad(rows, pad)),
             "attention_mask": (torch.arange(int(lengths.max())) < lengths[:, None]).long(),
-            "labels": torch.from_numpy(examples.targets.pad(rows, _IGNORED)),
+            "labels": torch.from_numpy(examples.targets.pad(rows, IGNORED)),
         }
         counts = torch.from_numpy(examples.targets.lengths[rows])
         return {**{key: to_device(value, device) for key, value in batch.items()}, _COUNTS: counts}
@@ -205,7 +202,7 @@ class Seq2Seq:
             use_cache=False,
         ).logits
         # A mask as index would make the host wait for a GPU, which alone knows how many tokens it selects.
-        places_S = torch.nonzero_static((labels_BT != _IGNORED).flatten(), size=int(batch[_COUNTS].sum()))[:, 0]
+        places_S = torch.nonzero_static((labels_BT != IGNORED).flatten(), size=int(batch[_COUNTS].sum()))[:, 0]
         logits_SV = upcast(logits_BTV.flatten(0, 1).index_select(0, places_S))
         return logits_SV, labels_BT.flatten()[places_S], places_S // labels_BT.shape[1]
 
@@ -215,10 +212,7 @@ class Seq2Seq:
         With ``generate``: N further columns with the generated ids, -1 after their end.
         """
         logits_SV, targets_S, rows_S = self._compute_logits(model, batch)
-        losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none").float()
-        right_S = (logits_SV.argmax(1) == targets_S).float()
-        sums = torch.zeros(len(batch["labels"]), _SUMS, device=logits_SV.device)
-        sums.index_add_(0, rows_S, torch.stack([losses_S, torch.ones_like(losses_S), right_S], 1))
+        sums = score_tokens(logits_SV, targets_S, rows_S, len(batch["labels"]))
         return torch.cat([sums, self._generate(model, batch)], 1) if generate else sums
 
     def _generate(self, model: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -234,12 +228,7 @@ class Seq2Seq:
             settings.update(eos_token_id=self.tokenizer.eos_token_id)
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         generated = model.generate(**inputs, generation_config=settings)[:, 1:]  # the first one starts the decoder
-        rows = torch.full((len(generated), self.max_new_tokens), -1.0, device=generated.device)
-        rows[:, : generated.shape[1]] = generated.float()
-        ends = settings.eos_token_id
-        stops = torch.tensor([ends] if isinstance(ends, int) else list(ends or ()), device=generated.device)
-        rows[:, : generated.shape[1]][torch.isin(generated, stops).cumsum(1) > 0] = -1.0
-        return rows
+        return mark_ends(generated, self.max_new_tokens, settings.eos_token_id)
 
     def compute_metrics(self, predictions: Tensor, examples: EncodedPairs, indices: Sequence[int]) -> dict[str, float]:
         """Compute ``loss`` (mean over target tokens), ``perplexity``, ``token_accuracy``, and scores of generated ones.
@@ -247,13 +236,8 @@ class Seq2Seq:
         Raises:
             FedspanError: If there are generated texts and a package that scores them is missing.
         """
-        loss, tokens, right = predictions[:, :_SUMS].double().sum(0).tolist()
-        scores = {
-            "loss": loss / tokens,
-            "perplexity": math.exp(min(loss / tokens, _LARGEST)),
-            "token_accuracy": right / tokens,
-        }
-        if predictions.shape[1] > _SUMS:
+        scores = compute_token_metrics(predictions)
+        if predictions.shape[1] > SCORES:
             texts, references = self.decode_predictions(predictions), self.decode_targets(examples, indices)
             scores |= compute_text_scores(texts, references, self.options.bleu_tokenizer)
         return scores
@@ -273,8 +257,7 @@ class Seq2Seq:
 
     def decode_predictions(self, predictions: Tensor) -> list[str]:
         """Return the generated texts."""
-        rows = [[int(id) for id in row if id >= 0] for row in predictions[:, _SUMS:].tolist()]
-        return [str(text).strip() for text in self.tokenizer.batch_decode(rows, skip_special_tokens=True)]
+        return decode_generated(self.tokenizer, predictions)
 
     def decode_targets(self, examples: EncodedPairs, indices: Sequence[int]) -> list[str]:
         """Return the targets as in the data."""

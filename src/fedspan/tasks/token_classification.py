@@ -29,6 +29,7 @@ from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, require_p
 from fedspan.tasks.entities import convert_to_iob2, find_entities, list_labels, score_entities
 from fedspan.tasks.losses import upcast
 from fedspan.tasks.metrics import Metric
+from fedspan.tasks.token_scores import IGNORED
 
 if TYPE_CHECKING:
     import datasets
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TOKEN_CLASSIFICATION", "EncodedSentences", "TokenClassification"]
 
-_IGNORED = -100
 _WORDS = "word_numbers"
 """Key of a batch's numbers of the words that its pieces begin, (B, T); -1 for other pieces."""
 _COUNTS = "labelled_words"
@@ -136,7 +136,7 @@ class TokenClassification:
         rows = list(indices)
         batch = collate_texts(self.tokenizer, examples.text, rows, device)
         shape = tuple(batch["input_ids"].shape)
-        labels_BT, numbers_BT = np.full(shape, _IGNORED, np.int64), np.full(shape, -1, np.int64)
+        labels_BT, numbers_BT = np.full(shape, IGNORED, np.int64), np.full(shape, -1, np.int64)
         for position, row in enumerate(rows):
             first_pieces, word_numbers = examples.firsts[row], examples.words[row]
             labels_BT[position, first_pieces] = np.asarray(examples.labels[row], np.int64)[word_numbers]

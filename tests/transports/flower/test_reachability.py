@@ -66,8 +66,12 @@ def test_certificates_hold_under_strict_rules(tmp_path: Path) -> None:
     folder = make_authority(tmp_path / "a")
     context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
     context.verify_flags |= ssl.VERIFY_X509_STRICT
-    with listening(folder) as port, socket.create_connection(("127.0.0.1", port), 5) as connection:
-        context.wrap_socket(connection, server_hostname="127.0.0.1").close()
+    with (
+        listening(folder) as port,
+        socket.create_connection(("127.0.0.1", port), 5) as connection,
+        context.wrap_socket(connection, server_hostname="127.0.0.1") as encrypted,
+    ):
+        assert encrypted.getpeercert()
 
 
 def test_a_damaged_authority_is_named(tmp_path: Path) -> None:
