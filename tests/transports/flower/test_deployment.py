@@ -23,8 +23,10 @@ from stage import Deployment, build_command, build_environment
 from helpers.sites import SITES, run_values, site_files
 
 pytestmark = pytest.mark.slow
-STEPS = 150
+STEPS = 800
 """Of a client's round, so that there is time to kill somebody in it."""
+TRAINED = 0.3
+"""Seconds of CPU time after which a node is surely training: far less than a round's training takes."""
 
 
 @pytest.fixture
@@ -55,6 +57,28 @@ def wait_for_round(run: Path, number: int, process: subprocess.Popen[str]) -> No
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def get_worker(made: Deployment, site: str) -> int:
+    """Return the id of the process in which a node trains."""
+    pid = made.processes[site].pid
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[-1])
+
+
+def get_cpu_seconds(pid: int) -> float:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_for_training(made: Deployment, run: Path, process: subprocess.Popen[str], site: str) -> None:
+    """Wait until a node trains in the second round; a pause of fixed length would depend on the machine's speed."""
+    wait_for_round(run, 1, process)
+    worker = get_worker(made, site)
+    start, until = get_cpu_seconds(worker), time.monotonic() + 120
+    while get_cpu_seconds(worker) < start + TRAINED:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def submitted(made: Deployment, config: Path, out: Path, *options: str) -> subprocess.Popen[str]:
@@ -93,8 +117,7 @@ def test_whoever_is_killed_costs_no_finished_round_and_changes_no_bit(
     # The server's process, in the middle of the second round.
     run = tmp_path / "server"
     process = submitted(made, plan, run)
-    wait_for_round(run, 1, process)
-    time.sleep(0.5)
+    wait_for_training(made, run, process, SITES[0])
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     before = len(rounds(run))
@@ -106,8 +129,7 @@ def test_whoever_is_killed_costs_no_finished_round_and_changes_no_bit(
     # A node, which comes back: its round is asked again.
     run = tmp_path / "node"
     process = submitted(made, plan, run)
-    wait_for_round(run, 1, process)
-    time.sleep(0.5)
+    wait_for_training(made, run, process, SITES[0])
     made.end(SITES[0])
     made.join(SITES[0], made.folder / f"{SITES[0]}.yaml")
     finish(process, made)
@@ -117,19 +139,15 @@ def test_whoever_is_killed_costs_no_finished_round_and_changes_no_bit(
     # The process in which a node trains.
     run = tmp_path / "worker"
     process = submitted(made, plan, run)
-    wait_for_round(run, 1, process)
-    time.sleep(0.5)
-    pid = made.processes[SITES[1]].pid
-    (child,) = [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()][-1:]
-    os.kill(child, signal.SIGKILL)
+    wait_for_training(made, run, process, SITES[1])
+    os.kill(get_worker(made, SITES[1]), signal.SIGKILL)
     finish(process, made)
     assert same(tmp_path / "clean", run)
 
     # The SuperLink, which is started again.
     run = tmp_path / "superlink"
     process = submitted(made, plan, run)
-    wait_for_round(run, 1, process)
-    time.sleep(0.5)
+    wait_for_training(made, run, process, SITES[0])
     pid = made.processes["server"].pid
     os.kill(int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[-1]), signal.SIGKILL)
     finish(process, made)
