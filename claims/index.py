@@ -19,8 +19,9 @@ OPENING = """# Claims
 This page lists statements of papers about their methods, and what this library measured for each of them. Every claim
 has a script in `claims/`, and every number comes from the run that its page names. Comparisons are paired by seed. A
 statement *holds* if the mean difference exceeds two standard errors in the paper's direction, is *contradicted* if it
-does so in the other direction, and is *inconclusive* otherwise. `python claims/index.py` writes this page from the
-saved results."""
+does so in the other direction, and is *inconclusive* otherwise. Results marked *outdated* were measured before a change
+that their page names, and have not been measured again; only the last column of the summary counts them. `python
+claims/index.py` writes this page from the saved results."""
 NOT_RUN = """## Not run yet
 
 These presets have no page yet. `python claims/all.py ID --data PATH --model PATH` runs one of them on two cores and
@@ -36,6 +37,7 @@ EXAMINED = """## Examined contradictions
 
 Rows of contradicted statements, run again under a possible reason for the contradiction."""
 VERDICTS = ("holds", "contradicted", "inconclusive", "not runnable here")
+OUTDATED = "outdated"
 
 
 def index(folder: Path) -> str:
@@ -70,21 +72,22 @@ def _build_sort_key(path: Path) -> list[str]:
 
 
 def summarize_papers(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Count the verdicts of each paper's statements."""
+    """Count the verdicts of each paper's statements; those of outdated pages have a column of their own."""
     counts = {
-        title: Counter(finding["verdict"] for page in pages for finding in page["findings"])
+        title: Counter(
+            OUTDATED if "outdated" in page else finding["verdict"] for page in pages for finding in page["findings"]
+        )
         for title, pages in parts.items()
     }
+    columns = (*VERDICTS, OUTDATED)
     rows = [
-        (title, str(len(parts[title])), str(sum(count.values())), *(str(count[verdict]) for verdict in VERDICTS))
+        (title, str(len(parts[title])), str(sum(count.values())), *(str(count[column]) for column in columns))
         for title, count in counts.items()
     ]
     total = sum(counts.values(), Counter[str]())
     pages = str(sum(map(len, parts.values())))
-    rows.append(("all", pages, str(sum(total.values())), *(str(total[verdict]) for verdict in VERDICTS)))
-    return format_table(
-        ("paper", "claims", "statements", *(verdict.removesuffix(" here") for verdict in VERDICTS)), rows
-    )
+    rows.append(("all", pages, str(sum(total.values())), *(str(total[column]) for column in columns)))
+    return format_table(("paper", "claims", "statements", *(column.removesuffix(" here") for column in columns)), rows)
 
 
 def format_rows(pages: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
@@ -93,7 +96,8 @@ def format_rows(pages: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     for saved in pages:
         for number, finding in enumerate(saved["findings"]):
             page = f"[{saved['title']}]({saved['name']}.md), {saved['date']}" if number == 0 else ""
-            rows.append((page, finding["statement"], finding["measured"], f"**{finding['verdict']}**"))
+            verdict = f"**{finding['verdict']}**" + (f", {OUTDATED}" if "outdated" in saved else "")
+            rows.append((page, finding["statement"], finding["measured"], verdict))
     return rows
 
 

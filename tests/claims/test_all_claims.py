@@ -95,15 +95,34 @@ def test_what_was_looked_into_is_in_the_index_and_not_counted(scripts: None, tmp
         saved = {"name": name, "title": name.title(), "date": "2026-11-22", "findings": [finding]}
         (tmp_path / f"{name}.json").write_text(json.dumps(saved), encoding="utf-8")
     page = index(tmp_path)
-    assert "| all | 1 | 1 | 1 | 0 | 0 | 0 |" in page
+    assert "| all | 1 | 1 | 1 | 0 | 0 | 0 | 0 |" in page
     assert "| [Reasons](reasons.md), 2026-11-22 | After 80 rounds | by +1.0 ± 0.1 | **holds** |" in page
+
+
+def test_an_outdated_page_names_every_change_once_and_is_counted_apart(scripts: None, tmp_path: Path) -> None:
+    """A new run of the page, which writes both of its files anew, removes the mark."""
+    mark, reproduced = importlib.import_module("outdated").mark, importlib.import_module("reproduced")
+    reproduced.page(reproduce_preset("fedloru-table1", tmp_path), load_preset("fedloru-table1"), tmp_path)
+    page, facts = tmp_path / "fedloru-table1.md", tmp_path / "fedloru-table1.json"
+    before, count = page.read_text(), len(json.loads(facts.read_text())["findings"])
+    for change in ("alpha is 64", "alpha is 64", "norms train"):
+        mark(tmp_path, "fedloru-table1", change)
+    note = "\n\n**Outdated:** since this run, alpha is 64; norms train. The command above measures it again."
+    assert page.read_text().replace(note, "") == before
+    assert page.read_text().count(note) == 1
+    index = importlib.import_module("index").index(tmp_path)
+    assert f"| all | 1 | {count} | 0 | 0 | 0 | 0 | {count} |" in index
+    assert index.count("**, outdated |") == count
+    reproduced.page(reproduce_preset("fedloru-table1", tmp_path), load_preset("fedloru-table1"), tmp_path)
+    assert page.read_text() == before
+    assert "outdated" not in json.loads(facts.read_text())
 
 
 def test_every_script_and_preset_has_its_place(every: ModuleType) -> None:
     pages = [job.page for job in every.JOBS]
     assert len(set(pages)) == len(pages)
     libraries = {"curvature", "linear_model", "planted_views"}
-    helpers = {"all", "index", "hypotheses", "report", "reproduced"} | libraries
+    helpers = {"all", "index", "hypotheses", "outdated", "report", "reproduced"} | libraries
     scripts = {path.stem for path in CLAIMS.glob("*.py")} - helpers
     presets = {preset.id for preset in list_presets()}
     assert scripts <= set(pages) <= scripts | presets

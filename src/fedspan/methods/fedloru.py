@@ -12,12 +12,13 @@ number of rounds it is FedIT.
 ``from_scratch`` is the pre-training of the published code: the target layers' weights count as zero (a base update with
 rho = 0; they are not overwritten), and A and B both start at random.
 
-Deviations: the paper's letters are swapped (its A is our B). Its alpha is our scaling s = lora_alpha / r. The paper's
-two forms, merging into the weight and (appendix C.1) keeping the list of pairs beside it, are one here: an accumulation
-is an increment of the base update, which holds the pairs one after another and leaves W0 as it is; only when the list
-has outgrown the weight does it become a matrix beside W0. The new A is drawn from (seed, number of accumulations), so
-it is not transmitted; a client that was absent at an accumulation is sent the increments that it missed. The published
-code's ``--accumulate`` merges without re-initialising, which applies s B A twice; the paper's algorithm stands here.
+Deviations: the paper's letters are swapped (its A is our B). Its alpha is our scaling s = lora_alpha / r, of which the
+paper gives no value (the published code: lora_alpha = 64 at any rank). The paper's two forms, merging into the weight
+and (appendix C.1) keeping the list of pairs beside it, are one here: an accumulation is an increment of the base
+update, which holds the pairs one after another and leaves W0 as it is; only when the list has outgrown the weight does
+it become a matrix beside W0. The new A is drawn from (seed, number of accumulations), so it is not transmitted; a
+client that was absent at an accumulation is sent the increments that it missed. The published code's ``--accumulate``
+merges without re-initialising, which applies s B A twice; the paper's algorithm stands here.
 """
 
 from __future__ import annotations
