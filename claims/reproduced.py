@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with data sets")
     parser.add_argument("--model", type=Path, help="folder with a model, where the preset asks for one")
     parser.add_argument("--runs", type=Path, default=Path("runs/claims"))
+    parser.add_argument("--seeds", type=int, nargs="+", help="in place of the preset's; one gives no verdict")
     parser.add_argument("--set", dest="overrides", nargs="*", default=[], help="section.field=value")
     parser.add_argument("--out", type=Path, default=report.FOLDER)
     args = parser.parse_args()
@@ -164,6 +165,7 @@ def main() -> None:
         model=args.model,
         overrides=args.overrides,
         reuse=[args.runs],  # tables share cells
+        seeds=args.seeds,
     )
     args.out.mkdir(parents=True, exist_ok=True)
     page(reproduction, load_preset(args.id), args.out)

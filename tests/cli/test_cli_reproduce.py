@@ -122,6 +122,31 @@ def finished_table(tiny_preset: Preset, tiny_folder: Path, tmp_path_factory: pyt
         return Finished(folder, reproduce.reproduce("tiny-table1", folder, data=tiny_folder, listener=watcher), watcher)
 
 
+def test_all_rows_share_a_rate_under_the_matched_protocol(
+    tiny_preset: Preset, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = tiny_preset.small.model_copy(update={"matched": {"training.lr": 0.005}})
+    monkeypatch.setattr(reproduce, "load_preset", lambda id: tiny_preset.model_copy(update={"small": small}))
+    folder = tmp_path / "matched"
+    report = reproduce.reproduce("tiny-table1", folder, data=tiny_folder, seeds=[1], protocol="matched")
+    assert report.seeds == (1,)
+    assert [(score.method, score.selected, len(score.scores)) for score in report.scores] == [
+        (label, {"training.lr": 0.005}, 1) for label in ("LoRA", "FFA-LoRA")
+    ]
+    for path in folder.rglob("config.yaml"):
+        assert parse_config(yaml.safe_load(path.read_text())).training.lr == 0.005
+    assert {judged.verdict for judged in report.verdicts} <= {"inconclusive", "not runnable here"}  # of one seed
+    assert reproduce.resume_reproduction(folder).scores == report.scores
+    with pytest.raises(FedspanError, match="was begun with protocol 'matched'"):
+        reproduce.reproduce("tiny-table1", folder, data=tiny_folder, seeds=[1])
+
+
+def test_a_protocol_that_a_preset_lacks_is_named(preset: Path, tmp_path: Path) -> None:
+    with pytest.raises(FedspanError, match=r"`protocol`: 'matched' is not accepted\. Expected best, or matched at"):
+        reproduce.reproduce("tiny-table1", tmp_path / "none", data=preset, protocol="matched")
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_table_is_stopped_resumed_and_judged(preset: Path, tmp_path: Path, call: Call) -> None:
     folder = tmp_path / "table"
     with pytest.raises(Stop):

@@ -154,6 +154,10 @@ def changed(**changes: Any) -> dict[str, Any]:
             {"small": {"skip": [{}]}},
             r"`x\.small\.skip\.0`: {} is not accepted. Expected a dictionary with at least 1 item",
         ),
+        (
+            {"sweep": {"training.lr": [0.1]}, "small": {"matched": {"training.momentum": 0.9}}},
+            r"small\.matched has training\.momentum, the sweep training\.lr",
+        ),
         ({"seeds": []}, r"`x\.seeds`: \[\] is not accepted. Expected a list with at least 1 item"),
     ],
 )

@@ -25,6 +25,7 @@ __all__ = [
     "Gap",
     "Measure",
     "Preset",
+    "Protocol",
     "Record",
     "Scale",
     "list_presets",
@@ -100,6 +101,10 @@ Scale = Literal["full", "small"]
 SCALES: tuple[Scale, ...] = ("full", "small")
 
 
+Protocol = Literal["best", "matched"]
+"""``best``: swept values are selected for each row; ``matched``: all rows have the same values."""
+
+
 def require_scale(scale: str) -> None:
     """Check that a scale exists.
 
@@ -151,6 +156,7 @@ class Small(Record):
         skip: Combinations of the axes' values that are not run, each by axis as in ``Where.cells``.
         where: Replacement of the full list.
         sweep: Replacement of the full sweep; None leaves it unchanged.
+        matched: Values of the swept paths that all rows share under the protocol ``matched``; empty: there is none.
         seeds: Replacement of the full seeds; None leaves them unchanged.
     """
 
@@ -161,6 +167,7 @@ class Small(Record):
     skip: list[Annotated[dict[str, list[str]], Field(min_length=1)]] = Field(default_factory=list)
     where: list[Where] = Field(default_factory=list)
     sweep: dict[str, list[Any]] | None = None
+    matched: dict[str, Any] = Field(default_factory=dict)
     seeds: list[int] | None = Field(default=None, min_length=1)
 
 
@@ -206,6 +213,10 @@ class Preset(Record):
                 )
         for axis in self.small.axes:
             self._require("small.axes", axis, self.axes)
+        if self.small.matched:
+            swept = self.sweep if self.small.sweep is None else self.small.sweep
+            if set(self.small.matched) != set(swept):
+                raise ValueError(f"small.matched has {', '.join(self.small.matched)}, the sweep {', '.join(swept)}")
         for label in (*self.small.methods, *self.small.leave_out):
             self._require("small", label, self.methods)
         for where in (*self.where, *self.small.where):
@@ -247,6 +258,19 @@ class Preset(Record):
     def get_sweep(self, scale: Scale) -> dict[str, list[Any]]:
         """Return the values to try at a scale."""
         return self.sweep if scale == "full" or self.small.sweep is None else self.small.sweep
+
+    def get_candidates(self, scale: Scale, protocol: Protocol) -> dict[str, list[Any]]:
+        """Return the values to try at a scale under a protocol.
+
+        Raises:
+            FedspanError: If the preset has no such protocol at this scale.
+        """
+        if protocol == "best":
+            return self.get_sweep(scale)
+        if protocol != "matched" or scale == "full" or not self.small.matched:
+            expected = "best, or matched at the small scale of a preset that names `small.matched`"
+            raise FedspanError("protocol", protocol, expected)
+        return {path: [value] for path, value in self.small.matched.items()}
 
     @property
     def timed(self) -> bool:

@@ -25,7 +25,7 @@ from fedspan.experiments.tables import Table, format_markdown, format_mean, form
 from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.reproduction.cells import DATA, MODEL, Cell, list_cells, name_row_folders, tabulate_settings
 from fedspan.reproduction.measurement import MEASURED, measure
-from fedspan.reproduction.presets import Preset, Scale, load_preset, require_scale
+from fedspan.reproduction.presets import Preset, Protocol, Scale, load_preset, require_scale
 from fedspan.reproduction.verdicts import COSTS, CellScore, Judged, judge, tabulate_verdicts
 from fedspan.runs.curves import read_curve
 from fedspan.runs.folder import RunFolder
@@ -43,8 +43,10 @@ _SETTINGS = {
     "model": (str, type(None)),
     "overrides": list,
     "reuse": list,
+    "seeds": (list, type(None)),
+    "protocol": str,
 }
-_LATER: dict[str, Any] = {"reuse": []}
+_LATER: dict[str, Any] = {"reuse": [], "seeds": None, "protocol": "best"}
 """Settings that earlier versions did not write."""
 
 
@@ -101,6 +103,8 @@ def reproduce(
     model: str | Path | None = None,
     overrides: Sequence[str] = (),
     reuse: Sequence[str | Path] = (),
+    seeds: Sequence[int] | None = None,
+    protocol: Protocol = "best",
     listener: Watcher | None = None,
     progress: bool | None = None,
 ) -> Reproduction:
@@ -118,6 +122,9 @@ def reproduce(
         model: Folder with a model, if the preset requires one.
         overrides: Changes to all configs, each ``section.field=value``.
         reuse: Folders with other reproductions or runs; they are not changed.
+        seeds: Seeds in place of the preset's; a single one gives scores, but no verdict.
+        protocol: ``best``: the values of the preset's sweep are selected for each row; ``matched``: all rows have the
+            values that the preset's ``matched`` names.
         listener: Listener that receives all events.
         progress: Whether to show progress bars on standard error; None: if that is a terminal, or in a notebook.
 
@@ -136,6 +143,8 @@ def reproduce(
         "model": None if model is None else os.path.abspath(model),
         "overrides": list(overrides),
         "reuse": [os.path.abspath(folder) for folder in reuse],
+        "seeds": None if seeds is None else list(seeds),
+        "protocol": protocol,
     }
     with open_watcher(listener, progress) as watcher:
         return _run(settings, Path(folder), watcher)
@@ -163,6 +172,8 @@ def resume_reproduction(
 def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Reproduction:
     preset, scale = load_preset(settings["id"]), settings["scale"]
     require_scale(scale)
+    seeds = preset.get_seeds(scale) if settings["seeds"] is None else tuple(settings["seeds"])
+    candidates = preset.get_candidates(scale, settings["protocol"])
     cells = list_cells(preset, scale, settings["data"], settings["model"], settings["overrides"])
     for cell in cells:
         for values in cell.configs.values():
@@ -172,14 +183,12 @@ def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Reprodu
     with share_prefixes(), share_teams(), nullcontext() if preset.timed else reuse_finished_runs(reusable):
         _open_folder(folder, settings)
         scores = tuple(
-            _run_row(preset, scale, cell, label, folder / cell.name / name, watcher)
+            _run_row(preset, candidates, seeds, cell, label, folder / cell.name / name, watcher)
             for cell in cells
             for label, name in name_row_folders(cell.configs).items()
         )
     verdicts = judge(preset.claims, cells, scores)
-    report = Reproduction(
-        preset.id, scale, preset.get_seeds(scale), scores, verdicts, str(folder), tabulate_settings(cells)
-    )
+    report = Reproduction(preset.id, scale, seeds, scores, verdicts, str(folder), tabulate_settings(cells))
     _write(report, preset, settings["command"])
     return report
 
@@ -200,7 +209,7 @@ def _open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
         raise FedspanError("folder", str(folder), problem=f"{str(folder)!r} holds other files. Choose another folder")
     if path.is_file():
         stored = read_settings(folder, REPRODUCE, _SETTINGS, _LATER)
-        for name in ("id", "scale", "overrides"):
+        for name in ("id", "scale", "overrides", "protocol"):
             if stored[name] != settings[name]:
                 raise FedspanError(
                     "folder",
@@ -212,10 +221,17 @@ def _open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
         write_atomic(path, yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True).encode())
 
 
-def _run_row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path, watcher: Watcher) -> CellScore:
+def _run_row(
+    preset: Preset,
+    candidates: Mapping[str, Sequence[Any]],
+    seeds: Sequence[int],
+    cell: Cell,
+    label: str,
+    folder: Path,
+    watcher: Watcher,
+) -> CellScore:
     """Run one row in one cell: the sweep, if there are several values to try, and the seeds."""
     config: Any = cell.configs[label]
-    candidates, seeds = preset.get_sweep(scale), preset.get_seeds(scale)
     best_values: Mapping[str, object] = {}
     if any(len(values) > 1 for values in candidates.values()):
         search = sweep(config, folder / "sweep", candidates, seeds=seeds[:1], listener=watcher, progress=False)
