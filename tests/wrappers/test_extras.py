@@ -161,6 +161,46 @@ def test_frozen_statistics_move_nowhere(resnet: Prepared) -> None:
     assert not any(m.training for m in resnet.engine.adapted.model.modules() if isinstance(m, nn.BatchNorm2d))
 
 
+@pytest.mark.parametrize("method", ["pfedloru", "pfedlora", "lora-a2", "fed-sb"])
+def test_norms_are_in_training_mode_where_the_extras_rest(method: str, images: Path) -> None:
+    """One batch of all examples: the statistics are those of a plain model in training mode, and nothing trains."""
+    training = {"local_steps": 1, "batch_size": 100}
+    made = prepare(tiny_images.config(images, "resnet", method={"name": method, "r": 2}, training=training))
+    federation, id = made.federation, "west"
+    progress = federation.begin()
+    before, after = trained(federation, progress, id)
+    buffers = {join_extra_name(path) for path in federation.method.spec.buffers}
+    assert not before.extras
+    assert before.buffers == buffers
+    assert not [name for name in before.trainable_names if name.startswith("extras/")]
+    plain = tiny_images.fresh_classifier(images / "resnet").train()
+    batch = made.task.collate(made.train, federation.clients[id].train, torch.device("cpu"))
+    with torch.no_grad():
+        plain(pixel_values=batch["pixel_values"])
+    for name, value in plain.named_buffers():
+        assert torch.allclose(after[join_extra_name(name)], value, rtol=1e-5, atol=1e-6), name
+    extras = {name: value for name, value in before.tensors.items() if name.startswith("extras/")}
+    assert differing(extras, after) == buffers
+    if method == "fed-sb":  # its only job in this round
+        return
+    client = federation.get_client(id, progress)
+    done = federation.engine.train(Assignment(id, 0, before, federation.clients[id].train, 0.02), federation.examples)
+    following, _ = federation.method.finish(before, done, client, {}, 0)
+    assert isinstance(following, Job)
+    assert following.extras
+    assert not differing({name: done.tensors[name] for name in buffers}, following.tensors)
+    assert {name for name in following.trainable_names if name.startswith("extras/")} == set(extras) - buffers
+
+
+@pytest.mark.parametrize("method", ["pfedloru", "pfedlora"])
+def test_frozen_norms_rest_in_every_phase(method: str, images: Path) -> None:
+    model = {"extras": "frozen"}
+    made = prepare(tiny_images.config(images, "resnet", model=model, method={"name": method, "r": 2}))
+    job, tensors = trained(made.federation, made.federation.begin(), "east")
+    assert job.buffers == frozenset()
+    assert not differing({name: value for name, value in job.tensors.items() if name.startswith("extras/")}, tensors)
+
+
 def test_norms_outside_the_extras_are_left_alone(images: Path) -> None:
     made = prepare(tiny_images.config(images, "resnet", model={"modules_to_save": []}))
     assert made.engine.adapted.spec.buffers == frozenset()

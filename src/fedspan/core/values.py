@@ -190,8 +190,10 @@ class Job:
         refresh: Renewal of projectors during the job.
         want_gradient: Whether to also return the mean raw gradient over the steps.
         phase: Name of the phase, part of the key of every random draw.
-        extras: Whether the extras train in this phase (where their policy permits training at all).
-        buffers: Names of tensors that training forward passes update (running statistics of norms).
+        extras: Whether the extras' parameters train in this phase (where their policy permits training at all). Norms
+            among them are in training mode in any case: ``buffers`` decides that, not this field.
+        buffers: Names of tensors that training forward passes update (running statistics of norms); a norm whose
+            statistics are not named is in evaluation mode.
         decay_base: Whether AdamW's decay acts on the target layers' whole weights, the frozen part included (GaLore).
         scalars: Small values of the message that ``finish`` needs; engines ignore them.
     """

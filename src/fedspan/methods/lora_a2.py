@@ -12,8 +12,9 @@ Exact: the other factor is the same for all clients. A client's rank r_k is its 
 one scaling for all. A budget above r is r.
 
 Deviations: training starts again from the round's factors after the probe (the text can be read either way); the head
-does not train in the probe. The paper freezes the head; here it follows ``model.extras`` (default ``average``), as for
-FFA-LoRA. B's learning rate is ``b_lr_scale`` times A's: the paper takes two rates, as LoRA+ does; 5 is our default.
+does not train in the probe, in which norms are in training mode as usual. The paper freezes the head; here it follows
+``model.extras`` (default ``average``), as for FFA-LoRA. B's learning rate is ``b_lr_scale`` times A's: the paper takes
+two rates, as LoRA+ does; 5 is our default.
 """
 
 from __future__ import annotations

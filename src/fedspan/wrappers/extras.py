@@ -5,8 +5,10 @@
 ``frozen``: the extras do not train; every client receives the server's initial values once, so that a random head is
 the same on all clients.
 
-Buffers (running statistics of norms) follow their modules: they change where the extras train, and are averaged, local
-or frozen with them; of integer buffers, which count batches, the largest value is used.
+Buffers (running statistics of norms) follow their modules and are averaged, local or frozen with them; of integer
+buffers, which count batches, the largest value is used. Unless they are frozen, norms are in training mode in every
+phase of a job, also in one in which the extras rest (``Job.extras``): then their parameters do not train, but they
+normalise by the batch and their statistics move.
 """
 
 from __future__ import annotations
@@ -111,12 +113,14 @@ class WithExtras(Wrapper):
     def _add_extras(self, job: Job, extras: Tensors) -> Job:
         if not extras:
             return job
-        groups = job.trainable
-        if self.policy != "frozen" and job.extras:
-            buffers = frozenset(join_extra_name(path) for path in self.spec.buffers)
-            groups = (*groups, Group(tuple(name for name in extras if name not in buffers), lr_scale=self.lr_scale))
-            job = replace(job, buffers=buffers)
-        return replace(job, tensors={**job.tensors, **extras}, trainable=groups)
+        job = replace(job, tensors={**job.tensors, **extras})
+        if self.policy == "frozen":
+            return job
+        job = replace(job, buffers=frozenset(join_extra_name(path) for path in self.spec.buffers))
+        if not job.extras:
+            return job
+        names = tuple(name for name in extras if name not in job.buffers)
+        return replace(job, trainable=(*job.trainable, Group(names, lr_scale=self.lr_scale)))
 
 
 def _drop_extras(groups: tuple[Group, ...]) -> tuple[Group, ...]:
