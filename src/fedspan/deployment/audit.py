@@ -83,7 +83,8 @@ class AuditedTransport(Transport):
                 self._write("answered", id, **describe_envelope(reply))
             return on_reply(id, reply)
 
-        self.inner.exchange(Orders(orders.task, orders, order), received, seconds, wait_for_offline=wait_for_offline)
+        audited = orders.replace_make(order)
+        self.inner.exchange(audited, received, seconds, wait_for_offline=wait_for_offline)
 
     def _write(self, event: str, id: str, **facts: object) -> None:
         self.log.write(event, run=self.run, client=id, node=str(self.nodes.get(id, "")), **facts)

@@ -266,7 +266,8 @@ class ReportedEvaluator(Evaluator):
         assert federation.transport is not None, "clients in this process are evaluated here"
         with stages.stage("evaluation", len(self.ids), "clients"):
             federation.transport.begin(progress)
-            federation.transport.exchange(Orders("evaluate", self.ids, order), replied, federation.rules.deadline)
+            orders = Orders("evaluate", self.ids, order, lambda _: 0)
+            federation.transport.exchange(orders, replied, federation.rules.deadline)
         return self._pool("validation", reported["validation"]), self._pool("test", reported["test"])
 
     def _pool(self, part: ScoredPart, by_client: Mapping[str, Scores]) -> ClientScores | None:

@@ -254,7 +254,8 @@ class Federation:
                 failures.append(Failure(id, 0, str(error), "export"))
             return False
 
-        self.transport.exchange(Orders("export", self.clients, order), replied, self.rules.deadline)
+        orders = Orders("export", self.clients, order, lambda _: 0)
+        self.transport.exchange(orders, replied, self.rules.deadline)
         return tuple(failures)
 
     def record(self, event: Transfer | Failure) -> None:

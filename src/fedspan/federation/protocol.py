@@ -309,11 +309,26 @@ class Orders(Mapping[str, Envelope]):
         task: The kind of exchange: ``train``, ``evaluate``, ``export`` or a phase of secure aggregation.
         ids: Ids of the clients.
         make: Creates the order of a client.
+        reply_bytes: Computes the maximum size of the body of a client's reply, in bytes; None: unknown.
     """
 
-    def __init__(self, task: str, ids: Iterable[str], make: Callable[[str], Envelope]) -> None:
-        self.task, self._make = task, make
+    def __init__(
+        self,
+        task: str,
+        ids: Iterable[str],
+        make: Callable[[str], Envelope],
+        reply_bytes: Callable[[str], int] | None = None,
+    ) -> None:
+        self.task, self._make, self._reply_bytes = task, make, reply_bytes
         self._ids = dict.fromkeys(ids)
+
+    def replace_make(self, make: Callable[[str], Envelope]) -> Orders:
+        """Return the exchange with orders that another function creates."""
+        return Orders(self.task, self._ids, make, self._reply_bytes)
+
+    def compute_reply_bytes(self, id: str) -> int | None:
+        """Return the maximum size of the body of a client's reply, in bytes; None: unknown."""
+        return None if self._reply_bytes is None else self._reply_bytes(id)
 
     def __getitem__(self, id: str) -> Envelope:
         if id not in self._ids:

@@ -147,7 +147,7 @@ class Round:
                 self.on_client(id, decoded.parts[-1].loss if decoded.parts else math.nan)
             return is_enough
 
-        orders = Orders(context.task, masks, order)
+        orders = Orders(context.task, masks, order, lambda id: self.aggregation.compute_reply_bytes(clients[id]))
         context.transport.exchange(orders, on_reply, context.rules.deadline, wait_for_offline=attempt > 0)
 
     def _announce(

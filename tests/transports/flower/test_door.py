@@ -26,6 +26,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "is_node_key_required", lambda app: app.keyed)
     monkeypatch.setattr(door, "verify_node_headers", lambda headers: headers.get(b"key"))
     monkeypatch.setattr(door, "find_node_id", lambda app, key: 7 if key == KEY else None)
+    monkeypatch.setattr(door, "find_reply_limit", lambda app, node, order: None)
 
 
 def reply(**changes: Any) -> Any:
@@ -212,6 +213,29 @@ def test_a_message_is_the_node_s_own_reply_to_the_server(
 ) -> None:
     monkeypatch.setattr(door, "read_pushed_reply", lambda *_: None if changes is None else reply(**changes))
     assert status(f"{door.NODE_API}push-messages") == expected
+
+
+def test_a_reply_is_no_larger_than_its_order_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def find_limit(app: Any, node: int, order: str) -> int:
+        asked.append((node, order))
+        return 1000
+
+    monkeypatch.setattr(door, "read_pushed_reply", lambda *_: reply())
+    monkeypatch.setattr(door, "find_reply_limit", find_limit)
+    made = door.Door(Behind(), exchange=Exchange())
+
+    async def run() -> list[int]:
+        path = f"{wire.NODE_PATH}send-reply"
+        found = [await request(made, path, body=wire.pack([b"", bytes(500), bytes(n)])) for n in (500, 501)]
+        found.append(await request(made, f"{door.NODE_API}push-messages"))
+        return [*found, *[await request(made, f"{door.NODE_API}push-object", body=bytes(n)) for n in (400, 600, 1)]]
+
+    assert asyncio.run(run()) == [200, 413, 200, 200, 200, 413]
+    assert set(asked) == {(7, "m")}
+    monkeypatch.setattr(door, "read_pushed_reply", lambda *_: reply(objects=17))  # 16, and one for every 5 MiB
+    assert own_status(wire.SEND_REPLY, b"head") == 413
 
 
 @pytest.mark.parametrize("body", [b"", b"abc", bytes(100), bytes(range(256))])

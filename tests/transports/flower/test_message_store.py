@@ -17,9 +17,11 @@ from fedspan.transports.flower.adapter import (
     MessageStore,
     RunNotRunningException,
     deflate_message,
+    find_reply_limit,
     read_pushed_reply,
     set_identity,
 )
+from fedspan.transports.flower.wire import INLINE_BYTES, format_reply_limit
 from helpers.hostile_node import name_of
 
 remove_content_from_message = name_of("flwr.app.message", "remove_content_from_message")
@@ -45,7 +47,8 @@ class Scene:
 
     def __init__(self, factory: Any) -> None:
         self.state = factory.state()
-        self.store = MessageStore(SimpleNamespace(state=SimpleNamespace(linkstate_factory=factory)))
+        self.app = SimpleNamespace(state=SimpleNamespace(linkstate_factory=factory))
+        self.store = MessageStore(self.app)
         self.node = self.state.create_node("owner", "owner", os.urandom(8), 30.0)
         assert self.state.activate_node(self.node, 30.0)
         self.run = self.state.create_run(None, None, None, {}, "@none/default", None, "owner", "flwr-serverapp")
@@ -55,11 +58,11 @@ class Scene:
         assert self.state.activate_task(task.task_id)
         self.task = self.store.find_task(token)
 
-    def send_order(self) -> str:
-        """Store an order for the node, and return its id."""
+    def send_order(self, group: str = "") -> str:
+        """Store an order of a group for the node, and return its id."""
         set_identity(1, self.run, SUPERLINK_NODE_ID)
         content = RecordDict({"a": ConfigRecord({"a": time.time()})})
-        message = Message(content, dst_node_id=self.node, message_type="train", ttl=600)
+        message = Message(content, dst_node_id=self.node, message_type="train", ttl=600, group_id=group)
         tree, contents = deflate_message(message)
         head = PushAppMessagesRequest(
             messages_list=[message_to_proto(remove_content_from_message(message))], message_object_trees=[tree]
@@ -101,6 +104,14 @@ def test_a_reply_is_stored_with_its_objects_and_its_order_deleted(scene: Scene) 
     stored = scene.store.store_reply(*scene.reply(taken[0]))
     assert (stored.run, stored.reply_to) == (scene.run, id)
     assert id not in scene.state.object_store
+
+
+def test_the_maximum_size_of_a_reply_is_stored_with_its_order(scene: Scene) -> None:
+    limited, other = scene.send_order(format_reply_limit(1234)), scene.send_order()
+    assert find_reply_limit(scene.app, scene.node, limited) == 1234
+    assert find_reply_limit(scene.app, scene.node, other) is None
+    for node, order in ((scene.node, "unknown"), (scene.node + 1, limited)):
+        assert find_reply_limit(scene.app, node, order) == INLINE_BYTES
 
 
 def test_a_late_reply_is_refused_and_what_its_run_left_stays_deleted(scene: Scene) -> None:

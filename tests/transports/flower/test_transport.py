@@ -164,6 +164,43 @@ def test_after_the_object_that_exceeds_the_limit_no_other_is_fetched() -> None:
     assert len(pulled) < 30  # the third, and those that other threads had asked for
 
 
+def test_an_order_names_how_large_its_reply_may_be() -> None:
+    sizes, grid = {"a": 0, "b": 5 << 20, "c": 7}, Grid([1, 2, 3], {})
+    orders = Orders("train", ENVELOPES, ENVELOPES.__getitem__, sizes.__getitem__)
+    transport.GridTransport(grid, NODES).exchange(orders, lambda *_: False, 10.0)
+    groups = {message.metadata.dst_node_id: message.metadata.group_id for message in grid.sent.values()}
+    assert groups == {NODES[id]: f"reply-bytes:{size + 2**20}" for id, size in sizes.items()}
+
+
+@pytest.mark.parametrize(("size", "is_read"), [(1000, True), (1001, False)])
+def test_a_server_reads_no_more_than_the_order_allows(
+    size: int, is_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = pytest.importorskip("fedspan.transports.flower.adapter")
+    head = adapter.ReplyHead("reply", "order", adapter.ObjectTree(object_id="reply"), {"reply": bytes(size)})
+    grid = object.__new__(transport.LimitedGrid)
+    for name, value in {
+        "push_messages": lambda self, messages: ["order" for _ in messages],
+        "take_replies": lambda self, ids, seconds: [head],
+        "make_error": lambda self, order, reason: reason,
+    }.items():
+        monkeypatch.setattr(adapter.TaskGrid, name, value)
+    monkeypatch.setattr(transport.LimitedGrid, "limit", 2000)
+    monkeypatch.setattr(transport, "assemble_message", lambda id, contents, limit: f"{id} within {limit}")
+    order = SimpleNamespace(metadata=SimpleNamespace(group_id="reply-bytes:1000"))
+    assert grid.push_messages([order]) == ["order"]
+    partial = transport.LimitedGrid._continue
+    results: list[Any] = []
+
+    def keep(self: Any, reply: Any) -> None:
+        results.append(partial(self, reply))
+
+    monkeypatch.setattr(transport.LimitedGrid, "_continue", keep)
+    assert grid.pull_messages(["order"]) == []
+    (result,) = results
+    assert result == ("reply within 1000" if is_read else "the reply has more than 0.000953674 MiB, the maximum")
+
+
 def test_objects_that_came_along_are_not_fetched_and_count() -> None:
     adapter = pytest.importorskip("fedspan.transports.flower.adapter")
     messages = pytest.importorskip("fedspan.transports.flower.messages")
@@ -227,7 +264,8 @@ def test_a_refused_batch_is_sent_again_at_once_under_other_names(refusals: int, 
             return super().push_messages(messages)
 
     grid, found = Refusing([1, 2, 3], {}), dict[str, Any]()
-    transport.GridTransport(grid, NODES).exchange(ENVELOPES, lambda id, reply: found.update({id: reply}), 10.0)
+    orders = Orders("train", ENVELOPES, ENVELOPES.__getitem__)
+    transport.GridTransport(grid, NODES).exchange(orders, lambda id, reply: found.update({id: reply}), 10.0)
     assert found == (ENVELOPES if refusals == 1 else dict.fromkeys("abc", "the SuperLink did not take its order"))
     assert len(set(grid.bodies)) == len(grid.bodies) == 2
 

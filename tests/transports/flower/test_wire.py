@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedspan.transports.flower.wire import pack, select_fitting, unpack
+from fedspan.transports.flower.wire import format_reply_limit, pack, parse_reply_limit, select_fitting, unpack
 
 
 @pytest.mark.parametrize("parts", [[], [b""], [b"", b"a", bytes(1000)], [b"abc"] * 64])
@@ -16,6 +16,12 @@ def test_what_is_joined_comes_apart(parts: list[bytes]) -> None:
 def test_what_was_not_joined_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="not at most 64 parts"):
         unpack(data, 64)
+
+
+def test_an_order_names_the_maximum_size_of_its_reply() -> None:
+    assert [parse_reply_limit(format_reply_limit(limit)) for limit in (None, 0, 2**40)] == [None, 0, 2**40]
+    for group in ("", "3", "reply-bytes:", "reply-bytes:-1", "reply-bytes:1.5", "reply-bytes:" + "9" * 20):
+        assert parse_reply_limit(group) is None
 
 
 def test_parts_are_few() -> None:

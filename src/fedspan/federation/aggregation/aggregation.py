@@ -33,6 +33,10 @@ from fedspan.training.jobs import TrainingSettings
 __all__ = ["Aggregation", "AggregationFactory", "PlaintextAggregation", "RoundContext", "Tally"]
 
 
+_SCALAR_BYTES = 64
+"""Size in bytes by which a number, or the padding of the header, may be larger than in an untrained reply."""
+
+
 @dataclass(frozen=True)
 class RoundContext:
     """The definition of a round: its method, clients, state and rules.
@@ -130,6 +134,10 @@ class Aggregation(Protocol):
         """
         ...
 
+    def compute_reply_bytes(self, client: Client) -> int:
+        """Return the maximum size of the body of a client's reply, in bytes."""
+        ...
+
     def add(self, client: Client, reply: Reply, attempt: int) -> bool:
         """Process a reply.
 
@@ -189,6 +197,7 @@ class PlaintextAggregation:
         self._changes: dict[str, ChangeSize] = {}
         self._buffer = ReplyBuffer()
         self._expected: dict[str, Message] = {}
+        self._reply_bytes: tuple[Message, int] | None = None
         rules, settings = context.rules, context.settings
         self._folds = not rules.validate and not rules.over_select and not settings.clips
         selected = {id: context.clients[id] for id in context.ids}
@@ -208,6 +217,14 @@ class PlaintextAggregation:
     def open(self, clients: Mapping[str, Client], attempt: int) -> Mapping[str, Masking | None]:
         """``Aggregation.open``."""
         return dict.fromkeys(clients)
+
+    def compute_reply_bytes(self, client: Client) -> int:
+        """``Aggregation.compute_reply_bytes``: a reply has the names of an untrained one, and no larger tensors."""
+        untrained = self._get_untrained_reply(client)
+        if self._reply_bytes is None or self._reply_bytes[0] is not untrained:
+            size = len(serialization.encode(untrained)) + _SCALAR_BYTES * (1 + len(untrained.scalars))
+            self._reply_bytes = untrained, size
+        return self._reply_bytes[1]
 
     def add(self, client: Client, reply: Reply, attempt: int) -> bool:
         """``Aggregation.add``."""

@@ -45,6 +45,10 @@ _FEWEST = 3
 """Minimum cohort size: in a cohort of two, each client learns the other's change from the next state."""
 
 
+_VECTOR_HEADER = 1024
+"""Maximum size of what an encoded message with one vector has beside its numbers, in bytes."""
+
+
 class SecureAggregation:
     """Aggregation of replies of which the server sees only the sum.
 
@@ -138,6 +142,10 @@ class SecureAggregation:
             problem = "the method sends its clients different models, and a secure sum needs one that all can check"
             raise FedspanError("federation.secure", None, problem=problem)
         return digests.pop()
+
+    def compute_reply_bytes(self, client: Client) -> int:
+        """``Aggregation.compute_reply_bytes``: a vector of a fixed length, with a short header."""
+        return self._total.nbytes + _VECTOR_HEADER
 
     def add(self, client: Client, reply: Reply, attempt: int) -> bool:
         """``Aggregation.add``: add a masked vector to the sum."""

@@ -245,7 +245,8 @@ class SecureSession:
             return awaited.is_over(id, lambda: replies, self.quorum)
 
         task = next(iter(orders.values())).task if orders else ""
-        self.transport.exchange(Orders(task, orders, sent), replied, self.seconds, wait_for_offline=wait_for_offline)
+        sent_orders = Orders(task, orders, sent, lambda _: 0)
+        self.transport.exchange(sent_orders, replied, self.seconds, wait_for_offline=wait_for_offline)
         return replies
 
     def _read(self, kind: type[A], id: str, envelope: Envelope | str) -> A:

@@ -6,9 +6,9 @@ allows:
 
 - **Nodes** reach the nine paths of Flower's that a node needs, and the door's own (``wire``). The signed time in the
   headers is verified, and the key must be an admitted one, before a byte of the body is read. Bodies have a maximum
-  size for each path and a time limit. A message must be a reply of the node itself to the server, of at most
-  ``DoorLimits.objects`` objects, and the objects that follow may have ``DoorLimits.reply_bytes`` bytes in all. A node
-  that sends faster than the limits waits.
+  size for each path and a time limit. A message must be a reply of the node itself to the server, and its objects may
+  have as many bytes in all as the order allows (``wire``), and at most ``DoorLimits.reply_bytes``. A node that sends
+  faster than the limits waits.
 - **The operator** reaches everything else, from a process of the same user on the same machine. Flower's commands carry
   no credentials, so the system's own record of who owns the connection decides.
 
@@ -37,6 +37,7 @@ from fedspan.transports.flower.adapter import (
     PushedReply,
     RunNotRunningException,
     find_node_id,
+    find_reply_limit,
     is_node_key_required,
     read_pushed_reply,
     verify_node_headers,
@@ -232,7 +233,7 @@ class Door:
                 answer = await self._acknowledge_heartbeat(body, sender, scope)
             else:
                 if name == _PUSH_MESSAGES:
-                    await self._require_reply(body, sender)
+                    await self._require_reply(body, sender, scope)
                 elif name == _PUSH_OBJECT:
                     self._require_room(body, sender)
                 await self.app(scope, _make_replay(body, receive), send)
@@ -255,7 +256,7 @@ class Door:
 
     async def _send_reply(self, body: bytes, sender: Sender | None, scope: Scope) -> bytes:
         head, *contents = _unpack_parts(body, 1 + self.limits.objects) or [b""]
-        reply = await self._require_reply(head, sender)
+        reply = await self._require_reply(head, sender, scope)
         for content in contents:
             self._require_room(content, sender)
         try:
@@ -313,7 +314,7 @@ class Door:
             raise Refused(413, "the objects are larger than a reply may be, or belong to no reply")
         sender.reply_left -= len(body)
 
-    async def _require_reply(self, head: bytes, sender: Sender | None) -> PushedReply:
+    async def _require_reply(self, head: bytes, sender: Sender | None, scope: Scope) -> PushedReply:
         """Check that a head announces one reply, of a node itself and to the server, and let its objects follow."""
         if len(head) > self.limits.head_bytes:
             raise Refused(413, f"the announcement of a reply has at most {self.limits.head_bytes} bytes")
@@ -324,10 +325,13 @@ class Door:
             raise Refused(403, "a message in the name of another node")
         if not reply.is_to_server or not reply.reply_to:
             raise Refused(403, "nodes only reply to the server")
-        if reply.objects > self.limits.objects or reply.depth > 8:
-            raise Refused(413, f"a reply has at most {self.limits.objects} objects")
+        ordered = await run_sync(find_reply_limit, scope["app"], reply.node, reply.reply_to)
+        limits = self.limits if ordered is None else self.limits.restrict(ordered)
+        if reply.objects > limits.objects or reply.depth > 8:
+            raise Refused(413, f"the reply to this order has at most {limits.objects} objects")
         if sender is not None:
-            sender.reply_left = self.limits.reply_bytes + OBJECT_BYTES  # what surrounds the pieces counts, too
+            # what surrounds the pieces counts, too; the limit of an order allows for it
+            sender.reply_left = limits.reply_bytes + (OBJECT_BYTES if ordered is None else 0)
         return reply
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fedspan.transports.flower.adapter import PIECE_BYTES
 
@@ -24,7 +24,7 @@ class DoorLimits:
     """Limits on the requests of one node.
 
     Args:
-        reply_bytes: Maximum size of a reply's objects together, in bytes.
+        reply_bytes: Maximum size of a reply's objects together, in bytes, if its order names no smaller one.
         parallel: Requests of a node that are processed at once; the others wait. A request for an order does not count
             while there is none. Heartbeats and activations do not count, so that a busy node stays online.
         waiting: Requests of a node that may wait; further ones are refused.
@@ -55,6 +55,10 @@ class DoorLimits:
     def head_bytes(self) -> int:
         """Maximum size of the announcement of a reply, in bytes."""
         return SMALL_BYTES + self.objects * _TREE_NODE
+
+    def restrict(self, reply_bytes: int) -> DoorLimits:
+        """Return the limits for the reply to an order that names a maximum size, in bytes."""
+        return replace(self, reply_bytes=min(self.reply_bytes, reply_bytes))
 
 
 class Bucket:

@@ -34,7 +34,7 @@ from fedspan.transports.flower.adapter import (
 from fedspan.transports.flower.messages import assemble_message, describe_limit, draw_salt, from_records, to_records
 from fedspan.transports.flower.server import ServerLink, call_flower
 from fedspan.transports.flower.signing import Signer, UnsignedSigner
-from fedspan.transports.flower.wire import BATCH_BYTES
+from fedspan.transports.flower.wire import BATCH_BYTES, format_reply_limit, parse_reply_limit
 
 __all__ = ["Grid", "GridTransport", "attach", "invite", "roll_call"]
 
@@ -51,6 +51,8 @@ _POLL = 0.05, 1.0
 
 _WAIT = 1.0
 """Seconds for which the server's answer waits for replies."""
+_MARGIN = 1 << 20
+"""Maximum size of what a reply has beside its body, in bytes: its header, and Flower's records around both."""
 _BATCH, _OVERHEAD = 64, 2048
 """Maximum number of orders of a request, and the size of an order's objects beside its header and body, in bytes."""
 
@@ -122,7 +124,7 @@ class GridTransport(Transport):
             salt = draw_salt()
             for batch in _split_batches(orders, [id for id in unsent if self.nodes[id] in online]):
                 lifetime = max(deadline - time.monotonic(), 0) + 60
-                addressed = [(id, self.nodes[id], envelope) for id, envelope in batch]
+                addressed = [(id, self.nodes[id], envelope, orders.compute_reply_bytes(id)) for id, envelope in batch]
                 try:
                     try:
                         sent = _send(self.grid, self.signer, addressed, "train", lifetime, salt)
@@ -197,14 +199,20 @@ def _split_batches(orders: Orders, ids: Iterable[str]) -> Iterator[list[tuple[st
 
 
 def _send(
-    grid: Grid, signer: Signer, addressed: Iterable[tuple[A, int, Envelope]], kind: str, seconds: float, salt: bytes
+    grid: Grid,
+    signer: Signer,
+    addressed: Iterable[tuple[A, int, Envelope, int | None]],
+    kind: str,
+    seconds: float,
+    salt: bytes,
 ) -> dict[str, _Sent[A]]:
     """Send envelopes in one request.
 
     Args:
         grid: Flower's grid.
         signer: Signs the envelopes.
-        addressed: Tuples of recipient, Flower's id of the node, and envelope.
+        addressed: Tuples of recipient, Flower's id of the node, envelope, and maximum size of the reply's body in
+            bytes (None: unknown).
         kind: Type of the messages.
         seconds: Lifetime of the messages.
         salt: Salt of their bodies.
@@ -214,9 +222,10 @@ def _send(
     """
     sent = list[_Sent[A]]()
     messages = list[Message]()
-    for to, node, envelope in addressed:
+    for to, node, envelope, reply_bytes in addressed:
         sealed = signer.seal(envelope, node)
-        messages.append(Message(to_records(sealed, salt), dst_node_id=node, message_type=kind, ttl=seconds))
+        group = format_reply_limit(None if reply_bytes is None else reply_bytes + _MARGIN)
+        messages.append(Message(to_records(sealed, salt), node, kind, ttl=seconds, group_id=group))
         sent.append(_Sent(to, node, sealed.nonce))
     return {id: message for id, message in zip(grid.push_messages(messages), sent, strict=False) if id}
 
@@ -306,7 +315,7 @@ def invite(
             if node not in invited_at or (node in to_reinvite and now - invited_at[node] >= _REINVITE_SECONDS)
         ]
         for start in range(0, len(due), _BATCH):
-            addressed = [(node, node, envelope) for node in due[start : start + _BATCH]]
+            addressed = [(node, node, envelope, 0) for node in due[start : start + _BATCH]]
             invited_at |= dict.fromkeys(due[start : start + _BATCH], now)
             to_reinvite.difference_update(due[start : start + _BATCH])
             try:
@@ -329,8 +338,8 @@ _PATIENCE = 60.0
 class _Partial:
     """A reply whose objects have not all been fetched."""
 
-    def __init__(self, head: ReplyHead) -> None:
-        self.head, self.contents = head, dict(head.contents)
+    def __init__(self, head: ReplyHead, limit: int) -> None:
+        self.head, self.contents, self.limit = head, dict(head.contents), limit
         self.missing = [] if self.contents else list_tree_ids(head.tree)
         self.size = sum(map(len, self.contents.values()))
 
@@ -343,9 +352,21 @@ class LimitedGrid(TaskGrid):
     """
 
     limit = 1 << 31
-    """Maximum size of a reply, in bytes."""
+    """Maximum size of a reply to an order that names no smaller one, in bytes."""
+    _limits: Mapping[str, int] = MappingProxyType({})
     _partial: Mapping[str, _Partial] = MappingProxyType({})
     _unanswered: frozenset[str] = frozenset()
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """``TaskGrid.push_messages``; the maximum sizes of the replies are stored."""
+        sent = list(messages)
+        ids = super().push_messages(sent)
+        limits = dict(self._limits)
+        for id, message in zip(ids, sent, strict=False):
+            if id and (limit := parse_reply_limit(message.metadata.group_id)) is not None:
+                limits[id] = min(limit, self.limit)
+        self._limits = limits
+        return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Return the replies that are complete; one that is too large or damaged is replaced by an error.
@@ -361,7 +382,7 @@ class LimitedGrid(TaskGrid):
             self.cancel_orders(sorted(abandoned))
         unanswered = sorted(requested - partial.keys())
         for head in self.take_replies(unanswered, 0.0 if partial else _WAIT) if unanswered else ():
-            partial.setdefault(head.reply_to, _Partial(head))
+            partial.setdefault(head.reply_to, _Partial(head, self._limits.get(head.reply_to, self.limit)))
         messages: list[Message] = []
         for reply_to, reply in list(partial.items()):
             message = self._continue(reply)
@@ -372,22 +393,23 @@ class LimitedGrid(TaskGrid):
                 del partial[reply_to]
         self._partial = partial
         self._unanswered = frozenset(requested - {message.metadata.reply_to_message_id for message in messages})
+        self._limits = {id: limit for id, limit in self._limits.items() if id in self._unanswered}
         return messages
 
     def _continue(self, reply: _Partial) -> Message | None:
         """Fetch the objects of a reply that have arrived; return the reply when it is complete, or an error."""
         try:
-            if len(reply.missing) + len(reply.contents) > _RECORDS + self.limit // PIECE_BYTES:
+            if len(reply.missing) + len(reply.contents) > _RECORDS + reply.limit // PIECE_BYTES:
                 raise ValueError("the reply has too many objects")
-            if reply.size > self.limit:
-                raise ValueError(f"the reply has {describe_limit(self.limit)}")
+            if reply.size > reply.limit:
+                raise ValueError(f"the reply has {describe_limit(reply.limit)}")
             while reply.missing:
                 content = self.pull_object(reply.missing[-1])
                 reply.size += len(content)
-                if reply.size > self.limit:
-                    raise ValueError(f"the reply has {describe_limit(self.limit)}")
+                if reply.size > reply.limit:
+                    raise ValueError(f"the reply has {describe_limit(reply.limit)}")
                 reply.contents[reply.missing.pop()] = content
-            return assemble_message(reply.head.id, reply.contents, self.limit)
+            return assemble_message(reply.head.id, reply.contents, reply.limit)
         except ObjectUnavailableError:
             return None
         except ObjectPullError as error:

@@ -11,6 +11,9 @@ orders again and again. Nodes and the submitting process of fedspan use these pa
 
 A body is a list of parts, each with its length before it: Flower's own message first, then the contents of objects,
 whose names are their hashes. Objects that exceed ``INLINE_BYTES`` are fetched and sent one by one, as in Flower.
+
+An order names the maximum size of its reply in the field of Flower's that holds a message's group. It is stored with
+the order, so the door refuses what is larger, also after a restart, without asking the run's server.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ __all__ = [
     "SEND_REPLY",
     "TAKE_ORDER",
     "TAKE_REPLIES",
+    "format_reply_limit",
     "pack",
+    "parse_reply_limit",
     "select_fitting",
     "unpack",
 ]
@@ -44,6 +49,22 @@ BATCH_BYTES = 16 * 2**20
 """Maximum size of the objects that come along with several orders or replies, in bytes."""
 
 _LENGTH = 4
+_REPLY_LIMIT = "reply-bytes:"
+
+
+def format_reply_limit(limit: int | None) -> str:
+    """Return the group of an order whose reply has a maximum size.
+
+    Args:
+        limit: Maximum size of the reply's objects together, in bytes; None: the door's own limit.
+    """
+    return "" if limit is None else f"{_REPLY_LIMIT}{limit}"
+
+
+def parse_reply_limit(group: str) -> int | None:
+    """Return the maximum size of a reply in bytes that the group of its order names; None: it names none."""
+    digits = group.removeprefix(_REPLY_LIMIT)
+    return int(digits) if group.startswith(_REPLY_LIMIT) and digits.isdecimal() and len(digits) < 20 else None
 
 
 def pack(parts: Iterable[bytes]) -> bytes:

@@ -35,13 +35,14 @@ from flwr.supercore.constant import (
 )
 from flwr.supercore.date import now
 from flwr.supercore.primitives.asymmetric import bytes_to_public_key, public_key_to_bytes, verify_signature
+from flwr.supercore.utils import uint64_to_int64
 
 if TYPE_CHECKING:
     import asyncio
 
     from starlette.middleware import Middleware
 
-from fedspan.transports.flower.wire import NODE_PATH, RUN_PATH
+from fedspan.transports.flower.wire import INLINE_BYTES, NODE_PATH, RUN_PATH, parse_reply_limit
 
 __all__ = [
     "FLEET_HTTP_PUBLIC_KEY_HEADER",
@@ -52,6 +53,7 @@ __all__ = [
     "PushedReply",
     "build_flwr_command",
     "find_node_id",
+    "find_reply_limit",
     "is_node_key_required",
     "read_node_id",
     "read_pushed_reply",
@@ -126,6 +128,25 @@ def find_node_id(app: Any, public_key: bytes) -> int | None:
         public_key: The key as PEM.
     """
     return app.state.linkstate_factory.state().get_node_id_by_public_key(public_key)
+
+
+_GROUP = "SELECT group_id FROM message_ins WHERE message_id = ? AND dst_node_id = ?"
+
+
+def find_reply_limit(app: Any, node: int, order: str) -> int | None:
+    """Return the maximum size of the reply to an order in bytes; None: the order names none.
+
+    A node that replies to an order that it was not sent, or that was deleted, may send what fits into one request.
+
+    Args:
+        app: The SuperLink's app.
+        node: Flower's id of the node that replies.
+        order: Id of the order.
+    """
+    with app.state.linkstate_factory.state().session() as session:
+        rows = session.connection().exec_driver_sql(_GROUP, (order, uint64_to_int64(node)))
+        group = rows.scalars().first()
+    return INLINE_BYTES if group is None else parse_reply_limit(group)
 
 
 _public_key = lru_cache(4096)(bytes_to_public_key)
