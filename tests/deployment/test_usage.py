@@ -388,6 +388,35 @@ def test_a_crash_between_the_two_files_stops_nothing(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in (marker, tmp_path / "state" / "budget.json")} == {0o600}
 
 
+@pytest.mark.parametrize("mechanism", ["local", "dp-sgd"])
+def test_a_run_is_refused_at_its_start_if_its_rounds_would_exceed_epsilon(
+    mechanism: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """What the node plans is what the orders of all rounds cost it."""
+    pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
+    privacy = {"mechanism": mechanism, "noise": 4.0, "randomness": "secret"}
+    service = NodeService(node(tiny_folder, tmp_path / "first", limits={"epsilon": None}))
+    run, _ = served(tiny_folder, service, privacy=privacy)
+    progress = run.federation.begin()
+    for _ in range(run.federation.settings.rounds):
+        progress = run.federation.run_round(progress).progress
+    account = UsageBook(service.node).get_account()
+    assert sum(count for *_, count in account.releases) >= run.federation.settings.rounds
+    cost = account.compute_epsilon(1e-5)
+    for epsilon, is_refused in ((cost * 0.999, True), (cost * 1.001, False)):
+        limited = NodeService(node(tiny_folder, tmp_path / str(epsilon), limits={"epsilon": epsilon}))
+        refused = introduced(limited, values(tiny_folder, privacy=privacy)).refused
+        assert (refused is not None) == is_refused, refused
+        assert not is_refused or f"would cost an epsilon of {cost:.4g}" in str(refused)
+    # Another run of the same rounds does not fit into what one order has left.
+    rate, noise, count = account.releases[0]
+    UsageBook(limited.node).record_order(ORDER, (Charge("clinic", Mechanism(rate, noise), count // 3),))
+    again = introduced(limited, values(tiny_folder, privacy=privacy), run="second").refused
+    assert again is not None
+    assert "that this server has spent" in again
+    assert introduced(limited, values(tiny_folder, privacy=privacy)).refused is None  # it was joined before
+
+
 def test_epsilon_is_spent_before_the_order_is_carried_out(tmp_path: Path) -> None:
     pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
     with pytest.raises(FedspanError, match=r"`limits\.epsilon`: 10\.0 is not accepted"):  # the default

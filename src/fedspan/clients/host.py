@@ -25,10 +25,15 @@ from fedspan.clients.statistics import StatisticsLimits, compute_client_statisti
 from fedspan.clients.store import ClientState, ClientStore, LostStateError, OverlayMapping, copy_on_write
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Memory, Method
-from fedspan.core.values import Client, Contribution, Job, Message, OptimizerState, Trained
+from fedspan.core.values import Client, Contribution, Job, Message, OptimizerState, ServerState, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.privacy import compute_order_charges, compute_training_noise, privatize
+from fedspan.federation.privacy import (
+    compute_order_charges,
+    compute_planned_charges,
+    compute_training_noise,
+    privatize,
+)
 from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Envelope, Order, Part, Reply, ScoredPart, Scores
 from fedspan.federation.secagg.messages import Phase, refuse_phase
@@ -339,6 +344,16 @@ class Host:
         return compute_order_charges(
             settings.privacy, settings, self.method, self._decode_message(order), client, order.round, memory
         )
+
+    def compute_planned_charges(self, id: str) -> tuple[Charge, ...]:
+        """Compute the privacy cost of all rounds of the run for a client that trains in each of them."""
+        settings, data = self.engine.settings, self.clients[id]
+
+        def begin() -> ServerState:
+            return self.method.init(self.engine.adapted)
+
+        client = _set_true_examples(data.client, data)
+        return compute_planned_charges(settings.privacy, settings, self.method, begin, client)
 
     def _export(self, order: Order) -> Reply:
         if self.export is None:

@@ -128,6 +128,7 @@ class NodeService:
             if self.node.limits.approve == "ask":
                 self._approvals.require(invitation)
             joined = self._build(invitation)
+            self._usage.require_privacy(invitation.run, joined.host.compute_planned_charges(self.node.id))
             self._record_run(invitation.run)
             self._audit.write("joined", **self._describe_job(invitation), examples=joined.terms.client.examples)
         except NotApprovedError as error:

@@ -206,6 +206,29 @@ class UsageBook:
         _require_left("runs", len(account.runs), 1, self.limits.runs)
         _require_left("rounds", account.rounds, rounds, self.limits.rounds)
 
+    def require_privacy(self, run: str, charges: tuple[Charge, ...]) -> None:
+        """Check that the planned privacy cost of another run fits into what is left; nothing is recorded.
+
+        Args:
+            run: Name of the run; one that was joined before is charged by its orders alone.
+            charges: The cost of all of its rounds.
+
+        Raises:
+            FedspanError: If it does not fit.
+        """
+        account, epsilon = self.get_account(), self.limits.epsilon
+        if not charges or epsilon is None or _compute_digest(run) in account.runs:
+            return
+        cost = _build_spend(account, self.limits.delta).compute_worst(_remove_payers(charges))
+        if cost > epsilon:
+            spent = account.compute_epsilon(self.limits.delta)
+            problem = (
+                f"all rounds of the run would cost an epsilon of {cost:.4g} (delta {self.limits.delta:g})"
+                f"{f', with the {spent:.4g} that this server has spent' if spent else ''}, above this node's limit of "
+                f"{epsilon:g}. Fewer rounds or more noise cost less"
+            )
+            raise FedspanError("limits.epsilon", epsilon, problem=problem)
+
     def record_run(self, run: str) -> DataUse:
         """Record that the node joins a run, with the content of its data.
 
@@ -403,6 +426,11 @@ def _require_left(limit: str, used: int, added: int, maximum: int | None) -> Non
         raise FedspanError(f"limits.{limit}", maximum, problem=problem)
 
 
+def _remove_payers(charges: tuple[Charge, ...]) -> tuple[Charge, ...]:
+    """Return charges as those of the node, whose only data set pays all of them."""
+    return tuple(replace(charge, payer="") for charge in charges)
+
+
 def _build_spend(account: Account, delta: float) -> PrivacySpend:
     spend = PrivacySpend(delta, "rdp")
     spend.restore({"": [list(charge) for charge in account.releases]})
@@ -416,7 +444,7 @@ def _add_releases(account: Account, charges: tuple[Charge, ...], limits: NodeLim
         FedspanError: If they exceed the limit on epsilon.
     """
     spend = _build_spend(account, limits.delta)
-    unattributed = tuple(replace(charge, payer="") for charge in charges)
+    unattributed = _remove_payers(charges)
     if limits.epsilon is not None and (cost := spend.compute_worst(unattributed)) > limits.epsilon:
         raise FedspanError("limits.epsilon", limits.epsilon, f"at least {cost:.4g}, with this order")
     spend.charge(unattributed)

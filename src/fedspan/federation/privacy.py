@@ -18,7 +18,7 @@ subtracted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -37,6 +37,7 @@ from fedspan.training.jobs import Privacy, TrainingSettings
 __all__ = [
     "compute_expected_charges",
     "compute_order_charges",
+    "compute_planned_charges",
     "compute_private_mean",
     "compute_round_charges",
     "compute_sampling_rate",
@@ -134,6 +135,30 @@ def compute_expected_charges(
     """
     new_client = replace(client, last_round=None)
     return compute_order_charges(privacy, training, method, method.sync(state, new_client), new_client, state.round)
+
+
+def compute_planned_charges(
+    privacy: Privacy | None,
+    training: TrainingSettings,
+    method: Method,
+    begin: Callable[[], ServerState],
+    client: Client,
+) -> tuple[Charge, ...]:
+    """Return the privacy cost of a run for a client that trains in all of its rounds.
+
+    Args:
+        privacy: Privacy of the run, with its number of rounds.
+        training: Settings of local training.
+        method: The run's method.
+        begin: Builds the server's state before the first round; every round costs as much as this one.
+        client: The client.
+    """
+    if privacy is None or privacy.mechanism == "central":
+        return ()
+    if privacy.mechanism == "local":
+        return (Charge(client.id, Mechanism(1.0, compute_client_noise(privacy, 1.0) / 2), privacy.rounds),)
+    charges = compute_expected_charges(privacy, training, method, begin(), client)
+    return tuple(replace(charge, count=charge.count * privacy.rounds) for charge in charges)
 
 
 def compute_training_noise(
