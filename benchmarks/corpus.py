@@ -1,13 +1,19 @@
-"""The figures of the built-in corpus's datasheet: ``python benchmarks/corpus.py``.
+"""The built-in corpora: figures of the datasheet of the patients' messages, and the files of the banking queries.
 
-Sizes, the closest pair of messages, and two classifiers without any fine-tuning, trained on train.csv and scored on
-test.csv.
+    python benchmarks/corpus.py
+    python benchmarks/corpus.py --banking77 FOLDER
+
+The figures are sizes, the closest pair of messages, and two classifiers without any fine-tuning, trained on train.csv
+and scored on test.csv. With ``--banking77``, the script writes ``builtin:banking-queries`` into the source instead,
+from ``train.csv`` and ``test.csv`` of the data set.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import statistics
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +23,10 @@ from transformers import AutoModel, AutoTokenizer
 
 from fedspan.data.builtin import find_corpus_file
 from fedspan.models.names import resolve_model
+
+
+INTENTS = 20
+"""Number of intents of the banking queries, of 77."""
 
 
 def read(split: str) -> tuple[list[str], list[str]]:
@@ -40,8 +50,22 @@ def compute_sentence_vectors(texts: list[str]) -> np.ndarray:
     return np.concatenate(vectors)
 
 
-def main() -> None:
-    """Print everything."""
+def write_banking_queries(folder: Path) -> None:
+    """Write the rows of the first intents by name, from the data set's files in ``folder``."""
+    intents = set[str]()
+    for split in ("train", "test"):
+        with (folder / f"{split}.csv").open(newline="", encoding="utf-8") as file:
+            rows = [(row["text"].strip(), row["category"]) for row in csv.DictReader(file)]
+        intents = intents or set(sorted({label for _, label in rows})[:INTENTS])
+        path = Path(str(find_corpus_file("builtin:banking-queries", split, "data.train")))
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(("text", "label"))
+            writer.writerows(row for row in rows if row[1] in intents)
+
+
+def print_figures() -> None:
+    """Print the figures of the patients' messages."""
     train, labels = read("train")
     test, truth = read("test")
     for name, texts in (("train", train), ("test", test)):
@@ -58,6 +82,17 @@ def main() -> None:
     ):
         model = LogisticRegression(C=10.0, max_iter=2000).fit(left, labels)
         print(f"{name} with logistic regression: {100 * model.score(right, truth):.1f} %")
+
+
+def main() -> None:
+    """Print the figures, or write the banking queries."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--banking77", type=Path, metavar="FOLDER", help="write builtin:banking-queries from these files")
+    args = parser.parse_args()
+    if args.banking77 is None:
+        print_figures()
+    else:
+        write_banking_queries(args.banking77)
 
 
 if __name__ == "__main__":

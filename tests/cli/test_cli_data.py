@@ -31,7 +31,7 @@ def test_the_list_is_legible_in_80_columns(call: Call) -> None:
             assert entry.hub.id in line or entry.hub.id.split("/")[0] in line
 
 
-@pytest.mark.parametrize("key", ["sst2", "cola", "gsm8k", "boolq", "mnist", "patient-messages"])
+@pytest.mark.parametrize("key", ["sst2", "cola", "gsm8k", "boolq", "mnist", "banking-queries", "patient-messages"])
 def test_one_is_shown_with_configs_to_paste(call: Call, key: str) -> None:
     entry = next(entry for entry in list_datasets() if entry.key == key)
     result = call("data", key)
@@ -39,7 +39,7 @@ def test_one_is_shown_with_configs_to_paste(call: Call, key: str) -> None:
     for shown in (entry.title, entry.metric, entry.licence, entry.source, str(entry.rows.train)):
         assert shown in result.stdout
     pasted = [part.split("\n\n")[0] for part in result.stdout.split("\n  data:\n")[1:]]
-    assert len(pasted) == {"boolq": 1, "patient-messages": 1}.get(key, 2)
+    assert len(pasted) == {"boolq": 1, "banking-queries": 1, "patient-messages": 1}.get(key, 2)
     for part in pasted:
         config = parse_config(yaml.safe_load(f"  data:\n{part}"))
         assert (config.data.dataset, config.task) == (key, entry.task)

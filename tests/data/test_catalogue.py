@@ -21,6 +21,7 @@ from pydantic import ValidationError
 import fedspan
 from fedspan.config import parse_config
 from fedspan.data import DataConfig
+from fedspan.data.builtin import CORPORA
 from fedspan.data.catalogue import DatasetEntry, list_datasets, render_snippet
 from fedspan.data.columns import LABELLED_TEXTS
 from fedspan.data.dataset_defaults import fill_data_defaults
@@ -197,8 +198,8 @@ def test_from_the_hub_the_right_part_is_asked_for(key: str, monkeypatch: pytest.
     data = loaded(entry, config_for(key))
     assert data.test is not None
     assert entry.hub is not None
-    if key == "patient-messages":
-        assert (len(data.train), len(data.test), asked) == (1200, 400, [])
+    if key in CORPORA:
+        assert (len(data.train), len(data.test), asked) == (entry.rows.train, entry.rows.test, [])
         return
     parts = [entry.hub.train_split, *([entry.hub.test_split] if entry.hub.test_split else [])]
     assert asked == [(entry.hub.id, entry.hub.config, part) for part in parts]

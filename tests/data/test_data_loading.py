@@ -218,8 +218,10 @@ def test_published_files_are_read_whole(
     assert (len(data.train), len(data.labels)) == (train, test_labels)
 
 
-def test_the_corpus_that_comes_with_the_package_is_whole() -> None:
-    data = load(config_for("builtin:patient-messages"))
+@pytest.mark.parametrize("name", CORPORA)
+def test_the_corpora_that_come_with_the_package_are_whole(name: str) -> None:
+    data = load(config_for(f"builtin:{name}"))
+    assert len(data.labels) == 20
     assert data.test is not None
     assert set(data.train["label"]) == set(data.test["label"]) == set(range(len(data.labels)))
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shlex
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedspan.cli.commands import Overrides, register_command
 from fedspan.cli.live_run import find_unused_folder, show_run
+
+if TYPE_CHECKING:
+    from fedspan.runs.session import RunReport
 
 __all__ = ["demo"]
 
@@ -30,10 +35,33 @@ def demo(
         bool, typer.Option("--show-config", help="Print the demo's config, as a template of your own.")
     ] = False,
 ) -> None:
-    """Run a demo: ten clinics train a classifier of patients' messages, and no message leaves its clinic."""
+    """Run a demo: ten banks train a classifier of their customers' questions, and no question leaves its bank.
+
+    With fedspan[report], the demo also writes the page that `fedspan report` makes.
+    """
     packaged = files("fedspan").joinpath("demo.yaml")
     if show_config:
         typer.echo(packaged.read_text(encoding="utf-8"), nl=False)
         return
     with as_file(packaged) as path:
-        show_run(out or find_unused_folder(Path("runs") / "demo"), path, overrides or ())
+        folder = out or find_unused_folder(Path("runs") / "demo")
+        report = show_run(folder, path, overrides or ())
+    _show_result(report, folder)
+
+
+def _show_result(report: RunReport, folder: Path) -> None:
+    """Print what was sent instead of data, and write the report's page if its library is installed."""
+    from fedspan.cli.formatting import create_console
+    from fedspan.experiments.tables import format_size
+
+    out = create_console()
+    sent = report.bytes["up"] + sum(count["up"] for count in report.other_bytes.values())
+    out.print(f"\nNo example left its client. In all, the clients sent {format_size(sent)} of updates and statistics.")
+    if importlib.util.find_spec("plotly") is None:
+        out.print(f"A page with curves: pip install 'fedspan[report]', then fedspan report {shlex.quote(str(folder))}")
+        return
+    with out.status("writing the page"):
+        import fedspan
+
+        page = fedspan.report([folder], folder / "report.html")
+    out.print(f"A page with curves, clients and traffic: {page}", soft_wrap=True)

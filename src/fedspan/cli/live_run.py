@@ -6,10 +6,14 @@ import importlib.util
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from fedspan.runs.trackers import require_trackers
+
+if TYPE_CHECKING:
+    from fedspan.runs.session import RunReport
 
 __all__ = ["describe_interruption", "find_unused_folder", "show_run"]
 
@@ -32,8 +36,10 @@ def _select_trackers(track: str | None) -> list[str]:
     return names
 
 
-def show_run(folder: Path, config: Path | None, overrides: Sequence[str] = (), track: str | None = "none") -> None:
-    """Start a new run, or resume or extend one if there is no config; then print its summary."""
+def show_run(
+    folder: Path, config: Path | None, overrides: Sequence[str] = (), track: str | None = "none"
+) -> RunReport:
+    """Start a new run, or resume or extend one if there is no config; then print its summary and return it."""
     from fedspan.cli.formatting import create_console
 
     out, trackers = create_console(), _select_trackers(track)
@@ -52,6 +58,7 @@ def show_run(folder: Path, config: Path | None, overrides: Sequence[str] = (), t
         typer.echo(describe_interruption(folder, view.rounds), err=True)
         raise typer.Exit(130) from None
     show_report(out, report, folder)
+    return report
 
 
 def describe_interruption(folder: Path, rounds: int, command: str = "run") -> str:
