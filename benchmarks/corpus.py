@@ -24,7 +24,6 @@ from transformers import AutoModel, AutoTokenizer
 from fedspan.data.builtin import find_corpus_file
 from fedspan.models.names import resolve_model
 
-
 INTENTS = 20
 """Number of intents of the banking queries, of 77."""
 
@@ -87,7 +86,7 @@ def print_figures() -> None:
 def main() -> None:
     """Print the figures, or write the banking queries."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--banking77", type=Path, metavar="FOLDER", help="write builtin:banking-queries from these files")
+    parser.add_argument("--banking77", type=Path, metavar="FOLDER", help="write builtin:banking-queries from it")
     args = parser.parse_args()
     if args.banking77 is None:
         print_figures()

@@ -36,9 +36,7 @@ def _select_trackers(track: str | None) -> list[str]:
     return names
 
 
-def show_run(
-    folder: Path, config: Path | None, overrides: Sequence[str] = (), track: str | None = "none"
-) -> RunReport:
+def show_run(folder: Path, config: Path | None, overrides: Sequence[str] = (), track: str | None = "none") -> RunReport:
     """Start a new run, or resume or extend one if there is no config; then print its summary and return it."""
     from fedspan.cli.formatting import create_console
 

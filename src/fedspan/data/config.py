@@ -62,8 +62,8 @@ class DataConfig(BaseModel):
         "(image-classification: of images) per class, or domain/class. MNIST's idx files "
         "(train-images-idx3-ubyte.gz, with the labels next to it) and CIFAR's binary batches. The id "
         "of a data set on the Hugging Face hub, such as PolyAI/banking77. builtin:banking-queries and "
-        "builtin:patient-messages, small corpora that are part of fedspan. Nested fields of JSON and parquet are columns with "
-        "dots: meta.label. Braces in a table's path match any name, which becomes a column: "
+        "builtin:patient-messages, small corpora that are part of fedspan. Nested fields of JSON and parquet "
+        "are columns with dots: meta.label. Braces in a table's path match any name, which becomes a column: "
         "clinics/{hospital}/train.csv with partition.column: hospital makes each file a client. "
         "Required without `dataset`.",
     )
