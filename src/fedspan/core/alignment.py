@@ -28,7 +28,8 @@ def solve_procrustes(source_RI: Tensor, target_RI: Tensor) -> Tensor:
     """Solve orthogonal Procrustes: the S with orthonormal rows that maximises ``<S source, target>``.
 
     For ``source`` (R', I), ``target`` (R, I), R <= R', and ``target source^T = U Sigma V^T``: S = U V^T, (R, R').
-    For R = R' that also minimises ``||S source - target||_F``; for R < R' it need not (FLoRG's ``paper`` variant).
+    For R = R' that also minimises ``||S source - target||_F``; for R < R' it need not (FLoRG's
+    ``untruncated`` variant).
     """
     U, _, Vt = torch.linalg.svd(target_RI @ source_RI.T, full_matrices=False)
     return U @ Vt

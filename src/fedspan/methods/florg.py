@@ -4,24 +4,27 @@
 
     W_t = W0 + s L A_t^T A_t R,   L (m, k) and R (k, n) fixed,  L^T L = I,  R R^T = I,  A (r, k)
     client i:  trains A_i from A_t
-    server:    Q = sum_i p_i A_i^T A_i = P^T Lambda P;   A~ = Lambda^(1/2) P  (r', k)
+    server:    Q = sum_i p_i A_i^T A_i = P^T Lambda P;   A~ = Lambda^(1/2) P  (r', k), r' <= r,
+               of the greatest eigenvalues
                A_t A~^T = U Sigma V^T;   A_{t+1} = U V^T A~  (r, k)
 
 Q is not formed: A~ comes from the SVD of the stacked sqrt(p_i) A_i. L and R follow from the seed and are never
 transmitted.
 
 Deviations: the equations have no alpha; s = lora_alpha / r stands before the product here (``lora_alpha: r`` is the
-paper's). r' is up to K r, so U V^T (r, r') cannot have the orthonormal columns that the paper's proof asks for, and
-rank r of Q's r' is kept: ``alignment: paper`` keeps the directions near A_t, ``top-r`` the r greatest eigenpairs,
-rotated towards A_t; ``none`` leaves the rotation out. The paper says no more of L and R than that they are orthonormal:
-``bases: structured`` takes the identity on the shorter side and a seeded cosine transform on the longer one, ``dense``
-two uniformly random matrices. A_1 is not established: Gaussian or orthonormal rows of size ``init_std``; A = 0 is a
-stationary point. ``center`` takes s L A_1^T A_1 R off W0, so that training starts from W0; it is not in the paper. One
-rank for all: rows of zeros, by which a larger client would be served, have no gradient. ``gram_sums``: what a reply
-contributes is A_i^T A_i (k x k, float64), so that Q is a plain weighted mean, which secure aggregation can compute; the
-result is the same to rounding, except for the digits of A that squaring loses. Without secure aggregation, replies are
-still A_i (r, k). A_{t+1} is rotated towards A_t, so the coordinates last and SCAFFOLD's variates with them, but not
-without rotation (``none``). Clients' stored moments are dropped in every round.
+paper's). Q has a rank of up to K r, and the paper does not say how many eigenpairs A~ has; its proof (appendix A.1,
+lemma 2) needs orthonormal columns of S = U V^T (r, r'), which takes r' <= r: ``alignment: paper`` takes the r greatest
+eigenpairs, the nearest Gram matrix of rank r, and rotates them towards A_t. ``untruncated`` takes all r' of them, as
+the equations read without the proof, and keeps the r-dimensional part near A_t, which is further from Q. ``none`` is
+``paper`` without the rotation. The paper says no more of L and R than that they are orthonormal: ``bases: structured``
+takes the identity on the shorter side and a seeded cosine transform on the longer one, ``dense`` two uniformly random
+matrices. A_1 is not established: Gaussian or orthonormal rows of size ``init_std``; A = 0 is a stationary point.
+``center`` takes s L A_1^T A_1 R off W0, so that training starts from W0; it is not in the paper. One rank for all:
+rows of zeros, by which a larger client would be served, have no gradient. ``gram_sums``: what a reply contributes is
+A_i^T A_i (k x k, float64), so that Q is a plain weighted mean, which secure aggregation can compute; the result is the
+same to rounding, except for the digits of A that squaring loses. Without secure aggregation, replies are still A_i (r,
+k). A_{t+1} is rotated towards A_t, so the coordinates last and SCAFFOLD's variates with them, but not without rotation
+(``none``). Clients' stored moments are dropped in every round.
 """
 
 from __future__ import annotations
@@ -64,7 +67,8 @@ class FLoRG(RegisteredMethod):
     """Average Gram matrices; align.
 
     Args:
-        alignment: Reduction of the averaged Gram matrix to rank r: paper, top-r, or none (no rotation).
+        alignment: Reduction of the averaged Gram matrix to rank r: paper (its r greatest eigenpairs, rotated towards
+            A_t), untruncated (all eigenpairs, of which the part near A_t remains), or none (paper without rotation).
         bases: Kind of L and R: structured (no memory) or dense (as large as the layer) L and R.
         init_A: Distribution of A_1: gaussian entries, or orthonormal rows of the same expected length.
         init_std: Standard deviation of A's initial entries.
@@ -74,7 +78,7 @@ class FLoRG(RegisteredMethod):
 
     claims: ClassVar[Claims] = Claims(paper="FLoRG (ICLR 2026, arXiv:2602.17095)", exact=False, reduction="stack")
 
-    alignment: Literal["paper", "top-r", "none"] = "paper"
+    alignment: Literal["paper", "untruncated", "none"] = "paper"
     bases: Literal["structured", "dense"] = "structured"
     init_A: Literal["gaussian", "orthonormal"] = "gaussian"
     init_std: float = 0.01
@@ -159,7 +163,7 @@ class FLoRG(RegisteredMethod):
         )
 
     def _align(self, A_tilde: Tensor, before_RK: Tensor) -> Tensor:
-        source = A_tilde if self.alignment == "paper" else A_tilde[: self.r]
+        source = A_tilde if self.alignment == "untruncated" else A_tilde[: self.r]
         if self.alignment == "none":
             return torch.cat([source, source.new_zeros(self.r - len(source), source.shape[1])])
         return solve_procrustes(source, before_RK) @ source
