@@ -103,15 +103,33 @@ class Message:
 class Group:
     """Trainable tensors that share optimizer settings.
 
+    A group that is not active in a step behaves in it as if it were frozen: its tensors do not move, accumulate no
+    moments and do not decay, and their gradients count in no clipping norm and are no part of a private sum.
+
     Args:
         names: Tensor names.
         lr_scale: Multiplier on the learning rate.
         weight_decay: Weight decay in place of the run's; None: the run's.
+        turns: Number of turns in a cycle of optimizer steps; 1: the group is active in every step.
+        turn: The turn in which the group is active, from 0; every job begins with turn 0.
+        smoothed_axis: Axis along which gradients are smoothed (``core.smoothing``) after clipping and noise; None:
+            they are not.
     """
 
     names: tuple[str, ...]
     lr_scale: float = 1.0
     weight_decay: float | None = None
+    turns: int = 1
+    turn: int = 0
+    smoothed_axis: int | None = None
+
+    def is_active(self, step: int) -> bool:
+        """Return whether the group trains in a job's optimizer step, counted from 0."""
+        return step % self.turns == self.turn
+
+    def count_steps(self, steps: int) -> int:
+        """Count the steps in which the group is active among a job's first ``steps``."""
+        return len(range(self.turn, steps, self.turns))
 
 
 @dataclass(frozen=True)
@@ -221,6 +239,10 @@ class Job:
     def trainable_names(self) -> tuple[str, ...]:
         """Names of all trainable tensors, group by group."""
         return tuple(name for group in self.trainable for name in group.names)
+
+    def list_active_names(self, step: int) -> tuple[str, ...]:
+        """Return the names of the tensors that train in an optimizer step, counted from 0, group by group."""
+        return tuple(name for group in self.trainable if group.is_active(step) for name in group.names)
 
 
 @dataclass(frozen=True)

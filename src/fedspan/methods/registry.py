@@ -34,6 +34,7 @@ from fedspan.methods.flora import FLoRA
 from fedspan.methods.florg import FLoRG
 from fedspan.methods.fr_lora import FRLoRA
 from fedspan.methods.hetlora import HetLoRA
+from fedspan.methods.la_lora import LALoRA
 from fedspan.methods.local_only import LocalOnly
 from fedspan.methods.lora_a2 import LoRAA2
 from fedspan.methods.lora_fair import LoRAFAIR
@@ -69,6 +70,7 @@ _methods: dict[str, type[RegisteredMethod]] = {
     "florg": FLoRG,
     "fr-lora": FRLoRA,
     "hetlora": HetLoRA,
+    "la-lora": LALoRA,
     "local-only": LocalOnly,
     "lora-a2": LoRAA2,
     "lora-fair": LoRAFAIR,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedspan.core.tensors import EXTRAS, create_generator, group_by_layer, is_extra, to_device
+from fedspan.core.tensors import EXTRAS, create_generator, group_by_layer, is_extra, select, to_device
 from fedspan.core.values import OptimizerState, Trained
 from fedspan.tasks.task import Examples
 from fedspan.training.batching import draw_job_batches
@@ -105,10 +105,14 @@ class ClientSlot:
         parametrization = tuple(job.parametrization.items())
         return self.layout, parametrization, shapes, job.buffers, self.spec, self.is_probe, self.mask is None
 
-    @property
-    def has_equal_steps(self) -> bool:
-        """Whether AdamW, with both bias corrections, has taken equally many steps with every tensor and moment."""
-        equal = bool((self.counts == self.counts[0]).all()) and not self.steps_before.any()
+    def has_equal_steps(self, active: np.ndarray) -> bool:
+        """Return whether AdamW, with both bias corrections, has taken equally many steps with all moments.
+
+        Args:
+            active: Which tensors count, bool (N,).
+        """
+        counts = self.counts[active]
+        equal = bool((counts == counts[0]).all()) and not self.steps_before.any()
         return self.spec.name == "adamw" and all(self.spec.bias_correction) and equal
 
     def get_tensors(self) -> dict[str, Tensor]:
@@ -155,10 +159,13 @@ class ClientSlot:
         sizes = [len(batch) for batch in self.batches]
         moments = {kind: dict(values) for kind, values in self._initial.moments.items()}
         counts = dict(self._initial.steps)
-        if self.steps:
-            counts.update(zip(self.layout.names, self.counts.tolist(), strict=True))
+        taken = [group.count_steps(self.steps) for group in self.layout.groups]
+        stepped = [name for name, steps in zip(self.layout.names, taken, strict=True) if steps]
+        if stepped:
+            steps = dict(zip(self.layout.names, self.counts.tolist(), strict=True))
+            counts.update({name: steps[name] for name in stepped})
             for kind, row in self.moments.items():
-                moments.setdefault(kind, {}).update(self.layout.split_views(row.cpu()))
+                moments.setdefault(kind, {}).update(select(self.layout.split_views(row.cpu()), stepped))
         gradient: dict[str, Tensor] = {}
         if self.gradient is not None:
             gradient = self.layout.split_views((self.gradient / max(1, self.steps)).cpu())

@@ -124,22 +124,26 @@ class PrivateTraining:
         adapted.train_mode(job.buffers)
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
         optimizer = trainer.make_optimizer(assignment, live)
-        noisy = NoisySum(self.privacy, assignment, {name: live[name] for name in optimizer.names})
+        sums: dict[tuple[str, ...], NoisySum] = {}  # one for each set of tensors that train in the same steps
         expected = compute_expected_batch(settings, len(assignment.indices))
         loss_sum, decay, examples_seen, steps = 0.0, 1.0, 0, 0
         for sample in draw_poisson_batches(self.privacy, settings, assignment):
+            names = job.list_active_names(steps)
+            if names not in sums:
+                sums[names] = NoisySum(self.privacy, assignment, {name: live[name] for name in names})
+            noisy = sums[names]
             passes = range(0, max(1, len(sample)), settings.batch_size)
             for number, start in enumerate(passes):
                 indices = sample[start : start + settings.batch_size]
                 trainer.set_dropout(assignment, f"{steps} {number}")
-                losses, gradients = self._compute_gradients(assignment, live, optimizer.names, examples, indices)
+                losses, gradients = self._compute_gradients(assignment, live, names, examples, indices)
                 value = float(losses.sum())
                 if not math.isfinite(value):
                     raise build_not_finite_error(assignment, value)
                 loss_sum, examples_seen = loss_sum + value, examples_seen + len(indices)
                 trainer.stages.advance("training", len(indices))
                 noisy.add({name: self._mask_gradients(job, name, value) for name, value in gradients.items()})
-            trainer.apply(job, live, optimizer, noisy.pop_mean(steps, expected), clipping=False)
+            trainer.apply(job, live, optimizer, noisy.pop_mean(steps, expected), steps, clipping=False)
             steps += 1
             decay *= trainer.decay_frozen(assignment, live)
         adapted.set_dropout(None)
@@ -160,7 +164,7 @@ class PrivateTraining:
             empty = {name: live[name].new_zeros(0, *live[name].shape) for name in names}
             return torch.zeros(0), empty
         if self.refusal is None and not self._verified:
-            self._verify(assignment, live, names, examples, indices[:2])
+            self._verify(assignment, live, assignment.job.trainable_names, examples, indices[:2])
         if self.refusal is None:
             return self._compute_stacked_gradients(assignment, live, names, examples, indices)
         return self._compute_single_gradients(live, names, examples, indices)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedspan.core.parametrization import Projected
+from fedspan.core.smoothing import smooth_groups
 from fedspan.core.tensors import create_generator, join_extra_name, to_device
 from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError, suggest_nearest
@@ -360,20 +361,33 @@ class Trainer:
         job: Job,
         live: Mapping[str, Tensor],
         optimizer: LocalOptimizer,
-        gradients: dict[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        step: int,
         clipping: bool = True,
     ) -> None:
-        """Take an optimizer step: penalties, masks, clipping and offsets, then the update."""
-        names = optimizer.names
+        """Take an optimizer step: penalties, masks, clipping, smoothing and offsets, then the update.
+
+        Args:
+            job: The job.
+            live: Its tensors, installed in the model.
+            optimizer: Its optimizer.
+            gradients: Gradients of the tensors that are active in the step; others are not used.
+            step: Number of the step in the job, from 0.
+            clipping: Whether gradients are clipped as the settings say.
+        """
+        names = job.list_active_names(step)
+        gradients = {name: gradients[name] for name in names}
         if job.penalties:
             penalty = torch.stack([penalty.compute_value(live) for penalty in job.penalties]).sum()
             penalty_gradients = torch.autograd.grad(penalty, [live[name] for name in names], allow_unused=True)
             for name, extra in zip(names, penalty_gradients, strict=True):
                 gradients[name] = gradients[name] if extra is None else gradients[name] + extra
         for name, mask in job.masks.items():
-            gradients[name] = gradients[name] * mask.to(gradients[name])
+            if name in gradients:
+                gradients[name] = gradients[name] * mask.to(gradients[name])
         if self.settings.max_grad_norm and clipping:
             clip(gradients, self.settings.max_grad_norm)
+        gradients = smooth_groups(job.trainable, gradients)
         for name in names:
             if name in job.gradient_offset:
                 gradients[name] = gradients[name] + job.gradient_offset[name].to(gradients[name].device)

@@ -70,7 +70,7 @@ class LoopEngine(Trainer):
         pending = 0  # passes since the last optimizer step
 
         def finish_step() -> None:
-            self._step(job, live, optimizer, gradients_sum, is_probe)
+            self._step(job, live, optimizer, gradients_sum, totals.steps, is_probe)
             totals.steps += 1
             totals.decay *= self.decay_frozen(assignment, live)
 
@@ -140,6 +140,7 @@ class LoopEngine(Trainer):
         live: Mapping[str, Tensor],
         optimizer: LocalOptimizer,
         gradients_sum: dict[str, Tensor],
+        step: int,
         is_probe: bool,
     ) -> None:
         names = optimizer.names
@@ -153,4 +154,4 @@ class LoopEngine(Trainer):
                 gradients_sum[name] = gradients_sum.get(name, torch.zeros_like(gradients[name])) + gradients[name]
         if is_probe:
             return
-        self.apply(job, live, optimizer, gradients)
+        self.apply(job, live, optimizer, gradients, step)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from fedspan.core.smoothing import smooth
 from fedspan.core.tensors import to_device
 from fedspan.core.values import Group, Job, OptimizerSpec, OptimizerState
 from fedspan.training.jobs import Assignment, TrainingSettings
@@ -98,8 +99,10 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor]) -> None:
-        """Update every trainable tensor once from its gradient."""
+        """Update every trainable tensor once that has a gradient here; others do not change, nor do their moments."""
         for name, hyper in self._hyper.items():
+            if name not in gradients:
+                continue
             gradient = gradients[name]
             mask = self._masks.get(name)
             if self._spec.name == "sgd" and hyper.weight_decay:
@@ -165,12 +168,14 @@ def clip(gradients: dict[str, Tensor], max_norm: float) -> None:
 
 @dataclass(frozen=True)
 class Segment:
-    """A range of columns, from ``start`` to ``stop``, that share optimizer settings."""
+    """A range of columns, from ``start`` to ``stop``, that share optimizer settings (``Group``)."""
 
     start: int
     stop: int
     lr: float
     weight_decay: float
+    turns: int = 1
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -180,14 +185,16 @@ class Layout:
     Args:
         names: Names of the tensors, in their order.
         shapes: Shape of each tensor.
-        segments: Learning rates and weight decays; together they cover all columns.
+        segments: Learning rates, weight decays and turns; together they cover all columns.
         dtype: Data type of all tensors.
+        groups: Group of each tensor, without its names.
     """
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
     segments: tuple[Segment, ...]
     dtype: torch.dtype
+    groups: tuple[Group, ...]
 
     @classmethod
     def build(cls, job: Job, spec: OptimizerSpec) -> Layout | None:
@@ -201,14 +208,51 @@ class Layout:
         for group in job.trainable:
             size = sum(job.tensors[name].numel() for name in group.names)
             decay = spec.weight_decay if group.weight_decay is None else group.weight_decay
-            segment = Segment(start, start + size, spec.lr * group.lr_scale, decay)
+            segment = Segment(start, start + size, spec.lr * group.lr_scale, decay, group.turns, group.turn)
             start += size
             last = segments[-1] if segments else None
-            if last is not None and (last.lr, last.weight_decay) == (segment.lr, segment.weight_decay):
-                segments[-1] = Segment(last.start, segment.stop, segment.lr, segment.weight_decay)
+            if last is not None and replace(segment, start=last.start) == replace(last, stop=segment.stop):
+                segments[-1] = replace(last, stop=segment.stop)
             else:
                 segments.append(segment)
-        return cls(names, tuple(job.tensors[name].shape for name in names), tuple(segments), dtypes.pop())
+        shapes = tuple(job.tensors[name].shape for name in names)
+        groups = tuple(replace(group, names=()) for group in job.trainable for _ in group.names)
+        return cls(names, shapes, tuple(segments), dtypes.pop(), groups)
+
+    @property
+    def turns(self) -> int:
+        """Number of steps after which the turns of all groups repeat."""
+        return math.lcm(*(segment.turns for segment in self.segments))
+
+    def list_active_segments(self, step: int) -> tuple[Segment, ...]:
+        """Return the segments that train in a step, counted from 0."""
+        return tuple(segment for segment in self.segments if step % segment.turns == segment.turn)
+
+    def find_active_tensors(self, step: int) -> np.ndarray:
+        """Return which tensors train in a step, counted from 0: bool, (N,)."""
+        return np.array([group.is_active(step) for group in self.groups], dtype=bool)
+
+    def drop_inactive(self, gradients: Tensor, step: int) -> Tensor:
+        """Set the gradients (C, P) of tensors that do not train in a step to 0."""
+        active = self.list_active_segments(step)
+        if len(active) == len(self.segments):
+            return gradients
+        dropped = torch.zeros_like(gradients)
+        for segment in active:
+            columns = slice(segment.start, segment.stop)
+            dropped[:, columns] = gradients[:, columns]
+        return dropped
+
+    def smooth(self, gradients: Tensor) -> Tensor:
+        """Smooth the gradients (C, P) of tensors whose group asks for it."""
+        if all(group.smoothed_axis is None for group in self.groups):
+            return gradients
+        parts = self.split_views(gradients)
+        smoothed = [
+            parts[name] if group.smoothed_axis is None else smooth(parts[name], group.smoothed_axis + 1)
+            for name, group in zip(self.names, self.groups, strict=True)
+        ]
+        return self.join(smoothed, len(gradients), gradients)
 
     @property
     def sizes(self) -> list[int]:
@@ -257,6 +301,7 @@ def step_rows(
     steps: np.ndarray,
     before: np.ndarray,
     masks: Tensor | None = None,
+    segments: Sequence[Segment] | None = None,
 ) -> None:
     """Update every client's tensors once, in place.
 
@@ -266,12 +311,14 @@ def step_rows(
         values: Trainable values (C, P), updated in place.
         gradients: Gradients (C, P); not changed.
         moments: Moments by kind, (C, P) each, updated in place.
-        steps: Steps taken by each tensor, this one included, int64 (C, N).
+        steps: Steps taken by each tensor, this one included, int64 (C, N); 0 for one that never trained.
         before: Steps taken before the first moment began, int64 (C, N).
         masks: Masks (C, P) of 0 and 1; masked entries neither move nor accumulate moments.
+        segments: The layout's segments that train in this step; None: all of them.
     """
     values_before = None if masks is None else values.clone()
-    for segment in layout.segments:
+    steps = np.maximum(steps, before + 1)  # of a tensor that never trained, nothing is read
+    for segment in layout.segments if segments is None else segments:
         columns = slice(segment.start, segment.stop)
         segment_values, gradient = values[:, columns], gradients[:, columns]
         mask = None if masks is None else masks[:, columns]
@@ -310,6 +357,7 @@ def run_fused_step(
     gradients: Tensor,
     moments: Mapping[str, Sequence[Tensor]],
     steps: Sequence[int],
+    segments: Sequence[Segment] | None = None,
 ) -> None:
     """Run ``step_rows`` by PyTorch's fused AdamW, with both bias corrections: one pass over memory, no copies.
 
@@ -320,9 +368,10 @@ def run_fused_step(
         gradients: Gradients (C, P); not changed.
         moments: Moments by kind, (P,) of each client, updated in place.
         steps: Steps taken by each client, this one included; the same for all of its tensors and both moments.
+        segments: The layout's segments that train in this step; None: all of them.
     """
     counts = to_device(torch.tensor(steps, dtype=torch.float32) - 1, gradients.device)  # adamw increments them
-    for segment in layout.segments:
+    for segment in layout.segments if segments is None else segments:
         columns = slice(segment.start, segment.stop)
         adamw(
             [value[columns] for value in values],

@@ -187,8 +187,11 @@ class Worker:
                 complete.append(slot)
         if gathers:
             gradients = torch.stack([slot.pop_gathered() for slot in complete]) if complete else gradients[:0]
-        if complete:
-            self._step(complete, gradients)
+        turns = [slot.steps % slot.layout.turns for slot in complete]
+        for turn in sorted(set(turns)):  # clients of one kind share passes, whichever of their tensors train next
+            rows = [number for number, slot_turn in enumerate(turns) if slot_turn == turn]
+            selected = [complete[number] for number in rows]
+            self._step(selected, gradients if len(rows) == len(complete) else gradients[rows])
 
     def _compute_gradients(self, group: Sequence[ClientSlot], examples: Examples) -> tuple[Tensor, Tensor]:
         """Compute losses (C,) and gradients (C, P) of the clients' next batches."""
@@ -232,7 +235,8 @@ class Worker:
         return losses.detach(), layout.join(leaf_gradients, clients, values)
 
     def _step(self, group: Sequence[ClientSlot], gradients: Tensor) -> None:
-        layout, settings = group[0].layout, self.settings
+        """Take an optimizer step of clients that are at the same turn, from their gradients (C, P)."""
+        layout, settings, step = group[0].layout, self.settings, group[0].steps
         for number, slot in enumerate(group):
             if slot.assignment.job.want_gradient or slot.is_probe:
                 gradient = gradients[number]
@@ -245,19 +249,23 @@ class Worker:
         mask = torch.stack(masks) if masks else None
         if mask is not None:
             gradients = gradients * mask
+        gradients = layout.drop_inactive(gradients, step)
         if settings.max_grad_norm:
             gradients = clip_rows(gradients, settings.max_grad_norm)
+        gradients = layout.smooth(gradients)
         offsets = [slot.offset for slot in group if slot.offset is not None]
         if offsets:
             zero = torch.zeros_like(offsets[0])
             gradients = gradients + torch.stack([zero if slot.offset is None else slot.offset for slot in group])
+        active, segments = layout.find_active_tensors(step), layout.list_active_segments(step)
         for slot in group:
             slot.steps += 1
-            slot.counts += 1
+            slot.counts[active] += 1
         rows, spec = [slot.values for slot in group], group[0].spec
-        if mask is None and all(slot.has_equal_steps for slot in group):
+        if mask is None and segments and all(slot.has_equal_steps(active) for slot in group):
             kinds = {kind: [slot.moments[kind] for slot in group] for kind in group[0].moments}
-            run_fused_step(spec, layout, rows, gradients, kinds, [int(slot.counts[0]) for slot in group])
+            counts = [int(slot.counts[active][0]) for slot in group]
+            run_fused_step(spec, layout, rows, gradients, kinds, counts, segments)
             return
         values = torch.stack(rows)
         moments = {kind: torch.stack([slot.moments[kind] for slot in group]) for kind in group[0].moments}
@@ -265,7 +273,7 @@ class Worker:
             np.stack([slot.counts for slot in group]),
             np.stack([slot.steps_before for slot in group]),
         )
-        step_rows(spec, layout, values, gradients, moments, counts, steps_before, mask)
+        step_rows(spec, layout, values, gradients, moments, counts, steps_before, mask, segments)
         for number, slot in enumerate(group):
             slot.values.copy_(values[number])
             for kind, moment in moments.items():

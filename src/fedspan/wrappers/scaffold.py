@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fedspan.core.method import Claims, Memory
+from fedspan.core.smoothing import smooth_groups
 from fedspan.core.tensors import Tensors, is_extra
 from fedspan.core.values import (
     Client,
@@ -129,7 +130,7 @@ class Scaffold(RegisteredWrapper):
         offsets, stored = job.gradient_offset, dict(stored)
         if job.phase == PROBE:
             stored = {
-                **add_prefix(DRIFT, trained.gradient),
+                **add_prefix(DRIFT, smooth_groups(job.trainable, trained.gradient)),
                 **stored,
             }  # tensors of an earlier phase retain its gradient
             return self._build_next_phase(_restore_phase(job), offsets, stored, generation), {
@@ -177,13 +178,15 @@ class Scaffold(RegisteredWrapper):
 
     def _follow(self, stored: dict[str, Tensor], job: Job, trained: Trained) -> None:
         """Add a phase to the drift of every tensor and to the length by which the drift is divided."""
+        gradients = smooth_groups(job.trainable, trained.gradient)
         for group in job.trainable:
             for name in group.names:
                 if self.variate == "gradient":
-                    drift, length = trained.gradient[name] * trained.steps, float(trained.steps)
+                    drift, length = gradients[name] * trained.steps, float(trained.steps)
                 else:
                     drift = job.tensors[name] - trained.tensors[name]
-                    length = trained.lr_sum * group.lr_scale
+                    share = group.count_steps(trained.steps) / max(1, trained.steps)
+                    length = trained.lr_sum * group.lr_scale * share
                 before = stored.get(LENGTH + name, torch.zeros((), dtype=torch.float64))
                 stored[DRIFT + name] = stored[DRIFT + name] + drift if DRIFT + name in stored else drift
                 stored[LENGTH + name] = before + length

@@ -19,7 +19,7 @@ __all__ = ["JobOptimizer"]
 
 
 class JobOptimizer(torch.optim.Optimizer):
-    """Steps the tensors of a job as the loop engine does: penalties, masks, clipping and offsets, then the update.
+    """Steps the tensors of a job as the loop engine does (``Trainer.apply``).
 
     So what a method adds to local training reaches any trainer that computes gradients and calls ``step``. Parameter
     groups show each group's learning rate and weight decay; they are not read, because a job fixes both.
@@ -101,7 +101,7 @@ class JobOptimizer(torch.optim.Optimizer):
             return
         if self._processes is None or self._processes.is_leader:
             with torch.enable_grad():  # penalties are differentiated
-                self._services.apply(job, self._live, self._local, gradients)
+                self._services.apply(job, self._live, self._local, gradients, self.steps - 1)
             self.decay *= self._services.decay_frozen(self._assignment, self._live)
         if self._processes is not None:
             self._processes.share(self._live[name] for name in names)
