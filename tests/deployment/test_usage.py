@@ -20,7 +20,8 @@ from fedspan.config.node import NodeConfig, NodeLimits, load_node
 from fedspan.core.values import Client
 from fedspan.deployment.audit import AUDIT
 from fedspan.deployment.node import NodeService
-from fedspan.deployment.usage import DataUse, UsageBook, allow_first_book, continue_book
+from fedspan.deployment.usage import DataUse, UsageBook
+from fedspan.deployment.usage_markers import allow_first_book, continue_book
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Masking, Order, decode_order, decode_reply
 from fedspan.logs import AuditLog

@@ -149,7 +149,7 @@ def join(
     require()
     if new_key is not None:
         from fedspan.crypto.identity import compute_fingerprint
-        from fedspan.deployment.usage import allow_first_book, continue_book, require_book
+        from fedspan.deployment.usage_markers import allow_first_book, continue_book, require_book
         from fedspan.transports.flower.keys import make_node_key
 
         if replaces is not None:

@@ -118,6 +118,9 @@ class RunView(ProgressBar):
             self._print(Text(f"  {failure['client']}: {failure['reason']}", "yellow"))
         if late := row.get("late"):
             self._print(Text(f"  late, not waited for: {', '.join(late)}", "dim"))
+        for event in ("joined", "left"):
+            if clients := row.get(event):
+                self._print(Text(f"  {event} before this round: {', '.join(clients)}", "dim"))
 
     def on_baseline_round(self, name: str, round: int, loss: float) -> None:
         super().on_baseline_round(name, round, loss)

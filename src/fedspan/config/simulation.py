@@ -1,16 +1,18 @@
-"""Simulated conditions: clients that drop out, are slow, or send bad replies."""
+"""Simulated conditions: clients that join late or leave, drop out, are slow, or send bad replies."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from fedspan.config.section import Section
 from fedspan.federation.conditions import Conditions, Faults, Speed
+from fedspan.federation.presence import Presence
 
 __all__ = ["FaultsConfig", "SimulationConfig", "SpeedConfig"]
 
+Round = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
@@ -64,11 +66,28 @@ class SimulationConfig(Section):
         "client is late.",
     )
     faults: FaultsConfig | None = Field(default=None, description="Clients with bad replies; default: none.")
+    present: dict[str, tuple[Round, Round | None]] = Field(
+        default_factory=dict,
+        description="First and last round of clients that join late or leave, by client id, such as "
+        "{client-03: [2, null], client-01: [1, 4]}; all other clients are present in every round.",
+    )
     validation: bool = Field(
         default=True,
         description="Validate replies as in a deployment: form, finite numbers, federation.max_norm_ratio. false: "
         "every reply counts, to study aggregation rules alone.",
     )
+
+    @field_validator("present")
+    @classmethod
+    def _validate_present(cls, value: dict[str, tuple[int, int | None]]) -> dict[str, tuple[int, int | None]]:
+        for id, (first, last) in value.items():
+            if last is not None and last < first:
+                raise ValueError(f"a last round that is not before the first one (for {id}: {first} and {last})")
+        return value
+
+    def build_presence(self) -> Presence:
+        """Return the rounds in which clients are present."""
+        return Presence({id: ((first - 1, last),) for id, (first, last) in self.present.items()})
 
     def build_conditions(self, seed: int) -> Conditions:
         """Return the conditions for the transport.

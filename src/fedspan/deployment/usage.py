@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -30,22 +29,24 @@ from fedspan.config.node import NodeConfig, NodeLimits, build_budget_marker
 from fedspan.data.content import compute_content_digest
 from fedspan.data.files import FROM_TRAINERS
 from fedspan.deployment.audit import AUDIT
+from fedspan.deployment.usage_markers import (
+    FIRST,
+    link_marker,
+    read_marker,
+    read_marker_text,
+    require_book,
+    write_marker,
+)
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Count, Order
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.training.accounting import Charge, PrivacySpend
 
-__all__ = ["BOOK", "Account", "DataUse", "UsageBook", "allow_first_book", "continue_book", "require_book"]
+__all__ = ["BOOK", "Account", "DataUse", "UsageBook"]
 
 BOOK = "budget.json"
 """The book in a node's folder."""
 
-_FIRST = "no book yet"
-"""Content of the marker of a new key, whose node may create its first book."""
-_CONTINUES = "continues "
-"""What the marker of a key that replaces another one begins with; the path of that one's marker follows."""
-_MAX_REPLACED = 64
-"""Number of keys in a row that replaced each other without being used."""
 _HISTORY = (AUDIT, "jobs", "*/invitation.json")
 """What shows in a node's folder that it has answered a server before."""
 _CURE = "free some space on the node"
@@ -143,12 +144,12 @@ class UsageBook:
         Raises:
             FedspanError: If the disk cannot be written.
         """
-        marked = _read_marker(self.marker)
-        if marked not in (None, _FIRST, _read_text(self.marker)):  # from here on, the replaced key may be deleted
-            self._write_marker(marked)
-        is_first = marked == _FIRST or (marked is None and not self._has_key)
+        marked = read_marker(self.marker)
+        if marked not in (None, FIRST, read_marker_text(self.marker)):  # from here on, the replaced key may be deleted
+            write_marker(self.marker, marked)
+        is_first = marked == FIRST or (marked is None and not self._has_key)
         if is_first and not self.path.exists() and not self._has_history():
-            self._store({}, _FIRST)
+            self._store({}, FIRST)
 
     def restart(self) -> None:
         """Replace the book by an empty one, with which every server has its full budget again.
@@ -156,7 +157,7 @@ class UsageBook:
         Raises:
             FedspanError: If the disk cannot be written.
         """
-        self._store({}, _FIRST)
+        self._store({}, FIRST)
 
     def replace_key(self, old: Path) -> None:
         """Continue the book of another key, if this node's key has no book yet.
@@ -168,11 +169,11 @@ class UsageBook:
             FedspanError: If this node's key has a book, that in the node's folder is not the other key's newest one, or
                 the disk cannot be written.
         """
-        if _read_marker(self.marker) not in (None, _FIRST):
+        if read_marker(self.marker) not in (None, FIRST):
             raise FedspanError("--replaces", str(old), problem="the node's key has a record of its own already")
         require_book(old)
         self._load(build_budget_marker(old))
-        _link_marker(self.marker, old)
+        link_marker(self.marker, old)
 
     def list_accounts(self) -> list[Account]:
         """Return what each server has used of each data set, sorted by both names.
@@ -301,7 +302,7 @@ class UsageBook:
     def _load(self, marker: Path | None = None) -> tuple[dict[str, Account], str]:
         """Return the accounts and the digest of the book, checked against a marker; None: the node's own."""
         marker = marker or self.marker
-        marked = _read_marker(marker)
+        marked = read_marker(marker)
         if not self.path.is_file():
             problem = f"the record of what servers have used of this node's data is missing. {_RENEW}"
             raise FedspanError(str(self.path), None, problem=problem)
@@ -318,7 +319,7 @@ class UsageBook:
         if marked not in (digest, book.previous):  # the marker is written last, so it may be one version behind
             problem = (
                 f"by {str(marker)!r}, this record of what servers have used of this node's data is not the newest "
-                f"one. {self._describe_other_key((digest, book.previous)) if marked in (None, _FIRST) else ''}{_RENEW}"
+                f"one. {self._describe_other_key((digest, book.previous)) if marked in (None, FIRST) else ''}{_RENEW}"
             )
             raise FedspanError(str(self.path), None, problem=problem)
         return book.accounts, digest
@@ -327,86 +328,19 @@ class UsageBook:
         """Return what to do if the record belongs to another key, which is searched beside this key and the folder."""
         places = (self.path.parent.parent, self.marker.parent)
         markers = sorted({path for place in places for path in place.glob("*.budget")} - {self.marker})
-        replaced = [path.with_suffix("") for path in markers if _read_marker(path) in digests]
+        replaced = [path.with_suffix("") for path in markers if read_marker(path) in digests]
         old = shlex.quote(str(replaced[0])) if replaced else "OLD"
         where = "" if replaced else ", where OLD is the old key (the node's folder, if it had none)"
         return f"If the node's key was replaced, run `fedspan budget NODE --replaces {old}`{where}. "
-
-    def _write_marker(self, content: str) -> None:
-        with convert_disk_errors(self.marker.parent, _CURE):
-            write_atomic(self.marker, content.encode(), 0o600)
 
     def _store(self, accounts: Mapping[str, Account], previous: str) -> None:
         content = _Book(previous=previous, accounts=dict(accounts)).model_dump_json(indent=1).encode()
         with convert_disk_errors(self.path.parent, _CURE):
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if previous == _FIRST:  # a crash after the book was written leaves a marker that is one version behind
-                write_atomic(self.marker, _FIRST.encode(), 0o600)
+            if previous == FIRST:  # a crash after the book was written leaves a marker that is one version behind
+                write_atomic(self.marker, FIRST.encode(), 0o600)
             write_atomic(self.path, content, 0o600)
             write_atomic(self.marker, hashlib.sha256(content).hexdigest().encode(), 0o600)
-
-
-def allow_first_book(key: Path) -> None:
-    """Allow the node of a key that was just created to create its first book.
-
-    Args:
-        key: File of the node's private key.
-
-    Raises:
-        FedspanError: If the disk cannot be written.
-    """
-    with convert_disk_errors(key.parent, _CURE):
-        write_atomic(build_budget_marker(key), _FIRST.encode(), 0o600)
-
-
-def require_book(key: Path) -> None:
-    """Check that a key, or the folder of a node without a key, has a book that a new key can continue.
-
-    Args:
-        key: File of the key, or the folder.
-
-    Raises:
-        FedspanError: If it has none.
-    """
-    marker = build_budget_marker(key)
-    if _read_marker(marker) is None:
-        expected = f"the key that the node used before (its folder, if it had none), with {marker.name!r} beside it"
-        raise FedspanError("--replaces", str(key), expected)
-
-
-def continue_book(key: Path, old: Path) -> None:
-    """Let the node of a key that was just created continue the book of the key that it replaces.
-
-    Args:
-        key: File of the node's new private key.
-        old: File of the key that it replaces; the node's folder if it had no key.
-
-    Raises:
-        FedspanError: If the old key has no book, or the disk cannot be written.
-    """
-    require_book(old)
-    _link_marker(build_budget_marker(key), old)
-
-
-def _link_marker(marker: Path, old: Path) -> None:
-    replaced = build_budget_marker(old)
-    path = os.path.relpath(replaced.parent.resolve() / replaced.name, marker.parent.resolve())
-    with convert_disk_errors(marker.parent, _CURE):
-        write_atomic(marker, f"{_CONTINUES}{path}".encode(errors="surrogateescape"), 0o600)
-
-
-def _read_text(path: Path) -> str | None:
-    return read_bytes(path).decode(errors="surrogateescape").strip() if path.is_file() else None
-
-
-def _read_marker(path: Path) -> str | None:
-    """Return the content of a marker, or of the one that it continues; None: there is none."""
-    for _ in range(_MAX_REPLACED):
-        content = _read_text(path)
-        if content is None or not content.startswith(_CONTINUES):
-            return content
-        path = path.parent / content.removeprefix(_CONTINUES)
-    return None
 
 
 def _compute_digest(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,8 +105,8 @@ def coarsen_metrics(scores: Metrics, examples: int) -> dict[str, float]:
     return {name: value if name == "examples" else step * round(value / step) for name, value in scores.items()}
 
 
-def _draw_clients(federation: Federation, count: int | None) -> tuple[str, ...]:
-    ids = tuple(federation.clients)
+def _draw_clients(federation: Federation, ids: Sequence[str], count: int | None) -> tuple[str, ...]:
+    ids = tuple(ids)
     if count is None or count >= len(ids):
         return ids
     rng = create_generator(federation.settings.seed, "evaluation")
@@ -130,8 +130,15 @@ class Evaluator:
     def __init__(self, federation: Federation, batch_size: int, clients: int | None = None) -> None:
         self.federation = federation
         self.batch_size = batch_size
-        self.ids = _draw_clients(federation, clients)
-        """Ids of the evaluated clients, sorted."""
+        self._count = clients
+        self.ids = _draw_clients(federation, tuple(federation.clients), clients)
+        """Ids of the evaluated clients, sorted; clients that are not present in a round are not evaluated after it."""
+
+    def get_ids(self, progress: Progress) -> tuple[str, ...]:
+        """Return the clients that are evaluated with a progress, drawn from those of its last round, sorted."""
+        if not self.federation.presence.spans:
+            return self.ids
+        return _draw_clients(self.federation, self.federation.list_last_present(progress), self._count)
 
     def build_job(self, progress: Progress, client_id: str | None) -> Job:
         """Return the job with the client's own model, or (None) the global one. Sets the engine's base, too."""
@@ -161,12 +168,13 @@ class Evaluator:
         """Evaluate the clients' models on their own validation and test parts (None where no client has the part)."""
         clients, examples, engine = self.federation.clients, self.federation.examples, self.federation.engine
         scored: tuple[dict[str, tuple[Tensor, np.ndarray]], ...] = ({}, {})
-        total = sum(len(rows) for id in self.ids for rows in _get_evaluated_parts(clients[id]))
+        ids_to_evaluate = self.get_ids(progress)
+        total = sum(len(rows) for id in ids_to_evaluate for rows in _get_evaluated_parts(clients[id]))
         with engine.stages.stage("evaluation", total):
             requested: deque[list[tuple[str, int, np.ndarray]]] = deque()
 
             def requests() -> Iterator[ModelInputs]:
-                for ids, job in self.iterate_models(progress, self.ids):
+                for ids, job in self.iterate_models(progress, ids_to_evaluate):
                     parts = [
                         (id, part, rows)
                         for id in ids
@@ -209,8 +217,9 @@ class Evaluator:
         indices = np.arange(len(examples))
         scores: dict[str, Metrics] = {}
         personal = self.federation.method.declare_claims().personal
-        with engine.stages.stage("evaluation", len(examples) * (len(self.ids) if personal else 1)):
-            for ids, job in self.iterate_models(progress, self.ids):
+        evaluated = self.get_ids(progress)
+        with engine.stages.stage("evaluation", len(examples) * (len(evaluated) if personal else 1)):
+            for ids, job in self.iterate_models(progress, evaluated):
                 predictions = engine.predict(job, examples, indices, self.batch_size, generate=generate)
                 key = ids[0] if personal else "global"
                 scores[key] = task.compute_metrics(predictions, examples, indices.tolist())
@@ -244,7 +253,8 @@ class ReportedEvaluator(Evaluator):
             return encoded.to_envelope()
 
         stages, measured = federation.engine.stages, set[str]()
-        awaited = Awaited(self.ids, federation.find_absent(progress, self.ids))
+        ids = self.get_ids(progress)
+        awaited = Awaited(ids, federation.find_absent(progress, ids))
 
         def replied(id: str, reply: Envelope | str) -> bool:
             stages.advance("evaluation")
@@ -264,9 +274,9 @@ class ReportedEvaluator(Evaluator):
                 reported[part][id] = scores
 
         assert federation.transport is not None, "clients in this process are evaluated here"
-        with stages.stage("evaluation", len(self.ids), "clients"):
+        with stages.stage("evaluation", len(ids), "clients"):
             federation.transport.begin(progress)
-            orders = Orders("evaluate", self.ids, order, lambda _: 0)
+            orders = Orders("evaluate", ids, order, lambda _: 0)
             federation.transport.exchange(orders, replied, federation.rules.deadline)
         return self._pool("validation", reported["validation"]), self._pool("test", reported["test"])
 

@@ -13,6 +13,7 @@ from fedspan.core.tensors import create_generator
 from fedspan.core.values import Client
 from fedspan.federation.absences import Absences
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext
+from fedspan.federation.presence import Presence
 from fedspan.federation.privacy import compute_round_charges, draw_poisson_cohort
 from fedspan.federation.progress import (
     ClientData,
@@ -76,6 +77,7 @@ class Federation:
         run: Name of the run, for nodes that participate in several.
         exporting: Whether clients export their own models because the server does not see them.
         training: Settings of local training, from which orders take the learning rate; None: the engine's.
+        presence: The rounds in which each client is present; None: every client in every round.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Federation:
         run: str = "",
         exporting: bool = False,
         training: TrainingSettings | None = None,
+        presence: Presence | None = None,
     ) -> None:
         self.method = method
         self.engine = engine
@@ -100,6 +103,7 @@ class Federation:
         self.transport, self.rules, self.new_aggregation = transport, rules or STRICT, new_aggregation
         self.run, self.exporting = run, exporting
         self.training = training or engine.settings
+        self.presence = presence or Presence()
         self._best: Mapping[str, int] = {}
         self._transfers: list[Transfer] = []
         self._failures: list[Failure] = []
@@ -127,6 +131,7 @@ class Federation:
             self.run,
             self.exporting,
             training,
+            self.presence,
         )
 
     def retain(self, best: Progress) -> None:
@@ -158,9 +163,17 @@ class Federation:
         """Return a round's selected clients, sorted; drawn from (seed, round) alone or the key of central privacy."""
         return tuple(sorted(self.select_clients(round, self.rules.over_select)))
 
+    def list_present(self, round: int) -> list[str]:
+        """Return the clients that are present in a round, from 0, sorted."""
+        return self.presence.select_present(self.clients, round)
+
+    def list_last_present(self, progress: Progress) -> list[str]:
+        """Return the clients that were present in the last finished round, or are in the first one, sorted."""
+        return self.list_present(max(progress.state.round - 1, 0))
+
     def select_clients(self, round: int, extra: int = 0) -> list[str]:
         """Return a round's clients and ``extra`` additional ones in the order of drawing; by id if all are selected."""
-        ids = list(self.clients)
+        ids = self.list_present(round)
         size, privacy = self.settings.cohort, self.settings.privacy
         if privacy is not None and privacy.mechanism == "central":
             return [ids[index] for index in draw_poisson_cohort(privacy, self.settings, len(ids), round)]
@@ -202,6 +215,7 @@ class Federation:
     def _build_context(self, progress: Progress) -> RoundContext:
         """Return the definition of the next round."""
         state, rules = progress.state, self.rules
+        self.presence.require_enough(len(self.clients), state.round, rules.min_replies)
         ids = self.draw_cohort(state.round)
         return RoundContext(
             method=self.method,
@@ -254,7 +268,7 @@ class Federation:
                 failures.append(Failure(id, 0, str(error), "export"))
             return False
 
-        orders = Orders("export", self.clients, order, lambda _: 0)
+        orders = Orders("export", self.list_last_present(progress), order, lambda _: 0)
         self.transport.exchange(orders, replied, self.rules.deadline)
         return tuple(failures)
 

@@ -152,7 +152,7 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
         StatisticsExchange(head=head, inner=method, pretrained=pretrained),
         _ByExamples(federation.clients),
     )
-    ids = tuple(clients)
+    ids = tuple(federation.list_present(state.round))
     context = RoundContext(
         method=exchange,
         settings=replace(

@@ -334,6 +334,13 @@ class _Session:
             row["failures"] = [asdict(failure) for failure in failures]
         if result.late:
             row["late"] = list(result.late)
+        joined, left = (
+            self.prepared.federation.presence.list_changes(progress.state.round - 1) if result.cohort else ((), ())
+        )
+        if joined:
+            row["joined"] = list(joined)
+        if left:
+            row["left"] = list(left)
         if result.clipped:
             row["clipped"] = dict(result.clipped)
         if result.lowered:
@@ -388,7 +395,7 @@ class _Session:
         scores, by_client = compute_final_scores(prepared, progress)
         with convert_disk_errors(run_folder.path), prepared.engine.stages.stage("export"):
             remove(run_folder.adapter)  # of a run before it was extended
-            adapters = write_adapters(prepared, progress, run_folder, prepared.evaluator.ids)
+            adapters = write_adapters(prepared, progress, run_folder, prepared.evaluator.get_ids(progress))
         failures = prepared.federation.conclude(progress)
         for failure in failures:
             self.listener.on_note(f"{failure.client} did not export its own adapter: {failure.reason}")

@@ -18,11 +18,12 @@ from fedspan.data.duplicates import describe_shared
 from fedspan.data.loading import load
 from fedspan.data.objects import DataObjects
 from fedspan.data.partition import Partition, partition
-from fedspan.errors import FedspanError
+from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.federation.conditions import Conditions
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.head_start import HeadStart
+from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData
 from fedspan.models.adapted import AdaptedModel
 from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scaling
@@ -282,7 +283,30 @@ def build_simulated_federation(
         build_aggregation(config),
         _secure_clients(config, clients),
         conditions,
+        _build_presence(config, parts.parts.ids),
     )
+
+
+def _build_presence(config: RunConfig, ids: Sequence[str]) -> Presence:
+    """Build the rounds in which the clients of a simulation are present.
+
+    Raises:
+        FedspanError: If a client does not exist, or too few clients are present in a round.
+    """
+    if config.simulation is None or not config.simulation.present:
+        return Presence()
+    known, present = set(ids), config.simulation.present
+    for id, span in present.items():
+        if id not in known:
+            problem = f"no client is named {id!r}. {suggest_nearest(id, ids)}"
+            raise FedspanError(f"simulation.present.{id}", list(span), problem=problem)
+    presence = config.simulation.build_presence()
+    for round in range(config.federation.rounds):
+        try:
+            presence.require_enough(len(ids), round, config.federation.min_replies)
+        except FedspanError as error:
+            raise FedspanError("simulation.present", error.value, error.expected, problem=error.problem) from None
+    return presence
 
 
 def _secure_clients(config: RunConfig, clients: Mapping[str, ClientData]) -> Mapping[str, SecureClient] | None:

@@ -14,6 +14,7 @@ from fedspan.federation.aggregation.aggregation import AggregationFactory, Plain
 from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
 from fedspan.federation.conditions import PHASES, Conditions, corrupt_reply
 from fedspan.federation.federation import Federation, sort_clients
+from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData, Progress
 from fedspan.federation.protocol import Envelope, OnReply, OnTrained, Order, Orders, Reply, Transport, decode_order
 from fedspan.federation.secagg.messages import decode_phase
@@ -268,6 +269,7 @@ def simulate(
     new_aggregation: AggregationFactory = PlaintextAggregation,
     secure: Mapping[str, SecureClient] | None = None,
     conditions: Conditions | None = None,
+    presence: Presence | None = None,
 ) -> Federation:
     """Create a federation whose clients are all in this process, on one host.
 
@@ -281,8 +283,10 @@ def simulate(
         new_aggregation: Creates the aggregation of a round.
         secure: Each client's half of secure aggregation; None: the run has none.
         conditions: Simulated conditions; None: every client replies at once.
+        presence: The rounds in which each client is present; None: every client in every round.
     """
     by_id = sort_clients(clients)
     store = ProgressStore(Progress(ServerState()))
     host = Host(method, engine, by_id, examples, store, batch_size=1, secure=secure, reveals_losses=True)
-    return Federation(method, engine, by_id, examples, settings, InProcess(host, conditions), rules, new_aggregation)
+    transport = InProcess(host, conditions)
+    return Federation(method, engine, by_id, examples, settings, transport, rules, new_aggregation, presence=presence)
