@@ -1,6 +1,10 @@
-"""A node whose trainer trains in two processes: rank 0 serves two rounds and an evaluation, and writes what came out.
+"""A node whose trainer trains in two processes: rank 0 serves runs of two rounds, and writes what came out.
 
 RANK=... WORLD_SIZE=2 ... python -m helpers.two_processes TINY_FOLDER OUT METHOD [--fail RANK] [--interrupt] [--fewer]
+    [--dropout RATE] [--runs COUNT]
+
+An evaluation follows each round. result-0.safetensors has the final tensors and the losses of the first run, and so on;
+draws-RANK.safetensors has the examples and the dropout masks of each pass of a process, if there is dropout.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import TrainerCallback
+from torch import nn
+from transformers import Trainer, TrainerCallback
 
 from fedspan.core.base import to_dense
 from fedspan.deployment.trainer_node import TrainerNode, adopt_node_trainer, follow
@@ -39,10 +44,33 @@ class Interrupts(TrainerCallback):
         raise KeyboardInterrupt
 
 
+def record_draws(trainer: Trainer, draws: dict[str, torch.Tensor]) -> None:
+    """Record the examples of each pass in training, and which values its first dropout keeps, flattened."""
+    assert trainer.model is not None
+
+    def record_inputs(module: nn.Module, args: object, inputs: dict[str, torch.Tensor]) -> None:
+        if module.training:
+            draws[f"inputs/{len(draws) // 2}"] = inputs["input_ids"].clone()
+
+    def record_mask(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        if module.training:
+            draws[f"mask/{len(draws) // 2}"] = (output != 0).flatten()
+
+    trainer.model.register_forward_pre_hook(record_inputs, with_kwargs=True)
+    trainer.model.bert.embeddings.dropout.register_forward_hook(record_mask)  # pyright: ignore
+
+
 def serve(
-    tiny_folder: Path, out: Path, method: dict[str, Any], fail: int | None, interrupt: bool = False, fewer: bool = False
+    tiny_folder: Path,
+    out: Path,
+    method: dict[str, Any],
+    fail: int | None = None,
+    interrupt: bool = False,
+    fewer: bool = False,
+    dropout: float = 0.0,
+    runs: int = 1,
 ) -> None:
-    """Serve two rounds with the trainer of one process, or of the processes of this script."""
+    """Serve runs with the trainer of one process, or of the processes of this script."""
     torch.set_num_threads(1)
     count = count_processes()
     args = arguments(
@@ -55,33 +83,44 @@ def serve(
     callbacks = [Fails()] if fail is not None and fail == args.process_index else []
     if interrupt and args.process_index == 0:
         callbacks.append(Interrupts())
-    # A dropout mask depends on the batch of a process, so two would draw others than one.
-    model = tiny.fresh_classifier(tiny_folder / "bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = tiny.fresh_classifier(
+        tiny_folder / "bert", hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
+    )
     model.accepts_loss_kwargs = False  # BERT's head ignores num_items_in_batch, and its loss would be doubled
     made = make_trainer(tiny_folder, "east", model=model, args=args, callbacks=callbacks)
     if fewer and args.process_index == 1:
         made.train_dataset = made.train_dataset.select(range(5))  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+    draws: dict[str, torch.Tensor] = {}
+    if dropout:
+        record_draws(made, draws)
     trainer = adopt_node_trainer(config, made)
     processes = Processes() if count > 1 else None
     if processes is not None and not processes.is_leader:
         follow(config, trainer, processes)
-        return
-    with closing(TrainerNode(config, trainer, processes)) as worker:
-        prepared, _ = served(tiny_folder, worker.service, method=method)
-        progress, losses = prepared.federation.begin(), list[float]()
+    else:
+        with closing(TrainerNode(config, trainer, processes)) as worker:
+            for run in range(runs):
+                serve_run(tiny_folder, worker, method, out / f"result-{run}.safetensors")
+    if draws:
+        save_file(draws, out / f"draws-{args.process_index}.safetensors")
+
+
+def serve_run(tiny_folder: Path, worker: TrainerNode, method: dict[str, Any], file: Path) -> None:
+    """Serve one run, and write its final tensors and its losses to a file, unless a round failed."""
+    prepared, _ = served(tiny_folder, worker.service, method=method)
+    progress, losses = prepared.federation.begin(), list[float]()
+    for _ in range(2):
         try:
-            for _ in range(2):
-                result = prepared.federation.run_round(progress)
-                progress = result.progress
-                losses.append(result.loss)
+            result = prepared.federation.run_round(progress)
         except TooFewReplies:
             return
+        progress = result.progress
         validation, _ = prepared.evaluator.evaluate_clients(progress)
         assert validation is not None
-        numbers = torch.tensor([*losses, validation.pooled["loss"]], dtype=torch.float64)
-        tensors = {name: value.clone().contiguous() for name, value in progress.state.tensors.items()}
-        base = {f"base/{name}": to_dense(value) for name, value in progress.state.base.total.items()}
-        save_file({**tensors, **base, "numbers": numbers}, out / "result.safetensors")
+        losses += [result.loss, validation.pooled["loss"]]
+    tensors = {name: value.clone().contiguous() for name, value in progress.state.tensors.items()}
+    base = {f"base/{name}": to_dense(value) for name, value in progress.state.base.total.items()}
+    save_file({**tensors, **base, "numbers": torch.tensor(losses, dtype=torch.float64)}, file)
 
 
 def main() -> None:
@@ -92,8 +131,11 @@ def main() -> None:
     parser.add_argument("--fail", type=int)
     parser.add_argument("--interrupt", action="store_true")
     parser.add_argument("--fewer", action="store_true")
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--runs", type=int, default=1)
     args = parser.parse_args()
-    serve(args.tiny_folder, args.out, {"name": args.method}, args.fail, args.interrupt, args.fewer)
+    method = {"name": args.method}
+    serve(args.tiny_folder, args.out, method, args.fail, args.interrupt, args.fewer, args.dropout, args.runs)
 
 
 if __name__ == "__main__":

@@ -338,10 +338,30 @@ def test_a_plain_loop_that_names_an_unknown_metric_is_refused(tiny_folder: Path,
 def test_mixed_precision_and_checkpointing_last_for_several_rounds(tiny_folder: Path, tmp_path: Path) -> None:
     args = arguments(tmp_path / "trainer", bf16=True, gradient_checkpointing=True)
     trainer = make_trainer(tiny_folder, "east", args=args)
-    forward = trainer.model.forward  # pyright: ignore[reportOptionalMemberAccess]
+    model, kinds = trainer.model, list[tuple[bool, torch.dtype]]()
+    assert model is not None
+    forward = model.forward
+    layer = model.bert.pooler.dense  # pyright: ignore
+    layer.register_forward_hook(lambda module, args, output: kinds.append((module.training, output.dtype)))  # pyright: ignore
     report = fedspan.simulate(settings(), tmp_path / "run", trainers={"east": trainer})
     assert report.rounds == 2
-    assert trainer.model.forward == forward  # pyright: ignore[reportOptionalMemberAccess]
+    assert {is_training for is_training, _ in kinds} == {True, False}
+    assert {dtype for _, dtype in kinds} == {torch.bfloat16}
+    assert model.forward == forward
+
+
+@pytest.mark.parametrize("kind", ["trainer", "loop"])
+def test_a_second_run_with_the_same_trainers_has_the_same_bits(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
+    make = make_trainer if kind == "trainer" else torch_trainer
+    trainers = {owner: make(tiny_folder, owner) for owner in OWNERS[:2]}
+    changed = settings(training={"lora_dropout": 0.2})
+    for name in ("first", "second"):
+        fedspan.simulate(changed, tmp_path / name, trainers=trainers)
+        torch.manual_seed(99)
+    for name, value in weights(tmp_path / "first").items():
+        assert torch.equal(value, weights(tmp_path / "second")[name]), name
+    first, second = (fedspan.read_report(tmp_path / name).scores for name in ("first", "second"))
+    assert first == second
 
 
 def test_a_trainer_that_has_trained_is_refused_with_the_way_out(tiny_folder: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from fedspan.runs.own_trainers import TrainerRuns, adopt_trainer
 from fedspan.tasks.trainer import TrainerExamples
 from fedspan.training.trainers.processes import Processes, describe_job, read_job
 from helpers import tiny, two_processes
-from helpers.trainer_clients import make_trainer
+from helpers.trainer_clients import make_trainer, site_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 DEADLINE = 240
@@ -64,19 +64,49 @@ def run_two(*arguments: object) -> list[tuple[int, str]]:
     return [(process.returncode, output) for process, output in zip(started, outputs, strict=True)]
 
 
+def assert_equal_tensors(one: Path, other: Path) -> None:
+    expected, found = load_file(one), load_file(other)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert torch.equal(value, found[name]), name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["rolora", "fedex-lora"])
 def test_two_processes_train_what_one_trains(method: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """In every round, and also after an evaluation; without dropout, whose masks are drawn by process."""
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
-    two_processes.serve(tiny_folder, one, {"name": method}, None)
+    two_processes.serve(tiny_folder, one, {"name": method})
     for status, output in run_two(tiny_folder, two, method):
         assert status == 0, output
-    expected, found = load_file(one / "result.safetensors"), load_file(two / "result.safetensors")
+    expected, found = load_file(one / "result-0.safetensors"), load_file(two / "result-0.safetensors")
     assert expected.keys() == found.keys()
     for name, value in expected.items():
         assert torch.allclose(value, found[name], rtol=1e-3, atol=1e-5), name
+
+
+@pytest.mark.slow
+def test_processes_draw_dropout_of_their_own_and_a_second_run_has_the_same_bits(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    for status, output in run_two(tiny_folder, tmp_path, "fedit", "--dropout", 0.3, "--runs", 2):
+        assert status == 0, output
+    assert_equal_tensors(tmp_path / "result-0.safetensors", tmp_path / "result-1.safetensors")
+    first, second = (load_file(tmp_path / f"draws-{rank}.safetensors") for rank in range(2))
+    passes = len(first) // 2
+    assert passes == 2 * 2 * 8 // two_processes.GLOBAL_BATCH  # runs, rounds, examples
+    for at in range(passes):
+        length = min(len(first[f"mask/{at}"]), len(second[f"mask/{at}"]))
+        masks = first[f"mask/{at}"][:length], second[f"mask/{at}"][:length]
+        assert not torch.equal(*masks)
+        assert 0.6 < float(masks[1].float().mean()) < 0.8
+    steps = passes // 4
+    rows = [row[row != 0].tolist() for draws in (first, second) for at in range(steps) for row in draws[f"inputs/{at}"]]
+    assert sorted(rows) == sorted(
+        site_rows(tiny_folder, "east")[1].select(range(8))["input_ids"]
+    )  # each example once in an epoch
 
 
 @pytest.mark.slow
@@ -86,7 +116,7 @@ def test_a_process_that_fails_ends_both_with_the_reason(rank: int, tiny_folder: 
     assert all(status != 0 for status, _ in results), results
     assert "the disk of this process is full" in results[rank][1]
     assert "all processes of this client end. Start the script again" in results[0][1]
-    assert not (tmp_path / "result.safetensors").exists()
+    assert not (tmp_path / "result-0.safetensors").exists()
 
 
 @pytest.mark.slow
@@ -102,7 +132,7 @@ def test_an_interrupt_of_rank_0_within_a_round_ends_both(tiny_folder: Path, tmp_
 def test_processes_with_other_numbers_of_examples_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     for _, output in run_two(tiny_folder, tmp_path, "fedit", "--fewer"):
         assert "its processes have 5 to 8 training examples" in output
-    assert not (tmp_path / "result.safetensors").exists()
+    assert not (tmp_path / "result-0.safetensors").exists()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import has_length
 
@@ -68,7 +68,12 @@ class TransformersTrainer:
         """``LocalTrainer.train``."""
         trainer = self.trainer
         try:
-            with _set_round_arguments(trainer, plan), _restore_forward(self.root), _count_examples(trainer, optimizer):
+            with (
+                _set_round_arguments(trainer, plan),
+                _restore_model(self.root),
+                _count_examples(trainer, optimizer),
+                _draw_by_process(trainer, plan.seed),
+            ):
                 trainer.optimizer = optimizer
                 trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _get_constant_rate)
                 set_seed(plan.seed)
@@ -82,7 +87,7 @@ class TransformersTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """``LocalTrainer.evaluate``."""
-        with _restore_forward(self.root):
+        with _restore_model(self.root):
             try:
                 measured = self.trainer.evaluate()
             finally:
@@ -212,17 +217,77 @@ def _set_round_arguments(trainer: Trainer, plan: RoundPlan) -> Generator[None]:
 
 
 @contextmanager
-def _restore_forward(model: nn.Module) -> Generator[None]:
-    """Restore a model's forward after this context: mixed precision wraps it, once more in every round."""
-    forward = vars(model).get("forward")
+def _restore_model(model: nn.Module) -> Generator[None]:
+    """Have Accelerate prepare a model anew within this context, and restore what that sets on the model.
+
+    Mixed precision wraps the forward. A model marked as prepared would not be wrapped again: not by mixed precision,
+    nor by DDP, without which no gradient is averaged.
+    """
+    names = ("forward", "_original_forward", "_is_accelerate_prepared")
+    before = {name: vars(model)[name] for name in names if name in vars(model)}
+    vars(model).pop("_is_accelerate_prepared", None)
     try:
         yield
     finally:
-        vars(model).pop("_original_forward", None)
-        if forward is not None:
-            model.forward = forward
-        else:
-            vars(model).pop("forward", None)
+        for name in names:
+            vars(model).pop(name, None)
+        vars(model).update(before)
+
+
+class _RandomStream:
+    """Random numbers of torch of their own, on the CPU and on a device.
+
+    Args:
+        seed: Their seed.
+        device: The device on which a model trains.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._devices = [] if device.type == "cpu" else [device]
+        self._kind = "cuda" if device.type == "cpu" else device.type  # fork_rng needs one also without devices
+        self._seed: int | None = seed
+        self._states: list[Tensor] = []
+
+    @contextmanager
+    def continue_drawing(self) -> Generator[None]:
+        """Draw these random numbers within this context, from where the last one ended."""
+        with torch.random.fork_rng(self._devices, device_type=self._kind):
+            if self._seed is not None:
+                torch.manual_seed(self._seed)
+                self._seed = None
+            else:
+                torch.set_rng_state(self._states[0])
+                for device, state in zip(self._devices, self._states[1:], strict=True):
+                    torch.get_device_module(device).set_rng_state(state, device)
+            yield
+            others = [torch.get_device_module(device).get_rng_state(device) for device in self._devices]
+            self._states = [torch.get_rng_state(), *others]
+
+
+@contextmanager
+def _draw_by_process(trainer: Trainer, seed: int) -> Generator[None]:
+    """Have each of several processes draw its own random numbers in its passes within this context.
+
+    The loaders go on to draw equal numbers in all processes, by which they split the same order of the examples: the
+    dropout of a process would otherwise advance them by the shapes of its own batches.
+    """
+    if trainer.args.world_size == 1:
+        yield
+        return
+    stream = _RandomStream(seed + trainer.args.process_index, trainer.args.device)
+    inner, own_method = trainer.training_step, vars(trainer).get("training_step")
+
+    def training_step(*args: Any, **kwargs: Any) -> Tensor:
+        with stream.continue_drawing():
+            return inner(*args, **kwargs)
+
+    trainer.training_step = training_step
+    try:
+        yield
+    finally:
+        del trainer.training_step
+        if own_method is not None:
+            trainer.training_step = own_method
 
 
 def _require_supported(trainer: Trainer) -> None:
