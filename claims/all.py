@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from protocols import name_page
 from report import FOLDER
 
 from fedspan.reproduction.cells import DATA, MODEL, list_cells
@@ -67,7 +68,10 @@ def list_preset_jobs() -> tuple[Job, ...]:
         data = tuple(sorted(set(re.findall(re.escape(DATA) + r"/([\w-]+)", text))))
         words = ("reproduced.py", preset.id, "--data", "{data}", "--runs", "{work}/runs")
         model = MODEL in text
-        jobs.append(Job(preset.id, (*words, *(("--model", "{model}") if model else ())), data, model))
+        words = (*words, *(("--model", "{model}") if model else ()))
+        jobs.append(Job(preset.id, words, data, model))
+        if preset.small.matched:
+            jobs.append(Job(name_page(preset.id, "matched"), (*words, "--protocol", "matched"), data, model))
     return tuple(jobs)
 
 

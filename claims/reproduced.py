@@ -2,6 +2,8 @@
 
 ``python claims/reproduced.py rolora-table1 --data PATH`` (a folder with the data sets). Stopped, the same command goes
 on: the runs are in ``--runs``, where tables share them; after a change of the code, begin with an empty folder.
+``--protocol matched`` gives all rows the one learning rate that the preset names, and has a page of its own, which the
+preset's page cites (``protocols.py``).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import protocols
 import report
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -124,11 +127,11 @@ def _draw_bars(axes: Axes, metric: Metric, scores: Sequence[CellScore], labels: 
 def page(reproduction: Reproduction, preset: Preset, folder: Path) -> None:
     """Write it."""
     drawn = any(score.metric for score in reproduction.scores)
-    figure = (
-        report.save_figure(draw(reproduction.scores), folder, reproduction.id, f"{preset.item}, small scale")
-        if drawn
-        else ""
-    )
+    is_best = reproduction.protocol == "best"
+    name = protocols.name_page(reproduction.id, reproduction.protocol)
+    findings = [build_finding(judged) for judged in reproduction.verdicts]
+    results = {finding.statement: f"{finding.measured}: **{finding.verdict}**" for finding in findings}
+    figure = report.save_figure(draw(reproduction.scores), folder, name, f"{preset.item}, small scale") if drawn else ""
     notes = "\n".join(f"- {' '.join(note.split())}" for note in preset.notes)
     sections = [
         f"At the small scale, seeds {', '.join(map(str, reproduction.seeds))}; at the paper's: "
@@ -136,14 +139,15 @@ def page(reproduction: Reproduction, preset: Preset, folder: Path) -> None:
         "\n".join(format_markdown(reproduction.build_table())),
         figure,
         tabulate_measures(reproduction.scores),
-        describe_ends(reproduction, preset),
+        describe_ends(reproduction, preset) if is_best else "",
         tabulate_cells(reproduction.verdicts),
+        protocols.build_section(folder, preset, results) if is_best else "",
         "## Setting\n\n" + "\n".join(format_markdown(reproduction.settings)) + f"\n\n{notes}",
     ]
-    findings = [build_finding(judged) for judged in reproduction.verdicts]
-    report.write(
-        folder, reproduction.id, report.build_title(preset), preset.paper, findings, [part for part in sections if part]
-    )
+    title = report.build_title(preset) + ("" if is_best else ", all rows at one learning rate")
+    report.write(folder, name, title, preset.paper, findings, [part for part in sections if part])
+    if not is_best:
+        protocols.update(folder, preset)
 
 
 def main() -> None:
@@ -153,6 +157,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with data sets")
     parser.add_argument("--model", type=Path, help="folder with a model, where the preset asks for one")
     parser.add_argument("--runs", type=Path, default=Path("runs/claims"))
+    parser.add_argument("--protocol", choices=("best", "matched"), default="best", help="rates of the rows")
     parser.add_argument("--seeds", type=int, nargs="+", help="in place of the preset's; one gives no verdict")
     parser.add_argument("--set", dest="overrides", nargs="*", default=[], help="section.field=value")
     parser.add_argument("--out", type=Path, default=report.FOLDER)
@@ -160,12 +165,13 @@ def main() -> None:
     args.runs.mkdir(parents=True, exist_ok=True)
     reproduction = reproduce(
         args.id,
-        args.runs / args.id,
+        args.runs / protocols.name_page(args.id, args.protocol),
         data=args.data,
         model=args.model,
         overrides=args.overrides,
         reuse=[args.runs],  # tables share cells
         seeds=args.seeds,
+        protocol=args.protocol,
     )
     args.out.mkdir(parents=True, exist_ok=True)
     page(reproduction, load_preset(args.id), args.out)

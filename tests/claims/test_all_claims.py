@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -99,6 +100,38 @@ def test_what_was_looked_into_is_in_the_index_and_not_counted(scripts: None, tmp
     assert "| [Reasons](reasons.md), 2026-11-22 | After 80 rounds | by +1.0 ± 0.1 | **holds** |" in page
 
 
+def test_a_page_compares_its_two_protocols(scripts: None, tmp_path: Path) -> None:
+    """In any order of the runs; a page of the other protocol that is missing is named with its command."""
+    reproduced, protocols = importlib.import_module("reproduced"), importlib.import_module("protocols")
+    preset, best = load_preset("fedgalore-table3"), reproduce_preset("fedgalore-table3", tmp_path)
+    path = tmp_path / "fedgalore-table3.md"
+    reproduced.page(best, preset, tmp_path)
+    alone = path.read_text()
+    command = "`python claims/reproduced.py fedgalore-table3 --protocol matched --data FOLDER`"
+    assert f"`training.lr` = 0.00025 for all. It has not been run: {command}." in alone
+    assert alone.count("| not run |") == len(best.verdicts)
+    protocols.update(tmp_path, preset)
+    assert path.read_text() == alone
+
+    scores = tuple(replace(score, scores=tuple(1 - value for value in score.scores)) for score in best.scores)
+    verdicts = judge(preset.claims, list_cells(preset, "small", str(tmp_path), None), scores)
+    reproduced.page(replace(best, scores=scores, verdicts=verdicts, protocol="matched"), preset, tmp_path)
+    both = path.read_text()
+    assert "[Its page](fedgalore-table3-matched.md) has the scores." in both
+    assert "| not run |" not in both
+    saved = json.loads((tmp_path / "fedgalore-table3-matched.json").read_text())
+    assert saved["title"].endswith(", all rows at one learning rate")
+    for one, other in zip(
+        json.loads(path.with_suffix(".json").read_text())["findings"], saved["findings"], strict=True
+    ):
+        row = (one["statement"], *(f"{each['measured']}: **{each['verdict']}**" for each in (one, other)))
+        assert f"| {' | '.join(row)} |" in both
+    reproduced.page(best, preset, tmp_path)
+    assert path.read_text() == both
+    protocols.update(tmp_path, load_preset("rolora-table1"))  # it has one protocol, and no page here
+    assert not (tmp_path / "rolora-table1.md").exists()
+
+
 def test_an_outdated_page_names_every_change_once_and_is_counted_apart(scripts: None, tmp_path: Path) -> None:
     """A new run of the page, which writes both of its files anew, removes the mark."""
     mark, reproduced = importlib.import_module("outdated").mark, importlib.import_module("reproduced")
@@ -122,9 +155,10 @@ def test_every_script_and_preset_has_its_place(every: ModuleType) -> None:
     pages = [job.page for job in every.JOBS]
     assert len(set(pages)) == len(pages)
     libraries = {"curvature", "linear_model", "planted_views"}
-    helpers = {"all", "index", "hypotheses", "outdated", "report", "reproduced"} | libraries
+    helpers = {"all", "index", "hypotheses", "outdated", "protocols", "report", "reproduced"} | libraries
     scripts = {path.stem for path in CLAIMS.glob("*.py")} - helpers
     presets = {preset.id for preset in list_presets()}
+    presets |= {f"{preset.id}-matched" for preset in list_presets() if preset.small.matched}
     assert scripts <= set(pages) <= scripts | presets
     for job in every.JOBS:
         assert (CLAIMS / job.words[0]).is_file()

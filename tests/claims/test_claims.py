@@ -101,7 +101,7 @@ def pages(digits: Path, questions: Path, tmp_path_factory: pytest.TempPathFactor
 
 def test_every_claim_has_a_smoke_size() -> None:
     libraries = {"curvature", "linear_model", "planted_views"}  # with tests of their own
-    helpers = {"all", "hypotheses", "index", "outdated", "reasons", "report", "reproduced"}  # see test_all_claims.py
+    helpers = {"all", "hypotheses", "index", "outdated", "protocols", "reasons", "report", "reproduced"}
     assert {path.stem for path in CLAIMS.glob("*.py")} == helpers | libraries | set(SMOKE)
 
 

@@ -17,10 +17,12 @@ projectors of the clients' own, the r directions that these cover best (``linear
 the joined views), which are then transmitted too. Whether AJIVE's identifiability check is made is an option (it may
 drop most of the r directions). The paper maps v~ by T too, which makes entries negative, and the step m~ / sqrt(v~)
 unbounded where they are clamped at 0: ``moments: linear``. The default here maps v~ by the squared entries of T:
-nonnegative, and the step grows by sqrt(r) at most. ``keep`` leaves it (GaLore's code). Bias correction is off as in
-algorithm 4; on, the second moment's counter is carried over rounds. Clipping bounds the projected gradients, GaLore's
-code the whole ones. Weight decay reaches the frozen weight (W <- rho W), which no adapter can express. ``lora_alpha``
-is not used; ``scale`` is GaLore's. Not in the paper: ``rounds_per_seed``.
+nonnegative, and the step grows by sqrt(r) at most. Between independent random projectors these entries are about 1 /
+n, so that about r / n of vbar is left: the second moments all but start anew at every random refresh. ``keep`` leaves
+it (GaLore's code). Bias correction is off as in algorithm 4, for the extras (the head) too, whose optimizer the paper
+does not give; on, the second moment's counter is carried over rounds. Clipping bounds the projected gradients,
+GaLore's code the whole ones. Weight decay reaches the frozen weight (W <- rho W), which no adapter can express.
+``lora_alpha`` is not used; ``scale`` is GaLore's. Not in the paper: ``rounds_per_seed``.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ class FedGaLore(RegisteredMethod):
         rounds_per_seed: Number of rounds that use the same seeded projectors.
         moments: Transformation of the second moment to a new projector: squared, linear (the paper's, clamped) or keep.
         scale: Scale of the step (GaLore's ``scale``).
-        bias_correction: Whether to correct the bias of Adam's moments.
+        bias_correction: Whether to correct the bias of Adam's moments, those of the extras included.
         decay_base: Whether weight decay acts on the target layers' whole weights, as in the paper, or not at all.
         synchronisation: Synchronisation of second moments: ajive, average, average-svd or none (FedGaLore-).
         joint_rank: Joint rank of ajive and average-svd; 0: r.

@@ -62,6 +62,7 @@ class Reproduction:
         verdicts: Verdicts on the paper's statements.
         folder: Folder with the runs.
         settings: Table of the settings of the cells.
+        protocol: Protocol of the swept values (``reproduce``).
     """
 
     id: str
@@ -71,6 +72,7 @@ class Reproduction:
     verdicts: tuple[Judged, ...]
     folder: str
     settings: Table
+    protocol: Protocol = "best"
 
     def build_table(self) -> Table:
         """Tabulate the scores for people to read."""
@@ -188,7 +190,16 @@ def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Reprodu
             for label, name in name_row_folders(cell.configs).items()
         )
     verdicts = judge(preset.claims, cells, scores)
-    report = Reproduction(preset.id, scale, seeds, scores, verdicts, str(folder), tabulate_settings(cells))
+    report = Reproduction(
+        id=preset.id,
+        scale=scale,
+        seeds=seeds,
+        scores=scores,
+        verdicts=verdicts,
+        folder=str(folder),
+        settings=tabulate_settings(cells),
+        protocol=settings["protocol"],
+    )
     _write(report, preset, settings["command"])
     return report
 
