@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,17 @@ from fedspan.config import parse_config
 from fedspan.config.column_inference import infer_data
 from fedspan.data.loading import load
 from fedspan.data.source import Source
+from fedspan.deployment.handshake import build_server_config
+from fedspan.deployment.node import NodeService
+from fedspan.runs import load as loading
+from fedspan.runs.remote import build_server_clients, connect, prepare_server
 from fedspan.runs.setup import prepare
 from fedspan.tasks.causal import CausalLM, GenerationOptions
 from fedspan.tasks.preference import PreferenceOptions, PreferenceTuning, split_preference
 from fedspan.training.references import fill_reference
 from helpers import tiny, tiny_decoders, tiny_preferences
+from helpers.node_service import CLIENT, Direct, introduced, node
+from helpers.run_content import content
 
 CPU = torch.device("cpu")
 ROWS = [
@@ -305,3 +312,90 @@ def test_dp_sgd_without_noise_and_clipping_is_sgd(decoders: Path, tmp_path: Path
     assert max(float(value.norm()) for name, value in plain.items() if name.endswith("/B")) > 1e-3
     for name, value in plain.items():
         torch.testing.assert_close(private[name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_answers_that_are_equal_once_they_are_cut_are_counted() -> None:
+    long = " ".join(["b1", "c2"] * 12)
+    rows = [{"prompt": "Q: a1", "chosen": f"{long} a1", "rejected": f"{long} b5"}, ROWS[1]]
+    task = make(PreferenceOptions())
+    remarks = task.describe_examples(task.encode(arrange(rows)))
+    expected = "1 of 2 pairs have two answers of the same tokens, which teach nothing: model.max_length is 16 tokens"
+    assert remarks[-1] == expected
+    assert "chosen: 1 of 2 answers lost their end: model.max_length is 16 tokens" in remarks
+    assert not task.describe_examples(task.encode(arrange(ROWS)))
+
+
+def test_a_merged_model_is_compared_with_the_revision_of_its_base(
+    decoders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = tiny_preferences.settings(decoders, tmp_path, federation={"rounds": 1}, model={"revision": "v2"})
+    fedspan.run(values, tmp_path / "run")
+    merged = fedspan.export(tmp_path / "run", tmp_path / "merged", form="merged")
+    rows, revisions = tiny_preferences.make_rows()[:11], list[str | None]()
+    load_pretrained = loading.load_pretrained
+
+    def record(name: str, *args: Any, revision: str | None = None, **options: Any) -> Any:
+        revisions.append(revision)
+        return load_pretrained(name, *args, revision=revision, **options)
+
+    expected = fedspan.evaluate(tmp_path / "run", data=rows, generate=False)
+    monkeypatch.setattr(loading, "load_pretrained", record)
+    assert fedspan.evaluate(merged, data=rows, generate=False) == pytest.approx(expected, rel=1e-4)
+    assert revisions == [None, "v2"]  # the merged weights are in a folder, and the reference is the hub's
+
+
+def test_a_merged_model_is_compared_with_a_base_from_python(decoders: Path, tmp_path: Path) -> None:
+    """Also where another model is stored under its name."""
+    name = str(decoders / "llama-lm")
+    model = transformers.AutoModelForCausalLM.from_pretrained(name)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1.5)
+    values = tiny_preferences.settings(decoders, tmp_path, federation={"rounds": 1})
+    values["model"].pop("name")
+    objects = {"model": model, "tokenizer": transformers.AutoTokenizer.from_pretrained(name)}
+    fedspan.run(values, tmp_path / "run", **objects)
+    merged = fedspan.export(tmp_path / "run", tmp_path / "merged", form="merged", **objects)
+    rows = tiny_preferences.make_rows()[:11]
+    expected = fedspan.evaluate(tmp_path / "run", data=rows, generate=False, **objects)
+    assert fedspan.evaluate(merged, data=rows, generate=False, **objects) == pytest.approx(expected, rel=1e-4)
+    stored = fedspan.evaluate(merged, data=rows, generate=False)
+    assert stored["reward_margin"] != pytest.approx(expected["reward_margin"], rel=1e-2)
+
+
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+def test_a_resumed_run_ends_with_the_same_bits(engine: str, decoders: Path, tmp_path: Path) -> None:
+    class Stop(fedspan.Listener):
+        def on_round_finish(self, row: Mapping[str, Any]) -> None:
+            raise KeyboardInterrupt
+
+    values = tiny_preferences.settings(decoders, tmp_path, engine={"name": engine}, federation={"rounds": 2})
+    fedspan.run(values, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        fedspan.run(values, tmp_path / "stopped", listener=Stop())
+    fedspan.resume(tmp_path / "stopped")
+    whole, stopped = content(tmp_path / "whole"), content(tmp_path / "stopped")
+    assert [name for name in whole if whole[name] != stopped.get(name)] == []
+
+
+def test_a_node_trains_and_continues_after_a_restart(decoders: Path, tmp_path: Path) -> None:
+    """A node computes the reference of its own pairs, and again after a restart."""
+    values = tiny_preferences.settings(decoders, tmp_path)
+    values |= {"data": {}, "partition": {"partitioner": "iid", "clients": 1}, "federation": {"rounds": 2}}
+    values["evaluation"] = {"batch_size": 7}
+    data = {"train": str(tiny_preferences.save_preferences(tmp_path / "own.jsonl"))}
+    config = node(decoders, tmp_path / "node", data=data)
+    prepared = prepare_server(build_server_config(values))
+    transport = Direct(NodeService(config))
+    introduction = introduced(transport.service, values)
+    assert introduction.refused is None
+    clients = build_server_clients(prepared.config, prepared.engine.adapted.spec, {CLIENT: introduction.examples})
+    rules = prepared.config.federation.build_reply_rules()
+    federation = connect(prepared, transport, rules, clients=clients, run="run").federation
+    first = federation.run_round(federation.begin())
+    second = federation.run_round(first.progress)
+    assert 0 < second.loss < first.loss
+    transport.service = NodeService(config)
+    assert introduced(transport.service, values).refused is None
+    again = federation.run_round(first.progress)
+    for name, value in second.progress.state.tensors.items():
+        assert torch.equal(again.progress.state.tensors[name], value), name

@@ -16,6 +16,7 @@ from fedspan.runs.model_card import RunReport
 from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.setup import Prepared, build_simulated_federation, build_trainer, choose_device
 from fedspan.tasks.task import Examples
+from fedspan.training.references import copy_reference
 from fedspan.transports.in_process import InProcess
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ def build_host(kit: WorkerKit) -> Host:
     device = choose_device("cuda" if config.cluster.gpus_per_worker else "cpu")
     clients = len(kit.partition.clients)
     trainer = build_trainer(config, kit.labels, clients, device, kit.key, targets=kit.targets)
-    return build_simulated_host(build_simulated_federation(config, trainer, kit.partition, kit.examples, kit.key))
+    examples = copy_reference(trainer.task, kit.examples)
+    return build_simulated_host(build_simulated_federation(config, trainer, kit.partition, examples, kit.key))
 
 
 def build_simulated_host(federation: Federation) -> Host:

@@ -54,6 +54,7 @@ class Served:
         task: The learning problem, with tokenizer, labels and maximum length.
         device: The device that the model computes on.
         revision: Revision of a base from the hub.
+        pretrained: The pretrained model of a merged one, if it was passed from Python and the task compares with it.
     """
 
     folder: Path
@@ -64,6 +65,7 @@ class Served:
     task: RunTask
     device: torch.device
     revision: str | None
+    pretrained: Any = None
 
     @torch.inference_mode()
     def compute_predictions(self, examples: Examples, *, generate: bool = True) -> Tensor:
@@ -90,8 +92,11 @@ class Served:
         if hasattr(self.model, "disable_adapter"):
             with self.model.disable_adapter():
                 yield self.model
+        elif self.pretrained is not None:
+            yield self.pretrained
         else:
-            yield _load_base(self.notes, self.task_settings, None, self.device, quantized=False).model.eval()
+            loaded = _load_base(self.notes, self.task_settings, self.revision, self.device, quantized=False)
+            yield loaded.model.eval()
 
 
 def find_adapter_folder(folder: str | Path, client: str | None) -> Path:
@@ -173,7 +178,8 @@ def load_served(
         problem = "the task of this model was its owners' trainers' own. Load the adapter with PEFT on the same base"
         raise FedspanError("folder", str(adapter_path), problem=problem)
     definition = get_task(task_settings.task)
-    revision: str | None = None
+    revision: str | None = notes.get("revision")
+    pretrained: Any = None
     if (adapter_path / ADAPTER).is_file():
         # PEFT may raise any exception for these files. Errors of the base model are reported separately.
         try:
@@ -206,11 +212,14 @@ def load_served(
         elif loaded.new_modules:
             raise FedspanError("folder", str(adapter_path), f"a model with weights for {', '.join(loaded.new_modules)}")
         model = loaded.model
+        if definition.has_reference and objects is not None and objects.model is not None:
+            base = adopt_loaded(objects.model, objects.tokenizer, definition.head, task_settings.labels, target)
+            pretrained = base.model.eval()
     if objects is not None and objects.tokenizer is not None:
         loaded = replace(loaded, processor=objects.tokenizer)
     processor = definition.get_processor(loaded.processor)
     task = definition.build(processor, task_settings, None)
-    return Served(adapter_path, notes, task_settings, model.eval(), processor, task, target, revision)
+    return Served(adapter_path, notes, task_settings, model.eval(), processor, task, target, revision, pretrained)
 
 
 def _load_base(

@@ -92,6 +92,7 @@ def read_notes(folder: Path) -> dict[str, Any]:
     round_number = notes["kept"]
     failures = {
         "base_model": not isinstance(notes["base_model"], str) or not notes["base_model"],
+        "revision": not isinstance(notes.get("revision"), str | None),
         "client": not isinstance(notes["client"], str | None),
         "kept": not isinstance(round_number, list) or not all(isinstance(name, str) for name in round_number),
     }

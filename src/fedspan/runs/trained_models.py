@@ -70,6 +70,7 @@ def write_model(
         "method": prepared.config.method.title,
         "round": round,
         "base_model": prepared.config.model.name.removeprefix(FROM_PYTHON),
+        "revision": prepared.config.model.revision,
         "kept": prepared.config.model.modules_to_save,
         "client": client,
     }

@@ -222,12 +222,18 @@ class PreferenceTuning:
         return drop_undefined(values)
 
     def describe_examples(self, examples: EncodedPreferences) -> tuple[str, ...]:
-        """Report how many prompts and answers were cut, by role."""
-        return tuple(
+        """Report how many prompts and answers were cut, by role, and how many pairs of answers became equal."""
+        remarks = [
             f"{role}: {remark}"
             for role, encoded in examples.answers.items()
             for remark in self.language.describe_examples(encoded)
-        )
+        ]
+        if equal := _count_equal_answers(examples):
+            limit = f"model.max_length is {self.language.max_length} tokens"
+            remarks.append(
+                f"{equal} of {len(examples)} pairs have two answers of the same tokens, which teach nothing: {limit}"
+            )
+        return tuple(remarks)
 
     def decode_predictions(self, predictions: Tensor) -> list[str]:
         """Return the answer that has the higher reward, chosen or rejected; equal rewards count as rejected."""
@@ -259,6 +265,15 @@ def _share_prompts(first: EncodedPrompts, second: EncodedPrompts) -> tuple[Encod
         truncated = max(first.truncated_prompts, second.truncated_prompts)
         shared.append(replace(own, ids=ids, starts=starts, lengths=ids.lengths, truncated_prompts=truncated))
     return shared[0], shared[1]
+
+
+def _count_equal_answers(examples: EncodedPreferences) -> int:
+    """Return the number of pairs whose answers have the same tokens, as two long ones that were cut can have."""
+    if len(examples.answers) < len(_ANSWERS):
+        return 0
+    chosen, rejected = (examples.answers[role] for role in _ANSWERS)
+    same_length = np.flatnonzero(chosen.lengths == rejected.lengths).tolist()
+    return sum(chosen.ids[index] == rejected.ids[index] for index in same_length)
 
 
 def _select(batch: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:

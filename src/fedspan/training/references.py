@@ -8,6 +8,7 @@ reference. Its numbers are written to the examples' own ``reference``, so batche
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -22,7 +23,7 @@ from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import split_evaluation_batches
 from fedspan.training.stages import Stages
 
-__all__ = ["ReferenceTask", "References", "fill_reference", "has_reference"]
+__all__ = ["ReferenceTask", "References", "copy_reference", "fill_reference", "has_reference"]
 
 
 class ReferenceTask(Task, Protocol):
@@ -74,6 +75,19 @@ def fill_reference(
             )
         if on_done is not None:
             on_done(len(batch))
+
+
+def copy_reference(task: Task, examples: Examples) -> Examples:
+    """Return examples with a reference of their own to fill: arrays that processes share are read-only.
+
+    Args:
+        task: The learning problem; without a reference, the examples are returned as they are.
+        examples: The data set, a dataclass.
+    """
+    if not has_reference(task):
+        return examples
+    shared = cast(Any, examples)
+    return replace(shared, reference=shared.reference.copy())
 
 
 class References:

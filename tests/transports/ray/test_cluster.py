@@ -25,7 +25,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import prepare
 from fedspan.transports.ray.sharing import share_teams
 from fedspan.transports.ray.worker import BaseVersion, Worker
-from helpers import tiny, tiny_decoders, tiny_images
+from helpers import tiny, tiny_decoders, tiny_images, tiny_preferences, tiny_seq2seq
 from helpers.run_content import content
 
 pytest.importorskip("ray", reason="the extra fedspan[cluster] is not installed")
@@ -98,12 +98,15 @@ def test_central_privacy_and_its_empty_cohorts(tiny_folder: Path, tmp_path: Path
     assert [] in [row["cohort"] for row in rows]
 
 
-def test_language_models_and_images(decoders: Path, images: Path, tmp_path: Path) -> None:
-    for name, settings in (
-        ("text", tiny_decoders.settings(decoders)),
-        ("image", tiny_images.settings(images, "vit")),
-    ):
-        require_same({**settings, "engine": {"name": "loop"}}, tmp_path / name)
+@pytest.mark.parametrize("kind", ["language", "image", "preference", "seq2seq"])
+def test_other_models_and_tasks(kind: str, decoders: Path, images: Path, tmp_path: Path) -> None:
+    settings = {
+        "language": lambda: tiny_decoders.settings(decoders),
+        "image": lambda: tiny_images.settings(images, "vit"),
+        "preference": lambda: tiny_preferences.settings(decoders, tmp_path),
+        "seq2seq": lambda: tiny_seq2seq.settings(tmp_path),
+    }[kind]()
+    require_same({**settings, "engine": {"name": "loop"}}, tmp_path)
 
 
 def test_secure_sums_have_the_same_model(tiny_folder: Path, tmp_path: Path) -> None:
