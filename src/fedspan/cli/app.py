@@ -21,6 +21,7 @@ from fedspan.cli import export
 from fedspan.cli import deploy
 from fedspan.cli import admission
 from fedspan.cli import audit
+from fedspan.cli import health
 from fedspan.cli import status
 
 __all__ = ["app"]

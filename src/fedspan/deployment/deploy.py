@@ -19,6 +19,7 @@ from fedspan.config.tags import explain_missing_tags
 from fedspan.data.path_patterns import has_placeholders, match_paths
 from fedspan.deployment.audit import AuditedTransport
 from fedspan.deployment.handshake import NOWHERE, Introduction, Invitation, build_server_config, compute_base_digest
+from fedspan.deployment.health import Heartbeat
 from fedspan.deployment.status import store_named_run
 from fedspan.deployment.supervisor import Supervisor
 from fedspan.deployment.usage import UsageBook
@@ -132,7 +133,7 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
     authority = None if insecure or node.authority is None else Path(node.authority)
     if authority is not None and (days := compute_days_left(authority)) < SOON:
         log.warning("%s expires in %.0f days: ask the server's operator for a new one (fedspan renew)", authority, days)
-    stop = stop or Event()
+    stop, heartbeat = stop or Event(), Heartbeat(Path(node.folder))
     link = Link(node.server, authority, keys, node.limits.message_bytes)
     if trainer is not None:
         from fedspan.deployment.trainer_node import TrainerNode, adopt_node_trainer, follow
@@ -146,12 +147,17 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
         worker = TrainerNode(node, adopted, processes, stop)
     else:
         require_data(node)
-        worker = Supervisor(Path(path), node.limits.round_seconds)
+        worker = Supervisor(Path(path), node.limits.round_seconds, heartbeat.notify_watchdog)
     book = UsageBook(node)
     book.begin()
     book.get_account()  # a lost book is reported here, and not only to the first server that asks
+
+    def answer(envelope: Envelope) -> Envelope:
+        heartbeat.renew("an order")
+        return worker.answer(envelope)
+
     with closing(worker):
-        serve(link, worker.answer, stop)
+        serve(link, answer, stop, heartbeat.renew)
 
 
 def submit(

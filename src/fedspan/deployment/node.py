@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from fedspan.crypto import require_packages
 from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job_digest
 from fedspan.deployment.audit import AUDIT, describe_envelope
 from fedspan.deployment.handshake import Introduction, Invitation, build_node_values, compute_base_digest
+from fedspan.deployment.health import Heartbeat
 from fedspan.deployment.limits import OrderTerms, list_config_ranks, require_config, require_workload
 from fedspan.deployment.node_folder import TRAINING, get_run_folder
 from fedspan.deployment.usage import UsageBook
@@ -37,11 +39,14 @@ from fedspan.runs.remote import build_method, secure_client
 from fedspan.runs.session import Build
 from fedspan.runs.setup import prepare
 from fedspan.runs.trained_models import write_model
-from fedspan.training.stages import Stages
+from fedspan.training.stages import StageName, Stages
 
 __all__ = ["NodeService", "load_invitation", "read_last_serial"]
 
 _INVITATION, _SERIAL = "invitation.json", "serial"
+
+_STAGES: Mapping[str, StageName] = {"statistics": "statistics", "evaluate": "evaluation", "export": "export"}
+"""The stage of each kind of order; training and the exchanges of secure aggregation are one."""
 
 log = logging.getLogger("fedspan.node")
 
@@ -79,6 +84,7 @@ class NodeService:
         self._usage.begin()
         self._loaded: tuple[str, _Joined] | None = None
         self._audit = AuditLog(self.folder / AUDIT)
+        self._stages = Stages(Heartbeat(self.folder).observe)
         self._approvals = Approvals(self.folder, self._audit)
 
     def load(self, envelope: Envelope) -> None:
@@ -108,7 +114,8 @@ class NodeService:
             if isinstance(request, Order):
                 run.terms.require(request)
                 self._usage.record_order(request, run.host.compute_charges(request))
-            reply = self._coarsen(run.host.reply(request), request)
+            with self._stages.stage(_STAGES.get(request.task, "training")):
+                reply = self._coarsen(run.host.reply(request), request)
             self._require_small("reply", reply.body)
             self._audit.write("answered", run=name, **describe_envelope(reply))
             log.info("round %d: %s done", request.round + 1, request.task)
@@ -194,7 +201,7 @@ class NodeService:
         self._loaded = None  # two models may not fit into memory
         config = parse_config(self._build_values(invitation))
         folder = self._run_folder(invitation.run)
-        prepared = self._build_run(config, None, self._load_key(folder, config), Stages())
+        prepared = self._build_run(config, None, self._load_key(folder, config), self._stages)
         if prepared.task_settings.label_separator is not None and config.data.label_separator is None:
             problem = "several labels in a text need a named separator in a deployment, because files differ"
             expected = f"the separator of the labels, such as {prepared.task_settings.label_separator!r}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
+import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -22,6 +24,9 @@ __all__ = ["Supervisor"]
 _LOADING = 3600.0
 """Time limit in seconds for an invitation and for loading a run's model, which may have to be downloaded."""
 
+_STEP = 10.0
+"""Seconds between two calls of ``on_wait``."""
+
 log = logging.getLogger("fedspan.node")
 
 
@@ -31,10 +36,11 @@ class Supervisor:
     Args:
         path: The node file.
         seconds: Time limit in seconds for an order after its run's model is loaded.
+        on_wait: Called every few seconds while an order is carried out.
     """
 
-    def __init__(self, path: Path, seconds: float) -> None:
-        self.path, self.seconds = path, seconds
+    def __init__(self, path: Path, seconds: float, on_wait: Callable[[], None] = lambda: None) -> None:
+        self.path, self.seconds, self._on_wait = path, seconds, on_wait
         self._loaded: str | None = None
         """The run whose model the process has certainly loaded."""
         self._process: SpawnProcess | None = None
@@ -51,11 +57,11 @@ class Supervisor:
         line.send_bytes(envelope.body)
         limit = self.seconds if order is not None and order.run == self._loaded else _LOADING
         try:
-            if line.poll(limit):
+            if self._wait(line, limit):
                 line.recv_bytes()
                 self._loaded = None if order is None else order.run
                 limit = _LOADING if order is None else self.seconds
-                if line.poll(limit):
+                if self._wait(line, limit):
                     return Envelope(line.recv_bytes().decode(), line.recv_bytes())
             error = FedspanError(
                 "limits.round_seconds", limit, problem=f"an order took more than {limit:g} seconds and was stopped"
@@ -71,6 +77,15 @@ class Supervisor:
         if order is None:
             raise error
         return refuse_any(order, error)
+
+    def _wait(self, line: Connection, seconds: float) -> bool:
+        """Wait for the process, and return whether it has sent something within some seconds."""
+        deadline = time.monotonic() + seconds
+        while not line.poll(min(_STEP, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return False
+            self._on_wait()
+        return True
 
     def close(self) -> None:
         """Kill the process, if there is one."""

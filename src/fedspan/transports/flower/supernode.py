@@ -93,13 +93,14 @@ class Link:
         return NodeSigner(self.keys[0], self.authority)
 
 
-def serve(link: Link, answer: Answer, stop: Event) -> None:
+def serve(link: Link, answer: Answer, stop: Event, on_idle: Callable[[], None] = lambda: None) -> None:
     """Reply to messages until ``stop`` is set; reconnect after a lost connection.
 
     Args:
         link: Connection data of the SuperLink.
         answer: Computes the reply to an envelope; the type of an exception that it raises is reported to the server.
         stop: Event that ends the function when set.
+        on_idle: Called again and again while the node waits for an order or for the SuperLink.
 
     Raises:
         FedspanError: If the SuperLink refuses this node, or the authority's file has no certificate of an order key.
@@ -107,13 +108,14 @@ def serve(link: Link, answer: Answer, stop: Event) -> None:
     signer, received = link.create_signer(), _Received()
     pause, give_up_at = _RECONNECT[0], time.monotonic() + _REFUSED
     while not stop.is_set():
+        on_idle()
         try:
             authority = None if link.authority is None else link.authority.read_bytes()
             with connect_node(link.address, authority, link.keys, _RETRIES) as connection:
                 log.info("connected to %s as node %d", link.address, connection.node_id)
                 pause = _RECONNECT[0]
                 try:
-                    _serve_connection(connection, link, signer, answer, stop, received)
+                    _serve_connection(connection, link, signer, answer, stop, received, on_idle)
                 finally:
                     give_up_at = time.monotonic() + _REFUSED
         except httpx.HTTPStatusError as error:
@@ -146,12 +148,18 @@ class _Received:
 
 
 def _serve_connection(
-    connection: NodeConnection, link: Link, signer: Signer, answer: Answer, stop: Event, received: _Received
+    connection: NodeConnection,
+    link: Link,
+    signer: Signer,
+    answer: Answer,
+    stop: Event,
+    received: _Received,
+    on_idle: Callable[[], None] = lambda: None,
 ) -> None:
     while not stop.is_set():
         started = time.monotonic()
         try:
-            order = _next_order(connection, received.id, stop)
+            order = _next_order(connection, received.id, stop, on_idle)
             if order is not None:
                 _process_order(connection, order, link.limit, signer, answer, received)
             elif time.monotonic() - started < _PROMPT:
@@ -163,7 +171,9 @@ def _serve_connection(
             )
 
 
-def _next_order(connection: NodeConnection, received: str, stop: Event) -> ReceivedOrder | None:
+def _next_order(
+    connection: NodeConnection, received: str, stop: Event, on_idle: Callable[[], None] = lambda: None
+) -> ReceivedOrder | None:
     """Wait for the next order; None: there is none yet, or ``stop`` is set."""
     results = SimpleQueue[ReceivedOrder | BaseException | None]()
 
@@ -175,6 +185,7 @@ def _next_order(connection: NodeConnection, received: str, stop: Event) -> Recei
 
     Thread(target=take, daemon=True).start()
     while not stop.is_set():
+        on_idle()
         with suppress(Empty):
             result = results.get(timeout=_STOP)
             if isinstance(result, BaseException):

@@ -1,0 +1,121 @@
+"""A node's heartbeat: it advances while the node waits or makes progress, and a hung one is found."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from fedspan.cli import app
+from fedspan.deployment.health import Heartbeat, describe_heartbeat, find_problem
+from fedspan.deployment.node import NodeService
+from fedspan.deployment.supervisor import Supervisor
+from fedspan.federation.protocol import Order
+from fedspan.training.stages import Stages
+from helpers.node_service import node, served
+
+
+def age(folder: Path, seconds: float) -> None:
+    """Make a heartbeat older."""
+    moment = time.time() - seconds
+    os.utime(folder / "heartbeat", (moment, moment))
+
+
+def call(path: Path, *options: str) -> Any:
+    return CliRunner().invoke(app, ["health", str(path), *options])
+
+
+def test_a_heartbeat_that_is_too_old_is_a_problem(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    path = tmp_path / "node.yaml"
+    path.write_text(yaml.safe_dump({"id": "a", "server": "h:1", "data": {"train": "own.csv"}, "folder": str(folder)}))
+    assert "has not started" in (find_problem(folder) or "")
+    assert call(path).exit_code == 1
+    Heartbeat(folder).renew()
+    assert call(path).exit_code == 0
+    assert "healthy: waiting for orders, 0 s ago" in call(path).output
+    age(folder, 1000)
+    found = call(path)
+    assert found.exit_code == 1
+    assert "unhealthy: no progress for 1000 s, and at most 900 s are allowed (last: waiting for orders)" in found.output
+    assert call(path, "--within", "2000").exit_code == 0
+
+
+def test_a_model_may_load_for_an_hour_and_no_longer(tmp_path: Path) -> None:
+    stages = Stages(Heartbeat(tmp_path).observe)
+    with stages.stage("model"):
+        age(tmp_path, 3000)
+        assert find_problem(tmp_path) is None
+        age(tmp_path, 3700)
+        assert "(last: model)" in (find_problem(tmp_path) or "")
+    with stages.stage("training"):
+        age(tmp_path, 1000)
+        assert "(last: training)" in (find_problem(tmp_path) or "")
+
+
+def test_every_batch_renews_the_heartbeat_of_a_node(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewed: list[str] = []
+    monkeypatch.setattr(Heartbeat, "renew", lambda self, doing="waiting": renewed.append(doing))
+    service = NodeService(node(tiny_folder, tmp_path))
+    run, _ = served(tiny_folder, service)
+    assert "model" in renewed
+    renewed.clear()
+    progress = run.federation.run_round(run.federation.begin()).progress
+    assert renewed.count("training") > 2  # its begin, and each of its batches
+    renewed.clear()
+    run.evaluator.evaluate_clients(progress)
+    assert renewed.count("evaluation") >= 2
+
+
+def test_a_training_process_that_hangs_lets_the_heartbeat_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is stopped while the supervisor waits for it: nothing renews the heartbeat."""
+    monkeypatch.setattr("fedspan.deployment.supervisor._STEP", 0.05)
+    folder, path = tmp_path / "state", tmp_path / "node.yaml"
+    path.write_text(yaml.safe_dump({"id": "a", "server": "h:1", "data": {"train": "own.csv"}, "folder": str(folder)}))
+    waits = threading.Event()
+    supervisor = Supervisor(path, 0.5, waits.set)
+    heartbeat = Heartbeat(folder)
+    order = Order("train", 0, 0, 0.1, "a", None, b"", run="none", serial=1).to_envelope()
+    try:
+        supervisor.answer(order)
+        waits.clear()
+        process = supervisor._process
+        assert process is not None
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        heartbeat.renew("an order")
+        before = (folder / "heartbeat").stat().st_mtime
+        supervisor._loaded = "none"
+        supervisor.answer(order)
+        assert waits.is_set()
+        assert (folder / "heartbeat").stat().st_mtime == before
+        assert describe_heartbeat(folder).startswith("an order, ")
+    finally:
+        supervisor.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="this system has no Unix sockets")
+def test_systemd_s_watchdog_is_told_while_the_node_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the address of a socket is short
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind("notify")
+        systemd.settimeout(5)
+        monkeypatch.setenv("NOTIFY_SOCKET", "notify")
+        heartbeat = Heartbeat(tmp_path / "state")
+        heartbeat.renew()
+        assert systemd.recv(64) == b"WATCHDOG=1"
+        age(tmp_path / "state", 1000)
+        systemd.setblocking(False)
+        heartbeat.notify_watchdog()
+        with pytest.raises(BlockingIOError):
+            systemd.recv(64)
