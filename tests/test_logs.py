@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedspan.errors import FedspanError
-from fedspan.logs import EMPTY, AuditLog, JsonLines, Position, position_of, read_lines, require_position
+from fedspan.logs import EMPTY, AuditLog, JsonLines, LogFollower, Position, position_of, read_lines, require_position
 
 ROWS = [{"round": number, "loss": number / 10, "who": "näme"} for number in range(1, 5)]
 
@@ -143,3 +143,62 @@ def test_nothing_is_appended_to_what_is_no_audit_log(tmp_path: Path) -> None:
     with pytest.raises(FedspanError, match="the last line is not one of an audit log"):
         AuditLog(path).write("asked")
     assert path.read_text() == "notes\n"
+
+
+def write_rows(path: Path, *numbers: int) -> None:
+    with JsonLines(path) as lines:
+        for number in numbers:
+            lines.append({"round": number, "text": "x" * number})
+        lines.commit()
+
+
+def test_a_follower_reads_each_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    follower = LogFollower(path)
+    assert follower.read() == ([], True)
+    write_rows(path, 1, 2)
+    rows, is_restarted = follower.read()
+    assert ([row["round"] for row in rows], is_restarted) == ([1, 2], True)
+    assert follower.read() == ([], False)
+    whole = path.read_bytes()
+    write_rows(path, 3)
+    longer = path.read_bytes()
+    path.write_bytes(longer[:-4])  # a line that is being written
+    assert follower.read() == ([], False)
+    path.write_bytes(longer)
+    rows, is_restarted = follower.read()
+    assert ([row["round"] for row in rows], is_restarted) == ([3], False)
+    path.write_bytes(whole)  # truncated, by a run that resumes
+    rows, is_restarted = follower.read()
+    assert ([row["round"] for row in rows], is_restarted) == ([1, 2], True)
+
+
+def test_a_follower_begins_again_where_lines_were_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    follower = LogFollower(path)
+    write_rows(path, 1, 2)
+    follower.read()
+    path.unlink()
+    write_rows(path, 1, 5, 6)  # longer than before
+    rows, is_restarted = follower.read()
+    assert ([row["round"] for row in rows], is_restarted) == ([1, 5, 6], True)
+    path.unlink()
+    assert follower.read() == ([], True)
+
+
+def test_a_follower_names_a_changed_line_and_reads_no_more_than_its_limit(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_rows(path, 1, 2, 3, 4)
+    follower, read = LogFollower(path, limit=250), list[object]()
+    for _ in range(4):
+        rows, _ = follower.read()
+        assert len(rows) < 4
+        read += [row["round"] for row in rows]
+    assert read == [1, 2, 3, 4]
+    write_rows(path, 300)
+    with pytest.raises(FedspanError, match=r"line 5.*a line of at most 250 bytes"):
+        [follower.read() for _ in range(9)]
+    changed = tmp_path / "changed.jsonl"
+    changed.write_bytes(path.read_bytes().replace(b'"round": 2', b'"round": 9'))
+    with pytest.raises(FedspanError, match="line 2"):
+        LogFollower(changed).read()

@@ -26,6 +26,7 @@ __all__ = [
     "EMPTY",
     "AuditLog",
     "JsonLines",
+    "LogFollower",
     "Position",
     "encode_chain_line",
     "position_of",
@@ -74,14 +75,19 @@ def _compute_digest(head: str, body: bytes) -> str:
     return hashlib.sha256(head.encode() + body).hexdigest()
 
 
-def _read_lines(path: Path, data: bytes) -> Iterator[tuple[int, bytes, str]]:
+def _read_lines(path: Path, data: bytes, head: str = EMPTY.head, first: int = 1) -> Iterator[tuple[int, bytes, str]]:
     """Yield number, content without ``chain``, and ``chain`` of every complete line.
+
+    Args:
+        path: The file, for errors.
+        data: Content of the file from the line ``first`` on.
+        head: The ``chain`` of the line before.
+        first: Number of the first line.
 
     Raises:
         FedspanError: If a line does not continue the chain; the error names its number.
     """
-    head = EMPTY.head
-    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+    for number, line in enumerate(data.split(b"\n")[:-1], first):
         match = _CHAIN.search(line)
         body = b"" if match is None else line[: match.start()] + b"}"
         if match is None or _compute_digest(head, body) != match[1].decode():
@@ -103,13 +109,71 @@ def read_lines(path: Path) -> Iterator[dict[str, object]]:
         FedspanError: If a line does not continue the chain, or is not a JSON object; the error names its number.
     """
     for number, body, _ in _read_lines(path, read_bytes(path) if path.exists() else b""):
+        yield _parse_row(path, number, body)
+
+
+def _parse_row(path: Path, number: int, body: bytes) -> dict[str, object]:
+    try:
+        row = from_json(body)
+    except ValueError as error:
+        raise FedspanError(f"{path}, line {number}", body, "a JSON object") from error
+    if not isinstance(row, dict):
+        raise FedspanError(f"{path}, line {number}", body, "a JSON object")
+    return row
+
+
+class LogFollower:
+    """Reads the new lines of a log that another process appends to, which may also truncate it when it resumes.
+
+    Args:
+        path: The file.
+        limit: Largest number of bytes that one call reads; the rest is left to the next call.
+    """
+
+    def __init__(self, path: Path, limit: int = 1 << 25) -> None:
+        self._path, self._limit = path, limit
+        self._position, self._lines = EMPTY, 0
+
+    def read(self) -> tuple[list[dict[str, object]], bool]:
+        """Return the rows after those of the last call, and whether they begin at the first line (again).
+
+        They begin again if the file no longer continues the lines that were read.
+
+        Raises:
+            FedspanError: If a line does not continue the chain, is not a JSON object, or is longer than the limit. The
+                next call begins at the first line.
+        """
+        if self._lines:
+            try:
+                return self._read_on(), False
+            except FedspanError:  # truncated, and perhaps continued with other lines
+                self._position, self._lines = EMPTY, 0
+        return self._read_on(), True
+
+    def _read_on(self) -> list[dict[str, object]]:
         try:
-            row = from_json(body)
-        except ValueError as error:
-            raise FedspanError(f"{path}, line {number}", body, "a JSON object") from error
-        if not isinstance(row, dict):
-            raise FedspanError(f"{path}, line {number}", body, "a JSON object")
-        yield row
+            with self._path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size < self._position.length:
+                    raise FedspanError(str(self._path), size, problem="the file is shorter than before")
+                file.seek(self._position.length)
+                data = file.read(self._limit)
+        except FileNotFoundError:
+            if not self._lines:
+                return []
+            raise FedspanError(str(self._path), None, problem="the file is gone") from None
+        except OSError as error:
+            problem = f"the file cannot be read ({error.strerror or error})"
+            raise FedspanError(str(self._path), None, problem=problem) from error
+        if len(data) == self._limit and b"\n" not in data:
+            number = self._lines + 1
+            raise FedspanError(f"{self._path}, line {number}", None, f"a line of at most {self._limit} bytes")
+        lines = list(_read_lines(self._path, data, self._position.head, self._lines + 1))
+        rows = [_parse_row(self._path, number, body) for number, body, _ in lines]
+        if lines:
+            self._lines, _, head = lines[-1]
+            self._position = Position(self._position.length + data.rfind(b"\n") + 1, head)
+        return rows
 
 
 def position_of(path: Path) -> Position:

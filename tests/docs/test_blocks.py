@@ -17,6 +17,7 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import yaml
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import fedspan
@@ -152,7 +153,9 @@ def test_a_page_runs_from_its_first_block_to_its_last(
 
 def called(words: list[str], block: Block) -> None:
     """Do what a command of a page asks for."""
-    if words[0] == "fedspan":
+    if words[:2] == ["fedspan", "watch"]:  # serves a page until Ctrl-C: only its arguments are parsed
+        get_command(app).commands["watch"].make_context("watch", words[2:])
+    elif words[0] == "fedspan":
         result = CliRunner().invoke(app, words[1:])
         assert result.exit_code == 0, f"{block}: {' '.join(words)}\n{result.output}\n{result.exception!r}"
     elif words[0] == "make":

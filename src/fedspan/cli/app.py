@@ -16,6 +16,7 @@ from fedspan.cli import data
 from fedspan.cli import partition
 from fedspan.cli import trained_model
 from fedspan.cli import report
+from fedspan.cli import watch
 from fedspan.cli import diagnose
 from fedspan.cli import export
 from fedspan.cli import deploy

@@ -31,6 +31,7 @@ PAGES = {
     "server": "deployment.md",
     "simulation": "simulation.md",
     "task": "tasks.md",
+    "web": "monitoring.md",
     "task_options": "tasks.md",
     "training": "config.md#training",
     "--methods": "choosing.md",

@@ -18,7 +18,7 @@ from fedspan.logs import read_lines
 from fedspan.runs.failures import count_failures
 from fedspan.runs.folder import RunFolder
 
-__all__ = ["NamedRun", "RunStatus", "load_named_run", "read_status", "store_named_run"]
+__all__ = ["NamedRun", "RunStatus", "is_at_work", "load_named_run", "read_status", "store_named_run"]
 
 _NAMED = "run.json"
 """The file in a server's folder that names its newest run."""
@@ -100,7 +100,7 @@ def read_status(folder: Path) -> RunStatus:
         for client in clients if isinstance(clients, list) else ():
             late[str(client)] = late.get(str(client), 0) + 1
     round = number if isinstance(number, int) else len(rows)
-    state = "finished" if run.report.is_file() else "at work" if _is_alive(run.lock) else "stopped"
+    state = "finished" if run.report.is_file() else "at work" if is_at_work(run) else "stopped"
     return RunStatus(state, round, _read_rounds(run), _read_finish_time(run, round), count_failures(rows), late)
 
 
@@ -119,10 +119,10 @@ def _read_finish_time(run: RunFolder, round: int) -> float | None:
         return None
 
 
-def _is_alive(lock: Path) -> bool:
+def is_at_work(run: RunFolder) -> bool:
     """Check whether the process that a run's lock names is alive; a process on another machine is assumed to be."""
     try:
-        pid, host = lock.read_text().split("\n")[:2]
+        pid, host = run.lock.read_text().split("\n")[:2]
         if host != socket.gethostname():
             return True
         os.kill(int(pid), 0)

@@ -11,6 +11,7 @@
     base.json            the digest of the frozen weights of clients' own trainers
     metrics.jsonl        one line per round, each chained to those before it
     ledger.jsonl         one line per message, likewise
+    progress.json        the round that is being run, for ``fedspan watch``; removed at the end
     checkpoints/         round-00005/ ...: the last rounds, and the best
     clients/             round-00005/ ...: the clients' stored state, by the round that wrote it
     best/                the best round's checkpoint
@@ -71,6 +72,7 @@ class RunFolder:
         self.privacy = self.path / "privacy.json"
         self.metrics = self.path / "metrics.jsonl"
         self.ledger = self.path / "ledger.jsonl"
+        self.progress = self.path / "progress.json"
         self.checkpoints = self.path / "checkpoints"
         self.clients = self.path / "clients"
         self.best = self.path / "best"

@@ -23,7 +23,7 @@ from fedspan.files import convert_disk_errors, read_bytes, remove, write_atomic
 from fedspan.logs import JsonLines, read_lines
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.baselines import train_baseline
-from fedspan.runs.callbacks import Listener, compute_final_scores, sample_predictions
+from fedspan.runs.callbacks import Listener, Listeners, compute_final_scores, sample_predictions
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.divergence import find_divergence
@@ -46,6 +46,7 @@ from fedspan.runs.ledger import Ledger
 from fedspan.runs.model_card import RunReport, write_cards
 from fedspan.runs.model_setup import resolve_pooling
 from fedspan.runs.privacy_budget import Budget, generate_key, load_noise_key, store_noise_key
+from fedspan.runs.progress_file import ProgressFile
 from fedspan.runs.selection import Selection, has_stalled
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.suspects import find_limited
@@ -94,10 +95,11 @@ def run(
     Raises:
         FedspanError: If the run fails for a reason that the user can correct.
     """
-    listener = listener or Listener()
+    progress_file = ProgressFile(RunFolder(folder).progress)
+    listener = Listeners(listener or Listener(), progress_file)
     command = command or tuple(sys.argv)
     if resume:
-        with RunFolder.resume(folder) as run_folder:
+        with RunFolder.resume(folder) as run_folder, progress_file:
             if config is not None:
                 extend(run_folder, read_config(run_folder.path), config, listener)
             stored = read_resolved_config(run_folder.path)
@@ -115,7 +117,7 @@ def run(
     key = generate_key(config)
     # Before the folder is created: an invalid config leaves no files.
     prepared = build(config, None, key, Stages(listener.on_stage_change))
-    with RunFolder.create(folder, config_text) as run_folder:
+    with RunFolder.create(folder, config_text) as run_folder, progress_file:
         store_noise_key(run_folder.path, key)
         if config.model != unresolved:
             run_folder.write_json(run_folder.pooling, {name: getattr(config.model, name) for name in RESOLVED})

@@ -1,0 +1,299 @@
+"""The state of a run for the web page, from the files that the run writes; each call reads only what is new."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from fedspan.deployment.status import is_at_work
+from fedspan.errors import FedspanError, escape_controls
+from fedspan.files import from_json
+from fedspan.logs import LogFollower
+from fedspan.runs.curves import get_score
+from fedspan.runs.folder import RunFolder
+from fedspan.tasks.metrics import METRICS
+
+__all__ = ["RunMonitor", "build_page_state", "clean_text"]
+
+_MAX_TEXT = 500
+"""Longest text that the page shows, in characters."""
+_MAX_FILE = 1 << 24
+"""Largest file that is read as a whole, in bytes; larger ones count as unreadable."""
+_MAX_POINTS = 400
+"""Points of a curve that the page receives; longer curves are thinned out."""
+_MAX_CLIENTS = 500
+"""Clients that the page lists."""
+_MAX_FAILURES = 50
+"""Newest failures that the page lists."""
+
+
+def clean_text(text: object, limit: int = _MAX_TEXT) -> str:
+    """Return a text that may come from another machine on one line: controls escaped, and cut to a length."""
+    shown = str(text)
+    return escape_controls(shown[:limit] + ("…" if len(shown) > limit else ""))
+
+
+class RunMonitor:
+    """Follows the run in a folder; the run's own process is not involved.
+
+    Args:
+        folder: Folder of the run; it may not exist yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._run = RunFolder(folder)
+        self._metrics = LogFollower(self._run.metrics)
+        self._files: dict[Path, tuple[tuple[int, int], object]] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget all rounds."""
+        self._rows: list[dict[str, Any]] = []
+        self._last: Mapping[str, Any] = {}
+        self._clients: dict[str, dict[str, Any]] = {}
+        self._failures: deque[dict[str, Any]] = deque(maxlen=_MAX_FAILURES)
+        self._failure_count = 0
+
+    def collect(self, listed: Collection[str] = ()) -> dict[str, Any] | None:
+        """Return the state of the run as plain values for JSON; None: there is no run in the folder yet.
+
+        Args:
+            listed: Clients that are listed even if they have not been selected yet.
+        """
+        if not self._run.config.is_file():
+            return None
+        problem = self._read_rounds()
+        config = self._read(self._run.config)
+        report = self._read(self._run.report)
+        progress = {} if report else self._read(self._run.progress)
+        at_work = not report and is_at_work(self._run)
+        state = "finished" if report else "running" if at_work else "stopped"
+        reason = progress.get("reason")
+        if not at_work and not report and progress.get("state") == "failed":
+            state = "failed"
+        metric = self._choose_metric(report, progress)
+        shown = METRICS.get(metric)
+        clients = self._collect_clients(progress if at_work else {}, listed)
+        return {
+            "folder": clean_text(self.folder),
+            "method": clean_text(report.get("method") or _get(config, "method", "name") or ""),
+            "model": clean_text(_get(config, "model", "name") or ""),
+            "task": clean_text(config.get("task") or ""),
+            "state": state,
+            "reason": None if reason is None or at_work else clean_text(reason, 2000),
+            "problem": problem,
+            "round": _to_int(self._last.get("round")) or 0,
+            "current": _to_int(progress.get("round")) if at_work else None,
+            "rounds": _to_int(report.get("rounds") or progress.get("rounds") or _get(config, "federation", "rounds")),
+            "stage": _clean_stage(progress.get("stage")) if at_work else None,
+            "baseline": _clean_baseline(progress.get("baseline")) if at_work else None,
+            "seconds": _to_float(self._last.get("seconds")),
+            "round_started": _to_float(progress.get("round_started")) if at_work else None,
+            "metric": {
+                "title": clean_text(progress.get("metric_title") or (metric if shown is None else shown.title)),
+                "percent": shown.is_percentage if shown is not None else bool(progress.get("is_percentage")),
+            },
+            "curve": self._collect_curve(metric),
+            "result": _collect_result(report, metric),
+            "bytes": _collect_bytes(self._last),
+            "privacy": _collect_privacy(self._last, config),
+            "clients": clients,
+            "client_count": _to_int(progress.get("clients")) or _to_int(_get(config, "partition", "clients")),
+            "known_clients": len({*self._clients, *_to_names(progress.get("cohort")), *listed}),
+            "failures": list(self._failures)[::-1],
+            "failure_count": self._failure_count,
+            "notes": [clean_text(note) for note in _to_names(progress.get("notes"))][:20]
+            + [clean_text(warning) for warning in _to_names(report.get("warnings"))][:20],
+        }
+
+    def _read_rounds(self) -> str | None:
+        """Read new lines of the metrics; return the problem if they cannot be read."""
+        try:
+            rows, is_restarted = self._metrics.read()
+        except FedspanError as error:
+            self._reset()
+            return clean_text(error)
+        if is_restarted:
+            self._reset()
+        for row in rows:
+            self._add(cast("Mapping[str, Any]", row))
+        return None
+
+    def _add(self, row: Mapping[str, Any]) -> None:
+        self._last = row
+        number = _to_int(row.get("round")) or 0
+        self._rows.append({key: row.get(key) for key in ("round", "loss", "validation", "test", "clients", "privacy")})
+        for id in _to_names(row.get("cohort")):
+            entry = self._get_client(id)
+            entry["rounds"] += 1
+            entry["last_round"] = number
+        for id in _to_names(row.get("late")):
+            self._get_client(id)["late"] += 1
+        failures = row.get("failures")
+        for failure in failures if isinstance(failures, list) else ():
+            match failure:
+                case {"client": str() as client, "reason": str() as reason}:
+                    entry = self._get_client(client)
+                    entry["failures"] += 1
+                    entry["last_failure"] = {"round": number, "reason": clean_text(reason)}
+                    self._failure_count += 1
+                    self._failures.append({"round": number, "client": clean_text(client), "reason": clean_text(reason)})
+                case _:
+                    continue
+
+    def _get_client(self, id: str) -> dict[str, Any]:
+        return self._clients.setdefault(id, _make_client())
+
+    def _collect_clients(self, progress: Mapping[str, Any], listed: Collection[str]) -> list[dict[str, Any]]:
+        """Return the clients, those of the current round and those with failures first."""
+        cohort, replied = frozenset(_to_names(progress.get("cohort"))), frozenset(_to_names(progress.get("replied")))
+        losses = progress.get("losses")
+        losses = losses if isinstance(losses, Mapping) else {}
+        rows: list[dict[str, Any]] = []
+        for id in {*self._clients, *cohort, *listed}:
+            entry = self._clients.get(id) or _make_client()
+            status = "replied" if id in cohort & replied else "no reply yet" if id in cohort else "not selected"
+            rows.append({**entry, "name": id, "status": status if progress else "", "loss": _to_float(losses.get(id))})
+        rows.sort(key=lambda row: (row["status"] not in ("replied", "no reply yet"), not row["failures"], row["name"]))
+        return [{**row, "name": clean_text(row["name"], 200)} for row in rows[:_MAX_CLIENTS]]
+
+    def _choose_metric(self, report: Mapping[str, Any], progress: Mapping[str, Any]) -> str:
+        """Return the run's metric; of a run that names none, the first that was measured."""
+        for values in (report, progress):
+            if isinstance(name := values.get("metric"), str):
+                return name
+        for row in reversed(self._rows):
+            for part in ("test", "clients", "validation"):
+                names = row[part] if isinstance(row.get(part), Mapping) else {}
+                for name in names:
+                    if name not in ("loss", "worst"):
+                        return str(name)
+        return "accuracy"
+
+    def _collect_curve(self, metric: str) -> list[dict[str, Any]]:
+        points: list[dict[str, Any]] = []
+        for row in self._rows:
+            validation, privacy = row.get("validation"), row.get("privacy")
+            points.append(
+                {
+                    "round": _to_int(row.get("round")) or 0,
+                    "loss": _to_float(row.get("loss")),
+                    "score": get_score(row, metric),
+                    "validation": _to_float(validation.get(metric)) if isinstance(validation, Mapping) else None,
+                    "epsilon": _to_float(privacy.get("epsilon")) if isinstance(privacy, Mapping) else None,
+                }
+            )
+        step = math.ceil(len(points) / _MAX_POINTS) if points else 1
+        return points[::-1][::step][::-1]  # the last point is always among them
+
+    def _read(self, path: Path) -> Mapping[str, Any]:
+        """Return the object in a JSON or YAML file; empty if the file is missing, too large or no object."""
+        try:
+            status = path.stat()
+            stamp = (status.st_mtime_ns, status.st_size)
+            if (known := self._files.get(path)) is None or known[0] != stamp:
+                with path.open("rb") as file:
+                    data = file.read(_MAX_FILE + 1)
+                if len(data) > _MAX_FILE:
+                    return {}
+                value = yaml.safe_load(data) if path == self._run.config else from_json(data)
+                self._files[path] = known = (stamp, value)
+        except (OSError, ValueError, yaml.YAMLError, RecursionError):
+            return {}
+        return cast("Mapping[str, Any]", known[1]) if isinstance(known[1], Mapping) else {}
+
+
+def build_page_state(monitor: RunMonitor) -> dict[str, Any]:
+    """Return the state that the page shows of a run without nodes of a server."""
+    state = monitor.collect()
+    clients = [] if state is None else state.pop("clients")
+    return {
+        "time": time.time(),
+        "folder": clean_text(monitor.folder),
+        "run": state,
+        "clients": clients,
+        "nodes": None,
+    }
+
+
+def _make_client() -> dict[str, Any]:
+    return {"rounds": 0, "last_round": None, "late": 0, "failures": 0, "last_failure": None}
+
+
+def _get(values: Mapping[str, Any], *path: str) -> Any:
+    """Return a nested value; None if there is none."""
+    value: Any = values
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _to_int(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _to_float(value: object) -> float | None:
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    return None
+
+
+def _to_names(value: object) -> list[str]:
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
+
+def _clean_stage(stage: object) -> dict[str, Any] | None:
+    match stage:
+        case {"text": str() as text}:
+            values = cast("Mapping[str, Any]", stage)
+            done, total = _to_int(values.get("done")) or 0, _to_int(values.get("total"))
+            return {"text": clean_text(text), "done": done, "total": total, "unit": clean_text(values.get("unit"), 40)}
+        case _:
+            return None
+
+
+def _clean_baseline(baseline: object) -> dict[str, Any] | None:
+    match baseline:
+        case {"name": str() as name, "round": int() as round, "rounds": int() as rounds}:
+            return {"name": clean_text(name, 40), "round": round, "rounds": rounds}
+        case _:
+            return None
+
+
+def _collect_result(report: Mapping[str, Any], metric: str) -> dict[str, Any] | None:
+    """Return the best round of a finished run, with its score; None: the run is not finished."""
+    if not report:
+        return None
+    scores = report.get("scores")
+    score = get_score(scores, metric) if isinstance(scores, Mapping) else None
+    worst = _get(report, "scores", "clients", "worst")
+    return {
+        "best_round": _to_int(report.get("best_round")),
+        "score": score,
+        "worst": None
+        if not isinstance(worst, Mapping)
+        else {"client": clean_text(worst.get("client"), 200), "score": _to_float(worst.get(metric))},
+    }
+
+
+def _collect_bytes(row: Mapping[str, Any]) -> dict[str, int]:
+    return {direction: _to_int(_get(row, "bytes", direction)) or 0 for direction in ("down", "up")}
+
+
+def _collect_privacy(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the privacy budget that is spent, and its limit; None: the run has no differential privacy."""
+    if not isinstance(config.get("privacy"), Mapping):
+        return None
+    return {
+        "epsilon": _to_float(_get(row, "privacy", "epsilon")) or 0.0,
+        "delta": _to_float(_get(config, "privacy", "delta")),
+        "limit": _to_float(_get(config, "privacy", "epsilon")),
+        "mechanism": clean_text(_get(config, "privacy", "mechanism"), 40),
+    }

@@ -1,0 +1,285 @@
+"""The web server of the page: a token, one host name, GET requests, bounded connections, nothing from elsewhere."""
+
+from __future__ import annotations
+
+import hmac
+import importlib.util
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
+
+from fedspan.errors import FedspanError
+from fedspan.files import to_json
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = ["HEADERS", "WebPage", "build_app", "require_web"]
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+"""Headers of every response."""
+
+_ASSETS = {
+    "/": ("index.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+}
+"""The only files that are served; no part of a request is used as a file name."""
+_FRESH = 0.5
+"""Seconds for which a collected state answers all viewers."""
+_MAX_VIEWERS = 32
+"""Connections with the token; the oldest is closed for a new one."""
+_ALLOWANCE = 1 << 16
+"""Bytes that a connection with the token may send until its next request is accepted."""
+_STARTING = 10.0
+"""Time limit for the start of the server, in seconds."""
+
+
+def require_web() -> None:
+    """Check that the packages of the web page are installed.
+
+    Raises:
+        FedspanError: If one is missing.
+    """
+    for package in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            problem = f"the web page needs {package}, which is not installed. Run: pip install 'fedspan[web]'"
+            raise FedspanError("web", None, problem=problem)
+
+
+def build_app(
+    collect: Callable[[], Mapping[str, Any]],
+    token: str,
+    hosts: Iterable[str],
+    *,
+    cookie: str = "fedspan",
+    is_secure: bool = False,
+    on_accept: Callable[[Request], None] = lambda request: None,
+) -> Starlette:
+    """Build the web app.
+
+    Args:
+        collect: Returns the state as plain values; it may read files, and is called by one thread at a time.
+        token: The secret that every request needs: once in the query ``token``, then in a cookie.
+        hosts: Host names under which the page may be requested, which excludes DNS rebinding.
+        cookie: Name of the cookie; browsers send cookies to all ports of a host.
+        is_secure: Whether the page is served with TLS.
+        on_accept: Called with every request that has the token.
+    """
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.middleware import Middleware
+    from starlette.responses import PlainTextResponse, RedirectResponse, Response
+    from starlette.routing import Route
+
+    folder = files("fedspan.monitoring") / "page"
+    assets = {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in _ASSETS.items()}
+    state = _State(collect)
+
+    def guard(request: Request) -> Response | None:
+        """Return the response to a request without the token, or to the first one with it; None: it has the cookie."""
+        requested = request.query_params.get("token")
+        if requested is not None and _is_equal(requested, token):
+            on_accept(request)
+            response = RedirectResponse("/", status_code=303)
+            response.set_cookie(cookie, token, httponly=True, samesite="strict", secure=is_secure)
+            return response
+        if not _is_equal(request.cookies.get(cookie, ""), token):
+            text = "This page needs its token. Open the address that the command printed when it started.\n"
+            return PlainTextResponse(text, status_code=401)
+        on_accept(request)
+        return None
+
+    async def show_asset(request: Request) -> Response:
+        content, kind = assets[request.url.path]
+        return guard(request) or Response(content, media_type=kind)
+
+    async def show_state(request: Request) -> Response:
+        if (refusal := guard(request)) is not None:
+            return refusal
+        return Response(await run_in_threadpool(state.read), media_type="application/json")
+
+    routes = [Route(path, show_asset, methods=["GET"]) for path in assets]
+    routes.append(Route("/state.json", show_state, methods=["GET"]))
+    return Starlette(routes=routes, middleware=[Middleware(_Guard, hosts=frozenset(hosts))])
+
+
+def _is_equal(sent: str, token: str) -> bool:
+    return hmac.compare_digest(sent.encode(errors="surrogatepass"), token.encode())
+
+
+class _State:
+    """The state as JSON, collected at most twice a second for all viewers."""
+
+    def __init__(self, collect: Callable[[], Mapping[str, Any]]) -> None:
+        self._collect = collect
+        self._lock = threading.Lock()
+        self._collected = -_FRESH
+        self._text = b""
+
+    def read(self) -> bytes:
+        with self._lock:
+            if time.monotonic() - self._collected >= _FRESH:
+                self._text = to_json(self._collect()).encode(errors="backslashreplace")
+                self._collected = time.monotonic()
+            return self._text
+
+
+class _Guard:
+    """Middleware that refuses other host names, and adds the headers to every response."""
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from starlette.datastructures import Headers, MutableHeaders
+        from starlette.responses import PlainTextResponse
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        app = self._app
+        if _read_host(Headers(scope=scope).get("host", "")) not in self._hosts:
+            app = PlainTextResponse("This host name is not one of the page's.\n", status_code=421)
+        await app(scope, receive, send_with_headers)
+
+
+def _read_host(header: str) -> str | None:
+    try:
+        return urlsplit(f"//{header}").hostname
+    except ValueError:
+        return None
+
+
+class WebPage:
+    """The page on a port of this machine, in a thread, while it is entered as a context manager.
+
+    Args:
+        collect: Returns the state as plain values.
+        host: Address to listen on.
+        port: Port to listen on; 0: any free one.
+        names: Further names under which the page is requested.
+        certificate: Files of the certificate and its key; None: without TLS, on a loopback address only.
+        field: The option that names the host, for errors.
+
+    Raises:
+        FedspanError: If a package is missing, the address is not loopback and there is no certificate, or the port is
+            in use.
+    """
+
+    def __init__(
+        self,
+        collect: Callable[[], Mapping[str, Any]],
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        names: Iterable[str] = (),
+        certificate: tuple[Path, Path] | None = None,
+        field: str = "--port",
+    ) -> None:
+        require_web()
+        import uvicorn
+
+        from fedspan.transports.flower.connections import BoundedProtocol, BoundedSocket, ConnectionLimits, Connections
+
+        names = tuple(names)
+        if host not in LOOPBACK and certificate is None:
+            problem = "the page has no TLS here, so it is served on this machine only"
+            raise FedspanError("--web-host", host, "127.0.0.1, and ssh -L from other machines", problem=problem)
+        connections = Connections(ConnectionLimits(per_address=32, total=128, per_sender=_MAX_VIEWERS))
+        listening = type("PageSocket", (BoundedSocket,), {"bounds": connections})
+        protocol = type("PageProtocol", (BoundedProtocol,), {"bounds": connections})
+        self._socket = listening.take_over(_bind(host, port, field))
+        self.port = int(self._socket.getsockname()[1])
+        self._token = secrets.token_urlsafe(32)
+        self._name = names[0] if names and host not in LOOPBACK else host
+        self._scheme = "http" if certificate is None else "https"
+        app = build_app(
+            collect,
+            self._token,
+            {*LOOPBACK, host.lower(), *(name.lower() for name in names)},
+            cookie=f"fedspan-{self.port}",
+            is_secure=certificate is not None,
+            on_accept=lambda request: connections.accept(_get_client(request), b"viewer", _ALLOWANCE),
+        )
+        config = uvicorn.Config(
+            app,
+            loop="asyncio",
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=15,
+            timeout_graceful_shutdown=1,
+            h11_max_incomplete_event_size=1 << 14,
+            ssl_certfile=None if certificate is None else certificate[0],
+            ssl_keyfile=None if certificate is None else certificate[1],
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="web page", daemon=True)
+
+    @property
+    def url(self) -> str:
+        """The address of the page, with its token."""
+        host = f"[{self._name}]" if ":" in self._name else self._name
+        return f"{self._scheme}://{host}:{self.port}/?token={self._token}"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        until = time.monotonic() + _STARTING
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > until:
+                self._server.should_exit = True
+                raise FedspanError("web", self.port, problem="the web server did not start")
+            time.sleep(0.02)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(5)
+        self._socket.close()
+
+
+def _get_client(request: Request) -> tuple[str, int] | None:
+    return None if request.client is None else (request.client.host, request.client.port)
+
+
+def _bind(host: str, port: int, field: str) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        expected = f"an address of this machine, and a port that is not in use ({error.strerror or error})"
+        raise FedspanError(field, f"{host}:{port}", expected) from error
+    return bound

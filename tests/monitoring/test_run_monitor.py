@@ -1,0 +1,132 @@
+"""What the page shows of a run, read from its folder while it grows, is truncated, fails and ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedspan.files import to_json
+from fedspan.monitoring.run_monitor import RunMonitor, clean_text
+from helpers.written_run import HOSTILE, PretendRun
+
+Collect = Callable[[], dict[str, Any]]
+
+
+def get_dead_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_a_folder_without_a_run_has_no_state(tmp_path: Path) -> None:
+    assert RunMonitor(tmp_path / "later").collect() is None
+
+
+def test_rounds_are_read_as_they_are_added(pretend_run: PretendRun, collect: Collect) -> None:
+    first = collect()["run"]
+    assert (first["state"], first["round"], first["rounds"], first["curve"]) == ("running", 0, 5, [])
+    pretend_run.add(1, 0.25)
+    assert collect()["run"]["round"] == 1
+    pretend_run.add(2, 0.75, privacy={"epsilon": 1.5, "delta": 1e-5})
+    run = collect()["run"]
+    assert [point["round"] for point in run["curve"]] == [1, 2]
+    assert [point["score"] for point in run["curve"]] == [0.25, 0.75]
+    assert [point["validation"] for point in run["curve"]] == [0.35, 0.85]
+    assert [point["loss"] for point in run["curve"]] == [1.0, 0.5]
+    assert [point["epsilon"] for point in run["curve"]] == [None, 1.5]
+    assert run["bytes"] == {"down": 2000, "up": 1000}
+    assert run["metric"] == {"title": "accuracy", "percent": True}
+
+
+def test_a_run_that_resumes_from_an_earlier_round_is_read_again(pretend_run: PretendRun, collect: Collect) -> None:
+    for number in (1, 2, 3):
+        pretend_run.add(number, late=["south"])
+    assert collect()["run"]["round"] == 3
+    lines = pretend_run.folder.metrics.read_bytes().splitlines(keepends=True)
+    pretend_run.folder.metrics.write_bytes(lines[0])
+    pretend_run.add(2, 0.125, late=["south"])
+    state = collect()
+    assert [point["score"] for point in state["run"]["curve"]] == [0.5, 0.125]
+    assert {client["name"]: client["rounds"] for client in state["clients"]} == {"east": 2, "north": 2, "south": 0}
+    assert {client["name"]: client["late"] for client in state["clients"]}["south"] == 2
+
+
+def test_a_changed_line_is_a_problem_and_not_a_curve(pretend_run: PretendRun, collect: Collect) -> None:
+    pretend_run.add(1)
+    pretend_run.folder.metrics.write_bytes(pretend_run.folder.metrics.read_bytes().replace(b"0.5", b"0.9"))
+    run = collect()["run"]
+    assert "line 1" in run["problem"]
+    assert run["curve"] == []
+
+
+def test_clients_of_the_round_that_is_being_run(pretend_run: PretendRun, collect: Collect) -> None:
+    failure = {"client": "north", "attempt": 0, "reason": "out of memory", "purpose": "train"}
+    pretend_run.add(1, failures=[failure, "no failure", {"client": 3}])
+    pretend_run.write_progress(round=2, cohort=["north", "south"], replied=["south"], losses={"south": 0.5})
+    state = collect()
+    assert state["run"]["current"] == 2
+    assert [(client["name"], client["status"], client["loss"]) for client in state["clients"]] == [
+        ("north", "no reply yet", None),  # failures first
+        ("south", "replied", 0.5),
+        ("east", "not selected", None),
+    ]
+    assert state["clients"][0]["last_failure"] == {"round": 1, "reason": "out of memory"}
+    assert state["run"]["failures"] == [{"round": 1, "client": "north", "reason": "out of memory"}]
+    assert state["run"]["failure_count"] == 1
+
+
+def test_stopped_and_failed_runs(pretend_run: PretendRun, collect: Collect) -> None:
+    pretend_run.start(get_dead_process())
+    pretend_run.write_progress(cohort=["north"], stage={"text": "training", "done": 1, "total": 2, "unit": "clients"})
+    run = collect()["run"]
+    assert (run["state"], run["reason"], run["stage"], run["current"]) == ("stopped", None, None, None)
+    pretend_run.write_progress(state="failed", reason="`nodes`: 1 of 3 nodes participate.")
+    run = collect()["run"]
+    assert (run["state"], run["reason"]) == ("failed", "`nodes`: 1 of 3 nodes participate.")
+    pretend_run.start()  # resumed
+    assert collect()["run"]["state"] == "running"
+
+
+def test_a_finished_run_shows_its_best_round(pretend_run: PretendRun, collect: Collect) -> None:
+    pretend_run.add(1, 0.75)
+    pretend_run.add(2, 0.5)
+    scores = {"test": {"accuracy": 0.75}, "clients": {"worst": {"client": HOSTILE, "accuracy": 0.25}}}
+    report = {"method": "FedIT", "metric": "accuracy", "rounds": 2, "best_round": 1, "scores": scores}
+    pretend_run.folder.report.write_text(to_json({**report, "warnings": ["the loss doubled"]}))
+    state = collect()
+    worst = {"client": clean_text(HOSTILE), "score": 0.25}
+    assert state["run"]["result"] == {"best_round": 1, "score": 0.75, "worst": worst}
+    assert (state["run"]["state"], state["run"]["method"]) == ("finished", "FedIT")
+    assert state["run"]["notes"] == ["the loss doubled"]
+
+
+def test_texts_of_others_are_cut_and_without_controls(pretend_run: PretendRun, collect: Collect) -> None:
+    failure = {"client": HOSTILE, "attempt": 0, "reason": "\x1b]0;x\x07" + 5000 * "y", "purpose": "train"}
+    pretend_run.add(1, failures=[failure])
+    text = to_json(collect())
+    assert "\\u001b" not in text
+    assert "\\u0007" not in text
+    assert 400 < text.count("y") < 2000
+
+
+def test_files_of_any_content_do_not_stop_the_page(pretend_run: PretendRun, collect: Collect) -> None:
+    for content in (b"", b"[]", b"null", b"{", b'{"stage": 3, "cohort": {"a": 1}, "losses": []}', b"\xff", b"[" * 9000):
+        for path in (pretend_run.folder.progress, pretend_run.folder.report, pretend_run.folder.config):
+            path.write_bytes(content)
+            assert collect()["run"]["round"] == 0
+    pretend_run.folder.metrics.write_bytes(b'{"round": 1}\n')
+    assert "metrics.jsonl, line 1" in collect()["run"]["problem"]
+
+
+def test_long_runs_and_many_clients_are_thinned_out(pretend_run: PretendRun, collect: Collect) -> None:
+    for number in range(1, 904):
+        pretend_run.add(number, cohort=[f"client-{number:04}"])
+    state = collect()
+    points = [point["round"] for point in state["run"]["curve"]]
+    assert 300 <= len(points) <= 400
+    assert points[-1] == 903
+    assert len(state["clients"]) == 500
+    assert state["run"]["known_clients"] == 903

@@ -1,0 +1,156 @@
+"""The page's server: token, host names, methods, headers, and the bounds on connections."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from fedspan.errors import FedspanError
+from fedspan.monitoring import web
+from fedspan.monitoring.web import HEADERS, WebPage
+from helpers.written_run import HOSTILE, PretendRun
+
+pytest.importorskip("starlette", reason="the extra fedspan[web] is not installed")
+PATHS = ("/", "/page.js", "/page.css", "/state.json")
+
+
+@pytest.fixture
+def page(collect: Callable[[], Mapping[str, Any]]) -> Iterator[WebPage]:
+    with WebPage(collect) as made:
+        yield made
+
+
+def request(
+    page: WebPage, path: str, method: str = "GET", headers: Mapping[str, str] | None = None
+) -> tuple[int, Mapping[str, str], bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=10)
+    try:
+        connection.request(method, path, headers=dict(headers or {}))
+        response = connection.getresponse()
+        return response.status, dict(response.getheaders()), response.read()
+    finally:
+        connection.close()
+
+
+def get_query(page: WebPage) -> str:
+    return f"/?{urlsplit(page.url).query}"
+
+
+def log_in(page: WebPage) -> dict[str, str]:
+    status, headers, _ = request(page, get_query(page))
+    assert (status, headers["location"]) == (303, "/")  # the token leaves the address
+    cookie, *attributes = headers["set-cookie"].split("; ")
+    assert {"HttpOnly", "SameSite=strict"} <= set(attributes)
+    return {"Cookie": cookie}
+
+
+def test_nothing_is_shown_without_the_token(page: WebPage) -> None:
+    wrong = [{}, {"Cookie": f"fedspan-{page.port}=x"}, {"Cookie": f"fedspan-{page.port}="}, {"Cookie": "é=\xff"}]
+    for path in (*PATHS, "/?token=", "/?token=wrong", "/state.json?token=%ff%00"):
+        for headers in wrong:
+            status, _, body = request(page, path, headers=headers)
+            assert status == 401
+            assert b"fedit" not in body
+            assert b"script" not in body
+
+
+def test_with_the_token_the_page_and_the_state_are_served(page: WebPage, pretend_run: PretendRun) -> None:
+    cookie = log_in(page)
+    for path in PATHS:
+        assert request(page, path, headers=cookie)[0] == 200
+    state = json.loads(request(page, "/state.json", headers=cookie)[2])
+    assert state["run"]["method"] == "fedit"
+
+
+def test_each_start_has_another_token(collect: Callable[[], Mapping[str, Any]]) -> None:
+    with WebPage(collect) as first, WebPage(collect) as second:
+        assert urlsplit(first.url).query != urlsplit(second.url).query
+        assert request(second, "/", headers=log_in(first))[0] == 401
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[", "localhost@x"])
+def test_other_host_names_are_refused(page: WebPage, host: str) -> None:
+    cookie = log_in(page)
+    assert request(page, "/state.json", headers={**cookie, "Host": host})[0] == 421
+    assert request(page, get_query(page), headers={"Host": host})[0] == 421
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:1", "LOCALHOST:8080", "[::1]:99"])
+def test_names_of_this_machine_are_served(page: WebPage, host: str) -> None:
+    assert request(page, "/state.json", headers={**log_in(page), "Host": host})[0] == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_only_get_is_allowed(page: WebPage, method: str) -> None:
+    cookie = log_in(page)
+    for path in PATHS:
+        assert request(page, path, method, cookie)[0] == 405
+
+
+@pytest.mark.parametrize("path", ["/page.js/..", "/..%2f..%2fetc/passwd", "/static/page.js", "//page.js", "/run.lock"])
+def test_no_path_names_a_file(page: WebPage, path: str) -> None:
+    assert request(page, path, headers=log_in(page))[0] == 404
+
+
+def test_every_response_has_the_headers(page: WebPage) -> None:
+    cookie = log_in(page)
+    for path, sent in (("/", cookie), ("/", {}), ("/nothing", cookie), ("/", {"Host": "x"}), (get_query(page), {})):
+        _, headers, _ = request(page, path, headers=sent)
+        assert {name: headers.get(name.lower(), headers.get(name)) for name in HEADERS} == HEADERS
+        assert "server" not in {name.lower() for name in headers}
+
+
+def test_hostile_names_stay_text_in_json(page: WebPage, pretend_run: PretendRun) -> None:
+    pretend_run.add(1, failures=[{"client": HOSTILE, "attempt": 0, "reason": HOSTILE, "purpose": "train"}])
+    _, headers, body = request(page, "/state.json", headers=log_in(page))
+    assert headers["content-type"] == "application/json"
+    assert json.loads(body)["run"]["failures"][0]["client"] == HOSTILE.replace("\x1b", "\\x1b")
+
+
+def test_other_addresses_need_tls(collect: Callable[[], Mapping[str, Any]]) -> None:
+    with pytest.raises(FedspanError, match=r"--web-host.*no TLS.*127\.0\.0\.1"):
+        WebPage(collect, "0.0.0.0")
+
+
+def test_a_port_in_use_is_named(collect: Callable[[], Mapping[str, Any]]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(FedspanError, match=rf"--port.*{port}.*not in use"):
+            WebPage(collect, port=port)
+
+
+def test_connections_without_the_token_are_bounded(page: WebPage) -> None:
+    cookie = log_in(page)
+    idle = [socket.create_connection(("127.0.0.1", page.port)) for _ in range(40)]
+    try:
+        for connection in idle[32:]:  # more than one address may have open without the token
+            connection.settimeout(10)
+            assert connection.recv(1) == b""
+        assert idle[0].fileno() >= 0
+    finally:
+        for connection in idle:
+            connection.close()
+    for _ in range(100):  # closed connections are forgotten
+        try:
+            assert request(page, "/state.json", headers=cookie)[0] == 200
+            break
+        except (http.client.HTTPException, OSError):
+            continue
+
+
+def test_large_requests_are_refused(page: WebPage) -> None:
+    with pytest.raises((http.client.HTTPException, OSError, AssertionError)):
+        assert request(page, "/" + "x" * (1 << 21))[0] == 401
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(web.importlib.util, "find_spec", lambda name: None if name == "uvicorn" else True)
+    with pytest.raises(FedspanError, match=r"uvicorn.*pip install 'fedspan\[web\]'"):
+        web.require_web()
