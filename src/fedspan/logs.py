@@ -122,6 +122,10 @@ def _parse_row(path: Path, number: int, body: bytes) -> dict[str, object]:
     return row
 
 
+class _LongLineError(FedspanError):
+    """A line is longer than a follower's limit."""
+
+
 class LogFollower:
     """Reads the new lines of a log that another process appends to, which may also truncate it when it resumes.
 
@@ -140,12 +144,13 @@ class LogFollower:
         They begin again if the file no longer continues the lines that were read.
 
         Raises:
-            FedspanError: If a line does not continue the chain, is not a JSON object, or is longer than the limit. The
-                next call begins at the first line.
+            FedspanError: If a line does not continue the chain, is not a JSON object, or is longer than the limit.
         """
         if self._lines:
             try:
                 return self._read_on(), False
+            except _LongLineError:
+                raise
             except FedspanError:  # truncated, and perhaps continued with other lines
                 self._position, self._lines = EMPTY, 0
         return self._read_on(), True
@@ -167,7 +172,7 @@ class LogFollower:
             raise FedspanError(str(self._path), None, problem=problem) from error
         if len(data) == self._limit and b"\n" not in data:
             number = self._lines + 1
-            raise FedspanError(f"{self._path}, line {number}", None, f"a line of at most {self._limit} bytes")
+            raise _LongLineError(f"{self._path}, line {number}", None, f"a line of at most {self._limit} bytes")
         lines = list(_read_lines(self._path, data, self._position.head, self._lines + 1))
         rows = [_parse_row(self._path, number, body) for number, body, _ in lines]
         if lines:
