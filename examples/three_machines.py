@@ -29,7 +29,7 @@ import yaml
 import fedspan
 from fedspan.data.builtin import find_corpus_file
 
-FEDSPAN = (sys.executable, "-m", "fedspan.cli")  # what `fedspan` runs, by this very Python
+FEDSPAN = (sys.executable, "-m", "fedspan")  # what `fedspan` runs, by this very Python
 HOLDERS = ("clinic-a", "clinic-b", "clinic-c")
 
 

@@ -324,7 +324,7 @@ def cpu_seconds(*arguments: str, enough: float = 0.0) -> float:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["methods"], ["run", "--help"], ["--version"]])
 def test_quick_commands_are_quick(arguments: list[str]) -> None:
-    assert cpu_seconds("-m", "fedspan.cli", *arguments, enough=1) < 1
+    assert cpu_seconds("-m", "fedspan", *arguments, enough=1) < 1
     script = "import sys; from fedspan.cli import app; app(sys.argv[1:], standalone_mode=False); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script, *arguments], check=True, capture_output=True, text=True)
     assert not {"torch", "transformers", "datasets", "numpy"} & set(loaded.stdout.splitlines()[-1].split())

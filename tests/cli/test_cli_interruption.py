@@ -158,7 +158,7 @@ def test_killed_from_its_start_as_a_command_of_its_own(config: Path, expected: b
     def start() -> subprocess.Popen[bytes]:
         begun = (folder / "config.yaml").exists()
         what = ["--resume", str(folder)] if begun else [str(config), "--out", str(folder)]
-        return subprocess.Popen([sys.executable, "-m", "fedspan.cli", "run", *what], env=environment)
+        return subprocess.Popen([sys.executable, "-m", "fedspan", "run", *what], env=environment)
 
     for round in (0, 2, 5):
         with start() as process:

@@ -98,7 +98,7 @@ def command(folder: Path, tiny_folder: Path, endpoint: str) -> subprocess.Comple
         **{"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DOWNLOAD_TIMEOUT": "2", "HF_HUB_ETAG_TIMEOUT": "2"},
     }
     arguments = ["run", str(folder / "config.yaml"), "--out", str(folder / "run")]
-    called = [sys.executable, "-m", "fedspan.cli", *arguments]
+    called = [sys.executable, "-m", "fedspan", *arguments]
     return subprocess.run(called, env=environment, capture_output=True, text=True, check=False, timeout=300)
 
 

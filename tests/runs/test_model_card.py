@@ -44,7 +44,7 @@ def test_neither_clients_nor_paths_nor_labels_are_in_it(run: Path, tiny_folder: 
 def test_a_command_says_neither_where_things_are_nor_what_the_data_are() -> None:
     words = ["/usr/bin/fedspan", "run", "ward7/my.yaml", "--set", "data.train=patients/ward7.csv", "--set", "seed=3"]
     assert _write_command(words) == "## Command\n\n```\nfedspan run my.yaml --set data.train=... --set seed=3\n```\n"
-    module = ["/usr/lib/python3/site-packages/fedspan/cli/__main__.py", "demo"]
+    module = ["/usr/lib/python3/site-packages/fedspan/__main__.py", "demo"]
     assert _write_command(module) == "## Command\n\n```\nfedspan demo\n```\n"
 
 

@@ -84,7 +84,7 @@ def test_another_process_with_another_hash_seed(tiny_folder: Path, tmp_path: Pat
     fedspan.run(tmp_path / "config.yaml", tmp_path / "here")
     other = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     environment = {**os.environ, "PYTHONHASHSEED": other, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "fedspan.cli", "run", str(tmp_path / "config.yaml"), "--out"]
+    command = [sys.executable, "-m", "fedspan", "run", str(tmp_path / "config.yaml"), "--out"]
     subprocess.run([*command, str(tmp_path / "there")], env=environment, check=True, capture_output=True)
     here, there = content(tmp_path / "here"), content(tmp_path / "there")
     assert [path for path in here if here[path] != there.get(path)] == []

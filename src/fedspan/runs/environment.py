@@ -65,7 +65,7 @@ def record_environment(folder: RunFolder, seed: int, command: Sequence[str]) -> 
 def is_command(command: Sequence[str]) -> bool:
     """Check whether a command line is one of fedspan's own commands, not a script that calls it."""
     program = PurePath(command[0])
-    return program.stem == "fedspan" or program.parts[-3:] == ("fedspan", "cli", "__main__.py")
+    return program.stem == "fedspan" or program.parts[-2:] == ("fedspan", "__main__.py")
 
 
 def extend_command(folder: RunFolder, changes: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""``python -m fedspan.cli`` is ``fedspan``."""
+"""``python -m fedspan`` is ``fedspan``."""
 
 from fedspan.cli import app
 
