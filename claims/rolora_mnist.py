@@ -153,7 +153,9 @@ def build(data: Data, method: str, clients: int, lr: float, seed: int, rounds: i
         OptimizerSpec("sgd", lr=lr), batch_size=BATCH, epochs=EPOCHS, max_grad_norm=0.0, group_by_length=False
     )
     engine = LoopEngine(adapted, Classification(), training, seed)
-    made = get_method_class(method)(spec=adapted.spec, seed=seed, r=RANK, lora_alpha=float(RANK))
+    # Section 5.2: "A is initialized to a random Gaussian matrix"; its variance is PEFT's, 1/r^2.
+    options = {"spec": adapted.spec, "seed": seed, "r": RANK, "lora_alpha": float(RANK), "init_A": "gaussian"}
+    made = get_method_class(method)(**options)
     empty = np.array([], dtype=np.int64)
     members = [
         ClientData(Client(id, RANK, compute_scaling(RANK, RANK), len(indices), weight=1.0), indices, empty, empty)

@@ -84,6 +84,24 @@ def test_rolora_alternates_beginning_with_B_and_one_factor_is_transmitted(run_me
             assert slots(message) == expected
 
 
+@pytest.mark.parametrize("init_A", ["gaussian", "orthonormal"])
+@pytest.mark.parametrize("key", ["fedit", "rolora"])
+def test_the_first_A_has_the_distribution_of_the_option(key: str, init_A: str, run_method: RunMethod) -> None:
+    """Its deviation is 1/r, or its Gram matrix the identity over 3; clients train from it without another draw."""
+    run = run_method(key, method={"init_A": init_A}, federation={"rounds": 2})
+    first = run.rounds[0].before.state.tensors
+    A = torch.cat([first[join_tensor_name(layer.name, "A")].double() for layer in run.layers], 1)
+    rank = len(A)
+    if init_A == "gaussian":
+        assert float(A.std()) == pytest.approx(1 / rank, rel=0.2)
+    else:
+        assert torch.allclose(3 * A @ A.T, len(run.layers) * torch.eye(rank, dtype=torch.float64), atol=1e-5)
+    for local in run.rounds[0].trained:
+        for layer in run.layers:
+            name = join_tensor_name(layer.name, "A")
+            assert torch.equal(local.job.tensors[name], first[name])
+
+
 def test_fedloru_moves_its_factors_into_the_base_every_tau_rounds(run_method: RunMethod) -> None:
     """The base grows at rounds 2 and 4 of 5, by the averaged product, and the weight does not jump there."""
     run = run_method("fedloru", method={"r": 2})

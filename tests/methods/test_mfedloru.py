@@ -50,7 +50,7 @@ def _outer(pair: dict[str, Tensor], own: dict[str, Tensor], n: float) -> dict[st
 def _descend_nested(
     problem: Problem, id: str, W: dict[str, Tensor], head: dict[str, Tensor], pairs: Pairs, round: int
 ) -> Pairs:
-    nested, n = _nested(id, round, pairs), NESTED * RANKS[id]
+    nested, n = _nested(id, round, pairs), NESTED
     for _ in range(STEPS):
         full = {one: _outer(pairs[one], nested[one], n) for one in LAYERS}
         dense = problem.gradients(id, {**{o: W[o] + S * full[o]["B"] @ full[o]["A"] for o in LAYERS}, **head})
@@ -164,7 +164,7 @@ def test_the_server_averages_what_the_clients_would_hold(
                     own = trained[name].double()
                 else:
                     nested = trained[f"{name}_d"].double() @ trained[f"{name}_u"].double()
-                    own = state.tensors[name].double() + scaling * rank * nested
+                    own = state.tensors[name].double() + scaling * nested
                 expected[name] += weights[index] / total * own
     after = method.update(state, Reduced(stack=tuple(items), count=len(items)))
     for name, value in expected.items():

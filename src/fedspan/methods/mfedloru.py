@@ -4,16 +4,19 @@ Park and Klabjan, "Communication-Efficient Federated Low-Rank Update Algorithm a
 Regularization", arXiv:2409.12371, appendix C.3, algorithm 3.
 
     client k with r_k < r:  trains B_d (O, r_k), B_u (r_k, r), A_d (r, r_k), A_u (r_k, I), from products of zero, in
-                            W + s (B + n_k B_d B_u) (A + n_k A_d A_u),  A and B fixed                     (eq. 84)
+                            W + s (B + n B_d B_u) (A + n A_d A_u),  A and B fixed                     (eq. 84)
     client k with r_k = r:  trains A, B, as in FedLoRU
-    server:    A_k = A + n_k A_d A_u,  B_k = B + n_k B_d B_u, then as FedLoRU                             (eq. 85)
+    server:    A_k = A + n A_d A_u,  B_k = B + n B_d B_u, then as FedLoRU                             (eq. 85)
 
 Every client holds the same A and B of rank r and the one scaling s = lora_alpha / r; only nested factors are sent to
 the server.
 
-Deviations: the paper's letters are swapped (its A is our B). Its two nested ranks are one, ``client.rank``, and n_k =
-``nested_scaling`` * r_k, 1/2 r_k as in the paper's experiments. Ranks above r count as r. Of a product of zero the left
-factor is 0 and the right one drawn from (seed, layer, round, client): the paper asks only that the product be 0.
+Deviations: the paper's letters are swapped (its A is our B). Its two nested ranks are one, ``client.rank``. The
+multiplier n is ``nested_scaling``, 1/2 for every client: the paper's experiments have alpha_A / r_A = alpha_B / r_B =
+1/2, which is the multiplier by the convention of its published code (alpha / r), while equation 84 taken literally
+multiplies by alpha_A = r_k / 2; its remark that alpha from 1/4 to 1 makes little difference fits the former. Ranks
+above r count as r. Of a product of zero the left factor is 0 and the right one drawn from (seed, layer, round,
+client): the paper asks only that the product be 0.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ class MFedLoRU(FedLoRU):
     """FedLoRU with nested low-rank updates where a client's rank is below ``r``.
 
     Args:
-        nested_scaling: Factor on a nested product, per nested rank (the paper's alpha_A / r_A = alpha_B / r_B).
+        nested_scaling: Multiplier n of a nested product (the paper's alpha_A / r_A = alpha_B / r_B).
     """
 
     claims: ClassVar[Claims] = replace(FedLoRU.claims, heterogeneous_ranks=True, reduction="stack")
@@ -50,7 +53,7 @@ class MFedLoRU(FedLoRU):
     def _get_parametrization(self, client: Client | None) -> LoRA | Nested:
         if client is None or client.rank >= self.r:
             return LoRA(self.get_scaling(None))
-        return Nested(self.get_scaling(None), self.nested_scaling * client.rank)
+        return Nested(self.get_scaling(None), self.nested_scaling)
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         job = super().start(message, client, memory, round)

@@ -11,7 +11,9 @@ comes first. A client is sent only the factors that changed since it last partic
 
 Deviations: the paper's letters are transposed (its A is our A^T, its B our B^T). It averages plainly
 (``federation.weights: uniform``); here replies are weighted by examples. The paper is silent on the head; the
-supplement's code freezes it at step 0; here it follows ``model.extras`` (default ``average``).
+supplement's code freezes it at step 0; here it follows ``model.extras`` (default ``average``). The first A is Gaussian
+in the paper's network for MNIST (section 5.2), of a variance that it does not give, and not described for language
+models: ``init_A`` is ``kaiming`` (PEFT's default), ``gaussian`` (PEFT's, N(0, 1/r^2)) or ``orthonormal``.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from fedspan.core.factors import (
+    Init,
     create_b_factors,
     create_lora_job,
     draw_a_factors,
@@ -49,7 +52,11 @@ __all__ = ["RoLoRA"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class RoLoRA(RegisteredMethod):
-    """Alternate between B and A."""
+    """Alternate between B and A.
+
+    Args:
+        init_A: Distribution of the first A.
+    """
 
     claims: ClassVar[Claims] = Claims(
         paper="Robust Federated Finetuning of LLMs via Alternating Optimization of LoRA "
@@ -57,11 +64,13 @@ class RoLoRA(RegisteredMethod):
         exact=True,
     )
 
+    init_A: Init = "kaiming"
+
     def init(self, weights: Weights) -> ServerState:
         return ServerState(tensors=self._draw_initial())
 
     def _draw_initial(self) -> dict[str, Tensor]:
-        return {**draw_a_factors(self, self.r), **create_b_factors(self.spec, self.r)}
+        return {**draw_a_factors(self, self.r, init=self.init_A), **create_b_factors(self.spec, self.r)}
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         slots = list_alternating_factors(state.round, None if client is None else client.last_round)
