@@ -50,6 +50,10 @@ REMARKS = """
 - **MobileNet, ConvNeXt**: convolutions in groups (depthwise ones) are refused. The suggested names leave them out.
 - **T5**: `model.pooling: mean` classifies with the encoder alone. Without it, Transformers' classifier runs the
   decoder, too. Models of other families with an encoder and a decoder do not pool.
+- **mBART, M2M100, NLLB** mark texts with their language: set `task_options.source_language` and `target_language`
+  ([sequence to sequence](tasks.md#sequence-to-sequence)).
+- **Whisper** and other models of speech: no built-in task reads sounds. [Your own trainer](your-trainer.md) and
+  [a task of your own](your-task.md) can.
 - **`nn.MultiheadAttention`**: its `out_proj` is refused, because its weight is used without a call of the layer.
 
 ## Any PyTorch module

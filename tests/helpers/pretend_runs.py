@@ -30,7 +30,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.stacking import wait_for
 from fedspan.wrappers.registry import WRAPPERS
-from helpers import pretend_device, tiny, tiny_decoders, tiny_images, tiny_preferences
+from helpers import pretend_device, tiny, tiny_decoders, tiny_images, tiny_preferences, tiny_seq2seq
 from helpers.watched_rounds import OPTIONS, flat
 from helpers.wrapped_configs import TRAINING
 
@@ -65,6 +65,10 @@ def _preferences(folder: Path) -> dict[str, Any]:
     return tiny_preferences.settings(folder, folder)
 
 
+def _pairs(folder: Path) -> dict[str, Any]:
+    return tiny_seq2seq.settings(folder)
+
+
 METHOD_RUNS = {key: _run(method={"name": key, **OPTIONS.get(key, {})}) for key in METHODS}
 WRAPPER_RUNS = {
     key: _run(method={"wrappers": [key]}, training={"lr": 0.02, **TRAINING.get(key, {})}) for key in WRAPPERS
@@ -80,6 +84,7 @@ OTHER_RUNS: dict[str, Settings] = {
     "task causal-lm": _run("llama-lm"),
     "task causal-lm packed": _run("llama-lm", data={"packing": True}),
     "task preference": _preferences,
+    "task seq2seq": _pairs,
     "task regression": _regression,
     "task images": _run("vit"),
     "task images, batch norm": _run("resnet"),

@@ -19,7 +19,7 @@ from fedspan.config import parse_config
 from fedspan.federation.progress import Progress
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.batched import BatchedEngine
-from helpers import tiny, tiny_decoders, tiny_images
+from helpers import tiny, tiny_decoders, tiny_images, tiny_seq2seq
 
 _TEXT: dict[str, Any] = {"vocab_size": tiny.VOCABULARY_SIZE, "initializer_range": 0.3, "pad_token_id": 0}
 _CAUSAL: dict[str, Any] = {
@@ -36,7 +36,8 @@ _LLAMA: dict[str, Any] = {
     **{"num_key_value_heads": 2, "max_position_embeddings": 64},
 }
 _IMAGE: dict[str, Any] = {"image_size": 12, "patch_size": 4, "initializer_range": 0.2}
-TEXT, LANGUAGE, IMAGES = "sequence-classification", "causal-lm", "image-classification"
+TEXT, LANGUAGE, IMAGES, PAIRS = "sequence-classification", "causal-lm", "image-classification", "seq2seq"
+_ATTENTION = ["q_proj", "v_proj"]
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,21 @@ FAMILIES: Mapping[str, Family] = {
         size=(16, 16),
         targets=["reduce_1x1.convolution", "expand_1x1.convolution"],
     ),
+    "t5-seq2seq": Family("T5", PAIRS, tiny_seq2seq.FAMILIES["t5"]),
+    "bart-seq2seq": Family("BART", PAIRS, tiny_seq2seq.FAMILIES["bart"]),
+    "marian-seq2seq": Family("Marian", PAIRS, tiny_seq2seq.FAMILIES["marian"], targets=_ATTENTION),
+    "mbart-seq2seq": Family(
+        "mBART",
+        PAIRS,
+        lambda: transformers.MBartForConditionalGeneration(transformers.MBartConfig(**tiny_seq2seq.BART)),
+        targets=_ATTENTION,
+    ),
+    "m2m100-seq2seq": Family(
+        "M2M100, NLLB",
+        PAIRS,
+        lambda: transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**tiny_seq2seq.BART)),
+        targets=_ATTENTION,
+    ),
     "whisper": Family(
         "Whisper encoder",
         TEXT,
@@ -260,6 +276,8 @@ def save_family(key: str, folder: Path) -> Path:
         tiny_decoders.tokenizer(pads=True).save_pretrained(path)
     elif family.task == TEXT:
         tiny.save_tokenizer(path)
+    elif family.task == PAIRS:
+        tiny_seq2seq.make_tokenizer().save_pretrained(path)
     else:
         height, width = family.size
         size = {"height": height, "width": width}
@@ -268,9 +286,10 @@ def save_family(key: str, folder: Path) -> Path:
 
 
 def save_data(folder: Path) -> None:
-    """The texts, questions and pictures that the families train on."""
+    """The texts, questions, pairs of texts and pictures that the families train on."""
     tiny.save_corpus(folder)
     tiny_decoders.save_questions(folder)
+    tiny_seq2seq.save_pairs(folder / "pairs.csv")
     tiny_images.save_pictures(folder)
 
 
@@ -281,6 +300,9 @@ def settings(folder: Path, key: str, method: str = "fedit", engine: str = "loop"
         values = tiny_images.settings(folder, "vit")
     elif family.task == LANGUAGE:
         values = tiny_decoders.settings(folder)
+    elif family.task == PAIRS:
+        data = {"train": str(folder / "pairs.csv"), "text": "de", "answer": "en", "test_fraction": 0.2}
+        values = tiny.settings(folder) | {"data": data}
     else:
         values = tiny.settings(folder)
     values |= {

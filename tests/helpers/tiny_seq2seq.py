@@ -18,7 +18,7 @@ from tokenizers.processors import TemplateProcessing
 
 from helpers import tiny
 
-__all__ = ["FAMILIES", "TARGETS", "make_tokenizer", "save_model", "save_pairs", "settings"]
+__all__ = ["BART", "FAMILIES", "TARGETS", "make_tokenizer", "save_model", "save_pairs", "settings"]
 
 _SITES = {"east": 13, "north": 22, "west": 35}
 _SOURCES, _TARGETS = ([f"{kind}{number}" for number in range(8)] for kind in ("der", "the"))
@@ -26,7 +26,7 @@ _VOCABULARY = ["<pad>", "<unk>", "</s>", "say:", *_SOURCES, *_TARGETS]
 _IDS: dict[str, Any] = {
     **{"vocab_size": len(_VOCABULARY), "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0},
 }
-_BART: dict[str, Any] = {
+BART: dict[str, Any] = {
     **{**_IDS, "d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "max_position_embeddings": 24},
     **{"encoder_ffn_dim": 24, "decoder_ffn_dim": 20, "encoder_attention_heads": 2, "decoder_attention_heads": 2},
     **{"init_std": 0.3, "forced_eos_token_id": None, "bos_token_id": None},
@@ -35,8 +35,8 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
     "t5": lambda: transformers.T5ForConditionalGeneration(
         transformers.T5Config(**_IDS, d_model=16, d_kv=6, d_ff=24, num_layers=2, num_decoder_layers=1, num_heads=2)
     ),
-    "bart": lambda: transformers.BartForConditionalGeneration(transformers.BartConfig(**_BART)),
-    "marian": lambda: transformers.MarianMTModel(transformers.MarianConfig(**_BART)),
+    "bart": lambda: transformers.BartForConditionalGeneration(transformers.BartConfig(**BART)),
+    "marian": lambda: transformers.MarianMTModel(transformers.MarianConfig(**BART)),
 }
 TARGETS: Mapping[str, list[str]] = {
     "t5": ["q", "v", "wo"],

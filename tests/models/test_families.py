@@ -18,9 +18,9 @@ from fedspan.models.heads import get_head
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny_families
-from helpers.tiny_families import FAMILIES, IMAGES, LANGUAGE
+from helpers.tiny_families import FAMILIES, IMAGES, LANGUAGE, PAIRS
 
-FAST = ("bert", "deberta-v2", "modernbert", "t5", "falcon", "mamba", "swin", "mobilenet_v2")
+FAST = ("bert", "deberta-v2", "modernbert", "t5", "falcon", "mamba", "swin", "mobilenet_v2", "m2m100-seq2seq")
 ALONE = {"deberta-v2": "attention.self.query_proj is given one input for all examples of a batch"}
 """Families whose clients train one by one with PEFT's default target modules, and why."""
 NO_HEAD = ("whisper",)
@@ -34,6 +34,10 @@ REFUSED = {
     "clip": "Expected names of modules, for example fc1, fc2, k_proj, out_proj, patch_embedding, q_proj.",
     "mobilenet_v2": "Expected names of modules, for example conv_1x1.convolution, expand_1x1.convolution, "
     "first_conv.convolution, reduce_1x1.convolution.",
+    **{
+        f"{family}-seq2seq": "Expected names of modules, for example fc1, fc2, k_proj, out_proj, q_proj, v_proj."
+        for family in ("marian", "mbart", "m2m100")
+    },
 }
 """Families for which PEFT has no default target modules, and what the error suggests."""
 SHARED = ("value_proj", "dense")
@@ -122,7 +126,7 @@ def test_what_peft_loads_gives_the_run_s_numbers(key: str, folder: Path, tmp_pat
     prepared, progress, _ = tiny_families.train(tiny_families.settings(folder, key, target_modules=family.targets))
     adapter = write_adapters(prepared, progress, RunFolder(tmp_path))["global"]
     kind = get_head(prepared.config.task_definition.head).load_class()
-    options = {} if family.task == LANGUAGE else {"num_labels": len(prepared.labels)}
+    options = {} if family.task in (LANGUAGE, PAIRS) else {"num_labels": len(prepared.labels)}
     eager = {} if family.task == IMAGES else {"attn_implementation": "eager"}
     base = kind.from_pretrained(folder / key, **options, **({} if key == "mamba" else eager))
     base.config.pad_token_id = 0
@@ -130,7 +134,8 @@ def test_what_peft_loads_gives_the_run_s_numbers(key: str, folder: Path, tmp_pat
     if key == "mobilenet_v2":  # its padding reads attributes that PEFT's wrappers of convolutions lack
         theirs = theirs.merge_and_unload()
     batch = prepared.task.collate(prepared.train, [0, 5, 9], torch.device("cpu"))
-    inputs = {name: value for name, value in batch.items() if name not in ("labels", "position_ids")}
+    own = ("target_tokens",) if family.task == PAIRS else ("labels", "position_ids")  # decoders read shifted labels
+    inputs = {name: value for name, value in batch.items() if name not in own}
     adapted, job = prepared.engine.adapted, prepared.evaluator.build_job(progress, None)
     adapted.model.eval()
     adapted.install(job.parametrization, job.tensors, frozenset())

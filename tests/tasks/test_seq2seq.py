@@ -27,7 +27,7 @@ from fedspan.tasks.losses import SMOOTHING
 from fedspan.tasks.seq2seq import Seq2Seq, Seq2SeqOptions
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.prefix import PrefixCache
-from helpers import tiny_seq2seq
+from helpers import tiny, tiny_seq2seq
 
 CPU = torch.device("cpu")
 FAMILIES = sorted(tiny_seq2seq.FAMILIES)
@@ -108,6 +108,124 @@ def test_a_model_from_python_has_no_dropout_either(kind: str, tmp_path: Path) ->
     with torch.no_grad():
         losses = [float(task.compute_loss(loaded, batch)) for _ in range(3)]
     assert losses[0] == losses[1] == losses[2]
+
+
+def make_language_tokenizer(kind: str) -> Any:
+    """Make a tokenizer of a multilingual model: mBART's targets end with the language, NLLB's begin with it."""
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    words = [f"▁{word}{number}" for word in ("der", "the") for number in range(8)]
+    if kind == "mbart":
+        vocabulary = [(word, 0.0) for word in [*special, "▁", *words, "de_DE", "en_XX", "<mask>"]]
+        return transformers.MBartTokenizer(vocab=vocabulary, src_lang="en_XX", tgt_lang="en_XX")
+    codes = ["deu_Latn", "eng_Latn"]
+    vocabulary = {word: at for at, word in enumerate([*special, "▁", *words, *codes, "<mask>"])}
+    return transformers.NllbTokenizer(vocab=vocabulary, merges=[], extra_special_tokens=codes)
+
+
+@pytest.mark.parametrize("kind", ["mbart", "nllb"])
+def test_languages_mark_texts_as_the_tokenizer_does_and_begin_generated_ones(kind: str) -> None:
+    own = make_language_tokenizer(kind)
+    codes = ("de_DE", "en_XX") if kind == "mbart" else ("deu_Latn", "eng_Latn")
+    source, target = own.convert_tokens_to_ids(list(codes))
+    options = Seq2SeqOptions(source_language=codes[0], target_language=codes[1], num_beams=1)
+    task = Seq2Seq(own, 12, 9, options)
+    examples = task.encode(datasets.Dataset.from_dict({"text": ["der1 der2 der3"], "answer": ["the1 the2"]}))
+    reference = make_language_tokenizer(kind)
+    reference.src_lang, reference.tgt_lang = codes
+    expected = reference("der1 der2 der3", text_target="the1 the2")
+    assert examples.sources[0] == expected["input_ids"]
+    assert examples.targets[0] == expected["labels"]
+    assert source in examples.sources[0]
+    assert target in examples.targets[0]
+    assert own.src_lang != codes[0] or kind == "nllb"  # the model's own tokenizer stays as it is
+    values = {**tiny_seq2seq.BART, "vocab_size": len(own), "pad_token_id": 1, "decoder_start_token_id": 2}
+    torch.manual_seed(3)
+    if kind == "mbart":
+        model = transformers.MBartForConditionalGeneration(transformers.MBartConfig(**values)).eval()
+    else:
+        model = transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**values)).eval()
+    batch = task.collate(examples, [0], CPU)
+    generated = task.predict(model, batch, generate=True)[0, 3:].long()
+    ids = torch.tensor([expected["input_ids"]])
+    start = {"decoder_start_token_id": target} if kind == "mbart" else {"forced_bos_token_id": target}
+    theirs = model.generate(input_ids=ids, max_new_tokens=9, num_beams=1, do_sample=False, **start)[0, 1:]
+    assert generated[generated >= 0].tolist() == theirs[: int((generated >= 0).sum())].tolist()
+    if kind == "nllb":
+        assert int(generated[0]) == target
+
+
+def test_languages_that_do_not_fit_are_refused() -> None:
+    mbart, both = make_language_tokenizer("mbart"), {"source_language": "de_DE", "target_language": "en_XX"}
+    with pytest.raises(FedspanError, match=r"`task_options\.target_language`: .*as for the other language"):
+        Seq2SeqOptions(source_language="de_DE")
+    with pytest.raises(FedspanError, match=r"`task_options\.target_language`: 'xx' .*code of the MBartTokenizer"):
+        Seq2Seq(mbart, 12, 9, Seq2SeqOptions(**{**both, "target_language": "xx"}))
+    with pytest.raises(FedspanError, match=r"`task_options\.source_language`: the MBartTokenizer .* marks texts"):
+        Seq2Seq(mbart, 12, 9)
+    with pytest.raises(FedspanError, match="does not mark texts with their language"):
+        Seq2Seq(tiny_seq2seq.make_tokenizer(), 12, 9, Seq2SeqOptions(**both))
+
+
+def test_lengths_of_generated_texts_are_those_of_the_options_or_of_the_model(tmp_path: Path) -> None:
+    model: Any = transformers.AutoModelForSeq2SeqLM.from_pretrained(tiny_seq2seq.save_model("bart", tmp_path / "bart"))
+    model.eval()
+    task, examples = make(Seq2SeqOptions(num_beams=3, length_penalty=-4.0, min_new_tokens=5))
+    batch = task.collate(examples, [0, 1, 2, 3], CPU)
+    generated = task.predict(model, batch, generate=True)[:, 3:].long()
+    theirs = model.generate(
+        **{name: batch[name] for name in ("input_ids", "attention_mask")},
+        **{"num_beams": 3, "length_penalty": -4.0, "min_new_tokens": 5, "max_new_tokens": 9, "do_sample": False},
+    )[:, 1:]
+    for row, other in zip(generated, theirs, strict=True):
+        length = int((row >= 0).sum())
+        assert row[:length].tolist() == other[:length].tolist()
+        assert length >= 5
+    with pytest.raises(FedspanError, match=r"`task_options\.min_new_tokens`: 10 .* at most 9"):
+        make(Seq2SeqOptions(min_new_tokens=10))
+    with pytest.raises(FedspanError, match=r"`task_options\.length_penalty`: .*num_beams of more than 1"):
+        Seq2SeqOptions(num_beams=1, length_penalty=1.0)
+    plain, _ = make()
+    model.generation_config.update(min_new_tokens=None, min_length=11)
+    with pytest.raises(FedspanError, match=r"`evaluation\.max_new_tokens`: .*texts of 10 tokens and more") as caught:
+        plain.predict(model, batch, generate=True)
+    assert caught.value.expected == "at least 10, or task_options.min_new_tokens"
+    freed, _ = make(Seq2SeqOptions(min_new_tokens=0))
+    assert len(freed.predict(model, batch, generate=True)) == 4
+
+
+def test_lengths_that_do_not_fit_are_refused_before_training(tmp_path: Path) -> None:
+    values = tiny_seq2seq.settings(tmp_path, evaluation={"generate": True, "max_new_tokens": 2})
+    with pytest.raises(FedspanError, match=r"`evaluation\.max_new_tokens`: .*texts of 3 tokens and more"):
+        prepare(parse_config(values))
+    prepare(parse_config({**values, "evaluation": {"generate": False, "max_new_tokens": 2}}))
+
+
+def test_a_prefix_that_leaves_no_room_for_a_source_is_refused() -> None:
+    with pytest.raises(FedspanError, match=r"`task_options\.prefix`: its 12 tokens leave no room for a source"):
+        make(Seq2SeqOptions(prefix="say: " * 11))
+    _, examples = make(Seq2SeqOptions(prefix="say: " * 10))
+    assert examples.sources.lengths.tolist() == [12, 12, 12, 12]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_dp_sgd_without_noise_and_clipping_is_sgd(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("opacus", reason="needs fedspan[privacy]")
+    training = {"optimizer": "sgd", "lr": 0.05, "batch_size": 1000, "local_steps": 1, "max_grad_norm": 0}
+    values = tiny_seq2seq.settings(tmp_path, kind, training=training, evaluation={"generate": False})
+    values["federation"] = {"rounds": 1, "weights": "uniform", "clip_ratio": None}
+    values["engine"] = {"name": "loop"}
+    # Targets of equal lengths: the mean over a batch's tokens is then the mean of the examples' means.
+    rows = [
+        {"de": f"der{at % 8} der{at % 5}", "en": f"the{at % 8} the{at % 3}", "site": "ab"[at % 2]} for at in range(20)
+    ]
+    datasets.Dataset.from_list(rows).to_csv(tmp_path / "pairs.csv", index=False)
+    privacy = {"mechanism": "dp-sgd", "clip": 1e6, "noise": 1e-12, "delta": 1e-3}
+    plain, private = (
+        tiny.final_tensors(prepare(parse_config(own))) for own in (values, {**values, "privacy": privacy})
+    )
+    assert max(float(value.norm()) for name, value in plain.items() if name.endswith("/B")) > 1e-3
+    for name, value in plain.items():
+        torch.testing.assert_close(private[name], value, rtol=1e-4, atol=1e-6)
 
 
 def test_an_empty_source_has_one_token_and_generates(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from fedspan.wrappers.registry import WRAPPERS
 ENGINES = ("loop", "batched")
 WAYS = (
     *("privacy central", "privacy local", "privacy dp-sgd", "secure sums", "median"),
-    *("task causal-lm", "task causal-lm packed", "task preference", "task regression"),
+    *("task causal-lm", "task causal-lm packed", "task preference", "task seq2seq", "task regression"),
     *("task images", "task images, batch norm", "task images from scratch"),
     *("conv1d", "roberta", "prefix cache", "head start", "dropout", "accumulation", "momentum", "moments kept"),
     *(

@@ -166,6 +166,8 @@ def prepare(
         raise FedspanError("evaluation.metric", "f1", expected)
     trainer = build_trainer(config, data.labels, len(parts.clients), device, key, stages, objects.model)
     built, task, engine = trainer.model, trainer.task, trainer.engine
+    if config.evaluation.generate and config.task_definition.require_generation is not None:
+        config.task_definition.require_generation(task, built.adapted.model)
     task_settings = replace(trainer.task_settings, label_separator=data.label_separator)
     with stages.stage("model"):
         head, notes = build_head_start(config, built)

@@ -88,6 +88,7 @@ class TaskDefinition:
         smooths_labels: Whether the task is no classifier and its loss takes a training batch's share of smoothing
             (``losses.SMOOTHING``), which ``training.label_smoothing`` sets.
         require_packages: Checks that the packages are installed that score generated answers; None: they need none.
+        require_generation: Checks that the task and the model can generate texts together; None: nothing is to check.
         make_examples: Makes examples for ``fedspan plan --device here`` from token ids and random class indices
             (examples,); None: the time of this task is not measured.
     """
@@ -116,6 +117,7 @@ class TaskDefinition:
     postprocess: Callable[[Any, Sequence[Any], Tensor], list[Any]] | None = None
     smooths_labels: bool = False
     require_packages: Callable[[], None] | None = None
+    require_generation: Callable[[Any, Any], None] | None = None
     make_examples: Callable[[Ragged, np.ndarray], Any] | None = None
 
     def get_processor(self, processor: Any) -> Any:

@@ -65,13 +65,30 @@ class Seq2SeqOptions:
         prefix: Text before every source in training and use, such as "translate English to German: ".
         max_target_length: Maximum number of tokens of a target, at most ``model.max_length``; None: that.
         num_beams: Number of beams of a search for the generated text; 1: greedy; None: the model's own setting.
+        length_penalty: Exponent of the length by which a beam's score is divided, with several beams: above 0 favours
+            long texts; None: the model's own setting.
+        min_new_tokens: Minimum number of tokens of a generated text; None: the model's own setting.
+        source_language: Language code of the sources, for tokenizers that mark texts with one (mBART, NLLB, M2M100).
+        target_language: Language code of the targets.
         bleu_tokenizer: Tokenizer of sacrebleu for BLEU; char or zh for languages without spaces between words.
     """
 
     prefix: str = ""
     max_target_length: Annotated[int, Field(ge=1)] | None = None
     num_beams: Annotated[int, Field(ge=1, le=64)] | None = None
+    length_penalty: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    min_new_tokens: Annotated[int, Field(ge=0)] | None = None
+    source_language: Annotated[str, Field(min_length=1)] | None = None
+    target_language: Annotated[str, Field(min_length=1)] | None = None
     bleu_tokenizer: BleuTokenizer = "13a"
+
+    def __post_init__(self) -> None:
+        if self.length_penalty is not None and self.num_beams == 1:
+            expected = "num_beams of more than 1, whose option it is"
+            raise FedspanError("task_options.length_penalty", self.length_penalty, expected)
+        if (self.source_language is None) != (self.target_language is None):
+            missing = "source_language" if self.source_language is None else "target_language"
+            raise FedspanError(f"task_options.{missing}", None, "a language code, as for the other language")
 
 
 @dataclass(frozen=True)
@@ -105,7 +122,8 @@ class Seq2Seq:
         metric: Metric by which rounds are compared.
 
     Raises:
-        FedspanError: If ``options.max_target_length`` is more than ``max_length``.
+        FedspanError: If ``options.max_target_length`` is more than ``max_length``, ``options.min_new_tokens`` is more
+            than ``max_new_tokens``, or the options' languages are not those of the tokenizer.
     """
 
     has_several_passes = True
@@ -120,16 +138,20 @@ class Seq2Seq:
         options: Seq2SeqOptions | None = None,
         metric: str = "loss",
     ) -> None:
-        self.tokenizer = tokenizer
+        self.options = options or Seq2SeqOptions()
+        self.tokenizer, self._language = _set_languages(tokenizer, self.options)
         self.max_length = max_length
         self.max_new_tokens = max_new_tokens
-        self.options = options or Seq2SeqOptions()
         self.metric = metric
         limit = self.options.max_target_length
         if limit is not None and limit > max_length:
             expected = f"at most {max_length}, model.max_length or what the model has positions for"
             raise FedspanError("task_options.max_target_length", limit, expected)
         self.max_target_length = limit or max_length
+        minimum = self.options.min_new_tokens
+        if minimum is not None and minimum > max_new_tokens:
+            expected = f"at most {max_new_tokens}, evaluation.max_new_tokens"
+            raise FedspanError("task_options.min_new_tokens", minimum, expected)
 
     def encode(self, dataset: datasets.Dataset) -> EncodedPairs:
         """Tokenise a data set once; its columns are ``text`` (sources) and ``answer`` (targets).
@@ -137,15 +159,19 @@ class Seq2Seq:
         A target ends with the tokenizer's end-of-text token, also if it is cut.
 
         Raises:
-            FedspanError: If there is no tokenizer.
+            FedspanError: If there is no tokenizer, or the prefix leaves no room for a source.
         """
         require_processor(self.tokenizer, "texts")
+        prefix = self.options.prefix
+        if prefix and (count := len(self.tokenizer(prefix)["input_ids"])) >= self.max_length:  # pyright: ignore
+            problem = f"its {count} tokens leave no room for a source: model.max_length is {self.max_length}"
+            raise FedspanError("task_options.prefix", prefix, "a shorter text", problem=problem)
         selected = dataset.select_columns(["text", "answer"])
         sources: list[Ragged] = []
         targets: list[Ragged] = []
         for start in range(0, max(1, len(selected)), _CHUNK):
             rows = selected[start : start + _CHUNK]
-            texts = [self.options.prefix + text for text in rows["text"]]
+            texts = [prefix + text for text in rows["text"]]
             encoded = self.tokenizer(texts, truncation=True, max_length=self.max_length)
             end = self.tokenizer.eos_token_id
             empty = [end if isinstance(end, int) else self.tokenizer.pad_token_id]  # an encoder needs a token
@@ -156,9 +182,9 @@ class Seq2Seq:
         return EncodedPairs(joined, answers, (*selected["answer"],), joined.lengths + answers.lengths)
 
     def _append_end(self, ids: Sequence[int]) -> list[int]:
-        """Append the end-of-text token to a target, unless the tokenizer did."""
+        """Append the end-of-text token to a target, unless the tokenizer did; mBART's ends before the language."""
         end = self.tokenizer.eos_token_id
-        if not isinstance(end, int) or (len(ids) and ids[-1] == end):
+        if not isinstance(end, int) or end in ids[-1:] or (self._language is not None and end in ids[-2:]):
             return [*ids]
         return [*ids[: self.max_target_length - 1], end]
 
@@ -215,15 +241,42 @@ class Seq2Seq:
         sums = score_tokens(logits_SV, targets_S, rows_S, len(batch["labels"]))
         return torch.cat([sums, self._generate(model, batch)], 1) if generate else sums
 
+    def require_generation(self, model: Any) -> None:
+        """Check that a model's own shortest text is not longer than the longest that is generated.
+
+        Raises:
+            FedspanError: If it is, so that no text could end.
+        """
+        own, limit = model.generation_config, self._limit_generated(model)
+        minimum = own.min_new_tokens if own.min_new_tokens is not None else (own.min_length or 0) - 1
+        if self.options.min_new_tokens is None and minimum > limit:
+            problem = (
+                f"the model's generation_config has texts of {minimum} tokens and more (min_length or min_new_tokens), "
+                "so none would end"
+            )
+            expected = f"at least {minimum}, or task_options.min_new_tokens"
+            raise FedspanError("evaluation.max_new_tokens", limit, expected, problem=problem)
+
+    def _limit_generated(self, model: Any) -> int:
+        """Return the maximum number of generated tokens: the task's, or what the model has positions for."""
+        positions = getattr(model.config, "max_position_embeddings", self.max_new_tokens + 1)
+        return min(self.max_new_tokens, positions - 1)
+
     def _generate(self, model: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Generate a text for each source by the model's own settings, (B, N), float32, -1 after its end."""
+        self.require_generation(model)
         settings = copy.deepcopy(model.generation_config)  # forced tokens, lengths and penalties are the model's own
-        positions = getattr(model.config, "max_position_embeddings", self.max_new_tokens + 1)
         settings.update(num_return_sequences=1, return_dict_in_generate=False, do_sample=False)
-        settings.update(max_length=None, max_new_tokens=min(self.max_new_tokens, positions - 1))
+        settings.update(max_length=None, max_new_tokens=self._limit_generated(model))
         settings.update(pad_token_id=self.tokenizer.pad_token_id)
-        if self.options.num_beams is not None:
-            settings.update(num_beams=self.options.num_beams)
+        options = self.options
+        for name in ("num_beams", "length_penalty", "min_new_tokens"):
+            if getattr(options, name) is not None:
+                settings.update(**{name: getattr(options, name)})
+        if options.min_new_tokens is not None:
+            settings.update(min_length=0)
+        if self._language is not None:
+            settings.update(**self._language)
         if settings.eos_token_id is None:
             settings.update(eos_token_id=self.tokenizer.eos_token_id)
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
@@ -264,24 +317,71 @@ class Seq2Seq:
         return [examples.texts[index].strip() for index in indices]
 
 
+def _set_languages(
+    tokenizer: PreTrainedTokenizerBase, options: Seq2SeqOptions
+) -> tuple[PreTrainedTokenizerBase, dict[str, int | None] | None]:
+    """Return a tokenizer that marks texts with their languages, and how generated texts get the targets' language.
+
+    Args:
+        tokenizer: The model's tokenizer; it is not changed.
+        options: The task's options.
+
+    Returns:
+        The tokenizer, and settings of the generation; those are None without languages.
+
+    Raises:
+        FedspanError: If the tokenizer marks languages and the options name none, or the reverse, or one is unknown.
+    """
+    has_languages = hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")
+    if options.source_language is None or options.target_language is None:
+        if has_languages:
+            problem = f"the {type(tokenizer).__name__} of this model marks texts with their language"
+            raise FedspanError("task_options.source_language", None, "two language codes", problem=problem)
+        return tokenizer, None
+    if not has_languages:
+        problem = f"the tokenizer of this model ({type(tokenizer).__name__}) does not mark texts with their language"
+        raise FedspanError("task_options.source_language", options.source_language, "null", problem=problem)
+    made: Any = copy.deepcopy(tokenizer)
+    marks: dict[str, list[int]] = {}
+    for name, attribute in (("source_language", "src_lang"), ("target_language", "tgt_lang")):
+        code = getattr(options, name)
+        try:
+            setattr(made, attribute, code)
+            ids = made("")["input_ids"] if name == "source_language" else made(text_target="")["input_ids"]
+        except KeyError:
+            ids = [made.unk_token_id]
+        marks[name] = [id for id in ids if id != made.eos_token_id]
+        if len(marks[name]) != 1 or marks[name][0] == made.unk_token_id:
+            raise FedspanError(f"task_options.{name}", code, f"a language code of the {type(made).__name__}")
+    (mark,) = marks["target_language"]
+    ends_first = made(text_target="")["input_ids"][0] == made.eos_token_id
+    if ends_first:  # mBART's decoder reads the language in place of a start
+        return made, {"decoder_start_token_id": mark, "forced_bos_token_id": None}
+    return made, {"forced_bos_token_id": mark}
+
+
 def _get_smoothing(batch: Mapping[str, Tensor]) -> float:
     """Return the share of each target that is spread over the vocabulary."""
     return float(batch[SMOOTHING][0]) if SMOOTHING in batch else 0.0
 
 
 def _shift_right(model: Any, labels_BT: Tensor) -> Tensor:
-    """Return the decoder's input for labels, (B, T), by the model's own rule.
+    """Return the decoder's input for labels, (B, T), by the model's own rule, or else as M2M100's forward does it.
 
     Raises:
         FedspanError: If the model has no decoder beside an encoder, or does not say which token starts it.
     """
-    prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if prepare is None:
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise FedspanError("model.name", type(model).__name__, "a model of AutoModelForSeq2SeqLM")
-    if getattr(model.config, "decoder_start_token_id", None) is None:
+    start = getattr(model.config, "decoder_start_token_id", None)
+    if start is None:
         problem = f"the config of this {type(model).__name__} has no decoder_start_token_id, which starts every target"
         raise FedspanError("model.name", model.config.name_or_path or type(model).__name__, problem=problem)
-    return prepare(labels=labels_BT)
+    prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if prepare is not None:
+        return prepare(labels=labels_BT)
+    shifted_BT = F.pad(labels_BT[:, :-1], (1, 0), value=start)
+    return shifted_BT.masked_fill(shifted_BT == IGNORED, model.config.pad_token_id)
 
 
 def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
@@ -369,5 +469,6 @@ SEQ2SEQ = TaskDefinition(
     preprocess=_preprocess,
     smooths_labels=True,
     require_packages=require_text_scores,
+    require_generation=lambda task, model: task.require_generation(model),
     make_examples=_make_examples,
 )
