@@ -38,6 +38,7 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 
 from helpers import tiny  # noqa: E402
 from helpers.sites import SITES, run_values, site_files  # noqa: E402
+from helpers.slow_link import SlowLink  # noqa: E402
 
 NORTH, SOUTH, WEST = SITES
 ROUNDS = 3
@@ -505,6 +506,29 @@ def network_cut(stage: Stage) -> Outcome:
     stage.finished(run, before).require_same(expected)
     match = next((one.strip() for one in output.splitlines() if f"{NORTH}:" in one), "")
     return Outcome(match or "nothing: the reply came when the network was back", ALL)
+
+
+@register_fault(
+    "link-flaps",
+    "the link of a node has 1 Mbit/s and is cut every 5 s during the whole run (a proxy; every cut is a reset)",
+)
+def link_flaps(stage: Stage) -> Outcome:
+    expected = stage.clean()
+    stage.leave(NORTH)
+    with SlowLink(stage.made.port, 1e6 / 8, 5.0, is_cut=False) as slow:
+        stage.join(NORTH, stage.node(NORTH, server=f"127.0.0.1:{slow.port}"))
+        try:
+            slow.cutting.set()
+            run = stage.submit("link-flaps")
+            run.end()
+        finally:
+            stage.leave(NORTH)
+        require(slow.cuts > 3, "the link was hardly cut")
+    output = stage.made.log(NORTH)
+    stage.join(NORTH, stage.node(NORTH))
+    stage.finished(run, []).require_same(expected)
+    is_seen = "no connection to" in output
+    return Outcome(line(output, "no connection to") if is_seen else "nothing: the replies came in time", ALL)
 
 
 def run_ip(*arguments: str) -> None:

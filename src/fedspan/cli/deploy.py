@@ -193,6 +193,9 @@ def submit(
     wait: Annotated[
         float, typer.Option("--wait", min=1, help="Maximum number of seconds to wait for all nodes.")
     ] = 600.0,
+    offer_base: Annotated[
+        bool, typer.Option("--offer-base", help="Offer the base model's files to nodes that have no copy of it.")
+    ] = False,
     folder: ServerFolder = SERVER,
 ) -> None:
     """Train across the nodes that have joined, and export the best round's adapter."""
@@ -223,6 +226,7 @@ def submit(
                 overrides=overrides or (),
                 resume=resume is not None,
                 wait=wait,
+                offer=offer_base,
                 listener=view,
             )
     except KeyboardInterrupt:

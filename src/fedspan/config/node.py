@@ -16,7 +16,7 @@ from fedspan.config.validation_errors import convert_validation_error
 from fedspan.data.path_patterns import list_placeholders
 from fedspan.errors import FedspanError, require_printable
 
-__all__ = ["NodeConfig", "NodeLimits", "build_budget_marker", "load_node", "require_data"]
+__all__ = ["BandwidthLimits", "NodeConfig", "NodeLimits", "build_budget_marker", "load_node", "require_data"]
 
 _MIB = 2**20
 Fingerprint = Annotated[str, Field(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")]
@@ -123,6 +123,15 @@ class NodeLimits(Section):
         description="ask: a new run, or one with a changed config, waits for the approval of this node's operator "
         "(fedspan approve). auto: carry out what the other limits allow.",
     )
+    accept_base: bool = Field(
+        default=False,
+        description="Receive a base model that is neither on this machine nor under models from a server that offers "
+        "its files (fedspan submit --offer-base), instead of the hub. The server then chooses the weights, as with "
+        "from_scratch; only safetensors and files of configs and tokenizers are received, each verified by SHA-256.",
+    )
+    base_mib: int = Field(
+        default=16384, ge=1, le=2**30, description="Maximum size of a base model that is received, in MiB."
+    )
     message_mib: int = Field(
         default=1024, ge=1, le=2048, description="Maximum size of a message in MiB, in both directions."
     )
@@ -138,6 +147,22 @@ class NodeLimits(Section):
     def message_bytes(self) -> int:
         """The limit ``message_mib`` in bytes."""
         return self.message_mib * _MIB
+
+
+_Mbit = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class BandwidthLimits(Section):
+    """What a node's messages may take of its link, on average."""
+
+    up_mbit: _Mbit | None = Field(
+        default=None,
+        description="Maximum rate at which the node sends, in megabits (10^6 bits) per second; 8 Mbit/s "
+        "are 1 MB/s. null: no limit.",
+    )
+    down_mbit: _Mbit | None = Field(
+        default=None, description="Maximum rate at which the node receives, in megabits per second. null: no limit."
+    )
 
 
 class NodeConfig(Section):
@@ -187,6 +212,7 @@ class NodeConfig(Section):
         description="Facts about the node by which a run selects its nodes (federation.require_tags), such as "
         "{site: eu, gpu: true}; at most 32 of 64 characters. They are sent to the server.",
     )
+    bandwidth: BandwidthLimits = Field(default_factory=BandwidthLimits)
     limits: NodeLimits = Field(default_factory=NodeLimits)
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ import json
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,14 @@ from fedspan.config.node import load_node, require_data
 from fedspan.config.tags import explain_missing_tags
 from fedspan.data.path_patterns import has_placeholders, match_paths
 from fedspan.deployment.audit import AuditedTransport
+from fedspan.deployment.base_files import (
+    BaseDownloads,
+    BaseFile,
+    describe_base,
+    find_local_base,
+    list_base_files,
+    offer_base,
+)
 from fedspan.deployment.handshake import NOWHERE, Introduction, Invitation, build_server_config, compute_base_digest
 from fedspan.deployment.health import Heartbeat
 from fedspan.deployment.status import store_named_run
@@ -44,6 +52,9 @@ if TYPE_CHECKING:
     from fedspan.transports.flower.transport import Grid
 
 __all__ = ["check_node", "join", "submit"]
+
+_MBIT_BYTES = 1e6 / 8
+"""Bytes of a megabit."""
 
 log = logging.getLogger("fedspan.node")
 
@@ -83,6 +94,9 @@ def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
             raise FedspanError(missing, None, "ca.crt of the server and the node's key, or --insecure for a test")
         load_node_key(Path(node.key))
         lines.append(f"key: {node.key}")
+    for name in [*node.models, *(name for name in node.limits.models or () if not set(name) & set("*?["))]:
+        if not name.startswith("builtin:"):
+            lines.append(f"model {name}: {describe_base(node, name)}")
     lines.append(f"server: {check_server(node.server, None if insecure else node.authority)}")
     return lines
 
@@ -124,6 +138,7 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
     require()
     from fedspan.transports.flower.keys import SOON, compute_days_left, load_node_key
     from fedspan.transports.flower.supernode import Link, serve
+    from fedspan.transports.flower.transfers import Bandwidth
 
     node = load_node(path)
     for field, value in (("authority", node.authority), ("key", node.key)):
@@ -134,7 +149,11 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
     if authority is not None and (days := compute_days_left(authority)) < SOON:
         log.warning("%s expires in %.0f days: ask the server's operator for a new one (fedspan renew)", authority, days)
     stop, heartbeat = stop or Event(), Heartbeat(Path(node.folder))
-    link = Link(node.server, authority, keys, node.limits.message_bytes)
+    up, down = (
+        None if mbit is None else mbit * _MBIT_BYTES for mbit in (node.bandwidth.up_mbit, node.bandwidth.down_mbit)
+    )
+    link = Link(node.server, authority, keys, node.limits.message_bytes, Bandwidth(up, down))
+    downloads: BaseDownloads | None = None
     if trainer is not None:
         from fedspan.deployment.trainer_node import TrainerNode, adopt_node_trainer, follow
         from fedspan.training.trainers.processes import Processes, count_processes
@@ -148,6 +167,8 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
     else:
         require_data(node)
         worker = Supervisor(Path(path), node.limits.round_seconds, heartbeat.notify_watchdog)
+        if node.limits.accept_base:
+            downloads = BaseDownloads(Path(node.folder))
     book = UsageBook(node)
     book.begin()
     book.get_account()  # a lost book is reported here, and not only to the first server that asks
@@ -157,7 +178,7 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
         return worker.answer(envelope)
 
     with closing(worker):
-        serve(link, answer, stop, heartbeat.renew)
+        serve(link, answer, stop, heartbeat.renew, None if downloads is None else downloads.start)
 
 
 def submit(
@@ -168,6 +189,7 @@ def submit(
     overrides: Sequence[str] = (),
     resume: bool = False,
     wait: float = 600.0,
+    offer: bool = False,
     listener: Listener | None = None,
 ) -> RunReport:
     """Run a federation with the nodes of a SuperLink from this process.
@@ -180,6 +202,7 @@ def submit(
         resume: Whether to continue the run in the folder after its last finished round; a finished run returns its
             report.
         wait: Seconds to wait for all nodes.
+        offer: Whether to offer the files of the base model to nodes that have no copy of it.
         listener: Listener for the events of the run.
 
     Raises:
@@ -207,14 +230,20 @@ def submit(
         evaluated = min(config.partition.clients, config.evaluation.clients or config.partition.clients)
         if (note := describe_few_nodes(evaluated)) is not None:
             events.on_note(note)
-        with attach(link, prepared.config.federation.message_mib << 20) as grid:
+        files, offered = list[BaseFile](), nullcontext()
+        if offer:
+            base_folder = _find_offered_base(config)
+            events.on_note(f"hashing the files of the base model that is offered to the nodes: {base_folder}")
+            files = list_base_files(base_folder)
+            offered = offer_base(link.folder, base_folder, files)
+        with offered, attach(link, prepared.config.federation.message_mib << 20) as grid:
             signer = None
             if link.authority is not None:
                 signer = ServerSigner(
                     link.folder,
                     lambda: {node: admission.key.encode() for node, admission in read_admissions(link).items()},
                 )
-            invitation, audit = _build_invitation(prepared.config, run), open_audit_log(link)
+            invitation, audit = _build_invitation(prepared.config, run, files), open_audit_log(link)
             audit.write(
                 "run submitted", run=run, folder=str(run_folder.path.resolve()), config_sha256=invitation.digest
             )
@@ -258,11 +287,25 @@ def _read_run_name(folder: RunFolder) -> str:
     return read_bytes(path).decode()
 
 
-def _build_invitation(config: RunConfig, run: str) -> Invitation:
-    """Return the invitation to a run."""
+def _find_offered_base(config: RunConfig) -> Path:
+    """Return the folder of the run's base model on this machine.
+
+    Raises:
+        FedspanError: If it is none that can be offered.
+    """
+    name = config.model.name
+    folder = None if name.startswith("builtin:") else find_local_base(name, config.model.revision)
+    if folder is None:
+        problem = "only a model in a folder or from the hub can be offered to nodes; builtin: models are packages"
+        raise FedspanError("--offer-base", name, problem=problem)
+    return folder
+
+
+def _build_invitation(config: RunConfig, run: str, files: Sequence[BaseFile] = ()) -> Invitation:
+    """Return the invitation to a run, with the files of the base model that the server offers."""
     values = config.model_dump(mode="json", exclude={"device", "threads", "baselines"})
     values["data"] = {key: value for key, value in values["data"].items() if value != NOWHERE}
-    return Invitation(run=run, version=__version__, config=json.dumps(values))
+    return Invitation(run=run, version=__version__, config=json.dumps(values), base_files=tuple(files))
 
 
 def _gather_nodes(

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field
 
 from fedspan.config import RunConfig, parse_config
 from fedspan.config.tags import MOST_TAGS, Tag
+from fedspan.deployment.base_files import MOST_FILES, BaseFile
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import REPLY_HEADER, Count, Envelope, HeaderPart, Name, PrintableName, Reason
 from fedspan.files import from_json
@@ -33,6 +34,12 @@ _ENGINE = ("name", "padding_free", "prefix_cache")
 """Fields of ``engine`` that a node takes from the server; all others are about the machine."""
 
 
+def _require_names(files: tuple[BaseFile, ...]) -> tuple[BaseFile, ...]:
+    if len({file.name for file in files}) != len(files):
+        raise ValueError("files of different names")
+    return files
+
+
 class Invitation(HeaderPart):
     """A server's first message to a node.
 
@@ -40,12 +47,14 @@ class Invitation(HeaderPart):
         run: Name of the run.
         version: Version of fedspan.
         config: The run's config as JSON text, without data.
+        base_files: Files of the base model that the server offers; empty: it offers none.
     """
 
     task: Literal["invite"] = "invite"
     run: Name
     version: Name
     config: str
+    base_files: Annotated[tuple[BaseFile, ...], Field(max_length=MOST_FILES), AfterValidator(_require_names)] = ()
 
     def to_envelope(self) -> Envelope:
         """Encode as an envelope."""
@@ -77,7 +86,8 @@ class Introduction(HeaderPart):
         examples: Number of training examples.
         base: Digest of the node's frozen model and its tokenizer.
         refused: Reason for not participating; None: the node participates.
-        waiting: Whether the node's operator has to approve the run first, so that it may be invited again.
+        waiting: Whether the node's operator has to approve the run first, or the node receives the base model, so that
+            it may be invited again.
         tags: Tags of the node, in its own words.
     """
 

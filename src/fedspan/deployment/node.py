@@ -23,6 +23,7 @@ from fedspan.core.values import Job
 from fedspan.crypto import require_packages
 from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job_digest
 from fedspan.deployment.audit import AUDIT, describe_envelope
+from fedspan.deployment.base_files import BaseMissingError, find_local_base, find_received_base, require_base
 from fedspan.deployment.handshake import Introduction, Invitation, build_node_values, compute_base_digest
 from fedspan.deployment.health import Heartbeat
 from fedspan.deployment.limits import OrderTerms, list_config_ranks, require_config, require_workload
@@ -134,12 +135,17 @@ class NodeService:
             self._require_allowed(invitation)
             if self.node.limits.approve == "ask":
                 self._approvals.require(invitation)
+            model = parse_config(self._build_values(invitation)).model
+            require_base(self.node, model.name, model.revision, invitation.base_files)
             joined = self._build(invitation)
             self._usage.require_privacy(invitation.run, joined.host.compute_planned_charges(self.node.id))
             self._record_run(invitation.run)
             self._audit.write("joined", **self._describe_job(invitation), examples=joined.terms.client.examples)
         except NotApprovedError as error:
             log.warning("%s. fedspan approve shows what it asks for", error)
+            return introduction.model_copy(update={"refused": describe_error(error), "waiting": True})
+        except BaseMissingError as error:
+            log.info("%s", error)
             return introduction.model_copy(update={"refused": describe_error(error), "waiting": True})
         except Exception as error:  # on any error the server learns that this node does not participate
             log.exception("the invitation to %s is refused", invitation.run)
@@ -191,6 +197,11 @@ class NodeService:
         for field in ("name", "adapter"):
             if model.get(field) in self.node.models:
                 model[field] = self.node.models[model[field]]
+        received = None
+        if model.get("name") == (invitation.read_values().get("model") or {}).get("name"):  # not the node's own folder
+            received = find_received_base(self.node, invitation.base_files)
+        if received is not None and find_local_base(str(model["name"]), model.get("revision")) is None:
+            model["name"] = str(received)
         return {**values, "model": model}
 
     def _build(self, invitation: Invitation) -> _Joined:

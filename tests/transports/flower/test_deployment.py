@@ -177,3 +177,31 @@ def test_strangers_are_kept_out(deployment: tuple[Deployment, dict[str, Path]], 
     (copy / "secret").write_text("another")
     done = made.call("submit", str(files["all"]), "--server", str(copy), check=False)
     assert done.returncode == 2
+
+
+def test_a_node_receives_the_base_model_that_the_server_offers(tiny_folder: Path, tmp_path: Path) -> None:
+    """The model's folder is relative to that of ``fedspan submit``; the node is started elsewhere."""
+    files = site_files(tiny_folder / "corpus.csv", tmp_path)
+    values = run_values(tiny_folder, {"name": "fedit", "r": 2}, federation={"rounds": 1})
+    folder = Path(values["model"]["name"])
+    values["model"]["name"] = folder.name
+    values["partition"]["clients"] = 1
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    with Deployment(tmp_path / "deployment") as made:
+        made.join("north", made.node_file("north", files["north"], limits={"accept_base": True}))
+        command = build_command("submit", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run"))
+        completed = subprocess.run(
+            [*command, "--server", str(made.server), "--offer-base"],
+            cwd=folder.parent,
+            env=build_environment(),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert completed.returncode == 0, completed.stdout + completed.stderr + made.logs()
+        assert "receives the base model from the server" in " ".join(completed.stdout.split())
+        (received,) = (made.folder / "north-state" / "bases").iterdir()
+        assert {path.name for path in received.iterdir()} >= {"config.json", "model.safetensors"}
+        for path in received.iterdir():
+            assert path.read_bytes() == (folder / path.name).read_bytes()
+        assert not list((made.server / "bases").iterdir())

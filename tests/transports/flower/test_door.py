@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -489,3 +492,92 @@ def test_flower_s_own_requests_wake_up_waiting_requests(monkeypatch: pytest.Monk
 
     asyncio.run(run())
     assert exchange.woken == ["runs", "nodes"]
+
+
+def declare(body: bytes, offset: int = 0, **changes: int) -> tuple[tuple[bytes, bytes], ...]:
+    """The header of a request that sends a body from an offset on."""
+    part = wire.UploadPart(hashlib.sha256(body).hexdigest(), offset, changes.get("total", len(body)))
+    return ((b"fedspan-upload", part.to_header().encode()),)
+
+
+def make_broken(body: bytes) -> Callable[[], Awaitable[Any]]:
+    """A connection that breaks after some bytes."""
+    messages = [{"type": "http.request", "body": body, "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    return receive
+
+
+def test_what_a_broken_connection_has_brought_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "read_pushed_reply", lambda *_: reply())
+    exchange, path = Exchange(), f"{wire.NODE_PATH}{wire.SEND_REPLY}"
+    made, body = door.Door(Behind(), exchange=exchange), wire.pack([b"head", b"content" * 100])
+    digest = hashlib.sha256(body).hexdigest().encode()
+
+    async def run() -> list[int]:
+        broken = {"receive": make_broken(body[:300]), "declared": len(body), "headers": declare(body)}
+        first = await request(made, path, **broken)
+        offset = await request(made, f"{wire.NODE_PATH}{wire.UPLOAD_OFFSET}", body=digest)
+        gap = await request(made, path, body=body[301:], headers=declare(body, 301))
+        short = await request(made, path, body=body[:300], headers=declare(body))
+        rest = await request(made, path, body=body[300:], headers=declare(body, 300))
+        return [first, offset, gap, short, rest]
+
+    assert asyncio.run(run()) == [400, 200, 416, 400, 200]
+
+
+def test_the_rest_of_a_reply_completes_it_and_an_altered_rest_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "read_pushed_reply", lambda *_: reply())
+    path, body = f"{wire.NODE_PATH}{wire.SEND_REPLY}", wire.pack([b"head", b"content" * 100])
+
+    async def run(rest: bytes) -> tuple[int, list[Any]]:
+        exchange = Exchange()
+        made = door.Door(Behind(), exchange=exchange)
+        await request(made, path, receive=make_broken(body[:300]), declared=len(body), headers=declare(body))
+        return await request(made, path, body=rest, headers=declare(body, 300)), exchange.asked
+
+    assert asyncio.run(run(body[300:])) == (200, [(7, b"head", [b"content" * 100])])
+    assert asyncio.run(run(bytes(len(body) - 300))) == (400, [])
+
+
+def test_a_part_is_checked_before_its_first_byte_is_read() -> None:
+    async def never() -> Any:
+        raise AssertionError("read")
+
+    path, most = f"{wire.NODE_PATH}{wire.SEND_REPLY}", 1 << 33
+    assert status(path, declared=10, headers=declare(b"", total=most), receive=never) == 413
+    assert status(path, declared=10, headers=declare(b"", total=11), receive=never) == 400
+    assert status(path, declared=10, headers=((b"fedspan-upload", b"x"),), receive=never) == 400
+    assert status(path, declared=7, headers=declare(b"", 3, total=10), receive=never) == 416
+    assert status(path, declared=10, headers=declare(b"", total=10), receive=never, key=b"another") == 401
+
+
+@pytest.mark.parametrize("digest", [b"", b"a" * 63, b"a" * 65, b"/" * 64])
+def test_an_offset_is_that_of_a_body(digest: bytes) -> None:
+    assert status(f"{wire.NODE_PATH}{wire.UPLOAD_OFFSET}", body=digest) == 400
+
+
+def test_a_node_fetches_files_of_base_models_that_are_offered_and_no_others(tmp_path: Path) -> None:
+    content, offer, file = bytes(range(250)) * 4, "a" * 64, "b" * 64
+    (tmp_path / "weights").write_bytes(content)
+    (tmp_path / f"{offer}.json").write_text(json.dumps({file: str(tmp_path / "weights")}))
+    (tmp_path / "secret.json").write_text("{}")
+    made = door.Door(Behind(), exchange=Exchange(), offers=tmp_path)
+
+    def fetch(*parts: str, door: Any = made, **options: Any) -> int:
+        body = wire.pack([part.encode() for part in parts])
+        return asyncio.run(request(door, f"{wire.NODE_PATH}{wire.FETCH_BASE}", body=body, **options))
+
+    assert fetch(offer, file, "0") == 200
+    assert fetch(offer, file, "999") == 200
+    assert fetch(offer, file, "1000") == 404
+    assert fetch(offer, "c" * 64, "0") == 404
+    assert fetch("c" * 64, file, "0") == 404
+    assert fetch("secret", file, "0") == 404
+    assert fetch("../" + offer, file, "0") == 404
+    assert fetch(offer, file, "-1") == 400
+    assert fetch(offer, file) == 400
+    assert fetch(offer, file, "0", key=b"another") == 401
+    assert fetch(offer, file, "0", door=door.Door(Behind(), exchange=Exchange())) == 404

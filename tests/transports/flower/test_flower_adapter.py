@@ -86,6 +86,7 @@ NAMES: dict[tuple[str, str], tuple[str, str]] = {
     (CONSTANTS, "NodeStatus"): ("", "finding a registered node"),
     (CONSTANTS, "SYSTEM_MESSAGE_TYPE"): ("", "the error that stands for a missing reply"),
     (CONSTANTS, "TASK_TOKEN_HEADER"): ("", "being the server of a run"),
+    ("flwr.supercore.corestate", "sql_corestate"): ("", "replies over a slow link"),
     ("flwr.supercore.date", "now"): ("", "the error that stands for a missing reply"),
     ("flwr.supercore.heartbeat", "HeartbeatSender"): ("heartbeat_fn", "keeping a run or a node alive"),
     (OBJECTS, "UnexpectedObjectContentError"): ("", "refusing an object that is not valid"),
@@ -110,7 +111,6 @@ NAMES: dict[tuple[str, str], tuple[str, str]] = {
     (TRANSFER, "ObjectUnavailableError"): ("", "a reply whose objects have not arrived"),
     (TRANSFER, "inflate_object_from_contents"): ("object_id object_contents", "assembling a message"),
     (TRANSFER, "pull_objects"): ("object_ids pull_object_fn", "fetching a message"),
-    (TRANSFER, "push_object_contents_from_iterable"): ("object_contents push_object_fn", "sending a reply"),
     (TRANSFER, "push_objects"): ("objects push_object_fn", "sending an order"),
     (TRANSFER, "validate_object_content"): ("content", "refusing an object that is not valid"),
     ("flwr.supercore.interceptors", "RuntimeVersionHttpInterceptor"): ("component_name", "taking over a run"),
@@ -492,6 +492,18 @@ def test_the_superlink_asks_for_middleware_and_its_node_api_has_one_prefix(monke
             broken(f"{of} paths that begin with {prefix} ({paths})", "the SuperLink's access filter")
     if others := [path for path in paths if "fleet" in path and not path.startswith(NODE_API)]:
         broken(f"a node API that all begins with {NODE_API} ({others})", "the SuperLink's access filter")
+
+
+def test_the_superlink_waits_for_the_objects_of_a_message_as_long_as_the_door() -> None:
+    from flwr.supercore.corestate.sql_corestate import SqlCoreState
+
+    from fedspan.transports.flower.adapter import superlink
+    from fedspan.transports.flower.limits import DoorLimits
+
+    for function in (SqlCoreState.start_session, SqlCoreState.store_object):
+        if "OBJECT_PUSH_SESSION_TTL_SECONDS" not in function.__code__.co_names:
+            broken(f"a global variable that {function.__name__} reads", "replies over a slow link")
+    assert DoorLimits().partial_seconds <= superlink._PUSH_SECONDS
 
 
 NODE = """

@@ -19,6 +19,7 @@ from flwr.app import Message
 from fedspan.transports.flower import supernode
 from fedspan.transports.flower.adapter import (
     ObjectPullError,
+    OutgoingReply,
     ReceivedOrder,
     RunNotRunningException,
     deflate_message,
@@ -26,6 +27,7 @@ from fedspan.transports.flower.adapter import (
 )
 from fedspan.transports.flower.messages import draw_salt, to_records
 from fedspan.transports.flower.signing import UnsignedSigner
+from fedspan.transports.flower.transfers import Transfers
 
 pytestmark = pytest.mark.usefixtures("identity")
 
@@ -52,6 +54,7 @@ class Connection:
     def __init__(self, where: str = "", error: Callable[[], BaseException] = gone, along: int = 0) -> None:
         self._failing, self._error, self._along = {where}, error, along
         self.contents: dict[str, bytes] = {}
+        self.transfers = Transfers()
         self.messages: list[tuple[Message, Any]] = []
         self.received, self.confirmed, self.sent = list[str](), list[str](), list[Message]()
         for header in ("first", "second"):
@@ -83,9 +86,9 @@ class Connection:
         self.at("confirm")
         self.confirmed.append(id)
 
-    def send_reply(self, run: int, reply: Message, seconds: float) -> None:
+    def send_reply(self, reply: OutgoingReply) -> None:
         self.at("send")
-        self.sent.append(reply)
+        self.sent.append(reply.reply)
 
 
 def answer(connection: Connection, received: Any = None) -> list[str]:
@@ -160,3 +163,61 @@ def test_a_server_that_does_not_wait_is_not_asked_without_a_pause(monkeypatch: p
     link = supernode.Link("", None, None, 2**20)
     supernode._serve_connection(connection, link, UnsignedSigner(), lambda e: e, stop, supernode._Received())  # type: ignore
     assert len(connection.received) == 1
+
+
+def test_a_reply_that_a_broken_connection_lost_waits_for_the_next_one() -> None:
+    received = supernode._Received()
+    first = Connection("send", lambda: httpx.ReadError("lost"))
+    with pytest.raises(httpx.ReadError):
+        answer(first, received)
+    assert received.reply is not None
+    second = Connection()
+    second.messages.pop(0)
+    assert answer(second, received) == ["second"]  # its order is not carried out again
+    assert len(second.sent) == 2
+
+
+def test_a_reply_of_another_node_is_not_sent() -> None:
+    received = supernode._Received()
+    with pytest.raises(httpx.ReadError):
+        answer(Connection("send", lambda: httpx.ReadError("lost")), received)
+    other = Connection()
+    other.node_id = 2
+    other.messages.pop(0)
+    assert answer(other, received) == ["second"]
+    assert len(other.sent) == 1
+
+
+def test_objects_that_were_fetched_before_a_connection_broke_are_not_fetched_again() -> None:
+    received, pulled = supernode._Received(), list[str]()
+
+    class Counting(Connection):
+        def pull_object(self, run: int, id: str) -> bytes:
+            if len(pulled) == 2:
+                self.at("pull")
+            pulled.append(id)
+            return self.contents[id]
+
+    first = Counting("pull", lambda: httpx.ReadError("lost"))
+    order = first.messages[0]
+    with pytest.raises(httpx.ReadError):
+        answer(first, received)
+    first.messages.insert(0, order)
+    assert answer(first, received) == ["first", "second"]
+    assert len(pulled) == len(set(pulled)) == len(first.contents)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_node_waits_for_its_link_while_it_counts_as_online(comes_back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supernode, "_OFFLINE", 0.2)
+    monkeypatch.setattr(supernode, "_RECONNECT", (0.1, 0.1))
+    tries = list[int]()
+
+    class Renewing(Connection):
+        def renew(self) -> bool:
+            tries.append(1)
+            return comes_back and len(tries) == 2
+
+    link, lost = supernode.Link("", None, None, 2**20), httpx.ReadError("lost")
+    assert supernode._wait_for_link(Renewing(), link, Event(), lost) is comes_back  # type: ignore[arg-type]
+    assert len(tries) >= 2

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from fedspan.transports.flower.wire import format_reply_limit, pack, parse_reply_limit, select_fitting, unpack
+from fedspan.transports.flower.wire import (
+    UploadPart,
+    format_reply_limit,
+    pack,
+    parse_offset,
+    parse_reply_limit,
+    parse_upload,
+    read_first,
+    select_fitting,
+    unpack,
+)
 
 
 @pytest.mark.parametrize("parts", [[], [b""], [b"", b"a", bytes(1000)], [b"abc"] * 64])
@@ -39,3 +49,48 @@ def test_contents_come_along_up_to_a_size() -> None:
 
     assert select_fitting(contents(), 8) == [bytes(3), bytes(4)]  # type: ignore[arg-type]
     assert computed == [3, 4, 9]
+
+
+def test_a_part_of_a_body_is_declared_in_a_header() -> None:
+    part = UploadPart("ab" * 32, 5, 7, 100, 200)
+    assert parse_upload({b"fedspan-upload": part.to_header().encode()}) == part
+    assert parse_upload({b"other": b"value"}) is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"ab" * 32,
+        b"ab" * 32 + b"/8/7/0/0",
+        b"AB" * 32 + b"/0/7/0/0",
+        b"ab" * 32 + b"/-1/7/0/0",
+        b"ab" * 32 + b"/0/12345678901/0/0",
+        b"ab" * 32 + b"/0/7/0/0\n",
+        b"ab" * 32 + b"/0/\xd9\xa7/0/0",
+    ],
+)
+def test_what_declares_no_part_is_refused(value: bytes) -> None:
+    with pytest.raises(ValueError, match="not a SHA-256 and four numbers"):
+        parse_upload({b"fedspan-upload": value})
+
+
+@pytest.mark.parametrize(
+    ("range", "tag", "offset"),
+    [
+        (b"bytes=5-", b'"t"', 5),
+        (b"bytes=9-", b'"t"', 9),
+        (b"bytes=10-", b'"t"', 0),
+        (b"bytes=5-6", b'"t"', 0),
+        (b"bytes=-5", b'"t"', 0),
+        (b"bytes=5-", b'"u"', 0),
+        (b"5", b'"t"', 0),
+    ],
+)
+def test_the_rest_of_an_answer_is_sent_to_those_that_have_its_beginning(range: bytes, tag: bytes, offset: int) -> None:
+    assert parse_offset({b"range": range, b"if-range": tag}, '"t"', 10) == offset
+
+
+def test_the_first_part_is_read_without_the_others() -> None:
+    assert read_first(pack([b"abc", bytes(1000)])) == b"abc"
+    assert read_first(b"") == b""

@@ -6,9 +6,9 @@ allows:
 
 - **Nodes** reach the nine paths of Flower's that a node needs, and the door's own (``wire``). The signed time in the
   headers is verified, and the key must be an admitted one, before a byte of the body is read. Bodies have a maximum
-  size for each path and a time limit. A message must be a reply of the node itself to the server, and its objects may
-  have as many bytes in all as the order allows (``wire``), and at most ``DoorLimits.reply_bytes``. A node that sends
-  faster than the limits waits.
+  size for each path and a time limit; what has arrived of one when its connection breaks is kept (``uploads``). A
+  message must be a reply of the node itself to the server, and its objects may have as many bytes in all as the order
+  allows (``wire``), and at most ``DoorLimits.reply_bytes``. A node that sends faster than the limits waits.
 - **The operator** reaches everything else, from a process of the same user on the same machine. Flower's commands carry
   no credentials, so the system's own record of who owns the connection decides.
 
@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import json
 import os
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from anyio.to_thread import current_default_thread_limiter, run_sync
@@ -46,16 +48,26 @@ from fedspan.transports.flower.connections import CONNECTIONS, Connections
 from fedspan.transports.flower.exchange import Exchange
 from fedspan.transports.flower.limits import KNOWN_SECONDS, SMALL_BYTES, Bucket, DoorLimits, Sender, Slot
 from fedspan.transports.flower.local_peer import get_peer_uid
+from fedspan.transports.flower.uploads import Upload, Uploads
 from fedspan.transports.flower.wire import (
+    BASE_BYTES,
     BATCH_BYTES,
     CANCEL_ORDERS,
+    FETCH_BASE,
     INLINE_BYTES,
     NODE_PATH,
+    RESUMABLE_BYTES,
     RUN_PATH,
     SEND_ORDERS,
     SEND_REPLY,
     TAKE_ORDER,
     TAKE_REPLIES,
+    UPLOAD_OFFSET,
+    UploadPart,
+    compute_tag,
+    parse_offset,
+    parse_upload,
+    read_first,
     unpack,
 )
 
@@ -81,7 +93,8 @@ further one, whose size depends on the limits."""
 _RUN_BYTES = 2 * BATCH_BYTES
 """Maximum size of a request of a run's server, in bytes: orders without content, and their objects."""
 
-_HEARTBEAT, _PUSH_MESSAGES, _PUSH_OBJECT = "send-node-heartbeat", "push-messages", "push-object"
+_HEARTBEAT, _PUSH_MESSAGES = "send-node-heartbeat", "push-messages"
+_PULL_OBJECT, _PUSH_OBJECT = "pull-object", "push-object"
 _PUSH_ORDERS = "/v1/runtime/push-messages"
 """Flower's own path for orders, which a process of the operator may use."""
 
@@ -118,6 +131,7 @@ class Door:
         limits: Limits on the requests of one node.
         connections: The server's connections; those that send an accepted request are marked as such.
         exchange: The door's own requests; None: those of the app's database.
+        offers: Folder with the offers of base models (``deployment.base_files``); None: none are offered.
     """
 
     def __init__(
@@ -126,13 +140,20 @@ class Door:
         limits: DoorLimits | None = None,
         connections: Connections | None = None,
         exchange: Exchange | None = None,
+        offers: Path | None = None,
     ) -> None:
         self.app, self.limits, self.connections = app, limits or DoorLimits(), connections or CONNECTIONS
-        self._exchange = exchange
+        self._exchange, self._offers = exchange, offers
         head = self.limits.head_bytes
         self._body_bytes = BODY_BYTES | {_PUSH_MESSAGES: head}
-        self._own_body_bytes = {TAKE_ORDER: SMALL_BYTES, SEND_REPLY: head + INLINE_BYTES + SMALL_BYTES}
+        self._own_body_bytes = {
+            TAKE_ORDER: SMALL_BYTES,
+            SEND_REPLY: head + INLINE_BYTES + SMALL_BYTES,
+            UPLOAD_OFFSET: SMALL_BYTES,
+            FETCH_BASE: SMALL_BYTES,
+        }
         self._senders: OrderedDict[bytes, Sender] = OrderedDict()
+        self._uploads = Uploads(self.limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a request, or refuse it with a status of 4xx and close its connection."""
@@ -204,8 +225,9 @@ class Door:
         most = sizes.get(name)
         if most is None or scope["method"] != "POST":
             raise Refused(403, "not a path for nodes")
-        length = _read_declared_length(headers, most)
+        length, part = _read_declared_length(headers, most), _read_declared_part(headers, most)
         sender: Sender | None = None
+        key: bytes | None = None
         slot: Slot | None = None
         with ExitStack() as stack:
             if has_keys:
@@ -224,9 +246,21 @@ class Door:
                     raise Refused(429, "too many heartbeats")
             else:  # a trial on one machine, whose nodes cannot be told apart
                 self.connections.accept(scope.get("client"), b"keyless", None)
-            body = await _read_body(receive, length, self.limits)
+            if part is None:
+                body = await _read_body(receive, length, self.limits)
+            else:
+                name_of_sender = f"node {part.digest[:8] if sender is None else sender.node}"
+                body = await self._read_part(receive, length, part, key or part.digest.encode(), name_of_sender)
+            tag = ""
             if name == TAKE_ORDER:
                 answer = await self._take_order(body, sender, slot, scope, receive)
+                if len(answer) >= RESUMABLE_BYTES:
+                    tag = compute_tag(read_first(answer), len(answer))
+            elif name == FETCH_BASE:
+                answer = await self._fetch_base(body)
+                tag = compute_tag(body, len(answer)) if len(answer) >= RESUMABLE_BYTES else ""
+            elif name == UPLOAD_OFFSET:
+                answer = self._find_offset(body, key)
             elif name == SEND_REPLY:
                 answer = await self._send_reply(body, sender, scope)
             elif name == _HEARTBEAT:
@@ -236,11 +270,49 @@ class Door:
                     await self._require_reply(body, sender, scope)
                 elif name == _PUSH_OBJECT:
                     self._require_room(body, sender)
+                if name == _PULL_OBJECT:
+                    send = _ResumableAnswer(send, headers, body).send
                 await self.app(scope, _make_replay(body, receive), send)
                 if name == _PUSH_MESSAGES and self._exchange is not None:
                     self._exchange.wake_runs()
                 return
-            await _answer(answer, scope, receive, send)
+            await _answer(answer, scope, receive, send, tag)
+
+    async def _read_part(self, receive: Receive, length: int, part: UploadPart, owner: bytes, name: str) -> bytes:
+        """Read a part of a body, and return the body when it is complete; otherwise keep what has arrived."""
+        if length != part.total - part.offset:
+            raise Refused(400, "a part that does not end with its body")
+        try:
+            upload = self._uploads.begin(owner, part, name)
+        except ValueError as error:
+            raise Refused(416, "not the part that follows") from error
+        request = upload.requests
+        try:
+            await _read_into(receive, length, self.limits, upload, request)
+        finally:
+            if upload.requests == request and upload.size < upload.total:
+                self._uploads.interrupt(upload)
+        try:
+            return self._uploads.finish(owner, part.digest, upload)
+        except ValueError as error:
+            raise Refused(400, "not the body that was declared") from error
+
+    async def _fetch_base(self, body: bytes) -> bytes:
+        parts = _unpack_parts(body, 3)
+        if len(parts) != 3 or not parts[2].isdigit() or len(parts[2]) > 16:
+            raise Refused(400, "not a request for a base model")
+        if any(len(digest) != 64 or not digest.isalnum() for digest in parts[:2]) or self._offers is None:
+            raise Refused(404, "not a file of a base model that is offered")
+        offer, file = (digest.decode("ascii") for digest in parts[:2])
+        content = await run_sync(_read_offered, self._offers, offer, file, int(parts[2]))
+        if content is None:
+            raise Refused(404, "not a file of a base model that is offered")
+        return content
+
+    def _find_offset(self, body: bytes, key: bytes | None) -> bytes:
+        if len(body) != 64 or not body.isalnum():
+            raise Refused(400, "not the SHA-256 of a body")
+        return b"%d" % self._uploads.find_offset(key or body, body.decode("ascii"))
 
     async def _take_order(
         self, body: bytes, sender: Sender | None, slot: Slot | None, scope: Scope, receive: Receive
@@ -349,9 +421,31 @@ def _read_declared_length(headers: dict[bytes, bytes], limit: int) -> int:
     return int(text)
 
 
+def _read_declared_part(headers: dict[bytes, bytes], limit: int) -> UploadPart | None:
+    """Return the part of a body that the headers declare; None: the body is sent as a whole.
+
+    Raises:
+        Refused: If the declaration is not valid, or the whole body is larger than the maximum.
+    """
+    try:
+        part = parse_upload(headers)
+    except ValueError as error:
+        raise Refused(400, "not a part of a body") from error
+    if part is not None and part.total > limit:
+        raise Refused(413, f"at most {limit} bytes")
+    return part
+
+
 async def _read_body(receive: Receive, length: int, limits: DoorLimits) -> bytes:
     """Read a body of a known length in time."""
-    parts, size = list[bytes](), 0
+    upload = Upload(length)
+    await _read_into(receive, length, limits, upload, 0)
+    return b"".join(upload.parts)
+
+
+async def _read_into(receive: Receive, length: int, limits: DoorLimits, upload: Upload, request: int) -> None:
+    """Read a body, or the rest of one, of a known length in time, unless a later request takes over."""
+    left = length
     try:
         async with asyncio.timeout(limits.body_seconds + length / limits.slowest):
             while True:
@@ -359,14 +453,30 @@ async def _read_body(receive: Receive, length: int, limits: DoorLimits) -> bytes
                     message = await receive()
                 if message["type"] != "http.request":
                     raise Refused(400, "the connection was closed")
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > length:
+                if upload.requests != request:
+                    raise Refused(416, "a later request sends this body")
+                part = message.get("body", b"")
+                left -= len(part)
+                if left < 0:
                     raise Refused(413, f"more than the declared {length} bytes")
+                upload.append(part)
                 if not message.get("more_body", False):
-                    return b"".join(parts)
+                    if left:
+                        raise Refused(400, f"less than the declared {length} bytes")
+                    return
     except TimeoutError:
         raise Refused(408, "the body took too long") from None
+
+
+def _read_offered(offers: Path, offer: str, file: str, offset: int) -> bytes | None:
+    """Return bytes of a file of an offer; None: there is no such offer or file, or it ends before the offset."""
+    try:
+        path = json.loads((offers / f"{offer}.json").read_bytes())[file]
+        with Path(path).open("rb") as source:
+            source.seek(offset)
+            return source.read(BASE_BYTES) or None
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _unpack_parts(body: bytes, most: int) -> list[bytes]:
@@ -381,8 +491,51 @@ def _unpack_parts(body: bytes, most: int) -> list[bytes]:
         raise Refused(400, f"at most {most} parts with their lengths before them") from error
 
 
-async def _answer(content: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-    await Response(content, media_type="application/octet-stream")(scope, receive, send)
+async def _answer(content: bytes, scope: Scope, receive: Receive, send: Send, tag: str = "") -> None:
+    """Send an answer, or the rest of it to a node that has its beginning."""
+    status, headers = 200, {}
+    if tag:
+        offset, headers = parse_offset(dict(scope["headers"]), tag, len(content)), {"etag": tag}
+        if offset:
+            status, headers["content-range"] = 206, f"bytes {offset}-{len(content) - 1}/{len(content)}"
+            content = content[offset:]
+    await Response(content, status, headers, "application/octet-stream")(scope, receive, send)
+
+
+class _ResumableAnswer:
+    """Sends Flower's answer to a request for an object, or the rest of it to a node that has its beginning.
+
+    Args:
+        send: Sends the messages of an answer.
+        headers: The request's headers.
+        request: The request's body, which names the object by its hash.
+    """
+
+    def __init__(self, send: Send, headers: dict[bytes, bytes], request: bytes) -> None:
+        self._send, self._headers, self._request = send, headers, request
+        self._start: MutableMapping[str, Any] = {}
+        self._parts: list[bytes] = []
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Take a message of the answer, and send all of them with the last one."""
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        self._parts.append(message.get("body", b""))
+        if message.get("more_body", False):
+            return
+        content, start = b"".join(self._parts), self._start
+        if start["status"] == 200 and len(content) >= RESUMABLE_BYTES:
+            tag = compute_tag(self._request, len(content))
+            offset = parse_offset(self._headers, tag, len(content))
+            headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+            headers += [(b"etag", tag.encode()), (b"content-length", b"%d" % (len(content) - offset))]
+            if offset:
+                headers.append((b"content-range", b"bytes %d-%d/%d" % (offset, len(content) - 1, len(content))))
+            start = {**start, "status": 206 if offset else 200, "headers": headers}
+            content = content[offset:]
+        await self._send(start)
+        await self._send({"type": "http.response.body", "body": content})
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

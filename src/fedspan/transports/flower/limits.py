@@ -34,6 +34,9 @@ class DoorLimits:
         heartbeat_burst: Heartbeats and activations of a node that are not refused after a pause.
         body_seconds: Time limit for the next part of a body, in seconds.
         slowest: Slowest transmission of a body, in bytes per second, after the first ``body_seconds``.
+        partial_bytes: Maximum size of what is kept of all nodes' interrupted bodies together, in bytes; beyond it the
+            oldest are dropped, and sent again from the start.
+        partial_seconds: Seconds for which an interrupted body is kept.
     """
 
     reply_bytes: int = 1 << 31
@@ -45,6 +48,8 @@ class DoorLimits:
     heartbeat_burst: float = 30.0
     body_seconds: float = 15.0
     slowest: float = 8192.0
+    partial_bytes: int = 1 << 28
+    partial_seconds: float = 900.0
 
     @property
     def objects(self) -> int:

@@ -24,8 +24,10 @@ from fedspan.transports.flower.adapter import (
     ObjectPullError,
     ObjectTree,
     inflate_message,
+    list_parent_ids,
     list_tree_ids,
     pull_all,
+    read_array_bytes,
     read_array_layout,
 )
 from fedspan.transports.flower.signing import Sealed
@@ -110,40 +112,51 @@ class TooLarge(ObjectPullError):
 
 
 def fetch_objects(
-    tree: ObjectTree, pull: Callable[[str], bytes], limit: int, inline: Mapping[str, bytes]
+    tree: ObjectTree,
+    pull: Callable[[str], bytes],
+    limit: int,
+    known: dict[str, bytes],
+    on_size: Callable[[int], None] | None = None,
 ) -> dict[str, bytes]:
     """Fetch a message's objects; after the one that exceeds the maximum size, no other is fetched.
+
+    Objects that describe others are fetched first: they declare the size of the message.
 
     Args:
         tree: The ids of the message's objects.
         pull: Fetches one object.
         limit: Maximum size of all objects together, in bytes.
-        inline: Objects that came along, by id.
+        known: Objects that came along, by id. Those that are fetched are added, so that after an error the next call
+            fetches the rest.
+        on_size: Called with the size of the message in bytes, if it is declared.
 
     Returns:
         The objects' contents by id.
 
     Raises:
-        TooLarge: If the objects exceed the maximum size.
+        TooLarge: If the objects exceed the maximum size, or declare that they will.
         ObjectPullError: If an object is missing.
     """
-    ids = list_tree_ids(tree)
-    contents = {id: inline[id] for id in ids if id in inline}
-    size = sum(map(len, contents.values()))
-
-    def pull_counted(id: str) -> bytes:
-        nonlocal size
-        if size <= limit:
-            data = pull(id)
-            size += len(data)
-            if size <= limit:
-                return data
-        raise TooLarge(id, describe_limit(limit))
-
+    ids, parents = list_tree_ids(tree), list_parent_ids(tree)
+    size = sum(len(known[id]) for id in ids if id in known)
+    is_declared = False
+    for id in [*parents, *(id for id in ids if id not in parents)]:
+        if size > limit:
+            raise TooLarge(tree.object_id, describe_limit(limit))
+        if id in known:
+            continue
+        if id not in parents and not is_declared:
+            is_declared = True
+            declared = sum(read_array_bytes(known[parent]) for parent in parents)
+            if declared > limit:
+                raise TooLarge(tree.object_id, describe_limit(limit))
+            if declared and on_size is not None:
+                on_size(declared)
+        known |= pull_all([id], pull)
+        size += len(known[id])
     if size > limit:
         raise TooLarge(tree.object_id, describe_limit(limit))
-    missing = [id for id in ids if id not in contents]
-    return contents | pull_all(missing, pull_counted) if missing else contents
+    return {id: known[id] for id in ids}
 
 
 def assemble_message(id: str, contents: dict[str, bytes], limit: int) -> Message:

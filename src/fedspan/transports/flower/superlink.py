@@ -34,7 +34,19 @@ __all__ = ["main", "supervise"]
 def main() -> None:
     """Run ``flower-superlink`` with the door in front."""
     _allow_connections()
-    run_superlink([Middleware(Door)], BoundedProtocol, BoundedSocket.take_over)  # pyright: ignore[reportArgumentType]
+    _log_progress()
+    folder = os.environ.get(_OFFERS)
+    door = Middleware(Door, offers=None if folder is None else Path(folder))  # pyright: ignore[reportArgumentType]
+    run_superlink([door], BoundedProtocol, BoundedSocket.take_over)  # pyright: ignore[reportArgumentType]
+
+
+def _log_progress() -> None:
+    """Write this package's lines to standard error, beside Flower's."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
 
 
 _FILES = 65536
@@ -52,6 +64,8 @@ def _allow_connections() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
 
 
+_OFFERS = "FEDSPAN_OFFERS"
+"""Variable of the SuperLink's environment with the folder of the offered base models."""
 _LOG = "superlink.log"
 _CHECK = 60.0
 """Seconds between two checks for admissions that have ended."""
@@ -83,12 +97,11 @@ def supervise(folder: Path, link: ServerLink, host: str, stop: Event, on_ready: 
     else:
         command += ["--ssl-ca-certfile", str(link.authority), "--ssl-certfile", str(folder / CERTIFICATE)]
         command += ["--ssl-keyfile", str(folder / KEY), "--enable-supernode-auth"]
+    environment = {**os.environ, "FLWR_HOME": str(folder / "flower"), _OFFERS: str(folder / "bases")}
     first = True
     while not stop.is_set():
         with (folder / _LOG).open("ab") as output:
-            process = subprocess.Popen(
-                command, stdout=output, stderr=output, env={**os.environ, "FLWR_HOME": str(folder / "flower")}
-            )
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
         try:
             _wait_for_start(link, process, folder)
             if first:

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -28,6 +28,7 @@ from fedspan.transports.flower.adapter import (
     NodeConnection,
     ObjectPullError,
     ObjectPushError,
+    OutgoingReply,
     ReceivedOrder,
     RunNotRunningException,
     connect_node,
@@ -42,6 +43,7 @@ from fedspan.transports.flower.messages import (
     to_records,
 )
 from fedspan.transports.flower.signing import NodeSigner, Signer, UnsignedSigner
+from fedspan.transports.flower.transfers import Bandwidth, Transfers
 
 __all__ = ["Link", "serve"]
 
@@ -52,6 +54,8 @@ _PROMPT = 1.0
 requests them with the same key; then the node itself waits."""
 _RECONNECT = 2.0, 30.0
 """Seconds before reconnecting after a lost connection: initial and maximum."""
+_OFFLINE = 50.0
+"""Seconds for which a node whose connection is lost counts as online: a minute after its last heartbeat."""
 _RETRIES = 2
 """Retries of a request that a broken connection lost, some seconds apart: a server closes idle connections, and a
 reply may take an hour to compute. After these retries the connection counts as lost."""
@@ -67,6 +71,7 @@ because the submitting process was killed."""
 log = logging.getLogger("fedspan.node")
 
 Answer = Callable[[Envelope], Envelope]
+BeforeOrder = Callable[[Callable[[str, str, int], bytes]], None]
 
 
 class Link:
@@ -77,10 +82,19 @@ class Link:
         authority: File with the certificate of the authority that signed the SuperLink's; None: an insecure connection.
         keys: Key pair of the node; None: an unauthenticated node.
         limit: Maximum size of a message, in bytes.
+        bandwidth: Limits on the bandwidth of messages; None: no limits.
     """
 
-    def __init__(self, address: str, authority: Path | None, keys: Keys | None, limit: int) -> None:
+    def __init__(
+        self,
+        address: str,
+        authority: Path | None,
+        keys: Keys | None,
+        limit: int,
+        bandwidth: Bandwidth | None = None,
+    ) -> None:
         self.address, self.authority, self.keys, self.limit = address, authority, keys, limit
+        self.bandwidth = bandwidth
 
     def create_signer(self) -> Signer:
         """Return the signer of this node: with keys, only orders that the server signed are carried out.
@@ -93,29 +107,42 @@ class Link:
         return NodeSigner(self.keys[0], self.authority)
 
 
-def serve(link: Link, answer: Answer, stop: Event, on_idle: Callable[[], None] = lambda: None) -> None:
+def serve(
+    link: Link,
+    answer: Answer,
+    stop: Event,
+    on_idle: Callable[[], None] = lambda: None,
+    before_order: BeforeOrder | None = None,
+) -> None:
     """Reply to messages until ``stop`` is set; reconnect after a lost connection.
 
     Args:
         link: Connection data of the SuperLink.
         answer: Computes the reply to an envelope; the type of an exception that it raises is reported to the server.
         stop: Event that ends the function when set.
-        on_idle: Called again and again while the node waits for an order or for the SuperLink.
+        on_idle: Called again and again while the node waits for an order or for the SuperLink, or transmits a message.
+        before_order: Called before each request for an order with the function that fetches bytes of a base model's
+            file, ``NodeConnection.fetch_base``; it returns at once.
 
     Raises:
         FedspanError: If the SuperLink refuses this node, or the authority's file has no certificate of an order key.
     """
-    signer, received = link.create_signer(), _Received()
+    signer, received, transfers = link.create_signer(), _Received(), Transfers(link.bandwidth, on_idle)
     pause, give_up_at = _RECONNECT[0], time.monotonic() + _REFUSED
     while not stop.is_set():
         on_idle()
         try:
             authority = None if link.authority is None else link.authority.read_bytes()
-            with connect_node(link.address, authority, link.keys, _RETRIES) as connection:
+            with connect_node(link.address, authority, link.keys, _RETRIES, transfers) as connection:
                 log.info("connected to %s as node %d", link.address, connection.node_id)
                 pause = _RECONNECT[0]
                 try:
-                    _serve_connection(connection, link, signer, answer, stop, received, on_idle)
+                    while not stop.is_set():
+                        try:
+                            _serve_connection(connection, link, signer, answer, stop, received, on_idle, before_order)
+                        except httpx.TransportError as error:
+                            if not _wait_for_link(connection, link, stop, error, on_idle):
+                                raise
                 finally:
                     give_up_at = time.monotonic() + _REFUSED
         except httpx.HTTPStatusError as error:
@@ -131,6 +158,27 @@ def serve(link: Link, answer: Answer, stop: Event, on_idle: Callable[[], None] =
             pause = min(2 * pause, _RECONNECT[1])
 
 
+def _wait_for_link(
+    connection: NodeConnection,
+    link: Link,
+    stop: Event,
+    error: httpx.TransportError,
+    on_idle: Callable[[], None] = lambda: None,
+) -> bool:
+    """Wait until the SuperLink takes a heartbeat again; return whether it does so before it takes the node for offline.
+
+    A new connection would have to wait until then: the SuperLink refuses it as long as it takes the node for online.
+    """
+    log.warning("no connection to %s (%s)", link.address, _describe_error(error))
+    give_up_at = time.monotonic() + _OFFLINE
+    while not stop.is_set() and time.monotonic() < give_up_at:
+        on_idle()
+        if connection.renew():
+            return True
+        stop.wait(_vary_pause(_RECONNECT[0]) / 4)
+    return stop.is_set()
+
+
 def _vary_pause(seconds: float) -> float:
     """Vary a pause at random, so that the nodes of a restarted server do not all reconnect at once."""
     return seconds * random.uniform(0.5, 1.5)
@@ -142,9 +190,19 @@ def _describe_error(error: Exception) -> str:
 
 @dataclass
 class _Received:
-    """State that outlives a connection: the id of the last order that the node received completely."""
+    """State that outlives a connection.
+
+    Args:
+        id: Id of the last order that the node received completely.
+        partial_id: Id of the order that it received in part.
+        contents: The objects of that order, by id.
+        reply: The reply that the SuperLink has not taken completely; None: there is none.
+    """
 
     id: str = ""
+    partial_id: str = ""
+    contents: dict[str, bytes] = field(default_factory=dict)
+    reply: OutgoingReply | None = None
 
 
 def _serve_connection(
@@ -155,10 +213,15 @@ def _serve_connection(
     stop: Event,
     received: _Received,
     on_idle: Callable[[], None] = lambda: None,
+    before_order: BeforeOrder | None = None,
 ) -> None:
     while not stop.is_set():
         started = time.monotonic()
         try:
+            if received.reply is not None:
+                _send_reply(connection, received)
+            if before_order is not None:
+                before_order(connection.fetch_base)
             order = _next_order(connection, received.id, stop, on_idle)
             if order is not None:
                 _process_order(connection, order, link.limit, signer, answer, received)
@@ -206,20 +269,43 @@ def _process_order(
     set_identity(1, run, connection.node_id)
     started = time.monotonic()
     inline_count = len(order.contents)
+    if received.partial_id != id:
+        received.partial_id, received.contents = id, {}
+    received.contents |= order.contents
+    progress = connection.transfers.received
+    progress.begin(0, sum(map(len, received.contents.values())))
     try:
-        contents = fetch_objects(order.tree, partial(connection.pull_object, run), limit, order.contents)
+        contents = fetch_objects(
+            order.tree,
+            partial(connection.pull_object, run),
+            limit,
+            received.contents,
+            lambda size: progress.begin(size, progress.done),
+        )
     except TooLarge:
         contents = None
     except ObjectPullError:  # it was deleted; it is not sent again
-        received.id = id
+        received.id, received.contents = id, {}
         raise
-    received.id = id
+    received.id, received.contents = id, {}
     if contents is None or len(contents) > inline_count:  # a large order is deleted at once, a small one with its reply
         with suppress(httpx.HTTPError):  # the next request confirms it again
             connection.confirm(run, id)
     reply = _make_reply(message, contents, limit, connection.node_id, signer, answer)
+    received.reply = OutgoingReply(run, reply, time.monotonic() - started, connection.node_id)
+    _send_reply(connection, received)
+
+
+def _send_reply(connection: NodeConnection, received: _Received) -> None:
+    """Send the reply that waits; it waits on if the connection is lost, so that the next one transmits the rest."""
+    reply, received.reply = received.reply, None
+    if reply is None or reply.node != connection.node_id:  # without a key, every connection is another node
+        return
     try:
-        connection.send_reply(run, reply, time.monotonic() - started)
+        connection.send_reply(reply)
+    except httpx.TransportError:
+        received.reply = reply
+        raise
     except httpx.HTTPStatusError as error:  # `take_order` fails next if this node is no longer accepted
         log.warning("the SuperLink does not take the reply (%d)", error.response.status_code)
 

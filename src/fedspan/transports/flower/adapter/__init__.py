@@ -14,7 +14,7 @@ Messages and their objects (``objects``):
   ``get_object_children_ids_from_object_content``, ``get_object_body``. The body of an ``Array`` is JSON, in which
   ``arraychunk_ids`` lists positions in the list of its children.
 - ``flwr.supercore.inflatable.inflatable_utils``: ``inflate_object_from_contents`` removes the objects that it used;
-  ``pull_objects`` stops at the first error and raises it; ``push_object_contents_from_iterable``; ``push_objects``;
+  ``pull_objects`` stops at the first error and raises it; ``push_objects``;
   ``ObjectPullError(id, reason)``, whose text ends with ``': `` and the reason; ``ObjectPushError``;
   ``ObjectUnavailableError``, raised for an object that was announced and has not arrived.
 - ``flwr.supercore.inflatable.inflatable_protobuf_utils``: ``make_pull_object_fn_protobuf``,
@@ -67,6 +67,8 @@ The SuperLink's database (``store``), through the app's ``state.linkstate_factor
 - Its ``object_store``: ``get_object_tree``, which raises ``flwr.supercore.object_store.NoObjectInStoreError``, ``get``,
   ``delete`` and ``in``.
 - ``flwr.server.superlink.utils.check_abort`` with ``flwr.common.constant.Status``: the reason why a run takes no reply.
+- ``flwr.supercore.corestate.sql_corestate.OBJECT_PUSH_SESSION_TTL_SECONDS``: seconds after the last object of a message
+  until the SuperLink deletes a message whose objects have not all arrived; a global variable that its functions read.
 - ``flwr.superlink.servicer.fleet.fleet_handlers.send_node_heartbeat``; ``push_messages`` and ``pull_messages`` of
   ``flwr.superlink.servicer.runtime.runtime_handlers``, which need no more of a ``Task`` than its ``run_id``.
 - ``flwr.supercore.inflatable.inflatable_utils.validate_object_content``, which raises
@@ -87,7 +89,7 @@ The SuperLink and Flower's commands (``superlink``):
 
 from __future__ import annotations
 
-from fedspan.transports.flower.adapter.node import Keys, NodeConnection, ReceivedOrder, connect_node
+from fedspan.transports.flower.adapter.node import Keys, NodeConnection, OutgoingReply, ReceivedOrder, connect_node
 from fedspan.transports.flower.adapter.objects import (
     OBJECT_BYTES,
     PIECE_BYTES,
@@ -99,9 +101,11 @@ from fedspan.transports.flower.adapter.objects import (
     compute_object_id,
     deflate_message,
     inflate_message,
+    list_parent_ids,
     list_tree_ids,
     pull_all,
     pull_failure,
+    read_array_bytes,
     read_array_layout,
     set_identity,
 )
@@ -139,6 +143,7 @@ __all__ = [
     "ObjectPushError",
     "ObjectTree",
     "ObjectUnavailableError",
+    "OutgoingReply",
     "PushedReply",
     "ReceivedOrder",
     "ReplyHead",
@@ -156,9 +161,11 @@ __all__ = [
     "find_reply_limit",
     "inflate_message",
     "is_node_key_required",
+    "list_parent_ids",
     "list_tree_ids",
     "pull_all",
     "pull_failure",
+    "read_array_bytes",
     "read_array_layout",
     "read_node_id",
     "read_pushed_reply",

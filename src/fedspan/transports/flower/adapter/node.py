@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import ssl
 import time
 from base64 import b64encode
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import httpx
@@ -35,19 +37,35 @@ from flwr.supercore.inflatable.inflatable_protobuf_utils import (
     make_pull_object_fn_protobuf,
     make_push_object_fn_protobuf,
 )
-from flwr.supercore.inflatable.inflatable_utils import push_object_contents_from_iterable
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes, sign_message
 
 from fedspan.transports.flower.adapter.objects import (
     OBJECT_BYTES,
+    ObjectPullError,
+    ObjectPushError,
     RunNotRunningException,
     compute_object_id,
     deflate_message,
 )
 from fedspan.transports.flower.adapter.superlink import NODE_API
-from fedspan.transports.flower.wire import INLINE_BYTES, NODE_PATH, SEND_REPLY, TAKE_ORDER, pack, select_fitting, unpack
+from fedspan.transports.flower.transfers import Download, Transfers
+from fedspan.transports.flower.wire import (
+    BASE_BYTES,
+    FETCH_BASE,
+    INLINE_BYTES,
+    NODE_PATH,
+    RESUMABLE_BYTES,
+    SEND_REPLY,
+    TAKE_ORDER,
+    UPLOAD_HEADER,
+    UPLOAD_OFFSET,
+    UploadPart,
+    pack,
+    select_fitting,
+    unpack,
+)
 
-__all__ = ["Keys", "NodeConnection", "ReceivedOrder", "connect_node"]
+__all__ = ["Keys", "NodeConnection", "OutgoingReply", "ReceivedOrder", "connect_node"]
 
 Keys = tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]
 
@@ -60,8 +78,17 @@ _SMALL = 2**20
 """Maximum size of an answer without objects, in bytes."""
 _PAUSE = 1.0
 """Seconds before a request that a broken connection lost is sent again; twice as long each time."""
+_RESUMED = 0.1
+"""The same, if the broken connection has transmitted a part of it."""
+_TOO_LARGE = httpx.codes.REQUEST_ENTITY_TOO_LARGE
+_LOST_ANSWERS = 16
+"""Number of answers to a reply or its objects that may be lost."""
 _PARTS = 64
 """Maximum number of parts of an answer."""
+
+
+class _AnswerLost(Exception):
+    """Raised when a body was sent as a whole and the connection broke before the answer."""
 
 
 class ReceivedOrder(NamedTuple):
@@ -78,6 +105,49 @@ class ReceivedOrder(NamedTuple):
     contents: dict[str, bytes]
 
 
+@dataclass
+class OutgoingReply:
+    """A reply that is sent, and what of it the SuperLink has taken.
+
+    Args:
+        run: Flower's id of the run.
+        reply: The reply.
+        seconds: Duration of its computation.
+        node: Flower's id of the node that replies.
+    """
+
+    run: int
+    reply: Message
+    seconds: float
+    node: int
+    head: bytes = b""
+    """Flower's request with the reply without its content; empty: it was not made yet."""
+    contents: dict[str, bytes] = field(default_factory=dict)
+    """The contents of its objects by id."""
+    session: str = ""
+    """The session in which the SuperLink takes objects; empty: it has not taken the head yet."""
+    missing: set[str] = field(default_factory=set)
+    """Ids of the objects that the SuperLink has not taken."""
+
+    def prepare(self) -> None:
+        """Make the head and the contents, once."""
+        if self.head:
+            return
+        tree, self.contents = deflate_message(self.reply)
+        self.head = PushMessagesRequest(
+            node=Node(node_id=self.node),
+            messages_list=[message_to_proto(remove_content_from_message(self.reply))],
+            message_object_trees=[tree],
+            clientapp_runtime_list=[self.seconds],
+        ).SerializeToString()
+
+    def count_taken_bytes(self) -> int:
+        """Return the size of the objects that the SuperLink has taken, in bytes."""
+        if not self.session:
+            return 0
+        return sum(len(content) for id, content in self.contents.items() if id not in self.missing)
+
+
 class NodeConnection:
     """A node's connection to a SuperLink behind the door.
 
@@ -85,11 +155,20 @@ class NodeConnection:
         address: Address as ``host:port``.
         authority: Certificate of the authority that signed the SuperLink's; None: an insecure connection.
         keys: Key pair of the node; None: an unauthenticated node.
-        retries: Retries of a request that a broken connection lost.
+        retries: Retries of a request that a broken connection lost. Those that transmit a part of it do not count.
+        transfers: What outlives the connection; None: nothing does.
     """
 
-    def __init__(self, address: str, authority: bytes | None, keys: Keys | None, retries: int) -> None:
+    def __init__(
+        self,
+        address: str,
+        authority: bytes | None,
+        keys: Keys | None,
+        retries: int,
+        transfers: Transfers | None = None,
+    ) -> None:
         self.node_id = 0
+        self.transfers = transfers or Transfers()
         self._registers, self._retries = keys is None, retries
         self._key, public = keys or generate_key_pairs()
         self._public = public_key_to_bytes(public)
@@ -154,37 +233,60 @@ class NodeConnection:
         except Exception as error:  # protobuf's own error class depends on its implementation
             raise httpx.RemoteProtocolError(f"an answer that is not an order ({type(error).__name__})") from error
 
-    def send_reply(self, run: int, reply: Message, seconds: float) -> None:
-        """Send a reply with its content.
+    def send_reply(self, reply: OutgoingReply) -> None:
+        """Send a reply with its content; one that a broken connection lost in part is continued.
 
         Args:
-            run: Flower's id of the run.
-            reply: The reply.
-            seconds: Duration of its computation.
+            reply: The reply. After an ``httpx.TransportError`` it can be sent again, over another connection.
 
         Raises:
             ObjectPushError: If the SuperLink does not take an object.
             RunNotRunningException: If the run has ended.
             httpx.HTTPError: If the SuperLink does not take the reply, or is unreachable.
         """
-        tree, contents = deflate_message(reply)
-        request = PushMessagesRequest(
-            node=Node(node_id=self.node_id),
-            messages_list=[message_to_proto(remove_content_from_message(reply))],
-            message_object_trees=[tree],
-            clientapp_runtime_list=[seconds],
-        )
-        body = pack([request.SerializeToString(), *select_fitting(contents.values(), INLINE_BYTES)])
+        reply.prepare()
+        self.transfers.sent.begin(sum(map(len, reply.contents.values())), reply.count_taken_bytes())
+        inline = [] if reply.session else select_fitting(reply.contents.values(), INLINE_BYTES)
+        is_known, lost, refused = bool(reply.session), 0, False
+        while True:
+            try:
+                if not is_known:
+                    self._announce(reply, inline)
+                    is_known = True
+                self._push_objects(reply)
+                return
+            except _AnswerLost as error:
+                lost += 1
+                if lost > _LOST_ANSWERS:
+                    raise httpx.ReadError("the answers to a reply are lost again and again") from error
+            except (ObjectPushError, httpx.HTTPStatusError) as error:
+                # taken before, or announced to a door that was restarted since; any other status is final
+                is_final = isinstance(error, httpx.HTTPStatusError) and error.response.status_code != _TOO_LARGE
+                if refused or is_final:
+                    raise
+                refused = True
+            is_known, inline = False, []  # the SuperLink says what it has
+
+    def _announce(self, reply: OutgoingReply, contents: list[bytes]) -> None:
+        """Send the head of a reply and contents of its objects, and note what is missing then."""
+        body = pack([reply.head, *contents])
         with _translate_errors():
             answer = PushMessagesResponse.FromString(self._post(f"{NODE_PATH}{SEND_REPLY}", body, _SMALL))
-        missing = set(answer.objects_to_push)
-        if missing:
-            push = make_push_object_fn_protobuf(
-                self._bind_call("push-object", PushObjectResponse), Node(node_id=self.node_id), run, answer.session_id
-            )
-            push_object_contents_from_iterable(
-                ((id, content) for id, content in contents.items() if id in missing), push_object_fn=push
-            )
+        reply.session, reply.missing = answer.session_id, set(answer.objects_to_push) & reply.contents.keys()
+        self.transfers.sent.done = sum(
+            len(content) for id, content in reply.contents.items() if id not in reply.missing
+        )
+
+    def _push_objects(self, reply: OutgoingReply) -> None:
+        """Send the missing objects of a reply, one after the other: several would share a slow link."""
+        push = make_push_object_fn_protobuf(
+            self._bind_call("push-object", PushObjectResponse), Node(node_id=self.node_id), reply.run, reply.session
+        )
+        for id, content in reply.contents.items():
+            if id in reply.missing:
+                push(id, content)
+                reply.missing.discard(id)
+                self.transfers.sent.done += len(content)
 
     def pull_object(self, run: int, id: str) -> bytes:
         """Pull one object of a run.
@@ -195,13 +297,35 @@ class NodeConnection:
             RunNotRunningException: If the run has ended.
         """
         pull = self._bind_call("pull-object", PullObjectResponse)
-        return make_pull_object_fn_protobuf(pull, Node(node_id=self.node_id), run)(id)
+        content = make_pull_object_fn_protobuf(pull, Node(node_id=self.node_id), run)(id)
+        if compute_object_id(content) != id:
+            raise ObjectPullError(id, "its content has another hash")
+        self.transfers.received.done += len(content)
+        return content
+
+    def fetch_base(self, offer: str, file: str, offset: int) -> bytes:
+        """Fetch bytes of a file of a base model that the server offers.
+
+        Args:
+            offer: The offer's digest.
+            file: SHA-256 of the file.
+            offset: Offset of the first byte.
+
+        Raises:
+            httpx.HTTPError: If the server does not offer it, or is unreachable.
+        """
+        request = pack([offer.encode(), file.encode(), b"%d" % offset])
+        return self._post(f"{NODE_PATH}{FETCH_BASE}", request, BASE_BYTES)
 
     def confirm(self, run: int, id: str) -> None:
         """Confirm a run's message by id. The SuperLink deletes it."""
         request = ConfirmMessageReceivedRequest(node=Node(node_id=self.node_id), run_id=run, message_object_id=id)
         with _translate_errors():
             self._call("confirm-message-received", request)
+
+    def renew(self) -> bool:
+        """Send a heartbeat, and return whether the SuperLink took it: then the connection may go on."""
+        return self._send_heartbeat()
 
     def _send_heartbeat(self) -> bool:
         request = SendNodeHeartbeatRequest(
@@ -227,21 +351,51 @@ class NodeConnection:
     def _post(
         self, path: str, body: bytes, max_bytes: int, seconds: float = _SECONDS, retries: int | None = None
     ) -> bytes:
-        """Send a request, again if the connection breaks, and return the answer up to a maximum size."""
-        left = self._retries if retries is None else retries
-        pause = _PAUSE
+        """Send a request, the rest of it if the connection breaks, and return the answer up to a maximum size."""
+        left = most = self._retries if retries is None else retries
+        digest = hashlib.sha256(body).hexdigest() if len(body) >= RESUMABLE_BYTES else ""
+        pause, transmitted = _PAUSE, 0
         while True:
+            moved = 0
             try:
-                return self._post_once(path, body, max_bytes, seconds)
+                if digest in self.transfers.interrupted:
+                    moved = self._find_offset(digest, len(body))
+                    if not moved and self.transfers.interrupted.pop(digest):
+                        raise _AnswerLost
+                sent = self.transfers.sent
+                part = UploadPart(digest, moved, len(body), sent.done, sent.total) if digest else None
+                answer = self._post_once(path, body, max_bytes, seconds, part)
+                self.transfers.interrupted.pop(digest, None)
+                return answer
             except httpx.TransportError:
-                if not left:
+                if digest:
+                    self.transfers.note_interruption(digest, self.transfers.is_sent(digest))
+                elif (download := self.transfers.find_download(path, body)) is not None:
+                    moved = download.size
+                if moved and moved != transmitted:
+                    left, pause, transmitted = most, _RESUMED, moved
+                elif not left:
                     raise
-            left -= 1
+                else:
+                    left -= 1
+            except httpx.HTTPStatusError as error:
+                self.transfers.interrupted.pop(digest, None)
+                if not digest or not left or error.response.status_code != httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
+                    raise
+                self.transfers.note_interruption(digest, False)  # the SuperLink has less or more of it than it had
+                left -= 1
             time.sleep(pause)
             pause *= 2
 
-    def _post_once(self, path: str, body: bytes, max_bytes: int, seconds: float) -> bytes:
-        stamp = now().isoformat()
+    def _find_offset(self, digest: str, total: int) -> int:
+        """Return how many bytes of a body have arrived."""
+        answer = self._post_once(f"{NODE_PATH}{UPLOAD_OFFSET}", digest.encode("ascii"), _SMALL, _SECONDS, None)
+        if not answer.isdigit() or len(answer) > 10 or int(answer) > total:
+            raise httpx.RemoteProtocolError("an answer that is not an offset")
+        return int(answer)
+
+    def _post_once(self, path: str, body: bytes, max_bytes: int, seconds: float, part: UploadPart | None) -> bytes:
+        stamp, transfers = now().isoformat(), self.transfers
         headers = {
             FLEET_HTTP_PUBLIC_KEY_HEADER: b64encode(self._public).decode("ascii"),
             FLEET_HTTP_SIGNATURE_HEADER: b64encode(sign_message(self._key, stamp.encode("ascii"))).decode("ascii"),
@@ -249,16 +403,39 @@ class NodeConnection:
             "content-type": "application/protobuf",
             "accept-encoding": "identity",
         }
+        content: Any = body
+        download = None if part is not None else transfers.find_download(path, body)
+        if part is not None:
+            headers |= {UPLOAD_HEADER: part.to_header(), "content-length": str(part.total - part.offset)}
+            content = transfers.pace_upload(body, part, transfers.sent.show)
+        elif download is not None:
+            headers |= {"range": f"bytes={download.size}-", "if-range": download.tag}
         timeout = httpx.Timeout(seconds, connect=min(seconds, _CONNECT))
-        with self._client.stream("POST", path, content=body, headers=headers, timeout=timeout) as response:
+        with self._client.stream("POST", path, content=content, headers=headers, timeout=timeout) as response:
             response.raise_for_status()
-            parts, size = list[bytes](), 0
-            for part in response.iter_raw():
-                size += len(part)
-                if size > max_bytes:
+            if response.status_code != httpx.codes.PARTIAL_CONTENT:
+                download = Download(response.headers.get("etag", ""))
+            elif download is None or response.headers.get("etag") != download.tag:
+                raise httpx.RemoteProtocolError("a part of another answer")
+            is_long = part is None and bool(download.tag)
+            # a base model is received in a thread of its own, beside orders
+            progress = None if path.endswith(FETCH_BASE) else transfers.received
+            if is_long:
+                transfers.keep_download(path, body, download)
+                if path.endswith(TAKE_ORDER):
+                    transfers.received.begin(download.size + int(response.headers.get("content-length", "0")))
+            for block in response.iter_raw():
+                download.append(block)
+                if download.size > max_bytes:
+                    transfers.drop_download(path, body)
                     raise httpx.RemoteProtocolError(f"an answer of more than {max_bytes} bytes")
-                parts.append(part)
-            return b"".join(parts)
+                if is_long:
+                    if progress is not None:
+                        progress.show(download.size)
+                    transfers.down.wait(len(block))
+        if is_long:
+            transfers.drop_download(path, body)
+        return b"".join(download.parts)
 
 
 @contextmanager
@@ -273,7 +450,9 @@ def _translate_errors() -> Generator[None]:
 
 
 @contextmanager
-def connect_node(address: str, authority: bytes | None, keys: Keys | None, retries: int) -> Generator[NodeConnection]:
+def connect_node(
+    address: str, authority: bytes | None, keys: Keys | None, retries: int, transfers: Transfers | None = None
+) -> Generator[NodeConnection]:
     """Connect a node to a SuperLink for the duration of the context.
 
     Args:
@@ -281,12 +460,13 @@ def connect_node(address: str, authority: bytes | None, keys: Keys | None, retri
         authority: Certificate of the authority that signed the SuperLink's; None: an insecure connection.
         keys: Key pair of the node; None: an unauthenticated node.
         retries: Retries of a request that a broken connection lost.
+        transfers: What outlives the connection; None: nothing does.
 
     Raises:
         httpx.HTTPStatusError: If the SuperLink refuses this node.
         httpx.HTTPError: If the SuperLink is unreachable.
     """
-    connection = NodeConnection(address, authority, keys, retries)
+    connection = NodeConnection(address, authority, keys, retries, transfers)
     try:
         connection.open()
         yield connection

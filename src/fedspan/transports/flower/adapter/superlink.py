@@ -63,6 +63,9 @@ __all__ = [
 
 _SHUTDOWN = 3
 """Seconds that a SuperLink that ends leaves its requests; those that wait for orders would take longer."""
+_PUSH_SECONDS = 900
+"""Seconds after its last object for which a message waits for further ones, as long as the door keeps a part of one
+(``DoorLimits.partial_seconds``); three minutes in Flower, which a slow or broken link may take."""
 _IDLE = 75
 """Seconds after which an idle connection is closed, longer than a node's; a new one costs a TLS handshake."""
 
@@ -92,8 +95,10 @@ def run_superlink(
         listen: Makes the socket that accepts connections of the bound one.
     """
     import uvicorn
+    from flwr.supercore.corestate import sql_corestate
     from flwr.superlink import extensions  # the whole SuperLink, which only its own process needs
 
+    sql_corestate.__dict__["OBJECT_PUSH_SESSION_TTL_SECONDS"] = _PUSH_SECONDS
     command = import_module("flwr.superlink.cli.flower_superlink")  # its package has a function of the same name
     original = extensions.get_middleware
     extensions.get_middleware = lambda: (*middleware, *original())

@@ -1,0 +1,143 @@
+"""Bodies of nodes' requests that arrive in parts: what a broken connection has brought is kept for the rest.
+
+A body is named by its node and its SHA-256, and its size is declared and checked before the first byte is read. Parts
+follow each other without gaps or overlaps, and the hash of a body in several parts is verified before it is used. What
+is kept is bounded for a node, for all nodes together, and in time; what is dropped is sent again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from fedspan.transports.flower.limits import DoorLimits
+from fedspan.transports.flower.wire import UploadPart
+
+__all__ = ["Upload", "Uploads"]
+
+_SHOWN_EVERY = 5.0
+"""Seconds between two lines of the log about the progress of one body."""
+
+log = logging.getLogger("fedspan.server")
+
+
+@dataclass
+class Upload:
+    """A body that arrives.
+
+    Args:
+        total: Size of the body, in bytes.
+        name: Name of the sender for the log; empty: progress is not logged.
+        sent: Bytes of the message before the body, for the log.
+        message: Size of the message in bytes, for the log.
+    """
+
+    total: int
+    name: str = ""
+    sent: int = 0
+    message: int = 0
+    parts: list[bytes] = field(default_factory=list)
+    size: int = 0
+    requests: int = 0
+    """Number of requests that have sent a part of it. Only the latest one may go on."""
+    is_read: bool = False
+    """Whether a request sends a part at the moment."""
+    changed_at: float = 0.0
+    shown_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.changed_at = self.shown_at = time.monotonic()
+
+    def append(self, part: bytes) -> None:
+        """Add bytes, and log the progress now and then."""
+        self.parts.append(part)
+        self.size += len(part)
+        self.changed_at = time.monotonic()
+        if self.name and self.changed_at - self.shown_at >= _SHOWN_EVERY:
+            self.shown_at = self.changed_at
+            done = self.sent + self.size
+            log.info("%s: reply received: %.1f of %.1f MB", self.name, done / 1e6, max(done, self.message) / 1e6)
+
+
+class Uploads:
+    """The bodies that have arrived in part.
+
+    Args:
+        limits: ``partial_bytes`` and ``partial_seconds`` bound what is kept, ``parallel`` the bodies of one node.
+    """
+
+    def __init__(self, limits: DoorLimits) -> None:
+        self.limits = limits
+        self._uploads: OrderedDict[tuple[bytes, str], Upload] = OrderedDict()
+
+    def find_offset(self, sender: bytes, digest: str) -> int:
+        """Return how many bytes of a body have arrived. The request that sent them, if it has not ended, is ended."""
+        self._drop_expired()
+        upload = self._uploads.get((sender, digest))
+        if upload is None:
+            return 0
+        upload.requests += 1
+        return upload.size
+
+    def begin(self, sender: bytes, part: UploadPart, name: str = "") -> Upload:
+        """Begin or continue a body.
+
+        Args:
+            sender: The node's key.
+            part: The part that a request declares. The caller has checked its size against the path's maximum.
+            name: Name of the node for the log.
+
+        Raises:
+            ValueError: If the part does not begin where the body ends that has arrived, or the size differs.
+        """
+        self._drop_expired()
+        key = sender, part.digest
+        upload = self._uploads.pop(key, None)
+        if part.offset == 0:
+            if upload is not None:
+                upload.requests += 1  # ends the request that sends it
+            upload = Upload(part.total, name, part.sent, part.message)
+        if upload is None or (part.offset, part.total) != (upload.size, upload.total):
+            if upload is not None:
+                self._uploads[key] = upload
+            raise ValueError("a part that does not follow the bytes that have arrived")
+        self._uploads[key] = upload  # the latest one is the last
+        own = [other for other in self._uploads if other[0] == sender]
+        for other in own[: max(0, len(own) - self.limits.parallel)]:
+            del self._uploads[other]
+        upload.requests += 1
+        upload.is_read = True
+        return upload
+
+    def interrupt(self, upload: Upload) -> None:
+        """Keep what has arrived of a body whose connection broke, within the limit for all nodes."""
+        upload.is_read = False
+        kept = [(key, other) for key, other in self._uploads.items() if not other.is_read]
+        excess = sum(other.size for _, other in kept) - self.limits.partial_bytes
+        for key, other in kept:
+            if excess <= 0:
+                break
+            excess -= other.size
+            del self._uploads[key]
+
+    def finish(self, sender: bytes, digest: str, upload: Upload) -> bytes:
+        """Return a body that has arrived as a whole, which is no longer kept.
+
+        Raises:
+            ValueError: If it arrived in several parts and is not the one that was declared.
+        """
+        if self._uploads.get((sender, digest)) is upload:
+            del self._uploads[sender, digest]
+        body = b"".join(upload.parts)
+        if upload.requests > 1 and hashlib.sha256(body).hexdigest() != digest:
+            raise ValueError("a body of another SHA-256 than declared")
+        return body
+
+    def _drop_expired(self) -> None:
+        oldest = time.monotonic() - self.limits.partial_seconds
+        for key, upload in list(self._uploads.items()):
+            if not upload.is_read and upload.changed_at < oldest:
+                del self._uploads[key]

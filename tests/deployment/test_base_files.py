@@ -1,0 +1,229 @@
+"""Base models that a server offers: which files are offered and accepted, and what a node does with them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from fedspan.config.node import NodeConfig
+from fedspan.deployment import base_files
+from fedspan.deployment.base_files import BaseFile, BaseMissingError
+from fedspan.deployment.node import NodeService
+from fedspan.errors import FedspanError
+from helpers.node_service import introduced, node, values
+
+NAME = "clinic/encoder"
+"""Name of a model that no machine has."""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model's folder, with files that are not offered beside it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, content in {
+        "config.json": b"{}",
+        "model.safetensors": bytes(range(256)) * 40,
+        "vocab.txt": b"a\nb\n",
+        "pytorch_model.bin": b"pickle",
+        "modeling.py": b"code",
+        "adapter_config.json": b"{}",
+        ".hidden.json": b"{}",
+        "README.md": b"text",
+    }.items():
+        (folder / name).write_bytes(content)
+    (folder / "folder.json").mkdir()
+    return folder
+
+
+def make_fetch(folder: Path, files: list[BaseFile], *, block: int = 3000, fails_at: int = -1) -> Callable[..., bytes]:
+    """A server that sends blocks of files, and whose connection breaks once."""
+    names, calls = {file.sha256: file.name for file in files}, [0]
+
+    def fetch(offer: str, file: str, offset: int) -> bytes:
+        assert offer == base_files.compute_offer_digest(files)
+        calls[0] += 1
+        if calls[0] == fails_at:
+            raise OSError("the connection was lost")
+        return (folder / names[file]).read_bytes()[offset : offset + block]
+
+    return fetch
+
+
+def receive(folder: Path, fetch: Callable[..., bytes]) -> None:
+    downloads = base_files.BaseDownloads(folder)
+    downloads.start(fetch)
+    if downloads._thread is not None:
+        downloads._thread.join(20)
+
+
+def make_node(folder: Path, **limits: Any) -> NodeConfig:
+    values = {"id": "a", "server": "localhost:1", "folder": str(folder), "limits": {"accept_base": True, **limits}}
+    return NodeConfig.model_validate(values)
+
+
+def ask(node: NodeConfig, files: list[BaseFile]) -> str:
+    """Ask for a model; the reason why the node waits for it, or nothing if it has it."""
+    try:
+        base_files.require_base(node, NAME, None, files)
+    except BaseMissingError as error:
+        return str(error)
+    return ""
+
+
+def test_only_weights_configs_and_tokenizers_are_offered(model: Path) -> None:
+    assert [file.name for file in base_files.list_base_files(model)] == [
+        "config.json",
+        "model.safetensors",
+        "vocab.txt",
+    ]
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_folder_without_weights_in_safetensors_cannot_be_offered(model: Path, missing: str) -> None:
+    (model / missing).unlink()
+    with pytest.raises(FedspanError, match=r"no config.json with \*.safetensors"):
+        base_files.list_base_files(model)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../config.json",
+        "/etc/x.json",
+        "a/b.json",
+        "model.bin",
+        "model.pt",
+        "code.py",
+        "adapter_config.json",
+        "",
+        ".json",
+        "x.json\n",
+        "x" * 200 + ".json",
+    ],
+)
+def test_names_of_other_files_are_refused(name: str) -> None:
+    with pytest.raises(ValidationError):
+        BaseFile(name=name, size=1, sha256="0" * 64)
+
+
+def test_a_node_receives_a_model_once_and_continues_after_a_broken_connection(model: Path, tmp_path: Path) -> None:
+    made, files = make_node(tmp_path / "node"), base_files.list_base_files(model)
+    assert "0 % of 0.0 MB" in ask(made, files)
+    for fails_at in (1, 2, 4):  # blocks of 2, 10240 and 4 bytes
+        receive(tmp_path / "node", make_fetch(model, files, fails_at=fails_at))
+        assert "% of" in ask(made, files)
+    assert "80 %" in ask(made, files)
+    requested = list[int]()
+    fetch = make_fetch(model, files)
+    receive(tmp_path / "node", lambda *request: requested.append(request[2]) or fetch(*request))
+    assert requested == [9000, 0]
+    assert ask(made, files) == ""
+    received = base_files.find_received_base(made, files)
+    assert received is not None
+    assert {path.name: path.read_bytes() for path in received.iterdir()} == {
+        file.name: (model / file.name).read_bytes() for file in files
+    }
+    receive(tmp_path / "node", pytest.fail)
+
+
+def test_a_file_of_another_hash_or_size_is_not_used(model: Path, tmp_path: Path) -> None:
+    made, files = make_node(tmp_path / "node"), base_files.list_base_files(model)
+    ask(made, files)
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    (other / "model.safetensors").write_bytes(bytes(10240))
+    receive(tmp_path / "node", make_fetch(other, files))
+    assert base_files.find_received_base(made, files) is None
+    (other / "model.safetensors").write_bytes(bytes(20000))
+    receive(tmp_path / "node", make_fetch(other, files))
+    assert base_files.find_received_base(made, files) is None
+    receive(tmp_path / "node", make_fetch(model, files))  # the wrong bytes are not kept
+    assert base_files.find_received_base(made, files) is not None
+
+
+@pytest.mark.parametrize("config", [{"auto_map": {"AutoModel": "other/repository--modeling.Model"}}, []])
+def test_a_config_that_names_code_is_not_used(model: Path, tmp_path: Path, config: Any) -> None:
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    made, files = make_node(tmp_path / "node"), base_files.list_base_files(model)
+    ask(made, files)
+    receive(tmp_path / "node", make_fetch(model, files))
+    assert base_files.find_received_base(made, files) is None
+
+
+def test_a_node_that_does_not_accept_or_need_a_model_does_not_ask_for_it(model: Path, tmp_path: Path) -> None:
+    files = base_files.list_base_files(model)
+    assert ask(make_node(tmp_path / "node", accept_base=False), files) == ""
+    assert ask(make_node(tmp_path / "node").model_copy(update={"models": {NAME: str(model)}}), files) == ""
+    base_files.require_base(make_node(tmp_path / "node"), str(model), None, files)  # a folder of this machine
+    assert ask(make_node(tmp_path / "node"), []) == ""
+    assert not (tmp_path / "node").exists()
+
+
+def test_a_model_that_is_larger_than_allowed_is_refused(model: Path, tmp_path: Path) -> None:
+    (model / "model.safetensors").write_bytes(bytes(2**20))
+    with pytest.raises(FedspanError, match="the base model has 1 MiB, and this node accepts 1") as raised:
+        base_files.require_base(make_node(tmp_path, base_mib=1), NAME, None, base_files.list_base_files(model))
+    assert raised.value.field == "limits.base_mib"
+
+
+def test_a_damaged_request_is_reported(model: Path, tmp_path: Path) -> None:
+    made, files = make_node(tmp_path / "node"), base_files.list_base_files(model)
+    ask(made, files)
+    (wanted,) = (tmp_path / "node" / "bases").glob("*.json")
+    assert base_files.read_wanted(wanted) == files
+    for content in ("", "{}", "[1]", json.dumps([files[0].model_dump()])):
+        wanted.write_text(content)
+        with pytest.raises(FedspanError, match="damaged"):
+            base_files.read_wanted(wanted)
+
+
+def test_files_are_offered_for_the_duration_of_a_run(model: Path, tmp_path: Path) -> None:
+    files = base_files.list_base_files(model)
+    with base_files.offer_base(tmp_path, model, files):
+        (offer,) = (tmp_path / "bases").iterdir()
+        assert offer.stem == base_files.compute_offer_digest(files)
+        paths = json.loads(offer.read_text())
+        assert {Path(path).name for path in paths.values()} == {file.name for file in files}
+    assert not list((tmp_path / "bases").iterdir())
+
+
+def test_where_a_model_comes_from_is_described(model: Path, tmp_path: Path) -> None:
+    assert base_files.describe_base(make_node(tmp_path), str(model)) == str(model)
+    assert "received from a server" in base_files.describe_base(make_node(tmp_path), NAME)
+    assert "limits.accept_base: true" in base_files.describe_base(make_node(tmp_path, accept_base=False), NAME)
+    named = make_node(tmp_path).model_copy(update={"models": {"x": str(model), "y": str(model / "none")}})
+    assert base_files.describe_base(named, "x") == str(model)
+    assert "which is no folder" in base_files.describe_base(named, "y")
+
+
+def test_a_run_is_joined_with_the_model_that_the_server_offers(tiny_folder: Path, tmp_path: Path) -> None:
+    config = values(tiny_folder)
+    folder = Path(config["model"]["name"])
+    files = base_files.list_base_files(folder)
+    local = introduced(NodeService(node(tiny_folder, tmp_path / "local")), config)
+    config["model"]["name"] = NAME
+    limits = {"models": [NAME], "accept_base": True}
+    service = NodeService(node(tiny_folder, tmp_path / "node", limits=limits))
+    waiting = introduced(service, config, base_files=tuple(files))
+    assert waiting.waiting
+    assert "receives the base model" in (waiting.refused or "")
+    receive(tmp_path / "node", make_fetch(folder, files, block=2**16))
+    joined = introduced(service, config, base_files=tuple(files))
+    assert (joined.refused, joined.waiting) == (None, False)
+    assert joined.base == local.base
+    assert joined.examples == local.examples
+
+
+def test_files_of_one_name_are_refused() -> None:
+    from helpers.node_service import invitation
+
+    one, other = (BaseFile(name="config.json", size=1, sha256=digit * 64) for digit in "01")
+    with pytest.raises(ValidationError, match="different names"):
+        invitation({}, base_files=(one, other))

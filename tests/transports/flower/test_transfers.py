@@ -1,0 +1,258 @@
+"""A node's transfers: over a link that breaks the rest is sent; bandwidth is limited, and progress is shown."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fedspan.federation.protocol import Envelope
+from helpers.slow_link import SlowLink
+
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+
+import httpx
+import uvicorn
+from flwr.app import Message
+
+from fedspan.transports.flower import door, transfers
+from fedspan.transports.flower.adapter import (
+    NodeConnection,
+    OutgoingReply,
+    compute_object_id,
+    deflate_message,
+    list_tree_ids,
+    node,
+    set_identity,
+)
+from fedspan.transports.flower.messages import draw_salt, to_records
+from fedspan.transports.flower.signing import UnsignedSigner
+from fedspan.transports.flower.wire import INLINE_BYTES, pack, select_fitting
+
+NODE = 7
+SIZE, RATE, CUT_AFTER = 1_500_000, 1_500_000, 0.4
+"""Bytes of a message, and bytes per second of the link: it is cut about every fourth of a message."""
+MOST = 1.1
+"""Maximum of the bytes on the link over the size of a message."""
+
+
+class Server:
+    """A server behind the door that has one order, and takes replies."""
+
+    def __init__(self) -> None:
+        set_identity(1, 1, 1)
+        sealed = UnsignedSigner().seal(Envelope("order", os.urandom(SIZE)), NODE)
+        self.message = Message(to_records(sealed, draw_salt()), dst_node_id=NODE, message_type="train")
+        tree, self.contents = deflate_message(self.message)
+        head = node.PullMessagesResponse(
+            messages_list=[node.message_to_proto(node.remove_content_from_message(self.message))],
+            message_object_trees=[tree],
+        )
+        self.order = pack([head.SerializeToString(), *select_fitting(self.contents.values(), INLINE_BYTES)])
+        self.stored, self.received = set[bytes](), 0
+
+    async def take_order(self, sender: int, received: str, gone: Any, slot: Any) -> bytes:
+        gone.close()
+        return self.order
+
+    async def send_reply(self, sender: int, request: Any, contents: Any) -> bytes:
+        self.stored |= set(contents)
+        self.received += sum(map(len, contents))
+        missing = set(list_tree_ids(request.message_object_trees[0])) - {compute_object_id(one) for one in self.stored}
+        return node.PushMessagesResponse(session_id="session", objects_to_push=missing).SerializeToString()
+
+    async def pull_object(self, scope: Any, receive: Any, send: Any) -> None:
+        """Flower's answer to a request for an object."""
+        request = (await receive())["body"]
+        content = next(content for id, content in self.contents.items() if id.encode() in request)
+        body = node.PullObjectResponse(
+            object_found=True, object_available=True, object_content=content
+        ).SerializeToString()
+        headers = [(b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, int]]:
+    """The server and its port; every valid key is that of node 7."""
+    monkeypatch.setattr(door, "is_node_key_required", lambda app: True)
+    monkeypatch.setattr(door, "find_node_id", lambda app, key: NODE)
+    monkeypatch.setattr(door, "find_reply_limit", lambda app, node, order: None)
+    made = Server()
+    doorkeeper = door.Door(made.pull_object, exchange=made)  # type: ignore[arg-type]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await doorkeeper({**scope, "app": SimpleNamespace()}, receive, send)
+
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        served = uvicorn.Server(uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_level="critical"))
+        thread = Thread(target=lambda: asyncio.run(served.serve([bound])), daemon=True)
+        thread.start()
+        until = time.monotonic() + 20
+        while not served.started:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        yield made, bound.getsockname()[1]
+        served.should_exit = True
+        thread.join(20)
+
+
+@contextmanager
+def connect(port: int, *, bandwidth: transfers.Bandwidth | None = None) -> Iterator[NodeConnection]:
+    connection = NodeConnection(f"127.0.0.1:{port}", None, None, 20, transfers.Transfers(bandwidth))
+    connection.node_id = NODE
+    try:
+        yield connection
+    finally:
+        connection._client.close()
+
+
+def make_reply(to: Message) -> OutgoingReply:
+    set_identity(1, 1, NODE)
+    sealed = UnsignedSigner().seal(Envelope("reply", os.urandom(SIZE)), NODE)
+    return OutgoingReply(1, Message(to_records(sealed, draw_salt()), reply_to=to), 1.0, NODE)
+
+
+def test_an_order_over_a_link_that_breaks_is_received_once(server: tuple[Server, int]) -> None:
+    with SlowLink(server[1], RATE, CUT_AFTER) as link, connect(link.port) as connection:
+        order = connection.take_order("")
+        assert order is not None
+        assert order.contents == server[0].contents
+        assert link.cuts >= 2
+        assert link.received < MOST * SIZE
+
+
+def test_an_object_over_a_link_that_breaks_is_received_once(server: tuple[Server, int]) -> None:
+    id = max(server[0].contents, key=lambda name: len(server[0].contents[name]))
+    with SlowLink(server[1], RATE, CUT_AFTER) as link, connect(link.port) as connection:
+        assert connection.pull_object(1, id) == server[0].contents[id]
+        assert link.cuts >= 2
+        assert link.received < MOST * SIZE
+
+
+def test_a_reply_over_a_link_that_breaks_is_sent_once(server: tuple[Server, int]) -> None:
+    with SlowLink(server[1], RATE, CUT_AFTER) as link, connect(link.port) as connection:
+        reply = make_reply(server[0].message)
+        connection.send_reply(reply)
+        assert server[0].stored == set(reply.contents.values())
+        assert link.cuts >= 2
+        assert link.up < MOST * SIZE
+
+
+def test_a_reply_is_continued_over_another_connection(server: tuple[Server, int]) -> None:
+    kept, keys, reply = transfers.Transfers(), node.generate_key_pairs(), make_reply(server[0].message)
+    with SlowLink(server[1], RATE, CUT_AFTER) as link:
+        attempts = 0
+        while not server[0].stored:
+            attempts += 1
+            assert attempts < 20
+            connection = NodeConnection(f"127.0.0.1:{link.port}", None, keys, 0, kept)
+            connection.node_id = NODE
+            with suppress(httpx.TransportError):
+                connection.send_reply(reply)
+            connection._client.close()
+        assert attempts > 1
+        assert server[0].stored == set(reply.contents.values())
+        assert link.up < MOST * SIZE
+
+
+def test_a_transfer_stays_below_its_bandwidth(server: tuple[Server, int]) -> None:
+    rate = 3_000_000.0
+    with connect(server[1], bandwidth=transfers.Bandwidth(up=rate, down=rate)) as connection:
+        began = time.monotonic()
+        order = connection.take_order("")
+        received = time.monotonic()
+        assert order is not None
+        connection.send_reply(make_reply(server[0].message))
+        sent = time.monotonic()
+    assert received - began >= SIZE / rate
+    assert sent - received >= SIZE / rate
+
+
+def test_transfers_share_a_rate() -> None:
+    pacer, began = transfers.Pacer(1e5), time.monotonic()
+    threads = [Thread(target=lambda: [pacer.wait(1000) for _ in range(5)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - began >= 0.2
+
+
+def test_a_pause_is_not_made_up_for() -> None:
+    pacer = transfers.Pacer(1e5)
+    pacer.wait(1000)
+    time.sleep(0.1)
+    began = time.monotonic()
+    for _ in range(10):
+        pacer.wait(1000)
+    assert time.monotonic() - began >= 0.1
+
+
+def test_progress_is_logged_after_some_seconds_and_then_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(transfers.time, "monotonic", lambda: now[0])
+    progress = transfers.Progress("reply sent")
+    with caplog.at_level(logging.INFO, "fedspan.node"):
+        progress.show(1)  # nothing has begun
+        progress.begin(20_000_000, 8_000_000)
+        for now[0], current in ((102.0, 1_000_000), (103.5, 2_000_000), (105.0, 3_000_000), (109.0, 4_000_000)):
+            progress.show(current)
+        progress.begin(0)
+        now[0] = 113.0
+        progress.show(5_000_000)
+    assert caplog.messages == ["reply sent: 10.0 of 20.0 MB", "reply sent: 12.0 of 20.0 MB", "reply sent: 5.0 MB"]
+
+
+def test_little_is_remembered() -> None:
+    made = transfers.Transfers()
+    for n in range(9):
+        made.keep_download("path", b"%d" % n, transfers.Download("tag"))
+        made.note_interruption(str(n), False)
+    assert [made.find_download("path", b"%d" % n) is not None for n in range(9)] == [False] * 5 + [True] * 4
+    assert list(made.interrupted) == ["5", "6", "7", "8"]
+
+
+@pytest.mark.slow
+def test_a_message_crosses_a_superlink_over_a_link_that_breaks(tmp_path: Path) -> None:
+    """The short form of ``benchmarks/transfers.py``: pieces of a message that is too large for one request."""
+    import transfers as benchmark
+
+    row = benchmark.measure(tmp_path, 6_000_000, 500_000, 4.0)
+    assert row["cuts"] > 3
+    assert max(row["order"], row["reply"]) < MOST
+
+
+def test_a_body_whose_answer_was_lost_is_not_sent_again(server: tuple[Server, int]) -> None:
+    """The server has taken it, and says that nothing is missing."""
+    with connect(server[1]) as connection:
+        reply = make_reply(server[0].message)
+        reply.prepare()
+        send, lost = connection._post_once, [True]
+
+        def send_and_lose(*arguments: Any) -> bytes:
+            answer = send(*arguments)
+            if lost and len(arguments[1]) > SIZE:
+                lost.clear()
+                raise httpx.ReadError("lost")
+            return answer
+
+        connection._post_once = send_and_lose  # type: ignore[method-assign]
+        connection.send_reply(reply)
+    assert server[0].stored == set(reply.contents.values())
+    assert server[0].received < MOST * SIZE
+    assert not reply.missing

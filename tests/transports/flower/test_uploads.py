@@ -1,0 +1,110 @@
+"""Bodies in parts: they are put together in order and no other way, and what is kept of them is bounded."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+
+import pytest
+
+uploads = pytest.importorskip("fedspan.transports.flower.uploads", reason="the extra fedspan[flower] is not installed")
+limits = pytest.importorskip("fedspan.transports.flower.limits")
+wire = pytest.importorskip("fedspan.transports.flower.wire")
+
+BODY = bytes(range(200)) * 5
+DIGEST = hashlib.sha256(BODY).hexdigest()
+
+
+def receive(made: uploads.Uploads, start: int, end: int, *, sender: bytes = b"a", body: bytes = BODY) -> uploads.Upload:
+    """Receive a part of a body, after which the connection breaks."""
+    part = wire.UploadPart(hashlib.sha256(body).hexdigest(), start, len(body))
+    upload = made.begin(sender, part)
+    upload.append(body[start:end])
+    made.interrupt(upload)
+    return upload
+
+
+def test_what_has_arrived_is_kept_for_the_rest() -> None:
+    made = uploads.Uploads(limits.DoorLimits())
+    assert made.find_offset(b"a", DIGEST) == 0
+    for start, end in ((0, 300), (300, 301), (301, 900)):
+        upload = receive(made, start, end)
+        assert made.find_offset(b"a", DIGEST) == end
+    upload = made.begin(b"a", wire.UploadPart(DIGEST, 900, 1000))
+    upload.append(BODY[900:])
+    assert made.finish(b"a", DIGEST, upload) == BODY
+    assert made.find_offset(b"a", DIGEST) == 0  # nothing is kept of what is complete
+
+
+@pytest.mark.parametrize(("offset", "total"), [(299, 1000), (301, 1000), (300, 1001), (300, 999)])
+def test_a_part_that_overlaps_or_leaves_a_gap_or_has_another_total_is_refused(offset: int, total: int) -> None:
+    made = uploads.Uploads(limits.DoorLimits())
+    receive(made, 0, 300)
+    with pytest.raises(ValueError, match="does not follow"):
+        made.begin(b"a", wire.UploadPart(DIGEST, offset, total))
+    assert made.find_offset(b"a", DIGEST) == 300
+
+
+def test_a_node_cannot_continue_what_another_has_sent() -> None:
+    made = uploads.Uploads(limits.DoorLimits())
+    receive(made, 0, 300)
+    assert made.find_offset(b"b", DIGEST) == 0
+    with pytest.raises(ValueError, match="does not follow"):
+        made.begin(b"b", wire.UploadPart(DIGEST, 300, 1000))
+
+
+def test_a_body_in_parts_has_the_declared_hash() -> None:
+    made = uploads.Uploads(limits.DoorLimits())
+    receive(made, 0, 300)
+    upload = made.begin(b"a", wire.UploadPart(DIGEST, 300, 1000))
+    upload.append(bytes(700))
+    with pytest.raises(ValueError, match="another SHA-256"):
+        made.finish(b"a", DIGEST, upload)
+    assert made.find_offset(b"a", DIGEST) == 0
+
+
+def test_a_body_that_is_sent_from_the_start_again_replaces_the_first() -> None:
+    made = uploads.Uploads(limits.DoorLimits())
+    first = receive(made, 0, 300)
+    request = first.requests
+    assert made.begin(b"a", wire.UploadPart(DIGEST, 0, 1000)).size == 0
+    assert first.requests != request  # its request is ended
+
+
+def test_a_node_has_few_bodies_in_parts() -> None:
+    made = uploads.Uploads(limits.DoorLimits(parallel=2))
+    bodies = [bytes([n]) * 100 for n in range(3)]
+    for body in bodies:
+        receive(made, 0, 50, body=body)
+    receive(made, 0, 50, sender=b"b")
+    assert [made.find_offset(b"a", hashlib.sha256(body).hexdigest()) for body in bodies] == [0, 50, 50]
+    assert made.find_offset(b"b", DIGEST) == 50
+
+
+def test_all_nodes_together_have_a_limit_and_the_oldest_is_dropped() -> None:
+    made = uploads.Uploads(limits.DoorLimits(partial_bytes=1000))
+    for sender in (b"a", b"b", b"c"):
+        receive(made, 0, 400, sender=sender)
+    assert [made.find_offset(sender, DIGEST) for sender in (b"a", b"b", b"c")] == [0, 400, 400]
+
+
+def test_what_nobody_continues_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, now = uploads.Uploads(limits.DoorLimits(partial_seconds=60)), [0.0]
+    monkeypatch.setattr(uploads.time, "monotonic", lambda: now[0])
+    receive(made, 0, 300)
+    now[0] = 59.0
+    assert made.find_offset(b"a", DIGEST) == 300
+    now[0] = 61.0
+    assert made.find_offset(b"a", DIGEST) == 0
+
+
+def test_progress_of_a_message_is_logged_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, now = uploads.Uploads(limits.DoorLimits()), [0.0]
+    monkeypatch.setattr(uploads.time, "monotonic", lambda: now[0])
+    upload = made.begin(b"a", wire.UploadPart(DIGEST, 0, 4_000_000, 2_000_000, 20_000_000), "node 7")
+    with caplog.at_level(logging.INFO, "fedspan.server"):
+        for now[0] in (1.0, 4.0, 6.0, 7.0):
+            upload.append(bytes(1_000_000))
+    assert caplog.messages == ["node 7: reply received: 5.0 of 20.0 MB"]
