@@ -418,6 +418,23 @@ def test_a_run_is_refused_at_its_start_if_its_rounds_would_exceed_epsilon(
     assert introduced(limited, values(tiny_folder, privacy=privacy)).refused is None  # it was joined before
 
 
+def test_a_run_that_ends_at_its_own_epsilon_or_selects_some_nodes_is_not_refused_for_all_its_rounds(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
+    service = NodeService(node(tiny_folder, tmp_path, limits={"epsilon": 5.0}))
+    privacy = {"mechanism": "local", "noise": 4.0, "randomness": "secret"}
+
+    def refused(run: str, federation: dict[str, Any], **changes: Any) -> str | None:
+        config = {**values(tiny_folder, privacy={**privacy, **changes}), "federation": {"rounds": 60, **federation}}
+        return introduced(service, config, run=run).refused
+
+    assert "all rounds of the run would cost an epsilon of 24.83" in str(refused("all", {}))
+    assert refused("own", {}, epsilon=3.0) is None
+    assert "would cost an epsilon of 5." in str(refused("larger", {}, epsilon=6.0))
+    assert refused("some", {"clients_per_round": 1}) is None
+
+
 def test_epsilon_is_spent_before_the_order_is_carried_out(tmp_path: Path) -> None:
     pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
     with pytest.raises(FedspanError, match=r"`limits\.epsilon`: 10\.0 is not accepted"):  # the default

@@ -17,6 +17,7 @@ from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.fedsa_lora import FedSALoRA
 from fedspan.methods.flora import FLoRA
+from fedspan.methods.la_lora import LALoRA
 from fedspan.methods.pfedloru import PFedLoRU
 from fedspan.methods.rolora import RoLoRA
 from fedspan.tasks.task import Examples
@@ -41,9 +42,11 @@ def _spec(problem: Problem) -> Spec:
     return replace(problem.adapted().spec, clients=len(problem.client_ids))
 
 
-def _federation(problem: Problem, method: Method, variate: str = "option-II", uniform: bool = True) -> Federation:
+def _federation(
+    problem: Problem, method: Method, variate: str = "option-II", uniform: bool = True, steps: int = STEPS
+) -> Federation:
     wrapped = Scaffold(inner=WithExtras(inner=method, policy="average"), variate=variate)  # type: ignore[arg-type]
-    return Federation(Double(inner=wrapped), problem, sgd(LR, steps=STEPS), uniform=uniform)
+    return Federation(Double(inner=wrapped), problem, sgd(LR, steps=steps), uniform=uniform)
 
 
 class Textbook:
@@ -183,6 +186,19 @@ def test_a_client_that_was_away_corrects_as_one_that_was_there() -> None:
                 name = key.removeprefix(PREFIX)
                 own = party.memory.get(PREFIX + "own/" + name, torch.zeros_like(variate))
                 assert torch.equal(offsets[name], variate - own)
+
+
+def test_a_factor_whose_turn_does_not_come_keeps_its_variate() -> None:
+    """A single step trains LA-LoRA's B alone, so nothing is known of A's drift."""
+    problem = Problem(clients=2)
+    federation = _federation(problem, LALoRA(spec=_spec(problem), r=2), steps=1)
+    for _ in range(2):
+        federation.round()
+        variates = {key.removeprefix(PREFIX): value for key, value in federation.state.memory.items()}
+        for one in LAYERS:
+            assert not variates[join_tensor_name(one, "A")].any()
+            assert variates[join_tensor_name(one, "B")].abs().sum() > 0
+    assert all(value.isfinite().all() for value in federation.state.tensors.values())
 
 
 def test_what_stays_on_a_client_has_no_variate() -> None:

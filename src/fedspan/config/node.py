@@ -86,8 +86,9 @@ class NodeLimits(Section):
         gt=0,
         allow_inf_nan=False,
         description="Epsilon that all runs of this server together may spend on this data set. It counts runs with "
-        "privacy.mechanism local or dp-sgd; other runs spend none, and limits.rounds ends them. A run of which "
-        "all rounds cost more than is left is refused at its start. null: no limit.",
+        "privacy.mechanism local or dp-sgd; other runs spend none, and limits.rounds ends them. A run whose "
+        "planned rounds cost more than is left is refused at its start, unless it selects some nodes for each round. "
+        "null: no limit.",
     )
     delta: float = Field(default=1e-5, gt=0, lt=1, description="Delta for epsilon.")
     private_only: bool | None = Field(

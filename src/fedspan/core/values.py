@@ -14,6 +14,7 @@ from fedspan.core.parametrization import Parametrization
 from fedspan.core.penalties import Penalty
 from fedspan.core.spec import LayerSpec, Spec, Weights
 from fedspan.core.tensors import Tensors
+from fedspan.errors import FedspanError
 
 __all__ = [
     "Client",
@@ -122,6 +123,11 @@ class Group:
     turns: int = 1
     turn: int = 0
     smoothed_axis: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.turn < self.turns:
+            problem = f"turn {self.turn} is none of {self.turns}: the group would never train"
+            raise FedspanError("turn", self.turn, f"0 to {self.turns - 1}", problem=problem)
 
     def is_active(self, step: int) -> bool:
         """Return whether the group trains in a job's optimizer step, counted from 0."""

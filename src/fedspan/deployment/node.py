@@ -138,7 +138,9 @@ class NodeService:
             model = parse_config(self._build_values(invitation)).model
             require_base(self.node, model.name, model.revision, invitation.base_files)
             joined = self._build(invitation)
-            self._usage.require_privacy(invitation.run, joined.host.compute_planned_charges(self.node.id))
+            if not _selects_some(invitation):
+                host = joined.host
+                self._usage.require_privacy(invitation.run, lambda: host.compute_planned_charges(self.node.id))
             self._record_run(invitation.run)
             self._audit.write("joined", **self._describe_job(invitation), examples=joined.terms.client.examples)
         except NotApprovedError as error:
@@ -355,3 +357,9 @@ def load_invitation(path: Path) -> Invitation:
         return Invitation.model_validate_json(read_bytes(path))
     except (ValueError, RecursionError) as error:
         raise FedspanError(str(path), None, problem="the file is damaged. Remove its folder") from error
+
+
+def _selects_some(invitation: Invitation) -> bool:
+    """Return whether a run selects some of its nodes for each round, so that none knows how often it will train."""
+    federation = dict(invitation.read_values().get("federation") or {})
+    return federation.get("clients_per_round") is not None

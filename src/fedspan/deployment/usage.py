@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -207,18 +207,18 @@ class UsageBook:
         _require_left("runs", len(account.runs), 1, self.limits.runs)
         _require_left("rounds", account.rounds, rounds, self.limits.rounds)
 
-    def require_privacy(self, run: str, charges: tuple[Charge, ...]) -> None:
+    def require_privacy(self, run: str, plan: Callable[[], tuple[Charge, ...]]) -> None:
         """Check that the planned privacy cost of another run fits into what is left; nothing is recorded.
 
         Args:
             run: Name of the run; one that was joined before is charged by its orders alone.
-            charges: The cost of all of its rounds.
+            plan: Computes the cost of all of its rounds; called if there is a limit.
 
         Raises:
             FedspanError: If it does not fit.
         """
         account, epsilon = self.get_account(), self.limits.epsilon
-        if not charges or epsilon is None or _compute_digest(run) in account.runs:
+        if epsilon is None or _compute_digest(run) in account.runs or not (charges := plan()):
             return
         cost = _build_spend(account, self.limits.delta).compute_worst(_remove_payers(charges))
         if cost > epsilon:

@@ -18,6 +18,7 @@ subtracted.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -30,7 +31,7 @@ from fedspan.core.values import Client, Contribution, Message, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import apply_change, build_untrained_jobs, clip_change, compute_change
-from fedspan.training.accounting import Charge, Mechanism, calibrate_noise
+from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, calibrate_noise
 from fedspan.training.dp_sgd import compute_noise, release_of
 from fedspan.training.jobs import Privacy, TrainingSettings
 
@@ -146,6 +147,9 @@ def compute_planned_charges(
 ) -> tuple[Charge, ...]:
     """Return the privacy cost of a run for a client that trains in all of its rounds.
 
+    A run with a noise and an epsilon of its own ends before the round that would exceed the latter, so the rounds are
+    those that fit into it.
+
     Args:
         privacy: Privacy of the run, with its number of rounds.
         training: Settings of local training.
@@ -156,9 +160,23 @@ def compute_planned_charges(
     if privacy is None or privacy.mechanism == "central":
         return ()
     if privacy.mechanism == "local":
-        return (Charge(client.id, Mechanism(1.0, compute_client_noise(privacy, 1.0) / 2), privacy.rounds),)
-    charges = compute_expected_charges(privacy, training, method, begin(), client)
-    return tuple(replace(charge, count=charge.count * privacy.rounds) for charge in charges)
+        charges = (Charge(client.id, Mechanism(1.0, compute_client_noise(privacy, 1.0) / 2), 1),)
+    else:
+        charges = compute_expected_charges(privacy, training, method, begin(), client)
+    rounds = _count_rounds(privacy, charges)
+    return tuple(replace(charge, count=charge.count * rounds) for charge in charges if rounds)
+
+
+def _count_rounds(privacy: Privacy, charges: tuple[Charge, ...]) -> int:
+    """Return the number of a run's rounds, each at the given cost, that fit into its own epsilon."""
+    if privacy.epsilon is None or privacy.noise is None:
+        return privacy.rounds
+    spend, epsilon = PrivacySpend(privacy.delta, privacy.accounting), privacy.epsilon
+
+    def exceeds(rounds: int) -> bool:
+        return spend.compute_worst(tuple(replace(charge, count=charge.count * rounds) for charge in charges)) > epsilon
+
+    return bisect_left(range(1, privacy.rounds + 1), True, key=exceeds)
 
 
 def compute_training_noise(

@@ -150,6 +150,9 @@ class Scaffold(RegisteredWrapper):
         for name, drift in split_prefix(DRIFT, stored)[0].items():
             if name not in result.tensors:
                 continue  # it stays on the client, so it has no drift
+            if LENGTH + name in stored and not stored[LENGTH + name]:
+                changes[name] = torch.zeros_like(drift)  # its turn did not come, so the variate stays
+                continue
             after = drift / stored[LENGTH + name].to(drift) if LENGTH + name in stored else drift
             if self.variate == "option-II":
                 after = after - offsets[name] if name in offsets else after

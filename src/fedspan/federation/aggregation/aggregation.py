@@ -197,7 +197,7 @@ class PlaintextAggregation:
         self._changes: dict[str, ChangeSize] = {}
         self._buffer = ReplyBuffer()
         self._expected: dict[str, Message] = {}
-        self._reply_bytes: tuple[Message, int] | None = None
+        self._reply_bytes = dict[int, int]()
         rules, settings = context.rules, context.settings
         self._folds = not rules.validate and not rules.over_select and not settings.clips
         selected = {id: context.clients[id] for id in context.ids}
@@ -219,12 +219,18 @@ class PlaintextAggregation:
         return dict.fromkeys(clients)
 
     def compute_reply_bytes(self, client: Client) -> int:
-        """``Aggregation.compute_reply_bytes``: a reply has the names of an untrained one, and no larger tensors."""
-        untrained = self._get_untrained_reply(client)
-        if self._reply_bytes is None or self._reply_bytes[0] is not untrained:
+        """``Aggregation.compute_reply_bytes``: a reply has the names of an untrained one, and no larger tensors.
+
+        Where sizes depend on the client's data, the limit is the reply of a client with the model's whole rank.
+        """
+        method, layers = self.context.method, self.context.method.spec.layers
+        if layers and method.estimate_traffic(layers[0], client.rank, self.context.state.round) is not None:
+            client = replace(client, rank=method.get_rank(None))
+        if client.rank not in self._reply_bytes:
+            untrained = self._build_untrained_reply(client)
             size = len(serialization.encode(untrained)) + _SCALAR_BYTES * (1 + len(untrained.scalars))
-            self._reply_bytes = untrained, size
-        return self._reply_bytes[1]
+            self._reply_bytes[client.rank] = size
+        return self._reply_bytes[client.rank]
 
     def add(self, client: Client, reply: Reply, attempt: int) -> bool:
         """``Aggregation.add``."""
@@ -255,14 +261,16 @@ class PlaintextAggregation:
 
     def _get_untrained_reply(self, client: Client) -> Message:
         """Return the reply of the client if its training changed nothing; one for all where ranks do not differ."""
-        context = self.context
-        key = client.id if context.method.declare_claims().heterogeneous_ranks else ""
+        key = client.id if self.context.method.declare_claims().heterogeneous_ranks else ""
         if key not in self._expected:
             self._expected.clear()  # replies come one by one
-            new_client = replace(client, last_round=None)
-            order = context.method.sync(context.state, new_client)
-            self._expected[key] = build_untrained_reply(context.method, order, new_client, context.state.round)
+            self._expected[key] = self._build_untrained_reply(client)
         return self._expected[key]
+
+    def _build_untrained_reply(self, client: Client) -> Message:
+        context, new_client = self.context, replace(client, last_round=None)
+        order = context.method.sync(context.state, new_client)
+        return build_untrained_reply(context.method, order, new_client, context.state.round)
 
     def _find_outliers(self) -> dict[str, str]:
         rules, privacy = self.context.rules, self.context.settings.privacy
