@@ -285,9 +285,9 @@ Date: {date}. Machine: {machine}, {cores} cores, CPU only; load average of other
 |---|---|---|
 {rows}
 
-The server does not know what the replies of a run take, so a reply may have 2 GiB, the largest possible
-`federation.message_mib`. The last rows show what that costs: the objects are written to the database as they arrive.
-One node has at most one such reply for each of its orders.
+An order of a run limits its reply to what the job's tensors take, and the server refuses a larger one while it arrives.
+The last rows measure an order without such a limit, whose reply may have 2 GiB, the largest possible
+`federation.message_mib`: the objects are written to the database as they arrive.
 """
 
 

@@ -249,16 +249,32 @@ def test_what_is_no_message_is_refused(body: bytes) -> None:
 def test_objects_belong_to_a_reply_and_are_no_larger_than_one_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "read_pushed_reply", lambda *_: reply())
     limits = door.DoorLimits(reply_bytes=2 * door.OBJECT_BYTES)
-    made, piece = door.Door(Behind(), limits), bytes(door.OBJECT_BYTES)
+    made = door.Door(Behind(), limits)
+    pieces = [bytes([number]) * door.OBJECT_BYTES for number in range(4)]
 
     async def run() -> list[int]:
         found = [await request(made, f"{door.NODE_API}push-object", body=b"abc")]
         for _ in range(2):
             found.append(await request(made, f"{door.NODE_API}push-messages"))
-            found += [await request(made, f"{door.NODE_API}push-object", body=piece) for _ in range(4)]
+            found += [await request(made, f"{door.NODE_API}push-object", body=piece) for piece in pieces]
         return found
 
     assert asyncio.run(run()) == [413, *2 * [200, 200, 200, 200, 413]]
+
+
+def test_an_object_that_is_sent_again_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node repeats a request whose answer was lost; its reply must not become too large by that."""
+    monkeypatch.setattr(door, "read_pushed_reply", lambda *_: reply(objects=2))
+    monkeypatch.setattr(door, "find_reply_limit", lambda app, node, order: 3000)
+    made = door.Door(Behind())
+
+    async def run() -> list[int]:
+        found = [await request(made, f"{door.NODE_API}push-messages")]
+        for body in (bytes(2000), bytes(2000), bytes(900), b"a third object"):
+            found.append(await request(made, f"{door.NODE_API}push-object", body=body))
+        return found
+
+    assert asyncio.run(run()) == [200, 200, 200, 200, 413]
 
 
 def test_one_node_s_requests_wait_for_each_other_and_not_for_those_of_others() -> None:

@@ -177,6 +177,16 @@ def test_a_reply_that_a_broken_connection_lost_waits_for_the_next_one() -> None:
     assert len(second.sent) == 2
 
 
+def test_the_server_learns_that_a_reply_is_too_large_for_its_order() -> None:
+    response = httpx.Response(413, request=httpx.Request("POST", "https://server"))
+    connection = Connection("send", lambda: httpx.HTTPStatusError("413", request=response.request, response=response))
+    connection.messages.pop(0)
+    assert answer(connection) == ["second"]
+    (sent,) = connection.sent
+    assert not sent.has_content()
+    assert sent.error.reason == "the reply is larger than its order allows"
+
+
 def test_a_reply_of_another_node_is_not_sent() -> None:
     received = supernode._Received()
     with pytest.raises(httpx.ReadError):

@@ -122,7 +122,7 @@ def connect(port: int, *, bandwidth: transfers.Bandwidth | None = None) -> Itera
 def make_reply(to: Message) -> OutgoingReply:
     set_identity(1, 1, NODE)
     sealed = UnsignedSigner().seal(Envelope("reply", os.urandom(SIZE)), NODE)
-    return OutgoingReply(1, Message(to_records(sealed, draw_salt()), reply_to=to), 1.0, NODE)
+    return OutgoingReply(1, Message(to_records(sealed, draw_salt()), reply_to=to), 1.0, NODE, to)
 
 
 def test_an_order_over_a_link_that_breaks_is_received_once(server: tuple[Server, int]) -> None:

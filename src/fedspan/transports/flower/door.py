@@ -18,6 +18,7 @@ The door answers its own paths and heartbeats itself (``exchange``), without Flo
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import ipaddress
 import json
 import os
@@ -380,11 +381,13 @@ class Door:
 
     def _require_room(self, body: bytes, sender: Sender | None) -> None:
         """Check that an object belongs to a node's reply, and that its reply is not too large with it."""
-        if sender is None:
+        if sender is None or (digest := hashlib.sha256(body).digest()) in sender.counted:
             return
-        if len(body) > sender.reply_left:
-            raise Refused(413, "the objects are larger than a reply may be, or belong to no reply")
+        if len(body) > sender.reply_left or not sender.objects_left:
+            raise Refused(413, "the objects are larger or more than those of a reply may be, or belong to no reply")
         sender.reply_left -= len(body)
+        sender.objects_left -= 1
+        sender.counted.add(digest)
 
     async def _require_reply(self, head: bytes, sender: Sender | None, scope: Scope) -> PushedReply:
         """Check that a head announces one reply, of a node itself and to the server, and let its objects follow."""
@@ -404,6 +407,7 @@ class Door:
         if sender is not None:
             # what surrounds the pieces counts, too; the limit of an order allows for it
             sender.reply_left = limits.reply_bytes + (OBJECT_BYTES if ordered is None else 0)
+            sender.objects_left, sender.counted = reply.objects, set[bytes]()
         return reply
 
 

@@ -122,5 +122,10 @@ class Sender:
     heartbeats: Bucket
     waiting: int = 0
     reply_left: int = 0
+    """Bytes that the objects of its latest reply may still have."""
+    objects_left: int = 0
+    """Number of objects that it may still send of that reply."""
+    counted: set[bytes] = field(default_factory=set)
+    """SHA-256 of the objects that were sent: one that is sent again, because an answer was lost, counts once."""
     node: int | None = None
     looked_up_at: float = field(default=-KNOWN_SECONDS)

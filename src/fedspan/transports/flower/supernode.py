@@ -292,7 +292,7 @@ def _process_order(
         with suppress(httpx.HTTPError):  # the next request confirms it again
             connection.confirm(run, id)
     reply = _make_reply(message, contents, limit, connection.node_id, signer, answer)
-    received.reply = OutgoingReply(run, reply, time.monotonic() - started, connection.node_id)
+    received.reply = OutgoingReply(run, reply, time.monotonic() - started, connection.node_id, message)
     _send_reply(connection, received)
 
 
@@ -308,6 +308,11 @@ def _send_reply(connection: NodeConnection, received: _Received) -> None:
         raise
     except httpx.HTTPStatusError as error:  # `take_order` fails next if this node is no longer accepted
         log.warning("the SuperLink does not take the reply (%d)", error.response.status_code)
+        if error.response.status_code == httpx.codes.REQUEST_ENTITY_TOO_LARGE and reply.reply.has_content():
+            # otherwise the server would wait for a reply until its deadline
+            refusal = Message(Error(_FAILED, "the reply is larger than its order allows"), reply_to=reply.order)
+            received.reply = OutgoingReply(reply.run, refusal, reply.seconds, reply.node, reply.order)
+            _send_reply(connection, received)
 
 
 def _make_reply(

@@ -114,12 +114,14 @@ class OutgoingReply:
         reply: The reply.
         seconds: Duration of its computation.
         node: Flower's id of the node that replies.
+        order: The message that it answers.
     """
 
     run: int
     reply: Message
     seconds: float
     node: int
+    order: Message
     head: bytes = b""
     """Flower's request with the reply without its content; empty: it was not made yet."""
     contents: dict[str, bytes] = field(default_factory=dict)
