@@ -112,7 +112,7 @@ def test_demo(call: Call, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest
     for folder in ("demo", "demo-2"):
         shown = " ".join(done(call("demo", *settings)).split())
         assert f"runs/{folder}/adapter" in shown
-        assert "No example left its client. In all, the clients sent " in shown
+        assert "In the federation, no example left its client: the clients sent " in shown
         assert f"runs/{folder}/report.html" in shown
         assert (tmp_path / "runs" / folder / "report.json").is_file()
         assert (tmp_path / "runs" / folder / "report.html").is_file()

@@ -56,7 +56,10 @@ def _show_result(report: RunReport, folder: Path) -> None:
 
     out = create_console()
     sent = report.bytes["up"] + sum(count["up"] for count in report.other_bytes.values())
-    out.print(f"\nNo example left its client. In all, the clients sent {format_size(sent)} of updates and statistics.")
+    out.print(
+        f"\nIn the federation, no example left its client: the clients sent {format_size(sent)} of updates and "
+        "statistics."
+    )
     if importlib.util.find_spec("plotly") is None:
         out.print(f"A page with curves: pip install 'fedspan[report]', then fedspan report {shlex.quote(str(folder))}")
         return
