@@ -173,6 +173,27 @@ def test_a_model_that_is_larger_than_allowed_is_refused(model: Path, tmp_path: P
     assert raised.value.field == "limits.base_mib"
 
 
+def test_all_received_models_have_a_limit_together(model: Path, tmp_path: Path) -> None:
+    (model / "model.safetensors").write_bytes(bytes(600_000))
+    made, files = make_node(tmp_path / "node", base_mib=1), base_files.list_base_files(model)
+    ask(made, files)
+    receive(tmp_path / "node", make_fetch(model, files, block=2**16))
+    (model / "vocab.txt").write_text("another")
+    with pytest.raises(FedspanError, match="of which 1 are used"):
+        ask(made, base_files.list_base_files(model))
+
+
+def test_few_models_are_asked_for_at_a_time(model: Path, tmp_path: Path) -> None:
+    made = make_node(tmp_path / "node")
+    for number in range(4):
+        (model / "vocab.txt").write_text(str(number))
+        assert "receives" in ask(made, base_files.list_base_files(model))
+    assert "receives" in ask(made, base_files.list_base_files(model))
+    (model / "vocab.txt").write_text("another")
+    with pytest.raises(FedspanError, match="4 base models were not received completely"):
+        ask(made, base_files.list_base_files(model))
+
+
 def test_a_damaged_request_is_reported(model: Path, tmp_path: Path) -> None:
     made, files = make_node(tmp_path / "node"), base_files.list_base_files(model)
     ask(made, files)

@@ -131,7 +131,10 @@ class NodeLimits(Section):
         "from_scratch; only safetensors and files of configs and tokenizers are received, each verified by SHA-256.",
     )
     base_mib: int = Field(
-        default=16384, ge=1, le=2**30, description="Maximum size of a base model that is received, in MiB."
+        default=16384,
+        ge=1,
+        le=2**30,
+        description="Maximum size of all received base models together, in MiB.",
     )
     message_mib: int = Field(
         default=1024, ge=1, le=2048, description="Maximum size of a message in MiB, in both directions."

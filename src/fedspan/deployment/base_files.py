@@ -48,6 +48,8 @@ _OTHER_NAMES = ("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "s
 _NAME = re.compile(r"(?!adapter)[A-Za-z0-9][A-Za-z0-9._-]{0,119}\.(safetensors|json|jinja)")
 MOST_FILES = 256
 """Maximum number of files of a base model."""
+_MOST_WANTED = 4
+"""Maximum number of models that a node receives at a time, so that no server fills its folder with requests."""
 _CODE = "auto_map"
 """Key of a config by which transformers loads code."""
 
@@ -181,12 +183,18 @@ def require_base(node: NodeConfig, name: str, revision: str | None, files: Seque
     if find_local_base(name, revision) is not None or find_received_base(node, files) is not None:
         return
     size, limit = sum(file.size for file in files), node.limits.base_mib << 20
-    if size > limit:
+    folder, digest = Path(node.folder) / OFFERS, compute_offer_digest(files)
+    others = _count_stored(folder, digest)
+    if size + others > limit:
         problem = f"the base model has {size / 2**20:.0f} MiB, and this node accepts {node.limits.base_mib}"
+        if others:
+            problem += f", of which {others / 2**20:.0f} are used. Delete what is no longer needed under {OFFERS}/"
         raise FedspanError("limits.base_mib", node.limits.base_mib, problem=problem)
-    folder = Path(node.folder) / OFFERS
     received = _count_received(folder, files)
-    wanted = folder / f"{compute_offer_digest(files)}.json"
+    wanted = folder / f"{digest}.json"
+    if not wanted.exists() and sum(1 for _ in folder.glob("*.json")) >= _MOST_WANTED:
+        problem = f"{_MOST_WANTED} base models were not received completely. Delete those under {OFFERS}/"
+        raise FedspanError("limits.accept_base", True, problem=problem)
     with convert_disk_errors(Path(node.folder), "free some space on the node"):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if shutil.disk_usage(folder).free < size - received:
@@ -196,6 +204,12 @@ def require_base(node: NodeConfig, name: str, revision: str | None, files: Seque
     tenths = 10 * received // max(size, 1)
     problem = f"this node receives the base model from the server ({10 * tenths} % of {size / 1e6:.1f} MB)"
     raise BaseMissingError("limits.accept_base", True, problem=problem)
+
+
+def _count_stored(folder: Path, digest: str) -> int:
+    """Return the size in bytes of all models that were received completely or in part, but for one."""
+    own = {digest, f"{digest}.part"}
+    return sum(path.stat().st_size for path in folder.glob("*/*") if path.parent.name not in own)
 
 
 def _count_received(folder: Path, files: Sequence[BaseFile]) -> int:

@@ -206,7 +206,8 @@ def test_progress_is_logged_after_some_seconds_and_then_now_and_then(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr(transfers.time, "monotonic", lambda: now[0])
-    progress = transfers.Progress("reply sent")
+    blocks = list[int]()
+    progress = transfers.Progress("reply sent", lambda: blocks.append(1))
     with caplog.at_level(logging.INFO, "fedspan.node"):
         progress.show(1)  # nothing has begun
         progress.begin(20_000_000, 8_000_000)
@@ -216,6 +217,7 @@ def test_progress_is_logged_after_some_seconds_and_then_now_and_then(
         now[0] = 113.0
         progress.show(5_000_000)
     assert caplog.messages == ["reply sent: 10.0 of 20.0 MB", "reply sent: 12.0 of 20.0 MB", "reply sent: 5.0 MB"]
+    assert len(blocks) == 6  # every block renews the node's heartbeat
 
 
 def test_little_is_remembered() -> None:

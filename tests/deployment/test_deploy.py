@@ -1,0 +1,73 @@
+"""Joining and submitting: what a node's file sets of its connection, and which base models a server can offer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from fedspan.deployment import deploy
+from fedspan.errors import FedspanError
+from helpers import tiny
+
+supernode = pytest.importorskip(
+    "fedspan.transports.flower.supernode", reason="the extra fedspan[flower] is not installed"
+)
+
+
+@pytest.fixture
+def links(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The connection data and the function before orders with which a node would be served."""
+    found = list[Any]()
+
+    def serve(link: Any, answer: Any, stop: Any, on_idle: Any, before_order: Any) -> None:
+        found.append((link, before_order))
+
+    monkeypatch.setattr(supernode, "serve", serve)
+    monkeypatch.setattr(deploy, "Supervisor", lambda *_: SimpleNamespace(answer=None, close=lambda: None))
+    return found
+
+
+def write_node(folder: Path, **changes: Any) -> Path:
+    values = {"id": "a", "server": "localhost:1", "folder": "state", "data": {"train": "data.csv"}, **changes}
+    (folder / "data.csv").write_text("text,label\nx,0\n")
+    path = folder / "node.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def test_bandwidth_is_in_megabits_per_second(links: list[Any], tmp_path: Path) -> None:
+    deploy.join(write_node(tmp_path, bandwidth={"up_mbit": 2, "down_mbit": 10}), insecure=True)
+    deploy.join(write_node(tmp_path), insecure=True)
+    limits = [(link.bandwidth.up, link.bandwidth.down) for link, _ in links]
+    assert limits == [(250_000.0, 1_250_000.0), (None, None)]
+
+
+def test_a_node_receives_base_models_only_if_its_file_says_so(links: list[Any], tmp_path: Path) -> None:
+    deploy.join(write_node(tmp_path), insecure=True)
+    deploy.join(write_node(tmp_path, limits={"accept_base": True}), insecure=True)
+    assert [before_order is not None for _, before_order in links] == [False, True]
+
+
+def test_the_check_of_a_node_says_where_its_models_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from fedspan.transports.flower import reachability
+
+    monkeypatch.setattr(reachability, "check_server", lambda *_: "reached")
+    limits = {"models": ["clinic/encoder", "google/*", "builtin:all-minilm-l6-v2"]}
+    path = write_node(tmp_path, models={"ours": str(tmp_path)}, limits=limits)
+    lines = [line for line in deploy.check_node(path, insecure=True) if line.startswith("model ")]
+    assert [line.partition(":")[0] for line in lines] == ["model ours", "model clinic/encoder"]
+    assert lines[0].endswith(str(tmp_path))
+    assert "not on this machine" in lines[1]
+
+
+def test_a_base_that_is_no_folder_of_the_server_cannot_be_offered(tiny_folder: Path) -> None:
+    config = tiny.config(tiny_folder)
+    assert deploy._find_offered_base(config) == Path(config.model.name)
+    for name in ("builtin:all-minilm-l6-v2", "clinic/encoder"):
+        other = config.model_copy(update={"model": config.model.model_copy(update={"name": name})})
+        with pytest.raises(FedspanError, match="can be offered"):
+            deploy._find_offered_base(other)
