@@ -597,3 +597,31 @@ def test_a_node_fetches_files_of_base_models_that_are_offered_and_no_others(tmp_
     assert fetch(offer, file) == 400
     assert fetch(offer, file, "0", key=b"another") == 401
     assert fetch(offer, file, "0", door=door.Door(Behind(), exchange=Exchange())) == 404
+
+
+@pytest.mark.parametrize("path", ["own", "flower"])
+def test_an_answer_that_was_lost_is_repeated_and_the_body_not_processed_again(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "read_pushed_reply", lambda *_: reply())
+    behind, exchange, answers = Behind(), Exchange(), list[Any]()
+    made, body = door.Door(behind, exchange=exchange), wire.pack([b"head", b"content"])
+    digest = hashlib.sha256(body).hexdigest().encode()
+    name = f"{wire.NODE_PATH}{wire.SEND_REPLY}" if path == "own" else f"{door.NODE_API}push-object"
+    answer = door._answer
+
+    async def answer_and_note(content: bytes, *arguments: Any) -> None:
+        answers.append(content)
+        await answer(content, *arguments)
+
+    monkeypatch.setattr(door, "_answer", answer_and_note)
+
+    async def run() -> None:
+        await request(made, f"{door.NODE_API}push-messages", body=b"head")  # makes room for the object
+        behind.bodies.clear()
+        await request(made, name, body=body, headers=declare(body))
+        await request(made, f"{wire.NODE_PATH}{wire.UPLOAD_OFFSET}", body=digest)
+
+    asyncio.run(run())
+    assert answers[-1] == (b"taken:stored" if path == "own" else b"taken:")
+    assert len(exchange.asked) + len(behind.bodies) == 1

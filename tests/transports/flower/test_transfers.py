@@ -224,7 +224,7 @@ def test_little_is_remembered() -> None:
     made = transfers.Transfers()
     for n in range(9):
         made.keep_download("path", b"%d" % n, transfers.Download("tag"))
-        made.note_interruption(str(n), False)
+        made.note_interruption(str(n))
     assert [made.find_download("path", b"%d" % n) is not None for n in range(9)] == [False] * 5 + [True] * 4
     assert list(made.interrupted) == ["5", "6", "7", "8"]
 
@@ -240,7 +240,7 @@ def test_a_message_crosses_a_superlink_over_a_link_that_breaks(tmp_path: Path) -
 
 
 def test_a_body_whose_answer_was_lost_is_not_sent_again(server: tuple[Server, int]) -> None:
-    """The server has taken it, and says that nothing is missing."""
+    """The server has taken it, and repeats its answer."""
     with connect(server[1]) as connection:
         reply = make_reply(server[0].message)
         reply.prepare()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 
@@ -108,3 +109,35 @@ def test_progress_of_a_message_is_logged_now_and_then(
         for now[0] in (1.0, 4.0, 6.0, 7.0):
             upload.append(bytes(1_000_000))
     assert caplog.messages == ["node 7: reply received: 5.0 of 20.0 MB"]
+
+
+def test_the_answers_to_the_latest_bodies_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "_SENDERS", 2)
+    made = uploads.Uploads(limits.DoorLimits())
+    for number in range(6):
+        made.keep_answer(b"a", str(number), b"answer")
+    made.keep_answer(b"a", "large", bytes(2**16))
+
+    def find(sender: bytes, digest: str) -> bytes | None:
+        return asyncio.run(made.find_answer(sender, digest))
+
+    assert [find(b"a", str(number)) is not None for number in range(6)] == [False] * 2 + [True] * 4
+    assert find(b"a", "large") is find(b"b", "5") is None
+    made.keep_answer(b"b", "x", b"answer")
+    made.keep_answer(b"c", "x", b"answer")
+    assert [find(sender, "x") for sender in (b"b", b"c")] == [b"answer"] * 2
+    assert find(b"a", "5") is None  # of the node that has sent nothing for longest
+
+
+def test_an_answer_is_waited_for_while_its_body_is_processed() -> None:
+    made = uploads.Uploads(limits.DoorLimits())
+
+    async def run() -> list[bytes | None]:
+        async with made.process(b"a", DIGEST):
+            waiting = asyncio.create_task(made.find_answer(b"a", DIGEST))
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            made.keep_answer(b"a", DIGEST, b"answer")
+        return [await waiting, await made.find_answer(b"a", "another")]
+
+    assert asyncio.run(run()) == [b"answer", None]

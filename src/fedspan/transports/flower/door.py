@@ -24,8 +24,9 @@ import json
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ from fedspan.transports.flower.wire import (
     SEND_REPLY,
     TAKE_ORDER,
     TAKE_REPLIES,
+    TAKEN,
     UPLOAD_OFFSET,
     UploadPart,
     compute_tag,
@@ -261,9 +263,11 @@ class Door:
                 answer = await self._fetch_base(body)
                 tag = compute_tag(body, len(answer)) if len(answer) >= RESUMABLE_BYTES else ""
             elif name == UPLOAD_OFFSET:
-                answer = self._find_offset(body, key)
+                answer = await self._find_offset(body, key)
             elif name == SEND_REPLY:
-                answer = await self._send_reply(body, sender, scope)
+                async with self._keep_answer(key, part) as keep:
+                    answer = await self._send_reply(body, sender, scope)
+                    keep(answer)
             elif name == _HEARTBEAT:
                 answer = await self._acknowledge_heartbeat(body, sender, scope)
             else:
@@ -273,7 +277,9 @@ class Door:
                     self._require_room(body, sender)
                 if name == _PULL_OBJECT:
                     send = _ResumableAnswer(send, headers, body).send
-                await self.app(scope, _make_replay(body, receive), send)
+                async with self._keep_answer(key, part) as keep:
+                    observed = send if part is None else _observe_answer(send, keep)
+                    await self.app(scope, _make_replay(body, receive), observed)
                 if name == _PUSH_MESSAGES and self._exchange is not None:
                     self._exchange.wake_runs()
                 return
@@ -310,10 +316,22 @@ class Door:
             raise Refused(404, "not a file of a base model that is offered")
         return content
 
-    def _find_offset(self, body: bytes, key: bytes | None) -> bytes:
+    @asynccontextmanager
+    async def _keep_answer(self, key: bytes | None, part: UploadPart | None) -> AsyncGenerator[Callable[[bytes], None]]:
+        """Process a request, and yield the function that keeps its answer for a node that may have lost it."""
+        if part is None:
+            yield lambda answer: None
+            return
+        owner = key or part.digest.encode()
+        async with self._uploads.process(owner, part.digest):
+            yield partial(self._uploads.keep_answer, owner, part.digest)
+
+    async def _find_offset(self, body: bytes, key: bytes | None) -> bytes:
         if len(body) != 64 or not body.isalnum():
             raise Refused(400, "not the SHA-256 of a body")
-        return b"%d" % self._uploads.find_offset(key or body, body.decode("ascii"))
+        owner, digest = key or body, body.decode("ascii")
+        answer = await self._uploads.find_answer(owner, digest)
+        return b"%d" % self._uploads.find_offset(owner, digest) if answer is None else TAKEN + answer
 
     async def _take_order(
         self, body: bytes, sender: Sender | None, slot: Slot | None, scope: Scope, receive: Receive
@@ -504,6 +522,23 @@ async def _answer(content: bytes, scope: Scope, receive: Receive, send: Send, ta
             status, headers["content-range"] = 206, f"bytes {offset}-{len(content) - 1}/{len(content)}"
             content = content[offset:]
     await Response(content, status, headers, "application/octet-stream")(scope, receive, send)
+
+
+def _observe_answer(send: Send, keep: Callable[[bytes], None]) -> Send:
+    """Return a function that sends an answer, and passes on the content of one that succeeded."""
+    parts, status = list[bytes](), 0
+
+    async def send_observed(message: MutableMapping[str, Any]) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        else:
+            parts.append(message.get("body", b""))
+            if status == 200 and not message.get("more_body", False):
+                keep(b"".join(parts))
+        await send(message)
+
+    return send_observed
 
 
 class _ResumableAnswer:

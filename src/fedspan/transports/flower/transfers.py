@@ -133,19 +133,13 @@ class Transfers:
         bandwidth = bandwidth or Bandwidth()
         self.up, self.down = Pacer(bandwidth.up), Pacer(bandwidth.down)
         self.sent, self.received = Progress("reply sent", on_progress), Progress("order received", on_progress)
-        self.interrupted: OrderedDict[str, bool] = OrderedDict()
-        """SHA-256 of the bodies of which a part may have arrived, and whether all of it was sent."""
-        self._sent_digest = ""
+        self.interrupted: OrderedDict[str, None] = OrderedDict()
+        """SHA-256 of the bodies of which a part may have arrived."""
         self._downloads: OrderedDict[tuple[str, bytes], Download] = OrderedDict()
 
-    def note_interruption(self, digest: str, is_sent: bool) -> None:
-        """Note that a part of a body may have arrived.
-
-        Args:
-            digest: SHA-256 of the body.
-            is_sent: Whether all of it was sent.
-        """
-        self.interrupted[digest] = is_sent
+    def note_interruption(self, digest: str) -> None:
+        """Note that a part of a body may have arrived, given the body's SHA-256."""
+        self.interrupted[digest] = None
         while len(self.interrupted) > _KEPT:
             self.interrupted.popitem(last=False)
 
@@ -163,10 +157,6 @@ class Transfers:
         """Forget what was received of an answer."""
         self._downloads.pop((path, request), None)
 
-    def is_sent(self, digest: str) -> bool:
-        """Return whether all of a body was sent, given its SHA-256; only the latest body is known."""
-        return digest == self._sent_digest
-
     def pace_upload(self, body: bytes, part: UploadPart, on_block: Callable[[int], None]) -> Iterator[bytes]:
         """Yield the blocks of a part of a body, at the permitted rate.
 
@@ -175,10 +165,8 @@ class Transfers:
             part: The part.
             on_block: Called before each block with the number of bytes before it.
         """
-        self._sent_digest = ""
         for start in range(part.offset, len(body), _BLOCK):
             block = body[start : start + _BLOCK]
             on_block(start)
             self.up.wait(len(block))
             yield block
-        self._sent_digest = part.digest

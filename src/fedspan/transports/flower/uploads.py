@@ -2,15 +2,19 @@
 
 A body is named by its node and its SHA-256, and its size is declared and checked before the first byte is read. Parts
 follow each other without gaps or overlaps, and the hash of a body in several parts is verified before it is used. What
-is kept is bounded for a node, for all nodes together, and in time; what is dropped is sent again.
+is kept is bounded for a node, for all nodes together, and in time; what is dropped is sent again. The answers to the
+latest bodies are kept, too: a node that lost one receives it without sending the body again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from fedspan.transports.flower.limits import DoorLimits
@@ -20,6 +24,11 @@ __all__ = ["Upload", "Uploads"]
 
 _SHOWN_EVERY = 5.0
 """Seconds between two lines of the log about the progress of one body."""
+
+_ANSWERS, _SENDERS = 4, 4096
+"""Maximum number of answers that are kept of a node, and of nodes whose answers are kept."""
+_ANSWER_BYTES = 2**15
+"""Maximum size of an answer that is kept, in bytes: one that lists the objects of a reply of 2 GiB."""
 
 log = logging.getLogger("fedspan.server")
 
@@ -72,6 +81,8 @@ class Uploads:
     def __init__(self, limits: DoorLimits) -> None:
         self.limits = limits
         self._uploads: OrderedDict[tuple[bytes, str], Upload] = OrderedDict()
+        self._answers: OrderedDict[bytes, OrderedDict[str, bytes]] = OrderedDict()
+        self._processed: dict[tuple[bytes, str], asyncio.Event] = {}
 
     def find_offset(self, sender: bytes, digest: str) -> int:
         """Return how many bytes of a body have arrived. The request that sent them, if it has not ended, is ended."""
@@ -135,6 +146,42 @@ class Uploads:
         if upload.requests > 1 and hashlib.sha256(body).hexdigest() != digest:
             raise ValueError("a body of another SHA-256 than declared")
         return body
+
+    @asynccontextmanager
+    async def process(self, sender: bytes, digest: str) -> AsyncGenerator[None]:
+        """Process a body that has arrived as a whole for the duration of the context."""
+        self._processed[sender, digest] = done = asyncio.Event()
+        try:
+            yield
+        finally:
+            done.set()
+            if self._processed.get((sender, digest)) is done:
+                del self._processed[sender, digest]
+
+    def keep_answer(self, sender: bytes, digest: str, answer: bytes) -> None:
+        """Keep the answer to a request, in place of the node's oldest one if there are several."""
+        if len(answer) > _ANSWER_BYTES:
+            return
+        answers = self._answers.pop(sender, None) or OrderedDict[str, bytes]()
+        self._answers[sender] = answers
+        answers[digest] = answer
+        while len(answers) > _ANSWERS:
+            answers.popitem(last=False)
+        while len(self._answers) > _SENDERS:
+            self._answers.popitem(last=False)
+
+    async def find_answer(self, sender: bytes, digest: str) -> bytes | None:
+        """Return the answer to a request whose body has arrived as a whole; None: it has not.
+
+        Args:
+            sender: The node's key.
+            digest: SHA-256 of the body. If it is being processed, the answer is waited for.
+        """
+        processed = self._processed.get((sender, digest))
+        if processed is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(processed.wait(), self.limits.body_seconds)
+        return self._answers.get(sender, {}).get(digest)
 
     def _drop_expired(self) -> None:
         oldest = time.monotonic() - self.limits.partial_seconds

@@ -5,7 +5,7 @@ orders again and again. Nodes and the submitting process of fedspan use these pa
 
 - ``/fedspan/node/take-order``: the answer waits for an order (long polling), and brings its objects along;
 - ``/fedspan/node/send-reply``: a reply with its objects; the order that it replies to counts as received;
-- ``/fedspan/node/upload-offset``: how many bytes of an interrupted request's body the door has;
+- ``/fedspan/node/upload-offset``: how many bytes of an interrupted request's body the door has, or the answer to it;
 - ``/fedspan/node/fetch-base``: bytes of a file of a base model that the server offers;
 - ``/fedspan/run/send-orders``: orders for many nodes with their objects;
 - ``/fedspan/run/take-replies``: the answer waits for replies, and brings their objects along;
@@ -40,6 +40,7 @@ __all__ = [
     "RUN_PATH",
     "SEND_ORDERS",
     "SEND_REPLY",
+    "TAKEN",
     "TAKE_ORDER",
     "TAKE_REPLIES",
     "UPLOAD_HEADER",
@@ -74,6 +75,8 @@ RESUMABLE_BYTES = 2**16
 """Size in bytes from which on the body of a request or of an answer can be resumed."""
 UPLOAD_HEADER = "fedspan-upload"
 """Header of a request whose body can be resumed: the fields of an ``UploadPart`` with slashes between."""
+TAKEN = b"taken:"
+"""What stands before the answer to a request whose body has arrived as a whole, in place of an offset."""
 
 _LENGTH = 4
 _REPLY_LIMIT = "reply-bytes:"

@@ -57,6 +57,7 @@ from fedspan.transports.flower.wire import (
     RESUMABLE_BYTES,
     SEND_REPLY,
     TAKE_ORDER,
+    TAKEN,
     UPLOAD_HEADER,
     UPLOAD_OFFSET,
     UploadPart,
@@ -81,14 +82,8 @@ _PAUSE = 1.0
 _RESUMED = 0.1
 """The same, if the broken connection has transmitted a part of it."""
 _TOO_LARGE = httpx.codes.REQUEST_ENTITY_TOO_LARGE
-_LOST_ANSWERS = 16
-"""Number of answers to a reply or its objects that may be lost."""
 _PARTS = 64
 """Maximum number of parts of an answer."""
-
-
-class _AnswerLost(Exception):
-    """Raised when a body was sent as a whole and the connection broke before the answer."""
 
 
 class ReceivedOrder(NamedTuple):
@@ -248,26 +243,16 @@ class NodeConnection:
         """
         reply.prepare()
         self.transfers.sent.begin(sum(map(len, reply.contents.values())), reply.count_taken_bytes())
-        inline = [] if reply.session else select_fitting(reply.contents.values(), INLINE_BYTES)
-        is_known, lost, refused = bool(reply.session), 0, False
-        while True:
-            try:
-                if not is_known:
-                    self._announce(reply, inline)
-                    is_known = True
-                self._push_objects(reply)
-                return
-            except _AnswerLost as error:
-                lost += 1
-                if lost > _LOST_ANSWERS:
-                    raise httpx.ReadError("the answers to a reply are lost again and again") from error
-            except (ObjectPushError, httpx.HTTPStatusError) as error:
-                # taken before, or announced to a door that was restarted since; any other status is final
-                is_final = isinstance(error, httpx.HTTPStatusError) and error.response.status_code != _TOO_LARGE
-                if refused or is_final:
-                    raise
-                refused = True
-            is_known, inline = False, []  # the SuperLink says what it has
+        if not reply.session:
+            self._announce(reply, select_fitting(reply.contents.values(), INLINE_BYTES))
+        try:
+            self._push_objects(reply)
+        except (ObjectPushError, httpx.HTTPStatusError) as error:
+            # taken before, or announced to a door that was restarted since; any other status is final
+            if isinstance(error, httpx.HTTPStatusError) and error.response.status_code != _TOO_LARGE:
+                raise
+            self._announce(reply, [])
+            self._push_objects(reply)
 
     def _announce(self, reply: OutgoingReply, contents: list[bytes]) -> None:
         """Send the head of a reply and contents of its objects, and note what is missing then."""
@@ -355,15 +340,18 @@ class NodeConnection:
     ) -> bytes:
         """Send a request, the rest of it if the connection breaks, and return the answer up to a maximum size."""
         left = most = self._retries if retries is None else retries
-        digest = hashlib.sha256(body).hexdigest() if len(body) >= RESUMABLE_BYTES else ""
+        is_resumable = len(body) >= RESUMABLE_BYTES or path.endswith(SEND_REPLY)  # no reply may be stored twice
+        digest = hashlib.sha256(body).hexdigest() if is_resumable else ""
         pause, transmitted = _PAUSE, 0
         while True:
             moved = 0
             try:
                 if digest in self.transfers.interrupted:
-                    moved = self._find_offset(digest, len(body))
-                    if not moved and self.transfers.interrupted.pop(digest):
-                        raise _AnswerLost
+                    found = self._find_offset(digest, len(body), max_bytes)
+                    if isinstance(found, bytes):
+                        self.transfers.interrupted.pop(digest)
+                        return found
+                    moved = found
                 sent = self.transfers.sent
                 part = UploadPart(digest, moved, len(body), sent.done, sent.total) if digest else None
                 answer = self._post_once(path, body, max_bytes, seconds, part)
@@ -371,7 +359,7 @@ class NodeConnection:
                 return answer
             except httpx.TransportError:
                 if digest:
-                    self.transfers.note_interruption(digest, self.transfers.is_sent(digest))
+                    self.transfers.note_interruption(digest)
                 elif (download := self.transfers.find_download(path, body)) is not None:
                     moved = download.size
                 if moved and moved != transmitted:
@@ -384,14 +372,17 @@ class NodeConnection:
                 self.transfers.interrupted.pop(digest, None)
                 if not digest or not left or error.response.status_code != httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
                     raise
-                self.transfers.note_interruption(digest, False)  # the SuperLink has less or more of it than it had
+                self.transfers.note_interruption(digest)  # the SuperLink has less or more of it than it had
                 left -= 1
             time.sleep(pause)
             pause *= 2
 
-    def _find_offset(self, digest: str, total: int) -> int:
-        """Return how many bytes of a body have arrived."""
-        answer = self._post_once(f"{NODE_PATH}{UPLOAD_OFFSET}", digest.encode("ascii"), _SMALL, _SECONDS, None)
+    def _find_offset(self, digest: str, total: int, max_bytes: int) -> int | bytes:
+        """Return how many bytes of a body have arrived, or the answer to the request, if all have."""
+        request = digest.encode("ascii")
+        answer = self._post_once(f"{NODE_PATH}{UPLOAD_OFFSET}", request, max_bytes + len(TAKEN), _SECONDS, None)
+        if answer.startswith(TAKEN):
+            return answer[len(TAKEN) :]
         if not answer.isdigit() or len(answer) > 10 or int(answer) > total:
             raise httpx.RemoteProtocolError("an answer that is not an offset")
         return int(answer)
