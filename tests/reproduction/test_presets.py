@@ -18,7 +18,7 @@ from fedspan.reproduction.rehearsal import dry_run
 
 IDS = [preset.id for preset in list_presets()]
 SLOW = {
-    *(f"fedloru-{name}" for name in ("figure3", "table1", "table5", "table7", "table9", "table11", "table12")),
+    *(f"fedloru-{name}" for name in ("code", "figure3", "table1", "table5", "table7", "table9", "table11", "table12")),
     *(f"fedgalore-{name}" for name in ("figure1", "figure4", "table4", "table5", "table11")),
 }
 """At full size these take from one second to half a minute each: many ranks in other cohorts every round."""
