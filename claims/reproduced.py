@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="folder with a model, where the preset asks for one")
     parser.add_argument("--runs", type=Path, default=Path("runs/claims"))
     parser.add_argument("--protocol", choices=("best", "matched"), default="best", help="rates of the rows")
-    parser.add_argument("--seeds", type=int, nargs="+", help="in place of the preset's; one gives no verdict")
+    parser.add_argument("--seeds", type=int, nargs="+", help="replace the preset's; one gives no verdict")
     parser.add_argument("--set", dest="overrides", nargs="*", default=[], help="section.field=value")
     parser.add_argument("--out", type=Path, default=report.FOLDER)
     args = parser.parse_args()

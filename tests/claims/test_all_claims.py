@@ -133,7 +133,7 @@ def test_a_page_compares_its_two_protocols(scripts: None, tmp_path: Path) -> Non
 
 
 def test_an_outdated_page_names_every_change_once_and_is_counted_apart(scripts: None, tmp_path: Path) -> None:
-    """A new run of the page, which writes both of its files anew, removes the mark."""
+    """A new run of the page, which rewrites both of its files, removes the mark."""
     mark, reproduced = importlib.import_module("outdated").mark, importlib.import_module("reproduced")
     reproduced.page(reproduce_preset("fedloru-table1", tmp_path), load_preset("fedloru-table1"), tmp_path)
     page, facts = tmp_path / "fedloru-table1.md", tmp_path / "fedloru-table1.json"

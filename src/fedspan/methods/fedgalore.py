@@ -18,9 +18,9 @@ the joined views), which are then transmitted too. Whether AJIVE's identifiabili
 drop most of the r directions). The paper maps v~ by T too, which makes entries negative, and the step m~ / sqrt(v~)
 unbounded where they are clamped at 0: ``moments: linear``. The default here maps v~ by the squared entries of T:
 nonnegative, and the step grows by sqrt(r) at most. Between independent random projectors these entries are about 1 /
-n, so that about r / n of vbar is left: the second moments all but start anew at every random refresh. ``keep`` leaves
-it (GaLore's code). Bias correction is off as in algorithm 4, for the extras (the head) too, whose optimizer the paper
-does not give; on, the second moment's counter is carried over rounds. Clipping bounds the projected gradients,
+n, so that about r / n of vbar is left: the second moments are almost re-initialized at every random refresh. ``keep``
+leaves it (GaLore's code). Bias correction is off as in algorithm 4, for the extras (the head) too, whose optimizer the
+paper does not give; on, the second moment's counter is carried over rounds. Clipping bounds the projected gradients,
 GaLore's code the whole ones. Weight decay reaches the frozen weight (W <- rho W), which no adapter can express.
 ``lora_alpha`` is not used; ``scale`` is GaLore's. Not in the paper: ``rounds_per_seed``.
 """

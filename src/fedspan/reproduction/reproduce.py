@@ -124,7 +124,7 @@ def reproduce(
         model: Folder with a model, if the preset requires one.
         overrides: Changes to all configs, each ``section.field=value``.
         reuse: Folders with other reproductions or runs; they are not changed.
-        seeds: Seeds in place of the preset's; a single one gives scores, but no verdict.
+        seeds: Seeds that replace the preset's; a single one gives scores, but no verdict.
         protocol: ``best``: the values of the preset's sweep are selected for each row; ``matched``: all rows have the
             values that the preset's ``matched`` names.
         listener: Listener that receives all events.
