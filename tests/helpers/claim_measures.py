@@ -39,6 +39,10 @@ def require_declared_traffic(run: MethodRun, policy: str) -> None:
                 continue
             layers = getattr(counted[number][ranks[transfer.client]], transfer.direction)
             travel = policy == "average" or (transfer.direction == "down" and number == 0)
-            assert transfer.payload == layers + 4 * travel * extras
+            expected = layers + 4 * travel * extras
+            if run.federation.method.declare_claims().adaptive_rank and transfer.direction == "down":
+                assert 4 * travel * extras <= transfer.payload <= expected
+            else:
+                assert transfer.payload == expected
         steady &= set(cohort)
     assert steady, "nobody took part in every round"

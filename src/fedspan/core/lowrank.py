@@ -19,6 +19,7 @@ __all__ = [
     "compute_inner_product",
     "compute_leading_svd",
     "concatenate",
+    "find_energy_rank",
     "fix_signs",
     "svd",
 ]
@@ -161,6 +162,20 @@ def compute_leading_svd(
         U = Q @ u
     U, Vt = fix_signs(U[:, :rank], Vt[:rank])
     return U, S[:rank], Vt
+
+
+def find_energy_rank(S: Tensor, share: float) -> int:
+    """Find the smallest rank, at least 1, of which the squared singular values are a share of the sum of all squares.
+
+    Args:
+        S: Singular values (Q,), descending.
+        share: Share, from 0 to 1; at 1 only values of 0 are left out.
+    """
+    tails = S.square().flip(0).cumsum(0).flip(0)  # from the smallest on, so that small tails are not rounded away
+    limit, rank = tails[0] * (1 - share), len(S)
+    while rank > 1 and bool(tails[rank - 1] <= limit):
+        rank -= 1
+    return rank
 
 
 def balance_factors(U: Tensor, S: Tensor, Vt: Tensor) -> LowRank:

@@ -64,6 +64,8 @@ class Claims:
             anything else (the client's own tensors, changes, sketches, moments); ``nothing``.
         directions: Slots of a reply that hold directions of norm 1 at most (projectors), which ``contribute`` checks;
             scaling a reply's change down leaves them as they are.
+        adaptive_rank: Whether the rank of what clients receive depends on the replies' values, so that plans, which
+            have none, count the largest.
     """
 
     paper: str
@@ -79,6 +81,7 @@ class Claims:
     moves_base: bool = False
     sends: Literal["values", "other", "nothing"] = "values"
     directions: tuple[str, ...] = ()
+    adaptive_rank: bool = False
 
 
 @dataclass(frozen=True)

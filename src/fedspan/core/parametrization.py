@@ -30,6 +30,7 @@ __all__ = [
     "Gram",
     "LoRA",
     "MixedGram",
+    "MultiHeadCore",
     "Nested",
     "PairSum",
     "Parametrization",
@@ -120,6 +121,22 @@ class Core:
 
     def compute_effective(self, slots: Slots) -> Effective:
         return Effective(LowRank(slots["B"] @ slots["R"], slots["A"], self.scaling))
+
+
+@dataclass(frozen=True)
+class MultiHeadCore:
+    """``W + scaling * sum_h c_h B_h R_h A_h``: H cores R (H, R, R) with a scale c (H,) each (RAVAN).
+
+    B (O, H R) and A (H R, I), fixed, hold the heads' factors side by side.
+    """
+
+    scaling: float
+    slots: ClassVar[tuple[str, ...]] = ("A", "B", "R", "c")
+
+    def compute_effective(self, slots: Slots) -> Effective:
+        cores = slots["c"][:, None, None] * slots["R"]
+        B_OHR = slots["B"].unflatten(1, cores.shape[:2])
+        return Effective(LowRank(torch.einsum("ohr,hrq->ohq", B_OHR, cores).flatten(1), slots["A"], self.scaling))
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from fedspan.methods.ffa_lora import FFALoRA
 from fedspan.methods.flexlora import FlexLoRA
 from fedspan.methods.flora import FLoRA
 from fedspan.methods.florg import FLoRG
+from fedspan.methods.florist import FLoRIST
 from fedspan.methods.fr_lora import FRLoRA
 from fedspan.methods.hetlora import HetLoRA
 from fedspan.methods.la_lora import LALoRA
@@ -41,6 +42,7 @@ from fedspan.methods.lora_fair import LoRAFAIR
 from fedspan.methods.mfedloru import MFedLoRU
 from fedspan.methods.pfedlora import PFedLoRA
 from fedspan.methods.pfedloru import PFedLoRU
+from fedspan.methods.ravan import RAVAN
 from fedspan.methods.rolora import RoLoRA
 from fedspan.methods.slora import SLoRA
 
@@ -68,6 +70,7 @@ _methods: dict[str, type[RegisteredMethod]] = {
     "flexlora": FlexLoRA,
     "flora": FLoRA,
     "florg": FLoRG,
+    "florist": FLoRIST,
     "fr-lora": FRLoRA,
     "hetlora": HetLoRA,
     "la-lora": LALoRA,
@@ -77,6 +80,7 @@ _methods: dict[str, type[RegisteredMethod]] = {
     "mfedloru": MFedLoRU,
     "pfedlora": PFedLoRA,
     "pfedloru": PFedLoRU,
+    "ravan": RAVAN,
     "rolora": RoLoRA,
     "slora": SLoRA,
 }

@@ -102,8 +102,9 @@ class Plan:
         bytes_up: Bytes of all messages from clients in the run's training.
         head_up: Bytes of tensor data from a client before the first round, for the head's start; 0 without one. Not
             part of ``bytes_up``, as in the ledger.
-        exact: Whether the bytes equal the ledger's: true if every client participates in every round. Otherwise,
-            returning clients may be sent more of the base, and one-time transfers are counted for the drawn cohorts.
+        exact: Whether the bytes equal the ledger's: true if every client participates in every round, and the method's
+            ranks do not depend on the replies (FLoRIST: the largest are counted). Otherwise, returning clients may be
+            sent more of the base, and one-time transfers are counted for the drawn cohorts.
         steps: Optimizer steps of a client in a round, in a method's main phase; None if the number of examples is
             unknown.
         all_steps: Optimizer steps over cohorts and rounds; None likewise.
@@ -262,7 +263,7 @@ def plan_run(
         bytes_down=bytes_down,
         bytes_up=bytes_up,
         head_up=_compute_head_bytes(config, planned.adapted),
-        exact=first.clients == count,
+        exact=first.clients == count and not method.declare_claims().adaptive_rank,
         steps=steps,
         all_steps=None if steps is None else steps * orders,
         client=ClientMemory(
