@@ -36,8 +36,14 @@ from stage import Deployment, build_command, build_environment
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
+import fedspan  # noqa: E402
 from helpers import tiny  # noqa: E402
-from helpers.sites import SITES, run_values, site_files  # noqa: E402
+from helpers.sites import (  # noqa: E402
+    SITES,
+    local_values,
+    run_values,
+    site_files,
+)
 from helpers.slow_link import SlowLink  # noqa: E402
 
 NORTH, SOUTH, WEST = SITES
@@ -120,6 +126,14 @@ class Submitted:
             require(self.process.poll() is None, f"submit ended before round {round}: {self.said()[-3000:]}")
             require(time.monotonic() < end, f"no round {round} after {seconds:g} s{self.stage.made.logs()}")
             time.sleep(0.02)
+
+    def until_event(self, event: str) -> None:
+        """Wait until a round's metrics name who joined, or left."""
+        end = time.monotonic() + WAIT
+        while not any(event in json.loads(row) for row in self.rows()):
+            require(self.process.poll() is None, f"submit ended before any client {event}: {self.said()[-3000:]}")
+            require(time.monotonic() < end, f"nobody {event} after {WAIT:g} s{self.stage.made.logs()}")
+            time.sleep(0.05)
 
     def in_the_middle(self, site: str = "") -> list[str]:
         """Wait until a client trains in the second round, and return the metrics of the finished rounds.
@@ -332,7 +346,7 @@ _REPLIES = {
     "huge": ("... is moved by 1000 in every number", "the cohort's median"),
     "stale": ("... is one to the round before", "a reply of"),
     "replay": ("the order reaches a client twice, and it answers the second", "arrived before"),
-    "oversized": ("a reply of 3 MiB, where 1 MiB is the most (`federation.message_mib: 1`)", "more than 1 MiB"),
+    "oversized": ("a reply of 3 MiB, where 1 MiB is the most (`federation.message_mib: 1`)", "larger than its order"),
     "no-header": ("a reply whose header is no JSON", "not a fedspan header"),
 }
 
@@ -369,6 +383,46 @@ def node_killed(stage: Stage) -> Outcome:
     require(run.rows()[: len(before)] == before, "a finished round was lost")
     stage.own_models(run.began).require_same(expected)
     return Outcome(line(output, f"{NORTH}:"), ALL + ", every client's own model")
+
+
+LATE, LATE_ROUNDS = "east", 12
+
+
+@register_fault(
+    "joins-and-leaves",
+    "a fourth node is admitted after the first round, and another one is stopped (SIGTERM) once it participates "
+    "(`federation.late_joiners: true`, 12 rounds)",
+)
+def joins_and_leaves(stage: Stage) -> Outcome:
+    folder = stage.folder / "four"
+    folder.mkdir()
+    stage.files |= site_files(stage.folder / "corpus.csv", folder, (*SITES, LATE))
+    key = stage.made.folder / f"{LATE}.key"
+    stage.made.call("join", "--new-key", str(key))
+    run = stage.submit("joins-and-leaves", steps=LONG, late_joiners=True, rounds=LATE_ROUNDS)
+    stage.join(LATE, stage.node(LATE), until="refused the connection")
+    run.until(1)
+    stage.made.call("admit", f"{key}.pub", "--as", LATE, "--server", str(stage.made.server))
+    run.until_event("joined")
+    os.kill(stage.made.processes[SOUTH].pid, signal.SIGTERM)
+    output = run.end()
+    stage.restore()
+    rows = [json.loads(row) for row in run.rows()]
+    require([row["round"] for row in rows] == list(range(1, LATE_ROUNDS + 1)), "rounds are missing")
+    require(not any(row.get("failures") for row in rows), "a client failed")
+    ((joined, _),) = [(row["round"], row["joined"]) for row in rows if "joined" in row]
+    ((left, gone),) = [(row["round"], row["left"]) for row in rows if "left" in row]
+    require(gone == [SOUTH], f"{gone} left")
+    values = yaml.safe_load(run.log.with_suffix(".yaml").read_text())
+    simulated = local_values(values, stage.files["all"], {"name": "loop"})
+    del simulated["federation"]["late_joiners"]
+    simulated["simulation"] = {"present": {LATE: [joined, None], SOUTH: [1, left - 1]}}
+    fedspan.run(simulated, folder / "simulated")
+    expected = load_file(folder / "simulated" / "adapter" / "adapter_model.safetensors")
+    for name, value in load_file(run.out / "adapter" / "adapter_model.safetensors").items():
+        require(float((value - expected[name]).norm()) <= 1e-4 * float(value.norm()), f"{name} is another")
+    state = "that of a simulation with the same clients in each round (to 1e-4)"
+    return Outcome(line(output, f"{LATE} has joined"), state, f"that node, from round {left} on")
 
 
 @register_fault(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fedspan import __version__
-from fedspan.deployment import deploy
+from fedspan.deployment import submission
 from fedspan.deployment.handshake import Introduction, build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
@@ -58,13 +58,16 @@ def met(
             undecided.discard(7)
 
     monkeypatch.setattr(transport, "invite", invite)
-    monkeypatch.setattr(deploy, "compute_base_digest", lambda model: "b")
+    monkeypatch.setattr(submission, "compute_base_digest", lambda model: "b")
     given = values(tiny_folder)
     given["federation"].update(federation, secure=secure)
     prepared: Any = SimpleNamespace(config=build_server_config(given), model=None)
     link = servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
     notes = Notes()
-    return deploy._gather_nodes(None, prepared, invitation({}), 1.0, notes, link, None), notes.notes  # type: ignore[arg-type]
+    handshakes = submission.Handshakes(prepared, notes, link)
+    submission.gather_nodes(handshakes, None, invitation({}), 1.0, None)  # type: ignore[arg-type]
+    nodes = {id: one.node for id, one in handshakes.nodes.items()}
+    return (nodes, {id: one.examples for id, one in handshakes.nodes.items()}), notes.notes
 
 
 def test_a_run_begins_when_the_operator_has_agreed(

@@ -40,6 +40,8 @@ def test_clients_are_present_between_their_first_and_last_round() -> None:
     assert [presence.list_changes(round) for round in (0, 1, 2, 3, 4, 5)] == [
         ((), ()), (("a",), ()), ((), ("b",)), ((), ("a",)), ((), ()), (("a",), ())
     ]  # fmt: skip
+    changed = Presence({"b": ()}).change(1, {"a", "b"}, {"c"}).change(3, (), {"a", "b"}).change(5, {"a"}, ())
+    assert changed.spans == {"a": ((1, 3), (5, None)), "b": ((1, 3),), "c": ((0, 1),)}
     presence.require_enough(3, 0, 2)
     with pytest.raises(FedspanError, match=r"1 of 3 clients are present in round 4\. Expected at least 2 \(federation"):
         presence.require_enough(3, 3, 2)

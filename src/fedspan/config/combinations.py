@@ -29,6 +29,8 @@ def require_combination(config: RunSections) -> None:
             problem = "it cannot be combined with privacy, because diagnostics inspect updates without noise"
             raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, problem=problem)
     _require_simulation_fit(config)
+    mechanism = None if config.privacy is None else config.privacy.mechanism
+    config.federation.require_late_fit(mechanism, [wrapper.name for wrapper in config.method.wrappers])
     _require_cluster_fit(config)
     _require_head_fit(config)
     config.federation.require_secure_fit(config.method.name, config.method.title, method.declare_claims())

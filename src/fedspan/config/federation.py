@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
@@ -210,6 +211,12 @@ class FederationConfig(Section):
     min_examples: int = Field(
         default=1, ge=1, description="Deployments: number of training examples that a node needs to participate."
     )
+    late_joiners: bool = Field(
+        default=False,
+        description="Deployments: nodes may join, leave and come back between rounds. A round's clients are the nodes "
+        "that have joined and are online when it begins; partition.clients nodes have to join before the first one, "
+        "and the quorum of min_replies is counted on them. See docs/deployment.md.",
+    )
     message_mib: int = Field(
         default=1024, ge=1, le=2048, description="Flower: maximum size of a reply in MiB; larger ones are refused."
     )
@@ -245,10 +252,33 @@ class FederationConfig(Section):
         Raises:
             FedspanError: If it does.
         """
-        for name, off in (("require_tags", {}), ("min_examples", 1)):
+        for name, off in (("require_tags", {}), ("min_examples", 1), ("late_joiners", False)):
             if (value := getattr(self, name)) != off:
                 problem = "it selects nodes of a deployment; the clients of a simulation come from partition"
+                if name == "late_joiners":
+                    problem = "it is for deployments; in a simulation, simulation.present says who is there when"
                 raise FedspanError(f"federation.{name}", value, problem=problem)
+
+    def require_late_fit(self, mechanism: str | None, wrappers: Collection[str]) -> None:
+        """Check that the rest of the run does not count on fixed clients, if nodes may join late.
+
+        Args:
+            mechanism: Mechanism of the run's privacy; None: it has none.
+            wrappers: Names of the method's wrappers.
+
+        Raises:
+            FedspanError: If it does, with the reason.
+        """
+        if not self.late_joiners:
+            return
+        reasons = {
+            "central privacy counts on the same number of clients in every round": mechanism == "central",
+            "scaffold averages its control variates over a fixed number of clients": "scaffold" in wrappers,
+            "federation.ranks assigns ranks to the clients that are there at the start; {assign: draw, of: [...]} "
+            "draws one for each": (self.ranks is not None and not isinstance(self.ranks, RandomRanks)),
+        }
+        if reason := next((reason for reason, applies in reasons.items() if applies), None):
+            raise FedspanError("federation.late_joiners", True, "false", problem=reason)
 
     def require_secure_fit(self, method: str, title: str, claims: Claims) -> None:
         """Check that the method's replies can be summed securely, if the run uses secure aggregation.

@@ -13,11 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from fedspan import __version__
 from fedspan.config import RunConfig, override, read_values
-from fedspan.config.federation import FederationConfig
 from fedspan.config.node import load_node, require_data
-from fedspan.config.tags import explain_missing_tags
 from fedspan.data.path_patterns import has_placeholders, match_paths
-from fedspan.deployment.audit import AuditedTransport
 from fedspan.deployment.base_files import (
     BaseDownloads,
     BaseFile,
@@ -26,30 +23,27 @@ from fedspan.deployment.base_files import (
     list_base_files,
     offer_base,
 )
-from fedspan.deployment.handshake import NOWHERE, Introduction, Invitation, build_server_config, compute_base_digest
+from fedspan.deployment.handshake import NOWHERE, Invitation, build_server_config
 from fedspan.deployment.health import Heartbeat
-from fedspan.deployment.status import store_named_run
+from fedspan.deployment.submission import Submission
 from fedspan.deployment.supervisor import Supervisor
 from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import describe_few_nodes
-from fedspan.federation.protocol import Envelope, read_header
+from fedspan.federation.protocol import Envelope
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import require_intact
 from fedspan.runs.model_card import RunReport
-from fedspan.runs.remote import build_server_clients, connect, prepare_server
+from fedspan.runs.remote import prepare_server
 from fedspan.runs.results import is_run, read_report
 from fedspan.runs.setup import Prepared
 from fedspan.transports.flower import require
 
 if TYPE_CHECKING:
-    from fedspan.transports.flower.admissions import Admission
     from fedspan.transports.flower.server import ServerLink
-    from fedspan.transports.flower.signing import Signer
-    from fedspan.transports.flower.transport import Grid
 
 __all__ = ["check_node", "join", "submit"]
 
@@ -209,7 +203,7 @@ def submit(
         FedspanError: If an error occurs that the user can correct.
     """
     require()
-    from fedspan.transports.flower.admissions import open_audit_log, read_admissions, read_revocations
+    from fedspan.transports.flower.admissions import read_admissions
     from fedspan.transports.flower.signing import ServerSigner
     from fedspan.transports.flower.transport import attach
 
@@ -243,30 +237,10 @@ def submit(
                     link.folder,
                     lambda: {node: admission.key.encode() for node, admission in read_admissions(link).items()},
                 )
-            invitation, audit = _build_invitation(prepared.config, run, files), open_audit_log(link)
-            audit.write(
-                "run submitted", run=run, folder=str(run_folder.path.resolve()), config_sha256=invitation.digest
-            )
-            nodes, examples = _gather_nodes(grid, prepared, invitation, wait, events, link, signer)
-            for id, node in nodes.items():
-                audit.write("joined", run=run, client=id, node=str(node), examples=examples[id])
-            from fedspan.transports.flower.transport import GridTransport
-
-            with convert_disk_errors(link.folder):
-                store_named_run(link.folder, run_folder.path, nodes)
-            admitted = read_admissions(link)
-            max_examples = {id: admitted[node].max_examples for id, node in nodes.items() if node in admitted}
-            clients = build_server_clients(
-                *(prepared.config, prepared.engine.adapted.spec, examples),
-                {id: count for id, count in max_examples.items() if count is not None},
-            )
-            rules = prepared.config.federation.build_reply_rules()
-            grid_transport = GridTransport(
-                *(grid, nodes, prepared.config.federation.reconnect_timeout, signer),
-                (lambda: read_revocations(link)) if link.authority is not None else tuple,
-            )
-            transport = AuditedTransport(grid_transport, audit, run, nodes)
-            return run_rounds(connect(prepared, transport, rules, clients=clients, run=run, agreed=invitation.digest))
+            invitation = _build_invitation(prepared.config, run, files)
+            submission = Submission(link, run_folder, prepared, invitation, signer, events, wait)
+            submission.gather(grid)
+            return run_rounds(submission.connect(grid))
 
     return session.run(
         parsed,
@@ -306,101 +280,3 @@ def _build_invitation(config: RunConfig, run: str, files: Sequence[BaseFile] = (
     values = config.model_dump(mode="json", exclude={"device", "threads", "baselines"})
     values["data"] = {key: value for key, value in values["data"].items() if value != NOWHERE}
     return Invitation(run=run, version=__version__, config=json.dumps(values), base_files=tuple(files))
-
-
-def _gather_nodes(
-    grid: Grid,
-    prepared: Prepared,
-    invitation: Invitation,
-    wait: float,
-    listener: Listener,
-    link: ServerLink,
-    signer: Signer | None,
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Invite nodes until as many have joined as there are clients.
-
-    Returns:
-        Flower's node ids and the numbers of examples, both by client id.
-
-    Raises:
-        FedspanError: If too few nodes join in time; it names the nodes that refused.
-    """
-    from fedspan.transports.flower.admissions import read_admissions
-    from fedspan.transports.flower.transport import invite
-
-    config, base = prepared.config, compute_base_digest(prepared.model)
-    nodes: dict[str, int] = {}
-    examples: dict[str, int] = {}
-    refused: dict[str, str] = {}
-    undecided: set[int] = set()
-    for node, reply in invite(grid, invitation.to_envelope(), wait, signer, undecided):
-        admitted = read_admissions(link).get(node)  # a node may be admitted while others are waited for
-        introduction, reason = _read_introduction(reply, base, nodes, admitted, config.federation)
-        if introduction is not None and reason is None:
-            nodes[introduction.id], examples[introduction.id] = node, introduction.examples
-            refused.pop(introduction.id, None)
-        else:
-            id = f"node {node}" if introduction is None else introduction.id
-            if introduction is not None and introduction.waiting:
-                undecided.add(node)
-            if refused.get(id) != reason:
-                refused[id] = reason or ""
-                listener.on_note(f"{id} does not participate{' yet' if node in undecided else ''}: {reason}")
-        if len(nodes) == config.partition.clients:
-            return nodes, examples
-    reasons = "; ".join(f"{id}: {text}" for id, text in sorted(refused.items())) or "no more nodes are online"
-    problem = (
-        f"{len(nodes)} of {config.partition.clients} nodes participate ({reasons}). Fix the cause, then use --resume"
-    )
-    raise FedspanError("nodes", len(nodes), problem=problem)
-
-
-def _read_introduction(
-    reply: Envelope | str,
-    base: str,
-    joined: Mapping[str, int],
-    admitted: Admission | None,
-    federation: FederationConfig,
-) -> tuple[Introduction | None, str | None]:
-    """Decode a node's reply to an invitation, and return it with the reason if the node cannot participate.
-
-    Args:
-        reply: The reply, or the reason for a missing one.
-        base: Digest of the frozen model and its tokenizer.
-        joined: The nodes that participate, by client id.
-        admitted: What the operator decided about the node; None without keys.
-        federation: What the run requires of nodes.
-    """
-    if isinstance(reply, str):
-        return None, reply
-    try:
-        introduction = read_header(Introduction, reply)
-    except ValueError as error:
-        return None, str(error)
-    if admitted is not None and admitted.name and introduction.id != admitted.name:
-        # else one data owner's node could replace another, or refuse in its name
-        return introduction, f"this node was admitted as {admitted.name}"
-    if introduction.refused is not None:
-        return introduction, introduction.refused
-    if introduction.version != __version__:
-        return introduction, f"it runs fedspan {introduction.version}; this is {__version__}"
-    if introduction.base != base:
-        return (
-            introduction,
-            f"its base model or tokenizer is another (SHA-256 {introduction.base[:12]}, here {base[:12]})",
-        )
-    if introduction.examples < 1:  # a round in which it alone replies would have no weight, and stop the run
-        return introduction, "it declares no training examples"
-    if introduction.examples < federation.min_examples:
-        required = federation.min_examples
-        return introduction, f"it has {introduction.examples} training examples, and this run requires {required}"
-    if (missing := explain_missing_tags(introduction.tags, federation.require_tags)) is not None:
-        return introduction, missing
-    masked = federation.secure is not None  # the node weighs its reply itself: the server cannot lower the weight
-    most = None if admitted is None else admitted.max_examples
-    if masked and most is not None and introduction.examples > most:
-        return (
-            introduction,
-            f"it declares {introduction.examples} examples and was admitted with at most {most} (--max-examples)",
-        )
-    return introduction, "another node has this id" if introduction.id in joined else None

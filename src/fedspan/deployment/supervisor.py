@@ -110,7 +110,8 @@ class Supervisor:
 
 def _serve(path: str, connection: Connection) -> None:
     """Run the node service in the other process: bytes in, bytes out."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervising process handles Ctrl-C
+    for ending in (signal.SIGINT, signal.SIGTERM):  # the supervising process ends after the order, and this one then
+        signal.signal(ending, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     from fedspan.deployment.node import NodeService  # torch, Transformers
 

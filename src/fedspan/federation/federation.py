@@ -78,6 +78,8 @@ class Federation:
         exporting: Whether clients export their own models because the server does not see them.
         training: Settings of local training, from which orders take the learning rate; None: the engine's.
         presence: The rounds in which each client is present; None: every client in every round.
+        begin_round: Decides before a round, given its number from 0, which clients the federation has and when each is
+            present; None: both stay.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Federation:
         exporting: bool = False,
         training: TrainingSettings | None = None,
         presence: Presence | None = None,
+        begin_round: Callable[[int], tuple[Mapping[str, ClientData], Presence]] | None = None,
     ) -> None:
         self.method = method
         self.engine = engine
@@ -103,7 +106,7 @@ class Federation:
         self.transport, self.rules, self.new_aggregation = transport, rules or STRICT, new_aggregation
         self.run, self.exporting = run, exporting
         self.training = training or engine.settings
-        self.presence = presence or Presence()
+        self.presence, self._begin_round = presence or Presence(), begin_round
         self._best: Mapping[str, int] = {}
         self._transfers: list[Transfer] = []
         self._failures: list[Failure] = []
@@ -132,7 +135,18 @@ class Federation:
             self.exporting,
             training,
             self.presence,
+            self._begin_round,
         )
+
+    def begin_round(self, round: int) -> None:
+        """Update the clients before a round, from 0, if clients join and leave between rounds.
+
+        Raises:
+            FedspanError: If too few clients are present.
+        """
+        if self._begin_round is not None:
+            clients, self.presence = self._begin_round(round)
+            self.clients = sort_clients(clients)
 
     def retain(self, best: Progress) -> None:
         """Record the best progress so far: clients must not delete the state that belongs to it."""
@@ -197,6 +211,7 @@ class Federation:
         Raises:
             FedspanError: If too few replies are accepted after all attempts; the progress is unchanged.
         """
+        self.begin_round(progress.state.round)
         context = self._build_context(progress)
         units = {id: self.training.compute_workload(self.clients[id].client.examples) for id in context.ids}
         with open_clients_stage(self.engine.stages, "training", units) as finished:

@@ -6,7 +6,7 @@ client that was never selected before: it is sent the complete state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from fedspan.errors import FedspanError
@@ -37,6 +37,22 @@ class Presence:
         if not self.spans:
             return list(ids)
         return [id for id in ids if self.is_present(id, round)]
+
+    def change(self, round: int, joined: Collection[str], left: Collection[str]) -> Presence:
+        """Return the same with clients that are present from a round on, and others that no longer are.
+
+        Args:
+            round: Number of the round, from 0.
+            joined: Clients that are present from the round on, and were not before.
+            left: Clients that were present before, and are not from the round on.
+        """
+        spans = dict(self.spans)
+        for id in joined:
+            spans[id] = (*spans.get(id, ()), (round, None))
+        for id in left:
+            *before, last = spans.get(id, ((0, None),))
+            spans[id] = (*before, (last[0], round))
+        return Presence(spans)
 
     def list_changes(self, round: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the clients that are present in a round and were not in the one before, and the reverse, sorted.

@@ -19,6 +19,7 @@ from fedspan.core.values import Client, Spec
 from fedspan.crypto import require_packages
 from fedspan.federation.evaluation import Evaluator, RemoteEvaluator
 from fedspan.federation.federation import Federation
+from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Envelope, Transport
 from fedspan.federation.secagg.messages import decode_request
@@ -135,6 +136,8 @@ def connect(
     nodes: Path | None = None,
     run: str = "",
     agreed: str = "",
+    presence: Presence | None = None,
+    begin_round: Callable[[int], tuple[Mapping[str, ClientData], Presence]] | None = None,
 ) -> Prepared:
     """Connect a prepared run to its clients through a transport.
 
@@ -146,6 +149,8 @@ def connect(
         nodes: Folder where the clients store their state, if this process can read it.
         run: Name of the run, for nodes that may serve several.
         agreed: Digest of the config that all nodes were sent.
+        presence: The rounds in which each client is present; None: every client in every round.
+        begin_round: Decides before a round about the clients (``Federation``); None: they stay.
 
     Raises:
         FedspanError: If the config requests secure aggregation and its libraries are not installed.
@@ -164,6 +169,8 @@ def connect(
         run,
         exporting=nodes is None,
         training=local_federation.training,
+        presence=presence,
+        begin_round=begin_round,
     )
     store = None if nodes is None else DiskClientStore(nodes)
 

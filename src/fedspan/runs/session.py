@@ -239,6 +239,7 @@ class _Session:
     def _start(self) -> Progress:
         """Return the progress before the first round; one whose head starts from statistics is measured and saved."""
         prepared, started = self.prepared, time.monotonic()
+        prepared.federation.begin_round(0)
         if prepared.head is None:
             return prepared.federation.begin()
         try:

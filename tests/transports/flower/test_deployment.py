@@ -20,7 +20,8 @@ pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
 from stage import Deployment, build_command, build_environment
 
-from helpers.sites import SITES, run_values, site_files
+import fedspan
+from helpers.sites import SITES, local_values, run_values, site_files
 
 pytestmark = pytest.mark.slow
 STEPS = 800
@@ -56,6 +57,15 @@ def wait_for_round(run: Path, number: int, process: subprocess.Popen[str]) -> No
     while len(rounds(run)) < number:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def wait_for_event(run: Path, event: str, process: subprocess.Popen[str]) -> None:
+    """Wait for a round before which a node has joined or left."""
+    until = time.monotonic() + 240
+    while not any(event in row for row in rounds(run)):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until, rounds(run)
         time.sleep(0.05)
 
 
@@ -205,3 +215,50 @@ def test_a_node_receives_the_base_model_that_the_server_offers(tiny_folder: Path
         for path in received.iterdir():
             assert path.read_bytes() == (folder / path.name).read_bytes()
         assert not list((made.server / "bases").iterdir())
+
+
+def test_nodes_join_and_leave_a_run_under_way(tiny_folder: Path, tmp_path: Path) -> None:
+    """A fourth node is admitted after the first round, one leaves politely, the server is killed and resumes: the
+    adapter is that of a simulation with the same clients in each round.
+    """
+    sites, late = (*SITES, "east"), "east"
+    files = site_files(tiny_folder / "corpus.csv", tmp_path, sites)
+    plan = config(tiny_folder, tmp_path, rounds=24, late_joiners=True)
+    values = yaml.safe_load(plan.read_text())
+    values["training"]["local_steps"] = STEPS // 4
+    plan.write_text(yaml.safe_dump(values))
+    run = tmp_path / "run"
+    with Deployment(tmp_path / "deployment") as made:
+        for site in SITES:
+            made.join(site, made.node_file(site, files[site]))
+        key = made.folder / f"{late}.key"
+        made.call("join", "--new-key", str(key))
+        process = submitted(made, plan, run)
+        made.join(late, made.node_file(late, files[late]))  # refused until it is admitted
+        wait_for_round(run, 1, process)
+        made.call("admit", f"{key}.pub", "--as", late, "--server", str(made.server))
+        wait_for_event(run, "joined", process)
+        os.kill(made.processes[SITES[1]].pid, signal.SIGTERM)
+        wait_for_event(run, "left", process)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        finish(submitted(made, plan, run, "--resume", str(run)), made)
+        assert made.processes[SITES[1]].wait(60) == 0
+    rows = rounds(run)
+    assert [row["round"] for row in rows] == list(range(1, 25))
+    assert [row["failures"] for row in rows if "failures" in row] == []
+    events = {event: [(row["round"], row[event]) for row in rows if event in row] for event in ("joined", "left")}
+    ((joined, who),) = events["joined"]
+    ((left, gone),) = events["left"]
+    assert (who, gone) == ([late], [SITES[1]])
+    assert 1 < joined < left
+    assert rows[-1]["cohort"] == sorted({*sites} - {SITES[1]})
+    simulated = local_values(values, files["all"], {"name": "loop"})
+    simulated["federation"] = {**simulated["federation"], "late_joiners": False}
+    simulated["partition"] = {**simulated["partition"], "clients": None}
+    simulated["simulation"] = {"present": {late: [joined, None], SITES[1]: [1, left - 1]}}
+    fedspan.run(simulated, tmp_path / "simulated")
+    mine, theirs = adapter(run), adapter(tmp_path / "simulated")
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        assert float((value - theirs[name]).norm()) <= 1e-4 * float(value.norm()), name

@@ -231,3 +231,16 @@ def test_a_node_waits_for_its_link_while_it_counts_as_online(comes_back: bool, m
     link, lost = supernode.Link("", None, None, 2**20), httpx.ReadError("lost")
     assert supernode._wait_for_link(Renewing(), link, Event(), lost) is comes_back  # type: ignore[arg-type]
     assert len(tries) >= 2
+
+
+def test_an_order_that_arrives_while_the_node_is_stopped_is_carried_out() -> None:
+    class Slow(Connection):
+        def take_order(self, received: str) -> ReceivedOrder | None:
+            time.sleep(0.3)
+            return super().take_order(received)
+
+    stop = Event()
+    stop.set()
+    order = supernode._next_order(Slow(), "", stop)  # type: ignore[arg-type]
+    assert order is not None
+    assert order.message.metadata.dst_node_id == 1

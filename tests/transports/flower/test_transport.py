@@ -164,6 +164,22 @@ def test_after_the_object_that_exceeds_the_limit_no_other_is_fetched() -> None:
     assert len(pulled) < 30  # the third, and those that other threads had asked for
 
 
+def test_two_readers_of_one_grid_get_their_own_replies() -> None:
+    grid = Grid([1, 2, 3], {3: 1})
+    shared = transport.SharedGrid(grid)
+    invitations = transport.Invitations(shared.side, Envelope("hello"), known=[1, 2])
+    assert list(invitations.send(60.0)) == []
+    assert list(invitations.receive()) == []
+    assert exchanged(transport.GridTransport(shared, NODES), {"a": Envelope("order")}, 10.0) == {"a": Envelope("order")}
+    assert invitations.has_pending
+    assert list(shared.pull_messages(())) == []
+    assert [node for node, _ in invitations.receive()] == [3]
+    assert not invitations.has_pending
+    grid.online = [1, 2, 3, 4]
+    assert list(invitations.send(60.0)) == []
+    assert grid.sent["m2"].metadata.dst_node_id == 4  # each node is invited once
+
+
 def test_an_order_names_how_large_its_reply_may_be() -> None:
     sizes, grid = {"a": 0, "b": 5 << 20, "c": 7}, Grid([1, 2, 3], {})
     orders = Orders("train", ENVELOPES, ENVELOPES.__getitem__, sizes.__getitem__)

@@ -49,6 +49,8 @@ __all__ = ["Link", "serve"]
 
 _STOP = 0.5
 """Interval in which a node that waits for an order checks whether to stop, in seconds."""
+_FAREWELL = 1.0
+"""Seconds for which a node that is stopped takes an order that is on its way to it."""
 _PROMPT = 1.0
 """An empty answer within this number of seconds means that the server does not wait for orders, because another process
 requests them with the same key; then the node itself waits."""
@@ -237,7 +239,10 @@ def _serve_connection(
 def _next_order(
     connection: NodeConnection, received: str, stop: Event, on_idle: Callable[[], None] = lambda: None
 ) -> ReceivedOrder | None:
-    """Wait for the next order; None: there is none yet, or ``stop`` is set."""
+    """Wait for the next order; None: there is none yet, or ``stop`` is set.
+
+    An order that arrives while the node is stopped is carried out, because the server waits for its reply.
+    """
     results = SimpleQueue[ReceivedOrder | BaseException | None]()
 
     def take() -> None:
@@ -254,6 +259,9 @@ def _next_order(
             if isinstance(result, BaseException):
                 raise result
             return result
+    with suppress(Empty):
+        result = results.get(timeout=_FAREWELL)
+        return None if isinstance(result, BaseException) else result
     return None
 
 

@@ -36,7 +36,7 @@ from fedspan.transports.flower.server import ServerLink, call_flower
 from fedspan.transports.flower.signing import Signer, UnsignedSigner
 from fedspan.transports.flower.wire import BATCH_BYTES, format_reply_limit, parse_reply_limit
 
-__all__ = ["Grid", "GridTransport", "attach", "invite", "roll_call"]
+__all__ = ["Grid", "GridTransport", "Invitations", "SharedGrid", "attach", "invite", "roll_call"]
 
 A = TypeVar("A", str, int)
 
@@ -82,6 +82,7 @@ class GridTransport(Transport):
         reconnect_timeout: Time limit for offline nodes in an exchange that waits for them, in seconds.
         signer: Signs orders and verifies replies; None: neither.
         revoked: Returns the nodes whose keys were revoked, which no exchange waits for.
+        on_poll: Called again and again while replies are awaited.
     """
 
     def __init__(
@@ -91,7 +92,9 @@ class GridTransport(Transport):
         reconnect_timeout: float = 300.0,
         signer: Signer | None = None,
         revoked: Callable[[], Collection[int]] = tuple,
+        on_poll: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_poll = on_poll
         self.grid, self.nodes, self.reconnect_timeout = grid, nodes, reconnect_timeout
         self.signer, self.revoked = signer or UnsignedSigner(), revoked
 
@@ -112,6 +115,7 @@ class GridTransport(Transport):
             started + (min(seconds, self.reconnect_timeout) if wait_for_offline else 0.0),
         )
         while True:
+            self._on_poll()
             revoked = self.revoked()
             for id in [id for id in unsent if self.nodes[id] in revoked]:
                 del unsent[id]
@@ -283,6 +287,121 @@ def roll_call(grid: Grid, count: int, seconds: float) -> dict[int, int]:
     return nodes_by_partition
 
 
+class Invitations:
+    """The invitations of a run to all nodes that are or come online.
+
+    Args:
+        grid: Flower's grid.
+        envelope: The invitation.
+        signer: Signs the invitation and verifies replies; None: neither.
+        undecided: Nodes that are invited again some seconds later. The caller adds nodes that have not decided yet.
+        known: Nodes that are not invited.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        envelope: Envelope,
+        signer: Signer | None = None,
+        undecided: set[int] | None = None,
+        known: Iterable[int] = (),
+    ) -> None:
+        self._grid, self._envelope, self._signer = grid, envelope, signer or UnsignedSigner()
+        self._undecided = set[int]() if undecided is None else undecided
+        self._invited_at = dict.fromkeys(known, float("inf"))
+        self._pending: dict[str, _Sent[int]] = {}
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a node has not replied."""
+        return bool(self._pending)
+
+    def send(self, lifetime: float) -> Iterator[tuple[int, str]]:
+        """Invite the nodes that were not invited, or have not decided, and yield those that cannot be with the reason.
+
+        Args:
+            lifetime: Lifetime of the invitations, in seconds.
+        """
+        salt, now, invited_at = draw_salt(), time.monotonic(), self._invited_at
+        due = [
+            node
+            for node in sorted(set(self._grid.get_node_ids()))
+            if node not in invited_at or (node in self._undecided and now - invited_at[node] >= _REINVITE_SECONDS)
+        ]
+        for start in range(0, len(due), _BATCH):
+            addressed = [(node, node, self._envelope, 0) for node in due[start : start + _BATCH]]
+            invited_at |= dict.fromkeys(due[start : start + _BATCH], now)
+            self._undecided.difference_update(due[start : start + _BATCH])
+            try:
+                self._pending.update(_send(self._grid, self._signer, addressed, "query", lifetime, salt))
+            except ObjectPushError:  # only of a large invitation
+                salt = draw_salt()
+                for node, *_ in addressed:
+                    yield node, "it confirmed an invitation that it had not received"
+
+    def receive(self) -> Iterator[tuple[int, Envelope | str]]:
+        """Yield the nodes that have replied, with their replies or the reason for a missing one."""
+        yield from _receive(self._grid, self._signer, self._pending)
+
+
+class SharedGrid:
+    """A grid on which two readers wait for replies: what one of them fetches for the other one is held for it.
+
+    The first reader is who uses this grid, the second one who uses ``side``. Only the first one fetches.
+
+    Args:
+        grid: Flower's grid.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid, self._held = grid, list[Message]()
+        self._side_ids: frozenset[str] = frozenset()
+        self.side = _Side(self)
+        """The second reader's grid."""
+
+    def get_node_ids(self) -> Iterable[int]:
+        """``Grid.get_node_ids``."""
+        return self._grid.get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """``Grid.push_messages``."""
+        return self._grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """``Grid.pull_messages``."""
+        own = list[Message]()
+        for message in self._grid.pull_messages(sorted({*message_ids, *self._side_ids})):
+            is_side = message.metadata.reply_to_message_id in self._side_ids
+            (self._held if is_side else own).append(message)
+        return own
+
+    def take_held(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the second reader's messages that were fetched, and fetch the rest from now on."""
+        held, self._held = self._held, []
+        replied = {message.metadata.reply_to_message_id for message in held}
+        self._side_ids = frozenset(message_ids) - replied
+        return held
+
+
+class _Side:
+    """The second reader's view of a ``SharedGrid``."""
+
+    def __init__(self, shared: SharedGrid) -> None:
+        self._shared = shared
+
+    def get_node_ids(self) -> Iterable[int]:
+        """``Grid.get_node_ids``."""
+        return self._shared.get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """``Grid.push_messages``."""
+        return self._shared.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """``Grid.pull_messages``."""
+        return self._shared.take_held(message_ids)
+
+
 def invite(
     grid: Grid,
     envelope: Envelope,
@@ -303,29 +422,11 @@ def invite(
         Node ids with their replies, or with the reason for a missing reply in plain text.
     """
     deadline = time.monotonic() + seconds
-    pending: dict[str, _Sent[int]] = {}
-    invited_at: dict[int, float] = {}
-    to_reinvite = set[int]() if undecided is None else undecided
-    signer = signer or UnsignedSigner()
+    invitations = Invitations(grid, envelope, signer, undecided)
     while time.monotonic() < deadline:
-        salt, now = draw_salt(), time.monotonic()
-        due = [
-            node
-            for node in sorted(set(grid.get_node_ids()))
-            if node not in invited_at or (node in to_reinvite and now - invited_at[node] >= _REINVITE_SECONDS)
-        ]
-        for start in range(0, len(due), _BATCH):
-            addressed = [(node, node, envelope, 0) for node in due[start : start + _BATCH]]
-            invited_at |= dict.fromkeys(due[start : start + _BATCH], now)
-            to_reinvite.difference_update(due[start : start + _BATCH])
-            try:
-                pending.update(_send(grid, signer, addressed, "query", max(1.0, deadline - now) + 60, salt))
-            except ObjectPushError:  # only of a large invitation
-                salt = draw_salt()
-                for node, *_ in addressed:
-                    yield node, "it confirmed an invitation that it had not received"
+        yield from invitations.send(max(1.0, deadline - time.monotonic()) + 60)
         polled = time.monotonic()
-        yield from _receive(grid, signer, pending)
+        yield from invitations.receive()
         time.sleep(max(0.0, polled + _POLL[1] / 2 - time.monotonic()))  # a grid may have waited itself
 
 

@@ -1,0 +1,323 @@
+"""A submitted run on its server: inviting nodes, and the transport to those that have joined."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from fedspan import __version__
+from fedspan.config.federation import FederationConfig
+from fedspan.config.tags import explain_missing_tags
+from fedspan.deployment.audit import AuditedTransport
+from fedspan.deployment.handshake import Introduction, Invitation, compute_base_digest
+from fedspan.deployment.participants import NodeCallbacks, Participant, Participants, Record, load_record
+from fedspan.deployment.status import read_status, store_named_run
+from fedspan.errors import FedspanError
+from fedspan.federation.progress import ClientData
+from fedspan.federation.protocol import Envelope, Transport, read_header
+from fedspan.files import convert_disk_errors
+from fedspan.runs.callbacks import Listener
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.remote import build_server_clients, connect
+from fedspan.runs.setup import Prepared
+
+if TYPE_CHECKING:
+    from fedspan.transports.flower.admissions import Admission
+    from fedspan.transports.flower.server import ServerLink
+    from fedspan.transports.flower.signing import Signer
+    from fedspan.transports.flower.transport import Grid
+
+__all__ = ["Handshakes", "Submission", "gather_nodes"]
+
+
+class Submission:
+    """A submitted run and its nodes.
+
+    Args:
+        link: Connection data of the SuperLink.
+        run_folder: The run's folder.
+        prepared: The run without its clients.
+        invitation: The invitation to the run.
+        signer: Signs orders and verifies replies; None: neither.
+        listener: Listener for the events of the run.
+        wait: Seconds to wait for all nodes.
+    """
+
+    def __init__(
+        self,
+        link: ServerLink,
+        run_folder: RunFolder,
+        prepared: Prepared,
+        invitation: Invitation,
+        signer: Signer | None,
+        listener: Listener,
+        wait: float,
+    ) -> None:
+        from fedspan.transports.flower.admissions import open_audit_log
+
+        self._link, self._folder, self._prepared, self._run = link, run_folder.path, prepared, invitation.run
+        self._signer, self._listener, self._wait = signer, listener, wait
+        self._invitation = invitation
+        self._audit = open_audit_log(link)
+        self._audit.write(
+            "run submitted", run=invitation.run, folder=str(self._folder.resolve()), config_sha256=invitation.digest
+        )
+        self._handshakes = Handshakes(prepared, listener, link)
+        self._nodes: dict[str, Participant] = {}
+
+    def gather(self, grid: Grid) -> None:
+        """Wait for the nodes with which the run begins or goes on.
+
+        Raises:
+            FedspanError: If too few nodes join in time; it names the nodes that refused.
+        """
+        record = load_record(self._folder) if self._prepared.config.federation.late_joiners else None
+        expected = () if record is None else self._list_expected(record, grid)
+        gather_nodes(self._handshakes, grid, self._invitation, self._wait, self._signer, expected)
+        self._collect_joined()
+
+    def _list_expected(self, record: Record, grid: Grid) -> Collection[str]:
+        """Return the clients that a resumed run waits for: those of an interrupted round, or those that are online."""
+        finished = read_status(self._folder).round
+        if len(record.present) > finished:
+            return record.present[finished]
+        online = set(grid.get_node_ids())
+        return [id for id, one in record.clients.items() if one.node in online] or record.present[-1]
+
+    def connect(self, grid: Grid) -> Prepared:
+        """Return the run with its clients."""
+        from fedspan.transports.flower.transport import GridTransport
+
+        if self._prepared.config.federation.late_joiners:
+            return self._connect_late(grid)
+        nodes = {id: one.node for id, one in self._nodes.items()}
+        self._store_nodes(nodes)
+        transport = GridTransport(grid, nodes, self._reconnect_timeout, self._signer, self._list_revoked)
+        clients = self._build_clients({id: one.examples for id, one in self._nodes.items()})
+        return self._connect(transport, nodes, clients)
+
+    def _connect_late(self, grid: Grid) -> Prepared:
+        """Return the run with clients that join and leave between its rounds."""
+        from fedspan.transports.flower.transport import GridTransport, Invitations, SharedGrid
+
+        shared, handshakes, config = SharedGrid(grid), self._handshakes, self._prepared.config
+        invitations = Invitations(
+            *(shared.side, self._invitation.to_envelope(), self._signer),
+            handshakes.undecided,
+            handshakes.known_nodes,
+        )
+
+        def invite_new() -> dict[str, Participant]:
+            for replies in (invitations.receive(), invitations.send(self._wait + 60)):
+                for node, reply in replies:
+                    handshakes.process(node, reply)
+            joined = self._collect_joined()
+            for id in joined:
+                self._listener.on_note(f"{id} has joined and participates from the next round on")
+            return joined
+
+        def list_online() -> Collection[int]:
+            shared.pull_messages(())  # replies to invitations, while no exchange fetches them
+            return set(shared.get_node_ids()) - set(self._list_revoked())
+
+        callbacks = NodeCallbacks(
+            list_online, invite_new, lambda: invitations.has_pending, self._build_clients, self._store_nodes
+        )
+        cohort = config.federation.clients_per_round or config.partition.clients
+        least = config.federation.build_reply_rules().compute_quorum(min(cohort, config.partition.clients))
+        participants = Participants(self._folder, self._nodes, callbacks, least, self._reconnect_timeout)
+        self._nodes = {**participants.clients}
+        self._store_nodes(participants.nodes)
+        transport = GridTransport(
+            *(shared, participants.nodes, self._reconnect_timeout, self._signer),
+            self._list_revoked,
+            participants.admit_now_and_then,
+        )
+        return self._connect(transport, participants.nodes, participants.build_clients(), participants)
+
+    def _connect(
+        self,
+        transport: Transport,
+        nodes: Mapping[str, int],
+        clients: Mapping[str, ClientData],
+        participants: Participants | None = None,
+    ) -> Prepared:
+        return connect(
+            self._prepared,
+            AuditedTransport(transport, self._audit, self._run, nodes),
+            self._prepared.config.federation.build_reply_rules(),
+            clients=clients,
+            run=self._run,
+            agreed=self._invitation.digest,
+            presence=None if participants is None else participants.build_presence(),
+            begin_round=None if participants is None else participants.begin_round,
+        )
+
+    @property
+    def _reconnect_timeout(self) -> float:
+        return self._prepared.config.federation.reconnect_timeout
+
+    def _collect_joined(self) -> dict[str, Participant]:
+        """Record and return the nodes that have joined since the last call."""
+        joined = {id: one for id, one in self._handshakes.nodes.items() if id not in self._nodes}
+        self._nodes.update(joined)
+        for id, one in joined.items():
+            self._audit.write("joined", run=self._run, client=id, node=str(one.node), examples=one.examples)
+        return joined
+
+    def _build_clients(self, examples: Mapping[str, int]) -> dict[str, ClientData]:
+        """Build the server's view of clients that declared numbers of examples."""
+        from fedspan.transports.flower.admissions import read_admissions
+
+        admitted = read_admissions(self._link)
+        limits = {id: admitted[one.node].max_examples for id, one in self._nodes.items() if one.node in admitted}
+        return build_server_clients(
+            *(self._prepared.config, self._prepared.engine.adapted.spec, examples),
+            {id: count for id, count in limits.items() if count is not None},
+        )
+
+    def _list_revoked(self) -> Collection[int]:
+        from fedspan.transports.flower.admissions import read_revocations
+
+        return () if self._link.authority is None else read_revocations(self._link)
+
+    def _store_nodes(self, nodes: Mapping[str, int]) -> None:
+        with convert_disk_errors(self._link.folder):
+            store_named_run(self._link.folder, self._folder, nodes)
+
+
+class Handshakes:
+    """The nodes that were invited to a run: which have joined, and why others have not.
+
+    Args:
+        prepared: The run.
+        listener: Listener that is told why a node does not participate.
+        link: Connection data of the SuperLink.
+    """
+
+    def __init__(self, prepared: Prepared, listener: Listener, link: ServerLink) -> None:
+        self._federation, self._listener, self._link = prepared.config.federation, listener, link
+        self._base = compute_base_digest(prepared.model)
+        self.clients = prepared.config.partition.clients
+        self.nodes: dict[str, Participant] = {}
+        """The nodes that have joined, by client id."""
+        self.refused: dict[str, str] = {}
+        """Why other nodes have not, by client id."""
+        self.undecided: set[int] = set()
+        """Nodes whose operators have not decided, which are to be invited again."""
+        self.known_nodes: set[int] = set()
+        """Nodes that have replied."""
+
+    def process(self, node: int, reply: Envelope | str) -> None:
+        """Process a node's reply to the invitation.
+
+        Args:
+            node: Flower's id of the node.
+            reply: The reply, or the reason for a missing one.
+        """
+        from fedspan.transports.flower.admissions import read_admissions
+
+        joined = {id: participant.node for id, participant in self.nodes.items()}
+        admitted = read_admissions(self._link).get(node)  # a node may be admitted while others are waited for
+        introduction, reason = _read_introduction(reply, self._base, joined, admitted, self._federation)
+        if introduction is not None and reason is None:
+            self.nodes[introduction.id] = Participant(node=node, examples=introduction.examples)
+            self.refused.pop(introduction.id, None)
+            self.known_nodes.add(node)
+            return
+        id = f"node {node}" if introduction is None else introduction.id
+        if introduction is not None and introduction.waiting:
+            self.undecided.add(node)
+        else:
+            self.known_nodes.add(node)
+        if self.refused.get(id) != reason:
+            self.refused[id] = reason or ""
+            self._listener.on_note(f"{id} does not participate{' yet' if node in self.undecided else ''}: {reason}")
+
+
+def gather_nodes(
+    handshakes: Handshakes,
+    grid: Grid,
+    invitation: Invitation,
+    wait: float,
+    signer: Signer | None,
+    expected: Collection[str] = (),
+) -> None:
+    """Invite nodes until as many have joined as there are clients, or all expected ones have.
+
+    Args:
+        handshakes: Receives the nodes' replies.
+        grid: Flower's grid.
+        invitation: The invitation.
+        wait: Seconds to wait.
+        signer: Signs the invitation and verifies replies; None: neither.
+        expected: Clients of a resumed run, where nodes may join and leave; after the wait the run goes on without those
+            that have not joined if others have, and its next round waits for enough.
+
+    Raises:
+        FedspanError: If too few nodes join in time; it names the nodes that refused.
+    """
+    from fedspan.transports.flower.transport import invite
+
+    for node, reply in invite(grid, invitation.to_envelope(), wait, signer, handshakes.undecided):
+        handshakes.process(node, reply)
+        joined = handshakes.nodes.keys()
+        if joined >= set(expected) if expected else len(joined) == handshakes.clients:
+            return
+    if expected and handshakes.nodes:
+        return
+    refused, clients = handshakes.refused, handshakes.clients
+    reasons = "; ".join(f"{id}: {text}" for id, text in sorted(refused.items())) or "no more nodes are online"
+    problem = f"{len(handshakes.nodes)} of {clients} nodes participate ({reasons}). Fix the cause, then use --resume"
+    raise FedspanError("nodes", len(handshakes.nodes), problem=problem)
+
+
+def _read_introduction(
+    reply: Envelope | str,
+    base: str,
+    joined: Mapping[str, int],
+    admitted: Admission | None,
+    federation: FederationConfig,
+) -> tuple[Introduction | None, str | None]:
+    """Decode a node's reply to an invitation, and return it with the reason if the node cannot participate.
+
+    Args:
+        reply: The reply, or the reason for a missing one.
+        base: Digest of the frozen model and its tokenizer.
+        joined: The nodes that participate, by client id.
+        admitted: What the operator decided about the node; None without keys.
+        federation: What the run requires of nodes.
+    """
+    if isinstance(reply, str):
+        return None, reply
+    try:
+        introduction = read_header(Introduction, reply)
+    except ValueError as error:
+        return None, str(error)
+    if admitted is not None and admitted.name and introduction.id != admitted.name:
+        # else one data owner's node could replace another, or refuse in its name
+        return introduction, f"this node was admitted as {admitted.name}"
+    if introduction.refused is not None:
+        return introduction, introduction.refused
+    if introduction.version != __version__:
+        return introduction, f"it runs fedspan {introduction.version}; this is {__version__}"
+    if introduction.base != base:
+        return (
+            introduction,
+            f"its base model or tokenizer is another (SHA-256 {introduction.base[:12]}, here {base[:12]})",
+        )
+    if introduction.examples < 1:  # a round in which it alone replies would have no weight, and stop the run
+        return introduction, "it declares no training examples"
+    if introduction.examples < federation.min_examples:
+        required = federation.min_examples
+        return introduction, f"it has {introduction.examples} training examples, and this run requires {required}"
+    if (missing := explain_missing_tags(introduction.tags, federation.require_tags)) is not None:
+        return introduction, missing
+    masked = federation.secure is not None  # the node weighs its reply itself: the server cannot lower the weight
+    most = None if admitted is None else admitted.max_examples
+    if masked and most is not None and introduction.examples > most:
+        return (
+            introduction,
+            f"it declares {introduction.examples} examples and was admitted with at most {most} (--max-examples)",
+        )
+    return introduction, "another node has this id" if introduction.id in joined else None

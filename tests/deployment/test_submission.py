@@ -1,0 +1,188 @@
+"""A submitted run and its nodes in one process: Flower's grid is replaced by one that passes messages to the nodes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+import fedspan
+from fedspan.deployment.deploy import submit
+from fedspan.deployment.node import NodeService
+from helpers import node_service
+from helpers.sites import SITES, local_values, run_values, site_files
+
+transport = pytest.importorskip(
+    "fedspan.transports.flower.transport", reason="the extra fedspan[flower] is not installed"
+)
+adapter = pytest.importorskip("fedspan.transports.flower.adapter")
+messages = pytest.importorskip("fedspan.transports.flower.messages")
+servers = pytest.importorskip("fedspan.transports.flower.server")
+signing = pytest.importorskip("fedspan.transports.flower.signing")
+
+NORTH, SOUTH, WEST = SITES
+EAST = "east"
+NODES = {NORTH: 1, SOUTH: 2, WEST: 3, EAST: 4}
+
+
+class Reply:
+    """As much of a Flower message as is inspected."""
+
+    def __init__(self, order: str, content: Any) -> None:
+        self.metadata, self.content = self, content
+        self.reply_to_message_id = order
+
+    def has_error(self) -> bool:
+        return False
+
+
+class NodesGrid:
+    """A grid whose nodes are in this process, and reply when they are asked for their replies.
+
+    Args:
+        services: The nodes' services by Flower's id of the node.
+        online: Those that are online.
+    """
+
+    def __init__(self, services: dict[int, NodeService], online: set[int]) -> None:
+        self.services, self.online = services, online
+        self.orders: dict[str, Any] = {}
+        self.count = 0
+
+    def get_node_ids(self) -> Iterable[int]:
+        return sorted(self.online)
+
+    def push_messages(self, sent: Iterable[Any]) -> list[str]:
+        ids = list[str]()
+        for message in sent:
+            self.count += 1
+            ids.append(f"m{self.count}")
+            self.orders[ids[-1]] = message
+        return ids
+
+    def pull_messages(self, ids: Iterable[str]) -> list[Any]:
+        replies, signer = list[Any](), signing.UnsignedSigner()
+        for id in ids:
+            message = self.orders.pop(id)
+            node = message.metadata.dst_node_id
+            sealed = messages.from_records(message.content)
+            answer = signer.seal(self.services[node].answer(signer.open(sealed, node)), node, sealed.nonce)
+            replies.append(Reply(id, messages.to_records(answer, messages.draw_salt())))
+        return replies
+
+
+class Scene:
+    """A server's folder, four nodes, and a config.
+
+    Args:
+        tiny_folder: Folder of the tiny model and its corpus.
+        folder: Folder for everything that is written.
+    """
+
+    def __init__(self, tiny_folder: Path, folder: Path) -> None:
+        self.files = site_files(tiny_folder / "corpus.csv", folder, (*SITES, EAST))
+        services = {
+            number: NodeService(
+                node_service.node(
+                    tiny_folder, folder / f"{site}-state", id=site, data={"train": str(self.files[site])},
+                    validation=0.0, test=0.0, device="cpu",
+                )
+            )
+            for site, number in NODES.items()
+        }  # fmt: skip
+        self.grid = NodesGrid(services, {1, 2, 3})
+        self.link = servers.prepare_folder(folder / "server", 9092, [], insecure=True)
+        self.values = run_values(tiny_folder, {"name": "fedit", "r": 2}, federation={"rounds": 5})
+
+    def simulate(self, out: Path, present: dict[str, Any]) -> None:
+        """Run the same on one machine."""
+        simulated = local_values(self.values, self.files["all"], {"name": "loop"})
+        simulated["federation"] = {"rounds": 5}
+        fedspan.run({**simulated, "simulation": {"present": present}}, out)
+
+
+@pytest.fixture
+def scene(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    made = Scene(tiny_folder, tmp_path)
+
+    @contextmanager
+    def attach(link: Any, limit: int) -> Generator[NodesGrid]:
+        yield made.grid
+
+    monkeypatch.setattr(transport, "attach", attach)
+    monkeypatch.setattr("fedspan.deployment.participants._POLL", 0.05)
+    adapter.set_identity(1, 1, 1)
+    return made
+
+
+def read_rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def require_close(one: Path, other: Path) -> None:
+    mine, theirs = (load_file(run / "adapter" / "adapter_model.safetensors") for run in (one, other))
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        assert float((value - theirs[name]).norm()) <= 1e-4 * float(value.norm()), name
+
+
+class Events(fedspan.Listener):
+    """Changes who is online after rounds, and interrupts the run after one."""
+
+    def __init__(self, grid: NodesGrid, online: dict[int, set[int]], end: int | None = None) -> None:
+        self.grid, self.online, self.end = grid, online, end
+
+    def on_round_finish(self, row: Any) -> None:
+        self.grid.online = self.online.get(row["round"], self.grid.online)
+        if row["round"] == self.end:
+            raise KeyboardInterrupt
+
+
+def test_a_run_with_fixed_nodes_is_the_simulation(scene: Scene, tmp_path: Path) -> None:
+    submit(scene.values, tmp_path / "run", scene.link, wait=30.0)
+    assert not (tmp_path / "run" / "participants.json").exists()
+    assert all(row["cohort"] == list(SITES) for row in read_rows(tmp_path / "run"))
+    (tmp_path / "all").mkdir()
+    scene.files = site_files(scene.files["all"], tmp_path / "all", SITES)
+    scene.simulate(tmp_path / "simulated", {})
+    require_close(tmp_path / "run", tmp_path / "simulated")
+
+
+def test_nodes_join_leave_and_come_back_and_a_killed_run_resumes_with_the_same_bits(
+    scene: Scene, tmp_path: Path
+) -> None:
+    scene.values["federation"]["late_joiners"] = True
+    events = {1: {1, 2, 3, 4}, 2: {1, 3, 4}, 3: {1, 2, 3, 4}, 4: {1, 2, 4}}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    submit(scene.values, whole, scene.link, wait=30.0, listener=Events(scene.grid, events))
+    scene.grid.online = {1, 2, 3}
+    with pytest.raises(KeyboardInterrupt):
+        submit(scene.values, killed, scene.link, wait=30.0, listener=Events(scene.grid, events, 3))
+    submit(None, killed, scene.link, resume=True, wait=30.0, listener=Events(scene.grid, events))
+    everybody = sorted(NODES)
+    for run in (whole, killed):
+        rows = read_rows(run)
+        assert [row["cohort"] for row in rows] == [
+            sorted(SITES), everybody, [EAST, NORTH, WEST], everybody, [EAST, NORTH, SOUTH]
+        ]  # fmt: skip
+        assert [row.get("joined") for row in rows] == [None, [EAST], None, [SOUTH], None]
+        assert [row.get("left") for row in rows] == [None, None, [SOUTH], None, [WEST]]
+        assert not any("failures" in row for row in rows)
+    weights = [(run / "adapter" / "adapter_model.safetensors").read_bytes() for run in (whole, killed)]
+    assert weights[0] == weights[1]
+    named = json.loads((scene.link.folder / "run.json").read_text())["nodes"]
+    assert named == {site: str(number) for site, number in NODES.items()}
+
+
+def test_a_run_in_which_nodes_join_and_leave_is_the_simulation(scene: Scene, tmp_path: Path) -> None:
+    scene.values["federation"]["late_joiners"] = True
+    listener = Events(scene.grid, {2: {1, 2, 3, 4}, 3: {1, 3, 4}})
+    submit(scene.values, tmp_path / "run", scene.link, wait=30.0, listener=listener)
+    assert len(read_rows(tmp_path / "run")[2]["cohort"]) == 4
+    scene.simulate(tmp_path / "simulated", {EAST: [3, None], SOUTH: [1, 3]})
+    require_close(tmp_path / "run", tmp_path / "simulated")
