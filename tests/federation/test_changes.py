@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fedspan.core.values import Client, Message
-from fedspan.federation.changes import ChangeSize, compute_norm_limits, measure_change, shrink_reply
+from fedspan.core.values import Client, Contribution, Message
+from fedspan.federation.changes import ChangeSize, compute_norm_limits, measure_change, rebase_change, shrink_reply
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import RoundResult
 from fedspan.federation.protocol import Order
@@ -158,3 +158,14 @@ class _Passing:
         from fedspan.core.values import Contribution
 
         return Contribution(stack=message.tensors)
+
+
+def test_a_change_is_scaled_and_counts_from_another_start() -> None:
+    """In the reply's format; integers, which count batches, stay as they are."""
+    start = {"l/A": torch.full((2, 3), 1.0), "n": torch.tensor([4])}
+    target = {"l/A": torch.full((2, 3), 10.0), "n": torch.tensor([9])}
+    reply = Contribution(sum={"l/A": torch.tensor([[1.0, 2.0, 3.0], [1.0, 0.0, -1.0]]), "n": torch.tensor([5])})
+    moved = rebase_change(reply, start, target, 0.5)
+    assert torch.equal(moved.sum["l/A"], torch.tensor([[10.0, 10.5, 11.0], [10.0, 9.5, 9.0]]))
+    assert moved.sum["l/A"].dtype == torch.float32
+    assert torch.equal(moved.sum["n"], torch.tensor([5]))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from fedspan.config.sections import RunSections
-from fedspan.core.values import Spec
+from fedspan.core.values import LayerSpec, Spec
 from fedspan.data.files import FROM_TRAINERS
 from fedspan.errors import FedspanError, suggest_nearest
+from fedspan.federation.round_dependence import explain_round_dependence
 
 __all__ = ["explain_random_head", "require_combination"]
 
@@ -34,6 +35,7 @@ def require_combination(config: RunSections) -> None:
     _require_cluster_fit(config)
     _require_head_fit(config)
     config.federation.require_secure_fit(config.method.name, config.method.title, method.declare_claims())
+    _require_buffered_fit(config)
     _require_trainers(config)
     _require_training_fit(config)
     _require_offload_fit(config)
@@ -43,6 +45,43 @@ def require_combination(config: RunSections) -> None:
     if config.evaluation.metric is not None and config.evaluation.metric not in metrics:
         expected = f"a metric of {config.task}: {', '.join(metrics)}"
         raise FedspanError("evaluation.metric", config.evaluation.metric, expected)
+
+
+def _require_buffered_fit(config: RunSections) -> None:
+    """Check that asynchronous rounds fit the method and the rest of the run.
+
+    Raises:
+        FedspanError: If they do not.
+    """
+    buffered = config.federation.buffered
+    if buffered is None:
+        return
+    side = 4 * config.method.build(Spec(()), config.seed).r
+    spec = Spec((LayerSpec("layer", side + 2, side + 1),), clients=1)
+    method = config.wrap_method(config.method.build(spec, config.seed))
+    config.federation.require_buffered_fit(
+        config.method.title, explain_round_dependence(method, config.federation.rounds)
+    )
+    problem = "it cannot be combined with federation.buffered"
+    options: dict[str, tuple[object, str]] = {
+        "privacy": (
+            None if config.privacy is None else config.privacy.mechanism,
+            f"{problem}, because privacy budgets count the clients of synchronous rounds",
+        ),
+        "cluster": (None if config.cluster is None else config.cluster.workers, problem),
+        "engine.name": ("flower-sim" if config.engine.name == "flower-sim" else None, problem),
+        "simulation.present": ((None if config.simulation is None else config.simulation.present) or None, problem),
+        "evaluation.diagnostics": (
+            config.evaluation.diagnostics,
+            f"{problem}, because diagnostics compare updates that start from one state",
+        ),
+    }
+    for field, (value, text) in options.items():
+        if value is not None:
+            raise FedspanError(field, value, problem=text)
+    if buffered.replay is None and (config.simulation is None or config.simulation.speed is None):
+        problem = "its rounds depend on how fast the clients are. Set simulation.speed, or replay"
+        raise FedspanError("federation.buffered", buffered, problem=problem)
 
 
 def _require_columns(config: RunSections) -> None:

@@ -12,10 +12,10 @@ from fedspan.config.tags import Tags
 from fedspan.config.validation_errors import VARIANT
 from fedspan.core.method import Claims
 from fedspan.errors import FedspanError
-from fedspan.federation.settings import Reduction, SecureSettings
+from fedspan.federation.settings import BufferedSettings, Reduction, SecureSettings
 from fedspan.federation.validation import ReplyRules
 
-__all__ = ["FederationConfig", "FractionRanks", "RandomRanks", "Ranks", "SecureConfig"]
+__all__ = ["BufferedConfig", "FederationConfig", "FractionRanks", "RandomRanks", "Ranks", "SecureConfig"]
 
 Rank = Annotated[int, Field(ge=1)]
 
@@ -95,6 +95,25 @@ class SecureConfig(Section):
         ge=2,
         le=1000,
         description="Number of clients with which each client masks; default: all, up to 100.",
+    )
+
+
+class BufferedConfig(Section):
+    """Asynchronous rounds: the server updates the model after clients_per_round replies, old and new ones."""
+
+    concurrency: int = Field(ge=1, description="Number of clients that train at the same time.")
+    staleness_exponent: float = Field(
+        default=0.5,
+        ge=0,
+        allow_inf_nan=False,
+        description="The change of a reply whose order is t rounds old counts (1 + t) to the power of minus this.",
+    )
+    max_staleness: int | None = Field(
+        default=None, ge=0, description="Age of an order in rounds beyond which its reply is dropped; null: no limit."
+    )
+    replay: str | None = Field(
+        default=None,
+        description="Folder of a run whose order of arrivals this run repeats, in place of simulation.speed.",
     )
 
 
@@ -227,6 +246,11 @@ class FederationConfig(Section):
         description="Drop a reply whose change has a norm above this multiple of the round's median, from 3 "
         "replies on; null: drop none. In deployments, and in the simulator under simulation.",
     )
+    buffered: BufferedConfig | None = Field(
+        default=None,
+        description="Asynchronous rounds (FedBuff), for methods whose replies sum and whose jobs are the same in every "
+        "round; in the simulator, with simulation.speed. Default: synchronous rounds. See docs/asynchronous.md.",
+    )
     secure: SecureConfig | None = Field(
         default=None,
         description="Secure aggregation, for methods whose replies sum, in deployments and in the simulator; "
@@ -245,6 +269,40 @@ class FederationConfig(Section):
             )
             raise FedspanError("federation.over_select", self.over_select, problem=problem)
         return self
+
+    def require_buffered_fit(self, title: str, reason: str | None) -> None:
+        """Check that asynchronous rounds fit the method and the other settings.
+
+        Args:
+            title: Title of the method with its wrappers.
+            reason: Reason why the method has no asynchronous rounds, as a clause; None: it has them.
+
+        Raises:
+            FedspanError: If they do not fit.
+        """
+        if self.buffered is None:
+            return
+        if self.clients_per_round is None:
+            problem = "it needs federation.clients_per_round, the number of replies after which the model is updated"
+            raise FedspanError("federation.buffered", self.buffered, problem=problem)
+        if reason is not None:
+            problem = f"{title} has no asynchronous rounds: {reason}. Remove federation.buffered"
+            raise FedspanError("federation.buffered", self.buffered, problem=problem)
+        reasons = {
+            "over_select": (0, "asynchronous rounds wait for no client, so none has to be selected in addition"),
+            "secure": (
+                None,
+                "the clients of a secure sum train from one state, and those of asynchronous rounds do not",
+            ),
+        }
+        for name, (off, problem) in reasons.items():
+            if (value := getattr(self, name)) != off:
+                raise FedspanError(f"federation.{name}", value, "no federation.buffered", problem=problem)
+
+    def build_buffered_settings(self) -> BufferedSettings | None:
+        """Return the settings of asynchronous rounds for the engines, without recorded arrivals."""
+        b = self.buffered
+        return None if b is None else BufferedSettings(b.concurrency, b.staleness_exponent, b.max_staleness)
 
     def require_simulated(self) -> None:
         """Check that a run on this machine sets nothing that selects nodes.

@@ -130,6 +130,9 @@ def build_server_config(values: Mapping[str, Any]) -> RunConfig:
     if values.get("cluster") is not None:
         problem = "it cannot be set in a deployment, whose clients train on their own machines"
         raise FedspanError("cluster", values["cluster"], problem=problem)
+    if (values.get("federation") or {}).get("buffered") is not None:
+        problem = "asynchronous rounds run in the simulator only; the rounds of a deployment are synchronous"
+        raise FedspanError("federation.buffered", values["federation"]["buffered"], "null", problem=problem)
     if (values.get("training") or {}).get("lr") == "auto":
         problem = "auto cannot be used in a deployment, because the server has no examples to test rates on"
         raise FedspanError("training.lr", "auto", "a number", problem=problem)

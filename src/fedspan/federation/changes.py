@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from fedspan.core.method import Method
+from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message
 
-__all__ = ["ENOUGH_REPLIES", "ChangeSize", "compute_norm_limits", "measure_change", "shrink_reply"]
+__all__ = ["ENOUGH_REPLIES", "ChangeSize", "compute_norm_limits", "measure_change", "rebase_change", "shrink_reply"]
 
 ENOUGH_REPLIES = 3
 """Minimum number of replies that are compared with each other."""
@@ -115,6 +116,24 @@ def shrink_reply(
         contribution,
         sum={name: _scale(value, untrained[name], factor) for name, value in contribution.sum.items()},
     )
+
+
+def rebase_change(contribution: Contribution, start: Tensors, target: Tensors, factor: float) -> Contribution:
+    """Return a contribution whose change from one start is scaled and added to another: target + factor (x - start).
+
+    Args:
+        contribution: Contribution of a reply that is summed.
+        start: Contribution of an untrained client that received the same state.
+        target: Contribution of an untrained client that received the state to which the change is added.
+        factor: Factor on the change.
+    """
+    moved = {
+        name: (target[name].double() + factor * (value.double() - start[name].double())).to(value.dtype)
+        if value.is_floating_point()
+        else value
+        for name, value in contribution.sum.items()
+    }
+    return replace(contribution, sum=moved)
 
 
 def _is_stacked(contribution: Contribution) -> bool:

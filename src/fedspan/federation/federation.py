@@ -13,6 +13,7 @@ from fedspan.core.tensors import create_generator
 from fedspan.core.values import Client
 from fedspan.federation.absences import Absences
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext
+from fedspan.federation.buffered import BufferedRound
 from fedspan.federation.presence import Presence
 from fedspan.federation.privacy import compute_round_charges, draw_poisson_cohort
 from fedspan.federation.progress import (
@@ -212,6 +213,8 @@ class Federation:
             FedspanError: If too few replies are accepted after all attempts; the progress is unchanged.
         """
         self.begin_round(progress.state.round)
+        if self.settings.buffered is not None:
+            return self._run_buffered_round(progress, on_client, on_trained)
         context = self._build_context(progress)
         units = {id: self.training.compute_workload(self.clients[id].client.examples) for id in context.ids}
         with open_clients_stage(self.engine.stages, "training", units) as finished:
@@ -227,11 +230,23 @@ class Federation:
         self._note = round.aggregation.get_note()
         return result
 
-    def _build_context(self, progress: Progress) -> RoundContext:
-        """Return the definition of the next round."""
+    def _run_buffered_round(
+        self, progress: Progress, on_client: OnClient | None, on_trained: OnTrained | None
+    ) -> RoundResult:
+        """Run one asynchronous round (``run_round``)."""
+        context = self._build_context(progress, ())
+        with self.engine.stages.stage("training"):  # it is not known which clients will reply
+            self.transport.begin(progress, on_trained)
+            round = BufferedRound(context, self.new_aggregation, progress, self._best, on_client)
+            result = round.run()
+        self._note = round.note
+        return result
+
+    def _build_context(self, progress: Progress, ids: tuple[str, ...] | None = None) -> RoundContext:
+        """Return the definition of the next round; its cohort is drawn unless it is given."""
         state, rules = progress.state, self.rules
         self.presence.require_enough(len(self.clients), state.round, rules.min_replies)
-        ids = self.draw_cohort(state.round)
+        ids = self.draw_cohort(state.round) if ids is None else ids
         return RoundContext(
             method=self.method,
             settings=self.settings,

@@ -17,6 +17,8 @@ __all__ = [
     "ClientData",
     "Direction",
     "Failure",
+    "OpenOrder",
+    "OpenOrders",
     "OutOfRoundEvents",
     "Progress",
     "Purpose",
@@ -114,6 +116,44 @@ class ClientData:
 
 
 @dataclass(frozen=True)
+class OpenOrder:
+    """An order of asynchronous rounds whose reply has not arrived.
+
+    Args:
+        client: Id of the client.
+        round: Round of the state that it was sent, from 0.
+        attempt: Attempt of that round in which it was sent, from 0.
+        number: Number of the order in the run, from 0.
+        arrival: Time at which the simulated clock will show its reply, in seconds since the start of the run.
+        absence: Reason why there will be no reply at that time; None: there will be one.
+    """
+
+    client: str
+    round: int
+    attempt: int
+    number: int
+    arrival: float
+    absence: str | None = None
+
+
+@dataclass(frozen=True)
+class OpenOrders:
+    """The state of asynchronous rounds between two updates.
+
+    Args:
+        orders: The orders without a reply.
+        number: Number of orders sent so far.
+        clock: The simulated clock, in seconds since the start of the run.
+        states: The earlier states of the server that belong to these orders, by round.
+    """
+
+    orders: tuple[OpenOrder, ...] = ()
+    number: int = 0
+    clock: float = 0.0
+    states: Mapping[int, ServerState] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Progress:
     """The complete state of a run between rounds; the content of a checkpoint.
 
@@ -124,6 +164,7 @@ class Progress:
             clients that lost what they stored.
         optimizers: Stored moments by client and phase, with the generation that they belong to.
         last_replies: Round of the last accepted reply of each client that lost what it stored since then.
+        open: Orders that asynchronous rounds have sent and that have no reply yet.
     """
 
     state: ServerState
@@ -131,6 +172,7 @@ class Progress:
     last_rounds: Mapping[str, int] = field(default_factory=dict)
     optimizers: Mapping[str, tuple[OptimizerState, int]] = field(default_factory=dict)
     last_replies: Mapping[str, int] = field(default_factory=dict)
+    open: OpenOrders = field(default_factory=OpenOrders)
 
 
 @dataclass(frozen=True)
@@ -149,6 +191,8 @@ class RoundResult:
         simulated_seconds: Time that the round took on the simulated clock, in seconds; None: there is none.
         clipped: Factors by which the changes of replies were scaled down, by client, sorted.
         lowered: Factors by which weights were lowered, by client, sorted.
+        arrivals: In asynchronous rounds, the clients whose replies arrived, in that order, each with the age of its
+            order in rounds; None: the round was synchronous.
     """
 
     progress: Progress
@@ -162,3 +206,4 @@ class RoundResult:
     simulated_seconds: float | None = None
     clipped: Mapping[str, float] = field(default_factory=dict)
     lowered: Mapping[str, float] = field(default_factory=dict)
+    arrivals: tuple[tuple[str, int], ...] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -38,6 +38,7 @@ __all__ = [
     "Reply",
     "ScoredPart",
     "Scores",
+    "TimedTransport",
     "Transport",
     "decode_order",
     "decode_reply",
@@ -384,6 +385,35 @@ class Transport(ABC):
             on_reply: Called with each reply on arrival; after it returns True, later replies are discarded.
             seconds: Time limit for the clients, in seconds.
             wait_for_offline: Whether to wait for unreachable clients instead of giving them up at once.
+        """
+
+
+class TimedTransport(Transport):
+    """A transport whose clients train when the server says so, and reply by a simulated clock."""
+
+    @abstractmethod
+    def carry_out(self, orders: Orders, ids: Sequence[str], on_reply: Callable[[str, Envelope | str], object]) -> None:
+        """Carry out orders to train, to compute statistics, or to evaluate.
+
+        Args:
+            orders: Orders of the exchange.
+            ids: Ids of the clients that carry them out.
+            on_reply: Called with each client's reply, in any order.
+        """
+
+    @abstractmethod
+    def time_reply(self, id: str, round: int, attempt: int, seconds: float) -> tuple[float, str | None]:
+        """Return when a client would reply to an order to train.
+
+        Args:
+            id: Id of the client.
+            round: Number of the round, from 0.
+            attempt: Attempt of the round, from 0.
+            seconds: Time limit, in simulated seconds.
+
+        Returns:
+            The simulated time from the order to the reply or to the end of the wait for it, in seconds, and the reason
+            if there is no reply; else None.
         """
 
 

@@ -33,7 +33,15 @@ from fedspan.federation.protocol import (
 )
 from fedspan.training.accounting import Charge
 
-__all__ = ["OnCharge", "OnClient", "Round", "compute_client_charges", "create_order_transfer"]
+__all__ = [
+    "OnCharge",
+    "OnClient",
+    "Round",
+    "build_too_few_error",
+    "compute_client_charges",
+    "compute_mean_loss",
+    "create_order_transfer",
+]
 
 OnClient = Callable[[str, float], None]
 """Takes a client's id and its training loss."""
@@ -102,7 +110,7 @@ class Round:
                 for id in tally.lost & self._last_rounds.keys():
                     self._last_replies[id] = self._last_rounds.pop(id)
             return reduced, attempt
-        raise _build_too_few_error(context, aggregation.get_succeeded(), tally.failures, aggregation.quorum)
+        raise build_too_few_error(context, aggregation.get_succeeded(), tally.failures, aggregation.quorum)
 
     def _get_client(self, id: str) -> Client:
         return replace(self.context.clients[id].client, last_round=self._last_rounds.get(id))
@@ -187,7 +195,7 @@ class Round:
             transfers=tally.sort_transfers(),
             cohort=context.ids,
             lr=self.lr,
-            loss=_compute_mean_loss(reported.values(), context.settings.max_weight_ratio),
+            loss=compute_mean_loss(reported.values(), context.settings.max_weight_ratio),
             failures=tally.sort_failures(),
             charges=tuple(self._charges),
             simulated_seconds=context.transport.get_simulated_seconds(),
@@ -210,7 +218,7 @@ def compute_client_charges(context: RoundContext, clients: Mapping[str, Client])
     return charges
 
 
-def _compute_mean_loss(replies: Iterable[Reply], ratio: float | None) -> float:
+def compute_mean_loss(replies: Iterable[Reply], ratio: float | None) -> float:
     """Return the mean training loss over the examples that clients trained on; NaN if no client reported one.
 
     Args:
@@ -239,7 +247,7 @@ def create_order_transfer(id: str, body: bytes, message: Message, purpose: Purpo
     return Transfer(id, "down", len(body), serialization.compute_payload_size(message), purpose)
 
 
-def _build_too_few_error(
+def build_too_few_error(
     context: RoundContext, succeeded: Collection[str], failures: Sequence[Failure], quorum: int
 ) -> TooFewReplies:
     """Create the error of a round with too few accepted replies.

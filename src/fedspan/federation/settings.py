@@ -7,10 +7,35 @@ from typing import Literal
 
 from fedspan.training.jobs import Privacy
 
-__all__ = ["Reduction", "RoundSettings", "SecureSettings"]
+__all__ = ["Arrivals", "BufferedSettings", "Reduction", "RoundSettings", "SecureSettings"]
 
 Reduction = Literal["mean", "median", "trimmed-mean", "multi-krum", "geometric-median", "flame"]
 """Rules that combine replies; all but the mean are for replies that sum."""
+
+Arrivals = tuple[tuple[tuple[str, int], ...], ...]
+"""Replies of asynchronous rounds in the order of arrival, round by round: the client, and the round of its order, from
+0."""
+
+
+@dataclass(frozen=True)
+class BufferedSettings:
+    """Settings of asynchronous rounds.
+
+    Args:
+        concurrency: Number of clients that train at the same time.
+        staleness_exponent: Exponent a of the factor (1 + t)^-a on the change of a reply whose order is t rounds old.
+        max_staleness: Age of an order, in rounds, beyond which its reply is dropped; None: no limit.
+        arrivals: Recorded arrivals that the rounds repeat; None: replies arrive as clients are fast.
+    """
+
+    concurrency: int
+    staleness_exponent: float = 0.5
+    max_staleness: int | None = None
+    arrivals: Arrivals | None = None
+
+    def compute_factor(self, staleness: int) -> float:
+        """Return the factor on the change of a reply to an order that is ``staleness`` rounds old."""
+        return float((1 + staleness) ** -self.staleness_exponent)
 
 
 @dataclass(frozen=True)
@@ -30,6 +55,7 @@ class RoundSettings:
             only the client declares, as a multiple of the cohort's median (``weights``); None: no limit.
         privacy: Privacy settings; with ``central``, a cohort is a Poisson sample of ``cohort`` clients on average.
         agreed: Digest of the config that all nodes were sent, which secure sums are bound to; empty in a simulation.
+        buffered: Settings of asynchronous rounds, which end after ``cohort`` replies; None: rounds are synchronous.
     """
 
     rounds: int
@@ -42,6 +68,7 @@ class RoundSettings:
     max_weight_ratio: float | None = None
     privacy: Privacy | None = None
     agreed: str = ""
+    buffered: BufferedSettings | None = None
 
     @property
     def clips(self) -> bool:

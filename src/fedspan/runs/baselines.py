@@ -88,7 +88,7 @@ def _build_variant(
     if lr is not None:
         settings = replace(settings, optimizer=replace(settings.optimizer, lr=lr))
     engine = make_engine(config, prepared.engine.adapted, prepared.task, settings, shared_with=prepared.engine)
-    rounds = replace(config.build_round_settings(), cohort=None)
+    rounds = replace(config.build_round_settings(), cohort=None, buffered=None)
     federation = simulate(config.wrap_method(method), engine, members, prepared.train, rounds)
     evaluator = _build_evaluator(federation, config)
     head = compute_baseline_head(prepared.head)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from fedspan.clients.store import MEMORY, MOMENTS, Kind, StoredMapping, Version
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import OptimizerState, Scalar, ServerState
 from fedspan.errors import FedspanError
-from fedspan.federation.progress import Progress
+from fedspan.federation.progress import OpenOrder, OpenOrders, Progress
 from fedspan.federation.serialization import decode_state, encode_state, expect
 from fedspan.files import (
     DamagedFileError,
@@ -30,7 +30,7 @@ FORMAT = 6
 """Version of checkpoint.json."""
 
 
-_STATE, _CLIENTS, _INDEX = "state.safetensors", "clients.json", "checkpoint.json"
+_STATE, _CLIENTS, _ORDERS, _INDEX = "state.safetensors", "clients.json", "orders.json", "checkpoint.json"
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Checkpoint:
         inputs: SHA-256 of the run's files that no round changes, by name (``integrity.compute_input_digests``).
         extra: Further values that the round loop must restore.
         last_replies: Round of the last accepted reply of each client that lost what it stored since then, by client id.
+        open: Orders that asynchronous rounds have sent and that have no reply yet.
     """
 
     state: ServerState
@@ -60,12 +61,13 @@ class Checkpoint:
     inputs: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Scalar] = field(default_factory=dict)
     last_replies: Mapping[str, int] = field(default_factory=dict)
+    open: OpenOrders = field(default_factory=OpenOrders)
 
     @property
     def progress(self) -> Progress:
         """The progress that the round loop resumes from."""
         last_rounds = {client: round for client, round in self.last_rounds.items() if round is not None}
-        return Progress(self.state, self.memories, last_rounds, self.optimizer_states, self.last_replies)
+        return Progress(self.state, self.memories, last_rounds, self.optimizer_states, self.last_replies, self.open)
 
 
 def _encode_clients(checkpoint: Checkpoint) -> bytes:
@@ -90,6 +92,31 @@ def _decode_clients(
     return expect(table, "last_rounds", dict), expect(table, "last_replies", dict), memories, moments
 
 
+def _encode_open(open: OpenOrders) -> dict[str, bytes]:
+    """Encode the orders of asynchronous rounds and the states that belong to them; nothing for synchronous rounds."""
+    if open == OpenOrders():
+        return {}
+    facts = {"orders": [asdict(order) for order in open.orders], "number": open.number, "clock": open.clock}
+    states = {_get_state_name(round): encode_state(state) for round, state in open.states.items()}
+    return {_ORDERS: json.dumps({**facts, "states": list(open.states)}, separators=(",", ":")).encode(), **states}
+
+
+def _decode_open(data: Mapping[str, bytes]) -> OpenOrders:
+    if _ORDERS not in data:
+        return OpenOrders()
+    table = from_json(data[_ORDERS])
+    return OpenOrders(
+        orders=tuple(OpenOrder(**order) for order in expect(table, "orders", list)),
+        number=expect(table, "number", int),
+        clock=expect(table, "clock", float),
+        states={round: decode_state(data[_get_state_name(round)]) for round in expect(table, "states", list)},
+    )
+
+
+def _get_state_name(round: int) -> str:
+    return f"state-{round:05d}.safetensors"
+
+
 def _compute_digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
@@ -109,7 +136,11 @@ def pack(checkpoint: Checkpoint) -> dict[str, bytes]:
     Raises:
         ValueError: If a tensor cannot be stored (``serialization.Writer``).
     """
-    files = {_STATE: encode_state(checkpoint.state), _CLIENTS: _encode_clients(checkpoint)}
+    files = {
+        _STATE: encode_state(checkpoint.state),
+        _CLIENTS: _encode_clients(checkpoint),
+        **_encode_open(checkpoint.open),
+    }
     index = {
         "format": FORMAT,
         "round": checkpoint.state.round,
@@ -166,6 +197,7 @@ def load(folder: Path) -> Checkpoint:
             if round == state.round:
                 (MEMORY if name == MEMORY.name else MOMENTS).load(clients, key, round)
         selection = Selection.from_json(expect(index, "selection", dict))
+        open = _decode_open(data)
     except ValueError as error:  # the files are intact, so another version wrote them
         raise FedspanError(
             str(folder), str(error), problem=f"this version of fedspan cannot read the checkpoint ({error})"
@@ -180,6 +212,7 @@ def load(folder: Path) -> Checkpoint:
         inputs=index["inputs"],
         extra=index["extra"],
         last_replies=last_replies,
+        open=open,
     )
 
 

@@ -89,7 +89,8 @@ def run_range_test(prepared: Prepared, default: float) -> RangeTest:
     if isinstance(engine, BatchedEngine) and isinstance(prepared.engine, BatchedEngine):
         engine.stacking = prepared.engine.stacking
         engine.rounds = len(EXPONENTS) * min(ROUNDS, federation.settings.rounds)
-    trial = simulate(federation.method, engine, federation.clients, federation.examples, federation.settings)
+    synchronous = replace(federation.settings, buffered=None)
+    trial = simulate(federation.method, engine, federation.clients, federation.examples, synchronous)
     with engine.stages.stage("learning rate", len(EXPONENTS), "rates"):
         return _test_rates(prepared, trial, short, default)
 

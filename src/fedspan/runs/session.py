@@ -348,6 +348,8 @@ class _Session:
             row["clipped"] = dict(result.clipped)
         if result.lowered:
             row["lowered_weights"] = dict(result.lowered)
+        if result.arrivals is not None:
+            row["arrivals"] = [list(arrival) for arrival in result.arrivals]
         if result.simulated_seconds is not None:
             row["simulated_seconds"] = result.simulated_seconds
         totals = self.ledger.totals
@@ -373,6 +375,7 @@ class _Session:
                     "privacy": self.budget.dump(),
                 },
                 last_replies=progress.last_replies,
+                open=progress.open,
             ),
         )
         checkpoints.prune(self.run_folder)

@@ -26,6 +26,7 @@ from fedspan.federation.head_start import HeadStart
 from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData
 from fedspan.models.adapted import AdaptedModel
+from fedspan.runs.arrivals import read_arrivals
 from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scaling
 from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.head_setup import build_aggregation, build_head_start
@@ -280,7 +281,7 @@ def build_simulated_federation(
         trainer.engine,
         clients,
         _flip_labels(train, clients, conditions, len(trainer.task_settings.labels)),
-        config.build_round_settings(key),
+        read_arrivals(config.federation, config.build_round_settings(key)),
         config.build_simulation_rules(),
         build_aggregation(config),
         _secure_clients(config, clients),

@@ -16,7 +16,7 @@ from fedspan.federation.conditions import PHASES, Conditions, corrupt_reply
 from fedspan.federation.federation import Federation, sort_clients
 from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData, Progress
-from fedspan.federation.protocol import Envelope, OnReply, OnTrained, Order, Orders, Reply, Transport, decode_order
+from fedspan.federation.protocol import Envelope, OnReply, OnTrained, Order, Orders, Reply, TimedTransport, decode_order
 from fedspan.federation.secagg.messages import decode_phase
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import ReplyRules, build_untrained_jobs
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
 
 __all__ = ["InProcess", "ProgressStore", "simulate"]
+
+
+_DROPPED_OUT = "it dropped out (simulated)"
+"""Reason why a client that dropped out sends no reply."""
 
 
 class ProgressStore:
@@ -103,7 +107,7 @@ class _LazyOrders(Mapping[str, Order]):
         return len(self._ids)
 
 
-class InProcess(Transport):
+class InProcess(TimedTransport):
     """Passes orders to a host in this process.
 
     An error in training stops the round: in a simulation it is a mistake in the run's settings.
@@ -145,7 +149,7 @@ class InProcess(Transport):
         for id in dropped:
             envelope = orders[id]  # creates the order, because the ledger counts it
             del envelope
-            on_reply(id, "it dropped out (simulated)")
+            on_reply(id, _DROPPED_OUT)
         if orders.task == "train":
             self._train(orders, responding, on_reply, seconds, waits_for_dropped=bool(dropped))
             return
@@ -223,18 +227,12 @@ class InProcess(Transport):
             buffer.close()
         for id in responding:
             if times[id] > seconds:
-                on_reply(id, f"no reply within {seconds:g} s (simulated: {times[id]:.3g} s)")
+                on_reply(id, _describe_lateness(times[id], seconds))
         all_replied = not waits_for_dropped and len(in_time) == len(responding)
         self._clock += max(times.values(), default=0.0) if all_replied else seconds
 
     def carry_out(self, orders: Orders, ids: Sequence[str], on_reply: Callable[[str, Envelope | str], object]) -> None:
-        """Carry out orders to train, to compute statistics, or to evaluate.
-
-        Args:
-            orders: Orders of the exchange.
-            ids: Ids of the clients that carry them out.
-            on_reply: Called with each client's reply, in any order.
-        """
+        """``TimedTransport.carry_out``."""
         if orders.task == "train":
 
             def pass_on(reply: Reply) -> None:
@@ -245,6 +243,16 @@ class InProcess(Transport):
         self.host.prepare(ids)
         for id in ids:
             on_reply(id, self.host.answer(decode_order(orders[id])).to_envelope())
+
+    def time_reply(self, id: str, round: int, attempt: int, seconds: float) -> tuple[float, str | None]:
+        """``TimedTransport.time_reply``."""
+        conditions = self.conditions
+        if conditions is None:
+            return 0.0, None
+        if conditions.draw_silence(id, round, attempt, ("train",)) is not None:
+            return seconds, _DROPPED_OUT
+        time = conditions.compute_seconds(id, self.host.count_examples(id))
+        return (seconds, _describe_lateness(time, seconds)) if time > seconds else (time, None)
 
     def _tamper(self, order: Order, order_message: Message, reply: Message) -> Message:
         """Return a client's reply; that of a faulty client is corrupted."""
@@ -257,6 +265,11 @@ class InProcess(Transport):
         )
         start = build_untrained_jobs(self.host.method, order_message, order.client, order.round, memory)[1]
         return corrupt_reply(self._faults, reply, start, self.conditions.seed, order.round, order.to)
+
+
+def _describe_lateness(time: float, seconds: float) -> str:
+    """Return the reason why a client that takes longer than the time limit sends no reply."""
+    return f"no reply within {seconds:g} s (simulated: {time:.3g} s)"
 
 
 def simulate(

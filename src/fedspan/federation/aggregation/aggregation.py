@@ -15,7 +15,7 @@ from fedspan.federation import serialization
 from fedspan.federation.aggregation.reducers import create_reducer
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
-from fedspan.federation.changes import ChangeSize, compute_norm_limits, measure_change, shrink_reply
+from fedspan.federation.changes import ChangeSize, compute_norm_limits, measure_change, rebase_change, shrink_reply
 from fedspan.federation.progress import ClientData, Failure, TooFew, Transfer
 from fedspan.federation.protocol import Masking, Reply, Transport
 from fedspan.federation.settings import RoundSettings
@@ -56,6 +56,7 @@ class RoundContext:
         task: Kind of the orders whose replies are aggregated.
         check: Further check of a reply in plaintext, which raises ``ValueError``; None: no further check.
         absent: Clients of the cohort that are not waited for if the others suffice.
+        sent: Earlier states of the server that clients of the round train, by client; the others train ``state``.
     """
 
     method: Method
@@ -72,6 +73,11 @@ class RoundContext:
     task: Literal["train", "statistics"] = "train"
     check: Callable[[Message, Client], None] | None = None
     absent: frozenset[str] = frozenset()
+    sent: Mapping[str, ServerState] = field(default_factory=dict)
+
+    def get_sent_state(self, id: str) -> ServerState:
+        """Return the state of the server that a client of the round was sent."""
+        return self.sent.get(id, self.state)
 
     @property
     def new_client(self) -> Client:
@@ -196,7 +202,7 @@ class PlaintextAggregation:
         self.clipped: Mapping[str, float] = {}
         self._changes: dict[str, ChangeSize] = {}
         self._buffer = ReplyBuffer()
-        self._expected: dict[str, Message] = {}
+        self._expected: dict[tuple[str, int], Message] = {}
         self._reply_bytes = dict[int, int]()
         rules, settings = context.rules, context.settings
         self._folds = not rules.validate and not rules.over_select and not settings.clips
@@ -227,7 +233,7 @@ class PlaintextAggregation:
         if layers and method.estimate_traffic(layers[0], client.rank, self.context.state.round) is not None:
             client = replace(client, rank=method.get_rank(None))
         if client.rank not in self._reply_bytes:
-            untrained = self._build_untrained_reply(client)
+            untrained = self._build_untrained_reply(client, self.context.state)
             size = len(serialization.encode(untrained)) + _SCALAR_BYTES * (1 + len(untrained.scalars))
             self._reply_bytes[client.rank] = size
         return self._reply_bytes[client.rank]
@@ -235,12 +241,12 @@ class PlaintextAggregation:
     def add(self, client: Client, reply: Reply, attempt: int) -> bool:
         """``Aggregation.add``."""
         context = self.context
-        require_requested(reply, client.id, context.state.round, attempt, context.task)
+        require_requested(reply, client.id, context.get_sent_state(client.id).round, attempt, context.task)
         message = serialization.decode(reply.body)
         if context.check is not None:
             context.check(message, client)
         if self._folds:
-            self._reducer.add(client.id, context.method.contribute(message, client))
+            self._reducer.add(client.id, self._rebase(context.method.contribute(message, client), client))
         else:
             self._changes[client.id] = self._measure_change(message, client)
             self._buffer.store(client.id, reply.body)
@@ -251,7 +257,7 @@ class PlaintextAggregation:
 
     def _measure_change(self, message: Message, client: Client) -> ChangeSize:
         """Validate a reply, if the rules ask for it, and return the size of its change."""
-        method, expected = self.context.method, self._get_untrained_reply(client)
+        method, expected = self.context.method, self._get_untrained_reply(client, self._get_sent_state(client))
         if self.context.rules.validate:
             return validate_reply(method, message, client, expected).change
         change = measure_change(message, method.contribute(message, client), expected, method, client)
@@ -259,18 +265,37 @@ class PlaintextAggregation:
             raise ValueError("the norm of its change is not finite, so the change cannot be scaled down")
         return change
 
-    def _get_untrained_reply(self, client: Client) -> Message:
-        """Return the reply of the client if its training changed nothing; one for all where ranks do not differ."""
-        key = client.id if self.context.method.declare_claims().heterogeneous_ranks else ""
-        if key not in self._expected:
-            self._expected.clear()  # replies come one by one
-            self._expected[key] = self._build_untrained_reply(client)
-        return self._expected[key]
+    def _get_sent_state(self, client: Client) -> ServerState:
+        return self.context.get_sent_state(client.id)
 
-    def _build_untrained_reply(self, client: Client) -> Message:
-        context, new_client = self.context, replace(client, last_round=None)
-        order = context.method.sync(context.state, new_client)
-        return build_untrained_reply(context.method, order, new_client, context.state.round)
+    def _get_untrained_reply(self, client: Client, state: ServerState) -> Message:
+        """Return the reply of the client to a state if its training changed nothing.
+
+        It is one for all clients with the same state where ranks do not differ.
+        """
+        owner = client.id if self.context.method.declare_claims().heterogeneous_ranks else ""
+        if (owner, state.round) not in self._expected:
+            if any(other != owner for other, _ in self._expected):
+                self._expected.clear()  # replies come one by one
+            self._expected[owner, state.round] = self._build_untrained_reply(client, state)
+        return self._expected[owner, state.round]
+
+    def _rebase(self, contribution: Contribution, client: Client) -> Contribution:
+        """Return a contribution as one to the current state: of a reply to an earlier one, its change counts."""
+        context, buffered = self.context, self.context.settings.buffered
+        sent = self._get_sent_state(client)
+        if sent.round == context.state.round:
+            return contribution
+        assert buffered is not None
+        start, target = (
+            context.method.contribute(self._get_untrained_reply(client, state), client).sum
+            for state in (sent, context.state)
+        )
+        return rebase_change(contribution, start, target, buffered.compute_factor(context.state.round - sent.round))
+
+    def _build_untrained_reply(self, client: Client, state: ServerState) -> Message:
+        method, new_client = self.context.method, replace(client, last_round=None)
+        return build_untrained_reply(method, method.sync(state, new_client), new_client, state.round)
 
     def _find_outliers(self) -> dict[str, str]:
         rules, privacy = self.context.rules, self.context.settings.privacy
@@ -317,10 +342,10 @@ class PlaintextAggregation:
         client = replace(context.clients[id].client, last_round=None)
         message = serialization.decode(self._buffer.load(id))
         contribution = context.method.contribute(message, client)
-        if id not in self.clipped:
-            return contribution
-        expected = self._get_untrained_reply(client)
-        return shrink_reply(context.method, message, contribution, expected, client, self.clipped[id])
+        if id in self.clipped:
+            expected = self._get_untrained_reply(client, self._get_sent_state(client))
+            contribution = shrink_reply(context.method, message, contribution, expected, client, self.clipped[id])
+        return self._rebase(contribution, client)
 
     def _reduce(self, ids: Collection[str]) -> Reduced:
         """Add the buffered replies of clients, skip the clients without a reply, and return the reduction.

@@ -1,0 +1,134 @@
+"""Every method in asynchronous rounds: it is refused with the reason, or its rounds are what synchronous ones sum."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedspan.config import parse_config
+from fedspan.errors import FedspanError
+from fedspan.methods.registry import METHODS
+from fedspan.runs.setup import prepare
+from helpers.families import methods_by_family
+from helpers.watched_rounds import differences, method_config
+
+STACKS = "its server needs the single replies of a round"
+OTHER = "its clients also send something other than new values"
+REINITIALIZED = "its factors are re-initialized in every round"
+LATER = "it re-initializes its factors after round 2"
+ALTERNATES = "a client trains something else in round 2 than in round 1"
+REASONS: dict[str, str | None] = {
+    "fed-sb": OTHER,
+    "fedavg": None,
+    "federa": None,
+    "fedex-lora": STACKS,
+    "fedgalore": STACKS,
+    "fedhm": STACKS,
+    "fedit": None,
+    "fedloru": LATER,
+    "fedmomentum": STACKS,
+    "fedrot-lora": ALTERNATES,
+    "fedsa-lora": None,
+    "fedsvd": REINITIALIZED,
+    "ffa-lora": None,
+    "flexlora": STACKS,
+    "flora": STACKS,
+    "florg": STACKS,
+    "fr-lora": REINITIALIZED,
+    "hetlora": STACKS,
+    "local-only": "its clients send nothing",
+    "lora-a2": OTHER,
+    "lora-fair": STACKS,
+    "mfedloru": STACKS,
+    "pfedlora": None,
+    "pfedloru": LATER,
+    "rolora": ALTERNATES,
+    "slora": LATER,
+}
+WRAPPERS: dict[str, str | None] = {
+    "fedadagrad": None,
+    "fedadam": None,
+    "fedavgm": None,
+    "fedpaq": OTHER,
+    "fedprox": None,
+    "fedyogi": None,
+    "low-precision": OTHER,
+}
+
+
+def test_every_method_is_listed() -> None:
+    assert REASONS.keys() == METHODS.keys()
+
+
+def federation_of(clients: int) -> dict[str, Any]:
+    return {"clients_per_round": clients, "rounds": 4, "buffered": {"concurrency": 4}}
+
+
+@pytest.mark.parametrize("key", methods_by_family())
+def test_a_method_is_refused_with_the_reason_or_runs(key: str, tiny_folder: Path) -> None:
+    """If all clients reply in every round, their rounds are synchronous; otherwise replies are of several rounds."""
+    simulation = {"speed": {"distribution": "uniform", "median": 10, "spread": 3}}
+    reason = REASONS[key]
+    if reason is not None:
+        with pytest.raises(FedspanError, match=reason) as refused:
+            method_config(tiny_folder, key, federation=federation_of(4), simulation=simulation)
+        assert refused.value.field == "federation.buffered"
+        return
+    settings = federation_of(4)
+    run, waiting, partial = (
+        prepare(method_config(tiny_folder, key, federation=federation, simulation=simulation)).federation
+        for federation in (settings, {**settings, "buffered": None}, federation_of(2))
+    )
+    progress, expected, mixed, stale = run.begin(), waiting.begin(), partial.begin(), 0
+    for _ in range(4):
+        progress, expected = run.run_round(progress).progress, waiting.run_round(expected).progress
+        for part in ("state", "memories", "optimizers", "last_rounds"):
+            assert differences(getattr(progress, part), getattr(expected, part)) == []
+        result = partial.run_round(mixed)
+        assert not result.failures
+        stale += sum(age > 0 for _, age in result.arrivals or ())
+        mixed = result.progress
+    assert stale
+    assert all(bool(value.isfinite().all()) for value in mixed.state.tensors.values())
+
+
+@pytest.mark.parametrize("wrapper", list(WRAPPERS))
+def test_wrappers_are_refused_with_the_reason_or_fit(wrapper: str) -> None:
+    values = {
+        "data": {"train": "x.csv"},
+        "method": {"name": "fedit", "wrappers": [wrapper]},
+        "federation": federation_of(2),
+        "simulation": {"speed": {}},
+    }
+    if (reason := WRAPPERS[wrapper]) is None:
+        parse_config(values)
+        return
+    with pytest.raises(FedspanError, match=reason):
+        parse_config(values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "problem"),
+    [
+        ({"federation": {"buffered": {"concurrency": 3}}}, "federation.buffered", "needs federation.clients_per_round"),
+        ({"simulation": None}, "federation.buffered", "Set simulation.speed, or replay"),
+        ({"privacy": {"mechanism": "central", "noise": 1}}, "privacy", "count the clients of synchronous rounds"),
+        ({"cluster": {"workers": 2}}, "cluster", "cannot be combined with federation.buffered"),
+        ({"evaluation": {"diagnostics": 2}}, "evaluation.diagnostics", "updates that start from one state"),
+        (
+            {"federation": {**federation_of(2), "over_select": 1}},
+            "federation.over_select",
+            "asynchronous rounds wait for no client",
+        ),
+        ({"federation": {**federation_of(2), "secure": {}}}, "federation.secure", "train from one state"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], field: str, problem: str) -> None:
+    values = {"data": {"train": "x.csv"}, "federation": federation_of(2), "simulation": {"speed": {}}, **changes}
+    if values["federation"].get("clients_per_round") and "privacy" in changes:
+        values["federation"] = {**values["federation"], "weights": "uniform"}
+    with pytest.raises(FedspanError, match=problem) as refused:
+        parse_config(values)
+    assert refused.value.field == field
