@@ -113,7 +113,7 @@ class BufferedConfig(Section):
     )
     replay: str | None = Field(
         default=None,
-        description="Folder of a run whose order of arrivals this run repeats, in place of simulation.speed.",
+        description="Folder of a run whose order of arrivals this run repeats, instead of simulation.speed.",
     )
 
 
