@@ -153,7 +153,7 @@ class NodeLimits(Section):
         return self.message_mib * _MIB
 
 
-_Mbit = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Mbit = Annotated[float, Field(ge=0.1, allow_inf_nan=False)]  # below, the server takes the link for broken
 
 
 class BandwidthLimits(Section):

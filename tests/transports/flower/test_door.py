@@ -544,6 +544,38 @@ def test_what_a_broken_connection_has_brought_is_continued(monkeypatch: pytest.M
     assert asyncio.run(run()) == [400, 200, 416, 400, 200]
 
 
+@pytest.mark.parametrize("received", [300, 708])
+def test_what_nobody_reads_any_more_is_dropped_in_time(received: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if only the end of a body is missing, or another request has asked for its offset meanwhile."""
+    monkeypatch.setattr(door, "read_pushed_reply", lambda *_: reply())
+    path, body = f"{wire.NODE_PATH}{wire.SEND_REPLY}", wire.pack([b"head", b"content" * 100])
+    made = door.Door(Behind(), door.DoorLimits(partial_seconds=0.05), exchange=Exchange())
+    digest = hashlib.sha256(body).hexdigest()
+    assert received <= len(body)
+
+    async def run() -> list[int]:
+        sending, gate = make_broken(body[:received]), asyncio.Event()
+
+        async def receive() -> Any:
+            message = await sending()
+            if message["type"] == "http.disconnect":
+                await gate.wait()
+            return message
+
+        options = {"receive": receive, "declared": len(body), "headers": declare(body)}
+        first = asyncio.create_task(request(made, path, **options))
+        await asyncio.sleep(0)
+        while not made._uploads.find_offset(KEY, digest):
+            await asyncio.sleep(0)
+        gate.set()
+        await first
+        found = [made._uploads.find_offset(KEY, digest)]
+        await asyncio.sleep(0.1)
+        return [*found, made._uploads.find_offset(KEY, digest)]
+
+    assert asyncio.run(run()) == [received, 0]
+
+
 def test_the_rest_of_a_reply_completes_it_and_an_altered_rest_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "read_pushed_reply", lambda *_: reply())
     path, body = f"{wire.NODE_PATH}{wire.SEND_REPLY}", wire.pack([b"head", b"content" * 100])

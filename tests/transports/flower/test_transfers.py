@@ -25,7 +25,7 @@ import httpx
 import uvicorn
 from flwr.app import Message
 
-from fedspan.transports.flower import door, transfers
+from fedspan.transports.flower import door, transfers, wire
 from fedspan.transports.flower.adapter import (
     NodeConnection,
     OutgoingReply,
@@ -149,6 +149,23 @@ def test_a_reply_over_a_link_that_breaks_is_sent_once(server: tuple[Server, int]
         assert server[0].stored == set(reply.contents.values())
         assert link.cuts >= 2
         assert link.up < MOST * SIZE
+
+
+def test_a_reply_whose_link_stalled_is_continued() -> None:
+    """A SuperLink that has waited too long for the rest of a body answers so, and keeps what has arrived."""
+    set_identity(1, 1, NODE)
+    message, asked = Message(to_records(UnsignedSigner().seal(Envelope("order"), NODE), draw_salt()), NODE, "train"), []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path.rpartition("/")[2])
+        if asked[-1] == wire.UPLOAD_OFFSET:
+            return httpx.Response(200, content=b"10")
+        return httpx.Response(408 if len(asked) == 1 else 200)
+
+    with connect(1) as connection:
+        connection._client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
+        connection.send_reply(make_reply(message))
+    assert asked == [wire.SEND_REPLY, wire.UPLOAD_OFFSET, wire.SEND_REPLY]
 
 
 def test_a_reply_is_continued_over_another_connection(server: tuple[Server, int]) -> None:

@@ -296,9 +296,11 @@ class Door:
         request = upload.requests
         try:
             await _read_into(receive, length, self.limits, upload, request)
-        finally:
-            if upload.requests == request and upload.size < upload.total:
+        except BaseException:
+            if upload.requests == request:
                 self._uploads.interrupt(upload)
+                asyncio.get_running_loop().call_later(self.limits.partial_seconds + 1, self._uploads.drop_expired)
+            raise
         try:
             return self._uploads.finish(owner, part.digest, upload)
         except ValueError as error:

@@ -86,12 +86,13 @@ class Uploads:
 
     def find_offset(self, sender: bytes, digest: str) -> int:
         """Return how many bytes of a body have arrived. The request that sent them, if it has not ended, is ended."""
-        self._drop_expired()
+        self.drop_expired()
         upload = self._uploads.get((sender, digest))
         if upload is None:
             return 0
         upload.requests += 1
-        return upload.size
+        self.interrupt(upload)
+        return upload.size if (sender, digest) in self._uploads else 0
 
     def begin(self, sender: bytes, part: UploadPart, name: str = "") -> Upload:
         """Begin or continue a body.
@@ -104,7 +105,7 @@ class Uploads:
         Raises:
             ValueError: If the part does not begin where the body ends that has arrived, or the size differs.
         """
-        self._drop_expired()
+        self.drop_expired()
         key = sender, part.digest
         upload = self._uploads.pop(key, None)
         if part.offset == 0:
@@ -183,7 +184,8 @@ class Uploads:
                 await asyncio.wait_for(processed.wait(), self.limits.body_seconds)
         return self._answers.get(sender, {}).get(digest)
 
-    def _drop_expired(self) -> None:
+    def drop_expired(self) -> None:
+        """Drop what has waited too long for its rest."""
         oldest = time.monotonic() - self.limits.partial_seconds
         for key, upload in list(self._uploads.items()):
             if not upload.is_read and upload.changed_at < oldest:

@@ -405,6 +405,8 @@ class NodeConnection:
             headers |= {"range": f"bytes={download.size}-", "if-range": download.tag}
         timeout = httpx.Timeout(seconds, connect=min(seconds, _CONNECT))
         with self._client.stream("POST", path, content=content, headers=headers, timeout=timeout) as response:
+            if response.status_code == httpx.codes.REQUEST_TIMEOUT:  # the link stalled; what has arrived is kept
+                raise httpx.ReadError("the SuperLink did not wait for the rest of the body")
             response.raise_for_status()
             if response.status_code != httpx.codes.PARTIAL_CONTENT:
                 download = Download(response.headers.get("etag", ""))
