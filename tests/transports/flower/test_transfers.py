@@ -159,8 +159,8 @@ def test_a_reply_whose_link_stalled_is_continued() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         asked.append(request.url.path.rpartition("/")[2])
         if asked[-1] == wire.UPLOAD_OFFSET:
-            return httpx.Response(200, content=b"10")
-        return httpx.Response(408 if len(asked) == 1 else 200)
+            return httpx.Response(200, stream=httpx.ByteStream(b"10"))
+        return httpx.Response(408 if len(asked) == 1 else 200, stream=httpx.ByteStream(b""))
 
     with connect(1) as connection:
         connection._client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
