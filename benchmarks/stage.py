@@ -38,10 +38,13 @@ class Deployment:
         folder: Folder for keys, data and logs.
         insecure: Whether the server has neither TLS nor keys.
         names: Names under which the server is reached, beside this machine's own.
+        options: Further options of the server.
     """
 
-    def __init__(self, folder: Path, *, insecure: bool = False, names: Sequence[str] = ()) -> None:
-        self.folder, self.insecure, self.names = folder, insecure, names
+    def __init__(
+        self, folder: Path, *, insecure: bool = False, names: Sequence[str] = (), options: Sequence[str] = ()
+    ) -> None:
+        self.folder, self.insecure, self.names, self.options = folder, insecure, names, options
         self.port = free_port()
         self.server = folder / "server"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -102,7 +105,7 @@ class Deployment:
 
     def start_server(self) -> None:
         options = ["--insecure"] if self.insecure else [f"--name={name}" for name in self.names]
-        self.start("server", "server", "--folder", str(self.server), "--port", str(self.port), *options)
+        self.start("server", "server", "--folder", str(self.server), "--port", str(self.port), *options, *self.options)
         self.wait_for("server", "listening on")
 
     def node_file(self, id: str, data: Path, columns: Mapping[str, str] | None = None, **changes: Any) -> Path:

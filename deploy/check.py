@@ -27,6 +27,7 @@ BIN = Path(sys.executable).parent
 VALUES = {"address": "fl.example.org:9092", "id": "clinic-a", "version": "0.1.0"}
 CHARTS = {
     "server": {"server": {"names": ["fl.example.org"]}},
+    "server with a web page": {"server": {"names": ["fl.example.org"], "webPort": 8080}},
     "server within a cluster": {"server": {"names": ["fl.example.org"], "service": "ClusterIP"}},
     "node": {"server": {"enabled": False}, "node": {"enabled": True, "bundle": "clinic-a", "data": "messages"}},
 }

@@ -1,10 +1,11 @@
-"""Render the images of the reports and of the live web page: ``python docs/generate_images.py`` (three minutes).
+"""Render the images of the reports and of the live web page: ``python docs/generate_images.py`` (five minutes).
 
 Needs the extra ``dev`` and a Chromium or Chrome on this machine. A name as argument renders that image alone.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -14,9 +15,11 @@ import sys
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import yaml
 from playwright.sync_api import sync_playwright
 
 import fedspan
@@ -31,6 +34,7 @@ CONFIG: dict[str, Any] = {
     "federation": {"rounds": 6},
     "training": {"lr": 8.0e-3, "batch_size": 16},
 }
+NODES = ("clinic-north", "clinic-south", "clinic-west")
 
 
 @contextmanager
@@ -75,7 +79,46 @@ def render_live_page(folder: Path) -> None:
     process.wait()
 
 
-RENDERERS = {"report": render_report, "live-page": render_live_page}
+def render_server_page(folder: Path) -> None:
+    """Run a server and three nodes, kill one of them, and take a screenshot of the server's page after its failure."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+    from stage import Deployment, free_port
+
+    os.chdir(folder)
+    with (files("fedspan.data") / "corpus" / "patient_messages" / "train.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    config = {
+        **CONFIG,
+        "data": {"labels": sorted({row["label"] for row in rows})},
+        "partition": {"clients": len(NODES)},
+    }
+    config |= {"federation": {"rounds": 10, "deadline": 25, "min_replies": 2}, "device": "cpu"}
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    run, web = Path("runs/first"), ["--web-port", str(free_port())]
+    with Deployment(Path("deployment").resolve(), options=web) as made, open_view(1100, 1080) as view:
+        made.wait_for("server", "web page: ")
+        for place, name in enumerate(NODES):
+            data = Path(f"{name}.csv").resolve()
+            with data.open("w", newline="") as file:
+                writer = csv.DictWriter(file, ["text", "label"])
+                writer.writeheader()
+                writer.writerows(rows[place :: len(NODES)])
+            made.join(name, made.node_file(name, data))
+        command = ("submit", "config.yaml", "--out", str(run), "--server", str(made.server))
+        process = made.start("submit", *command)
+        view.goto(next(line.split()[-1] for line in made.log("server").splitlines() if line.startswith("web page: ")))
+        text = ""
+        while "reasons below" not in text or "no reply yet" not in text or not re.search(r"\n\w.*replied\t", text):
+            if process.poll() is not None:
+                raise SystemExit(f"the run ended before the screenshot\n{made.logs()}")
+            if NODES[-1] in made.processes and "2 of 10" in text:
+                made.end(NODES[-1])
+            view.wait_for_timeout(50)
+            text = view.locator("main").inner_text()
+        view.screenshot(path=IMAGES / "server-page.png")
+
+
+RENDERERS = {"report": render_report, "live-page": render_live_page, "server-page": render_server_page}
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import ssl
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,26 @@ def test_hostile_names_stay_text_in_json(page: WebPage, pretend_run: PretendRun)
 def test_other_addresses_need_tls(collect: Callable[[], Mapping[str, Any]]) -> None:
     with pytest.raises(FedspanError, match=r"--web-host.*no TLS.*127\.0\.0\.1"):
         WebPage(collect, "0.0.0.0")
+
+
+def test_other_addresses_are_served_with_the_certificate(
+    collect: Callable[[], Mapping[str, Any]], tmp_path: Path
+) -> None:
+    pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+    from fedspan.transports.flower import keys
+
+    keys.make_authority(tmp_path, ["127.0.0.2", "fl.example.org"])
+    certificate = (tmp_path / keys.CERTIFICATE, tmp_path / keys.KEY)
+    with WebPage(collect, "127.0.0.2", names=["fl.example.org", "127.0.0.2"], certificate=certificate) as page:
+        assert page.url.startswith(f"https://fl.example.org:{page.port}/?token=")
+        context = ssl.create_default_context(cafile=str(tmp_path / keys.AUTHORITY))
+        for host, status in (("fl.example.org", 303), ("127.0.0.2", 303), ("evil.example", 421)):
+            connection = http.client.HTTPSConnection("127.0.0.2", page.port, timeout=10, context=context)
+            connection.request("GET", get_query(page), headers={"Host": host})
+            response = connection.getresponse()
+            assert response.status == status
+            assert status == 421 or "Secure" in str(response.getheader("set-cookie")).split("; ")
+            connection.close()
 
 
 def test_a_port_in_use_is_named(collect: Callable[[], Mapping[str, Any]]) -> None:

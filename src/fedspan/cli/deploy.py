@@ -6,9 +6,10 @@ import logging
 import shlex
 import signal
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +17,10 @@ from fedspan.cli.admission import warn_of_expiry
 from fedspan.cli.commands import MACHINES, SERVER, Overrides, ServerFolder, register_command
 from fedspan.cli.live_run import describe_interruption, find_unused_folder
 from fedspan.errors import FedspanError
+
+if TYPE_CHECKING:
+    from fedspan.monitoring.web import WebPage
+    from fedspan.transports.flower.server import ServerLink
 
 __all__ = ["join", "server", "submit"]
 
@@ -48,11 +53,26 @@ def server(
             "repeated.",
         ),
     ] = None,
+    web_port: Annotated[
+        int | None,
+        typer.Option(
+            "--web-port",
+            min=1,
+            max=65535,
+            help="Serve a read-only web page of nodes and runs on this port. Default: none. Needs fedspan[web].",
+        ),
+    ] = None,
+    web_host: Annotated[
+        str,
+        typer.Option(
+            "--web-host", help="Address of the web page; other than on loopback, it has the server's certificate."
+        ),
+    ] = "127.0.0.1",
 ) -> None:
     """Run a federation's server: Flower's SuperLink, with TLS and node keys.
 
     The first start creates a certificate authority and a certificate. Send ca.crt to every data owner, or a folder that
-    --bundle writes.
+    --bundle writes. With --web-port, the address of the web page is printed with its token.
     """
     from fedspan.transports.flower import require
 
@@ -70,10 +90,13 @@ def server(
     if not insecure:
         warn_of_expiry(link)
     stop = _make_stop_event()
+    page = None if web_port is None else _create_page(link, web_host, web_port, names or [])
 
     def print_instructions() -> None:
         address = (names or ["THIS-MACHINE"])[0]
         typer.echo(f"listening on {host}:{port}; log: {folder / 'superlink.log'}")
+        if page is not None:
+            typer.echo(f"web page: {page.url}")
         if not insecure:
             typer.echo(f"send to every data owner: {folder / 'ca.crt'}")
         typer.echo("each data owner runs, on its own machine:")
@@ -85,7 +108,30 @@ def server(
         )
         typer.echo(f"and run here:\n  fedspan submit config.yaml{_format_server_option(folder)}")
 
-    supervise(folder, link, host, stop, print_instructions)
+    with page or nullcontext():
+        supervise(folder, link, host, stop, print_instructions)
+
+
+def _create_page(link: ServerLink, host: str, port: int, names: Sequence[str]) -> WebPage:
+    """Create the web page of a server; other than on loopback, it has the server's certificate and names."""
+    from fedspan.monitoring.web import LOOPBACK, WebPage, require_web
+
+    require_web()
+    from fedspan.monitoring.server_monitor import ServerMonitor
+    from fedspan.transports.flower.admissions import list_named_nodes
+    from fedspan.transports.flower.keys import CERTIFICATE, KEY, list_certified_hosts
+
+    monitor = ServerMonitor(link.folder, lambda: list_named_nodes(link))
+    if host in LOOPBACK or link.authority is None:  # without TLS, other addresses are refused
+        return WebPage(monitor.collect, host, port, field="--web-port")
+    return WebPage(
+        monitor.collect,
+        host,
+        port,
+        names=[*names, *list_certified_hosts(link.folder)],
+        certificate=(link.folder / CERTIFICATE, link.folder / KEY),
+        field="--web-port",
+    )
 
 
 def _write_bundles(folder: Path, ids: Sequence[str], names: Sequence[str], port: int, *, insecure: bool) -> None:

@@ -44,17 +44,16 @@ def status(
     from fedspan.cli.formatting import create_console
     from fedspan.deployment.status import load_named_run, read_status
     from fedspan.errors import FedspanError
-    from fedspan.transports.flower.admissions import read_admissions, read_revocations
-    from fedspan.transports.flower.server import link_of, list_nodes
+    from fedspan.transports.flower.admissions import list_named_nodes, read_admissions
+    from fedspan.transports.flower.server import link_of
 
     named_run, link = load_named_run(folder), link_of(folder)
     run_folder = run or (None if named_run is None else named_run.folder)
-    admitted = read_admissions(link)
-    replaced = {admission.name for admission in admitted.values()}
-    names = {id: admission.name for id, admission in read_revocations(link).items() if admission.name not in replaced}
-    nodes = list_nodes(link, names | {id: admission.name for id, admission in admitted.items()})
+    nodes = list_named_nodes(link)
     max_examples = {
-        str(id): admission.max_examples for id, admission in admitted.items() if admission.max_examples is not None
+        str(id): admission.max_examples
+        for id, admission in read_admissions(link).items()
+        if admission.max_examples is not None
     }
     clients_by_node = {node: client for client, node in ({} if named_run is None else named_run.nodes).items()}
     run_status: RunStatus | None = None

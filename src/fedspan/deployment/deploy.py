@@ -33,10 +33,11 @@ from fedspan.federation.evaluation import describe_few_nodes
 from fedspan.federation.protocol import Envelope
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.runs import session
-from fedspan.runs.callbacks import Listener
+from fedspan.runs.callbacks import Listener, Listeners
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import require_intact
 from fedspan.runs.model_card import RunReport
+from fedspan.runs.progress_file import ProgressFile
 from fedspan.runs.remote import prepare_server
 from fedspan.runs.results import is_run, read_report
 from fedspan.runs.setup import Prepared
@@ -217,7 +218,8 @@ def submit(
         values = config if isinstance(config, Mapping) else read_values(config)
         parsed = build_server_config(override(values, overrides))
 
-    events = listener or Listener()
+    progress_file = ProgressFile(RunFolder(folder).progress)
+    events = Listeners(listener or Listener(), progress_file)
 
     def host(run_folder: RunFolder, prepared: Prepared, run_rounds: Any) -> RunReport:
         run, config = _read_run_name(run_folder), prepared.config
@@ -249,6 +251,7 @@ def submit(
         listener=events,
         host=host,
         build=lambda run_config, _, key, stages: prepare_server(run_config, key, stages),
+        progress_file=progress_file,
     )
 
 

@@ -73,7 +73,9 @@ class Submission:
         """
         record = load_record(self._folder) if self._prepared.config.federation.late_joiners else None
         expected = () if record is None else self._list_expected(record, grid)
-        gather_nodes(self._handshakes, grid, self._invitation, self._wait, self._signer, expected)
+        self._store_nodes({})  # the run is shown while nodes are waited for
+        with self._prepared.engine.stages.stage("nodes", self._handshakes.clients, "nodes"):
+            gather_nodes(self._handshakes, grid, self._invitation, self._wait, self._signer, expected)
         self._collect_joined()
 
     def _list_expected(self, record: Record, grid: Grid) -> Collection[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -19,7 +20,7 @@ from fedspan.runs.curves import get_score
 from fedspan.runs.folder import RunFolder
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["RunMonitor", "build_page_state", "clean_text"]
+__all__ = ["RunMonitor", "build_client", "build_page_state", "clean_text"]
 
 _MAX_TEXT = 500
 """Longest text that the page shows, in characters."""
@@ -67,7 +68,7 @@ class RunMonitor:
         Args:
             listed: Clients that are listed even if they have not been selected yet.
         """
-        if not self._run.config.is_file():
+        if not os.path.isfile(self._run.config):  # False as well if this user may not read the folder
             return None
         problem = self._read_rounds()
         config = self._read(self._run.config)
@@ -149,7 +150,7 @@ class RunMonitor:
                     continue
 
     def _get_client(self, id: str) -> dict[str, Any]:
-        return self._clients.setdefault(id, _make_client())
+        return self._clients.setdefault(id, build_client())
 
     def _collect_clients(self, progress: Mapping[str, Any], listed: Collection[str]) -> list[dict[str, Any]]:
         """Return the clients, those of the current round and those with failures first."""
@@ -158,7 +159,7 @@ class RunMonitor:
         losses = losses if isinstance(losses, Mapping) else {}
         rows: list[dict[str, Any]] = []
         for id in {*self._clients, *cohort, *listed}:
-            entry = self._clients.get(id) or _make_client()
+            entry = self._clients.get(id) or build_client()
             status = "replied" if id in cohort & replied else "no reply yet" if id in cohort else "not selected"
             rows.append({**entry, "name": id, "status": status if progress else "", "loss": _to_float(losses.get(id))})
         rows.sort(key=lambda row: (row["status"] not in ("replied", "no reply yet"), not row["failures"], row["name"]))
@@ -223,7 +224,8 @@ def build_page_state(monitor: RunMonitor) -> dict[str, Any]:
     }
 
 
-def _make_client() -> dict[str, Any]:
+def build_client() -> dict[str, Any]:
+    """Return the row of a client that was never selected."""
     return {"rounds": 0, "last_round": None, "late": 0, "failures": 0, "last_failure": None}
 
 

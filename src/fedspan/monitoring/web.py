@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["HEADERS", "WebPage", "build_app", "require_web"]
+__all__ = ["HEADERS", "LOOPBACK", "WebPage", "build_app", "require_web"]
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Addresses of this machine, on which the page needs no TLS."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

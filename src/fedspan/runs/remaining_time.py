@@ -20,6 +20,7 @@ STAGES: Mapping[StageName, str] = {
     "model": "loading the model",
     "encoding": "encoding the examples",
     "workers": "starting the workers",
+    "nodes": "waiting for the nodes",
     "hidden states": "outputs of the frozen layers",
     "reference": "outputs of the pretrained model",
     "statistics": "statistics for the head's start",

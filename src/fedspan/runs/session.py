@@ -78,6 +78,7 @@ def run(
     command: tuple[str, ...] = (),
     host: Host | None = None,
     build: Build = prepare,
+    progress_file: ProgressFile | None = None,
 ) -> RunReport:
     """Run all rounds, export the best round's adapters and write the report.
 
@@ -91,12 +92,15 @@ def run(
         host: Connects the run to remote clients; None: the clients are simulated in this process.
         build: Builds the prepared run from the config, the partition that the run was started with, if any, the
             secret key of its noise, if any, and the stages that it reports to.
+        progress_file: The run's progress file, if the listener passes events on to it already; None: it is created.
 
     Raises:
         FedspanError: If the run fails for a reason that the user can correct.
     """
-    progress_file = ProgressFile(RunFolder(folder).progress)
-    listener = Listeners(listener or Listener(), progress_file)
+    listener = listener or Listener()
+    if progress_file is None:
+        progress_file = ProgressFile(RunFolder(folder).progress)
+        listener = Listeners(listener, progress_file)
     command = command or tuple(sys.argv)
     if resume:
         with RunFolder.resume(folder) as run_folder, progress_file:

@@ -19,6 +19,7 @@ StageName = Literal[
     "model",
     "encoding",
     "workers",
+    "nodes",
     "hidden states",
     "reference",
     "statistics",
@@ -29,10 +30,11 @@ StageName = Literal[
     "diagnostics",
     "export",
 ]
-"""``workers``: their start on a cluster. ``hidden states``: those that leave the frozen prefix, computed once an
-example. ``reference``: outputs of the pretrained model, once an example, for tasks that compare with them.
-``statistics``: those from which the head starts. ``stacking``: measuring how many clients train at once.
-``learning rate``: the range test. ``training``: a round's clients, and the server's half of the round after them."""
+"""``workers``: their start on a cluster. ``nodes``: waiting until enough of them participate. ``hidden states``: those
+that leave the frozen prefix, computed once an example. ``reference``: outputs of the pretrained model, once an example,
+for tasks that compare with them. ``statistics``: those from which the head starts. ``stacking``: measuring how many
+clients train at once. ``learning rate``: the range test. ``training``: a round's clients, and the server's half of the
+round after them."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,8 @@ function showProgress(state) {
 
 function showFacts(state) {
   const run = state.run, facts = [];
-  if (state.nodes) facts.push(["nodes online", `${state.nodes.online} of ${state.nodes.total}`, ""]);
+  if (state.nodes) facts.push(["nodes online", state.nodes.total === null ? "–" : `${state.nodes.online} of ${state.nodes.total}`,
+    state.nodes.total === null ? "asking the SuperLink" : ""]);
   if (run) {
     const metric = run.metric, scored = find(run.curve, (point) => isNumber(point.score));
     const lost = find(run.curve, (point) => isNumber(point.loss)), result = run.result;

@@ -24,13 +24,14 @@ from fedspan.errors import FedspanError, require_printable, suggest_nearest
 from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.logs import AuditLog
 from fedspan.transports.flower.adapter import read_node_id
-from fedspan.transports.flower.server import DATABASE, ServerLink, call_flower
+from fedspan.transports.flower.server import DATABASE, Node, ServerLink, call_flower, list_nodes
 
 __all__ = [
     "DAYS",
     "Admission",
     "admit_node",
     "end_admissions",
+    "list_named_nodes",
     "open_audit_log",
     "read_admissions",
     "read_revocations",
@@ -245,6 +246,20 @@ def read_revocations(link: ServerLink) -> dict[int, Admission]:
         FedspanError: If the file is damaged.
     """
     return {id: admission for id, admission in _read_stored_nodes(link).items() if admission.revoked}
+
+
+def list_named_nodes(link: ServerLink) -> list[Node]:
+    """Return the nodes that a server knows, with the names under which they were admitted.
+
+    A node whose key was revoked is listed if its name has no other key now.
+
+    Raises:
+        FedspanError: If the file of the admitted nodes is damaged, or the SuperLink does not answer.
+    """
+    admitted = {id: admission.name for id, admission in read_admissions(link).items()}
+    revoked = {id: admission.name for id, admission in read_revocations(link).items()}
+    replaced = set(admitted.values())
+    return list_nodes(link, {id: name for id, name in revoked.items() if name not in replaced} | admitted)
 
 
 def _read_stored_nodes(link: ServerLink) -> dict[int, Admission]:
