@@ -103,7 +103,7 @@ def render_server_page(folder: Path) -> None:
                 writer = csv.DictWriter(file, ["text", "label"])
                 writer.writeheader()
                 writer.writerows(rows[place :: len(NODES)])
-            made.join(name, made.node_file(name, data))
+            made.join(name, made.node_file(name, data, validation=0.1, test=0.2))
         command = ("submit", "config.yaml", "--out", str(run), "--server", str(made.server))
         process = made.start("submit", *command)
         view.goto(next(line.split()[-1] for line in made.log("server").splitlines() if line.startswith("web page: ")))

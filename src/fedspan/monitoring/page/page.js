@@ -86,12 +86,16 @@ function showFacts(state) {
   if (state.nodes) facts.push(["nodes online", state.nodes.total === null ? "–" : `${state.nodes.online} of ${state.nodes.total}`,
     state.nodes.total === null ? "asking the SuperLink" : ""]);
   if (run) {
-    const metric = run.metric, scored = find(run.curve, (point) => isNumber(point.score));
+    const metric = run.metric, measured = find(run.curve, (point) => isNumber(point.score) || isNumber(point.validation));
     const lost = find(run.curve, (point) => isNumber(point.loss)), result = run.result;
     facts.push(["rounds", `${run.round}${run.rounds ? " of " + run.rounds : ""}`,
       isNumber(run.seconds) ? `in ${formatDuration(run.seconds)}` : ""]);
     if (result) facts.push([`${metric.title}, best round`, formatScore(result.score, metric.percent), `round ${result.best_round}`]);
-    else facts.push([metric.title, formatScore(scored && scored.score, metric.percent), scored ? `after round ${scored.round}` : "not measured yet"]);
+    else {
+      const hasScore = Boolean(measured) && isNumber(measured.score), score = measured && (hasScore ? measured.score : measured.validation);
+      facts.push([metric.title, formatScore(score, metric.percent),
+        measured ? `${hasScore ? "" : "validation, "}after round ${measured.round}` : "not measured yet"]);
+    }
     if (result && result.worst && isNumber(result.worst.score))
       facts.push(["worst client", formatScore(result.worst.score, metric.percent), result.worst.client]);
     facts.push(["training loss", formatNumber(lost && lost.loss), lost ? `round ${lost.round}` : ""]);
@@ -187,7 +191,7 @@ function showClients(state) {
   const hasNodes = Boolean(state.nodes), isRunning = Boolean(run) && run.state === "running";
   const failing = clients.some((client) => client.failures), isLate = clients.some((client) => client.late);
   const columns = [hasNodes ? "node" : "client", ...(hasNodes ? ["status", "last seen"] : []), ...(isRunning ? ["this round", "loss"] : []),
-    "rounds", ...(isLate ? ["late"] : []), ...(failing ? ["failures", "last failure"] : [])];
+    "rounds selected", ...(isLate ? ["late"] : []), ...(failing ? ["failures", "last failure"] : [])];
   const shown = clients.filter((client) => !filter || [client.name, client.status, client.node_status, client.last_failure && client.last_failure.reason]
     .some((text) => text && text.toLowerCase().includes(filter)));
   const replied = clients.filter((client) => client.status === "replied").length;
