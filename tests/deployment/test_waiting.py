@@ -19,7 +19,6 @@ from fedspan.federation.protocol import Envelope
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.remote import build_server_clients, prepare_server
 from fedspan.runs.train import run
-from fedspan.training.stages import Stages
 from helpers import tiny
 from helpers.node_service import CLIENT, introduced, invitation, node, values
 
@@ -62,8 +61,7 @@ def met(
     monkeypatch.setattr(submission, "compute_base_digest", lambda model: "b")
     given = values(tiny_folder)
     given["federation"].update(federation, secure=secure)
-    engine = SimpleNamespace(stages=Stages())
-    prepared: Any = SimpleNamespace(config=build_server_config(given), model=None, engine=engine)
+    prepared: Any = SimpleNamespace(config=build_server_config(given), model=None)
     link = servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
     notes = Notes()
     handshakes = submission.Handshakes(prepared, notes, link)

@@ -158,9 +158,9 @@ class RunMonitor:
         losses = progress.get("losses")
         losses = losses if isinstance(losses, Mapping) else {}
         rows: list[dict[str, Any]] = []
-        for id in {*self._clients, *cohort, *listed}:
+        for id in {*self._clients, *cohort, *replied, *listed}:
             entry = self._clients.get(id) or build_client()
-            status = "replied" if id in cohort & replied else "no reply yet" if id in cohort else "not selected"
+            status = "replied" if id in replied else "no reply yet" if id in cohort else "not selected"
             rows.append({**entry, "name": id, "status": status if progress else "", "loss": _to_float(losses.get(id))})
         rows.sort(key=lambda row: (row["status"] not in ("replied", "no reply yet"), not row["failures"], row["name"]))
         return [{**row, "name": clean_text(row["name"], 200)} for row in rows[:_MAX_CLIENTS]]

@@ -50,6 +50,7 @@ class ProgressFile(Listener):
         self._path, self._clock = path, clock
         self._lock = Lock()
         self._is_open = False
+        self._is_redrawn = False
         self._next_write = 0.0
         self._timer: Timer | None = None
         self._prepared: Prepared | None = None
@@ -111,6 +112,10 @@ class ProgressFile(Listener):
     def on_client_finish(self, round: int, client: str, loss: float) -> None:
         with self._lock:
             self._losses[client] = loss
+            if client not in self._state.get("cohort", ()) and not self._is_redrawn and self._prepared is not None:
+                # A client that joined after the last round has finished is known once the round has begun.
+                self._state["cohort"] = list(self._prepared.federation.draw_cohort(round - 1))
+                self._is_redrawn = True
             self._request_write()
 
     def on_round_finish(self, row: Mapping[str, Any]) -> None:
@@ -137,6 +142,7 @@ class ProgressFile(Listener):
         federation = self._prepared.federation
         rounds = federation.settings.rounds
         self._losses.clear()
+        self._is_redrawn = False
         self._state |= {
             "round": min(done + 1, rounds),
             "round_started": time.time(),
