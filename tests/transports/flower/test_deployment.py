@@ -246,17 +246,18 @@ def test_nodes_join_and_leave_a_run_under_way(tiny_folder: Path, tmp_path: Path)
         assert made.processes[SITES[1]].wait(60) == 0
     rows = rounds(run)
     assert [row["round"] for row in rows] == list(range(1, 25))
-    assert [row["failures"] for row in rows if "failures" in row] == []
     events = {event: [(row["round"], row[event]) for row in rows if event in row] for event in ("joined", "left")}
     ((joined, who),) = events["joined"]
     ((left, gone),) = events["left"]
     assert (who, gone) == ([late], [SITES[1]])
     assert 1 < joined < left
     assert rows[-1]["cohort"] == sorted({*sites} - {SITES[1]})
+    failures = [(row["round"], one["client"], one["purpose"]) for row in rows for one in row.get("failures", [])]
+    assert {failure[:2] for failure in failures} <= {(left - 1, SITES[1])}  # it was stopped when that round began
+    last = left - 1 - ((left - 1, SITES[1], "train") in failures)
     simulated = local_values(values, files["all"], {"name": "loop"})
     simulated["federation"] = {**simulated["federation"], "late_joiners": False}
-    simulated["partition"] = {**simulated["partition"], "clients": None}
-    simulated["simulation"] = {"present": {late: [joined, None], SITES[1]: [1, left - 1]}}
+    simulated["simulation"] = {"present": {late: [joined, None], SITES[1]: [1, last]}}
     fedspan.run(simulated, tmp_path / "simulated")
     mine, theirs = adapter(run), adapter(tmp_path / "simulated")
     assert mine.keys() == theirs.keys()
