@@ -150,6 +150,7 @@ def build_page(table: str, args: argparse.Namespace, minutes: float) -> str:
         f"- **{way}**: `{', '.join(f'{name}: {value}' for name, value in options.items())}`"
         for way, options in WAYS.items()
     ).replace("'", "")
+    seeds = " ".join(map(str, args.seeds))
     return (
         "# Time to accuracy\n\n"
         "This page compares how long synchronous, over-selected and [asynchronous](../asynchronous.md) rounds take to "
@@ -165,9 +166,9 @@ def build_page(table: str, args: argparse.Namespace, minutes: float) -> str:
         f"{settings}\n\n"
         f"The accuracy is measured after about every {REPLIES} replies. Transfers and the server take no simulated "
         "time.\n\n"
-        "Command: `python benchmarks/time_to_accuracy.py --data PATH/banking77`  \n"
+        f"Command: `python benchmarks/time_to_accuracy.py --data PATH/banking77 --seeds {seeds}`  \n"
         f"Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, {multiprocessing.cpu_count()} cores, torch "
-        f"{torch.__version__}, one thread, {minutes:.0f} minutes. Seeds: {', '.join(map(str, args.seeds))}.\n"
+        f"{torch.__version__}, one thread, {minutes:.0f} minutes.\n"
     )
 
 
