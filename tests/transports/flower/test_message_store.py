@@ -21,7 +21,7 @@ from fedspan.transports.flower.adapter import (
     read_pushed_reply,
     set_identity,
 )
-from fedspan.transports.flower.wire import INLINE_BYTES, format_reply_limit
+from fedspan.transports.flower.wire import INLINE_BYTES, format_reply_limit, unpack
 from helpers.hostile_node import name_of
 
 remove_content_from_message = name_of("flwr.app.message", "remove_content_from_message")
@@ -32,6 +32,7 @@ PullMessagesResponse = name_of("flwr.proto.fleet_pb2", "PullMessagesResponse")
 PushMessagesRequest = name_of("flwr.proto.fleet_pb2", "PushMessagesRequest")
 ObjectTree = name_of("flwr.proto.message_pb2", "ObjectTree")
 Node = name_of("flwr.proto.node_pb2", "Node")
+PullAppMessagesResponse = name_of("flwr.proto.runtime_pb2", "PullAppMessagesResponse")
 PushAppMessagesRequest = name_of("flwr.proto.runtime_pb2", "PushAppMessagesRequest")
 LinkStateFactory = name_of("flwr.server.superlink.linkstate", "LinkStateFactory")
 ObjectStoreFactory = name_of("flwr.supercore.object_store", "ObjectStoreFactory")
@@ -197,6 +198,24 @@ def test_replies_are_there_until_they_count_as_received(scene: Scene) -> None:
     assert scene.store.repeat_replies(sent) == answer
     scene.store.delete_replies(sent)
     assert sent.trees[0].object_id not in scene.state.object_store
+
+
+def test_the_last_reply_of_a_node_that_goes_offline_counts(scene: Scene) -> None:
+    replied = scene.send_order()
+    taken = scene.store.take_order(scene.node)
+    assert taken is not None
+    scene.store.store_reply(*scene.reply(taken[0]))
+    assert scene.state.deactivate_node(scene.node)
+    assert scene.task is not None
+    sent, answer = scene.store.take_replies(scene.task, [replied])
+    head = PullAppMessagesResponse.FromString(unpack(answer, 64)[0]).messages_list[0]
+    assert sent.orders == {replied}
+    assert not head.HasField("error")
+    assert len(sent.trees) == 1
+    assert scene.node not in scene.state.get_nodes(scene.run)  # it is offline as before
+    unanswered = scene.send_order()
+    sent, answer = scene.store.take_replies(scene.task, [unanswered])
+    assert PullAppMessagesResponse.FromString(unpack(answer, 64)[0]).messages_list[0].HasField("error")
 
 
 def test_an_order_that_was_sent_and_not_received_is_taken_again(scene: Scene) -> None:

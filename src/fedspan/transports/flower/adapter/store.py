@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -234,8 +235,9 @@ class MessageStore:
         Returns:
             The replies, and the answer with the objects of those that are complete and fit.
         """
-        with self._begin():
-            request = PullAppMessagesRequest(message_ids=list(ids))
+        requested = list(ids)
+        with self._begin() as session, _count_as_online(session.connection(), requested):
+            request = PullAppMessagesRequest(message_ids=requested)
             answer = self._runtime.pull_messages(request, self._state, task)
             parts, trees, left = [answer.SerializeToString()], list[ObjectTree](), BATCH_BYTES
             for tree in answer.message_object_trees:
@@ -338,6 +340,33 @@ class MessageStore:
                 raise ValueError("an object was not stored")
             del lacking[id]
         return list(lacking)
+
+
+_GONE = """
+SELECT DISTINCT node.node_id, node.online_until FROM node
+JOIN message_ins ON message_ins.dst_node_id = node.node_id
+JOIN message_res ON message_res.reply_to_message_id = message_ins.message_id
+WHERE node.online_until < ? AND message_ins.message_id IN (SELECT value FROM json_each(?))
+"""
+"""The nodes that are offline and have replied to some orders, and until when they were online."""
+
+
+@contextmanager
+def _count_as_online(connection: Any, orders: Sequence[str]) -> Generator[None]:
+    """Count nodes that have replied to orders as online within a transaction.
+
+    Flower makes an error of an order whose node is offline, even if there is a reply: it would lose the last reply of a
+    node that was stopped and went offline right after it.
+    """
+    current = now().timestamp()
+    gone = connection.exec_driver_sql(_GONE, (current, json.dumps(list(orders)))).all()
+    for node, _ in gone:
+        connection.exec_driver_sql("UPDATE node SET online_until = ? WHERE node_id = ?", (current + 60, node))
+    try:
+        yield
+    finally:
+        for node, until in gone:
+            connection.exec_driver_sql("UPDATE node SET online_until = ? WHERE node_id = ?", (until, node))
 
 
 def _parse(kind: Any, body: bytes) -> Any:
