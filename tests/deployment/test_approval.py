@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from typer.testing import CliRunner
 from fedspan.cli import app
 from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job_digest
 from fedspan.deployment.audit import AUDIT
+from fedspan.deployment.base_files import BaseFile, compute_offer_digest
+from fedspan.deployment.handshake import Invitation
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import decode_reply
@@ -53,6 +56,41 @@ def test_a_changed_config_is_another_job(tiny_folder: Path, tmp_path: Path, appr
     assert introduced(service, values(tiny_folder, training={"lr": 0.5})).waiting
     assert introduced(service, values(tiny_folder), run="another").waiting
     assert len(approvals.list_requests()) == 3
+
+
+def test_an_offer_of_other_weights_is_another_job(tiny_folder: Path, approvals: Approvals) -> None:
+    def offer(digit: str) -> Invitation:
+        files = (
+            BaseFile(name="config.json", size=2**20, sha256="f" * 64),
+            BaseFile(name="model.safetensors", size=3 * 2**20, sha256=digit * 64),
+        )
+        return invitation(values(tiny_folder), base_files=files)
+
+    with pytest.raises(NotApprovedError):
+        approvals.require(offer("0"))
+    (request,) = approvals.list_requests()
+    shown = request.summarize()["offered model"]
+    assert "4.0 MiB" in shown
+    assert compute_offer_digest(offer("0").base_files) in shown
+    approvals.decide(request.job, "approved")
+    approvals.require(offer("0"))
+    for other in (offer("1"), invitation(values(tiny_folder))):
+        assert other.config_digest == offer("0").config_digest
+        assert other.digest != offer("0").digest  # so that clients of a secure sum have the same model
+        with pytest.raises(NotApprovedError):
+            approvals.require(other)
+    assert [one.summarize()["offered model"].partition(":")[0] for one in approvals.list_requests()].count("none") == 1
+
+
+def test_decisions_of_earlier_versions_are_read(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:
+    asked = invitation(values(tiny_folder))
+    with pytest.raises(NotApprovedError):
+        approvals.require(asked)
+    approvals.decide(compute_job_digest(asked), "approved")
+    (path,) = (tmp_path / "jobs").iterdir()
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in stored.items() if not name.startswith("base_")}))
+    approvals.require(asked)
 
 
 def test_a_refusal_reaches_the_server_with_its_reason(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:

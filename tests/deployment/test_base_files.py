@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +40,9 @@ def model(tmp_path: Path) -> Path:
         "adapter_config.json": b"{}",
         ".hidden.json": b"{}",
         "README.md": b"text",
+        "private.json": b"{}",
+        "other.safetensors": b"another model",
+        "model.safetensors.index.json": b"{}",  # transformers reads model.safetensors
     }.items():
         (folder / name).write_bytes(content)
     (folder / "folder.json").mkdir()
@@ -85,10 +92,25 @@ def test_only_weights_configs_and_tokenizers_are_offered(model: Path) -> None:
     ]
 
 
+def test_the_weights_of_an_index_are_its_shards(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for shard in shards:
+        (model / shard).write_bytes(b"weights")
+    index = {"weight_map": {"a": shards[0], "b": shards[1], "c": shards[0]}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    names = [file.name for file in base_files.list_base_files(model)]
+    assert names == ["config.json", *shards, "model.safetensors.index.json", "vocab.txt"]
+    (model / shards[1]).unlink()
+    with pytest.raises(FedspanError, match="cannot be offered"):
+        base_files.list_base_files(model)
+
+
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
 def test_a_folder_without_weights_in_safetensors_cannot_be_offered(model: Path, missing: str) -> None:
     (model / missing).unlink()
-    with pytest.raises(FedspanError, match=r"no config.json with \*.safetensors"):
+    (model / "model.safetensors.index.json").unlink()
+    with pytest.raises(FedspanError, match=r"no config.json with model.safetensors or its index"):
         base_files.list_base_files(model)
 
 
@@ -104,7 +126,9 @@ def test_a_folder_without_weights_in_safetensors_cannot_be_offered(model: Path, 
         "adapter_config.json",
         "",
         ".json",
-        "x.json\n",
+        "config.json\n",
+        "package.json",
+        "1_Pooling/../config.json",
         "x" * 200 + ".json",
     ],
 )
@@ -148,13 +172,139 @@ def test_a_file_of_another_hash_or_size_is_not_used(model: Path, tmp_path: Path)
     assert base_files.find_received_base(made, files) is not None
 
 
-@pytest.mark.parametrize("config", [{"auto_map": {"AutoModel": "other/repository--modeling.Model"}}, []])
-def test_a_config_that_names_code_is_not_used(model: Path, tmp_path: Path, config: Any) -> None:
-    (model / "tokenizer_config.json").write_text(json.dumps(config))
+def test_a_config_that_names_code_or_other_files_is_not_used(model: Path, tmp_path: Path) -> None:
+    files = base_files.list_base_files(model)
+    for config in (b"[]", b'{"a":1,"auto_map":{}}', b'{"vocab_file":"/etc/passwd"}'):
+        (model / "config.json").write_bytes(config)
+        made = make_node(tmp_path / "node")
+        changed = [file if file.name != "config.json" else make_file(model, "config.json") for file in files]
+        ask(made, changed)
+        receive(tmp_path / "node", make_fetch(model, changed))
+        assert base_files.find_received_base(made, changed) is None
+
+
+def make_file(folder: Path, name: str) -> BaseFile:
+    """A file of a hostile server, which checks nothing."""
+    content = (folder / name).read_bytes()
+    return BaseFile(name=name, size=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+def test_a_received_model_is_not_used_if_the_node_no_longer_accepts_any(model: Path, tmp_path: Path) -> None:
     made, files = make_node(tmp_path / "node"), base_files.list_base_files(model)
     ask(made, files)
     receive(tmp_path / "node", make_fetch(model, files))
-    assert base_files.find_received_base(made, files) is None
+    received = base_files.find_received_base(made, files)
+    assert received is not None
+    assert base_files.is_received(made, str(received))
+    assert not base_files.is_received(made, str(model))
+    assert base_files.find_received_base(make_node(tmp_path / "node", accept_base=False), files) is None
+    (received / "vocab.txt").write_text("longer than it was")
+    with pytest.raises(FedspanError, match="damaged"):
+        base_files.find_received_base(made, files)
+
+
+def test_a_request_that_was_written_again_after_the_model_arrived_is_deleted(model: Path, tmp_path: Path) -> None:
+    made, files = make_node(tmp_path / "node"), base_files.list_base_files(model)
+    ask(made, files)
+    (request,) = (tmp_path / "node" / "bases").glob("*.json")
+    content = request.read_bytes()
+    receive(tmp_path / "node", make_fetch(model, files))
+    request.write_bytes(content)
+    request.with_suffix(".part").mkdir()
+    receive(tmp_path / "node", lambda *_: pytest.fail("fetched"))
+    assert [path.name for path in (tmp_path / "node" / "bases").iterdir()] == [request.stem]
+
+
+def test_an_offer_of_wrong_files_is_given_up(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, files = make_node(tmp_path / "node"), base_files.list_base_files(model)
+    downloads, now = base_files.BaseDownloads(tmp_path / "node"), [0.0]
+    monkeypatch.setattr(base_files, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    fetched = list[int]()
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    (other / "config.json").write_text("[]")
+    fetch = make_fetch(other, files)
+
+    def run() -> int:
+        """The number of blocks that are fetched when the node asks for orders."""
+        fetched.clear()
+        downloads.start(lambda *request: fetched.append(1) or fetch(*request))
+        if downloads._thread is not None:
+            downloads._thread.join(20)
+        return len(fetched)
+
+    ask(made, files)
+    assert run() == 1
+    assert run() == 0  # a pause of 10 s
+    now[0] = 10.0
+    assert run() == 1
+    now[0] = 29.0
+    assert run() == 0  # it has doubled
+    now[0] = 30.0
+    assert run() == 1
+    (refused,) = (tmp_path / "node" / "bases").iterdir()
+    assert refused.suffix == ".refused"
+    with pytest.raises(FedspanError, match="not those that it offered, 3 times"):
+        ask(made, files)
+    os.utime(refused, (0, 0))
+    assert "receives" in ask(made, files)
+
+
+def test_a_request_whose_offer_has_ended_is_deleted(model: Path, tmp_path: Path) -> None:
+    made, files = make_node(tmp_path / "node"), base_files.list_base_files(model)
+
+    class StatusError(Exception):
+        response = SimpleNamespace(status_code=404)
+
+    def fail(*_: object) -> bytes:
+        raise StatusError
+
+    ask(made, files)
+    receive(tmp_path / "node", fail)
+    assert not list((tmp_path / "node" / "bases").glob("*.json"))
+
+
+def test_a_request_that_no_invitation_renews_expires(model: Path, tmp_path: Path) -> None:
+    made, files = make_node(tmp_path / "node"), base_files.list_base_files(model)
+    ask(made, files)
+    receive(tmp_path / "node", make_fetch(model, files, fails_at=2))
+    folder = tmp_path / "node" / "bases"
+    for path in folder.iterdir():
+        os.utime(path, (0, 0))
+    receive(tmp_path / "node", lambda *_: pytest.fail("fetched"))
+    assert not list(folder.iterdir())
+
+
+def test_no_more_is_received_than_the_disk_has_room_for(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, files = make_node(tmp_path / "node"), base_files.list_base_files(model)
+    size, free = sum(file.size for file in files), [0]
+    monkeypatch.setattr(base_files.shutil, "disk_usage", lambda _: SimpleNamespace(free=free[0]))
+    free[0] = 2**30 + size - 1
+    with pytest.raises(FedspanError, match="reserve of 1024 MiB"):
+        ask(made, files)
+    free[0] = 2**30 + size
+    assert "receives" in ask(made, files)
+    (model / "vocab.txt").write_text("z")
+    with pytest.raises(FedspanError, match="reserve of 1024 MiB"):  # the first one needs this space
+        ask(made, base_files.list_base_files(model))
+    (model / "vocab.txt").write_bytes(b"a\nb\n")
+    free[0] = 2**30 - 1  # another program has used it
+    receive(tmp_path / "node", make_fetch(model, files))
+    free[0] = 2**40
+    assert "(0 %" in ask(made, files)
+    receive(tmp_path / "node", make_fetch(model, files))
+    assert ask(made, files) == ""
+
+
+def test_models_that_were_asked_for_count_in_full(model: Path, tmp_path: Path) -> None:
+    (model / "model.safetensors").write_bytes(bytes(600_000))
+    made, files = make_node(tmp_path / "node", base_mib=1), base_files.list_base_files(model)
+    ask(made, files)
+    (model / "vocab.txt").write_text("another")
+    with pytest.raises(FedspanError, match="of which 1 are used"):
+        ask(made, base_files.list_base_files(model))
 
 
 def test_a_node_that_does_not_accept_or_need_a_model_does_not_ask_for_it(model: Path, tmp_path: Path) -> None:
@@ -205,13 +355,19 @@ def test_a_damaged_request_is_reported(model: Path, tmp_path: Path) -> None:
             base_files.read_wanted(wanted)
 
 
-def test_files_are_offered_for_the_duration_of_a_run(model: Path, tmp_path: Path) -> None:
+def test_files_are_offered_for_the_duration_of_each_run(model: Path, tmp_path: Path) -> None:
     files = base_files.list_base_files(model)
+    (tmp_path / "bases").mkdir()
+    killed = tmp_path / "bases" / f"{'a' * 64}.0123.json"  # its process ended without deleting it
+    killed.write_text("{}")
     with base_files.offer_base(tmp_path, model, files):
-        (offer,) = (tmp_path / "bases").iterdir()
-        assert offer.stem == base_files.compute_offer_digest(files)
+        (offer,) = (tmp_path / "bases").glob("*.json")
+        assert offer.name.partition(".")[0] == base_files.compute_offer_digest(files)
         paths = json.loads(offer.read_text())
         assert {Path(path).name for path in paths.values()} == {file.name for file in files}
+        with base_files.offer_base(tmp_path, model, files):
+            assert len(list((tmp_path / "bases").glob("*.json"))) == 2
+        assert list((tmp_path / "bases").glob("*.json")) == [offer]
     assert not list((tmp_path / "bases").iterdir())
 
 
@@ -245,6 +401,7 @@ def test_a_run_is_joined_with_the_model_that_the_server_offers(tiny_folder: Path
 def test_files_of_one_name_are_refused() -> None:
     from helpers.node_service import invitation
 
-    one, other = (BaseFile(name="config.json", size=1, sha256=digit * 64) for digit in "01")
-    with pytest.raises(ValidationError, match="different names"):
-        invitation({}, base_files=(one, other))
+    for names in (("config.json", "config.json"), ("a.safetensors", "A.safetensors")):
+        one, other = (BaseFile(name=name, size=1, sha256="0" * 64) for name in names)
+        with pytest.raises(ValidationError, match="different names"):
+            invitation({}, base_files=(one, other))

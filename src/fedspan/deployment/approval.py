@@ -1,8 +1,8 @@
 """Approval of jobs by a node's operator: with ``limits.approve: ask``, a node does nothing for a run before that.
 
-A job is a run's name with its whole config. If a server changes either, it is another job, which needs an approval of
-its own. Requests and decisions are files in ``jobs/`` of the node's folder, so that ``fedspan approve`` reaches a node
-at work.
+A job is a run's name with its whole config and the files of the base model that the server offers. If a server changes
+one of them, it is another job, which needs an approval of its own. Requests and decisions are files in ``jobs/`` of the
+node's folder, so that ``fedspan approve`` reaches a node at work.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from fedspan.deployment.base_files import compute_offer_digest
 from fedspan.deployment.handshake import Invitation
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.files import convert_disk_errors, from_json, read_bytes, to_json, write_atomic
@@ -43,12 +44,15 @@ class JobRequest:
     """A job that a server asked for.
 
     Args:
-        job: SHA-256 of the run's name and config.
+        job: SHA-256 of the run's name, config and offered base model.
         run: Name of the run.
         config: Plain values of the run's config.
         requested_at: Time of the request, UTC.
         decision: The operator's decision; None: none yet.
         reason: The reason, if the operator gave one.
+        base_sha256: Digest of the offer of a base model, over the names, sizes and SHA-256 of its files; empty: the
+            server offers none.
+        base_bytes: Size of the offered files, in bytes.
     """
 
     job: str
@@ -57,6 +61,8 @@ class JobRequest:
     requested_at: str
     decision: Literal["approved", "refused"] | None = None
     reason: str = ""
+    base_sha256: str = ""
+    base_bytes: int = 0
 
     def summarize(self) -> dict[str, str]:
         """Return what the job asks for, as text that a terminal can show: what a decision depends on, in few lines."""
@@ -74,6 +80,9 @@ class JobRequest:
             "requested": self.requested_at,
             "task": self.config.get("task"),
             "model": model.get("name"),
+            "offered model": f"{self.base_bytes / 2**20:.1f} MiB, SHA-256 of its files {self.base_sha256}"
+            if self.base_sha256
+            else "none: this node loads its own copy",
             "method": " + ".join(str(name) for name in names if name),
             "rounds": rounds.get("rounds"),
             "training": _format_pairs(work),
@@ -101,7 +110,10 @@ def _format_pairs(values: object) -> str:
 
 def compute_job_digest(invitation: Invitation) -> str:
     """Return the SHA-256 that names the job of an invitation."""
-    content = json.dumps([invitation.run, invitation.version, invitation.config])
+    values = [invitation.run, invitation.version, invitation.config]
+    if invitation.base_files:
+        values.append(compute_offer_digest(invitation.base_files))
+    content = json.dumps(values)
     return hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()
 
 
@@ -139,7 +151,12 @@ class Approvals:
             problem = f"{_WAITING} jobs wait for the operator of this node already"
             raise FedspanError("limits.approve", job, problem=problem)
         requested_at = datetime.now(UTC).isoformat(timespec="seconds")
-        self._store(JobRequest(job, invitation.run, invitation.read_values(), requested_at))
+        files = invitation.base_files
+        request = JobRequest(job, invitation.run, invitation.read_values(), requested_at)
+        if files:
+            size = sum(file.size for file in files)
+            request = replace(request, base_sha256=compute_offer_digest(files), base_bytes=size)
+        self._store(request)
         self.audit.write("job requested", job=job, run=escape_controls(invitation.run))
 
     def list_requests(self) -> list[JobRequest]:
@@ -166,9 +183,7 @@ class Approvals:
         if len(matches) != 1:
             names = ", ".join(request.job[:16] for request in self.list_requests()) or "none"
             raise FedspanError("JOB", job, f"the beginning of one of these: {names}")
-        decided = JobRequest(
-            matches[0].job, matches[0].run, matches[0].config, matches[0].requested_at, decision, reason[:500]
-        )
+        decided = replace(matches[0], decision=decision, reason=reason[:500])
         self.audit.write(f"job {decision}", job=decided.job, run=escape_controls(decided.run), reason=decided.reason)
         self._store(decided)
         return decided
@@ -188,6 +203,8 @@ class Approvals:
             values = from_json(read_bytes(path))
         except ValueError:
             values = None
+        if isinstance(values, dict):  # requests of earlier versions have no offer
+            values = {"base_sha256": "", "base_bytes": 0, **values}
         match values:
             case {
                 "job": str() as job,
@@ -196,7 +213,11 @@ class Approvals:
                 "requested_at": str() as requested_at,
                 "decision": None | "approved" | "refused" as decision,
                 "reason": str() as reason,
+                "base_sha256": str() as base_sha256,
+                "base_bytes": int() as base_bytes,
             } if job == path.stem and re.fullmatch("[0-9a-f]{64}", job):
-                return JobRequest(job, run, config, requested_at, decision, reason)  # pyright: ignore[reportArgumentType]
+                return JobRequest(
+                    *(job, run, config, requested_at, decision, reason, base_sha256, base_bytes)  # pyright: ignore[reportArgumentType]
+                )
             case _:
                 raise FedspanError(str(path), None, problem="the file is damaged. Remove it, and decide again")

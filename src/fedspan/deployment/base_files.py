@@ -2,8 +2,8 @@
 
 An invitation lists the files with their sizes and SHA-256. A node that allows it (``limits.accept_base``) and has no
 such model of its own receives them over its own connection in blocks, continues after an interruption or a restart,
-and uses the model when every file has its hash. Only weights in safetensors and files of a config or a tokenizer are
-offered and accepted: nothing that is unpickled or that holds code.
+and uses the model when every file has its hash. Only weights in safetensors and known files of a config or a tokenizer
+are offered and accepted: nothing that is unpickled or that holds code, and no config that names other files.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
+import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import Annotated, Any
 
+from filelock import FileLock, Timeout
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from fedspan.config.node import NodeConfig
+from fedspan.deployment.base_checks import INDEX, POOLING, list_shards, require_own_names
 from fedspan.errors import FedspanError
-from fedspan.files import convert_disk_errors, from_json, write_atomic
+from fedspan.files import convert_disk_errors, write_atomic
 
 __all__ = [
     "MOST_FILES",
@@ -36,6 +40,7 @@ __all__ = [
     "describe_base",
     "find_local_base",
     "find_received_base",
+    "is_received",
     "list_base_files",
     "offer_base",
     "read_wanted",
@@ -44,14 +49,44 @@ __all__ = [
 
 OFFERS = "bases"
 """Folder in the server's folder with the offers, and in a node's folder with the received models."""
-_OTHER_NAMES = ("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-_NAME = re.compile(r"(?!adapter)[A-Za-z0-9][A-Za-z0-9._-]{0,119}\.(safetensors|json|jinja)")
+_NAMES = {
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "modules.json",
+    POOLING,
+    INDEX,
+}
+"""Names of the files that are offered and accepted, beside those of weights."""
+_WEIGHTS = "model.safetensors"
+_WEIGHTS_NAME = re.compile(r"(?!adapter)[A-Za-z0-9][A-Za-z0-9._-]{0,119}\.safetensors")
 MOST_FILES = 256
 """Maximum number of files of a base model."""
 _MOST_WANTED = 4
 """Maximum number of models that a node receives at a time, so that no server fills its folder with requests."""
-_CODE = "auto_map"
-"""Key of a config by which transformers loads code."""
+_RESERVE = 2**30
+"""Free space that receiving a model leaves on the node's disk, in bytes."""
+_HASH_ERRORS = 3
+"""Number of files with another hash or size after which a node gives up an offer."""
+_REFUSED_SECONDS = 3600.0
+"""Time for which a node does not ask again for an offer that it gave up."""
+_EXPIRED_SECONDS = 7 * 86400.0
+"""Time after which a request that no invitation has renewed is deleted with what has arrived."""
+_PAUSES = 10.0, 600.0
+"""Pause after the first failure, which doubles with each further one, and the longest, in seconds."""
 
 log = logging.getLogger("fedspan.node")
 
@@ -60,7 +95,7 @@ Fetch = Callable[[str, str, int], bytes]
 
 
 def _require_accepted(name: str) -> str:
-    if name not in _OTHER_NAMES and _NAME.fullmatch(name) is None:
+    if not _is_accepted(name):
         raise ValueError("a file of weights in safetensors, of a config or of a tokenizer")
     return name
 
@@ -69,7 +104,7 @@ class BaseFile(BaseModel):
     """A file of a base model.
 
     Args:
-        name: Name of the file, without folders.
+        name: Name of the file.
         size: Its size, in bytes.
         sha256: SHA-256 of its content, in hexadecimal digits.
     """
@@ -107,18 +142,28 @@ def find_local_base(name: str, revision: str | None) -> Path | None:
 
 
 def list_base_files(folder: Path) -> list[BaseFile]:
-    """Return the files of a model that a server can offer, with their hashes.
+    """Return the files of a model that a server can offer, with their hashes: no others that lie in its folder.
+
+    The weights are ``model.safetensors``, or else the files that its index names.
 
     Args:
         folder: Folder of the model.
 
     Raises:
-        FedspanError: If the folder has no weights in safetensors.
+        FedspanError: If the folder has no weights in safetensors, or nodes would not accept its files.
     """
-    names = sorted(path.name for path in folder.iterdir() if path.is_file() and _is_accepted(path.name))
-    if not any(name.endswith(".safetensors") for name in names) or "config.json" not in names:
-        problem = "the base model cannot be offered to nodes: its folder has no config.json with *.safetensors"
-        raise FedspanError("--offer-base", str(folder), problem=problem)
+    names = sorted(name for name in _NAMES if (folder / name).is_file())
+    try:
+        if (folder / _WEIGHTS).is_file():
+            names = sorted({*names, _WEIGHTS} - {INDEX})
+        elif INDEX in names:
+            names = sorted({*names, *list_shards((folder / INDEX).read_bytes())})
+        if not any(name.endswith(".safetensors") for name in names) or "config.json" not in names:
+            raise ValueError("its folder has no config.json with model.safetensors or its index")
+        require_own_names(folder, names)
+    except (OSError, ValueError) as error:
+        problem = f"the base model cannot be offered to nodes: {error}"
+        raise FedspanError("--offer-base", str(folder), problem=problem) from error
     files = list[BaseFile]()
     for name in names:
         path = folder / name
@@ -127,7 +172,7 @@ def list_base_files(folder: Path) -> list[BaseFile]:
 
 
 def _is_accepted(name: str) -> bool:
-    return name in _OTHER_NAMES or _NAME.fullmatch(name) is not None
+    return name in _NAMES or _WEIGHTS_NAME.fullmatch(name) is not None
 
 
 def _compute_sha256(path: Path) -> str:
@@ -139,20 +184,36 @@ def _compute_sha256(path: Path) -> str:
 def offer_base(server: Path, folder: Path, files: Sequence[BaseFile]) -> Generator[None]:
     """Let the server's nodes fetch the files of a model for the duration of the context.
 
+    Each run has a file of its own, with a lock beside it, so that several runs can offer one model. The offers of
+    processes that were killed, whose locks are free, are deleted.
+
     Args:
         server: The server's folder.
         folder: Folder of the model.
         files: Its files, from ``list_base_files``.
     """
-    path = server / OFFERS / f"{compute_offer_digest(files)}.json"
+    path = server / OFFERS / f"{compute_offer_digest(files)}.{secrets.token_hex(8)}.json"
     paths = {file.sha256: str((folder / file.name).resolve()) for file in files}
+    lock = FileLock(path.with_suffix(".lock"))
     with convert_disk_errors(server, "free some space", field="server"):
         path.parent.mkdir(exist_ok=True, mode=0o700)
+        _delete_ended_offers(path.parent)
+        lock.acquire()
         write_atomic(path, json.dumps(paths).encode(), 0o600)
     try:
         yield
     finally:
         path.unlink(missing_ok=True)
+        lock.release()
+        path.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def _delete_ended_offers(folder: Path) -> None:
+    for path in folder.glob("*.json"):
+        lock = path.with_suffix(".lock")
+        with suppress(Timeout), FileLock(lock, timeout=0):
+            path.unlink(missing_ok=True)
+            lock.unlink(missing_ok=True)
 
 
 class BaseMissingError(FedspanError):
@@ -160,9 +221,29 @@ class BaseMissingError(FedspanError):
 
 
 def find_received_base(node: NodeConfig, files: Sequence[BaseFile]) -> Path | None:
-    """Return the folder of a model that this node has received as a whole; None: it has not."""
+    """Return the folder of a model that this node has received as a whole; None: it has not, or does not accept any.
+
+    The hashes were verified when the files arrived. Here their sizes are checked, and the names in their configs.
+
+    Raises:
+        FedspanError: If the files were changed since.
+    """
     folder = Path(node.folder) / OFFERS / compute_offer_digest(files)
-    return folder if files and folder.is_dir() else None
+    if not files or not node.limits.accept_base or not folder.is_dir():
+        return None
+    try:
+        if any((folder / file.name).stat().st_size != file.size for file in files):
+            raise ValueError("a file has another size")
+        require_own_names(folder, [file.name for file in files])
+    except (OSError, ValueError) as error:
+        problem = f"the received base model is damaged ({error}). Delete its folder"
+        raise FedspanError("limits.accept_base", str(folder), problem=problem) from error
+    return folder
+
+
+def is_received(node: NodeConfig, name: str) -> bool:
+    """Check whether the name of a model is the folder of one that this node has received."""
+    return Path(name).parent == Path(node.folder) / OFFERS
 
 
 def require_base(node: NodeConfig, name: str, revision: str | None, files: Sequence[BaseFile]) -> None:
@@ -184,38 +265,87 @@ def require_base(node: NodeConfig, name: str, revision: str | None, files: Seque
         return
     size, limit = sum(file.size for file in files), node.limits.base_mib << 20
     folder, digest = Path(node.folder) / OFFERS, compute_offer_digest(files)
-    others = _count_stored(folder, digest)
+    _require_not_given_up(folder, digest)
+    requests = _read_requests(folder)
+    requests.pop(digest, None)
+    others = _count_announced(folder, requests, digest)
     if size + others > limit:
         problem = f"the base model has {size / 2**20:.0f} MiB, and this node accepts {node.limits.base_mib}"
         if others:
             problem += f", of which {others / 2**20:.0f} are used. Delete what is no longer needed under {OFFERS}/"
         raise FedspanError("limits.base_mib", node.limits.base_mib, problem=problem)
-    received = _count_received(folder, files)
-    wanted = folder / f"{digest}.json"
-    if not wanted.exists() and sum(1 for _ in folder.glob("*.json")) >= _MOST_WANTED:
+    if len(requests) >= _MOST_WANTED:
         problem = f"{_MOST_WANTED} base models were not received completely. Delete those under {OFFERS}/"
         raise FedspanError("limits.accept_base", True, problem=problem)
+    received = _count_received(folder, files)
     with convert_disk_errors(Path(node.folder), "free some space on the node"):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if shutil.disk_usage(folder).free < size - received:
-            problem = f"the base model needs {(size - received) / 1e6:.0f} MB, which the node's disk does not have"
+        needed = (
+            size
+            - received
+            + sum(_count_size(pending) - _count_received(folder, pending) for pending in requests.values())
+        )
+        if shutil.disk_usage(folder).free < needed + _RESERVE:
+            problem = (
+                f"receiving the base model needs {needed / 1e6:.0f} MB and a reserve of {_RESERVE >> 20} MiB, which "
+                "the node's disk does not have"
+            )
             raise FedspanError("limits.accept_base", True, problem=problem)
-        write_atomic(wanted, json.dumps([file.model_dump() for file in files]).encode())
+        write_atomic(folder / f"{digest}.json", json.dumps([file.model_dump() for file in files]).encode())
     tenths = 10 * received // max(size, 1)
     problem = f"this node receives the base model from the server ({10 * tenths} % of {size / 1e6:.1f} MB)"
     raise BaseMissingError("limits.accept_base", True, problem=problem)
 
 
-def _count_stored(folder: Path, digest: str) -> int:
-    """Return the size in bytes of all models that were received completely or in part, but for one."""
-    own = {digest, f"{digest}.part"}
-    return sum(path.stat().st_size for path in folder.glob("*/*") if path.parent.name not in own)
+def _require_not_given_up(folder: Path, digest: str) -> None:
+    """Check that the node did not give up an offer a short time ago.
+
+    Raises:
+        FedspanError: If it did.
+    """
+    with suppress(FileNotFoundError):
+        path = folder / f"{digest}.refused"
+        if 0 <= time.time() - path.stat().st_mtime < _REFUSED_SECONDS:
+            problem = f"the files that the server sent are not those that it offered, {_HASH_ERRORS} times"
+            raise FedspanError("limits.accept_base", True, problem=f"{problem}. This node asks again in an hour")
+        path.unlink()
+
+
+def _read_requests(folder: Path) -> dict[str, list[BaseFile]]:
+    """Return the files of all models that a node has asked for and not received, by the digest of the offer.
+
+    Raises:
+        FedspanError: If a request is damaged.
+    """
+    requests = dict[str, list[BaseFile]]()
+    for path in folder.glob("*.json"):
+        with suppress(FileNotFoundError):  # it was completed in this moment
+            requests[path.stem] = read_wanted(path)
+    return requests
+
+
+def _count_size(files: Sequence[BaseFile]) -> int:
+    return sum(file.size for file in files)
+
+
+def _count_announced(folder: Path, requests: dict[str, list[BaseFile]], digest: str) -> int:
+    """Return the size in bytes of all models that were received or asked for, but for one; the latter in full."""
+    counted = {digest, f"{digest}.part", *requests, *(f"{request}.part" for request in requests)}
+    stored = 0
+    for model in folder.glob("*"):
+        for path in model.rglob("*") if model.name not in counted else ():
+            with suppress(FileNotFoundError):
+                stored += path.stat().st_size if path.is_file() else 0
+    return stored + sum(_count_size(files) for files in requests.values())
 
 
 def _count_received(folder: Path, files: Sequence[BaseFile]) -> int:
     """Return how many bytes of a model have been received."""
-    partial = folder / f"{compute_offer_digest(files)}.part"
-    return sum((partial / file.name).stat().st_size for file in files if (partial / file.name).is_file())
+    partial, received = folder / f"{compute_offer_digest(files)}.part", 0
+    for file in files:
+        with suppress(FileNotFoundError):  # not begun, or completed in this moment
+            received += (partial / file.name).stat().st_size
+    return received
 
 
 def describe_base(node: NodeConfig, name: str) -> str:
@@ -232,8 +362,15 @@ def describe_base(node: NodeConfig, name: str) -> str:
     )
 
 
+class _ContentError(ValueError):
+    """Files of the server are not those that it offered, or not such as a node uses."""
+
+
 class BaseDownloads:
     """Receives the models that a node has asked for, in a thread of its own.
+
+    After a failure an offer is tried again with a growing pause. A request is deleted when its offer has ended (the
+    server replies 404), after several wrong files, and after a week in which no invitation has renewed it.
 
     Args:
         folder: The node's folder.
@@ -242,70 +379,121 @@ class BaseDownloads:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / OFFERS
         self._thread: Thread | None = None
+        self._failures: dict[str, int] = {}
+        self._hash_errors: dict[str, int] = {}
+        self._paused_until: dict[str, float] = {}
 
     def start(self, fetch: Fetch) -> None:
-        """Receive what is missing, unless that is going on; an interrupted file is continued.
+        """Receive what is missing, unless that is going on or paused; an interrupted file is continued.
 
         Args:
             fetch: Fetches bytes of a file over the node's connection.
         """
         if self._thread is not None and self._thread.is_alive():
             return
-        wanted = sorted(self.folder.glob("*.json")) if self.folder.is_dir() else []
+        if not self.folder.is_dir():
+            return
+        self._delete_expired()
+        now = time.monotonic()
+        wanted = [path for path in sorted(self.folder.glob("*.json")) if self._paused_until.get(path.stem, now) <= now]
         if not wanted:
             return
         self._thread = Thread(target=self._receive_all, args=(wanted, fetch), daemon=True)
         self._thread.start()
 
+    def _delete_expired(self) -> None:
+        oldest = time.time() - _EXPIRED_SECONDS
+        for path in (*self.folder.glob("*.json"), *self.folder.glob("*.part")):
+            with suppress(FileNotFoundError):
+                request = path.with_suffix(".json")
+                if (request if request.exists() else path).stat().st_mtime < oldest:
+                    self._delete(path.stem)
+        for path in self.folder.glob("*.refused"):
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - _REFUSED_SECONDS:
+                    path.unlink()
+
+    def _delete(self, digest: str) -> None:
+        """Delete a request, and what has arrived of its files."""
+        (self.folder / f"{digest}.json").unlink(missing_ok=True)
+        shutil.rmtree(self.folder / f"{digest}.part", ignore_errors=True)
+
     def _receive_all(self, wanted: Sequence[Path], fetch: Fetch) -> None:
         for path in wanted:
+            digest = path.stem
             try:
                 self._receive(path, fetch)
-            except Exception as error:  # the connection is lost, or the offer has ended; the next invitation continues
-                log.warning("the base model was not received completely (%s)", " ".join(str(error).split())[:200])
+                for counts in (self._failures, self._hash_errors, self._paused_until):
+                    counts.pop(digest, None)
+            except Exception as error:  # the connection is lost, or the offer has ended; it is continued after a pause
+                self._pause(digest, error)
+
+    def _pause(self, digest: str, error: Exception) -> None:
+        """Decide when an offer is tried again after a failure, or give it up."""
+        failures = self._failures[digest] = self._failures.get(digest, 0) + 1
+        pause = min(_PAUSES[0] * 2 ** min(failures - 1, 16), _PAUSES[1])
+        self._paused_until[digest] = time.monotonic() + pause
+        reason = " ".join(str(error).split())[:200]
+        if isinstance(error, _ContentError):
+            self._hash_errors[digest] = self._hash_errors.get(digest, 0) + 1
+            if self._hash_errors[digest] >= _HASH_ERRORS:
+                self._hash_errors.pop(digest)
+                self._delete(digest)
+                with suppress(OSError):  # a full disk: the server may send the model again
+                    write_atomic(self.folder / f"{digest}.refused", b"")
+                log.warning("the base model is given up for an hour (%s)", reason)
+                return
+        if getattr(getattr(error, "response", None), "status_code", None) == 404:  # an httpx.HTTPStatusError
+            (self.folder / f"{digest}.json").unlink(missing_ok=True)  # what has arrived is used if it is offered again
+            log.warning("the server does not offer the base model any more; the next invitation asks for it again")
+            return
+        log.warning("the base model was not received completely (%s); continued in %.0f s", reason, pause)
 
     def _receive(self, wanted: Path, fetch: Fetch) -> None:
         """Receive the files of an offer, and make the folder of the model when all have their hash.
 
         Raises:
-            ValueError: If a file has another hash; it is deleted.
+            ValueError: If a file has another hash, size or content than may be; it is deleted.
+            OSError: If the connection breaks, or the disk has no room beside its reserve.
         """
-        files = read_wanted(wanted)
-        digest = compute_offer_digest(files)
+        digest = wanted.stem
+        if (self.folder / digest).exists():  # the node's worker asked in the moment in which it was completed
+            self._delete(digest)
+            return
+        try:
+            files = read_wanted(wanted)
+        except FedspanError:
+            if not wanted.exists():
+                return
+            raise
         partial = self.folder / f"{digest}.part"
         partial.mkdir(exist_ok=True, mode=0o700)
         for file in files:
+            (partial / file.name).parent.mkdir(exist_ok=True, mode=0o700)
             self._receive_file(partial / file.name, file, digest, fetch)
-        _refuse_code(partial)
+        try:
+            require_own_names(partial, [file.name for file in files])
+        except ValueError as error:
+            raise _ContentError(str(error)) from error
         os.replace(partial, self.folder / digest)
-        wanted.unlink()
-        log.info("the base model was received: %.1f MB", sum(file.size for file in files) / 1e6)
+        wanted.unlink(missing_ok=True)
+        log.info("the base model was received: %.1f MB", _count_size(files) / 1e6)
 
     def _receive_file(self, path: Path, file: BaseFile, digest: str, fetch: Fetch) -> None:
         with path.open("ab") as target:
             while target.tell() < file.size:
+                if shutil.disk_usage(path.parent).free < _RESERVE:
+                    raise OSError(f"the node's disk has less than {_RESERVE >> 20} MiB left")
                 block = fetch(digest, file.sha256, target.tell())
                 if not block or target.tell() + len(block) > file.size:
                     path.unlink()
-                    raise ValueError(f"{file.name} has another size on the server")
+                    raise _ContentError(f"{file.name} has another size on the server")
                 target.write(block)
             target.flush()
             os.fsync(target.fileno())
         if path.stat().st_size != file.size or _compute_sha256(path) != file.sha256:
             path.unlink()
-            raise ValueError(f"{file.name} has another SHA-256 than the offer")
-
-
-def _refuse_code(folder: Path) -> None:
-    """Refuse configs that name code of a model's own.
-
-    Raises:
-        ValueError: If there is one, or a config is not a JSON object.
-    """
-    for path in sorted(folder.glob("*config.json")):
-        values = from_json(path.read_bytes())
-        if not isinstance(values, dict) or _CODE in values:
-            raise ValueError(f"{path.name} names code of its own, or is not a JSON object")
+            raise _ContentError(f"{file.name} has another SHA-256 than the offer")
 
 
 def read_wanted(path: Path) -> list[BaseFile]:

@@ -231,6 +231,8 @@ def submit(
             base_folder = _find_offered_base(config)
             events.on_note(f"hashing the files of the base model that is offered to the nodes: {base_folder}")
             files = list_base_files(base_folder)
+            size = sum(file.size for file in files) / 2**20
+            events.on_note(f"offered to the nodes, {size:.1f} MiB: {', '.join(file.name for file in files)}")
             offered = offer_base(link.folder, base_folder, files)
         with offered, attach(link, prepared.config.federation.message_mib << 20) as grid:
             signer = None

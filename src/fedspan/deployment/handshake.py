@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field
 
 from fedspan.config import RunConfig, parse_config
 from fedspan.config.tags import MOST_TAGS, Tag
-from fedspan.deployment.base_files import MOST_FILES, BaseFile
+from fedspan.deployment.base_files import MOST_FILES, BaseFile, compute_offer_digest
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import REPLY_HEADER, Count, Envelope, HeaderPart, Name, PrintableName, Reason
 from fedspan.files import from_json
@@ -35,7 +35,7 @@ _ENGINE = ("name", "padding_free", "prefix_cache")
 
 
 def _require_names(files: tuple[BaseFile, ...]) -> tuple[BaseFile, ...]:
-    if len({file.name for file in files}) != len(files):
+    if len({file.name.casefold() for file in files}) != len(files):  # some file systems ignore case
         raise ValueError("files of different names")
     return files
 
@@ -62,7 +62,14 @@ class Invitation(HeaderPart):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the config, which all clients of a secure sum agree on."""
+        """SHA-256 of the config and of the offered base model, which all clients of a secure sum agree on."""
+        if not self.base_files:
+            return self.config_digest
+        return hashlib.sha256(f"{self.config_digest} {compute_offer_digest(self.base_files)}".encode()).hexdigest()
+
+    @property
+    def config_digest(self) -> str:
+        """SHA-256 of the config."""
         return hashlib.sha256(self.config.encode(errors="surrogatepass")).hexdigest()
 
     def read_values(self) -> dict[str, Any]:

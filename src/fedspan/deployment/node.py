@@ -23,7 +23,14 @@ from fedspan.core.values import Job
 from fedspan.crypto import require_packages
 from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job_digest
 from fedspan.deployment.audit import AUDIT, describe_envelope
-from fedspan.deployment.base_files import BaseMissingError, find_local_base, find_received_base, require_base
+from fedspan.deployment.base_checks import require_weights_of_config
+from fedspan.deployment.base_files import (
+    BaseMissingError,
+    find_local_base,
+    find_received_base,
+    is_received,
+    require_base,
+)
 from fedspan.deployment.handshake import Introduction, Invitation, build_node_values, compute_base_digest
 from fedspan.deployment.health import Heartbeat
 from fedspan.deployment.limits import OrderTerms, list_config_ranks, require_config, require_workload
@@ -176,7 +183,7 @@ class NodeService:
     def _describe_job(self, invitation: Invitation) -> dict[str, str]:
         """Return what the audit log says of an invitation."""
         run = escape_controls(invitation.run)
-        return {"run": run, "job": compute_job_digest(invitation), "config_sha256": invitation.digest}
+        return {"run": run, "job": compute_job_digest(invitation), "config_sha256": invitation.config_digest}
 
     def _require_small(self, subject: str, body: bytes) -> None:
         limit = self.node.limits.message_bytes
@@ -214,6 +221,8 @@ class NodeService:
         self._loaded = None  # two models may not fit into memory
         config = parse_config(self._build_values(invitation))
         folder = self._run_folder(invitation.run)
+        if is_received(self.node, config.model.name):
+            require_weights_of_config(Path(config.model.name))
         prepared = self._build_run(config, None, self._load_key(folder, config), self._stages)
         if prepared.task_settings.label_separator is not None and config.data.label_separator is None:
             problem = "several labels in a text need a named separator in a deployment, because files differ"

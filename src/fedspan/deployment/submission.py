@@ -60,7 +60,10 @@ class Submission:
         self._invitation = invitation
         self._audit = open_audit_log(link)
         self._audit.write(
-            "run submitted", run=invitation.run, folder=str(self._folder.resolve()), config_sha256=invitation.digest
+            "run submitted",
+            run=invitation.run,
+            folder=str(self._folder.resolve()),
+            config_sha256=invitation.config_digest,
         )
         self._handshakes = Handshakes(prepared, listener, link)
         self._nodes: dict[str, Participant] = {}

@@ -610,7 +610,9 @@ def test_an_offset_is_that_of_a_body(digest: bytes) -> None:
 def test_a_node_fetches_files_of_base_models_that_are_offered_and_no_others(tmp_path: Path) -> None:
     content, offer, file = bytes(range(250)) * 4, "a" * 64, "b" * 64
     (tmp_path / "weights").write_bytes(content)
-    (tmp_path / f"{offer}.json").write_text(json.dumps({file: str(tmp_path / "weights")}))
+    for run in ("ended", "1"):  # each run that offers the model has a file
+        (tmp_path / f"{offer}.{run}.json").write_text(json.dumps({file: str(tmp_path / "weights")}))
+    (tmp_path / f"{offer}.ended.json").unlink()
     (tmp_path / "secret.json").write_text("{}")
     made = door.Door(Behind(), exchange=Exchange(), offers=tmp_path)
 
@@ -629,6 +631,41 @@ def test_a_node_fetches_files_of_base_models_that_are_offered_and_no_others(tmp_
     assert fetch(offer, file) == 400
     assert fetch(offer, file, "0", key=b"another") == 401
     assert fetch(offer, file, "0", door=door.Door(Behind(), exchange=Exchange())) == 404
+
+
+def test_bytes_of_a_base_model_leave_in_pieces_and_a_node_that_does_not_read_holds_no_slot(tmp_path: Path) -> None:
+    content, offer, file = bytes(range(251)) * 1000, "a" * 64, "b" * 64
+    (tmp_path / "weights").write_bytes(content)
+    (tmp_path / f"{offer}.1.json").write_text(json.dumps({file: str(tmp_path / "weights")}))
+    made = door.Door(Behind(), door.DoorLimits(body_seconds=0.2, parallel=2), exchange=Exchange(), offers=tmp_path)
+    body = wire.pack([offer.encode(), file.encode(), b"0"])
+
+    async def run(pieces: int) -> list[Any]:
+        """The messages of an answer of which a node reads some pieces."""
+        sent = list[Any]()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            if len(sent) > pieces:
+                await asyncio.Event().wait()
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        headers = [(b"content-length", b"%d" % len(body)), (b"key", KEY)]
+        path = f"{wire.NODE_PATH}{wire.FETCH_BASE}"
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "client": ELSEWHERE}
+        await asyncio.wait_for(made({**scope, "app": SimpleNamespace(keyed=True)}, receive, send), 10)
+        return sent
+
+    async def run_all() -> None:
+        whole = await run(99)
+        assert b"".join(message.get("body", b"") for message in whole) == content
+        assert [message["more_body"] for message in whole[1:]] == [True, True, True, False]
+        for _ in range(3):  # more than the node has slots
+            assert len(await run(2)) == 3
+
+    asyncio.run(run_all())
 
 
 @pytest.mark.parametrize("path", ["own", "flower"])

@@ -96,6 +96,9 @@ further one, whose size depends on the limits."""
 _RUN_BYTES = 2 * BATCH_BYTES
 """Maximum size of a request of a run's server, in bytes: orders without content, and their objects."""
 
+_PIECE_BYTES = 2**16
+"""Size in bytes of the pieces in which the bytes of a base model are sent."""
+
 _HEARTBEAT, _PUSH_MESSAGES = "send-node-heartbeat", "push-messages"
 _PULL_OBJECT, _PUSH_OBJECT = "pull-object", "push-object"
 _PUSH_ORDERS = "/v1/runtime/push-messages"
@@ -262,6 +265,7 @@ class Door:
             elif name == FETCH_BASE:
                 answer = await self._fetch_base(body)
                 tag = compute_tag(body, len(answer)) if len(answer) >= RESUMABLE_BYTES else ""
+                send = _split_answer(send, self.limits)  # the node's slot is held until nearly all has left
             elif name == UPLOAD_OFFSET:
                 answer = await self._find_offset(body, key)
             elif name == SEND_REPLY:
@@ -494,13 +498,15 @@ async def _read_into(receive: Receive, length: int, limits: DoorLimits, upload: 
 
 def _read_offered(offers: Path, offer: str, file: str, offset: int) -> bytes | None:
     """Return bytes of a file of an offer; None: there is no such offer or file, or it ends before the offset."""
-    try:
-        path = json.loads((offers / f"{offer}.json").read_bytes())[file]
-        with Path(path).open("rb") as source:
-            source.seek(offset)
-            return source.read(BASE_BYTES) or None
-    except (OSError, ValueError, KeyError):
-        return None
+    for run in sorted(offers.glob(f"{offer}.*.json")):  # each run that offers the model has a file of its own
+        try:
+            path = json.loads(run.read_bytes())[file]
+            with Path(path).open("rb") as source:
+                source.seek(offset)
+                return source.read(BASE_BYTES) or None
+        except (OSError, ValueError, KeyError):
+            continue
+    return None
 
 
 def _unpack_parts(body: bytes, most: int) -> list[bytes]:
@@ -524,6 +530,30 @@ async def _answer(content: bytes, scope: Scope, receive: Receive, send: Send, ta
             status, headers["content-range"] = 206, f"bytes {offset}-{len(content) - 1}/{len(content)}"
             content = content[offset:]
     await Response(content, status, headers, "application/octet-stream")(scope, receive, send)
+
+
+def _split_answer(send: Send, limits: DoorLimits) -> Send:
+    """Return a function that sends an answer in pieces, each after those before it have left for the node.
+
+    A node that reads too slowly, or not at all, loses its connection: the answer ends without its last bytes.
+    """
+
+    async def send_split(message: MutableMapping[str, Any]) -> None:
+        content = message.get("body", b"")
+        if message["type"] != "http.response.body" or len(content) <= _PIECE_BYTES:
+            await send(message)
+            return
+        try:
+            async with asyncio.timeout(limits.body_seconds + len(content) / limits.slowest):
+                for start in range(0, len(content), _PIECE_BYTES):
+                    more = start + _PIECE_BYTES < len(content)
+                    piece = {**message, "body": content[start : start + _PIECE_BYTES], "more_body": more}
+                    async with asyncio.timeout(limits.body_seconds):
+                        await send(piece)
+        except TimeoutError:
+            return  # the server closes a connection whose answer is incomplete
+
+    return send_split
 
 
 def _observe_answer(send: Send, keep: Callable[[bytes], None]) -> Send:

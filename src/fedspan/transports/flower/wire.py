@@ -69,7 +69,7 @@ records around it."""
 BATCH_BYTES = 16 * 2**20
 """Maximum size of the objects that come along with several orders or replies, in bytes."""
 
-BASE_BYTES = 4 * 2**20
+BASE_BYTES = 2**20
 """Maximum number of bytes of a base model's file that come with one answer."""
 RESUMABLE_BYTES = 2**16
 """Size in bytes from which on the body of a request or of an answer can be resumed."""
