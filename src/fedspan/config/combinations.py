@@ -303,6 +303,9 @@ def _require_simulation_fit(config: RunSections) -> None:
     if conditions.present and config.privacy is not None and config.privacy.mechanism == "central":
         problem = "central privacy counts on the same number of clients in every round; local and dp-sgd do not"
         raise FedspanError("simulation.present", conditions.present, problem=problem)
+    if conditions.present and any(wrapper.name == "scaffold" for wrapper in config.method.wrappers):
+        problem = "scaffold averages its control variates over a fixed number of clients"
+        raise FedspanError("simulation.present", conditions.present, problem=problem)
     flips = conditions.faults is not None and conditions.faults.kind == "label-flip"
     if flips and not config.task_definition.is_classifier:
         raise FedspanError(

@@ -67,19 +67,22 @@ class Presence:
                 (joined if now else left).append(id)
         return tuple(joined), tuple(left)
 
-    def require_enough(self, clients: int, round: int, least: int | None) -> None:
+    def require_enough(
+        self, clients: int, round: int, least: int | None, reason: str = "federation.min_replies"
+    ) -> None:
         """Check that enough clients are present in a round.
 
         Args:
             clients: Number of all clients.
             round: Number of the round, from 0.
-            least: Number of replies that a round needs, if it is set.
+            least: Number of clients that a round needs; None: one.
+            reason: The field that needs so many.
 
         Raises:
             FedspanError: If there are too few.
         """
         count, required = clients - sum(not self.is_present(id, round) for id in self.spans), max(1, least or 1)
         if self.spans and count < required:
-            expected = f"at least {required}" + ("" if least is None else " (federation.min_replies)")
+            expected = f"at least {required}" + ("" if least is None else f" ({reason})")
             problem = f"{count} of {clients} clients are present in round {round + 1}"
             raise FedspanError("clients", count, expected, problem=problem)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from fedspan.training.jobs import Privacy
 
-__all__ = ["Arrivals", "BufferedSettings", "Reduction", "RoundSettings", "SecureSettings"]
+__all__ = ["FEWEST_SECURE_CLIENTS", "Arrivals", "BufferedSettings", "Reduction", "RoundSettings", "SecureSettings"]
 
 Reduction = Literal["mean", "median", "trimmed-mean", "multi-krum", "geometric-median", "flame"]
 """Rules that combine replies; all but the mean are for replies that sum."""
@@ -75,6 +75,10 @@ class RoundSettings:
         """Whether changes are scaled down before they are combined; central privacy has a clipping norm of its own."""
         central = self.privacy is not None and self.privacy.mechanism == "central"
         return self.reduction == "mean" and not central and (self.clip_ratio is not None or self.max_norm is not None)
+
+
+FEWEST_SECURE_CLIENTS = 3
+"""Minimum cohort of a secure sum: in a cohort of two, each client learns the other's change from the next state."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.head_start import HeadStart
 from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData
+from fedspan.federation.settings import FEWEST_SECURE_CLIENTS
 from fedspan.models.adapted import AdaptedModel
 from fedspan.runs.arrivals import read_arrivals
 from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scaling
@@ -303,10 +304,14 @@ def _build_presence(config: RunConfig, ids: Sequence[str]) -> Presence:
         if id not in known:
             problem = f"no client is named {id!r}. {suggest_nearest(id, ids)}"
             raise FedspanError(f"simulation.present.{id}", list(span), problem=problem)
-    presence = config.simulation.build_presence()
+    presence, required = config.simulation.build_presence(), config.federation.min_replies
+    needs = [(required, "federation.min_replies")]
+    if config.federation.secure is not None:
+        needs.append((FEWEST_SECURE_CLIENTS, "federation.secure"))
     for round in range(config.federation.rounds):
         try:
-            presence.require_enough(len(ids), round, config.federation.min_replies)
+            for least, reason in needs:
+                presence.require_enough(len(ids), round, least, reason)
         except FedspanError as error:
             raise FedspanError("simulation.present", error.value, error.expected, problem=error.problem) from None
     return presence

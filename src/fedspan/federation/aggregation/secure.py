@@ -35,15 +35,11 @@ from fedspan.federation.secagg.messages import (
     unflatten_change,
 )
 from fedspan.federation.secagg.session import SecureSession
-from fedspan.federation.settings import SecureSettings
+from fedspan.federation.settings import FEWEST_SECURE_CLIENTS, SecureSettings
 from fedspan.federation.validation import apply_change, compute_origin, require_requested
 from fedspan.federation.weights import limit_weights
 
 __all__ = ["SecureAggregation"]
-
-_FEWEST = 3
-"""Minimum cohort size: in a cohort of two, each client learns the other's change from the next state."""
-
 
 _VECTOR_HEADER = 1024
 """Maximum size of what an encoded message with one vector has beside its numbers, in bytes."""
@@ -64,8 +60,8 @@ class SecureAggregation:
     """
 
     def __init__(self, context: RoundContext, tally: Tally, *, secure: SecureSettings) -> None:
-        if len(context.ids) < _FEWEST:
-            expected = f"at least {_FEWEST} clients a round, so that none stands alone in a sum"
+        if len(context.ids) < FEWEST_SECURE_CLIENTS:
+            expected = f"at least {FEWEST_SECURE_CLIENTS} clients a round, so that none stands alone in a sum"
             raise FedspanError("federation.secure", len(context.ids), expected)
         self.context, self.tally, self.secure = context, tally, secure
         self.quorum = max(2, context.rules.compute_quorum(len(context.ids)))
