@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from fedspan.files import to_json
-from fedspan.monitoring.web import WebPage
+from fedspan.monitoring.web import WebPage, write_redirect
 from helpers import tiny
 from helpers.written_run import HOSTILE, PretendRun
 
@@ -82,6 +82,35 @@ def test_rounds_appear_without_a_reload(
         }
     view.wait("document.getElementById('state').textContent === 'unreachable'")
     view.context.close()
+
+
+def test_the_redirect_opens_the_page(browser: Any, collect: Callable[[], Mapping[str, Any]]) -> None:
+    with WebPage(collect) as server, write_redirect(server.url) as path:
+        view = View(browser, path.as_uri())
+        view.page.wait_for_url(f"http://127.0.0.1:{server.port}/")
+        view.wait("document.getElementById('state').textContent === 'running'")
+        view.context.close()
+
+
+def test_a_state_that_cannot_be_read_is_shown_with_its_reason(browser: Any) -> None:
+    def collect() -> Mapping[str, Any]:
+        raise ZeroDivisionError("by zero")
+
+    with WebPage(collect) as server:
+        view = View(browser, server.url)
+        view.wait("document.getElementById('alert').textContent.endsWith('ZeroDivisionError: by zero')")
+        view.context.close()
+
+
+def test_losses_that_differ_by_less_than_a_tick_do_not_stop_the_page(
+    browser: Any, pretend_run: PretendRun, collect: Callable[[], Mapping[str, Any]]
+) -> None:
+    with WebPage(collect) as server:
+        view = View(browser, server.url)
+        for number, loss in ((1, 1e16), (2, 1e16 + 2), (3, -1.7e308), (4, 1.7e308)):
+            pretend_run.add(number, loss=loss)
+            view.wait(f"document.querySelectorAll('#loss circle').length === {number}")
+        view.context.close()
 
 
 def test_names_and_reasons_of_others_do_not_run(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from fedspan.files import to_json
 from fedspan.monitoring.run_monitor import RunMonitor, clean_text
@@ -119,6 +121,40 @@ def test_files_of_any_content_do_not_stop_the_page(pretend_run: PretendRun, coll
             assert collect()["run"]["round"] == 0
     pretend_run.folder.metrics.write_bytes(b'{"round": 1}\n')
     assert "metrics.jsonl, line 1" in collect()["run"]["problem"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"loss": 10**400},
+        {"seconds": -(10**400), "bytes": {"down": 10**400}},
+        {"test": [1]},
+        {"test": "x"},
+        {"test": {"accuracy": 10**400}},
+        {"test": {"accuracy": "x"}},
+        {"test": None, "clients": [1]},
+        {"validation": {"accuracy": 10**400}, "privacy": {"epsilon": 10**400}},
+        {"cohort": {"a": 1}, "late": 3, "failures": "x"},
+    ],
+)
+def test_values_of_any_kind_do_not_stop_the_page(
+    values: Mapping[str, Any], pretend_run: PretendRun, collect: Collect
+) -> None:
+    pretend_run.add(1, **values)
+    pretend_run.write_progress(
+        rounds=10**400, losses={"east": 10**400}, baseline={"name": "x", "round": 10**400, "rounds": 1}
+    )
+    run = collect()["run"]
+    assert (run["round"], run["rounds"], run["baseline"]) == (1, None, None)
+    for name, key in (("loss", "loss"), ("validation", "validation")):
+        if name in values:
+            assert run["curve"][0][key] is None
+    if "test" in values:
+        assert run["curve"][0]["score"] is None
+    for scores in ("s", {"test": "s"}, {"test": [1]}, {"clients": {"worst": [1]}}, {"test": {"accuracy": 10**400}}):
+        pretend_run.folder.report.write_text(to_json({"metric": "accuracy", "scores": scores}))
+        run = collect()["run"]
+        assert (run["state"], run["result"]["score"], run["result"]["worst"]) == ("finished", None, None)
 
 
 def test_long_runs_and_many_clients_are_thinned_out(pretend_run: PretendRun, collect: Collect) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import webbrowser
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -24,16 +25,17 @@ def watch(
 
     The page only reads the run's folder. Its address has a secret token. Needs fedspan[web].
     """
-    from fedspan.monitoring.web import WebPage, require_web
+    from fedspan.monitoring.web import WebPage, require_web, write_redirect
 
     require_web()
     from fedspan.monitoring.run_monitor import RunMonitor, build_page_state
 
     monitor = RunMonitor(run)
-    with WebPage(lambda: build_page_state(monitor), port=port) as page:
+    with ExitStack() as stack:
+        page = stack.enter_context(WebPage(lambda: build_page_state(monitor), port=port))
         typer.echo(f"{run} is shown at\n  {page.url}\nuntil Ctrl-C")
         if open_page:
-            webbrowser.open(page.url)
+            webbrowser.open(stack.enter_context(write_redirect(page.url)).as_uri())
         try:
             while True:
                 time.sleep(3600)

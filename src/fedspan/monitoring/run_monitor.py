@@ -26,6 +26,8 @@ _MAX_TEXT = 500
 """Longest text that the page shows, in characters."""
 _MAX_FILE = 1 << 24
 """Largest file that is read as a whole, in bytes; larger ones count as unreadable."""
+_MAX_INTEGER = 1 << 53
+"""Largest integer that a browser represents exactly."""
 _MAX_POINTS = 400
 """Points of a curve that the page receives; longer curves are thinned out."""
 _MAX_CLIENTS = 500
@@ -238,13 +240,19 @@ def _get(values: Mapping[str, Any], *path: str) -> Any:
 
 
 def _to_int(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_INTEGER:
+        return value
+    return None
 
 
 def _to_float(value: object) -> float | None:
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    return None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond the largest float
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _to_names(value: object) -> list[str]:
@@ -263,7 +271,11 @@ def _clean_stage(stage: object) -> dict[str, Any] | None:
 
 def _clean_baseline(baseline: object) -> dict[str, Any] | None:
     match baseline:
-        case {"name": str() as name, "round": int() as round, "rounds": int() as rounds}:
+        case {"name": str() as name}:
+            values = cast("Mapping[str, Any]", baseline)
+            round, rounds = _to_int(values.get("round")), _to_int(values.get("rounds"))
+            if round is None or rounds is None:
+                return None
             return {"name": clean_text(name, 40), "round": round, "rounds": rounds}
         case _:
             return None

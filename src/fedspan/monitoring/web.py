@@ -1,21 +1,25 @@
-"""The web server of the page: a token, one host name, GET requests, bounded connections, nothing from elsewhere."""
+"""The web server of the page: a token, one host name, GET and HEAD only, bounded connections, nothing foreign."""
 
 from __future__ import annotations
 
 import hmac
+import html
 import importlib.util
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from fedspan.errors import FedspanError
 from fedspan.files import to_json
+from fedspan.monitoring.run_monitor import clean_text
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["HEADERS", "LOOPBACK", "WebPage", "build_app", "require_web"]
+__all__ = ["HEADERS", "LOOPBACK", "WebPage", "build_app", "require_web", "write_redirect"]
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Addresses of this machine, on which the page needs no TLS."""
@@ -80,7 +84,8 @@ def build_app(
 
     Args:
         collect: Returns the state as plain values; it may read files, and is called by one thread at a time.
-        token: The secret that every request needs: once in the query ``token``, then in a cookie.
+        token: The secret that every request needs: in the query ``token``, whose response sets the cookie, or in the
+            cookie. It stays valid, so that several browsers can open the page.
         hosts: Host names under which the page may be requested, which excludes DNS rebinding.
         cookie: Name of the cookie; browsers send cookies to all ports of a host.
         is_secure: Whether the page is served with TLS.
@@ -88,6 +93,7 @@ def build_app(
     """
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
+    from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
     from starlette.responses import PlainTextResponse, RedirectResponse, Response
     from starlette.routing import Route
@@ -102,7 +108,8 @@ def build_app(
         if requested is not None and _is_equal(requested, token):
             on_accept(request)
             response = RedirectResponse("/", status_code=303)
-            response.set_cookie(cookie, token, httponly=True, samesite="strict", secure=is_secure)
+            # Not "strict": the redirect of someone who follows a link from elsewhere would come without the cookie.
+            response.set_cookie(cookie, token, httponly=True, samesite="lax", secure=is_secure)
             return response
         if not _is_equal(request.cookies.get(cookie, ""), token):
             text = "This page needs its token. Open the address that the command printed when it started.\n"
@@ -121,7 +128,18 @@ def build_app(
 
     routes = [Route(path, show_asset, methods=["GET"]) for path in assets]
     routes.append(Route("/state.json", show_state, methods=["GET"]))
-    return Starlette(routes=routes, middleware=[Middleware(_Guard, hosts=frozenset(hosts))])
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        """Refuse an unknown path or method; without the token, nobody learns which ones exist."""
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        refusal = guard(request)
+        return refusal or PlainTextResponse("The page has no such address.\n", status_code=status)
+
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(_Guard, hosts=frozenset(hosts))],
+        exception_handlers={404: refuse, 405: refuse},
+    )
 
 
 def _is_equal(sent: str, token: str) -> bool:
@@ -140,7 +158,11 @@ class _State:
     def read(self) -> bytes:
         with self._lock:
             if time.monotonic() - self._collected >= _FRESH:
-                self._text = to_json(self._collect()).encode(errors="backslashreplace")
+                try:
+                    text = to_json(self._collect())
+                except Exception as error:  # files that others write must not end the page without a reason
+                    text = to_json({"problem": clean_text(f"{type(error).__name__}: {error}")})
+                self._text = text.encode(errors="backslashreplace")
                 self._collected = time.monotonic()
             return self._text
 
@@ -262,6 +284,21 @@ class WebPage:
         self._server.should_exit = True
         self._thread.join(5)
         self._socket.close()
+
+
+@contextmanager
+def write_redirect(url: str) -> Generator[Path]:
+    """Write an HTML file that leads to a page, readable by this user alone, and delete it at the end.
+
+    A browser receives the address to open on its command line, which all users of the machine can list. The address of
+    this file has no token.
+    """
+    with TemporaryDirectory(prefix="fedspan-") as folder:  # of mode 0700
+        path = Path(folder) / "open.html"
+        path.touch(mode=0o600)
+        text = f'<!doctype html><meta http-equiv="refresh" content="0;url={html.escape(url)}"><title>fedspan</title>\n'
+        path.write_text(text, encoding="utf-8")
+        yield path
 
 
 def _get_client(request: Request) -> tuple[str, int] | None:

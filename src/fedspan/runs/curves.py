@@ -49,8 +49,15 @@ def read_curve(run_folder: RunFolder, metric: str) -> tuple[Point, ...]:
 
 def get_score(scores: Mapping[str, Any], metric: str) -> float | None:
     """Return the score in a line of metrics or a report: held-out, else the mean over the clients' own test parts."""
-    score = (scores.get("test") or scores.get("clients") or {}).get(metric)
-    return float(score) if isinstance(score, int | float) and math.isfinite(score) else None
+    part = scores.get("test") or scores.get("clients")
+    score = part.get(metric) if isinstance(part, Mapping) else None
+    if not isinstance(score, int | float):
+        return None
+    try:
+        value = float(score)
+    except OverflowError:  # an integer beyond the largest float
+        return None
+    return value if math.isfinite(value) else None
 
 
 def compute_sent_bytes(totals: Totals, rounds: int) -> list[int]:

@@ -126,7 +126,9 @@ function svg(tag, attributes, text) {
 function computeTicks(low, high, count) {
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough), ticks = [];
-  for (let tick = Math.ceil(low / step - 1e-9) * step; tick <= high + step * 1e-9; tick += step) ticks.push(tick);
+  if (!(step > 0) || low + step === low) return ticks;  // the values differ by less than numbers can express, or are infinite
+  const first = Math.ceil(low / step - 1e-9);
+  for (let index = 0; index <= 2 * count && (first + index) * step <= high + step * 1e-9; index += 1) ticks.push((first + index) * step);
   return ticks;
 }
 
@@ -268,7 +270,11 @@ async function update() {
     const response = await fetch("/state.json", {cache: "no-store", signal: AbortSignal.timeout(10000)});
     if (response.status === 401) showUnreachable("The page was started again: open the address that it printed.");
     else if (!response.ok) showUnreachable("The page's server reports an error.");
-    else showState(await response.json());
+    else {
+      const state = await response.json();
+      if (state.problem) showUnreachable("The state of the run cannot be read: " + state.problem);
+      else showState(state);
+    }
   } catch {
     showUnreachable("The page's server does not answer. What is shown may be out of date.");
   }
