@@ -97,7 +97,13 @@ def test_the_folder_of_a_pooling_is_the_models_own(tmp_path: Path) -> None:
         require_own_names(tmp_path, names)
 
 
-@pytest.mark.parametrize("value", [{"vocab_size": 2**20 + 1}, {"num_hidden_layers": 1025}, {"a": [{"b": -(10**9)}]}])
+_TABLE = {"max_position_embeddings": 2**20, "dim": 65}
+"""Each number is small enough, and some models compute a table of that size before anything is allocated."""
+
+
+@pytest.mark.parametrize(
+    "value", [{"vocab_size": 2**20 + 1}, {"num_hidden_layers": 1025}, {"a": [{"b": -(10**9)}]}, _TABLE]
+)
 def test_a_config_has_no_numbers_beyond_its_weights(value: Any, tmp_path: Path) -> None:
     names = write(tmp_path, config=value)
     with pytest.raises(ValueError, match="the weights allow"):

@@ -121,8 +121,8 @@ class NodeLimits(Section):
     )
     approve: Literal["auto", "ask"] = Field(
         default="auto",
-        description="ask: a new run, or one with a changed config, waits for the approval of this node's operator "
-        "(fedspan approve). auto: carry out what the other limits allow.",
+        description="ask: a new run, or one with a changed config or offered base model, waits for the approval of "
+        "this node's operator (fedspan approve). auto: carry out what the other limits allow.",
     )
     accept_base: bool = Field(
         default=False,
@@ -134,7 +134,7 @@ class NodeLimits(Section):
         default=16384,
         ge=1,
         le=2**30,
-        description="Maximum size of all received base models together, in MiB.",
+        description="Maximum size of all base models that were received or announced together, in MiB.",
     )
     message_mib: int = Field(
         default=1024, ge=1, le=2048, description="Maximum size of a message in MiB, in both directions."

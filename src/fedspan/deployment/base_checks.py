@@ -37,6 +37,10 @@ _TEXT_KEY = re.compile(
 _REPEAT_KEY = re.compile(r"(?:layers?|depths?|experts?|blocks?)$", re.IGNORECASE)
 """Keys of how often a part of a model is repeated."""
 _MOST_REPEATS = 1024
+_POSITIONS_KEY = re.compile(r"positions?(?:_embeddings)?$", re.IGNORECASE)
+_WIDTH_KEY = re.compile(r"^(?:dim|d_model|hidden_size|n_embd|emb_dim|embed_dim)$", re.IGNORECASE)
+_LEAST_TABLE = 2**26
+"""Bound on the entries of a small model's table of positions, which some models compute entry by entry."""
 _CONFIG_BYTES = 2**24
 """Maximum size of a file with settings, in bytes."""
 _LEAST_BOUND = 2**20
@@ -81,11 +85,16 @@ def require_own_names(folder: Path, names: Collection[str]) -> None:
         values = from_json((folder / name).read_bytes())
         if name.endswith("config.json") and not isinstance(values, dict):
             raise ValueError(f"{name} is not a JSON object")
+        positions, width = 0, 0
         for key, value in _walk(values):
             if isinstance(value, str):
                 _require_own_name(name, key, value, own)
             elif name == "config.json" and isinstance(value, int) and not isinstance(value, bool):
                 _require_plausible(key, value, max(weights, _LEAST_BOUND))
+                positions = max(positions, value) if _POSITIONS_KEY.search(key) else positions
+                width = max(width, value) if _WIDTH_KEY.search(key) else width
+        if positions * width > max(2 * weights, _LEAST_TABLE):
+            raise ValueError(f"{name} has {positions} positions of {width} numbers, more than the weights allow")
 
 
 def _walk(values: object) -> Iterator[tuple[str, object]]:

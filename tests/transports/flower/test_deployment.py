@@ -209,7 +209,9 @@ def test_a_node_receives_the_base_model_that_the_server_offers(tiny_folder: Path
             timeout=300,
         )
         assert completed.returncode == 0, completed.stdout + completed.stderr + made.logs()
-        assert "receives the base model from the server" in " ".join(completed.stdout.split())
+        printed = " ".join(completed.stdout.split())
+        assert "receives the base model from the server" in printed
+        assert "offered to the nodes" in printed
         (received,) = (made.folder / "north-state" / "bases").iterdir()
         assert {path.name for path in received.iterdir()} >= {"config.json", "model.safetensors"}
         for path in received.iterdir():
