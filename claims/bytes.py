@@ -24,7 +24,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_totals
 from fedspan.runs.setup import prepare
 
-RANK, CLIENTS, ROUNDS = 4, 4, 4
+RANK, CLIENTS, ROUNDS, HEADS = 4, 4, 4, 2
 LATER = (3, 4)  # both halves of an alternation
 NAMES = {row.key: row.name for row in list_methods()}
 Count = Callable[[int, int], float]
@@ -81,6 +81,11 @@ ALL: Mapping[str, PaperCost] = {
     "flora": PaperCost(
         count_factors, lambda m, n: CLIENTS * count_factors(m, n), "r (m + n) up, all clients' stack, K r (m + n), down"
     ),
+    "florist": PaperCost(
+        count_factors,
+        lambda m, n: CLIENTS * count_factors(m, n),
+        "r (m + n) up, at most all clients' stack, K r (m + n), down",
+    ),
     "flexlora": LORA,
     "hetlora": PaperCost(count_factors, count_factors, "r (m + n) up and down", {"gamma": 1.0}),
     "federa": LORA,
@@ -109,6 +114,10 @@ ALL: Mapping[str, PaperCost] = {
         lambda m, n: count_factors(m, n) / 2,
         "r m and r n in turn, up and down, for a budget of r slots per layer",
         reason="the indices of the selected slots are transmitted, too",
+    ),
+    "la-lora": LORA,
+    "ravan": PaperCost(
+        lambda m, n: HEADS * RANK**2, lambda m, n: HEADS * RANK**2, "h r^2 of h heads up and down", {"heads": HEADS}
     ),
     "fed-sb": PaperCost(lambda m, n: RANK**2, lambda m, n: RANK**2, "r^2 up and down"),
     "fedhm": LORA,
