@@ -11,6 +11,7 @@ import pytest
 from fedspan.deployment.status import load_named_run, read_status, store_named_run
 from fedspan.errors import FedspanError
 from fedspan.logs import JsonLines
+from fedspan.runs.folder import RunFolder, read_process_start
 
 
 @pytest.fixture
@@ -48,6 +49,10 @@ def test_a_run_at_work_and_what_failed_in_it(run: Path) -> None:
 def test_a_run_whose_process_is_gone(run: Path) -> None:
     (run / "run.lock").write_text(f"999999999\n{socket.gethostname()}\n")
     assert read_status(run).state == "stopped"
+    (run / "run.lock").write_text(f"{os.getpid()}\n{socket.gethostname()}\n1\n")  # its id belongs to another one now
+    assert read_status(run).state == ("at work" if read_process_start(os.getpid()) is None else "stopped")
+    with RunFolder.resume(run):
+        assert read_status(run).state == "at work"
     (run / "run.lock").write_text("1\nanother-machine\n")
     assert read_status(run).state == "at work"
     (run / "report.json").write_text("{}")

@@ -205,8 +205,10 @@ def test_a_round_that_some_reply_to_late_is_that_of_a_round_that_all_reply_to(bu
     clean = federation(built, tmp_path / "clean", good)
     one, other = found.begin(), clean.begin()
     for _ in range(2):
-        result = found.run_round(one)
+        reported = list[tuple[str, str]]()
+        result = found.run_round(one, on_failure=lambda id, reason, reported=reported: reported.append((id, reason)))
         assert [failure.attempt for failure in result.failures] == [0]
+        assert reported == [(BAD, "no reply within 5 s")]
         one, other = result.progress, clean.run_round(other).progress
         assert serialization.encode_state(one.state) == serialization.encode_state(other.state)
 

@@ -136,6 +136,24 @@ def test_names_and_reasons_of_others_do_not_run(
         view.context.close()
 
 
+def test_a_stage_after_the_last_round_and_a_silent_run(
+    browser: Any, pretend_run: PretendRun, collect: Callable[[], Mapping[str, Any]]
+) -> None:
+    pretend_run.add(2)  # of 5, and none follows
+    stage = {"text": "evaluation", "done": 3, "total": 7, "unit": "examples"}
+    pretend_run.write_progress(round=None, cohort=[], stage=stage, updated=time.time() - 300)
+    with WebPage(collect) as server:
+        view = View(browser, server.url)
+        view.wait("document.getElementById('stage').textContent === 'evaluation, 3 of 7 examples'")
+        assert re.fullmatch(r"no news for 5:\d\d", view.text("#times"))
+        pretend_run.write_progress(round=3, cohort=["a", "b"], replied=["a"], failures={"b": "gone"}, stage=stage)
+        view.wait("document.getElementById('stage').textContent === 'round 3 of 5: evaluation, 3 of 7 examples'")
+        assert view.text("#count").startswith("1 of 2 selected replied, 1 failed")
+        assert view.text("#rows td.bad") == "failed"
+        assert "round 3: gone" in view.text("#rows")
+        view.context.close()
+
+
 def test_the_filter_finds_a_client_among_many(
     browser: Any, pretend_run: PretendRun, collect: Callable[[], Mapping[str, Any]]
 ) -> None:

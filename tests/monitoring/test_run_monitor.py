@@ -80,6 +80,25 @@ def test_clients_of_the_round_that_is_being_run(pretend_run: PretendRun, collect
     assert state["run"]["failure_count"] == 1
 
 
+def test_a_client_that_failed_in_this_round_is_shown_with_its_reason(pretend_run: PretendRun, collect: Collect) -> None:
+    failures = {"north": "out of memory \x1b[31m", "south": 3}
+    pretend_run.write_progress(round=2, cohort=["east", "north", "south"], replied=["east"], failures=failures)
+    clients = {client["name"]: client for client in collect()["clients"]}
+    assert {name: client["status"] for name, client in clients.items()} == {
+        "east": "replied",
+        "north": "failed",
+        "south": "no reply yet",
+    }
+    assert clients["north"]["last_failure"] == {"round": 2, "reason": "out of memory \\x1b[31m"}
+
+
+def test_between_rounds_there_is_no_current_round(pretend_run: PretendRun, collect: Collect) -> None:
+    pretend_run.add(2)
+    pretend_run.write_progress(round=None, round_started=None, cohort=[], updated=1000.5)
+    run = collect()["run"]
+    assert (run["state"], run["round"], run["current"], run["updated"]) == ("running", 2, None, 1000.5)
+
+
 def test_stopped_and_failed_runs(pretend_run: PretendRun, collect: Collect) -> None:
     pretend_run.start(get_dead_process())
     pretend_run.write_progress(cohort=["north"], stage={"text": "training", "done": 1, "total": 2, "unit": "clients"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,42 +16,88 @@ from fedspan.runs.progress_file import INTERVAL, ProgressFile
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 from helpers import tiny
-from helpers.clock import Clock
 
 
 def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+def wait_for(path: Path, **expected: object) -> dict[str, Any]:
+    """Return the file's content once it has these values; a thread writes it."""
+    until = time.monotonic() + 30
+    while True:
+        content = read(path)
+        if all(content.get(name) == value for name, value in expected.items()):
+            return content
+        assert time.monotonic() < until, (content, expected)
+        time.sleep(0.005)
+
+
 def test_clients_and_stages_of_a_round(prepared: Prepared, tmp_path: Path) -> None:
-    path, clock = tmp_path / "progress.json", Clock()
-    file = ProgressFile(path, clock)
+    path = tmp_path / "progress.json"
+    file = ProgressFile(path)
     file.on_stage_change(Stage("model"))
     assert not path.exists()  # there is no folder yet
     with file:
         assert read(path)["stage"]["text"] == "loading the model"
         file.on_start(prepared, 0, False)
-        begun = read(path)
-        cohort = begun["cohort"]
-        assert cohort == list(prepared.federation.draw_cohort(0))
-        assert (begun["round"], begun["rounds"], begun["clients"], begun["replied"]) == (1, 3, 4, [])
-        assert (begun["metric"], begun["is_percentage"]) == ("accuracy", True)
-        clock.now += INTERVAL
+        started = wait_for(path, rounds=3, clients=4)
+        assert "round" not in started
+        assert (started["metric"], started["is_percentage"]) == ("accuracy", True)
+        file.on_round_start(1)
+        cohort = list(prepared.federation.draw_cohort(0))
+        wait_for(path, round=1, cohort=cohort, replied=[], failures={})
         file.on_client_finish(1, cohort[0], 0.5)
-        assert read(path)["losses"] == {cohort[0]: 0.5}
-        clock.now += INTERVAL
-        file.on_client_finish(1, cohort[1], float("nan"))
-        assert read(path)["replied"] == cohort[:2]
-        assert read(path)["losses"] == {cohort[0]: 0.5}
+        file.on_client_failure(1, cohort[1], "x" * 5000)
+        wait_for(path, losses={cohort[0]: 0.5}, failures={cohort[1]: "x" * 500})
+        file.on_client_finish(1, cohort[1], float("nan"))  # in another attempt
+        wait_for(path, replied=cohort[:2], losses={cohort[0]: 0.5}, failures={})
         file.on_round_finish({"round": 1})
-        assert (read(path)["round"], read(path)["replied"]) == (2, [])
-        file.on_round_finish({"round": 3})
-        assert (read(path)["round"], read(path)["cohort"]) == (3, [])
-        clock.now += INTERVAL
+        wait_for(path, round=None, round_started=None, cohort=[], replied=[])  # no round follows, as far as is known
+        file.on_round_start(2)
+        wait_for(path, round=2, cohort=list(prepared.federation.draw_cohort(1)), replied=[])
         file.on_baseline_start("local", 5)
-        clock.now += INTERVAL
         file.on_baseline_round("local", 2, 0.5)
-        assert read(path)["baseline"] == {"name": "local only", "round": 2, "rounds": 5}
+        wait_for(path, baseline={"name": "local only", "round": 2, "rounds": 5})
+    assert not path.exists()
+
+
+def test_many_changes_are_few_writes(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, written, began = tmp_path / "progress.json", list[Path](), time.monotonic()
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda self, target: written.append(self) or replace(self, target))
+    with ProgressFile(path) as file:
+        file.on_start(prepared, 0, False)
+        for round in range(1, 500):
+            file.on_round_start(round)
+            file.on_round_finish({"round": round})
+        file.on_note("last")
+        wait_for(path, notes=["last"])
+        assert 2 <= len(written) <= 2 + (time.monotonic() - began) / INTERVAL
+
+
+def test_a_disk_that_hangs_does_not_hold_up_training(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, writing, may_write = tmp_path / "progress.json", threading.Event(), threading.Event()
+    replace = Path.replace
+
+    def replace_late(self: Path, target: Path) -> Path:
+        writing.set()
+        assert may_write.wait(30)
+        return replace(self, target)
+
+    with ProgressFile(path) as file:
+        monkeypatch.setattr(Path, "replace", replace_late)
+        file.on_note("one")
+        assert writing.wait(30)
+        file.on_start(prepared, 0, False)  # these return while the file is being written
+        file.on_stage_change(Stage("training"))
+        file.on_round_start(1)
+        file.on_round_finish({"round": 1})
+        assert "rounds" not in read(path)
+        may_write.set()
+        wait_for(path, notes=["one"], rounds=3)
     assert not path.exists()
 
 
@@ -59,11 +106,7 @@ def test_a_change_soon_after_a_write_is_written_a_little_later(tmp_path: Path) -
     with ProgressFile(path) as file:
         file.on_note("one")
         file.on_note("two")
-        for _ in range(1000):
-            if read(path)["notes"] == ["one", "two"]:
-                break
-            time.sleep(0.01)
-        assert read(path)["notes"] == ["one", "two"]
+        wait_for(path, notes=["one", "two"])
 
 
 @pytest.mark.parametrize(
@@ -88,12 +131,13 @@ def test_a_folder_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -
 
 
 def test_a_run_writes_it_and_removes_it_at_the_end(tiny_folder: Path, tmp_path: Path) -> None:
-    seen: list[dict[str, Any]] = []
+    path, seen = tmp_path / "run" / "progress.json", list[dict[str, Any]]()
 
     class Watcher(fedspan.Listener):
         def on_client_finish(self, round: int, client: str, loss: float) -> None:
-            seen.append(read(tmp_path / "run" / "progress.json"))
+            seen.append(wait_for(path, round=round))
 
-    fedspan.run(tiny.settings(tiny_folder, federation={"rounds": 1}), tmp_path / "run", listener=Watcher())
+    fedspan.run(tiny.settings(tiny_folder, federation={"rounds": 2}), tmp_path / "run", listener=Watcher())
     assert {len(entry["cohort"]) for entry in seen} == {3}
-    assert not (tmp_path / "run" / "progress.json").exists()
+    assert {entry["round"] for entry in seen} == {1, 2}
+    assert not path.exists()

@@ -16,7 +16,7 @@ from fedspan.errors import FedspanError
 from fedspan.files import from_json, read_bytes, write_atomic
 from fedspan.logs import read_lines
 from fedspan.runs.failures import count_failures
-from fedspan.runs.folder import RunFolder
+from fedspan.runs.folder import RunFolder, read_process_start
 
 __all__ = ["NamedRun", "RunStatus", "is_at_work", "load_named_run", "read_status", "store_named_run"]
 
@@ -120,12 +120,18 @@ def _read_finish_time(run: RunFolder, round: int) -> float | None:
 
 
 def is_at_work(run: RunFolder) -> bool:
-    """Check whether the process that a run's lock names is alive; a process on another machine is assumed to be."""
+    """Check whether the process that a run's lock names is alive; a process on another machine is assumed to be.
+
+    A process that has the same id, but another start, is not that of the run.
+    """
     try:
-        pid, host = run.lock.read_text().split("\n")[:2]
+        pid, host, *rest = run.lock.read_text().split("\n")
         if host != socket.gethostname():
             return True
         os.kill(int(pid), 0)
+        recorded, actual = rest[0] if rest else "", read_process_start(int(pid))
+        if recorded and actual is not None and recorded != str(actual):
+            return False
     except PermissionError:
         return True
     except (OSError, ValueError):

@@ -12,7 +12,7 @@ from fedspan.diagnostics.round_diagnosis import Diagnosis, LayerDiagnosis, Train
 from fedspan.diagnostics.updates import compute_alignment
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress, RoundResult
-from fedspan.federation.round import OnCharge, OnClient
+from fedspan.federation.round import OnCharge, OnClient, OnFailure
 
 __all__ = ["MEASURES", "DiagnosticsRecorder", "Measure", "MeasureSummary", "get_values", "summarize_measures"]
 
@@ -177,7 +177,11 @@ class DiagnosticsRecorder:
         """Time of the diagnostics, without the rounds themselves."""
 
     def run_round(
-        self, progress: Progress, on_client: OnClient, on_charge: OnCharge | None = None
+        self,
+        progress: Progress,
+        on_client: OnClient,
+        on_charge: OnCharge | None = None,
+        on_failure: OnFailure | None = None,
     ) -> tuple[RoundResult, dict[str, Any] | None]:
         """Run a round like ``Federation.run_round`` and compute its diagnostics.
 
@@ -187,9 +191,9 @@ class DiagnosticsRecorder:
         """
         federation = self.federation
         if (progress.state.round + 1) % self.interval:
-            return federation.run_round(progress, on_client, on_charge=on_charge), None
+            return federation.run_round(progress, on_client, on_charge=on_charge, on_failure=on_failure), None
         record = TrainingRecord()
-        result = federation.run_round(progress, on_client, record, on_charge)
+        result = federation.run_round(progress, on_client, record, on_charge, on_failure)
         began = time.monotonic()
         with federation.engine.stages.stage("diagnostics"):
             layers = diagnose_layers(federation, record, progress, result)

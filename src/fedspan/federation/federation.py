@@ -32,7 +32,7 @@ from fedspan.federation.protocol import (
     Transport,
     open_reply,
 )
-from fedspan.federation.round import OnCharge, OnClient, Round, compute_client_charges, create_order_transfer
+from fedspan.federation.round import OnCharge, OnClient, OnFailure, Round, compute_client_charges, create_order_transfer
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.tasks.task import Examples
@@ -200,6 +200,7 @@ class Federation:
         on_client: OnClient | None = None,
         on_trained: OnTrained | None = None,
         on_charge: OnCharge | None = None,
+        on_failure: OnFailure | None = None,
     ) -> RoundResult:
         """Run one round; if too few replies are accepted, retry failed clients as often as the rules allow.
 
@@ -208,6 +209,8 @@ class Federation:
             on_client: Called with a client's id and training loss when its reply is accepted.
             on_trained: Called with every job that a client in this process trained.
             on_charge: Called with the privacy cost of each attempt before its orders are sent.
+            on_failure: Called with a client's id and a reason when its reply is rejected on arrival or does not arrive;
+                not in asynchronous rounds.
 
         Raises:
             FedspanError: If too few replies are accepted after all attempts; the progress is unchanged.
@@ -224,7 +227,7 @@ class Federation:
                 if on_client is not None:
                     on_client(id, loss)
 
-            round = Round(context, self.new_aggregation, progress, self._best, replied, on_charge)
+            round = Round(context, self.new_aggregation, progress, self._best, replied, on_charge, on_failure)
             self.transport.begin(progress, on_trained)
             result = round.run()
         self._note = round.aggregation.get_note()

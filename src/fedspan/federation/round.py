@@ -36,6 +36,7 @@ from fedspan.training.accounting import Charge
 __all__ = [
     "OnCharge",
     "OnClient",
+    "OnFailure",
     "Round",
     "build_too_few_error",
     "compute_client_charges",
@@ -45,6 +46,9 @@ __all__ = [
 
 OnClient = Callable[[str, float], None]
 """Takes a client's id and its training loss."""
+
+OnFailure = Callable[[str, str], None]
+"""Takes a client's id and the reason of its failure."""
 
 
 OnCharge = Callable[[tuple[Charge, ...]], None]
@@ -61,6 +65,7 @@ class Round:
         best: The same for the best progress so far: clients must not delete the state that belongs to it.
         on_client: Called with a client's id and training loss when its reply is accepted.
         on_charge: Called with the privacy cost of each attempt before its orders are sent.
+        on_failure: Called with a client's id and a reason when its reply is rejected on arrival or does not arrive.
     """
 
     def __init__(
@@ -71,8 +76,10 @@ class Round:
         best: Mapping[str, int],
         on_client: OnClient | None = None,
         on_charge: OnCharge | None = None,
+        on_failure: OnFailure | None = None,
     ) -> None:
         self.context, self.on_client, self.on_charge, self._best = context, on_client, on_charge, best
+        self._on_failure = on_failure
         self.lr = context.training.compute_lr(context.state.round, context.settings.rounds)
         self._last_rounds, self._last_replies = dict(progress.last_rounds), dict(progress.last_replies)
         self._tally = Tally()
@@ -150,6 +157,8 @@ class Round:
                 tally.failures.append(Failure(id, attempt, str(error), context.task))
                 if isinstance(error, ClientLostState):
                     tally.lost.add(id)
+                if self._on_failure is not None:
+                    self._on_failure(id, tally.failures[-1].reason)
                 return False
             if self.on_client is not None:
                 self.on_client(id, decoded.parts[-1].loss if decoded.parts else math.nan)

@@ -98,6 +98,7 @@ class RunMonitor:
             "stage": _clean_stage(progress.get("stage")) if at_work else None,
             "baseline": _clean_baseline(progress.get("baseline")) if at_work else None,
             "seconds": _to_float(self._last.get("seconds")),
+            "updated": _to_float(progress.get("updated")) if at_work else None,
             "round_started": _to_float(progress.get("round_started")) if at_work else None,
             "metric": {
                 "title": clean_text(progress.get("metric_title") or (metric if shown is None else shown.title)),
@@ -159,12 +160,21 @@ class RunMonitor:
         cohort, replied = frozenset(_to_names(progress.get("cohort"))), frozenset(_to_names(progress.get("replied")))
         losses = progress.get("losses")
         losses = losses if isinstance(losses, Mapping) else {}
+        failures = progress.get("failures")
+        failures = failures if isinstance(failures, Mapping) else {}
         rows: list[dict[str, Any]] = []
         for id in {*self._clients, *cohort, *replied, *listed}:
             entry = self._clients.get(id) or build_client()
-            status = "replied" if id in replied else "no reply yet" if id in cohort else "not selected"
+            if isinstance(reason := failures.get(id), str):
+                status = "failed"
+                entry = {
+                    **entry,
+                    "last_failure": {"round": _to_int(progress.get("round")), "reason": clean_text(reason)},
+                }
+            else:
+                status = "replied" if id in replied else "no reply yet" if id in cohort else "not selected"
             rows.append({**entry, "name": id, "status": status if progress else "", "loss": _to_float(losses.get(id))})
-        rows.sort(key=lambda row: (row["status"] not in ("replied", "no reply yet"), not row["failures"], row["name"]))
+        rows.sort(key=lambda row: (row["status"] in ("", "not selected"), not row["failures"], row["name"]))
         return [{**row, "name": clean_text(row["name"], 200)} for row in rows[:_MAX_CLIENTS]]
 
     def _choose_metric(self, report: Mapping[str, Any], progress: Mapping[str, Any]) -> str:

@@ -33,8 +33,14 @@ class Listener:
         It is called after every batch, also from the threads that train, and must return quickly.
         """
 
+    def on_round_start(self, round: int) -> None:
+        """Handle the start of a round; rounds count from 1."""
+
     def on_client_finish(self, round: int, client: str, loss: float) -> None:
         """Handle the end of a client's training; rounds count from 1."""
+
+    def on_client_failure(self, round: int, client: str, reason: str) -> None:
+        """Handle a training reply that was rejected on arrival or did not arrive; the round may be retried."""
 
     def on_round_finish(self, row: Mapping[str, Any]) -> None:
         """Handle a committed round; ``row`` is its line of metrics.jsonl."""
@@ -68,9 +74,17 @@ class Listeners(Listener):
         for listener in self._listeners:
             listener.on_stage_change(stage)
 
+    def on_round_start(self, round: int) -> None:
+        for listener in self._listeners:
+            listener.on_round_start(round)
+
     def on_client_finish(self, round: int, client: str, loss: float) -> None:
         for listener in self._listeners:
             listener.on_client_finish(round, client, loss)
+
+    def on_client_failure(self, round: int, client: str, reason: str) -> None:
+        for listener in self._listeners:
+            listener.on_client_failure(round, client, reason)
 
     def on_round_finish(self, row: Mapping[str, Any]) -> None:
         for listener in self._listeners:

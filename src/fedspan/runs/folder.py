@@ -44,11 +44,26 @@ from fedspan.files import (
     write_atomic,
 )
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "read_process_start"]
 
 
 def _seal(values: Mapping[str, object]) -> str:
     return hashlib.sha256(to_json(values).encode(errors="surrogatepass")).hexdigest()
+
+
+def read_process_start(pid: int) -> int | None:
+    """Read when a process started, in clock ticks after the start of the machine.
+
+    Returns:
+        The ticks; None if there is no such process, or no ``/proc``.
+
+    Process ids are used again, so that only id and start together name one (``man 5 proc_pid_stat``, field 22).
+    """
+    try:
+        # The name of the process in parentheses before the other fields may have spaces and parentheses.
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 class RunFolder:
@@ -178,7 +193,8 @@ class RunFolder:
         # that is refused, so a failure to write it is ignored.
         if not isinstance(self._lock, SoftFileLock):
             with suppress(OSError):
-                self.lock.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
+                lines = (os.getpid(), socket.gethostname(), read_process_start(os.getpid()) or "")
+                self.lock.write_text("".join(f"{line}\n" for line in lines))
 
     def _read_owner(self) -> str:
         try:

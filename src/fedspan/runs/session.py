@@ -223,11 +223,14 @@ class _Session:
             def report_loss(client: str, loss: float, number: int = number) -> None:
                 self.listener.on_client_finish(number, client, loss)
 
+            report_failure = partial(self.listener.on_client_failure, number)
             announce = partial(self.budget.announce, progress.state.round)
+            self.listener.on_round_start(number)
             if self.diagnostics is None:
-                result, diagnosis = federation.run_round(progress, report_loss, on_charge=announce), None
+                result = federation.run_round(progress, report_loss, on_charge=announce, on_failure=report_failure)
+                diagnosis = None
             else:
-                result, diagnosis = self.diagnostics.run_round(progress, report_loss, announce)
+                result, diagnosis = self.diagnostics.run_round(progress, report_loss, announce, report_failure)
             for note in (describe_refusal(self.prepared.config, engine), federation.get_note()):
                 if number == first and note is not None:
                     self.listener.on_note(note)

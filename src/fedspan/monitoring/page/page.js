@@ -1,6 +1,7 @@
 "use strict";
 // The state is JSON from /state.json. All of it is shown as text, never as HTML: names and reasons come from others.
 const INTERVAL = 1000;
+const SILENCE = 60;  // seconds without a change of the progress after which they are shown
 const WIDTH = 400, HEIGHT = 210, LEFT = 50, RIGHT = 14, TOP = 12, BOTTOM = 40;
 const byId = (id) => document.getElementById(id);
 let latest = null, drawn = {};
@@ -71,11 +72,12 @@ function showProgress(state) {
   if (!isRunning) return;
   const stage = run.stage, parts = [];
   if (run.baseline) parts.push(`for comparison, ${run.baseline.name}: epoch ${run.baseline.round} of ${run.baseline.rounds}`);
-  else if (run.current && run.round < run.rounds) parts.push(`round ${run.current} of ${run.rounds}`);
+  else if (run.current) parts.push(`round ${run.current} of ${run.rounds}`);
   if (stage) parts.push(stage.text + (stage.total ? `, ${Math.min(stage.done, stage.total)} of ${stage.total} ${stage.unit}` : ""));
   setText(byId("stage"), parts.join(": ") || "preparing");
   const within = isNumber(run.round_started) ? `${formatDuration(state.time - run.round_started)} in this round` : "";
-  setText(byId("times"), run.round < run.rounds ? within : "");
+  const silence = isNumber(run.updated) && state.time - run.updated >= SILENCE ? `no news for ${formatDuration(state.time - run.updated)}` : "";
+  setText(byId("times"), [within, silence].filter(Boolean).join(", "));
   const share = stage && stage.total && stage.text === "training" ? Math.min(1, stage.done / stage.total) : 0;
   byId("bar").max = run.rounds || 1;
   byId("bar").value = Math.min(run.rounds || 1, run.round + share);
@@ -191,15 +193,16 @@ function showClients(state) {
   show(byId("clients"), clients.length > 0);
   if (!clients.length) return;
   const hasNodes = Boolean(state.nodes), isRunning = Boolean(run) && run.state === "running";
-  const failing = clients.some((client) => client.failures), isLate = clients.some((client) => client.late);
+  const failing = clients.some((client) => client.failures || client.last_failure), isLate = clients.some((client) => client.late);
   const columns = [hasNodes ? "node" : "client", ...(hasNodes ? ["status", "last seen"] : []), ...(isRunning ? ["this round", "loss"] : []),
     "rounds selected", ...(isLate ? ["late"] : []), ...(failing ? ["failures", "last failure"] : [])];
   const shown = clients.filter((client) => !filter || [client.name, client.status, client.node_status, client.last_failure && client.last_failure.reason]
     .some((text) => text && text.toLowerCase().includes(filter)));
   const replied = clients.filter((client) => client.status === "replied").length;
-  const selected = clients.filter((client) => client.status === "replied" || client.status === "no reply yet").length;
+  const failed = clients.filter((client) => client.status === "failed").length;
+  const selected = replied + failed + clients.filter((client) => client.status === "no reply yet").length;
   const total = run ? run.client_count || run.known_clients : clients.length, parts = [];
-  if (isRunning && selected) parts.push(`${replied} of ${selected} selected replied`);
+  if (isRunning && selected) parts.push(`${replied} of ${selected} selected replied` + (failed ? `, ${failed} failed` : ""));
   if (total) parts.push(`${total} in all`);
   if (clients.length < (run ? run.known_clients : 0)) parts.push(`${clients.length} listed`);
   if (filter) parts.push(`${shown.length} match`);
@@ -217,7 +220,7 @@ function showClients(state) {
     name.scope = "row";
     row.append(name);
     if (hasNodes) row.append(create("td", client.node_status || "unknown", client.node_status + " short"), create("td", client.node_seen || "", "short"));
-    if (isRunning) row.append(create("td", client.status || "–", (client.status === "replied" ? "replied " : "") + "short"), create("td", formatNumber(client.loss), "short"));
+    if (isRunning) row.append(create("td", client.status || "–", ({replied: "replied ", failed: "bad "}[client.status] || "") + "short"), create("td", formatNumber(client.loss), "short"));
     row.append(create("td", String(client.rounds)));
     if (isLate) row.append(create("td", String(client.late)));
     if (failing) {
