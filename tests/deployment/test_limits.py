@@ -93,7 +93,7 @@ def test_what_a_run_may_cost_is_bounded(
     models = [str(tiny_folder / "bert")]
     told = introduced(NodeService(node(tiny_folder, tmp_path, limits={"rounds": 40, "models": models})), given)
     assert why in (told.refused or ""), told.refused
-    assert {path.name for path in tmp_path.iterdir()} <= {"audit.jsonl", "audit.jsonl.lock", "budget.json"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"audit.jsonl", "audit.jsonl.lock", "budget.json", "heartbeat"}
 
 
 def test_models_of_the_hub_are_named_by_the_operator(tiny_folder: Path, tmp_path: Path) -> None:
