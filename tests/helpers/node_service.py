@@ -24,7 +24,7 @@ def values(tiny_folder: Path, **changes: Any) -> dict[str, Any]:
     made = tiny.settings(tiny_folder, **changes)
     made["data"] = {"labels": list(tiny.LABELS)}
     made["partition"] = {"partitioner": "iid", "clients": 1, "validation": 0.1, "test": 0.1}
-    made["federation"] = {"rounds": 3}
+    made["federation"] = {"rounds": 3, **changes.get("federation", {})}
     return made
 
 

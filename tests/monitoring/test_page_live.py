@@ -176,7 +176,7 @@ def test_a_simulation_is_watched_from_before_its_start_to_its_end(
 ) -> None:
     values = tiny.settings(tiny_folder, federation={"rounds": 4, "clients_per_round": 3})
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
-    command = [sys.executable, "-m", "fedspan.cli"]
+    command = [sys.executable, "-m", "fedspan"]
     watching = subprocess.Popen([*command, "watch", tmp_path / "run"], stdout=subprocess.PIPE, text=True, bufsize=1)
     try:
         assert watching.stdout is not None

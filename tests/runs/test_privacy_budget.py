@@ -276,6 +276,10 @@ def test_a_node_keeps_to_its_own_limit(tiny_folder: Path, tmp_path: Path) -> Non
         introduced(NodeService(node(tiny_folder, tmp_path)), seeded).refused or ""
     )
     secret = {"privacy": {**DP_SGD, "randomness": "secret"}}
+    planned = introduced(NodeService(node(tiny_folder, tmp_path, **limit)), values(tiny_folder, **secret))
+    assert "all rounds of the run would cost" in (planned.refused or "")
+    # A run that selects some of its nodes does not say how often each of them trains.
+    secret["federation"] = {"clients_per_round": 1}
     run, _ = served(tiny_folder, NodeService(node(tiny_folder, tmp_path, **limit)), **secret)
     progress = run.federation.begin()
     progress = run.federation.run_round(progress).progress
