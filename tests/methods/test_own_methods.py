@@ -30,6 +30,7 @@ from fedspan.methods.fedit import FedIT
 @dataclass(frozen=True, kw_only=True)
 class Packaged(RegisteredMethod):
     claims: ClassVar[Claims] = Claims(paper="none", exact=False)
+    init_A: ClassVar[str] = "kaiming"  # read by FedIT.init
     init, sync, start, finish = FedIT.init, FedIT.sync, FedIT.start, FedIT.finish
     contribute, update = FedIT.contribute, FedIT.update
 """
@@ -45,6 +46,7 @@ class Own(RegisteredMethod):
 
     claims: ClassVar[Claims] = Claims(paper="none", exact=False)
     strength: float = 1.0
+    init_A: ClassVar[str] = "kaiming"  # read by FedIT.init
     init, sync, start, finish = FedIT.init, FedIT.sync, FedIT.start, FedIT.finish
     contribute, update = FedIT.contribute, FedIT.update
 
@@ -60,6 +62,7 @@ class Unfinished(RegisteredMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class Silent(RegisteredMethod):
+    init_A: ClassVar[str] = "kaiming"  # read by FedIT.init
     init, sync, start, finish = FedIT.init, FedIT.sync, FedIT.start, FedIT.finish
     contribute, update = FedIT.contribute, FedIT.update
 

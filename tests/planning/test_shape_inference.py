@@ -122,6 +122,7 @@ class Deciding(RegisteredMethod):
     """FedIT that sends A only if a value says so."""
 
     claims: ClassVar[Claims] = FedIT.claims
+    init_A: ClassVar[str] = "kaiming"  # read by FedIT.init
     init, sync, start, contribute, update = FedIT.init, FedIT.sync, FedIT.start, FedIT.contribute, FedIT.update
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:

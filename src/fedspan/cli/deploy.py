@@ -59,7 +59,7 @@ def server(
             "--web-port",
             min=1,
             max=65535,
-            help="Serve a read-only web page of nodes and runs on this port. Default: none. Needs fedspan[web].",
+            help="Serve a read-only web page of nodes and runs on this port. Default: none. Needs fedspan\\[web].",
         ),
     ] = None,
     web_host: Annotated[

@@ -297,7 +297,7 @@ class FederationConfig(Section):
         }
         for name, (off, problem) in reasons.items():
             if (value := getattr(self, name)) != off:
-                raise FedspanError(f"federation.{name}", value, "no federation.buffered", problem=problem)
+                raise FedspanError(f"federation.{name}", value, "null for federation.buffered", problem=problem)
 
     def build_buffered_settings(self) -> BufferedSettings | None:
         """Return the settings of asynchronous rounds for the engines, without recorded arrivals."""
