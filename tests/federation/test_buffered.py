@@ -89,7 +89,7 @@ def test_clients_train_at_the_requested_number_and_once_a_round(tiny_folder: Pat
     trained = list[tuple[str, int]]()
     for result in run(federated(tiny_folder, {"rounds": 12})):
         number = result.progress.state.round - 1
-        assert len(result.progress.open.orders) == 2  # the third one's next order is of the next round
+        assert len(result.progress.open.orders) == 2  # the third one's next order is of the state after the round
         assert result.arrivals is not None
         assert len(result.cohort) == len(result.arrivals) == 2
         assert result.cohort == tuple(sorted(id for id, _ in result.arrivals))
@@ -119,6 +119,21 @@ def test_clients_that_start_from_one_state_train_together(tiny_folder: Path) -> 
         assert ours.arrivals == theirs.arrivals
         for name, value in theirs.progress.state.tensors.items():
             torch.testing.assert_close(ours.progress.state.tensors[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_staleness", [None, 0])
+def test_one_client_at_a_time_starts_from_the_newest_state(max_staleness: int | None, tiny_folder: Path) -> None:
+    """With one reply a round and one client at a time, no reply is of an older state."""
+    settings = {"clients_per_round": 1, "buffered": {"concurrency": 1, "max_staleness": max_staleness}, "rounds": 8}
+    results = run(federated(tiny_folder, settings))
+    assert [staleness for result in results for _, staleness in result.arrivals or ()] == [0] * 8
+    assert [result.failures for result in results] == [()] * 8
+
+
+def test_states_whose_replies_will_not_count_are_not_stored(tiny_folder: Path) -> None:
+    buffered = {"concurrency": 4, "max_staleness": 1}
+    for number, result in enumerate(run(federated(tiny_folder, {"buffered": buffered, "rounds": 8})), 1):
+        assert all(round >= number - 1 for round in result.progress.open.states)
 
 
 def test_replies_that_are_too_old_are_dropped(tiny_folder: Path) -> None:

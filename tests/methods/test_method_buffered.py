@@ -34,6 +34,7 @@ REASONS: dict[str, str | None] = {
     "ffa-lora": None,
     "flexlora": STACKS,
     "flora": STACKS,
+    "florist": STACKS,
     "florg": STACKS,
     "fr-lora": REINITIALIZED,
     "hetlora": STACKS,
@@ -44,10 +45,11 @@ REASONS: dict[str, str | None] = {
     "mfedloru": STACKS,
     "pfedlora": None,
     "pfedloru": LATER,
+    "ravan": None,
     "rolora": ALTERNATES,
     "slora": LATER,
 }
-"""Reasons of refusals, None for methods that run; a method that is not listed does either."""
+"""Reasons of refusals, None for methods that run."""
 WRAPPERS: dict[str, str | None] = {
     "fedadagrad": None,
     "fedadam": None,
@@ -74,7 +76,7 @@ def test_a_method_is_refused_with_the_reason_or_runs(key: str, tiny_folder: Path
         refused: FedspanError | None = error
     else:
         refused = None
-    expected_reason = REASONS.get(key, "" if refused else None)
+    expected_reason = REASONS[key]
     if refused is not None:
         assert refused.field == "federation.buffered"
         assert expected_reason is not None

@@ -84,22 +84,26 @@ class _SimulatedArrivals:
 
     def take(self, count: int, attempt: int) -> list[OpenOrder]:
         orders = list[OpenOrder]()
-        self._send(attempt)
-        while len(orders) < count and self._open:
+        while len(orders) < count:
+            self._send(attempt)  # not after the last reply: the next order is of the state that it updates
+            if not self._open:
+                break
             order = min(self._open.values(), key=lambda order: (order.arrival, order.number))
             del self._open[order.client]
             self._arrived.add(order.client)
             self._clock = order.arrival
             orders.append(order)
-            self._send(attempt)
         return orders
 
     def release(self, ids: Collection[str]) -> None:
         self._arrived.difference_update(ids)
 
     def close(self, states: Mapping[int, ServerState]) -> OpenOrders:
-        orders = tuple(self._open.values())
-        needed = {order.round: states[order.round] for order in orders}
+        orders, context = tuple(self._open.values()), self._context
+        assert context.settings.buffered is not None
+        limit = context.settings.buffered.max_staleness
+        oldest = 0 if limit is None else context.state.round + 1 - limit  # replies to older orders will not count
+        needed = {order.round: states[order.round] for order in orders if order.round >= oldest}
         return OpenOrders(orders, self._number, self._clock, needed)
 
     def _send(self, attempt: int) -> None:
@@ -229,6 +233,7 @@ class BufferedRound:
             attempt += 1
             failed = self._replies.keys() - set(counted)
             self._tally.failures += tally.failures
+            self._tally.lost |= tally.lost
             self._tally.transfers += [transfer for transfer in tally.transfers if transfer.client in failed]
             for id in failed:
                 del self._replies[id]
@@ -272,8 +277,10 @@ class BufferedRound:
 
     def _build_context(self) -> RoundContext:
         """Return the definition of the round, with the clients whose replies have arrived as its cohort."""
-        arrived = {id: self._states[order.round] for id, (order, _) in self._replies.items()}
-        return replace(self.context, ids=tuple(sorted(arrived)), draw_order=tuple(arrived), sent=arrived)
+        sent = {
+            id: self._states[order.round] for id, (order, _) in self._replies.items() if order.round in self._states
+        }
+        return replace(self.context, ids=tuple(sorted(self._replies)), draw_order=tuple(self._replies), sent=sent)
 
     def _aggregate(self) -> tuple[Aggregation, Tally]:
         """Aggregate the replies that have arrived so far; the aggregation is not closed."""
@@ -306,7 +313,7 @@ class BufferedRound:
         if context.rules.validate:
             reported, impossible = drop_impossible_losses(replies)
             failures += [Failure(id, self._replies[id][0].attempt, reason) for id, reason in impossible]
-        for id in tally.lost & self._last_rounds.keys():
+        for id in (self._tally.lost | tally.lost) & self._last_rounds.keys():
             self._last_replies[id] = self._last_rounds.pop(id)
         if self.on_client is not None:
             for id, reply in replies.items():

@@ -7,8 +7,8 @@ Language Models", MLSys 2026, arXiv:2506.09199.
     server:    sum_i p_i s_i B_i A_i = U S V^T from the stacked factors
                W <- W + U_p S_p V_p^T with the smallest p for which S_1^2 + ... + S_p^2 >= t (S_1^2 + S_2^2 + ...)
 
-The squared error of a round is at most 1 - t of the squared norm of the exact sum, layer by layer; t = 1 is FLoRA in
-fewer numbers where the stack's rank exceeds the layer's.
+The squared error of a round is at most 1 - t of the squared norm of the exact sum, layer by layer; t = 1 is
+FLoRA.
 
 Deviations: the published code decomposes both stacks and then a core of their SVDs; here it is a QR of each, with the
 same result. It gives every client the scaling 2, as lora_alpha = 2 r_i; here s_i p_i is folded into B_i. It does not
