@@ -19,21 +19,21 @@ from fedspan.federation.progress import ClientData
 from helpers.node_service import values
 
 EMPTY = np.zeros(0, np.int64)
+FIRST = {id: Participant(node=node, examples=10 * node) for node, id in enumerate("abc", start=1)}
 
 
 class Nodes:
-    """Nodes that are online, and those that accept an invitation at the next call."""
+    """Nodes that are online, those that were accepted, and those that have not replied."""
 
     def __init__(self, online: set[int]) -> None:
-        self.online, self.accepting = online, dict[str, Participant]()
+        self.online, self.accepted, self.undecided = online, {**FIRST}, set[int]()
         self.known: Mapping[str, int] = {}
 
     def callbacks(self) -> NodeCallbacks:
-        return NodeCallbacks(lambda: self.online, self.invite, lambda: False, self.build, self.store)
+        return NodeCallbacks(lambda: self.online, self.invite, lambda: self.undecided, self.build, self.store)
 
     def invite(self) -> dict[str, Participant]:
-        joined, self.accepting = self.accepting, {}
-        return joined
+        return self.accepted
 
     def build(self, examples: Mapping[str, int]) -> dict[str, ClientData]:
         return {
@@ -43,9 +43,6 @@ class Nodes:
 
     def store(self, nodes: Mapping[str, int]) -> None:
         self.known = dict(nodes)
-
-
-FIRST = {id: Participant(node=node, examples=10 * node) for node, id in enumerate("abc", start=1)}
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +59,7 @@ def test_nodes_join_leave_and_come_back_between_rounds(tmp_path: Path) -> None:
     nodes = Nodes({1, 2, 3})
     participants = Participants(tmp_path, FIRST, nodes.callbacks(), least=2, seconds=0.1)
     assert begin(participants, 0) == ["a", "b", "c"]
-    nodes.online, nodes.accepting = {1, 2, 3, 4}, {"d": Participant(node=4, examples=40)}
+    nodes.online, nodes.accepted["d"] = {1, 2, 3, 4}, Participant(node=4, examples=40)
     participants.admit()
     assert nodes.known == participants.nodes == {"a": 1, "b": 2, "c": 3, "d": 4}
     assert begin(participants, 1) == ["a", "b", "c", "d"]
@@ -97,6 +94,56 @@ def test_a_resumed_run_repeats_a_round_with_the_same_nodes_if_they_are_online(tm
     assert record.present == (("a", "b", "c"), ("a", "b"), ("a", "c"))
 
 
+def test_a_recorded_node_is_a_client_only_if_it_was_accepted_in_this_process(tmp_path: Path) -> None:
+    nodes = Nodes({1, 2, 3})
+    begin(Participants(tmp_path, FIRST, nodes.callbacks(), least=2, seconds=0.1), 0)
+    del nodes.accepted["c"]  # online, and its new introduction was refused
+    resumed = Participants(tmp_path, nodes.accepted, nodes.callbacks(), least=2, seconds=0.1)
+    assert sorted(resumed.clients) == ["a", "b", "c"]
+    assert begin(resumed, 0) == ["a", "b"]
+    nodes.accepted["c"] = FIRST["c"]
+    assert begin(resumed, 1) == ["a", "b", "c"]
+
+
+def test_an_entry_follows_the_last_accepted_introduction(tmp_path: Path) -> None:
+    nodes = Nodes({1, 2, 3})
+    participants = Participants(tmp_path, FIRST, nodes.callbacks(), least=2, seconds=0.1)
+    begin(participants, 0)
+    nodes.online, nodes.accepted["c"] = {1, 2, 7}, Participant(node=7, examples=5)
+    clients, presence = participants.begin_round(1)
+    assert sorted(presence.select_present(clients, 1)) == ["a", "b", "c"]
+    assert clients["c"].client.examples == 5
+    assert nodes.known == participants.nodes == {"a": 1, "b": 2, "c": 7}
+    record = load_record(tmp_path)
+    assert record is not None
+    assert record.clients["c"] == Participant(node=7, examples=5)
+
+
+def test_a_node_that_does_not_reply_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SETTLE", 0.05)
+    nodes, slept = Nodes({1, 2, 3, 9}), list[float]()
+    participants = Participants(tmp_path, FIRST, nodes.callbacks(), least=2, seconds=10.0)
+    nodes.undecided = {8}  # offline
+    sleep = module.time.sleep
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: (slept.append(seconds), sleep(seconds)))
+    begin(participants, 0)
+    assert not slept
+    nodes.undecided = {9}
+    begin(participants, 1)
+    assert slept
+    slept.clear()
+    begin(participants, 2)
+    assert not slept
+
+
+def test_a_record_with_fewer_rounds_than_were_finished_is_refused(tmp_path: Path) -> None:
+    participants = Participants(tmp_path, FIRST, Nodes({1, 2, 3}).callbacks(), least=2, seconds=0.1)
+    participants.begin_round(0)
+    assert load_record(tmp_path, 1) is not None
+    with pytest.raises(FedspanError, match="at least 2 rounds"):
+        load_record(tmp_path, 2)
+
+
 def test_a_round_needs_its_quorum_online(tmp_path: Path) -> None:
     nodes = Nodes({2})
     participants = Participants(tmp_path, FIRST, nodes.callbacks(), least=2, seconds=0.05)
@@ -105,7 +152,10 @@ def test_a_round_needs_its_quorum_online(tmp_path: Path) -> None:
     assert load_record(tmp_path) is None
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", json.dumps({"format": 2}), json.dumps({"present": [["a"], 3]})])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{", json.dumps({"format": 2}), json.dumps({"present": [["a"], 3]}), json.dumps({"present": [["a"]]})],
+)
 def test_a_damaged_record_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "participants.json").write_text(content)
     with pytest.raises(FedspanError, match="the record of a run's participants is damaged"):

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 import fedspan
 from fedspan.deployment.deploy import submit
 from fedspan.deployment.node import NodeService
+from fedspan.federation.protocol import Envelope
+from fedspan.federation.validation import ReplyRules
 from helpers import node_service
 from helpers.sites import SITES, local_values, run_values, site_files
 
@@ -41,6 +43,22 @@ class Reply:
         return False
 
 
+class Changed:
+    """A node whose introductions differ from the service's, at its first invitations or at all of them."""
+
+    def __init__(self, service: NodeService, fields: dict[str, Any], times: int | None = None) -> None:
+        self.service, self.fields, self.times, self.invited = service, fields, times, 0
+
+    def answer(self, envelope: Envelope) -> Envelope:
+        answer = self.service.answer(envelope)
+        if json.loads(envelope.header)["task"] != "invite":
+            return answer
+        self.invited += 1
+        if self.times is not None and self.invited > self.times:
+            return answer
+        return Envelope(json.dumps({**json.loads(answer.header), **self.fields}), answer.body)
+
+
 class NodesGrid:
     """A grid whose nodes are in this process, and reply when they are asked for their replies.
 
@@ -49,7 +67,7 @@ class NodesGrid:
         online: Those that are online.
     """
 
-    def __init__(self, services: dict[int, NodeService], online: set[int]) -> None:
+    def __init__(self, services: dict[int, Any], online: set[int]) -> None:
         self.services, self.online = services, online
         self.orders: dict[str, Any] = {}
         self.count = 0
@@ -86,7 +104,7 @@ class Scene:
 
     def __init__(self, tiny_folder: Path, folder: Path) -> None:
         self.files = site_files(tiny_folder / "corpus.csv", folder, (*SITES, EAST))
-        services = {
+        services: dict[int, Any] = {
             number: NodeService(
                 node_service.node(
                     tiny_folder, folder / f"{site}-state", id=site, data={"train": str(self.files[site])},
@@ -136,6 +154,10 @@ class Events(fedspan.Listener):
 
     def __init__(self, grid: NodesGrid, online: dict[int, set[int]], end: int | None = None) -> None:
         self.grid, self.online, self.end = grid, online, end
+        self.notes = list[str]()
+
+    def on_note(self, text: str) -> None:
+        self.notes.append(text)
 
     def on_round_finish(self, row: Any) -> None:
         self.grid.online = self.online.get(row["round"], self.grid.online)
@@ -186,3 +208,92 @@ def test_a_run_in_which_nodes_join_and_leave_is_the_simulation(scene: Scene, tmp
     assert len(read_rows(tmp_path / "run")[2]["cohort"]) == 4
     scene.simulate(tmp_path / "simulated", {EAST: [3, None], SOUTH: [1, 3]})
     require_close(tmp_path / "run", tmp_path / "simulated")
+
+
+def list_cohorts(run: Path) -> list[list[str]]:
+    return [row["cohort"] for row in read_rows(run)]
+
+
+def list_audited(scene: Scene, event: str) -> list[dict[str, Any]]:
+    rows = map(json.loads, (scene.link.folder / "audit.jsonl").read_text().splitlines())
+    return [row for row in rows if row["event"] == event]
+
+
+def submit_and_kill(scene: Scene, run: Path, online: dict[int, set[int]]) -> None:
+    scene.values["federation"] |= {"rounds": 4, "late_joiners": True, "reconnect_timeout": 0.2}
+    with pytest.raises(KeyboardInterrupt):
+        submit(scene.values, run, scene.link, wait=30.0, listener=Events(scene.grid, online, 2))
+
+
+def test_a_resumed_run_does_not_use_a_node_that_it_refused(scene: Scene, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    submit_and_kill(scene, run, {})
+    scene.grid.services[3] = Changed(scene.grid.services[3], {"base": "f" * 64})
+    listener = Events(scene.grid, {})
+    submit(None, run, scene.link, resume=True, wait=2.0, listener=listener)
+    assert list_cohorts(run) == [sorted(SITES)] * 2 + [[NORTH, SOUTH]] * 2
+    assert any(f"{WEST} does not participate: its base model" in note for note in listener.notes)
+
+
+def test_a_node_that_refused_is_invited_again_when_it_comes_back(scene: Scene, tmp_path: Path) -> None:
+    scene.grid.services[4] = Changed(scene.grid.services[4], {"refused": "out of memory"}, times=1)
+    scene.values["federation"]["late_joiners"] = True
+    listener = Events(scene.grid, {1: {1, 2, 3, 4}, 3: {1, 2, 3}, 4: {1, 2, 3, 4}})
+    scene.values["federation"]["rounds"] = 5
+    submit(scene.values, tmp_path / "run", scene.link, wait=30.0, listener=listener)
+    assert [EAST in cohort for cohort in list_cohorts(tmp_path / "run")] == [False] * 4 + [True]
+    assert scene.grid.services[4].invited == 2
+    assert f"{EAST} does not participate: out of memory" in listener.notes
+
+
+def test_a_node_without_a_key_comes_back_under_another_flower_id(scene: Scene, tmp_path: Path) -> None:
+    scene.grid.services[5] = scene.grid.services[2]
+    scene.values["federation"]["late_joiners"] = True
+    listener = Events(scene.grid, {1: {1, 3}, 2: {1, 3, 5}})
+    submit(scene.values, tmp_path / "run", scene.link, wait=30.0, listener=listener)
+    assert list_cohorts(tmp_path / "run") == [sorted(SITES), [NORTH, WEST], *[sorted(SITES)] * 3]
+    assert f"{SOUTH} has come back as node 5, in place of node 2" in listener.notes
+    assert [(row["client"], row["node"], row["replaced"]) for row in list_audited(scene, "replaced")] == [
+        (SOUTH, "5", "2")
+    ]
+
+
+@pytest.mark.parametrize("online", [{1, 3, 5}, {1, 2, 3, 5}])
+def test_a_recorded_id_is_taken_over_only_from_a_node_that_is_gone(
+    online: set[int], scene: Scene, tmp_path: Path
+) -> None:
+    """Node 2 is online in one of the cases, and has not introduced itself to the resumed run when node 5 does."""
+    run = tmp_path / "run"
+    submit_and_kill(scene, run, {})
+    scene.grid.services[5] = scene.grid.services[2]
+    if 2 in online:
+        scene.grid.services[2] = Changed(scene.grid.services[2], {"refused": "busy"})
+    scene.grid.online = online
+    listener = Events(scene.grid, {})
+    submit(None, run, scene.link, resume=True, wait=2.0, listener=listener)
+    taken = 2 not in online
+    assert [SOUTH in cohort for cohort in list_cohorts(run)] == [True, True, taken, taken]
+    assert len(list_audited(scene, "replaced")) == taken
+
+
+def test_a_new_key_takes_over_only_the_name_under_which_it_was_admitted(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admissions = pytest.importorskip("fedspan.transports.flower.admissions")
+    names = {5: SOUTH, 6: ""}
+    monkeypatch.setattr(
+        admissions,
+        "read_admissions",
+        lambda link: {id: admissions.Admission(name, "key") for id, name in names.items()},
+    )
+    scene.grid.services |= {5: scene.grid.services[2], 6: Changed(scene.grid.services[2], {"id": NORTH})}
+    scene.values["federation"]["late_joiners"] = True
+    listener = Events(scene.grid, {1: {3, 5, 6}})
+    submit(scene.values, tmp_path / "run", scene.link, wait=30.0, listener=listener)
+    assert list_cohorts(tmp_path / "run") == [sorted(SITES), *[[SOUTH, WEST]] * 4]
+    assert f"{NORTH} does not participate: another node has this id" in listener.notes
+
+
+def test_the_quorum_of_a_round_is_that_of_all_clients_at_least() -> None:
+    rules = ReplyRules(least=3)
+    assert [rules.compute_quorum(cohort) for cohort in (2, 3, 4, 5, 6)] == [2, 3, 3, 3, 4]

@@ -98,6 +98,30 @@ def test_a_node_that_declares_more_than_it_was_admitted_with_enters_no_secure_su
     assert met(tiny_folder, tmp_path, monkeypatch, [{"examples": 5, "base": "b"}], secure={})[0][1] == {CLIENT: 5}
 
 
+def test_a_new_key_takes_over_its_name_while_the_revoked_one_is_online(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    revoked = dict[int, Any]()
+    monkeypatch.setattr(admissions, "read_admissions", lambda link: {8: admissions.Admission(CLIENT, "key")})
+    monkeypatch.setattr(admissions, "read_revocations", lambda link: revoked)
+    monkeypatch.setattr(submission, "compute_base_digest", lambda model: "b")
+    given = values(tiny_folder)
+    given["federation"]["late_joiners"] = True
+    prepared: Any = SimpleNamespace(config=build_server_config(given), model=None)
+    link: Any = SimpleNamespace(authority=tmp_path / "authority.pem", folder=tmp_path)
+    grid: Any = SimpleNamespace(get_node_ids=lambda: [7, 8])
+    notes = Notes()
+    handshakes = submission.Handshakes(prepared, notes, link)
+    handshakes.owners[CLIENT] = 7
+    reply = Introduction(id=CLIENT, version=__version__, examples=5, base="b").to_envelope()
+    handshakes.process(8, reply, grid)
+    assert (handshakes.nodes, handshakes.undecided) == ({}, {8})  # it is invited again
+    assert notes.notes == [f"{CLIENT} does not participate yet: another node has this id, and is online (node 7)"]
+    revoked[7] = None
+    handshakes.process(8, reply, grid)
+    assert {id: one.node for id, one in handshakes.nodes.items()} == handshakes.owners == {CLIENT: 8}
+
+
 @pytest.mark.parametrize(
     ("required", "reply", "reason"),
     [

@@ -233,8 +233,9 @@ class FederationConfig(Section):
     late_joiners: bool = Field(
         default=False,
         description="Deployments: nodes may join, leave and come back between rounds. A round's clients are the nodes "
-        "that have joined and are online when it begins; partition.clients nodes have to join before the first one, "
-        "and the quorum of min_replies is counted on them. See docs/deployment.md.",
+        "that have joined and are online when it begins; partition.clients nodes have to join before the first one. "
+        "The quorum of min_replies is counted on the nodes present, and is never below that of partition.clients "
+        "nodes. See docs/deployment.md.",
     )
     message_mib: int = Field(
         default=1024, ge=1, le=2048, description="Flower: maximum size of a reply in MiB; larger ones are refused."

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedspan.errors import FedspanError
 from fedspan.federation.presence import Presence
@@ -63,6 +63,12 @@ class Record(BaseModel):
     clients: dict[str, Participant] = Field(default_factory=dict)
     present: tuple[tuple[str, ...], ...] = ()
 
+    @model_validator(mode="after")
+    def _require_known(self) -> Self:
+        if unknown := {id for now in self.present for id in now} - self.clients.keys():
+            raise ValueError(f"present names no clients: {sorted(unknown)}")
+        return self
+
     def build_presence(self) -> Presence:
         """Return the rounds in which each client was present; one that is present in the last round stays."""
         presence, rounds = Presence({id: () for id in self.clients}), self.present
@@ -72,8 +78,12 @@ class Record(BaseModel):
         return presence
 
 
-def load_record(folder: Path) -> Record | None:
+def load_record(folder: Path, finished: int = 0) -> Record | None:
     """Load the record of a run's folder; None: there is none.
+
+    Args:
+        folder: The run's folder.
+        finished: Number of finished rounds, all of which the record has to contain.
 
     Raises:
         FedspanError: If it is damaged.
@@ -82,9 +92,12 @@ def load_record(folder: Path) -> Record | None:
     if not path.is_file():
         return None
     try:
-        return Record.model_validate_json(read_bytes(path))
+        record = Record.model_validate_json(read_bytes(path))
     except (ValidationError, ValueError, RecursionError) as error:
         raise FedspanError(str(path), None, problem=_CURE) from error
+    if len(record.present) < finished:
+        raise FedspanError(str(path), len(record.present), f"at least {finished} rounds", problem=_CURE)
+    return record
 
 
 @dataclass(frozen=True)
@@ -93,15 +106,16 @@ class NodeCallbacks:
 
     Args:
         list_online: Returns Flower's ids of the nodes that are online and not revoked.
-        invite: Invites nodes that are new, and returns those that have joined since the last call, by client id.
-        has_undecided: Returns whether an invited node has not decided yet.
+        invite: Invites nodes that are new or have come back, and returns all nodes whose last introduction was accepted
+            in this process, by client id.
+        list_undecided: Returns Flower's ids of the invited nodes that have not replied.
         build_clients: Builds the server's view of clients from the numbers of examples that they declared.
-        on_change: Called with Flower's ids of all nodes by client id, when a node has joined.
+        on_change: Called with Flower's ids of all nodes by client id, when a node has joined or an entry has changed.
     """
 
     list_online: Callable[[], Collection[int]]
     invite: Callable[[], Mapping[str, Participant]]
-    has_undecided: Callable[[], bool]
+    list_undecided: Callable[[], Collection[int]]
     build_clients: Callable[[Mapping[str, int]], Mapping[str, ClientData]]
     on_change: Callable[[Mapping[str, int]], None]
 
@@ -111,7 +125,8 @@ class Participants:
 
     Args:
         folder: The run's folder.
-        joined: The nodes that have joined in this process, by client id.
+        joined: The nodes whose introduction was accepted in this process, by client id. The record has others, too,
+            which are no clients of a round until they are accepted again.
         callbacks: How the run finds and invites nodes.
         least: Number of nodes that a round needs.
         seconds: Seconds for which a round waits for so many nodes.
@@ -128,6 +143,9 @@ class Participants:
         self._record = record.model_copy(update={"clients": {**record.clients, **joined}})
         self.nodes = {id: participant.node for id, participant in self._record.clients.items()}
         """Flower's ids of all nodes that ever joined, by client id; nodes that join are added."""
+        self._accepted = frozenset(joined)
+        self._awaited = frozenset[int]()
+        """Nodes that have not replied and that a round has waited for already."""
         self._admitted_at = float("-inf")
 
     @property
@@ -146,10 +164,12 @@ class Participants:
     def admit(self) -> None:
         """Let nodes join that have accepted their invitation; they are present from the next round on."""
         self._admitted_at = time.monotonic()
-        joined = self._callbacks.invite()
-        if joined:
-            self._record = self._record.model_copy(update={"clients": {**self._record.clients, **joined}})
-            self.nodes.update({id: participant.node for id, participant in joined.items()})
+        accepted = self._callbacks.invite()
+        self._accepted = frozenset(accepted)
+        changed = {id: one for id, one in accepted.items() if self._record.clients.get(id) != one}
+        if changed:
+            self._record = self._record.model_copy(update={"clients": {**self._record.clients, **changed}})
+            self.nodes.update({id: participant.node for id, participant in changed.items()})
             self._callbacks.on_change(self.nodes)
 
     def admit_now_and_then(self) -> None:
@@ -183,11 +203,15 @@ class Participants:
         while True:
             self.admit()
             online = set(self._callbacks.list_online())
-            present = tuple(sorted(id for id, node in self.nodes.items() if node in online))
+            present = tuple(sorted(id for id in self._accepted if self.nodes[id] in online))
             waited = time.monotonic() - started
+            undecided = frozenset(self._callbacks.list_undecided()) & online
+            self._awaited &= undecided
             if recorded and set(recorded) <= set(present):
                 return recorded
-            is_settled = waited >= _SETTLE or not self._callbacks.has_undecided()
+            if waited >= _SETTLE:
+                self._awaited |= undecided
+            is_settled = undecided <= self._awaited
             if len(present) >= self._least and is_settled and (not recorded or waited >= self._seconds):
                 return present
             if waited >= self._seconds and len(present) < self._least:

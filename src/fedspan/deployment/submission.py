@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,9 @@ class Submission:
         )
         self._handshakes = Handshakes(prepared, listener, link)
         self._nodes: dict[str, Participant] = {}
+        """All nodes that ever joined, by client id."""
+        self._announced: dict[str, Participant] = {}
+        """Those whose introduction was accepted in this process."""
 
     def gather(self, grid: Grid) -> None:
         """Wait for the nodes with which the run begins or goes on.
@@ -74,7 +78,12 @@ class Submission:
         Raises:
             FedspanError: If too few nodes join in time; it names the nodes that refused.
         """
-        record = load_record(self._folder) if self._prepared.config.federation.late_joiners else None
+        record = None
+        if self._prepared.config.federation.late_joiners:
+            record = load_record(self._folder, read_status(self._folder).round)
+        if record is not None:
+            self._nodes = {**record.clients}
+            self._handshakes.owners.update({id: one.node for id, one in record.clients.items()})
         expected = () if record is None else self._list_expected(record, grid)
         self._store_nodes({})  # the run is shown while nodes are waited for
         with self._prepared.engine.stages.stage("nodes", self._handshakes.clients, "nodes"):
@@ -87,7 +96,8 @@ class Submission:
         if len(record.present) > finished:
             return record.present[finished]
         online = set(grid.get_node_ids())
-        return [id for id, one in record.clients.items() if one.node in online] or record.present[-1]
+        recorded = record.present[-1] if record.present else ()
+        return [id for id, one in record.clients.items() if one.node in online] or recorded
 
     def connect(self, grid: Grid) -> Prepared:
         """Return the run with its clients."""
@@ -115,22 +125,21 @@ class Submission:
         def invite_new() -> dict[str, Participant]:
             for replies in (invitations.receive(), invitations.send(self._wait + 60)):
                 for node, reply in replies:
-                    handshakes.process(node, reply)
-            joined = self._collect_joined()
-            for id in joined:
+                    handshakes.process(node, reply, shared)
+            for id in self._collect_joined():
                 self._listener.on_note(f"{id} has joined and participates from the next round on")
-            return joined
+            return handshakes.nodes
 
         def list_online() -> Collection[int]:
             shared.pull_messages(())  # replies to invitations, while no exchange fetches them
             return set(shared.get_node_ids()) - set(self._list_revoked())
 
         callbacks = NodeCallbacks(
-            list_online, invite_new, lambda: invitations.has_pending, self._build_clients, self._store_nodes
+            list_online, invite_new, lambda: invitations.pending_nodes, self._build_clients, self._store_nodes
         )
         cohort = config.federation.clients_per_round or config.partition.clients
         least = config.federation.build_reply_rules().compute_quorum(min(cohort, config.partition.clients))
-        participants = Participants(self._folder, self._nodes, callbacks, least, self._reconnect_timeout)
+        participants = Participants(self._folder, handshakes.nodes, callbacks, least, self._reconnect_timeout)
         self._nodes = {**participants.clients}
         self._store_nodes(participants.nodes)
         transport = GridTransport(
@@ -138,7 +147,7 @@ class Submission:
             self._list_revoked,
             participants.admit_now_and_then,
         )
-        return self._connect(transport, participants.nodes, participants.build_clients(), participants)
+        return self._connect(transport, participants.nodes, participants.build_clients(), participants, least)
 
     def _connect(
         self,
@@ -146,11 +155,13 @@ class Submission:
         nodes: Mapping[str, int],
         clients: Mapping[str, ClientData],
         participants: Participants | None = None,
+        least: int = 1,
     ) -> Prepared:
+        rules = self._prepared.config.federation.build_reply_rules()
         return connect(
             self._prepared,
             AuditedTransport(transport, self._audit, self._run, nodes),
-            self._prepared.config.federation.build_reply_rules(),
+            dataclasses.replace(rules, least=least),
             clients=clients,
             run=self._run,
             agreed=self._invitation.digest,
@@ -163,12 +174,20 @@ class Submission:
         return self._prepared.config.federation.reconnect_timeout
 
     def _collect_joined(self) -> dict[str, Participant]:
-        """Record and return the nodes that have joined since the last call."""
-        joined = {id: one for id, one in self._handshakes.nodes.items() if id not in self._nodes}
-        self._nodes.update(joined)
+        """Record the nodes whose introduction was accepted since the last call, and return those that are new."""
+        accepted, announced = self._handshakes.nodes, self._announced
+        joined = {id: one for id, one in accepted.items() if announced.get(id) != one}
         for id, one in joined.items():
-            self._audit.write("joined", run=self._run, client=id, node=str(one.node), examples=one.examples)
-        return joined
+            facts = {"run": self._run, "client": id, "node": str(one.node), "examples": one.examples}
+            if id in self._nodes and (before := self._nodes[id].node) != one.node:
+                self._audit.write("replaced", **facts, replaced=str(before))
+                self._listener.on_note(f"{id} has come back as node {one.node}, in place of node {before}")
+            else:
+                self._audit.write("joined", **facts)
+        new = {id: one for id, one in joined.items() if id not in announced}
+        self._nodes.update(joined)
+        announced.update(joined)
+        return new
 
     def _build_clients(self, examples: Mapping[str, int]) -> dict[str, ClientData]:
         """Build the server's view of clients that declared numbers of examples."""
@@ -205,7 +224,9 @@ class Handshakes:
         self._base = compute_base_digest(prepared.model)
         self.clients = prepared.config.partition.clients
         self.nodes: dict[str, Participant] = {}
-        """The nodes that have joined, by client id."""
+        """The nodes whose last introduction was accepted, by client id."""
+        self.owners: dict[str, int] = {}
+        """Flower's ids of all nodes that ever joined, by client id. A caller adds those of a resumed run."""
         self.refused: dict[str, str] = {}
         """Why other nodes have not, by client id."""
         self.undecided: set[int] = set()
@@ -213,31 +234,56 @@ class Handshakes:
         self.known_nodes: set[int] = set()
         """Nodes that have replied."""
 
-    def process(self, node: int, reply: Envelope | str) -> None:
+    def process(self, node: int, reply: Envelope | str, grid: Grid) -> None:
         """Process a node's reply to the invitation.
 
         Args:
             node: Flower's id of the node.
             reply: The reply, or the reason for a missing one.
+            grid: Flower's grid, which is asked for the nodes that are online.
         """
         from fedspan.transports.flower.admissions import read_admissions
 
-        joined = {id: participant.node for id, participant in self.nodes.items()}
         admitted = read_admissions(self._link).get(node)  # a node may be admitted while others are waited for
-        introduction, reason = _read_introduction(reply, self._base, joined, admitted, self._federation)
+        introduction, reason = _read_introduction(reply, self._base, admitted, self._federation)
+        is_taken = False
+        if introduction is not None and reason is None and self.owners.get(introduction.id, node) != node:
+            is_taken = self._may_replace(introduction.id, admitted)
+            reason = self._explain_taken(introduction.id, is_taken, grid)
         if introduction is not None and reason is None:
             self.nodes[introduction.id] = Participant(node=node, examples=introduction.examples)
+            self.owners[introduction.id] = node
             self.refused.pop(introduction.id, None)
             self.known_nodes.add(node)
             return
+        for id in [id for id, participant in self.nodes.items() if participant.node == node]:
+            del self.nodes[id]  # it came back, and its new introduction was not accepted
         id = f"node {node}" if introduction is None else introduction.id
-        if introduction is not None and introduction.waiting:
+        if is_taken or (introduction is not None and introduction.waiting):
             self.undecided.add(node)
         else:
             self.known_nodes.add(node)
         if self.refused.get(id) != reason:
             self.refused[id] = reason or ""
             self._listener.on_note(f"{id} does not participate{' yet' if node in self.undecided else ''}: {reason}")
+
+    def _may_replace(self, id: str, admitted: Admission | None) -> bool:
+        """Return whether a node may take over the id of one that is gone: it has its name, or there are no names."""
+        is_named = self._link.authority is None if admitted is None else admitted.name == id
+        return self._federation.late_joiners and is_named
+
+    def _explain_taken(self, id: str, may_replace: bool, grid: Grid) -> str | None:
+        """Return why a node cannot have the id of another one; None: it may take it over."""
+        from fedspan.transports.flower.admissions import read_revocations
+
+        owner = self.owners[id]
+        if not may_replace:
+            return "another node has this id"
+        if owner not in set(grid.get_node_ids()) or (
+            self._link.authority is not None and owner in read_revocations(self._link)
+        ):
+            return None
+        return f"another node has this id, and is online (node {owner})"
 
 
 def gather_nodes(
@@ -265,7 +311,7 @@ def gather_nodes(
     from fedspan.transports.flower.transport import invite
 
     for node, reply in invite(grid, invitation.to_envelope(), wait, signer, handshakes.undecided):
-        handshakes.process(node, reply)
+        handshakes.process(node, reply, grid)
         joined = handshakes.nodes.keys()
         if joined >= set(expected) if expected else len(joined) == handshakes.clients:
             return
@@ -280,7 +326,6 @@ def gather_nodes(
 def _read_introduction(
     reply: Envelope | str,
     base: str,
-    joined: Mapping[str, int],
     admitted: Admission | None,
     federation: FederationConfig,
 ) -> tuple[Introduction | None, str | None]:
@@ -289,7 +334,6 @@ def _read_introduction(
     Args:
         reply: The reply, or the reason for a missing one.
         base: Digest of the frozen model and its tokenizer.
-        joined: The nodes that participate, by client id.
         admitted: What the operator decided about the node; None without keys.
         federation: What the run requires of nodes.
     """
@@ -325,4 +369,4 @@ def _read_introduction(
             introduction,
             f"it declares {introduction.examples} examples and was admitted with at most {most} (--max-examples)",
         )
-    return introduction, "another node has this id" if introduction.id in joined else None
+    return introduction, None

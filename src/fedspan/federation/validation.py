@@ -52,6 +52,7 @@ class ReplyRules:
         over_select: Number of clients selected beyond those that a round needs; the first accepted replies are used.
         max_missed_rounds: Number of rounds in a row without an accepted reply after which a client is not waited for;
             None: every client is. It does not apply together with ``over_select``.
+        least: Number of accepted replies that a round needs in any case, unless its cohort is smaller.
         validate: Whether to check replies; without it (trusted clients in this process) all of the cohort reply, none
             fails, and each reply is folded into the reduction on arrival.
     """
@@ -62,12 +63,13 @@ class ReplyRules:
     norm_factor: float | None = 10.0
     over_select: int = 0
     max_missed_rounds: int | None = None
+    least: int = 1
     validate: bool = True
 
     def compute_quorum(self, cohort: int) -> int:
         """Return the number of accepted replies that a round needs."""
         required = cohort // 2 + 1 if self.min_replies is None else self.min_replies
-        return min(cohort, required)
+        return min(cohort, max(required, self.least))
 
 
 def build_untrained_reply(method: Method, sent: Message, client: Client, round: int) -> Message:

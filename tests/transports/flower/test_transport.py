@@ -171,13 +171,21 @@ def test_two_readers_of_one_grid_get_their_own_replies() -> None:
     assert list(invitations.send(60.0)) == []
     assert list(invitations.receive()) == []
     assert exchanged(transport.GridTransport(shared, NODES), {"a": Envelope("order")}, 10.0) == {"a": Envelope("order")}
-    assert invitations.has_pending
+    assert invitations.pending_nodes == {3}
     assert list(shared.pull_messages(())) == []
     assert [node for node, _ in invitations.receive()] == [3]
-    assert not invitations.has_pending
+    assert not invitations.pending_nodes
     grid.online = [1, 2, 3, 4]
     assert list(invitations.send(60.0)) == []
     assert grid.sent["m2"].metadata.dst_node_id == 4  # each node is invited once
+    grid.online = [1, 2, 4]
+    assert list(invitations.send(60.0)) == []
+    grid.online = [1, 2, 3, 4]
+    assert list(invitations.send(60.0)) == []
+    assert [message.metadata.dst_node_id for message in list(grid.sent.values())[-2:]] == [4, 3]  # 3 came back
+    grid.online = [1, 2, 3]
+    assert list(invitations.send(60.0)) == []
+    assert invitations.pending_nodes == {3}  # who is offline is not waited for
 
 
 def test_an_order_names_how_large_its_reply_may_be() -> None:

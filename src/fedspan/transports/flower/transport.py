@@ -290,12 +290,14 @@ def roll_call(grid: Grid, count: int, seconds: float) -> dict[int, int]:
 class Invitations:
     """The invitations of a run to all nodes that are or come online.
 
+    A node that goes offline is invited again when it comes back; its earlier invitation is void.
+
     Args:
         grid: Flower's grid.
         envelope: The invitation.
         signer: Signs the invitation and verifies replies; None: neither.
         undecided: Nodes that are invited again some seconds later. The caller adds nodes that have not decided yet.
-        known: Nodes that are not invited.
+        known: Nodes that are not invited while they stay online.
     """
 
     def __init__(
@@ -312,9 +314,9 @@ class Invitations:
         self._pending: dict[str, _Sent[int]] = {}
 
     @property
-    def has_pending(self) -> bool:
-        """Whether a node has not replied."""
-        return bool(self._pending)
+    def pending_nodes(self) -> frozenset[int]:
+        """The invited nodes that have not replied."""
+        return frozenset(sent.node for sent in self._pending.values())
 
     def send(self, lifetime: float) -> Iterator[tuple[int, str]]:
         """Invite the nodes that were not invited, or have not decided, and yield those that cannot be with the reason.
@@ -323,9 +325,14 @@ class Invitations:
             lifetime: Lifetime of the invitations, in seconds.
         """
         salt, now, invited_at = draw_salt(), time.monotonic(), self._invited_at
+        online = set(self._grid.get_node_ids())
+        for node in invited_at.keys() - online:
+            del invited_at[node]
+            self._undecided.discard(node)
+        self._pending = {message: sent for message, sent in self._pending.items() if sent.node in online}
         due = [
             node
-            for node in sorted(set(self._grid.get_node_ids()))
+            for node in sorted(online)
             if node not in invited_at or (node in self._undecided and now - invited_at[node] >= _REINVITE_SECONDS)
         ]
         for start in range(0, len(due), _BATCH):
