@@ -129,7 +129,11 @@ def test_a_config_trains(block: Block, tiny_folder: Path, tmp_path: Path) -> Non
     values["federation"] = {"rounds": 2, **values.get("federation", {})}
     if values.get("method", {}).get("r", 0) > 16:
         values["method"]["r"] = 16  # no rank fits that is above a layer's shorter side, 16 of the tiny model
-    if isinstance(values["federation"].get("clients_per_round"), int):
+    ranks = values["federation"].get("ranks")
+    if isinstance(ranks, list):
+        values["federation"]["ranks"] = [min(rank, 16) for rank in ranks]
+        values["partition"] = {"partitioner": "iid", "clients": len(ranks), "column": None}
+    elif isinstance(values["federation"].get("clients_per_round"), int) or "present" in values.get("simulation", {}):
         values["partition"] = {"partitioner": "iid", "clients": 40, "column": None}
     report = fedspan.run(tiny.settings(tiny_folder, **values), tmp_path / "run")
     assert report.rounds == 2
