@@ -142,6 +142,9 @@ def test_a_record_with_fewer_rounds_than_were_finished_is_refused(tmp_path: Path
     assert load_record(tmp_path, 1) is not None
     with pytest.raises(FedspanError, match="at least 2 rounds"):
         load_record(tmp_path, 2)
+    (tmp_path / "participants.json").unlink()
+    with pytest.raises(FedspanError, match="has 1 finished rounds, and the record of their participants is missing"):
+        load_record(tmp_path, 1)
 
 
 def test_a_round_needs_its_quorum_online(tmp_path: Path) -> None:

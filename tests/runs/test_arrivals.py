@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,20 @@ def test_a_record_that_does_not_fit_is_refused(tiny_folder: Path, recorded: Path
     (changed / "metrics.jsonl").write_text(text.replace('"arrivals": [["', '"arrivals": [["x', 1))
     with pytest.raises(FedspanError, match="does not match"):
         session.run(make_config(tiny_folder, replay=str(changed)), tmp_path / "third")
+
+
+def test_a_stopped_replay_goes_on_with_its_record_alone(tiny_folder: Path, recorded: Path, tmp_path: Path) -> None:
+    place, other, folder = tmp_path / "record", tmp_path / "other", tmp_path / "run"
+    shutil.copytree(recorded, place)
+    with pytest.raises(Stopped):
+        session.run(make_config(tiny_folder, replay=str(place)), folder, listener=StopAfter(2))
+    session.run(make_config(tiny_folder, simulation={"speed": {"distribution": "constant"}}), other)
+    assert get_arrivals(other) != get_arrivals(recorded)
+    place.rename(tmp_path / "moved")
+    shutil.copytree(other, place)
+    with pytest.raises(FedspanError, match=r"`federation\.buffered\.replay`: its arrivals are not those with which"):
+        session.run(None, folder, resume=True)
+    shutil.rmtree(place)
+    (tmp_path / "moved").rename(place)
+    session.run(None, folder, resume=True)
+    require_same_end(folder, recorded)

@@ -14,11 +14,13 @@ import transformers
 from torch import Tensor
 
 from fedspan.config import parse_config
+from fedspan.core.values import Trained
 from fedspan.errors import FedspanError
 from fedspan.runs.setup import prepare
 from fedspan.tasks.task import Examples
 from fedspan.training import stacking, worker
 from fedspan.training.batched import BatchedEngine, balance, run_parallel
+from fedspan.training.jobs import Assignment
 from helpers import tiny, tiny_decoders, tiny_images
 
 SGD: Mapping[str, Any] = {"optimizer": "sgd", "lr": 0.02}
@@ -258,3 +260,31 @@ def test_a_client_is_evaluated_as_by_the_loop_engine(tiny_folder: Path) -> None:
         scores.append(made.engine.evaluate("east", job, made.train, rows, 4))
     assert scores[1] == pytest.approx(scores[0], rel=1e-5)
     assert scores[0]["loss"] > 0
+
+
+def train_in_every_second_step(engine: str, steps: int, tiny_folder: Path) -> dict[str, Tensor]:
+    """The changes of a client's tensors, all of which train in the second of two steps."""
+    made = prepare(parse_config({**tiny.settings(tiny_folder), "engine": {"name": engine, "workers": 1}}))
+    method, clients = made.federation.method, made.federation.clients
+    state, results = made.federation.begin().state, dict[str, Trained]()
+
+    def open_job(id: str) -> Assignment:
+        client = clients[id].client
+        job = method.start(method.sync(state, client), client, {}, 0)
+        groups = tuple(replace(group, turns=2, turn=1) for group in job.trainable)
+        return Assignment(id, 0, replace(job, trainable=groups, steps=steps), clients[id].train, 0.1)
+
+    def finish_job(assignment: Assignment, result: Trained) -> None:
+        results[assignment.client] = result
+
+    made.engine.train_all(made.train, {id: len(data.train) for id, data in clients.items()}, open_job, finish_job)
+    before = open_job("east").job.tensors
+    return {name: value.double() - before[name] for name, value in results["east"].tensors.items()}
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_step_in_which_nothing_trains_changes_nothing(steps: int, tiny_folder: Path) -> None:
+    expected, changes = (train_in_every_second_step(engine, steps, tiny_folder) for engine in ("loop", "batched"))
+    assert any(bool(value.any()) for value in changes.values()) == (steps > 1)
+    for name, value in expected.items():
+        torch.testing.assert_close(changes[name], value, rtol=1e-3, atol=1e-6)

@@ -23,6 +23,7 @@ __all__ = [
     "compute_principal_factors",
     "create_b_factors",
     "create_lora_job",
+    "create_restarted_lora_job",
     "cut_slots",
     "draw_a_factors",
     "draw_initial_A",
@@ -184,6 +185,14 @@ def create_lora_job(
         trainable=(Group(list_tensor_names(method.spec, *train)),),
         generation=generation,
     )
+
+
+def create_restarted_lora_job(method: RegisteredMethod, client: Client | None, round: int) -> Job:
+    """Create a job whose pair restarts in every round: A drawn from (seed, round, client), B = 0, both trained."""
+    rank = method.get_rank(client)
+    initial = draw_a_factors(method, rank, round, "" if client is None else client.id)
+    tensors = {**initial, **create_b_factors(method.spec, rank)}
+    return create_lora_job(method, tensors, client, train=("A", "B"), generation=round)
 
 
 def reply(job: Job, trained: Trained, scalars: Mapping[str, int | float | str | bool] | None = None) -> Message:

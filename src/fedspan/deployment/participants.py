@@ -79,17 +79,20 @@ class Record(BaseModel):
 
 
 def load_record(folder: Path, finished: int = 0) -> Record | None:
-    """Load the record of a run's folder; None: there is none.
+    """Load the record of a run's folder; None: the run has finished no round and has none.
 
     Args:
         folder: The run's folder.
         finished: Number of finished rounds, all of which the record has to contain.
 
     Raises:
-        FedspanError: If it is damaged.
+        FedspanError: If it is damaged or missing.
     """
     path = folder / RECORD
     if not path.is_file():
+        if finished:
+            problem = f"the run has {finished} finished rounds, and the record of their participants is missing"
+            raise FedspanError(str(path), None, problem=f"{problem}. Restore it from a backup, or start a new run")
         return None
     try:
         record = Record.model_validate_json(read_bytes(path))

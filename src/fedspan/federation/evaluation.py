@@ -168,13 +168,13 @@ class Evaluator:
         """Evaluate the clients' models on their own validation and test parts (None where no client has the part)."""
         clients, examples, engine = self.federation.clients, self.federation.examples, self.federation.engine
         scored: tuple[dict[str, tuple[Tensor, np.ndarray]], ...] = ({}, {})
-        ids_to_evaluate = self.get_ids(progress)
-        total = sum(len(rows) for id in ids_to_evaluate for rows in _get_evaluated_parts(clients[id]))
+        evaluated = self.get_ids(progress)
+        total = sum(len(rows) for id in evaluated for rows in _get_evaluated_parts(clients[id]))
         with engine.stages.stage("evaluation", total):
             requested: deque[list[tuple[str, int, np.ndarray]]] = deque()
 
             def requests() -> Iterator[ModelInputs]:
-                for ids, job in self.iterate_models(progress, ids_to_evaluate):
+                for ids, job in self.iterate_models(progress, evaluated):
                     parts = [
                         (id, part, rows)
                         for id in ids

@@ -19,7 +19,7 @@ from typing import ClassVar, final
 
 from fedspan.core.aggregation import choose_smaller_form, map_layers, sum_products
 from fedspan.core.base import Increment
-from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, reply
+from fedspan.core.factors import create_restarted_lora_job, reply
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.values import (
     Client,
@@ -59,11 +59,7 @@ class FLoRA(RegisteredMethod):
         return Message(base=state.base.build_patch(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        rank = self.get_rank(client)
-        initial = draw_a_factors(self, rank, round, "" if client is None else client.id)
-        return create_lora_job(
-            self, {**initial, **create_b_factors(self.spec, rank)}, client, train=("A", "B"), generation=round
-        )
+        return create_restarted_lora_job(self, client, round)
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory

@@ -11,7 +11,7 @@ from fedspan.federation.settings import Arrivals, RoundSettings
 from fedspan.logs import read_lines
 from fedspan.runs.folder import RunFolder
 
-__all__ = ["read_arrivals"]
+__all__ = ["read_arrivals", "require_same_arrivals"]
 
 
 def read_arrivals(federation: FederationConfig, settings: RoundSettings) -> RoundSettings:
@@ -36,3 +36,17 @@ def read_arrivals(federation: FederationConfig, settings: RoundSettings) -> Roun
 def _parse_row(row: dict[str, Any]) -> tuple[tuple[str, int], ...]:
     """Return the clients of a round's arrivals with the round of each one's order, from 0."""
     return tuple((str(id), int(row["round"]) - 1 - int(staleness)) for id, staleness in row["arrivals"])
+
+
+def require_same_arrivals(run_folder: RunFolder, arrivals: Arrivals) -> None:
+    """Store the arrivals that a run repeats, or compare them with those with which it began.
+
+    Raises:
+        FedspanError: If the run began with others.
+    """
+    rounds = [[list(arrival) for arrival in row] for row in arrivals]
+    if not run_folder.arrivals.exists():
+        run_folder.write_json(run_folder.arrivals, rounds)
+    elif run_folder.read_json(run_folder.arrivals) != rounds:
+        problem = f"its arrivals are not those with which the run began ({run_folder.arrivals}). Name the same record"
+        raise FedspanError("federation.buffered.replay", None, problem=problem)

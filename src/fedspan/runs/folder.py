@@ -8,6 +8,7 @@
     pooling.json         the pooling of model.pooling: auto, as it was found at the start
     engine.json          the number of clients that train at once, as measured at the start
     partition.json       the examples of each client
+    arrivals.json        the arrivals that asynchronous rounds repeat
     base.json            the digest of the frozen weights of clients' own trainers
     metrics.jsonl        one line per round, each chained to those before it
     ledger.jsonl         one line per message, likewise
@@ -83,6 +84,7 @@ class RunFolder:
         self.engine = self.path / "engine.json"
         self.learning_rate = self.path / "learning_rate.json"
         self.partition = self.path / "partition.json"
+        self.arrivals = self.path / "arrivals.json"
         self.base = self.path / "base.json"
         self.privacy = self.path / "privacy.json"
         self.metrics = self.path / "metrics.jsonl"

@@ -44,7 +44,10 @@ _END = "\n...\n"
 _CHANGEABLE = {
     *("device", "threads", "engine", "baselines", "centralized_lr"),
     *("model.name", "model.adapter", "model.gradient_checkpointing", "data.train", "data.test"),
-    *(f"federation.{name}" for name in ("early_stopping", "deadline", "reconnect_timeout", "retries", "min_replies")),
+    *(
+        f"federation.{name}"
+        for name in ("early_stopping", "deadline", "reconnect_timeout", "retries", "min_replies", "buffered.replay")
+    ),
     *(f"federation.{name}" for name in ("over_select", "message_mib")),
     *("evaluation.batch_size", "evaluation.diagnostics"),
 }
@@ -98,7 +101,7 @@ def describe_config(config: RunConfig) -> str:
 
 def compute_input_digests(run_folder: RunFolder) -> dict[str, str]:
     """Return the SHA-256 of the run's files that no round changes, by name; only of those that the run has."""
-    files = (run_folder.partition, run_folder.learning_rate, run_folder.pooling)
+    files = (run_folder.partition, run_folder.learning_rate, run_folder.pooling, run_folder.arrivals)
     return {path.name: _compute_digest(path) for path in files if path.is_file()}
 
 

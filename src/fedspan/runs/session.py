@@ -22,6 +22,7 @@ from fedspan.federation.progress import Progress, RoundResult, TooFewReplies, Tr
 from fedspan.files import convert_disk_errors, read_bytes, remove, write_atomic
 from fedspan.logs import JsonLines, read_lines
 from fedspan.runs import checkpoint as checkpoints
+from fedspan.runs.arrivals import require_same_arrivals
 from fedspan.runs.baselines import train_baseline
 from fedspan.runs.callbacks import Listener, Listeners, compute_final_scores, sample_predictions
 from fedspan.runs.checkpoint_format import Checkpoint
@@ -152,6 +153,10 @@ def _run(
 
     if prepared.base_digest is not None:
         _require_same_base(run_folder, prepared.base_digest())
+
+    settings = prepared.federation.settings.buffered
+    if settings is not None and settings.arrivals is not None:
+        require_same_arrivals(run_folder, settings.arrivals)
 
     if config.training.lr == "auto":
         tested = prepared

@@ -376,6 +376,8 @@ class Trainer:
             clipping: Whether gradients are clipped as the settings say.
         """
         names = job.list_active_names(step)
+        if not names:
+            return
         gradients = {name: gradients[name] for name in names}
         if job.penalties:
             penalty = torch.stack([penalty.compute_value(live) for penalty in job.penalties]).sum()
