@@ -189,10 +189,11 @@ def send_large_reply(transport: Any, hostile: HostileNode, size: int) -> tuple[i
 def measure(folder: Path, body_mib: int, requests: int, rounds: int, reply_mib: int) -> list[tuple[str, str, str]]:
     """Run all attacks; rows of the page: attack, before (from the issue), measured."""
     from fedspan.transports.flower.admissions import admit_node, read_admissions
+    from fedspan.transports.flower.grid import attach
     from fedspan.transports.flower.keys import load_node_key, make_node_key
     from fedspan.transports.flower.server import link_of
     from fedspan.transports.flower.signing import ServerSigner
-    from fedspan.transports.flower.transport import GridTransport, attach
+    from fedspan.transports.flower.transport import GridTransport
 
     rows: list[tuple[str, str, str]] = []
 

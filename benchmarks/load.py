@@ -215,10 +215,11 @@ def measure_large(
 
 
 def measure(count: int, rounds: int, processes: int, megabytes: int, folder: Path) -> tuple[Measured, list]:
+    from fedspan.transports.flower.grid import attach
     from fedspan.transports.flower.keys import make_node_key
     from fedspan.transports.flower.server import link_of
     from fedspan.transports.flower.signing import ServerSigner
-    from fedspan.transports.flower.transport import GridTransport, attach
+    from fedspan.transports.flower.transport import GridTransport
 
     most = 768 * MIB
     with Deployment(folder / "deployment") as made:

@@ -57,11 +57,12 @@ def measure(folder: Path, size: int, rate: float, cut_after: float | None) -> di
 
     from fedspan.federation.protocol import Envelope, Orders
     from fedspan.transports.flower.admissions import admit_node, read_admissions
+    from fedspan.transports.flower.grid import attach
     from fedspan.transports.flower.keys import make_node_key
     from fedspan.transports.flower.server import prepare_folder
     from fedspan.transports.flower.signing import ServerSigner
     from fedspan.transports.flower.superlink import supervise
-    from fedspan.transports.flower.transport import GridTransport, attach, invite
+    from fedspan.transports.flower.transport import GridTransport, invite
 
     link = prepare_folder(folder / "server", free_port(), ["127.0.0.1"], insecure=False)
     stop, ready = Event(), Event()

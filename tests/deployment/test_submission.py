@@ -23,6 +23,7 @@ transport = pytest.importorskip(
     "fedspan.transports.flower.transport", reason="the extra fedspan[flower] is not installed"
 )
 adapter = pytest.importorskip("fedspan.transports.flower.adapter")
+grid = pytest.importorskip("fedspan.transports.flower.grid")
 messages = pytest.importorskip("fedspan.transports.flower.messages")
 servers = pytest.importorskip("fedspan.transports.flower.server")
 signing = pytest.importorskip("fedspan.transports.flower.signing")
@@ -132,7 +133,7 @@ def scene(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def attach(link: Any, limit: int) -> Generator[NodesGrid]:
         yield made.grid
 
-    monkeypatch.setattr(transport, "attach", attach)
+    monkeypatch.setattr(grid, "attach", attach)
     monkeypatch.setattr("fedspan.deployment.participants._POLL", 0.05)
     adapter.set_identity(1, 1, 1)
     return made

@@ -205,8 +205,8 @@ def submit(
     """
     require()
     from fedspan.transports.flower.admissions import read_admissions
+    from fedspan.transports.flower.grid import attach
     from fedspan.transports.flower.signing import ServerSigner
-    from fedspan.transports.flower.transport import attach
 
     parsed: RunConfig | None = None
     if resume and is_run(folder) and RunFolder(folder).report.is_file():

@@ -24,9 +24,9 @@ from fedspan.runs.setup import Prepared
 
 if TYPE_CHECKING:
     from fedspan.transports.flower.admissions import Admission
+    from fedspan.transports.flower.grid import Grid
     from fedspan.transports.flower.server import ServerLink
     from fedspan.transports.flower.signing import Signer
-    from fedspan.transports.flower.transport import Grid
 
 __all__ = ["Handshakes", "Submission", "gather_nodes"]
 
@@ -113,7 +113,8 @@ class Submission:
 
     def _connect_late(self, grid: Grid) -> Prepared:
         """Return the run with clients that join and leave between its rounds."""
-        from fedspan.transports.flower.transport import GridTransport, Invitations, SharedGrid
+        from fedspan.transports.flower.grid import SharedGrid
+        from fedspan.transports.flower.transport import GridTransport, Invitations
 
         shared, handshakes, config = SharedGrid(grid), self._handshakes, self._prepared.config
         invitations = Invitations(

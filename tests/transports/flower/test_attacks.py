@@ -69,11 +69,12 @@ class Scene(NamedTuple):
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     from fedspan.transports.flower.admissions import admit_node, read_admissions
+    from fedspan.transports.flower.grid import attach
     from fedspan.transports.flower.keys import load_node_key, make_node_key
     from fedspan.transports.flower.server import prepare_folder
     from fedspan.transports.flower.signing import ServerSigner
     from fedspan.transports.flower.superlink import supervise
-    from fedspan.transports.flower.transport import GridTransport, attach
+    from fedspan.transports.flower.transport import GridTransport
 
     folder = tmp_path_factory.mktemp("attacked")
     with socket.create_server(("127.0.0.1", 0)) as taken:

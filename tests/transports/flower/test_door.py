@@ -677,13 +677,13 @@ def test_an_answer_that_was_lost_is_repeated_and_the_body_not_processed_again(
     made, body = door.Door(behind, exchange=exchange), wire.pack([b"head", b"content"])
     digest = hashlib.sha256(body).hexdigest().encode()
     name = f"{wire.NODE_PATH}{wire.SEND_REPLY}" if path == "own" else f"{door.NODE_API}push-object"
-    answer = door._answer
+    answer = door.send_answer
 
     async def answer_and_note(content: bytes, *arguments: Any) -> None:
         answers.append(content)
         await answer(content, *arguments)
 
-    monkeypatch.setattr(door, "_answer", answer_and_note)
+    monkeypatch.setattr(door, "send_answer", answer_and_note)
 
     async def run() -> None:
         await request(made, f"{door.NODE_API}push-messages", body=b"head")  # makes room for the object

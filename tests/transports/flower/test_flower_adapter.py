@@ -515,9 +515,10 @@ serve(Link(sys.argv[1], None, None, 2**22), lambda envelope: envelope, threading
 
 def test_a_message_goes_to_a_node_and_back_through_a_superlink(tmp_path: Path) -> None:
     """The SuperLink's arguments, Flower's commands, the run that is taken over, both ends of the messages."""
+    from fedspan.transports.flower.grid import attach
     from fedspan.transports.flower.server import call_flower, list_nodes, prepare_folder
     from fedspan.transports.flower.superlink import supervise
-    from fedspan.transports.flower.transport import GridTransport, attach, invite
+    from fedspan.transports.flower.transport import GridTransport, invite
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -116,9 +116,9 @@ class Lying(Transport):
 @pytest.fixture(scope="module")
 def scene(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     from fedspan.transports.flower.admissions import read_admissions
+    from fedspan.transports.flower.grid import attach
     from fedspan.transports.flower.server import link_of
     from fedspan.transports.flower.signing import ServerSigner
-    from fedspan.transports.flower.transport import attach
 
     folder = tmp_path_factory.mktemp("hostile-server")
     files = site_files(tiny_folder / "corpus.csv", folder)

@@ -16,6 +16,7 @@ from helpers.reply_transport import exchanged
 transport = pytest.importorskip(
     "fedspan.transports.flower.transport", reason="the extra fedspan[flower] is not installed"
 )
+grid_module = pytest.importorskip("fedspan.transports.flower.grid")
 codec = pytest.importorskip("fedspan.transports.flower.messages")
 
 
@@ -166,7 +167,7 @@ def test_after_the_object_that_exceeds_the_limit_no_other_is_fetched() -> None:
 
 def test_two_readers_of_one_grid_get_their_own_replies() -> None:
     grid = Grid([1, 2, 3], {3: 1})
-    shared = transport.SharedGrid(grid)
+    shared = grid_module.SharedGrid(grid)
     invitations = transport.Invitations(shared.side, Envelope("hello"), known=[1, 2])
     assert list(invitations.send(60.0)) == []
     assert list(invitations.receive()) == []
@@ -202,24 +203,24 @@ def test_a_server_reads_no_more_than_the_order_allows(
 ) -> None:
     adapter = pytest.importorskip("fedspan.transports.flower.adapter")
     head = adapter.ReplyHead("reply", "order", adapter.ObjectTree(object_id="reply"), {"reply": bytes(size)})
-    grid = object.__new__(transport.LimitedGrid)
+    grid = object.__new__(grid_module.LimitedGrid)
     for name, value in {
         "push_messages": lambda self, messages: ["order" for _ in messages],
         "take_replies": lambda self, ids, seconds: [head],
         "make_error": lambda self, order, reason: reason,
     }.items():
         monkeypatch.setattr(adapter.TaskGrid, name, value)
-    monkeypatch.setattr(transport.LimitedGrid, "limit", 2000)
-    monkeypatch.setattr(transport, "assemble_message", lambda id, contents, limit: f"{id} within {limit}")
+    monkeypatch.setattr(grid_module.LimitedGrid, "limit", 2000)
+    monkeypatch.setattr(grid_module, "assemble_message", lambda id, contents, limit: f"{id} within {limit}")
     order = SimpleNamespace(metadata=SimpleNamespace(group_id="reply-bytes:1000"))
     assert grid.push_messages([order]) == ["order"]
-    partial = transport.LimitedGrid._continue
+    partial = grid_module.LimitedGrid._continue
     results: list[Any] = []
 
     def keep(self: Any, reply: Any) -> None:
         results.append(partial(self, reply))
 
-    monkeypatch.setattr(transport.LimitedGrid, "_continue", keep)
+    monkeypatch.setattr(grid_module.LimitedGrid, "_continue", keep)
     assert grid.pull_messages(["order"]) == []
     (result,) = results
     assert result == ("reply within 1000" if is_read else "the reply has more than 0.000953674 MiB, the maximum")

@@ -24,14 +24,13 @@ import json
 import os
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from anyio.to_thread import current_default_thread_limiter, run_sync
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse
 
 from fedspan.transports.flower.adapter import (
     NODE_API,
@@ -46,11 +45,26 @@ from fedspan.transports.flower.adapter import (
     read_pushed_reply,
     verify_node_headers,
 )
+from fedspan.transports.flower.answers import ResumableAnswer, observe_answer, send_answer, split_answer
+from fedspan.transports.flower.bodies import (
+    App,
+    Receive,
+    Refused,
+    Scope,
+    Send,
+    make_replay,
+    read_body,
+    read_declared_length,
+    read_declared_part,
+    read_into,
+    unpack_parts,
+    wait_for_disconnect,
+)
 from fedspan.transports.flower.connections import CONNECTIONS, Connections
 from fedspan.transports.flower.exchange import Exchange
 from fedspan.transports.flower.limits import KNOWN_SECONDS, SMALL_BYTES, Bucket, DoorLimits, Sender, Slot
 from fedspan.transports.flower.local_peer import get_peer_uid
-from fedspan.transports.flower.uploads import Upload, Uploads
+from fedspan.transports.flower.uploads import Uploads
 from fedspan.transports.flower.wire import (
     BASE_BYTES,
     BATCH_BYTES,
@@ -68,10 +82,7 @@ from fedspan.transports.flower.wire import (
     UPLOAD_OFFSET,
     UploadPart,
     compute_tag,
-    parse_offset,
-    parse_upload,
     read_first,
-    unpack,
 )
 
 __all__ = ["BODY_BYTES", "Door"]
@@ -96,9 +107,6 @@ further one, whose size depends on the limits."""
 _RUN_BYTES = 2 * BATCH_BYTES
 """Maximum size of a request of a run's server, in bytes: orders without content, and their objects."""
 
-_PIECE_BYTES = 2**16
-"""Size in bytes of the pieces in which the bytes of a base model are sent."""
-
 _HEARTBEAT, _PUSH_MESSAGES = "send-node-heartbeat", "push-messages"
 _PULL_OBJECT, _PUSH_OBJECT = "pull-object", "push-object"
 _PUSH_ORDERS = "/v1/runtime/push-messages"
@@ -109,24 +117,6 @@ _KEYLESS = {"register-node": SMALL_BYTES, "unregister-node": SMALL_BYTES}
 
 _PROMPT = "activate-node", _HEARTBEAT
 """Paths whose requests do not wait for others, so that a node whose upload was interrupted reconnects at once."""
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-
-class Refused(Exception):
-    """Raised to refuse a request.
-
-    Args:
-        status: HTTP status.
-        reason: Reason in plain text, without anything that the request contains.
-    """
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status, self.reason = status, reason
 
 
 class Door:
@@ -206,9 +196,7 @@ class Door:
         task = await exchange.find_task(token) if token else None
         if task is None:
             raise Refused(403, "not the server of a run")
-        parts = _unpack_parts(
-            await _read_body(receive, _read_declared_length(headers, _RUN_BYTES), self.limits), 1 << 20
-        )
+        parts = unpack_parts(await read_body(receive, read_declared_length(headers, _RUN_BYTES), self.limits), 1 << 20)
         try:
             if path == SEND_ORDERS and parts:
                 answer = await exchange.send_orders(task, parts[0], parts[1:])
@@ -221,7 +209,7 @@ class Door:
                 raise Refused(404, "not a path for the server of a run")
         except ValueError as error:
             raise Refused(409, f"not stored ({type(error).__name__})") from error
-        await _answer(answer, scope, receive, send)
+        await send_answer(answer, scope, receive, send)
 
     async def _serve_node(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, is_own = str(scope["path"]), str(scope["path"]).startswith(NODE_PATH)
@@ -231,7 +219,7 @@ class Door:
         most = sizes.get(name)
         if most is None or scope["method"] != "POST":
             raise Refused(403, "not a path for nodes")
-        length, part = _read_declared_length(headers, most), _read_declared_part(headers, most)
+        length, part = read_declared_length(headers, most), read_declared_part(headers, most)
         sender: Sender | None = None
         key: bytes | None = None
         slot: Slot | None = None
@@ -253,7 +241,7 @@ class Door:
             else:  # a trial on one machine, whose nodes cannot be told apart
                 self.connections.accept(scope.get("client"), b"keyless", None)
             if part is None:
-                body = await _read_body(receive, length, self.limits)
+                body = await read_body(receive, length, self.limits)
             else:
                 name_of_sender = f"node {part.digest[:8] if sender is None else sender.node}"
                 body = await self._read_part(receive, length, part, key or part.digest.encode(), name_of_sender)
@@ -265,7 +253,7 @@ class Door:
             elif name == FETCH_BASE:
                 answer = await self._fetch_base(body)
                 tag = compute_tag(body, len(answer)) if len(answer) >= RESUMABLE_BYTES else ""
-                send = _split_answer(send, self.limits)  # the node's slot is held until nearly all has left
+                send = split_answer(send, self.limits)  # the node's slot is held until nearly all has left
             elif name == UPLOAD_OFFSET:
                 answer = await self._find_offset(body, key)
             elif name == SEND_REPLY:
@@ -280,14 +268,14 @@ class Door:
                 elif name == _PUSH_OBJECT:
                     self._require_room(body, sender)
                 if name == _PULL_OBJECT:
-                    send = _ResumableAnswer(send, headers, body).send
+                    send = ResumableAnswer(send, headers, body).send
                 async with self._keep_answer(key, part) as keep:
-                    observed = send if part is None else _observe_answer(send, keep)
-                    await self.app(scope, _make_replay(body, receive), observed)
+                    observed = send if part is None else observe_answer(send, keep)
+                    await self.app(scope, make_replay(body, receive), observed)
                 if name == _PUSH_MESSAGES and self._exchange is not None:
                     self._exchange.wake_runs()
                 return
-            await _answer(answer, scope, receive, send, tag)
+            await send_answer(answer, scope, receive, send, tag)
 
     async def _read_part(self, receive: Receive, length: int, part: UploadPart, owner: bytes, name: str) -> bytes:
         """Read a part of a body, and return the body when it is complete; otherwise keep what has arrived."""
@@ -299,7 +287,7 @@ class Door:
             raise Refused(416, "not the part that follows") from error
         request = upload.requests
         try:
-            await _read_into(receive, length, self.limits, upload, request)
+            await read_into(receive, length, self.limits, upload, request)
         except BaseException:
             if upload.requests == request:
                 self._uploads.interrupt(upload)
@@ -311,7 +299,7 @@ class Door:
             raise Refused(400, "not the body that was declared") from error
 
     async def _fetch_base(self, body: bytes) -> bytes:
-        parts = _unpack_parts(body, 3)
+        parts = unpack_parts(body, 3)
         if len(parts) != 3 or not parts[2].isdigit() or len(parts[2]) > 16:
             raise Refused(400, "not a request for a base model")
         if any(len(digest) != 64 or not digest.isalnum() for digest in parts[:2]) or self._offers is None:
@@ -342,17 +330,17 @@ class Door:
     async def _take_order(
         self, body: bytes, sender: Sender | None, slot: Slot | None, scope: Scope, receive: Receive
     ) -> bytes:
-        parts = _unpack_parts(body, 2)
+        parts = unpack_parts(body, 2)
         if len(parts) != 2 or not parts[0].isdigit() or len(parts[0]) > 20 or len(parts[1]) > 64:
             raise Refused(400, "not a request for an order")
         node = int(parts[0])
         if sender is not None and node != sender.node:
             raise Refused(403, "a request in the name of another node")
         received = parts[1].decode("latin-1")
-        return await self._get_exchange(scope).take_order(node, received, _wait_for_disconnect(receive), slot)
+        return await self._get_exchange(scope).take_order(node, received, wait_for_disconnect(receive), slot)
 
     async def _send_reply(self, body: bytes, sender: Sender | None, scope: Scope) -> bytes:
-        head, *contents = _unpack_parts(body, 1 + self.limits.objects) or [b""]
+        head, *contents = unpack_parts(body, 1 + self.limits.objects) or [b""]
         reply = await self._require_reply(head, sender, scope)
         for content in contents:
             self._require_room(content, sender)
@@ -435,67 +423,6 @@ class Door:
         return reply
 
 
-def _read_declared_length(headers: dict[bytes, bytes], limit: int) -> int:
-    """Return the size of the body that the headers declare.
-
-    Raises:
-        Refused: If they declare no length, or one above the maximum.
-    """
-    text = headers.get(b"content-length", b"")
-    if not text.isdigit() or len(text) > 12 or b"transfer-encoding" in headers:
-        raise Refused(411, "a body of a declared length is required")
-    if int(text) > limit:
-        raise Refused(413, f"at most {limit} bytes")
-    return int(text)
-
-
-def _read_declared_part(headers: dict[bytes, bytes], limit: int) -> UploadPart | None:
-    """Return the part of a body that the headers declare; None: the body is sent as a whole.
-
-    Raises:
-        Refused: If the declaration is not valid, or the whole body is larger than the maximum.
-    """
-    try:
-        part = parse_upload(headers)
-    except ValueError as error:
-        raise Refused(400, "not a part of a body") from error
-    if part is not None and part.total > limit:
-        raise Refused(413, f"at most {limit} bytes")
-    return part
-
-
-async def _read_body(receive: Receive, length: int, limits: DoorLimits) -> bytes:
-    """Read a body of a known length in time."""
-    upload = Upload(length)
-    await _read_into(receive, length, limits, upload, 0)
-    return b"".join(upload.parts)
-
-
-async def _read_into(receive: Receive, length: int, limits: DoorLimits, upload: Upload, request: int) -> None:
-    """Read a body, or the rest of one, of a known length in time, unless a later request takes over."""
-    left = length
-    try:
-        async with asyncio.timeout(limits.body_seconds + length / limits.slowest):
-            while True:
-                async with asyncio.timeout(limits.body_seconds):
-                    message = await receive()
-                if message["type"] != "http.request":
-                    raise Refused(400, "the connection was closed")
-                if upload.requests != request:
-                    raise Refused(416, "a later request sends this body")
-                part = message.get("body", b"")
-                left -= len(part)
-                if left < 0:
-                    raise Refused(413, f"more than the declared {length} bytes")
-                upload.append(part)
-                if not message.get("more_body", False):
-                    if left:
-                        raise Refused(400, f"less than the declared {length} bytes")
-                    return
-    except TimeoutError:
-        raise Refused(408, "the body took too long") from None
-
-
 def _read_offered(offers: Path, offer: str, file: str, offset: int) -> bytes | None:
     """Return bytes of a file of an offer; None: there is no such offer or file, or it ends before the offset."""
     for run in sorted(offers.glob(f"{offer}.*.json")):  # each run that offers the model has a file of its own
@@ -507,126 +434,6 @@ def _read_offered(offers: Path, offer: str, file: str, offset: int) -> bytes | N
         except (OSError, ValueError, KeyError):
             continue
     return None
-
-
-def _unpack_parts(body: bytes, most: int) -> list[bytes]:
-    """Split a body of the door's own requests.
-
-    Raises:
-        Refused: If the body is not such a request.
-    """
-    try:
-        return unpack(body, most)
-    except ValueError as error:
-        raise Refused(400, f"at most {most} parts with their lengths before them") from error
-
-
-async def _answer(content: bytes, scope: Scope, receive: Receive, send: Send, tag: str = "") -> None:
-    """Send an answer, or the rest of it to a node that has its beginning."""
-    status, headers = 200, {}
-    if tag:
-        offset, headers = parse_offset(dict(scope["headers"]), tag, len(content)), {"etag": tag}
-        if offset:
-            status, headers["content-range"] = 206, f"bytes {offset}-{len(content) - 1}/{len(content)}"
-            content = content[offset:]
-    await Response(content, status, headers, "application/octet-stream")(scope, receive, send)
-
-
-def _split_answer(send: Send, limits: DoorLimits) -> Send:
-    """Return a function that sends an answer in pieces, each after those before it have left for the node.
-
-    A node that reads too slowly, or not at all, loses its connection: the answer ends without its last bytes.
-    """
-
-    async def send_split(message: MutableMapping[str, Any]) -> None:
-        content = message.get("body", b"")
-        if message["type"] != "http.response.body" or len(content) <= _PIECE_BYTES:
-            await send(message)
-            return
-        try:
-            async with asyncio.timeout(limits.body_seconds + len(content) / limits.slowest):
-                for start in range(0, len(content), _PIECE_BYTES):
-                    more = start + _PIECE_BYTES < len(content)
-                    piece = {**message, "body": content[start : start + _PIECE_BYTES], "more_body": more}
-                    async with asyncio.timeout(limits.body_seconds):
-                        await send(piece)
-        except TimeoutError:
-            return  # the server closes a connection whose answer is incomplete
-
-    return send_split
-
-
-def _observe_answer(send: Send, keep: Callable[[bytes], None]) -> Send:
-    """Return a function that sends an answer, and passes on the content of one that succeeded."""
-    parts, status = list[bytes](), 0
-
-    async def send_observed(message: MutableMapping[str, Any]) -> None:
-        nonlocal status
-        if message["type"] == "http.response.start":
-            status = message["status"]
-        else:
-            parts.append(message.get("body", b""))
-            if status == 200 and not message.get("more_body", False):
-                keep(b"".join(parts))
-        await send(message)
-
-    return send_observed
-
-
-class _ResumableAnswer:
-    """Sends Flower's answer to a request for an object, or the rest of it to a node that has its beginning.
-
-    Args:
-        send: Sends the messages of an answer.
-        headers: The request's headers.
-        request: The request's body, which names the object by its hash.
-    """
-
-    def __init__(self, send: Send, headers: dict[bytes, bytes], request: bytes) -> None:
-        self._send, self._headers, self._request = send, headers, request
-        self._start: MutableMapping[str, Any] = {}
-        self._parts: list[bytes] = []
-
-    async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Take a message of the answer, and send all of them with the last one."""
-        if message["type"] == "http.response.start":
-            self._start = message
-            return
-        self._parts.append(message.get("body", b""))
-        if message.get("more_body", False):
-            return
-        content, start = b"".join(self._parts), self._start
-        if start["status"] == 200 and len(content) >= RESUMABLE_BYTES:
-            tag = compute_tag(self._request, len(content))
-            offset = parse_offset(self._headers, tag, len(content))
-            headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
-            headers += [(b"etag", tag.encode()), (b"content-length", b"%d" % (len(content) - offset))]
-            if offset:
-                headers.append((b"content-range", b"bytes %d-%d/%d" % (offset, len(content) - 1, len(content))))
-            start = {**start, "status": 206 if offset else 200, "headers": headers}
-            content = content[offset:]
-        await self._send(start)
-        await self._send({"type": "http.response.body", "body": content})
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    """Return when the connection is closed."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _make_replay(body: bytes, receive: Receive) -> Receive:
-    """Return a function that receives a body that was read before, and then whatever follows."""
-    is_sent = False
-
-    async def receive_again() -> MutableMapping[str, Any]:
-        nonlocal is_sent
-        if is_sent:
-            return await receive()
-        is_sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return receive_again
 
 
 def _is_loopback(client: tuple[str, int] | None) -> bool:

@@ -1,0 +1,106 @@
+"""Answers of the door to nodes: in pieces, from an offset on, and observed on their way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from starlette.responses import Response
+
+from fedspan.transports.flower.bodies import Receive, Scope, Send
+from fedspan.transports.flower.limits import DoorLimits
+from fedspan.transports.flower.wire import RESUMABLE_BYTES, compute_tag, parse_offset
+
+__all__ = ["ResumableAnswer", "observe_answer", "send_answer", "split_answer"]
+
+_PIECE_BYTES = 2**16
+"""Size in bytes of the pieces in which the bytes of a base model are sent."""
+
+
+async def send_answer(content: bytes, scope: Scope, receive: Receive, send: Send, tag: str = "") -> None:
+    """Send an answer, or the rest of it to a node that has its beginning."""
+    status, headers = 200, {}
+    if tag:
+        offset, headers = parse_offset(dict(scope["headers"]), tag, len(content)), {"etag": tag}
+        if offset:
+            status, headers["content-range"] = 206, f"bytes {offset}-{len(content) - 1}/{len(content)}"
+            content = content[offset:]
+    await Response(content, status, headers, "application/octet-stream")(scope, receive, send)
+
+
+def split_answer(send: Send, limits: DoorLimits) -> Send:
+    """Return a function that sends an answer in pieces, each after those before it have left for the node.
+
+    A node that reads too slowly, or not at all, loses its connection: the answer ends without its last bytes.
+    """
+
+    async def send_split(message: MutableMapping[str, Any]) -> None:
+        content = message.get("body", b"")
+        if message["type"] != "http.response.body" or len(content) <= _PIECE_BYTES:
+            await send(message)
+            return
+        try:
+            async with asyncio.timeout(limits.body_seconds + len(content) / limits.slowest):
+                for start in range(0, len(content), _PIECE_BYTES):
+                    more = start + _PIECE_BYTES < len(content)
+                    piece = {**message, "body": content[start : start + _PIECE_BYTES], "more_body": more}
+                    async with asyncio.timeout(limits.body_seconds):
+                        await send(piece)
+        except TimeoutError:
+            return  # the server closes a connection whose answer is incomplete
+
+    return send_split
+
+
+def observe_answer(send: Send, keep: Callable[[bytes], None]) -> Send:
+    """Return a function that sends an answer, and passes on the content of one that succeeded."""
+    parts, status = list[bytes](), 0
+
+    async def send_observed(message: MutableMapping[str, Any]) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        else:
+            parts.append(message.get("body", b""))
+            if status == 200 and not message.get("more_body", False):
+                keep(b"".join(parts))
+        await send(message)
+
+    return send_observed
+
+
+class ResumableAnswer:
+    """Sends Flower's answer to a request for an object, or the rest of it to a node that has its beginning.
+
+    Args:
+        send: Sends the messages of an answer.
+        headers: The request's headers.
+        request: The request's body, which names the object by its hash.
+    """
+
+    def __init__(self, send: Send, headers: dict[bytes, bytes], request: bytes) -> None:
+        self._send, self._headers, self._request = send, headers, request
+        self._start: MutableMapping[str, Any] = {}
+        self._parts: list[bytes] = []
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Take a message of the answer, and send all of them with the last one."""
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        self._parts.append(message.get("body", b""))
+        if message.get("more_body", False):
+            return
+        content, start = b"".join(self._parts), self._start
+        if start["status"] == 200 and len(content) >= RESUMABLE_BYTES:
+            tag = compute_tag(self._request, len(content))
+            offset = parse_offset(self._headers, tag, len(content))
+            headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+            headers += [(b"etag", tag.encode()), (b"content-length", b"%d" % (len(content) - offset))]
+            if offset:
+                headers.append((b"content-range", b"bytes %d-%d/%d" % (offset, len(content) - 1, len(content))))
+            start = {**start, "status": 206 if offset else 200, "headers": headers}
+            content = content[offset:]
+        await self._send(start)
+        await self._send({"type": "http.response.body", "body": content})
