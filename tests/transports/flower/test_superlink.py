@@ -74,6 +74,7 @@ def test_an_order_that_was_on_its_way_when_the_superlink_was_killed_is_sent_agai
     adapter = pytest.importorskip("fedspan.transports.flower.adapter")
     supernode = pytest.importorskip("fedspan.transports.flower.supernode")
     transports = pytest.importorskip("fedspan.transports.flower.transport")
+    grids = pytest.importorskip("fedspan.transports.flower.grid")
     signing = pytest.importorskip("fedspan.transports.flower.signing")
     processes = list[subprocess.Popen[Any]]()
     start = subprocess.Popen
@@ -92,7 +93,7 @@ def test_an_order_that_was_on_its_way_when_the_superlink_was_killed_is_sent_agai
     order, back = Envelope("{}", b"weights"), dict[str, Any]()
     try:
         assert ready.wait(120), (tmp_path / "server" / "superlink.log").read_text()
-        with transports.attach(link, 2**20) as grid, adapter.connect_node(link.address, None, None, 10) as node:
+        with grids.attach(link, 2**20) as grid, adapter.connect_node(link.address, None, None, 10) as node:
             transport = transports.GridTransport(grid, {"a": node.node_id})
             round = Thread(target=lambda: back.update(exchanged(transport, {"a": order}, 600.0, wait_for_offline=True)))
             round.start()
