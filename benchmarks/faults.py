@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import yaml
 from safetensors.torch import load_file
-from stage import Deployment, build_command, build_environment
+from stage import Deployment, build_command, build_environment, find_child
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
@@ -52,8 +52,6 @@ STEPS = 60
 """Of a client's round, so that there is time to do something in it."""
 LONG = 300
 """The same, where the node must not have replied before it is stopped."""
-BUSY = 0.2
-"""Seconds of a processor after which a client is taken to be in the middle of its training."""
 WAIT = 240.0
 AREA, OUTSIDE, INSIDE = "fedspan-faults", "10.213.77.1", "10.213.77.2"
 """A network namespace, and the addresses of the pair of interfaces to it."""
@@ -142,11 +140,7 @@ class Submitted:
             site: Name of the client; left out: the last one.
         """
         self.until(1)
-        worker = find_child(self.stage.made.processes[site or WEST].pid)
-        idle, end = read_processor_seconds(worker), time.monotonic() + WAIT
-        while read_processor_seconds(worker) < idle + BUSY:
-            require(time.monotonic() < end, f"{site or WEST} does nothing{self.stage.made.logs()}")
-            time.sleep(0.02)
+        self.stage.made.wait_for_training(site or WEST)
         return self.rows()
 
     def said(self) -> str:
@@ -305,17 +299,6 @@ class Stage:
             yield
         finally:
             self.kind.write_text("")
-
-
-def find_child(pid: int) -> int:
-    """The process that another started last."""
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[-1])
-
-
-def read_processor_seconds(pid: int) -> float:
-    """What a process has used of the processors so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def line(text: str, words: str) -> str:

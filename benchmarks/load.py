@@ -29,7 +29,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from stage import Deployment
+from stage import Deployment, read_processor_seconds
 
 from fedspan.federation.protocol import Envelope, Orders, Transport
 
@@ -114,12 +114,6 @@ def read_resident_memory(pid: int) -> float:
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) / 1024
     raise RuntimeError(f"no memory of process {pid}")
-
-
-def read_processor_seconds(pid: int) -> float:
-    """Processor time of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,20 @@ from typing import Any
 
 import yaml
 
+BUSY = 0.2
+"""Seconds of a processor after which a node is taken to be in the middle of its training."""
+
+
+def find_child(pid: int) -> int:
+    """Return the process that another process started last."""
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[-1])
+
+
+def read_processor_seconds(pid: int) -> float:
+    """Return the processor time that a process has used, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
 
 def free_port() -> int:
     with socket.socket() as bound:
@@ -95,6 +109,20 @@ class Deployment:
     def logs(self) -> str:
         logs = [*self.folder.glob("*.log"), self.server / "superlink.log"]
         return "".join(f"\n--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in logs)
+
+    def wait_for_training(self, name: str, used: float = BUSY, seconds: float = 240) -> None:
+        """Wait until a node is in the middle of its training.
+
+        Args:
+            name: Name of the node.
+            used: Processor time after which it is taken to be so, in seconds.
+            seconds: Time limit in seconds.
+        """
+        worker, until = find_child(self.processes[name].pid), time.monotonic() + seconds
+        idle = read_processor_seconds(worker)
+        while read_processor_seconds(worker) < idle + used:
+            assert time.monotonic() < until, f"{name} does not train\n{self.logs()}"
+            time.sleep(0.02)
 
     def wait_for(self, name: str, words: str, seconds: float = 60) -> None:
         until = time.monotonic() + seconds

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -101,7 +100,7 @@ def test_a_deployment_gives_the_plain_adapter_and_a_node_that_is_killed_costs_no
         run = tmp_path / "killed"
         process = submitted(made, config, run)
         wait_for_round(run, 1, process)
-        time.sleep(1.5)
+        made.wait_for_training(SITES[0], used=0.5)  # more than the other exchanges of a secure round take
         made.end(SITES[0])
         made.join(SITES[0], made.folder / f"{SITES[0]}.yaml")
         finish(process, made)
