@@ -28,7 +28,7 @@ from threading import Event
 from typing import Any
 
 from load import MIB, exchange
-from stage import Deployment
+from stage import Deployment, find_child
 
 from fedspan.federation.protocol import Envelope, Orders
 
@@ -209,7 +209,7 @@ def measure(folder: Path, body_mib: int, requests: int, rounds: int, reply_mib: 
             admit_node(link, make_node_key(key), name)
         nodes = {one.name: id for id, one in read_admissions(link).items()}
         server = made.processes["server"].pid
-        superlink = Memory(int(Path(f"/proc/{server}/task/{server}/children").read_text().split()[-1]))
+        superlink = Memory(find_child(server))
         signer = ServerSigner(link.folder, lambda: {id: one.key.encode() for id, one in read_admissions(link).items()})
         honest = [str(keys[name]) for name in HONEST]
         given = link.address, str(link.authority)

@@ -29,7 +29,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from stage import Deployment, read_processor_seconds
+from stage import Deployment, find_child, read_processor_seconds
 
 from fedspan.federation.protocol import Envelope, Orders, Transport
 
@@ -243,7 +243,7 @@ def measure(count: int, rounds: int, processes: int, megabytes: int, folder: Pat
                     time.sleep(1)
                 print(f"{count} nodes online after {time.monotonic() - began:.0f} s", flush=True)
                 server = made.processes["server"].pid
-                superlink = int(Path(f"/proc/{server}/task/{server}/children").read_text().split()[-1])
+                superlink = find_child(server)
                 known = {id: public.read_bytes() for id, public in zip(ids, publics, strict=True)}
                 transport = GridTransport(grid, nodes, signer=ServerSigner(link.folder, lambda: known))
                 result = measure_load(transport, nodes, rounds, superlink, counts)

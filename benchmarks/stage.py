@@ -110,15 +110,19 @@ class Deployment:
         logs = [*self.folder.glob("*.log"), self.server / "superlink.log"]
         return "".join(f"\n--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in logs)
 
-    def wait_for_training(self, name: str, used: float = BUSY, seconds: float = 240) -> None:
+    def wait_for_training(
+        self, name: str, used: float = BUSY, seconds: float = 240, *, has_worker: bool = True
+    ) -> None:
         """Wait until a node is in the middle of its training.
 
         Args:
             name: Name of the node.
             used: Processor time after which it is taken to be so, in seconds.
             seconds: Time limit in seconds.
+            has_worker: Whether it trains in a process of its own, and not in the node's.
         """
-        worker, until = find_child(self.processes[name].pid), time.monotonic() + seconds
+        pid, until = self.processes[name].pid, time.monotonic() + seconds
+        worker = find_child(pid) if has_worker else pid
         idle = read_processor_seconds(worker)
         while read_processor_seconds(worker) < idle + used:
             assert time.monotonic() < until, f"{name} does not train\n{self.logs()}"

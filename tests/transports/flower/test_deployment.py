@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
-from stage import Deployment, build_command, build_environment
+from stage import Deployment, build_command, build_environment, find_child
 
 import fedspan
 from helpers.sites import SITES, local_values, run_values, site_files
@@ -69,26 +69,10 @@ def wait_for_event(run: Path, event: str, process: subprocess.Popen[str]) -> Non
         time.sleep(0.05)
 
 
-def get_worker(made: Deployment, site: str) -> int:
-    """Return the id of the process in which a node trains."""
-    pid = made.processes[site].pid
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[-1])
-
-
-def get_cpu_seconds(pid: int) -> float:
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
 def wait_for_training(made: Deployment, run: Path, process: subprocess.Popen[str], site: str) -> None:
-    """Wait until a node trains in the second round; a pause of fixed length would depend on the machine's speed."""
+    """Wait until a node trains in the second round."""
     wait_for_round(run, 1, process)
-    worker = get_worker(made, site)
-    start, until = get_cpu_seconds(worker), time.monotonic() + 120
-    while get_cpu_seconds(worker) < start + TRAINED:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    made.wait_for_training(site, TRAINED)
 
 
 def submitted(made: Deployment, config: Path, out: Path, *options: str) -> subprocess.Popen[str]:
@@ -150,7 +134,7 @@ def test_whoever_is_killed_costs_no_finished_round_and_changes_no_bit(
     run = tmp_path / "worker"
     process = submitted(made, plan, run)
     wait_for_training(made, run, process, SITES[1])
-    os.kill(get_worker(made, SITES[1]), signal.SIGKILL)
+    os.kill(find_child(made.processes[SITES[1]].pid), signal.SIGKILL)
     finish(process, made)
     assert same(tmp_path / "clean", run)
 
@@ -159,7 +143,7 @@ def test_whoever_is_killed_costs_no_finished_round_and_changes_no_bit(
     process = submitted(made, plan, run)
     wait_for_training(made, run, process, SITES[0])
     pid = made.processes["server"].pid
-    os.kill(int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[-1]), signal.SIGKILL)
+    os.kill(find_child(pid), signal.SIGKILL)
     finish(process, made)
     assert same(tmp_path / "clean", run)
 

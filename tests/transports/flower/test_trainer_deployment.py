@@ -43,7 +43,7 @@ def join_all(made: Deployment, tiny_folder: Path, **limits: Any) -> None:
         join(made, site, tiny_folder)
 
 
-def wait_for_training(made: Deployment, site: str, orders: int) -> None:
+def wait_for_order(made: Deployment, site: str, orders: int) -> None:
     """Wait until a node has received its so many-th order to train."""
     path, until = made.folder / f"{site}-state" / "audit.jsonl", time.monotonic() + 120
     while True:
@@ -78,8 +78,9 @@ def test_a_node_that_is_killed_in_mid_round_returns_and_trains_it_again(tiny_fol
 
         # A node in mid-round, which comes back: its round is asked again.
         run = tmp_path / "killed"
-        process = submitted(made, plan, run)
-        wait_for_training(made, SITES[0], 2 * ROUNDS)
+        process = submitted(made, config(tiny_folder, tmp_path, 3 * STEPS, clip_ratio=None), run)
+        wait_for_order(made, SITES[0], 2 * ROUNDS)
+        made.wait_for_training(SITES[0], has_worker=False)
         made.end(SITES[0])
         join(made, SITES[0], tiny_folder)
         finish(process, made)
