@@ -58,6 +58,24 @@ def test_the_list_of_methods_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+def test_a_config_and_its_errors_need_no_transformers(tiny_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tiny.settings(tiny_folder)))
+    script = f"""
+import sys
+import fedspan
+assert fedspan.load_config({str(path)!r}).federation.rounds
+try:
+    fedspan.load_config({str(path)!r}, ["federation.rounds=-1"])
+except fedspan.FedspanError as error:
+    assert error.field == "federation.rounds"
+else:
+    raise AssertionError
+assert not {{"transformers", "peft", "accelerate", "datasets"}} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_run_takes_a_path_values_or_a_config(run: tuple[Path, RunReport], tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny.settings(tiny_folder, federation={"rounds": 1})
     path = tmp_path / "config.yaml"

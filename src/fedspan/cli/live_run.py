@@ -42,16 +42,20 @@ def show_run(folder: Path, config: Path | None, overrides: Sequence[str] = (), t
 
     out, trackers = create_console(), _select_trackers(track)
     with out.status("loading torch and Transformers"):
+        from fedspan.config import load_config
+
+        # before what loads Transformers, so that a mistake is reported at once
+        loaded = None if config is None else load_config(config, overrides)
         import fedspan
         from fedspan.cli.live import RunView
         from fedspan.cli.run_summary import show_report
     view = RunView(out, folder)
     try:
         with view:
-            if config is None:
+            if loaded is None:
                 report = fedspan.resume(folder, overrides=overrides, listener=view, track=trackers, progress=False)
             else:
-                report = fedspan.run(config, folder, overrides=overrides, listener=view, track=trackers, progress=False)
+                report = fedspan.run(loaded, folder, listener=view, track=trackers, progress=False)
     except KeyboardInterrupt:
         typer.echo(describe_interruption(folder, view.rounds), err=True)
         raise typer.Exit(130) from None

@@ -28,7 +28,7 @@ from fedspan.core.values import Job, Weights
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.operators import Operator
-from fedspan.models.pooling import HEAD, PooledClassifier, read_output_layer, write_modules
+from fedspan.models.sentence_encoders import HEAD, PooledClassifier, read_output_layer, write_modules
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig

@@ -29,9 +29,10 @@ from fedspan.models.heads import Head, get_head
 from fedspan.models.names import MODEL_NAMES, describe_image_model_problem, get_architecture, resolve_model
 from fedspan.models.offload import Offload, remove_with
 from fedspan.models.plain import adopt_module, is_plain_module
-from fedspan.models.pooling import HEAD, PooledClassifier, Pooling, get_encoder_class, get_encoder_options
+from fedspan.models.pooling import Pooling
 from fedspan.models.quantized import Quantization, get_quantization_options, prevent_repacking
 from fedspan.models.resnet import SmallResNetConfig
+from fedspan.models.sentence_encoders import HEAD, PooledClassifier, get_encoder_class, get_encoder_options
 
 __all__ = [
     "Loaded",

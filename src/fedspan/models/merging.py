@@ -22,8 +22,8 @@ from fedspan.models.export import NOTES
 from fedspan.models.loading import Processor, get_source
 from fedspan.models.names import get_architecture
 from fedspan.models.plain import is_plain_module, write_state_dict
-from fedspan.models.pooling import HEAD, PooledClassifier, write_modules
 from fedspan.models.quantized import is_quantized
+from fedspan.models.sentence_encoders import HEAD, PooledClassifier, write_modules
 
 __all__ = ["export_merged", "is_merging_required", "merge_weights", "save_model"]
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from fedspan.errors import FedspanError
 from fedspan.models.calls import DROPOUTS
-from fedspan.models.pooling import PooledClassifier
+from fedspan.models.sentence_encoders import PooledClassifier
 
 __all__ = ["STATE_DICT", "adopt_module", "is_plain_module", "read_dtype", "read_state_dict", "write_state_dict"]
 

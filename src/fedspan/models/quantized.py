@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig
 
 from fedspan.errors import FedspanError
 
@@ -48,6 +47,8 @@ def get_quantization_options(
     if importlib.util.find_spec("bitsandbytes") is None:
         problem = f"{quantization} needs bitsandbytes. Run: pip install 'fedspan[quantization]'"
         raise FedspanError("model.quantization", quantization, problem=problem)
+    from transformers import BitsAndBytesConfig  # here, because reading a config imports this module
+
     skipped = list_unquantized_modules(keep)
     config = (
         BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)

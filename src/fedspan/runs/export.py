@@ -16,7 +16,7 @@ from fedspan.files import build_temporary_path, remove
 from fedspan.models.export import NOTES, truncate_adapter
 from fedspan.models.merging import save_model
 from fedspan.models.plain import is_plain_module
-from fedspan.models.pooling import PooledClassifier, write_modules
+from fedspan.models.sentence_encoders import PooledClassifier, write_modules
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.folder import RunFolder

@@ -20,7 +20,7 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import build_tiny_batch, enter_evaluation
 from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_output_layer
 from fedspan.models.names import FROM_PYTHON
-from fedspan.models.pooling import PooledClassifier
+from fedspan.models.sentence_encoders import PooledClassifier
 from fedspan.runs.model_setup import RunModel
 
 __all__ = [

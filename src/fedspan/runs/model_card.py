@@ -19,7 +19,8 @@ from fedspan.config import RunConfig
 from fedspan.data.catalogue import get_dataset_entry
 from fedspan.models.names import get_published_name
 from fedspan.models.plain import STATE_DICT, is_plain_module
-from fedspan.models.pooling import DENSE, Pooling
+from fedspan.models.pooling import Pooling
+from fedspan.models.sentence_encoders import DENSE
 from fedspan.runs.environment import is_command
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared

@@ -21,7 +21,8 @@ from fedspan.models.head import find_untrained_head
 from fedspan.models.loading import Loaded, Processor, adopt_loaded, get_source, load_pretrained, load_scratch
 from fedspan.models.names import FROM_PYTHON, get_architecture, get_published_name
 from fedspan.models.offload import Offload, is_offloaded
-from fedspan.models.pooling import Pooling, find_pooling
+from fedspan.models.pooling import Pooling
+from fedspan.models.sentence_encoders import find_pooling
 from fedspan.models.targets import find_buffers, find_extras, find_other_parameters, find_targets
 from fedspan.runs.task_setup import require_packing
 from fedspan.tasks.task import Examples, RunTask

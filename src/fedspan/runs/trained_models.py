@@ -15,7 +15,7 @@ from fedspan.models.export import compute_layer_updates, export_adapter, get_job
 from fedspan.models.merging import export_merged, is_merging_required, merge_weights
 from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import is_plain_module, write_state_dict
-from fedspan.models.pooling import PooledClassifier, write_modules
+from fedspan.models.sentence_encoders import PooledClassifier, write_modules
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared
 

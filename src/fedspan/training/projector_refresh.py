@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -14,7 +14,9 @@ from fedspan.core.projectors import compute_sketched_projector, compute_svd_proj
 from fedspan.core.tensors import create_generator, join_tensor_name
 from fedspan.core.values import Job, Refresh
 from fedspan.tasks.task import Examples
-from fedspan.training.engine import Trainer
+
+if TYPE_CHECKING:  # the engine loads Transformers, and reading a config imports this module
+    from fedspan.training.engine import Trainer
 
 __all__ = ["Moments", "build_untrained_tensors", "close_segment", "refresh_due", "refresh_projectors"]
 

@@ -1,0 +1,269 @@
+"""Classifiers on pooled encoders: which pooling a repository names, training on it, and exports without fedspan."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from torch import Tensor
+from transformers import AutoModel, AutoModelForTextEncoding, BartConfig, BertConfig, T5Config
+
+import fedspan
+from fedspan.config import parse_config
+from fedspan.errors import FedspanError
+from fedspan.models.loading import load_pretrained
+from fedspan.models.names import resolve_model
+from fedspan.models.pooling import Pooling
+from fedspan.models.sentence_encoders import PooledClassifier, PoolingSearch, find_pooling, get_encoder_class
+from fedspan.runs.callbacks import Listener
+from fedspan.runs.load import load_served
+from fedspan.runs.model_setup import get_pooling
+from fedspan.runs.setup import prepare
+from helpers import tiny
+
+TEXTS = ["admin1 word3", "lab2 word1 lab3 word5 billing1", "symptom4"]
+KINDS = ("bert", "roberta", "distilbert")
+TARGETS = {"distilbert": ["q_lin", "v_lin"]}
+
+
+def save_modules(folder: Path, *kinds: str, **settings: Any) -> None:
+    """Make a model's folder one of a sentence encoder."""
+    modules = [{"idx": at, "path": f"{at}_{kind}" if at else "", "type": f"x.{kind}"} for at, kind in enumerate(kinds)]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+
+
+@pytest.fixture(scope="module")
+def encoders(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny encoders as sentence encoders, and ``corpus.csv``."""
+    folder = tmp_path_factory.mktemp("encoders")
+    shutil.copy(tiny_folder / "corpus.csv", folder)
+    for kind in KINDS:
+        shutil.copytree(tiny_folder / kind, folder / kind)
+        save_modules(folder / kind, "Transformer", "Pooling", "Normalize", pooling_mode_mean_tokens=True)
+    return folder
+
+
+def settings(folder: Path, kind: str, **changes: Any) -> dict[str, Any]:
+    model = {"head_init": "auto", "target_modules": TARGETS.get(kind, tiny.BERT), **changes.pop("model", {})}
+    return tiny.settings(folder, kind, model=model, **changes)
+
+
+@pytest.fixture(scope="module")
+def runs(encoders: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A finished run on each encoder, not to be changed."""
+    folder = tmp_path_factory.mktemp("runs")
+    for kind in KINDS:
+        fedspan.run(settings(encoders, kind, engine={"name": "batched", "clients_per_pass": 3}), folder / kind)
+    return {kind: folder / kind for kind in KINDS}
+
+
+def logits_of(folder: Path) -> Tensor:
+    """What fedspan predicts for the texts with an exported model."""
+    served = load_served(folder, device="cpu")
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"text": TEXTS, "label": [0] * len(TEXTS)})
+    return served.compute_predictions(served.task.encode(rows))
+
+
+def test_the_builtin_encoder_is_known_as_mean_and_normalised() -> None:
+    assert find_pooling(resolve_model("builtin:all-minilm-l6-v2")).pooling == Pooling("mean", normalize=True)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "config", "expected"),
+    [
+        (("Transformer", "Pooling"), {"pooling_mode_cls_token": True}, Pooling("cls")),
+        (("Transformer", "Pooling"), {"pooling_mode": "max"}, Pooling("max")),
+        (("Transformer", "Pooling", "Normalize"), {"pooling_mode_lasttoken": True}, Pooling("last", normalize=True)),
+        (("Transformer", "Pooling"), {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, None),
+        (("Transformer", "Pooling"), {"pooling_mode_weightedmean_tokens": True}, None),
+        (("Transformer", "Pooling", "Dense"), {"pooling_mode_mean_tokens": True}, None),
+        (("StaticEmbedding",), {}, None),
+    ],
+)
+def test_what_a_repository_says_of_its_pooling(
+    kinds: tuple[str, ...], config: dict[str, Any], expected: Pooling | None, tmp_path: Path
+) -> None:
+    save_modules(tmp_path, *kinds, **config)
+    assert find_pooling(str(tmp_path)).pooling == expected
+
+
+def test_a_folder_without_or_with_damaged_modules_names_none(tmp_path: Path) -> None:
+    assert find_pooling(str(tmp_path)) == PoolingSearch(None)
+    (tmp_path / "modules.json").write_text("{")
+    assert find_pooling(str(tmp_path)) == PoolingSearch(None, "its modules.json cannot be read")
+
+
+def test_what_is_in_doubt_is_named(tmp_path: Path) -> None:
+    save_modules(tmp_path, "Transformer", "Pooling", "Dense")
+    assert find_pooling(str(tmp_path)).doubt == "its modules are Transformer, Pooling, Dense"
+    # The tests are offline, and nothing of this repository is in the cache.
+    assert find_pooling("nobody/knows").doubt == "its modules.json could not be looked up, and is not in the cache"
+
+
+class Notes(Listener):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def on_note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def on_round_finish(self, row: Any) -> None:
+        if row["round"] == 1 and not self.notes:
+            raise KeyboardInterrupt
+
+
+def test_a_resumed_run_has_the_pooling_of_its_start(encoders: Path, runs: dict[str, Path], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(encoders / "bert", model)
+    values = settings(encoders, "bert", engine={"name": "batched", "clients_per_pass": 3})
+    values["model"]["name"] = str(model)
+    with pytest.raises(KeyboardInterrupt):
+        fedspan.run(values, tmp_path / "run", listener=Notes())
+    (model / "modules.json").unlink()
+    assert json.loads((tmp_path / "run" / "pooling.json").read_text()) == {"pooling": "mean", "pooling_normalize": True}
+    fedspan.resume(tmp_path / "run")
+    weights = [
+        (place / "adapter" / "3_Dense" / "model.safetensors").read_bytes() for place in (tmp_path / "run", runs["bert"])
+    ]
+    assert weights[0] == weights[1]
+    fedspan.export(tmp_path / "run", tmp_path / "last", round="last")
+    assert (tmp_path / "last" / "modules.json").is_file()
+    (tmp_path / "run" / "pooling.json").write_text("[]")
+    with pytest.raises(FedspanError, match="pooling and pooling_normalize"):
+        fedspan.export(tmp_path / "run", tmp_path / "again", round="last")
+
+
+def test_a_fallback_is_noted(encoders: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(encoders / "bert", model)
+    (model / "modules.json").write_text("{")
+    values, notes = settings(encoders, "bert", federation={"rounds": 1}), Notes()
+    values["model"]["name"] = str(model)
+    notes.notes.append("")
+    fedspan.run(values, tmp_path / "run", listener=notes)
+    assert any("model.pooling is stock" in note and "its modules.json cannot be read" in note for note in notes.notes)
+
+
+def test_normalisation_can_be_named(encoders: Path) -> None:
+    def pooling(**model: Any) -> Pooling | None:
+        return get_pooling(parse_config(settings(encoders, "bert", model=model)))
+
+    assert pooling(pooling="cls") == Pooling("cls", normalize=True)  # as modules.json has it
+    assert pooling(pooling="cls", pooling_normalize=False) == Pooling("cls")
+    assert pooling(pooling="stock") is None
+    with pytest.raises(FedspanError, match=r"pooling_normalize`: it needs model\.pooling: mean"):
+        pooling(pooling_normalize=True)
+
+
+def test_target_layers_have_the_paths_that_they_have_without_pooling(encoders: Path) -> None:
+    pooled = load_pretrained(str(encoders / "bert"), labels=tiny.LABELS, pooling=Pooling("mean"))
+    stock = load_pretrained(str(encoders / "bert"), labels=tiny.LABELS)
+    assert isinstance(pooled.model, PooledClassifier)
+    assert pooled.new_modules == ("classifier",)
+    own = {name for name, _ in pooled.model.named_parameters()}
+    assert own <= {name for name, _ in stock.model.named_parameters()}
+    assert not any("pooler" in name for name in own)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sentence_transformers_gives_the_logits_of_an_exported_adapter(kind: str, runs: dict[str, Path]) -> None:
+    place = runs[kind] / "adapter"
+    found = torch.from_numpy(SentenceTransformer(str(place), device="cpu").encode(TEXTS))
+    torch.testing.assert_close(found, logits_of(place), rtol=1e-4, atol=1e-4)
+    assert find_pooling(str(place)).pooling is None  # its Dense is a head for these labels, not a part of an encoder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sentence_transformers_gives_the_logits_of_a_merged_model(
+    kind: str, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    place = fedspan.export(runs[kind], tmp_path / "merged", form="merged")
+    found = torch.from_numpy(SentenceTransformer(str(place), device="cpu").encode(TEXTS))
+    expected = logits_of(runs[kind])
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits_of(place), expected, rtol=1e-3, atol=1e-3)
+    assert "SentenceTransformer" in (place / "README.md").read_text()
+
+
+def test_the_cards_lines_compute_the_logits(runs: dict[str, Path], encoders: Path) -> None:
+    text = (runs["bert"] / "adapter" / "README.md").read_text()
+    first, second = re.findall(r"```python\n(.*?)```", text.partition("## Use")[2], re.S)[:2]
+    expected = logits_of(runs["bert"])
+    for block in (first, second):
+        code = block.replace("FOLDER", str(runs["bert"] / "adapter")).replace('"bert"', f'"{encoders / "bert"}"')
+        code = re.sub(r'\["a text".*?\]', repr(TEXTS), code)
+        names: dict[str, Any] = {}
+        exec(compile(code, "card", "exec"), names)
+        torch.testing.assert_close(torch.as_tensor(names["logits"]).detach(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_engines_agree(encoders: Path, runs: dict[str, Path], tmp_path: Path) -> None:
+    fedspan.run(settings(encoders, "bert"), tmp_path / "loop")
+    torch.testing.assert_close(logits_of(tmp_path / "loop"), logits_of(runs["bert"]), rtol=1e-2, atol=1e-2)
+    # no note: all clients shared passes, without padding and with the cache of the prefix where it applies
+    assert json.loads((runs["bert"] / "engine.json").read_text())["clients_per_pass"] == 3
+
+
+def test_a_run_starts_from_an_exported_adapter(encoders: Path, runs: dict[str, Path]) -> None:
+    run = prepare(parse_config(settings(encoders, "bert", model={"adapter": str(runs["bert"] / "adapter")})))
+    assert run.head is None  # the adapter has a head for these labels
+    job = run.evaluator.build_job(run.federation.begin(), None)
+    import numpy as np
+
+    predicted = run.engine.predict(job, run.train, np.arange(4), 4)
+    served = load_served(runs["bert"], device="cpu")
+    torch.testing.assert_close(predicted, served.compute_predictions(run.train)[:4], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"gradient_checkpointing": True}},
+        {"model": {"dtype": "bfloat16"}},
+        {"model": {"layers_to_transform": [1]}},
+        {"model": {"pretrained": False, "head_init": "random"}},
+        {"method": {"name": "fedavg"}},
+        {"method": {"name": "fedsa-lora"}, "model": {"modules_to_save": ["LayerNorm"]}},
+    ],
+)
+def test_what_runs_on_a_stock_classifier_runs_on_a_pooled_one(
+    changes: dict[str, Any], encoders: Path, tmp_path: Path
+) -> None:
+    report = fedspan.run(settings(encoders, "bert", **changes), tmp_path / "run")
+    assert report.rounds == 3
+    place = tmp_path / "run" / next(iter(report.adapters.values()))
+    found = torch.from_numpy(SentenceTransformer(str(place), device="cpu").encode(TEXTS))
+    close: Callable[..., None] = torch.testing.assert_close
+    close(found.float(), logits_of(place).float(), rtol=1e-3, atol=1e-3)
+
+
+def test_numbers_are_predicted_from_pooled_features(encoders: Path, tmp_path: Path) -> None:
+    rows = (encoders / "corpus.csv").read_text().splitlines()
+    lines = [f"{row.rsplit(',', 2)[0]},{len(row.split())},{row.rsplit(',', 1)[1]}" for row in rows[1:]]
+    (tmp_path / "numbers.csv").write_text("\n".join(["text,target,site", *lines]) + "\n")
+    data = {"train": str(tmp_path / "numbers.csv"), "label": "target"}
+    values = settings(encoders, "bert", data=data)
+    report = fedspan.run({**values, "task": "regression"}, tmp_path / "run")
+    assert report.start["head_init"] == "least-squares"
+    assert report.start["validation"]["pearson"] > 0.5
+    place = tmp_path / "run" / "adapter"
+    found = torch.from_numpy(SentenceTransformer(str(place), device="cpu").encode(TEXTS))
+    assert found.shape == (len(TEXTS), 1)
+
+
+def test_only_an_encoder_alone_pools() -> None:
+    assert get_encoder_class(BertConfig()) is AutoModel
+    assert get_encoder_class(T5Config()) is AutoModelForTextEncoding
+    with pytest.raises(ValueError, match="has an encoder and a decoder, whose hidden states are not pooled"):
+        get_encoder_class(BartConfig())
