@@ -1,4 +1,4 @@
-"""Write docs/claims/index.md from what the claims saved: ``python claims/index.py``."""
+"""Write docs/claims/index.md and statements.md from what the claims saved: ``python claims/index.py``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,17 @@ from fedspan.reproduction.presets import list_presets
 
 OPENING = """# Claims
 
-This page lists statements of papers about their methods, and what this library measured for each of them. Every claim
-has a script in `claims/`, and every number comes from the run that its page names. Comparisons are paired by seed. A
-statement *holds* if the mean difference exceeds two standard errors in the paper's direction, is *contradicted* if it
-does so in the other direction, and is *inconclusive* otherwise. Results marked *outdated* were measured before a change
-that their page names, and have not been measured again; only the last column of the summary counts them. `python
-claims/index.py` writes this page from the saved results."""
+This page lists papers' experiments and says in which of them this library found what the paper reports. `claims/` has a
+script for each, and every number comes from the run that the experiment's page names; most ran at a small scale, with
+small models on two cores. Comparisons are paired by seed. A statement *holds* if the mean difference exceeds two
+standard errors in the paper's direction, is *contradicted* if it does so in the other direction, and is *inconclusive*
+otherwise. *Outdated* results were measured before a change that their page names; only the column *outdated* counts
+them. [All statements](statements.md) has every measured number. `python claims/index.py` writes both pages from the
+saved results."""
+STATEMENTS = """# All statements
+
+This page lists every statement that was measured, with its number and verdict. [Claims](index.md) sums them up by paper
+and says what the verdicts mean."""
 NOT_RUN = """## Not run yet
 
 These presets have no page yet. `python claims/all.py ID --data PATH --model PATH` runs one of them on two cores and
@@ -36,12 +41,41 @@ REASONS = "reasons"
 EXAMINED = """## Examined contradictions
 
 Rows of contradicted statements, run again under a possible reason for the contradiction."""
+COMPARED = re.compile(r": (.+) against (.+)$")
+"""The end of a statement that compares two methods: the one that the paper favours, and the other."""
 VERDICTS = ("holds", "contradicted", "inconclusive", "not runnable here")
 OUTDATED = "outdated"
 
 
-def index(folder: Path) -> str:
-    """Return the page in Markdown."""
+def index(folder: Path) -> dict[str, str]:
+    """Return the pages in Markdown by file name."""
+    parts, examined = read_pages(folder)
+    papers = [OPENING, summarize_papers(parts) if parts else "No results yet."]
+    statements = [STATEMENTS]
+    for title, pages in parts.items():
+        papers += [f"## {title}", *([name_paper(pages)] if title != REST else []), *state_headlines(title, pages)]
+        papers.append(
+            format_table(("experiment", "statements", "scale", "date"), list_experiments(folder, title, pages))
+        )
+        statements.append(
+            f"## {title}\n\n"
+            + format_table(("claim", "the paper's statement", "measured", "verdict"), format_rows(pages))
+        )
+    if examined:
+        rows = format_rows(examined)
+        header = ("page", "statement under the change", "measured", "verdict")
+        statements += [EXAMINED, format_table(header, rows)]
+        papers += [
+            EXAMINED,
+            format_table(("page", "statements", "scale", "date"), list_experiments(folder, REASONS, examined)),
+        ]
+    existing = {page["name"] for pages in parts.values() for page in pages}
+    papers += list_missing_pages(existing)
+    return {name: "\n\n".join(page) + "\n" for name, page in (("index.md", papers), ("statements.md", statements))}
+
+
+def read_pages(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
+    """Return the saved results by paper, and the examined contradictions."""
     parts: dict[str, list[dict[str, Any]]] = {title: [] for title in (*SYSTEMS.values(), REST)}
     examined: list[dict[str, Any]] = []
     for path in sorted(folder.glob("*.json"), key=_build_sort_key):
@@ -50,20 +84,79 @@ def index(folder: Path) -> str:
             examined.append(saved)
             continue
         parts[SYSTEMS.get(re.split("[-_]", saved["name"])[0], REST)].append(saved)
-    parts = {title: pages for title, pages in parts.items() if pages}
-    sections = [OPENING, summarize_papers(parts) if parts else "No results yet."]
-    for title, pages in parts.items():
-        sections.append(
-            f"## {title}\n\n"
-            + format_table(("claim", "the paper's statement", "measured", "verdict"), format_rows(pages))
-        )
-    if examined:
-        sections += [
-            EXAMINED,
-            format_table(("page", "statement under the change", "measured", "verdict"), format_rows(examined)),
-        ]
-    existing = {page["name"] for pages in parts.values() for page in pages}
-    return "\n\n".join([*sections, *list_missing_pages(existing)]) + "\n"
+    return {title: pages for title, pages in parts.items() if pages}, examined
+
+
+def name_paper(pages: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line with the paper that most of the pages are about."""
+    return f"Paper: {Counter(page['paper'] for page in pages).most_common(1)[0][0]}."
+
+
+def state_headlines(system: str, pages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a list of sentences: how often the paper's statements about its system and each other method hold.
+
+    Args:
+        system: Name of the paper's system.
+        pages: Its saved results; outdated ones and statements without a verdict are left out.
+    """
+    counts: dict[str, Counter[str]] = {}
+    for page in pages:
+        for finding in page["findings"]:
+            pair = COMPARED.search(finding["statement"])
+            if pair is None or pair[1] != system or "outdated" in page or finding["verdict"] not in VERDICTS[:3]:
+                continue
+            counts.setdefault(pair[2], Counter())[finding["verdict"]] += 1
+    sentences = [
+        f"- **Against {other}:** {sum(count.values())} statements in favour of {system}: {_format_counts(count)}."
+        for other, count in sorted(counts.items(), key=lambda item: (-sum(item[1].values()), item[0]))
+        if sum(count.values()) > 1
+    ]
+    return ["\n".join(sentences)] if sentences else []
+
+
+def _format_counts(count: Mapping[str, int]) -> str:
+    words = {verdict: verdict.removesuffix(" here") for verdict in VERDICTS}
+    return ", ".join(
+        f"{count[verdict]} {'hold' if verdict == 'holds' and count[verdict] > 1 else words[verdict]}"
+        for verdict in VERDICTS
+        if verdict in count
+    )
+
+
+def list_experiments(folder: Path, system: str, pages: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Return a row for each page: its link, how its statements fared, its scale and its date."""
+    rows: list[tuple[str, ...]] = []
+    for page in pages:
+        count = Counter(finding["verdict"] for finding in page["findings"])
+        fared = _format_counts(count) + (f" ({OUTDATED})" if "outdated" in page else "")
+        title = page["title"].removeprefix(f"{system}, ") if ":" in page["title"] else page["title"]
+        rows.append((f"[{title}]({page['name']}.md)", fared, read_scale(folder, page["name"]), page["date"]))
+    return rows
+
+
+def read_scale(folder: Path, name: str) -> str:
+    """Return the models, clients and rounds in a page's table of settings; empty if it has none."""
+    _, _, section = (folder / f"{name}.md").read_text(encoding="utf-8").partition("## Setting\n")
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    if not lines or not {"model", "clients", "rounds"} <= set(lines[0]):
+        return ""
+    rows = [dict(zip(lines[0], line, strict=True)) for line in lines[2:] if len(line) == len(lines[0])]
+    models = list(dict.fromkeys(row["model"].removeprefix("builtin:") for row in rows))
+    clients, rounds = (_read_numbers(row[column] for row in rows) for column in ("clients", "rounds"))
+    return f"{', '.join(models)}; {_format_range(clients)} clients; {_format_range(rounds)} rounds"
+
+
+def _read_numbers(cells: Iterable[str]) -> list[int]:
+    """Return the numbers of cells such as "20, 10 a round" (the first) and "10 (LoRA); 20 (RoLoRA)" (both)."""
+    entries = [entry.strip() for cell in cells for entry in cell.split(",")[0].split(";")]
+    return [int(match[0]) for entry in entries if (match := re.match(r"\d+", entry))]
+
+
+def _format_range(numbers: Sequence[int]) -> str:
+    if not numbers:
+        return "various"
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def _build_sort_key(path: Path) -> list[str]:
@@ -81,7 +174,12 @@ def summarize_papers(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     }
     columns = (*VERDICTS, OUTDATED)
     rows = [
-        (title, str(len(parts[title])), str(sum(count.values())), *(str(count[column]) for column in columns))
+        (
+            f"[{title}](#{title.lower().replace(' ', '-')})",
+            str(len(parts[title])),
+            str(sum(count.values())),
+            *(str(count[column]) for column in columns),
+        )
         for title, count in counts.items()
     ]
     total = sum(counts.values(), Counter[str]())
@@ -122,12 +220,13 @@ def list_missing_pages(existing: Collection[str]) -> list[str]:
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the pages."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=FOLDER)
     folder = parser.parse_args().folder
-    (folder / "index.md").write_text(index(folder), encoding="utf-8")
-    print(f"wrote {folder / 'index.md'}")
+    for name, page in index(folder).items():
+        (folder / name).write_text(page, encoding="utf-8")
+        print(f"wrote {folder / name}")
 
 
 if __name__ == "__main__":

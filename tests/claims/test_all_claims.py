@@ -49,12 +49,20 @@ def reproduce_preset(id: str, data: Path) -> Reproduction:
     return Reproduction(id, "small", (0, 1, 2), tuple(scores), verdicts, str(data), tabulate_settings(cells))
 
 
+def save_page(
+    folder: Path, name: str, title: str, findings: list[dict[str, str]], setting: str = "", **facts: list[str]
+) -> None:
+    """Save a page and its findings, as claims do."""
+    saved = {"name": name, "title": title, "paper": "A paper", "date": "2026-11-22", "findings": findings, **facts}
+    (folder / f"{name}.json").write_text(json.dumps(saved), encoding="utf-8")
+    (folder / f"{name}.md").write_text(f"# {title}\n\n## Setting\n\n{setting}", encoding="utf-8")
+
+
 def test_the_index_names_what_was_not_run(scripts: None, tmp_path: Path) -> None:
     index = importlib.import_module("index").index
-    saved = {"name": "rolora-table1", "title": "RoLoRA, Table 1", "date": "2026-11-22", "findings": []}
-    assert "| `rolora-table1` |" in index(tmp_path)
-    (tmp_path / "rolora-table1.json").write_text(json.dumps(saved), encoding="utf-8")
-    page = index(tmp_path)
+    assert "| `rolora-table1` |" in index(tmp_path)["index.md"]
+    save_page(tmp_path, "rolora-table1", "RoLoRA, Table 1: Accuracy", [])
+    page = index(tmp_path)["index.md"]
     assert "| `rolora-table1` |" not in page
     assert "| `fedloru-table1` | FedLoRU, Table 1: FedLoRU, FedLoRA and FedHM on three image sets" in page
     assert "fedloru-figure1" not in page  # its statement is claims/fedloru_stable_rank.py's
@@ -93,11 +101,33 @@ def test_what_was_looked_into_is_in_the_index_and_not_counted(scripts: None, tmp
     index = importlib.import_module("index").index
     finding = {"statement": "After 80 rounds", "measured": "by +1.0 ± 0.1", "verdict": "holds"}
     for name in ("reasons", "fedloru-table1"):
-        saved = {"name": name, "title": name.title(), "date": "2026-11-22", "findings": [finding]}
-        (tmp_path / f"{name}.json").write_text(json.dumps(saved), encoding="utf-8")
-    page = index(tmp_path)
-    assert "| all | 1 | 1 | 1 | 0 | 0 | 0 | 0 |" in page
-    assert "| [Reasons](reasons.md), 2026-11-22 | After 80 rounds | by +1.0 ± 0.1 | **holds** |" in page
+        save_page(tmp_path, name, name.title(), [finding])
+    pages = index(tmp_path)
+    assert "| all | 1 | 1 | 1 | 0 | 0 | 0 | 0 |" in pages["index.md"]
+    row = "| [Reasons](reasons.md), 2026-11-22 | After 80 rounds | by +1.0 ± 0.1 | **holds** |"
+    assert row in pages["statements.md"]
+
+
+def test_the_headlines_count_comparisons_of_the_paper_s_system(scripts: None, tmp_path: Path) -> None:
+    """By hand: three statements about FFA-LoRA, one of them not runnable; LoRA has one, and an outdated page none."""
+    index = importlib.import_module("index").index
+    verdicts = ("holds", "holds", "contradicted", "not runnable here")
+    findings = [
+        {"statement": f"It is ahead ({at}): RoLoRA against FFA-LoRA", "measured": "", "verdict": verdict}
+        for at, verdict in enumerate(verdicts)
+    ]
+    findings.append({"statement": "It lags: FFA-LoRA against RoLoRA", "measured": "", "verdict": "holds"})
+    findings.append({"statement": "Once: RoLoRA against LoRA", "measured": "", "verdict": "holds"})
+    setting = "| cell | clients | model | rounds |\n|---|---|---|---|\n"
+    setting += "| a | 20, 10 a round | builtin:resnet-8 | 20 |\n| b | 5 | builtin:resnet-8 | 10 (LoRA); 40 (RoLoRA) |\n"
+    save_page(tmp_path, "rolora-table1", "RoLoRA, Table 1: Accuracy", findings, setting)
+    save_page(tmp_path, "rolora-table2", "RoLoRA, Table 2: Loss", findings, outdated=["another rate"])
+    page = index(tmp_path)["index.md"]
+    assert page.count("- **Against ") == 1
+    assert "- **Against FFA-LoRA:** 3 statements in favour of RoLoRA: 2 hold, 1 contradicted." in page
+    fared, scale = "4 hold, 1 contradicted, 1 not runnable", "resnet-8; 5 to 20 clients; 10 to 40 rounds"
+    assert f"| [Table 1: Accuracy](rolora-table1.md) | {fared} | {scale} | 2026-11-22 |" in page
+    assert f"| [Table 2: Loss](rolora-table2.md) | {fared} (outdated) |  | 2026-11-22 |" in page
 
 
 def test_a_page_compares_its_two_protocols(scripts: None, tmp_path: Path) -> None:
@@ -143,9 +173,9 @@ def test_an_outdated_page_names_every_change_once_and_is_counted_apart(scripts: 
     note = "\n\n**Outdated:** since this run, alpha is 64; norms train. The command above measures it again."
     assert page.read_text().replace(note, "") == before
     assert page.read_text().count(note) == 1
-    index = importlib.import_module("index").index(tmp_path)
-    assert f"| all | 1 | {count} | 0 | 0 | 0 | 0 | {count} |" in index
-    assert index.count("**, outdated |") == count
+    pages = importlib.import_module("index").index(tmp_path)
+    assert f"| all | 1 | {count} | 0 | 0 | 0 | 0 | {count} |" in pages["index.md"]
+    assert pages["statements.md"].count("**, outdated |") == count
     reproduced.page(reproduce_preset("fedloru-table1", tmp_path), load_preset("fedloru-table1"), tmp_path)
     assert page.read_text() == before
     assert "outdated" not in json.loads(facts.read_text())

@@ -136,24 +136,27 @@ def test_bytes_are_of_every_method() -> None:
 
 
 def test_the_index_lists_every_finding(pages: Path) -> None:
-    index = (pages / "index.md").read_text()
+    index, statements = (pages / "index.md").read_text(), (pages / "statements.md").read_text()
     count = 0
     for script in SMOKE:
         saved = json.loads((pages / f"{script}.json").read_text())
-        assert f"[{saved['title']}]({script}.md)" in index
+        assert f"[{saved['title']}]({script}.md)" in statements
+        assert f"]({script}.md) |" in index
         for finding in saved["findings"]:
             count += 1
-            assert f"| {finding['statement']} | {finding['measured']} | **{finding['verdict']}** |" in index
+            assert f"| {finding['statement']} | {finding['measured']} | **{finding['verdict']}** |" in statements
     assert f"| all | {len(SMOKE)} | {count} |" in index
 
 
 def test_the_pages_in_the_docs_are_indexed(tmp_path: Path) -> None:
-    """docs/claims/index.md is what the command writes from the results beside it."""
-    docs = CLAIMS.parent / "docs" / "claims"
-    for path in docs.glob("*.json"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    """docs/claims/index.md and statements.md are what the command writes from the results beside them."""
+    docs, written = CLAIMS.parent / "docs" / "claims", ("index.md", "statements.md")
+    for path in (*docs.glob("*.json"), *docs.glob("*.md")):
+        if path.name not in written:
+            (tmp_path / path.name).write_bytes(path.read_bytes())
     run("index", "--folder", str(tmp_path))
-    assert (docs / "index.md").read_text() == (tmp_path / "index.md").read_text()
+    for name in written:
+        assert (docs / name).read_text() == (tmp_path / name).read_text()
 
 
 def test_the_page_of_what_was_looked_into(digits: Path, tmp_path: Path) -> None:
