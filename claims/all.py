@@ -5,19 +5,21 @@ lacks either is left out, and said.
 
 Each is a process of its own, whose page goes to ``--work`` first and to ``--out`` when it is finished. Stopped, the
 same command goes on: pages that are in ``--work`` are not made again, and runs that were started go on. ``--one-seed``
-runs the first ones on one seed, to see that they run; verdicts need more.
+runs the first ones on one seed, one on each core, to see that they run; verdicts need more.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,27 +128,36 @@ def list_missing(job: Job, data: Path | None, model: Path | None) -> str | None:
     return f"no {', '.join(absent)} in {data}" if absent else None
 
 
+def run_job(job: Job, args: argparse.Namespace) -> bool:
+    """Make a page unless it is there; whether there was no failure."""
+    if (args.work / f"{job.page}.json").is_file():
+        print(f"{job.page}: done before", flush=True)
+    elif reason := list_missing(job, args.data, args.model):
+        print(f"{job.page}: left out, {reason}", flush=True)
+        return True
+    else:
+        began = time.monotonic()
+        completed = subprocess.run(build_command(job, args), check=False)
+        outcome = f"ended with {completed.returncode}" if completed.returncode else "done"
+        print(f"{job.page}: {outcome}, {time.monotonic() - began:.0f} s", flush=True)
+        if completed.returncode:
+            return False
+    if args.out is not None:  # of those done before, too: it may have been stopped before they were copied
+        for path in args.work.glob(f"{job.page}.*"):
+            shutil.copy(path, args.out / path.name)
+    return True
+
+
 def run_jobs(jobs: Sequence[Job], args: argparse.Namespace) -> list[str]:
-    """Make what is not there yet; the names of those that failed."""
-    failed: list[str] = []
-    for job in jobs:
-        if (args.work / f"{job.page}.json").is_file():
-            print(f"{job.page}: done before", flush=True)
-        elif reason := list_missing(job, args.data, args.model):
-            print(f"{job.page}: left out, {reason}", flush=True)
-            continue
-        else:
-            began = time.monotonic()
-            completed = subprocess.run(build_command(job, args), check=False)
-            outcome = f"ended with {completed.returncode}" if completed.returncode else "done"
-            print(f"{job.page}: {outcome}, {time.monotonic() - began:.0f} s", flush=True)
-            if completed.returncode:
-                failed.append(job.page)
-                continue
-        if args.out is not None:  # of those done before, too: it may have been stopped before they were copied
-            for path in args.work.glob(f"{job.page}.*"):
-                shutil.copy(path, args.out / path.name)
-    return failed
+    """Make what is not there yet; the names of those that failed.
+
+    On one seed, no page needs another and none compares times, so as many are made at a time as there are cores.
+    """
+    if not args.one_seed:
+        return [job.page for job in jobs if not run_job(job, args)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # its threads wait for processes
+        passed = list(pool.map(lambda job: run_job(job, args), jobs))
+    return [job.page for job, good in zip(jobs, passed, strict=True) if not good]
 
 
 def main() -> None:
