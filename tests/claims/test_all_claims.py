@@ -206,7 +206,7 @@ def test_a_page_is_made_once_and_what_lacks_its_data_is_left_out(
     args = argparse.Namespace(data=tmp_path, model=None, work=tmp_path / "work", out=tmp_path / "pages", one_seed=True)
     quick = ("--size", "12", "--sizes", "12", "--clients", "2", "--drifts", "1", "--noises", "0.1", "--seeds", "0")
     good = every.Job("fedgalore_ajive", ("fedgalore_ajive.py",), quick=quick)
-    bad = every.Job("broken", ("fedgalore_ajive.py", "--nothing"))
+    bad = every.Job("broken", ("absent.py",))
     absent = every.Job("rolora_mnist", ("rolora_mnist.py",), ("mnist",))
     wordless = every.Job("rolora-table12", ("reproduced.py",), model=True)
     assert every.run_jobs([good, bad, absent, wordless], args) == ["broken"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,22 @@ def test_the_command(run: Path, tasks: tuple[Path, list[dict[str, Any]]], call: 
     assert "acc" in shown.stdout
 
 
-def test_mistakes(run: Path, refused: Callable[..., str]) -> None:
+@pytest.mark.parametrize("files", ["arc", pytest.param("", marks=pytest.mark.slow)], ids=["one folder", "all"])
+def test_the_nearest_of_the_harness_s_own_tasks_is_named(
+    files: str, run: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thousands of files take ten seconds to read, so one folder of them stands for all."""
+    from lm_eval import tasks
+
+    if files:
+        some = partial(tasks.TaskManager, include_path=str(Path(tasks.__file__).parent / files), include_defaults=False)
+        monkeypatch.setattr(tasks, "TaskManager", lambda include_path: some())
     assert "`tasks`: lm-evaluation-harness has no task 'arc_eazy'. Did you mean 'arc_easy'" in refused(
         "evaluate", run, "--tasks", "arc_eazy"
     )
+
+
+def test_mistakes(run: Path, refused: Callable[..., str]) -> None:
     assert "`--data`: it cannot be combined with --tasks" in refused(
         "evaluate", run, "--tasks", "mmlu", "--data", "x.csv"
     )

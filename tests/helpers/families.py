@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,6 +14,6 @@ FAMILIES = ("fedit", "rolora", "flora", "flexlora", "fedsa-lora", "fedgalore", "
 phases."""
 
 
-def methods_by_family() -> list[Any]:
-    """Return the keys of all methods, as parameters of a test; those outside ``FAMILIES`` are marked slow."""
-    return [pytest.param(key, marks=() if key in FAMILIES else pytest.mark.slow) for key in sorted(METHODS)]
+def methods_by_family(keys: Iterable[str] = METHODS) -> list[Any]:
+    """Return the keys of all or some methods, as parameters of a test; those outside ``FAMILIES`` are marked slow."""
+    return [pytest.param(key, marks=() if key in FAMILIES else pytest.mark.slow) for key in sorted(keys)]

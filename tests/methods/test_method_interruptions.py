@@ -15,7 +15,6 @@ from fedspan.config import RunConfig, parse_config
 from fedspan.data.partition import Partition
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress
-from fedspan.methods.registry import METHODS
 from fedspan.runs import checkpoint
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.folder import RunFolder
@@ -119,7 +118,7 @@ def test_a_round_that_fails_midway_leaves_nothing_behind(
         assert differences(progress, expected) == []
 
 
-@pytest.mark.parametrize("key", METHODS)
+@pytest.mark.parametrize("key", methods_by_family())
 def test_a_round_run_twice_counts_once(key: str, run_method: RunMethod) -> None:
     """Memories, moments and what clients hold advance from the progress that is given, not from the last call."""
     run = run_method(key)

@@ -28,6 +28,7 @@ from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from fedspan.training.stacking import StackingRequest
 from helpers import tiny
+from helpers.families import methods_by_family
 
 GRADIENTS = {"fed-sb", "fedgalore"}
 """Methods whose clients use raw gradients beside their steps."""
@@ -47,11 +48,6 @@ class Counting(LoopEngine):
         made = super().train(work, examples)
         self.steps[work.client, work.round] += made.steps
         return made
-
-
-pairs = pytest.mark.parametrize(
-    ("key", "mechanism"), [(key, one) for key in sorted(METHODS) for one in ("central", "local", "dp-sgd")]
-)
 
 
 def settings(folder: Path, key: str, mechanism: str, noise: float = 0.1, **changes: Any) -> Any:
@@ -87,7 +83,8 @@ def run_rounds(run: Any, rounds: int = 2) -> tuple[list[RoundResult], Progress]:
     return results, progress
 
 
-@pairs
+@pytest.mark.parametrize("mechanism", ["central", "local", "dp-sgd"])
+@pytest.mark.parametrize("key", methods_by_family())
 def test_a_mechanism_fits_or_is_refused_with_the_reason(
     key: str, mechanism: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from fedspan.federation.settings import SecureSettings
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared
 from helpers import secure_rounds, tiny
+from helpers.families import FAMILIES
 
 SUMS = sorted(key for key, cls in METHODS.items() if cls.claims.reduction == "sum" and cls.claims.sends != "nothing")
 STACKS = sorted(key for key, cls in METHODS.items() if cls.claims.reduction == "stack")
@@ -54,7 +55,13 @@ def secure_and_plain(
     return here, there, stage
 
 
-@pytest.mark.parametrize("kind", list(WRAPPED))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind in METHODS and kind not in FAMILIES else ())
+        for kind in WRAPPED
+    ],
+)
 def test_a_secure_round_is_the_plain_one(kind: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path) -> None:
     """Round after round from the same progress, cohorts of three of four: what clients hold and keep differs."""
     here, there, _ = secure_and_plain(kind, prepared, tiny_folder, tmp_path)

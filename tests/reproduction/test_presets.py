@@ -17,16 +17,8 @@ from fedspan.reproduction.presets import SCALES, list_presets, load_preset, merg
 from fedspan.reproduction.rehearsal import dry_run
 
 IDS = [preset.id for preset in list_presets()]
-SLOW = {
-    *(f"fedloru-{name}" for name in ("code", "figure3", "table1", "table5", "table7", "table9", "table11", "table12")),
-    *(f"fedgalore-{name}" for name in ("figure1", "figure4", "table4", "table5", "table11")),
-}
-"""At full size these take from one second to half a minute each: many ranks in other cohorts every round."""
-SIZES = [
-    pytest.param(id, scale, marks=[pytest.mark.slow] if id in SLOW and scale == "full" else [])
-    for id in IDS
-    for scale in SCALES
-]
+SIZES = [pytest.param(id, scale, marks=[pytest.mark.slow] if scale == "full" else []) for id in IDS for scale in SCALES]
+"""At full size some take half a minute: many ranks in other cohorts every round."""
 
 
 @pytest.fixture
