@@ -22,7 +22,7 @@ from typing import Any
 
 Sentence = tuple[list[str], list[str]]
 OWNERS = {"journal-a": 200, "pharmacy": 140, "journal-b": 40, "clinic": 40}
-"""Sentences of each owner."""
+"""Sentences of each owner, in units of --scale."""
 TRAININGS = ("federated", "local", "centralized")
 
 
@@ -42,7 +42,7 @@ def kinds_of(sentence: Sentence) -> set[str]:
     return {tag[2:] for tag in sentence[1] if tag != "O"}
 
 
-def divide(data: Path, seed: int) -> dict[str, list[Sentence]]:
+def divide(data: Path, scale: int, seed: int) -> dict[str, list[Sentence]]:
     """Draw each owner's sentences, of both corpora's training parts."""
     rng = random.Random(seed)
     ncbi, bc5cdr = (read_sentences(data / corpus / "train.tsv.gz") for corpus in ("ncbi-disease", "bc5cdr"))
@@ -50,12 +50,13 @@ def divide(data: Path, seed: int) -> dict[str, list[Sentence]]:
     rng.shuffle(bc5cdr)
     chemical = [sentence for sentence in bc5cdr if kinds_of(sentence) == {"Chemical"}]
     both = [sentence for sentence in bc5cdr if "Disease" in kinds_of(sentence)]
-    start = OWNERS["journal-a"]
+    sizes = {owner: scale * size for owner, size in OWNERS.items()}
+    start = sizes["journal-a"]
     return {
         "journal-a": ncbi[:start],
-        "journal-b": ncbi[start : start + OWNERS["journal-b"]],
-        "pharmacy": chemical[: OWNERS["pharmacy"]],
-        "clinic": both[: OWNERS["clinic"]],
+        "journal-b": ncbi[start : start + sizes["journal-b"]],
+        "pharmacy": chemical[: sizes["pharmacy"]],
+        "clinic": both[: sizes["clinic"]],
     }
 
 
@@ -72,7 +73,7 @@ def make_config(args: argparse.Namespace, method: str) -> dict[str, Any]:
         "model": {
             "name": args.model,
             "target_modules": ["query", "key", "value", "dense"],
-            "layers_to_transform": [4, 5],
+            "layers_to_transform": args.layers,
             "max_length": 64,
         },
         "data": {"train": "python:data", "labels": ["O", "B-Chemical", "I-Chemical", "B-Disease", "I-Disease"]},
@@ -102,9 +103,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="empty folder for the run")
     parser.add_argument("--model", default="builtin:all-minilm-l6-v2")
     parser.add_argument("--method", default="fedit")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--heldout", type=int, default=120, help="held-out sentences of each corpus")
+    parser.add_argument("--scale", type=int, default=10, help="multiple of the owners' sentences; at most 20")
+    parser.add_argument("--layers", type=int, nargs="*", help="blocks with adapters; left out: all")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--heldout", type=int, default=500, help="held-out sentences of each corpus")
     parser.add_argument("--trainings", nargs="+", choices=TRAININGS, default=TRAININGS)
     parser.add_argument("--optimizer-state", default="reset", help="keep: moments last over rounds")
     parser.add_argument("--seed", type=int, default=0)
@@ -113,7 +116,7 @@ def main() -> None:
 
     import fedspan
 
-    owners = divide(args.data, args.seed)
+    owners = divide(args.data, args.scale, args.seed)
     corpora = {
         corpus: read_sentences(args.data / corpus / "test.tsv.gz")[: args.heldout]
         for corpus in ("ncbi-disease", "bc5cdr")
