@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from fedspan.errors import FedspanError
@@ -146,6 +147,14 @@ def test_broken_folders_are_refused(
     if content is not None:
         (folder / broken).write_text(content)
     refused(str(folder), words)
+
+
+def test_weights_that_would_be_unpickled_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bert"
+    shutil.copytree(tiny_folder / "bert", folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    refused(str(folder), "no file named model.safetensors")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -128,6 +128,7 @@ def load_pretrained(
                     attn_implementation=attention,
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # a head for other labels is replaced by a new one
+                    use_safetensors=True,  # other files of weights would be unpickled
                     **options,
                     **(get_encoder_options(config) if pooling is not None or head == get_head("encoder") else {}),
                 )
