@@ -1,4 +1,4 @@
-"""A task of one's own in one file: waiting times, predicted by their median instead of their mean.
+"""A task of your own in one file: waiting times, predicted by their median instead of their mean.
 
     python examples/own_task.py
 

@@ -1,4 +1,4 @@
-"""A plain PyTorch model, federated: no Transformers model, no tokenizer, a task of one's own.
+"""A plain PyTorch model, federated: no Transformers model, no tokenizer, a task of your own.
 
     python examples/plain_pytorch.py
 
