@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shlex
 from pathlib import Path
@@ -63,11 +64,15 @@ BY_HAND = {"tests/planning/test_calibration.py", "tests/runs/test_scale.py"}
 """Slow tests of the times and sizes of the machine at hand, which other work on it fails; nothing else may be added."""
 
 
+@functools.cache
 def slow_files() -> set[str]:
     """Files in which a test, or a parameter of one, is marked slow."""
     found: set[str] = set()
     for file in FILES:
-        nodes = ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
+        text = (ROOT / file).read_text(encoding="utf-8")
+        if "slow" not in text and "methods_by_family" not in text:  # parsing takes most of the time
+            continue
+        nodes = ast.walk(ast.parse(text))
         names = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)}
         if names & {"pytest.mark.slow", "methods_by_family"}:
             found.add(file)
@@ -77,7 +82,7 @@ def slow_files() -> set[str]:
 def steps() -> dict[str, list[str]]:
     """The paths that the steps of .ci/run give to ``pytest -m slow``, by the steps' names."""
     found: dict[str, list[str]] = {}
-    text = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    text = (ROOT / ".ci" / "run").read_text(encoding="utf-8").replace("\\\n", "")
     for name, arguments in re.findall(r'^step (\S+) make test PYTEST_ARGS="([^"]*)"$', text, flags=re.MULTILINE):
         words = shlex.split(arguments)
         assert words[words.index("-m") + 1] == "slow"

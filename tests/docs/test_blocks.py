@@ -139,7 +139,7 @@ def test_a_config_trains(block: Block, tiny_folder: Path, tmp_path: Path) -> Non
     assert report.rounds == 2
 
 
-@pytest.mark.slow  # together they take minutes, so they are a step of their own in .ci/run
+@pytest.mark.slow  # together they take minutes
 @pytest.mark.parametrize("page", stories(), ids=str)
 def test_a_page_runs_from_its_first_block_to_its_last(
     page: Path, desk: Path, hub: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import fedspan
 
-pytestmark = pytest.mark.slow  # together they take minutes, so they are a step of their own in .ci/run
+pytestmark = pytest.mark.slow  # together they take minutes
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ENCODER = ("--layer", "1", "--model")
 """The tiny models have two layers."""

@@ -3,7 +3,8 @@
 As a script: for a JSON list on a line of stdin (a file for the output, the round after which a run waits for a signal,
 or null, and then the arguments), forks a process that runs the command and prints ``started`` and its id; for an empty
 line after that, waits for its end and prints ``ended`` and how. Until it is asked, the process is not waited for, so
-its id stays its own and may be sent signals. Forking spares every command the seconds that importing torch takes.
+its id stays its own and may be sent signals. Forking spares every command the seconds that its imports take: here are
+those that ``fedspan run`` delays until it needs them.
 """
 
 from __future__ import annotations
@@ -17,11 +18,17 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
+import datasets  # noqa: F401
+import peft  # noqa: F401
+import sklearn.metrics  # noqa: F401
 import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForSequenceClassification  # noqa: F401
 
 import fedspan.experiments.comparison
 import fedspan.experiments.run_search
-import fedspan.runs.train  # noqa: F401  so that it is there when a command asks for it
+import fedspan.runs.session
+import fedspan.runs.train
+import fedspan.runs.trained_models  # noqa: F401
 from fedspan.cli import app, live, run_summary  # noqa: F401
 
 

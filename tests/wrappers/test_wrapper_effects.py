@@ -19,6 +19,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.wrappers.registry import WRAPPERS
 from helpers import tiny
+from helpers.families import FAMILIES
 from helpers.wrapped_configs import wrapped_config
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -42,7 +43,13 @@ def _accepts(wrapper: str, key: str) -> bool:
     return WRAPPERS[wrapper](inner=inner, **OPTIONS.get(wrapper, {})).explain_refusal(METHODS[key].claims) is None
 
 
-PAIRS = [(wrapper, key) for wrapper in WRAPPERS for key in METHODS if _accepts(wrapper, key)]
+PAIRS = [
+    pytest.param(wrapper, key, marks=() if key in FAMILIES else pytest.mark.slow)
+    for wrapper in WRAPPERS
+    for key in METHODS
+    if _accepts(wrapper, key)
+]
+"""Wrappers around one method of each family; around the others they are slow."""
 
 
 def _forget(progress: Progress) -> Progress:
@@ -105,7 +112,7 @@ def test_a_wrapper_changes_the_result(wrapper: str, key: str, end: Run) -> None:
     assert _apart(end(key, wrapper), end(key)) > 1e-4
 
 
-@pytest.mark.parametrize(("wrapper", "key"), [pair for pair in PAIRS if pair[0] not in ("fedpaq", "fedprox")])
+@pytest.mark.parametrize(("wrapper", "key"), [pair for pair in PAIRS if pair.values[0] not in ("fedpaq", "fedprox")])
 def test_what_a_wrapper_remembers_changes_the_result(wrapper: str, key: str, end: Run) -> None:
     """Not so where moments or variates were dropped in every round: those of one round alone give the same result."""
     assert _apart(end(key, wrapper), end(key, wrapper, forgetful=True)) > 1e-4

@@ -80,7 +80,7 @@ def test_flower_s_simulation_gives_the_loop_s_adapter(method: str, references: A
         require_equal(loop / "adapter", other / "adapter", method)
 
 
-@pytest.mark.slow  # a minute and more of processes that import torch, so it is a step of its own in .ci/run
+@pytest.mark.slow  # a minute and more of processes that import torch
 @pytest.mark.parametrize("methods", [FAMILIES, OTHERS], ids=["families", "others"])
 def test_a_deployment_with_tls_and_keys_gives_the_loop_s_adapters(
     methods: tuple[str, ...], references: Any, tmp_path: Path
