@@ -118,8 +118,9 @@ def test_a_server_s_config_names_no_data(tiny_folder: Path) -> None:
         build_server_config({**given, "data": {}})
     with pytest.raises(FedspanError, match="baselines"):
         build_server_config({**given, "baselines": ["local"]})
-    with pytest.raises(FedspanError, match="the rounds of a deployment are synchronous"):
-        build_server_config({**given, "federation": {"clients_per_round": 2, "buffered": {"concurrency": 3}}})
+    federation = {"clients_per_round": 2, "buffered": {"concurrency": 3, "replay": "runs/first"}}
+    with pytest.raises(FedspanError, match="a record of arrivals is repeated in the simulator"):
+        build_server_config({**given, "federation": federation})
 
 
 def test_a_node_s_file_names_what_is_wrong(tmp_path: Path) -> None:

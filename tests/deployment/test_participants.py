@@ -191,4 +191,4 @@ def test_ranks_that_are_drawn_for_each_client_fit_and_a_simulation_has_a_field_o
     given["federation"] = {"rounds": 2, "ranks": {"assign": "draw", "of": [2, 4]}, "late_joiners": True}
     config = build_server_config(given)
     with pytest.raises(FedspanError, match=r"simulation\.present says who is there when"):
-        config.federation.require_simulated()
+        config.require_simulated()

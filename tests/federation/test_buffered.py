@@ -181,5 +181,5 @@ def test_a_transport_without_a_simulated_clock_is_refused(prepared: Prepared, ti
             raise AssertionError("no order is sent")
 
     federation = federated(tiny_folder, {}).replace_transport(Silent())
-    with pytest.raises(FedspanError, match="asynchronous rounds run in the simulator only"):
+    with pytest.raises(FedspanError, match="asynchronous rounds run in the simulator"):
         federation.run_round(federation.begin())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,16 @@ import pytest
 
 from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
+from fedspan.federation.asynchronous_transport import AsynchronousTransport
+from fedspan.federation.protocol import Envelope, OnReply, Orders
 from fedspan.logs import read_lines
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.checkpoint import load_latest
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.model_card import RunReport
+from fedspan.runs.remote import connect, get_nodes_folder, reply_as
+from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.watched_rounds import differences
 
@@ -131,3 +136,123 @@ def test_a_stopped_replay_goes_on_with_its_record_alone(tiny_folder: Path, recor
     (tmp_path / "moved").rename(place)
     session.run(None, folder, resume=True)
     require_same_end(folder, recorded)
+
+
+SECONDS = {"east": 1.0, "north": 2.0, "south": 3.5, "west": 9.0}
+
+
+class Machines(AsynchronousTransport):
+    """Clients that store their state on the disk and take so many seconds each; some replies do not arrive.
+
+    Args:
+        run: Folder of the run.
+        ids: Ids of the clients.
+        silent: Numbers of the replies that do not arrive, counted from 1.
+    """
+
+    def __init__(self, run: Path, ids: list[str], silent: Collection[int]) -> None:
+        self.run, self.ids, self.silent = str(run), ids, silent
+        self.open: dict[str, tuple[float, Envelope]] = {}
+        self.clock, self.received, self.sent = 0.0, 0, 0
+        self.asked = list[frozenset[str]]()
+
+    def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
+        assert not self.open.keys() & set(orders), "a client that trains handles no other order"
+        self.asked.append(frozenset(orders))
+        for id in orders:
+            on_reply(id, self.reply(id, orders[id]))
+
+    def reply(self, id: str, order: Envelope) -> Envelope:
+        return reply_as(self.run, 1, self.ids.index(id), order)
+
+    def send_orders(self, orders: Orders, seconds: float, *, wait_for_offline: bool = False) -> None:
+        for id in orders:
+            assert id not in self.open
+            self.open[id] = self.clock + SECONDS[id], orders[id]
+            self.sent += 1
+
+    def receive_reply(self) -> tuple[str, Envelope | str] | None:
+        if not self.open:
+            return None
+        id = min(self.open, key=lambda id: self.open[id][0])
+        self.clock, order = self.open.pop(id)
+        self.received += 1
+        return id, "no reply within 5 s" if self.received in self.silent else self.reply(id, order)
+
+    def retain_orders(self, ids: Collection[str]) -> frozenset[str]:
+        self.open = {id: order for id, order in self.open.items() if id in ids}
+        return frozenset(self.open)
+
+    def list_training(self) -> frozenset[str]:
+        return frozenset(self.open)
+
+
+def make_machines(*silent: int) -> tuple[session.Host, list[Machines]]:
+    made = list[Machines]()
+
+    def host(run_folder: RunFolder, prepared: Prepared, run_rounds: Callable[[Prepared], RunReport]) -> RunReport:
+        made.append(Machines(run_folder.path.resolve(), list(prepared.federation.clients), silent))
+        rules = prepared.config.federation.build_reply_rules()
+        return run_rounds(connect(prepared, made[-1], rules, nodes=get_nodes_folder(run_folder.path)))
+
+    return host, made
+
+
+def deploy_config(folder: Path, concurrency: int = 3, **federation: Any) -> RunConfig:
+    config = make_config(folder, concurrency=concurrency)
+    values = {**config.model_dump(exclude_unset=True), "simulation": None}
+    return tiny.parse_config({**values, "federation": {**values["federation"], **federation}})
+
+
+def require_repeated(run: Path, folder: Path, tiny_folder: Path) -> None:
+    """Require that a simulation of the record of a run ends with the same state."""
+    session.run(make_config(tiny_folder, replay=str(run)), folder)
+    ours, theirs = (load_latest(RunFolder(path)) for path in (folder, run))
+    assert ours is not None
+    assert theirs is not None
+    assert differences(ours.state, theirs.state) == []
+    assert ours.last_rounds == theirs.last_rounds
+    assert get_arrivals(folder) == get_arrivals(run)
+
+
+def test_the_record_of_clients_elsewhere_repeats_their_run_in_the_simulator(tiny_folder: Path, tmp_path: Path) -> None:
+    """One client is so slow that its replies are old, and two replies do not arrive."""
+    host, made = make_machines(3, 9)
+    session.run(deploy_config(tiny_folder, concurrency=4), tmp_path / "run", host=host)
+    (machines,) = made
+    rows = list(read_lines(RunFolder(tmp_path / "run").metrics))
+    assert max(age for row in rows for _, age in row["arrivals"]) >= 2  # type: ignore[misc]
+    failures = [failure for row in rows for failure in row.get("failures", [])]  # type: ignore[misc]
+    assert [failure["reason"] for failure in failures] == ["no reply within 5 s"] * 2
+    assert machines.received == 6 * 2 + 2
+    assert all("simulated_seconds" not in row for row in rows)
+    assert all(2 <= len(ids) < 4 for ids in machines.asked[:-1])  # evaluation leaves out the clients that train
+    assert machines.asked[-1] == set(SECONDS)  # but for that of the best round at the end
+    ledger = list(read_lines(RunFolder(tmp_path / "run").ledger))
+    orders = [row for row in ledger if row["direction"] == "down" and row["purpose"] == "train"]
+    assert len(orders) == machines.sent == machines.received + 2  # two clients still trained in the end
+    require_repeated(tmp_path / "run", tmp_path / "again", tiny_folder)
+
+
+def test_a_server_that_starts_again_sends_new_orders(tiny_folder: Path, tmp_path: Path) -> None:
+    host, machines = make_machines(2)
+    with pytest.raises(Stopped):
+        session.run(deploy_config(tiny_folder), tmp_path / "run", host=host, listener=StopAfter(3))
+    lost = dict(machines[0].open)
+    assert lost
+    session.run(None, tmp_path / "run", resume=True, host=host)
+    assert len(machines) == 2
+    assert len(get_arrivals(tmp_path / "run")) == 6
+    require_repeated(tmp_path / "run", tmp_path / "again", tiny_folder)
+
+
+def test_a_round_with_too_few_replies_sends_further_orders_and_then_stops(tiny_folder: Path, tmp_path: Path) -> None:
+    """All four clients fail, and all again: attempts are counted as in synchronous rounds."""
+    host, machines = make_machines(*range(1, 9))
+    session.run(deploy_config(tiny_folder, retries=2), tmp_path / "run", host=host)
+    first = next(read_lines(RunFolder(tmp_path / "run").metrics))
+    assert [failure["attempt"] for failure in first["failures"]] == [0] * 4 + [1] * 4  # type: ignore[index]
+    host, machines = make_machines(*range(1, 13))
+    with pytest.raises(FedspanError, match=r"round 1 needs good replies .* and has 0"):
+        session.run(deploy_config(tiny_folder, retries=2), tmp_path / "stopped", host=host)
+    assert machines[0].received == 12

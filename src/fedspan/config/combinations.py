@@ -79,9 +79,6 @@ def _require_buffered_fit(config: RunSections) -> None:
     for field, (value, text) in options.items():
         if value is not None:
             raise FedspanError(field, value, problem=text)
-    if buffered.replay is None and (config.simulation is None or config.simulation.speed is None):
-        problem = "its rounds depend on how fast the clients are. Set simulation.speed, or replay"
-        raise FedspanError("federation.buffered", buffered, problem=problem)
 
 
 def _require_columns(config: RunSections) -> None:

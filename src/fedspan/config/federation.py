@@ -113,7 +113,8 @@ class BufferedConfig(Section):
     )
     replay: str | None = Field(
         default=None,
-        description="Folder of a run whose order of arrivals this run repeats, instead of simulation.speed.",
+        description="Folder of a run, simulated or deployed, whose order of arrivals this simulation repeats, instead "
+        "of simulation.speed.",
     )
 
 
@@ -250,7 +251,8 @@ class FederationConfig(Section):
     buffered: BufferedConfig | None = Field(
         default=None,
         description="Asynchronous rounds (FedBuff), for methods whose replies sum and whose jobs are the same in every "
-        "round; in the simulator, with simulation.speed. Default: synchronous rounds. See docs/asynchronous.md.",
+        "round; in the simulator, they need simulation.speed or replay. Default: synchronous rounds. See "
+        "docs/asynchronous.md.",
     )
     secure: SecureConfig | None = Field(
         default=None,
@@ -290,27 +292,35 @@ class FederationConfig(Section):
             problem = f"{title} has no asynchronous rounds: {reason}. Remove federation.buffered"
             raise FedspanError("federation.buffered", self.buffered, problem=problem)
         reasons = {
-            "over_select": (0, "asynchronous rounds wait for no client, so none has to be selected in addition"),
+            "over_select": (0, "0", "asynchronous rounds wait for no client, so none has to be selected in addition"),
             "secure": (
                 None,
+                "null",
                 "the clients of a secure sum train from one state, and those of asynchronous rounds do not",
             ),
+            "late_joiners": (False, "false", "the clients of asynchronous rounds are those that joined at the start"),
         }
-        for name, (off, problem) in reasons.items():
+        for name, (off, text, problem) in reasons.items():
             if (value := getattr(self, name)) != off:
-                raise FedspanError(f"federation.{name}", value, "null for federation.buffered", problem=problem)
+                raise FedspanError(f"federation.{name}", value, f"{text} for federation.buffered", problem=problem)
 
     def build_buffered_settings(self) -> BufferedSettings | None:
         """Return the settings of asynchronous rounds for the engines, without recorded arrivals."""
         b = self.buffered
         return None if b is None else BufferedSettings(b.concurrency, b.staleness_exponent, b.max_staleness)
 
-    def require_simulated(self) -> None:
-        """Check that a run on this machine sets nothing that selects nodes.
+    def require_simulated(self, *, has_speeds: bool) -> None:
+        """Check that a run on this machine sets nothing that selects nodes, and that its asynchronous rounds are timed.
+
+        Args:
+            has_speeds: Whether the simulated clients have speeds.
 
         Raises:
-            FedspanError: If it does.
+            FedspanError: If it selects nodes, or neither speeds nor a record time asynchronous rounds.
         """
+        if self.buffered is not None and self.buffered.replay is None and not has_speeds:
+            problem = "its rounds depend on how fast the clients are. Set simulation.speed, or replay"
+            raise FedspanError("federation.buffered", self.buffered, problem=problem)
         for name, off in (("require_tags", {}), ("min_examples", 1), ("late_joiners", False)):
             if (value := getattr(self, name)) != off:
                 problem = "it selects nodes of a deployment; the clients of a simulation come from partition"

@@ -50,6 +50,15 @@ class RunConfig(RunSections):
         cohort = self.federation.clients_per_round or self.partition.clients
         return 1 if self.cluster is None else max(1, min(self.cluster.workers, cohort or self.cluster.workers))
 
+    def require_simulated(self) -> None:
+        """Check that a run on this machine sets nothing that selects nodes, and that its asynchronous rounds are timed.
+
+        Raises:
+            FedspanError: If it selects nodes, or neither speeds nor a record time asynchronous rounds.
+        """
+        has_speeds = self.simulation is not None and self.simulation.speed is not None
+        self.federation.require_simulated(has_speeds=has_speeds)
+
     def build_simulation_rules(self) -> ReplyRules | None:
         """Return the rules by which a simulated round is accepted; None: every selected client has to reply.
 

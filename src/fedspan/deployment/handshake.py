@@ -118,7 +118,7 @@ def build_server_config(values: Mapping[str, Any]) -> RunConfig:
     """Return the config of a deployment: a run's config without data locations.
 
     Raises:
-        FedspanError: If it names data locations, or baselines, which need all data in one place.
+        FedspanError: If it names data locations, baselines, which need all data in one place, or a record of arrivals.
     """
     data = dict(values.get("data") or {})
     for name in ("dataset", "train", "test"):
@@ -137,9 +137,6 @@ def build_server_config(values: Mapping[str, Any]) -> RunConfig:
     if values.get("cluster") is not None:
         problem = "it cannot be set in a deployment, whose clients train on their own machines"
         raise FedspanError("cluster", values["cluster"], problem=problem)
-    if (values.get("federation") or {}).get("buffered") is not None:
-        problem = "asynchronous rounds run in the simulator only; the rounds of a deployment are synchronous"
-        raise FedspanError("federation.buffered", values["federation"]["buffered"], "null", problem=problem)
     if (values.get("training") or {}).get("lr") == "auto":
         problem = "auto cannot be used in a deployment, because the server has no examples to test rates on"
         raise FedspanError("training.lr", "auto", "a number", problem=problem)
@@ -157,6 +154,10 @@ def build_server_config(values: Mapping[str, Any]) -> RunConfig:
             raise FedspanError("privacy.randomness", privacy["randomness"], expected)
         run_values["privacy"] = {**privacy, "randomness": "secret"}
     config = parse_config({**run_values, "data": {**data, "train": NOWHERE, "test_fraction": 0.0}})
+    buffered = config.federation.buffered
+    if buffered is not None and buffered.replay is not None:
+        problem = "a record of arrivals is repeated in the simulator; nodes reply when they have trained"
+        raise FedspanError("federation.buffered.replay", buffered.replay, "null", problem=problem)
     if config.task_definition.has_labels and config.data.labels is None:
         raise FedspanError("data.labels", None, "all labels in order, because no single node may know them all")
     return config
@@ -179,7 +180,7 @@ def build_node_values(config: Mapping[str, Any], node: Mapping[str, Any]) -> dic
     run_values = {key: value for key, value in config.items() if key not in ("data", "partition", "device", "threads")}
     rounds = dict(run_values.pop("federation", None) or {})
     # These concern the server and other clients; each order contains what a node needs to know of them.
-    for name in ("clients_per_round", "over_select", "ranks", "min_replies", "early_stopping"):
+    for name in ("clients_per_round", "over_select", "ranks", "min_replies", "early_stopping", "buffered"):
         rounds.pop(name, None)
     engine = dict(run_values.pop("engine", None) or {})
     evaluation = dict(run_values.pop("evaluation", None) or {})

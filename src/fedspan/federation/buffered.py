@@ -16,18 +16,20 @@ its reply arrived, so that no round has two replies of one client. The paper's c
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
-import torch
-
-from fedspan.core.tensors import create_generator
-from fedspan.core.values import ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.aggregation.aggregation import Aggregation, AggregationFactory, RoundContext, Tally
 from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
+from fedspan.federation.arrival_sources import (
+    Arrival,
+    ArrivalSource,
+    NodeArrivals,
+    RecordedArrivals,
+    SimulatedArrivals,
+)
+from fedspan.federation.asynchronous_transport import AsynchronousTransport
 from fedspan.federation.plausibility import drop_impossible_losses
 from fedspan.federation.progress import Failure, OpenOrder, OpenOrders, Progress, RoundResult
 from fedspan.federation.protocol import (
@@ -39,137 +41,16 @@ from fedspan.federation.protocol import (
     open_reply,
 )
 from fedspan.federation.round import OnClient, build_too_few_error, compute_mean_loss, create_order_transfer
-from fedspan.federation.settings import BufferedSettings
 
 __all__ = ["BufferedRound"]
-
-
-class _Source(Protocol):
-    """The orders of a round in the order in which their replies arrive."""
-
-    def take(self, count: int, attempt: int) -> list[OpenOrder]:
-        """Return the next orders whose replies arrive; fewer than ``count`` if there are no more."""
-        ...
-
-    def release(self, ids: Collection[str]) -> None:
-        """Let clients whose replies did not count receive another order in the round."""
-        ...
-
-    def close(self, states: Mapping[int, ServerState]) -> OpenOrders:
-        """Return what the next round continues from.
-
-        Args:
-            states: The states of the server up to this round, by round, as far as orders belong to them.
-        """
-        ...
-
-
-class _SimulatedArrivals:
-    """Arrivals by the simulated clock, which depend on the clients' speeds and on no training.
-
-    Args:
-        context: The round.
-        transport: Knows how long each client takes.
-        open: The orders that were sent before the round.
-    """
-
-    def __init__(self, context: RoundContext, transport: TimedTransport, open: OpenOrders) -> None:
-        assert context.settings.buffered is not None
-        self._context, self._transport = context, transport
-        self._concurrency = context.settings.buffered.concurrency
-        self._ids = tuple(context.clients)
-        self._open = {order.client: order for order in open.orders}
-        self._arrived = set[str]()
-        self._number, self._clock = open.number, open.clock
-
-    def take(self, count: int, attempt: int) -> list[OpenOrder]:
-        orders = list[OpenOrder]()
-        while len(orders) < count:
-            self._send(attempt)  # not after the last reply: the next order is of the state that it updates
-            if not self._open:
-                break
-            order = min(self._open.values(), key=lambda order: (order.arrival, order.number))
-            del self._open[order.client]
-            self._arrived.add(order.client)
-            self._clock = order.arrival
-            orders.append(order)
-        return orders
-
-    def release(self, ids: Collection[str]) -> None:
-        self._arrived.difference_update(ids)
-
-    def close(self, states: Mapping[int, ServerState]) -> OpenOrders:
-        orders, context = tuple(self._open.values()), self._context
-        assert context.settings.buffered is not None
-        limit = context.settings.buffered.max_staleness
-        oldest = 0 if limit is None else context.state.round + 1 - limit  # replies to older orders will not count
-        needed = {order.round: states[order.round] for order in orders if order.round >= oldest}
-        return OpenOrders(orders, self._number, self._clock, needed)
-
-    def _send(self, attempt: int) -> None:
-        """Send the current state to further clients, as long as fewer than the requested number train."""
-        context = self._context
-        while len(self._open) < self._concurrency and len(self._open) + len(self._arrived) < len(self._ids):
-            id, round = self._draw_client(), context.state.round
-            seconds, absence = self._transport.time_reply(id, round, attempt, context.rules.deadline)
-            self._open[id] = OpenOrder(id, round, attempt, self._number, self._clock + seconds, absence)
-            self._number += 1
-
-    def _draw_client(self) -> str:
-        """Draw a client that neither trains nor has replied in this round; from (seed, number of the order) alone."""
-        busy = sorted(bisect.bisect_left(self._ids, id) for id in {*self._open, *self._arrived})
-        rng = create_generator(self._context.settings.seed, "asynchronous order", self._number)
-        position = int(torch.randint(len(self._ids) - len(busy), (), generator=rng))
-        for taken in busy:
-            position += taken <= position
-        return self._ids[position]
-
-
-class _RecordedArrivals:
-    """Arrivals of an earlier run.
-
-    Args:
-        context: The round.
-        settings: Settings with the recorded arrivals.
-        states: The states of the server up to this round, by round.
-
-    Raises:
-        FedspanError: If the record does not fit the federation.
-    """
-
-    def __init__(self, context: RoundContext, settings: BufferedSettings, states: Collection[int]) -> None:
-        assert settings.arrivals is not None
-        number = context.state.round
-        if number >= len(settings.arrivals):
-            problem = f"the record has the arrivals of {len(settings.arrivals)} rounds, and this is round {number + 1}"
-            raise FedspanError("federation.buffered.replay", len(settings.arrivals), problem=problem)
-        self._later = settings.arrivals[number + 1 :]
-        self._orders: list[OpenOrder] = []
-        for position, (id, round) in enumerate(settings.arrivals[number]):
-            if id not in context.clients or round not in states:
-                problem = (
-                    f"the record of round {number + 1} has a reply of {id!r} to round {round + 1}, which this run lacks"
-                )
-                raise FedspanError("federation.buffered.replay", id, problem=problem)
-            self._orders.append(OpenOrder(id, round, 0, position, 0.0))
-
-    def take(self, count: int, attempt: int) -> list[OpenOrder]:
-        taken, self._orders = self._orders[:count], self._orders[count:]
-        return taken
-
-    def release(self, ids: Collection[str]) -> None:
-        pass  # the record has no further replies of the round
-
-    def close(self, states: Mapping[int, ServerState]) -> OpenOrders:
-        needed = {round for arrivals in self._later for _, round in arrivals}
-        return OpenOrders(states={round: state for round, state in states.items() if round in needed})
 
 
 class BufferedRound:
     """One asynchronous round: it ends after as many valid replies as a synchronous round has clients.
 
-    Whether a reply is valid decides only how many further replies the round takes; the clients' order of arrival is
-    known before any of them trains. So they train when their replies arrive, as many at once as started from one state.
+    Whether a reply is valid decides only how many further replies the round takes. In a simulation and a replay the
+    clients' order of arrival is known before any of them trains, so they train when their replies arrive, as many at
+    once as started from one state. Clients on machines of their own train from the order to the reply.
 
     Args:
         context: Definition of the round, without a cohort.
@@ -179,7 +60,7 @@ class BufferedRound:
         on_client: Called with a client's id and training loss when its reply arrives.
 
     Raises:
-        FedspanError: If recorded arrivals do not fit the federation.
+        FedspanError: If the transport cannot run asynchronous rounds, or recorded arrivals do not fit the federation.
     """
 
     def __init__(
@@ -191,24 +72,39 @@ class BufferedRound:
         on_client: OnClient | None = None,
     ) -> None:
         assert context.settings.buffered is not None
-        if not isinstance(context.transport, TimedTransport):
-            problem = "asynchronous rounds run in the simulator only (engine.name: batched or loop)"
-            raise FedspanError("federation.buffered", type(context.transport).__name__, problem=problem)
         self.context, self.on_client, self._new_aggregation, self._best = context, on_client, new_aggregation, best
-        self._settings, self._transport, self._start = context.settings.buffered, context.transport, progress.open
+        self._settings, self._start = context.settings.buffered, progress.open
         self._last_rounds, self._last_replies = dict(progress.last_rounds), dict(progress.last_replies)
         self._states = {**progress.open.states, context.state.round: context.state}
-        self._source: _Source = (
-            _SimulatedArrivals(context, self._transport, progress.open)
-            if self._settings.arrivals is None
-            else _RecordedArrivals(context, self._settings, self._states.keys())
-        )
         self.note: str | None = None
         """A note on the round for the user, available when it has run; None: no note."""
         self._replies: dict[str, tuple[OpenOrder, Envelope | str]] = {}
         self._bodies = ReplyBuffer()
         self._tally = Tally()
         self._encoder = OrderEncoder(context.run)
+        self._created = set[int]()
+        self._source = self._create_source(progress.open)
+
+    def _create_source(self, open: OpenOrders) -> ArrivalSource:
+        context, transport = self.context, self.context.transport
+        if isinstance(transport, AsynchronousTransport) and self._settings.arrivals is None:
+            limits = self._new_aggregation(context, Tally())
+            return NodeArrivals(
+                context,
+                transport,
+                open,
+                self._create_order,
+                lambda id: limits.compute_reply_bytes(context.clients[id].client),
+            )
+        if not isinstance(transport, TimedTransport):
+            problem = (
+                "asynchronous rounds run in the simulator (engine.name: batched or loop) and in deployments, and "
+                "recorded ones in the simulator"
+            )
+            raise FedspanError("federation.buffered", type(transport).__name__, problem=problem)
+        if self._settings.arrivals is not None:
+            return RecordedArrivals(context, self._settings, self._states.keys())
+        return SimulatedArrivals(context, transport, open)
 
     def run(self) -> RoundResult:
         """Run the round.
@@ -221,9 +117,9 @@ class BufferedRound:
             aggregation, tally = self._aggregate()
             counted = aggregation.get_counted()
             missing = self.context.target - len(counted)
-            orders = self._source.take(missing, attempt) if missing > 0 else []
-            if orders:
-                self._train(orders)
+            arrivals = self._source.take(missing, attempt) if missing > 0 else []
+            if arrivals:
+                self._receive(arrivals)
                 continue
             if len(counted) >= aggregation.quorum:
                 return self._build_result(aggregation, tally)
@@ -234,44 +130,53 @@ class BufferedRound:
             failed = self._replies.keys() - set(counted)
             self._tally.failures += tally.failures
             self._tally.lost |= tally.lost
+            self._forget_lost()
             self._tally.transfers += [transfer for transfer in tally.transfers if transfer.client in failed]
             for id in failed:
                 del self._replies[id]
             self._source.release(failed)
 
-    def _train(self, orders: Sequence[OpenOrder]) -> None:
-        """Have the clients train whose replies arrive, those that started from one state together."""
+    def _receive(self, arrivals: Sequence[Arrival]) -> None:
+        """Store the replies that have arrived; where clients train only now, those of one state train together."""
         context, by_round = self.context, dict[int, dict[str, OpenOrder]]()
         limit = self._settings.max_staleness
-        for order in orders:
+        for order, reply in arrivals:
             staleness = context.state.round - order.round
-            if order.absence is not None:
-                self._replies[order.client] = order, order.absence
+            if isinstance(reply, str):
+                self._replies[order.client] = order, reply
             elif limit is not None and staleness > limit:
                 reason = f"its order is {staleness} rounds old, and federation.buffered.max_staleness is {limit}"
                 self._replies[order.client] = order, reason
+            elif reply is not None:
+                self._store_reply(order, reply)
             else:
                 by_round.setdefault(order.round, {})[order.client] = order
                 self._replies[order.client] = order, ""  # holds its place in the order of arrival
         for _, together in sorted(by_round.items()):
 
             def receive(id: str, reply: Envelope | str, orders: Mapping[str, OpenOrder] = together) -> None:
-                if isinstance(reply, Envelope):
-                    self._bodies.store(id, reply.body)
-                    reply = replace(reply, body=b"")
-                self._replies[id] = orders[id], reply
+                self._store_reply(orders[id], reply)
 
             def create(id: str, orders: Mapping[str, OpenOrder] = together) -> Envelope:
                 return self._create_order(orders[id])
 
-            self._transport.carry_out(Orders("train", together, create), list(together), receive)
+            assert isinstance(context.transport, TimedTransport)
+            context.transport.carry_out(Orders("train", together, create), list(together), receive)
+
+    def _store_reply(self, order: OpenOrder, reply: Envelope | str) -> None:
+        if isinstance(reply, Envelope):
+            self._bodies.store(order.client, reply.body)
+            reply = replace(reply, body=b"")
+        self._replies[order.client] = order, reply
 
     def _create_order(self, order: OpenOrder) -> Envelope:
         context, state, id = self.context, self._states[order.round], order.client
         client = replace(context.clients[id].client, last_round=self._last_rounds.get(id))
         message = context.method.sync(state, client)
         encoded = self._encoder.order("train", state.round, id, client, message)
-        self._tally.transfers.append(create_order_transfer(id, encoded.body, message))
+        if order.number not in self._created:  # a transport may make an order again that was refused on its way
+            self._created.add(order.number)
+            self._tally.transfers.append(create_order_transfer(id, encoded.body, message))
         lr = context.training.compute_lr(state.round, context.settings.rounds)
         return replace(encoded, attempt=order.attempt, lr=lr, best=self._best.get(id)).to_envelope()
 
@@ -313,12 +218,12 @@ class BufferedRound:
         if context.rules.validate:
             reported, impossible = drop_impossible_losses(replies)
             failures += [Failure(id, self._replies[id][0].attempt, reason) for id, reason in impossible]
-        for id in (self._tally.lost | tally.lost) & self._last_rounds.keys():
-            self._last_replies[id] = self._last_rounds.pop(id)
+        self._tally.lost |= tally.lost
+        self._forget_lost()
         if self.on_client is not None:
             for id, reply in replies.items():
                 self.on_client(id, reply.parts[-1].loss if reply.parts else float("nan"))
-        memories, optimizers = self._transport.accept_replies(replies)
+        memories, optimizers = context.transport.accept_replies(replies)
         open = self._source.close(self._states)
         collected = Tally([*self._tally.transfers, *tally.transfers], failures)
         return RoundResult(
@@ -335,12 +240,26 @@ class BufferedRound:
             lr=context.training.compute_lr(state.round, context.settings.rounds),
             loss=compute_mean_loss(reported.values(), context.settings.max_weight_ratio),
             failures=collected.sort_failures(),
-            simulated_seconds=open.clock - self._start.clock if self._settings.arrivals is None else None,
+            simulated_seconds=open.clock - self._start.clock if isinstance(self._source, SimulatedArrivals) else None,
             clipped=dict(sorted(aggregation.clipped.items())),
             lowered=dict(sorted(aggregation.lowered.items())),
-            arrivals=tuple(
-                (id, state.round - order.round)
-                for id, (order, reply) in self._replies.items()
-                if isinstance(reply, Envelope)
-            ),
+            arrivals=self._list_arrivals(replies),
         )
+
+    def _list_arrivals(self, accepted: Collection[str]) -> tuple[tuple[str, int], ...]:
+        """Return the replies in their order of arrival, each with the age of its order in rounds.
+
+        A simulation that repeats them rejects a reply again by the same rules. A node may have had a reason of its own
+        to refuse an order, so of nodes only accepted replies are listed.
+        """
+        round, from_nodes = self.context.state.round, isinstance(self._source, NodeArrivals)
+        return tuple(
+            (id, round - order.round)
+            for id, (order, reply) in self._replies.items()
+            if isinstance(reply, Envelope) and (id in accepted or not from_nodes)
+        )
+
+    def _forget_lost(self) -> None:
+        """Record for the clients that lost what they stored that their next order needs a complete message."""
+        for id in self._tally.lost & self._last_rounds.keys():
+            self._last_replies[id] = self._last_rounds.pop(id)

@@ -236,7 +236,8 @@ class ReportedEvaluator(Evaluator):
     def evaluate_clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
         """``Evaluator.evaluate_clients``; clients that do not reply are left out and recorded as events.
 
-        Clients that the next round would not wait for are not waited for here either, if any other replied.
+        Clients that the next round would not wait for are not waited for here either, if any other replied. Clients
+        that train between two rounds, as asynchronous ones leave them, are not asked.
         """
         federation = self.federation
         method, state, encoder = federation.method, progress.state, OrderEncoder(federation.run)
@@ -253,7 +254,8 @@ class ReportedEvaluator(Evaluator):
             return encoded.to_envelope()
 
         stages, measured = federation.engine.stages, set[str]()
-        ids = self.get_ids(progress)
+        training = federation.list_training()
+        ids = tuple(id for id in self.get_ids(progress) if id not in training)
         awaited = Awaited(ids, federation.find_absent(progress, ids))
 
         def replied(id: str, reply: Envelope | str) -> bool:

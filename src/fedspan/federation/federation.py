@@ -13,6 +13,7 @@ from fedspan.core.tensors import create_generator
 from fedspan.core.values import Client
 from fedspan.federation.absences import Absences
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext
+from fedspan.federation.asynchronous_transport import AsynchronousTransport
 from fedspan.federation.buffered import BufferedRound
 from fedspan.federation.presence import Presence
 from fedspan.federation.privacy import compute_round_charges, draw_poisson_cohort
@@ -267,6 +268,8 @@ class Federation:
 
     def find_absent(self, progress: Progress, ids: Iterable[str]) -> frozenset[str]:
         """Return the clients among ``ids`` that the next round does not wait for: their last replies did not count."""
+        if self.settings.buffered is not None:
+            return frozenset()  # cohorts are not drawn, and no round waits for a certain client
         limit = None if self.rules.over_select else self.rules.max_missed_rounds
         last_replies = (
             {**progress.last_replies, **progress.last_rounds} if progress.last_replies else progress.last_rounds
@@ -304,6 +307,15 @@ class Federation:
         orders = Orders("export", self.list_last_present(progress), order, lambda _: 0)
         self.transport.exchange(orders, replied, self.rules.deadline)
         return tuple(failures)
+
+    def close_orders(self) -> None:
+        """Close the orders that asynchronous rounds have open: the run has ended, and no reply counts any more."""
+        if isinstance(self.transport, AsynchronousTransport):
+            self.transport.retain_orders(())
+
+    def list_training(self) -> frozenset[str]:
+        """Return the clients that train between two rounds, which only asynchronous rounds leave training."""
+        return self.transport.list_training() if isinstance(self.transport, AsynchronousTransport) else frozenset()
 
     def record(self, event: Transfer | Failure) -> None:
         """Record an event outside the rounds."""

@@ -403,6 +403,7 @@ class _Session:
     def finish(self, progress: Progress) -> RunReport:
         """Evaluate the best round, export its adapters, train the baselines, write the report."""
         prepared, run_folder = self.prepared, self.run_folder
+        prepared.federation.close_orders()
         best_round = last_round = progress.state.round
         stopped = self._explain_stop(progress) if last_round < prepared.federation.settings.rounds else None
         if stopped is not None:

@@ -122,7 +122,7 @@ def simulate(
     base_config = _to_values(config, overrides)
     values = _set_trainers(base_config, next(iter(adopted.values())).model)
     config_values = base_config.model_dump(exclude_unset=True) if isinstance(base_config, RunConfig) else base_config
-    values.federation.require_simulated()
+    values.require_simulated()
     require_used(values, is_complete=_get_section(config_values, "data").get("train") == FROM_TRAINERS)
     with closing(TrainerRuns(adopted)) as built:
         if resume and is_run(folder):
@@ -330,9 +330,10 @@ def _open_host(config: RunConfig) -> session.Host | None:
     """Return the host that connects a run to its clients; None: they are simulated in this process.
 
     Raises:
-        FedspanError: If the config selects nodes of a deployment, or its engine is not installed.
+        FedspanError: If the config selects nodes of a deployment, its asynchronous rounds have neither speeds nor a
+            record, or its engine is not installed.
     """
-    config.federation.require_simulated()
+    config.require_simulated()
     if config.cluster is not None:
         require_ray()
         return simulate_on_cluster

@@ -249,3 +249,38 @@ def test_nodes_join_and_leave_a_run_under_way(tiny_folder: Path, tmp_path: Path)
     assert mine.keys() == theirs.keys()
     for name, value in mine.items():
         assert float((value - theirs[name]).norm()) <= 1e-4 * float(value.norm()), name
+
+
+def test_asynchronous_rounds_wait_for_no_node_and_their_record_repeats_them(tiny_folder: Path, tmp_path: Path) -> None:
+    """The server is killed and resumes, and a node is killed for good; a simulation of the record ends with the same
+    bits. Two replies end a round in which three nodes train, so one of them is of an older state in some rounds.
+    """
+    files = site_files(tiny_folder / "corpus.csv", tmp_path)
+    buffered = {"concurrency": 3}
+    plan = config(tiny_folder, tmp_path, rounds=8, clients_per_round=2, buffered=buffered)
+    values = yaml.safe_load(plan.read_text())
+    values["engine"] = {"name": "loop"}
+    values["training"] |= {"local_steps": None, "local_epochs": 40}  # the sites have 19, 32 and 58 texts
+    plan.write_text(yaml.safe_dump(values))
+    run, slowest = tmp_path / "run", "west"
+    with Deployment(tmp_path / "deployment") as made:
+        for site in SITES:
+            made.join(site, made.node_file(site, files[site]))
+        process = submitted(made, plan, run)
+        wait_for_round(run, 3, process)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process = submitted(made, plan, run, "--resume", str(run))
+        wait_for_round(run, 5, process)
+        made.end(slowest)
+        finish(process, made)
+    rows = rounds(run)
+    assert [row["round"] for row in rows] == list(range(1, 9))
+    assert all(len(row["arrivals"]) == 2 for row in rows)
+    assert max(age for row in rows for _, age in row["arrivals"]) >= 1
+    assert slowest in json.loads((run / "report.json").read_text())["failures"]
+    simulated = local_values(values, files["all"], {"name": "loop"})
+    simulated["federation"]["buffered"] = {**buffered, "replay": str(run)}
+    fedspan.run(simulated, tmp_path / "again")
+    assert [row["arrivals"] for row in rounds(tmp_path / "again")] == [row["arrivals"] for row in rows]
+    assert same(run, tmp_path / "again")

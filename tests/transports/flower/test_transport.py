@@ -16,6 +16,7 @@ from helpers.reply_transport import exchanged
 transport = pytest.importorskip(
     "fedspan.transports.flower.transport", reason="the extra fedspan[flower] is not installed"
 )
+deliveries = pytest.importorskip("fedspan.transports.flower.deliveries")
 grid_module = pytest.importorskip("fedspan.transports.flower.grid")
 codec = pytest.importorskip("fedspan.transports.flower.messages")
 
@@ -241,8 +242,8 @@ def test_objects_that_came_along_are_not_fetched_and_count() -> None:
 
 
 def test_small_orders_share_requests_and_large_ones_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "_BATCH", 3)
-    monkeypatch.setattr(transport, "BATCH_BYTES", 10_000 + 3 * transport._OVERHEAD)
+    monkeypatch.setattr(deliveries, "BATCH", 3)
+    monkeypatch.setattr(deliveries, "BATCH_BYTES", 10_000 + 3 * deliveries._OVERHEAD)
     bodies = {"a": 10, "b": 10, "c": 10, "d": 10, "e": 20_000, "f": 9_000, "g": 9_000}
     envelopes = {id: Envelope(id, bytes(size)) for id, size in bodies.items()}
 

@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Generic, TypeVar
 
-import httpx
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedspan.errors import FedspanError, escape_controls
-from fedspan.federation.protocol import Envelope, OnReply, Orders, Transport
+from fedspan.errors import FedspanError
+from fedspan.federation.asynchronous_transport import AsynchronousTransport
+from fedspan.federation.protocol import Envelope, OnReply, Orders
 from fedspan.transports.flower.adapter import ObjectPushError
+from fedspan.transports.flower.deliveries import BATCH, Delivery, Sent, read_reply, send_envelopes
 from fedspan.transports.flower.grid import Grid
-from fedspan.transports.flower.messages import draw_salt, from_records, to_records
+from fedspan.transports.flower.messages import draw_salt
 from fedspan.transports.flower.signing import Signer, UnsignedSigner
-from fedspan.transports.flower.wire import BATCH_BYTES, format_reply_limit
 
 __all__ = ["GridTransport", "Invitations", "invite", "roll_call"]
 
-A = TypeVar("A", str, int)
-
 _REINVITE_SECONDS = 5.0
 """Seconds after which a node that has not decided is invited again."""
-_LONGEST_REASON = 500
-"""Maximum number of characters of the reason that comes with a failure."""
-_REVOKED = "its node's key was revoked"
 _POLL = 0.05, 1.0
 """Polling interval for replies in seconds: initial and maximum."""
-_MARGIN = 1 << 20
-"""Maximum size of what a reply has beside its body, in bytes: its header, and Flower's records around both."""
-_BATCH, _OVERHEAD = 64, 2048
-"""Maximum number of orders of a request, and the size of an order's objects beside its header and body, in bytes."""
 
 
-class GridTransport(Transport):
+class GridTransport(AsynchronousTransport):
     """Sends envelopes to nodes and waits for their replies.
 
     Args:
@@ -59,157 +49,120 @@ class GridTransport(Transport):
         self._on_poll = on_poll
         self.grid, self.nodes, self.reconnect_timeout = grid, nodes, reconnect_timeout
         self.signer, self.revoked = signer or UnsignedSigner(), revoked
+        self._open = list[Delivery]()
+        self._arrived = deque[tuple[str, Envelope | str]]()
+        self._overdue = set[str]()
 
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
-        """``Transport.exchange``."""
-        for id, reply in self._receive_replies(orders, seconds, wait_for_offline):
+        """``Transport.exchange``; replies to open orders that arrive meanwhile wait for ``receive_reply``."""
+        for id, reply in self._receive_replies(self._create_delivery(orders, seconds, wait_for_offline)):
             if on_reply(id, reply):
                 return
 
-    def _receive_replies(
-        self, orders: Orders, seconds: float, wait_for_offline: bool
-    ) -> Iterator[tuple[str, Envelope | str]]:
-        unsent, pending = dict.fromkeys(orders), dict[str, _Sent[str]]()
-        refused = set[str]()
-        started, pause = time.monotonic(), _POLL[0]
-        deadline, offline_until = (
-            started + seconds,
-            started + (min(seconds, self.reconnect_timeout) if wait_for_offline else 0.0),
-        )
+    def send_orders(self, orders: Orders, seconds: float, *, wait_for_offline: bool = False) -> None:
+        """``AsynchronousTransport.send_orders``."""
+        delivery = self._create_delivery(orders, seconds, wait_for_offline)
+        self._open.append(delivery)
+        self._arrived += delivery.send(self.revoked())
+
+    def receive_reply(self) -> tuple[str, Envelope | str] | None:
+        """``AsynchronousTransport.receive_reply``."""
+        pause = _POLL[0]
+        while not self._arrived:
+            if not self._open:
+                return None
+            polled = time.monotonic()
+            self._on_poll()
+            self._send_open(self.revoked())
+            for _ in self._pull(None):
+                pass  # there is no exchange beside the open orders
+            self._expire_open()
+            if not self._arrived and self._open:
+                time.sleep(max(0.0, polled + pause - time.monotonic()))  # a grid may have waited itself
+                pause = min(2 * pause, _POLL[1])
+        return self._arrived.popleft()
+
+    def retain_orders(self, ids: Collection[str]) -> frozenset[str]:
+        """``AsynchronousTransport.retain_orders``."""
+        for delivery in self._open:
+            delivery.retain(ids)
+        self._open = [delivery for delivery in self._open if not delivery.is_done]
+        self._arrived = deque((id, reply) for id, reply in self._arrived if id in ids)
+        return frozenset((*self._list_open(), *(id for id, _ in self._arrived)))
+
+    def list_training(self) -> frozenset[str]:
+        """``AsynchronousTransport.list_training``."""
+        return frozenset((*self._list_open(), *self._overdue))
+
+    def _list_open(self) -> Iterator[str]:
+        for delivery in self._open:
+            yield from delivery.list_clients()
+
+    def _create_delivery(self, orders: Orders, seconds: float, wait_for_offline: bool) -> Delivery:
+        offline_seconds = self.reconnect_timeout if wait_for_offline else None
+        return Delivery(self.grid, self.signer, self.nodes, orders, seconds, offline_seconds)
+
+    def _receive_replies(self, delivery: Delivery) -> Iterator[tuple[str, Envelope | str]]:
+        """Yield the replies of an exchange until all have arrived or its time is up."""
+        pause = _POLL[0]
         while True:
             self._on_poll()
             revoked = self.revoked()
-            for id in [id for id in unsent if self.nodes[id] in revoked]:
-                del unsent[id]
-                yield id, _REVOKED
-            for message, sent in list(pending.items()):
-                if sent.node in revoked:
-                    del pending[message]
-                    yield sent.to, _REVOKED
-            online = set(self.grid.get_node_ids()) if unsent else set[int]()
-            salt = draw_salt()
-            for batch in _split_batches(orders, [id for id in unsent if self.nodes[id] in online]):
-                lifetime = max(deadline - time.monotonic(), 0) + 60
-                addressed = [(id, self.nodes[id], envelope, orders.compute_reply_bytes(id)) for id, envelope in batch]
-                try:
-                    try:
-                        sent = _send(self.grid, self.signer, addressed, "train", lifetime, salt)
-                    except httpx.HTTPStatusError as error:
-                        if not _can_be_resent(error):
-                            raise
-                        salt = draw_salt()  # a node may have announced the body's name with other children
-                        sent = _send(self.grid, self.signer, addressed, "train", lifetime, salt)
-                except ObjectPushError:  # its node deleted the message while it was sent; only a large one is alone
-                    salt = draw_salt()  # no object of the next message may have a name that this node knows
-                    for id, _ in batch:
-                        del unsent[id]
-                        yield id, "its node confirmed an order that it had not received"
-                    continue
-                except httpx.HTTPStatusError as error:
-                    if not _can_be_resent(error):
-                        raise
-                    salt = draw_salt()
-                    refused.update(id for id, _ in batch)  # sent again while the exchange waits for offline nodes
-                    continue
-                pending.update(sent)
-                for message in sent.values():
-                    del unsent[message.to]
-            if time.monotonic() >= offline_until:
-                reason = f"was not online for {offline_until - started:g} s" if wait_for_offline else "is not online"
-                for id in sorted(unsent):
-                    yield id, "the SuperLink did not take its order" if id in refused else f"its node {reason}"
-                unsent.clear()
+            yield from delivery.send(revoked)
+            self._send_open(revoked)
             received_any, polled = False, time.monotonic()
-            for id, reply in _receive(self.grid, self.signer, pending):
+            for id, reply in self._pull(delivery):
                 received_any = True
                 yield id, reply
-            if not pending and not unsent:
+            self._expire_open()
+            if delivery.is_done:
                 return
-            if time.monotonic() > deadline:
-                break
+            if delivery.is_late:
+                yield from delivery.expire()
+                return
             pause = _POLL[0] if received_any else min(2 * pause, _POLL[1])
             time.sleep(max(0.0, polled + pause - time.monotonic()))  # a grid may have waited itself
-        for id in sorted(sent.to for sent in pending.values()):
-            yield id, f"no reply within {seconds:g} s"
-        for id in sorted(unsent):
-            yield id, f"its node was not online for {seconds:g} s"
 
+    def _send_open(self, revoked: Collection[int]) -> None:
+        """Send open orders that have not been sent, as far as their nodes are online by now."""
+        for delivery in self._open:
+            self._arrived += delivery.send(revoked)
 
-@dataclass(frozen=True)
-class _Sent(Generic[A]):
-    """A message without a reply: its recipient, the node's id, and the nonce."""
+    def _expire_open(self) -> None:
+        """Give up the open orders whose time limits have passed."""
+        for delivery in self._open:
+            if delivery.is_late:
+                self._overdue.update(sent.to for sent in delivery.pending.values())
+                self._arrived += delivery.expire()
+        self._open = [delivery for delivery in self._open if not delivery.is_done]
 
-    to: A
-    node: int
-    nonce: bytes
+    def _pull(self, delivery: Delivery | None) -> Iterator[tuple[str, Envelope | str]]:
+        """Fetch the available replies; yield those of an exchange, and hold those to open orders.
 
+        A grid cancels messages that it was asked for before and is not asked for now. So each call asks for all: those
+        of the exchange, and those of the open orders.
+        """
+        deliveries = [*self._open, *(() if delivery is None else (delivery,))]
+        ids = sorted(id for waiting in deliveries for id in waiting.pending)
+        own = list[Message]()
+        for message in self.grid.pull_messages(ids) if ids else ():
+            received = next((one for one in (open.receive(message) for open in self._open) if one is not None), None)
+            if received is None:
+                own.append(message)
+                continue
+            self._arrived.append(received)
+            self._record_answer(received)
+        for message in own:
+            received = None if delivery is None else delivery.receive(message)
+            if received is not None:
+                self._record_answer(received)
+                yield received
 
-def _can_be_resent(error: httpx.HTTPStatusError) -> bool:
-    """Return whether a refusal concerns the names of a request's objects, or the moment, rather than the request."""
-    return error.response.status_code >= 500 or error.response.status_code == httpx.codes.CONFLICT
-
-
-def _split_batches(orders: Orders, ids: Iterable[str]) -> Iterator[list[tuple[str, Envelope]]]:
-    """Yield orders with their clients in batches that are sent in one request; a large order is one of its own."""
-    batch, size = list[tuple[str, Envelope]](), 0
-    for id in ids:
-        envelope = orders[id]
-        envelope_size = len(envelope.body) + len(envelope.header) + _OVERHEAD
-        if batch and (size + envelope_size > BATCH_BYTES or len(batch) == _BATCH):
-            yield batch
-            batch, size = [], 0
-        batch.append((id, envelope))
-        size += envelope_size
-    if batch:
-        yield batch
-
-
-def _send(
-    grid: Grid,
-    signer: Signer,
-    addressed: Iterable[tuple[A, int, Envelope, int | None]],
-    kind: str,
-    seconds: float,
-    salt: bytes,
-) -> dict[str, _Sent[A]]:
-    """Send envelopes in one request.
-
-    Args:
-        grid: Flower's grid.
-        signer: Signs the envelopes.
-        addressed: Tuples of recipient, Flower's id of the node, envelope, and maximum size of the reply's body in
-            bytes (None: unknown).
-        kind: Type of the messages.
-        seconds: Lifetime of the messages.
-        salt: Salt of their bodies.
-
-    Returns:
-        The messages that Flower accepted, by message id.
-    """
-    sent = list[_Sent[A]]()
-    messages = list[Message]()
-    for to, node, envelope, reply_bytes in addressed:
-        sealed = signer.seal(envelope, node)
-        group = format_reply_limit(None if reply_bytes is None else reply_bytes + _MARGIN)
-        messages.append(Message(to_records(sealed, salt), node, kind, ttl=seconds, group_id=group))
-        sent.append(_Sent(to, node, sealed.nonce))
-    return {id: message for id, message in zip(grid.push_messages(messages), sent, strict=False) if id}
-
-
-def _receive(grid: Grid, signer: Signer, pending: dict[str, _Sent[A]]) -> Iterator[tuple[A, Envelope | str]]:
-    """Yield the available replies with their senders, and remove their messages from ``pending``."""
-    for reply in grid.pull_messages(sorted(pending)) if pending else ():
-        sent = pending.pop(reply.metadata.reply_to_message_id, None)
-        if sent is None:
-            continue
-        if reply.has_error():
-            reason = escape_controls((reply.error.reason or "none")[:_LONGEST_REASON])  # unsigned, in anybody's words
-            yield sent.to, f"its node failed (Flower's code {reply.error.code}: {reason})"
-            continue
-        try:
-            yield sent.to, signer.open(from_records(reply.content), sent.node, sent.nonce)
-        except ValueError as error:
-            yield sent.to, escape_controls(str(error)[:_LONGEST_REASON])
+    def _record_answer(self, received: tuple[str, Envelope | str]) -> None:
+        """Record that a client has answered, and no longer trains for an order whose time limit has passed."""
+        id, reply = received
+        if isinstance(reply, Envelope):
+            self._overdue.discard(id)
 
 
 def roll_call(grid: Grid, count: int, seconds: float) -> dict[int, int]:
@@ -273,7 +226,7 @@ class Invitations:
         self._grid, self._envelope, self._signer = grid, envelope, signer or UnsignedSigner()
         self._undecided = set[int]() if undecided is None else undecided
         self._invited_at = dict.fromkeys(known, float("inf"))
-        self._pending: dict[str, _Sent[int]] = {}
+        self._pending: dict[str, Sent[int]] = {}
 
     @property
     def pending_nodes(self) -> frozenset[int]:
@@ -297,12 +250,12 @@ class Invitations:
             for node in sorted(online)
             if node not in invited_at or (node in self._undecided and now - invited_at[node] >= _REINVITE_SECONDS)
         ]
-        for start in range(0, len(due), _BATCH):
-            addressed = [(node, node, self._envelope, 0) for node in due[start : start + _BATCH]]
-            invited_at |= dict.fromkeys(due[start : start + _BATCH], now)
-            self._undecided.difference_update(due[start : start + _BATCH])
+        for start in range(0, len(due), BATCH):
+            addressed = [(node, node, self._envelope, 0) for node in due[start : start + BATCH]]
+            invited_at |= dict.fromkeys(due[start : start + BATCH], now)
+            self._undecided.difference_update(due[start : start + BATCH])
             try:
-                self._pending.update(_send(self._grid, self._signer, addressed, "query", lifetime, salt))
+                self._pending.update(send_envelopes(self._grid, self._signer, addressed, "query", lifetime, salt))
             except ObjectPushError:  # only of a large invitation
                 salt = draw_salt()
                 for node, *_ in addressed:
@@ -310,7 +263,9 @@ class Invitations:
 
     def receive(self) -> Iterator[tuple[int, Envelope | str]]:
         """Yield the nodes that have replied, with their replies or the reason for a missing one."""
-        yield from _receive(self._grid, self._signer, self._pending)
+        for message in self._grid.pull_messages(sorted(self._pending)) if self._pending else ():
+            if (received := read_reply(message, self._signer, self._pending)) is not None:
+                yield received
 
 
 def invite(
