@@ -42,6 +42,37 @@ def test_a_missing_reply_is_logged_with_its_reason(tmp_path: Path) -> None:
     assert heard == [("a", "no reply within 5 s")]
 
 
+def test_open_orders_are_logged_with_their_ends(tmp_path: Path) -> None:
+    class Open:
+        replies = [("a", Envelope('{"task": "train", "round": 3}')), ("b", "no reply within 5 s")]
+
+        def send_orders(self, orders: Any, seconds: float, *, wait_for_offline: bool = False) -> None:
+            assert [orders[id].header for id in orders] == ["{}"] * 3
+
+        def receive_reply(self) -> Any:
+            return self.replies.pop(0) if self.replies else None
+
+        def retain_orders(self, ids: Any) -> frozenset[str]:
+            return frozenset(ids)
+
+        def list_training(self) -> frozenset[str]:
+            return frozenset("c")
+
+    log, inner = AuditLog(tmp_path / AUDIT), Open()
+    transport = AuditedTransport(inner, log, "run", {"a": 1, "b": 2, "c": 3})  # type: ignore[arg-type]
+    transport.send_orders(Orders("train", "abc", lambda _: Envelope("{}")), 5.0)
+    received = [transport.receive_reply() for _ in range(3)]
+    assert [reply and reply[0] for reply in received] == ["a", "b", None]
+    assert transport.list_training() == {"c"}
+    assert transport.retain_orders("c") == {"c"}
+    assert transport.retain_orders("") == frozenset()
+    assert [(row["event"], row["client"]) for row in log.read()] == [
+        ("asked", "a"), ("asked", "b"), ("asked", "c"), ("answered", "a"), ("failed", "b"), ("failed", "c"),
+    ]  # fmt: skip
+    assert log.read()[3]["round"] == 3
+    assert [row["reason"] for row in log.read()[4:]] == ["no reply within 5 s", "the server closed its order"]
+
+
 def test_a_hostile_header_is_described_in_few_bytes() -> None:
     for header in ("[" * 9999, '{"task": "' + "x" * 9999 + '", "round": [1], "serial": {}}', "\ud800", "{}"):
         description = describe_envelope(Envelope(header, b"abc"))

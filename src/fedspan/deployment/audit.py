@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping
 
 from fedspan.core.method import Memory
 from fedspan.core.values import OptimizerState
+from fedspan.federation.asynchronous_transport import AsynchronousTransport
 from fedspan.federation.progress import Progress
-from fedspan.federation.protocol import Envelope, OnReply, OnTrained, Orders, Transport
+from fedspan.federation.protocol import Envelope, OnReply, OnTrained, Orders
 from fedspan.logs import AuditLog
 
 __all__ = ["AUDIT", "AuditedTransport", "describe_envelope"]
@@ -41,7 +42,7 @@ def describe_envelope(envelope: Envelope) -> dict[str, object]:
     }
 
 
-class AuditedTransport(Transport):
+class AuditedTransport(AsynchronousTransport):
     """A transport that writes every order and every reply to an audit log before it passes them on.
 
     Args:
@@ -51,8 +52,9 @@ class AuditedTransport(Transport):
         nodes: Flower's node id of each client.
     """
 
-    def __init__(self, inner: Transport, log: AuditLog, run: str, nodes: Mapping[str, int]) -> None:
+    def __init__(self, inner: AsynchronousTransport, log: AuditLog, run: str, nodes: Mapping[str, int]) -> None:
         self.inner, self.log, self.run, self.nodes = inner, log, run, nodes
+        self._tasks = dict[str, str]()
 
     def begin(self, progress: Progress, on_trained: OnTrained | None = None) -> None:
         """``Transport.begin``."""
@@ -71,20 +73,51 @@ class AuditedTransport(Transport):
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
         """``Transport.exchange``."""
 
-        def order(id: str) -> Envelope:
+        def received(id: str, reply: Envelope | str) -> bool:
+            self._write_reply(id, orders.task, reply)
+            return on_reply(id, reply)
+
+        self.inner.exchange(self._audit(orders), received, seconds, wait_for_offline=wait_for_offline)
+
+    def send_orders(self, orders: Orders, seconds: float, *, wait_for_offline: bool = False) -> None:
+        """``AsynchronousTransport.send_orders``."""
+        self._tasks |= dict.fromkeys(orders, orders.task)
+        self.inner.send_orders(self._audit(orders), seconds, wait_for_offline=wait_for_offline)
+
+    def receive_reply(self) -> tuple[str, Envelope | str] | None:
+        """``AsynchronousTransport.receive_reply``."""
+        received = self.inner.receive_reply()
+        if received is not None:
+            id, reply = received
+            self._write_reply(id, self._tasks.pop(id), reply)
+        return received
+
+    def retain_orders(self, ids: Collection[str]) -> frozenset[str]:
+        """``AsynchronousTransport.retain_orders``; closed orders are logged as failed."""
+        retained = self.inner.retain_orders(ids)
+        for id in sorted(self._tasks.keys() - retained):
+            self._write_reply(id, self._tasks.pop(id), "the server closed its order")
+        return retained
+
+    def list_training(self) -> frozenset[str]:
+        """``AsynchronousTransport.list_training``."""
+        return self.inner.list_training()
+
+    def _audit(self, orders: Orders) -> Orders:
+        """Return the orders, each of which is logged when it is created."""
+
+        def create(id: str) -> Envelope:
             envelope = orders[id]
             self._write("asked", id, **describe_envelope(envelope))
             return envelope
 
-        def received(id: str, reply: Envelope | str) -> bool:
-            if isinstance(reply, str):
-                self._write("failed", id, task=orders.task, reason=reply[:500])
-            else:
-                self._write("answered", id, **describe_envelope(reply))
-            return on_reply(id, reply)
+        return orders.replace_make(create)
 
-        audited = orders.replace_make(order)
-        self.inner.exchange(audited, received, seconds, wait_for_offline=wait_for_offline)
+    def _write_reply(self, id: str, task: str, reply: Envelope | str) -> None:
+        if isinstance(reply, str):
+            self._write("failed", id, task=task, reason=reply[:500])
+        else:
+            self._write("answered", id, **describe_envelope(reply))
 
     def _write(self, event: str, id: str, **facts: object) -> None:
         self.log.write(event, run=self.run, client=id, node=str(self.nodes.get(id, "")), **facts)

@@ -14,8 +14,9 @@ from fedspan.deployment.handshake import Introduction, Invitation, compute_base_
 from fedspan.deployment.participants import NodeCallbacks, Participant, Participants, Record, load_record
 from fedspan.deployment.status import read_status, store_named_run
 from fedspan.errors import FedspanError
+from fedspan.federation.asynchronous_transport import AsynchronousTransport
 from fedspan.federation.progress import ClientData
-from fedspan.federation.protocol import Envelope, Transport, read_header
+from fedspan.federation.protocol import Envelope, read_header
 from fedspan.files import convert_disk_errors
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.folder import RunFolder
@@ -152,7 +153,7 @@ class Submission:
 
     def _connect(
         self,
-        transport: Transport,
+        transport: AsynchronousTransport,
         nodes: Mapping[str, int],
         clients: Mapping[str, ClientData],
         participants: Participants | None = None,
