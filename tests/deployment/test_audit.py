@@ -43,14 +43,14 @@ def test_a_missing_reply_is_logged_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_open_orders_are_logged_with_their_ends(tmp_path: Path) -> None:
-    class Open:
-        replies = [("a", Envelope('{"task": "train", "round": 3}')), ("b", "no reply within 5 s")]
+    replies = [("a", Envelope('{"task": "train", "round": 3}')), ("b", "no reply within 5 s")]
 
+    class Open:
         def send_orders(self, orders: Any, seconds: float, *, wait_for_offline: bool = False) -> None:
             assert [orders[id].header for id in orders] == ["{}"] * 3
 
         def receive_reply(self) -> Any:
-            return self.replies.pop(0) if self.replies else None
+            return replies.pop(0) if replies else None
 
         def retain_orders(self, ids: Any) -> frozenset[str]:
             return frozenset(ids)

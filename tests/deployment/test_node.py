@@ -14,7 +14,16 @@ from fedspan.config.node import load_node
 from fedspan.deployment.handshake import Introduction, Invitation, build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import Envelope, Order, Reply, decode_order, decode_reply, read_header
+from fedspan.federation.protocol import (
+    Envelope,
+    Order,
+    OrderEncoder,
+    Reply,
+    decode_order,
+    decode_reply,
+    open_reply,
+    read_header,
+)
 from helpers.node_service import CLIENT, introduced, node, served, values
 
 
@@ -121,6 +130,23 @@ def test_a_server_s_config_names_no_data(tiny_folder: Path) -> None:
     federation = {"clients_per_round": 2, "buffered": {"concurrency": 3, "replay": "runs/first"}}
     with pytest.raises(FedspanError, match="a record of arrivals is repeated in the simulator"):
         build_server_config({**given, "federation": federation})
+
+
+def test_a_node_joins_asynchronous_rounds_and_trains_an_order_of_any_round(tiny_folder: Path, tmp_path: Path) -> None:
+    """Of the rounds themselves a node knows nothing: each order names the state's round and its learning rate."""
+    service = NodeService(node(tiny_folder, tmp_path))
+    federation = {"clients_per_round": 1, "buffered": {"concurrency": 1}}
+    prepared, transport = served(tiny_folder, service, federation=federation)
+    state = prepared.federation.begin()
+    encoder = OrderEncoder("run")
+    client = prepared.federation.clients[CLIENT].client
+    for round in (0, 2):
+        progress = replace(state, state=replace(state.state, round=round))
+        message = prepared.federation.method.sync(progress.state, client)
+        lr = prepared.federation.training.compute_lr(round, 3)
+        order = replace(encoder.order("train", round, CLIENT, client, message), lr=lr).to_envelope()
+        reply = open_reply(transport.service.answer(order))
+        assert (reply.round, reply.task) == (round, "train")
 
 
 def test_a_node_s_file_names_what_is_wrong(tmp_path: Path) -> None:
