@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from torch import Tensor
 
@@ -32,17 +33,19 @@ def require_declared_traffic(run: MethodRun, policy: str) -> None:
     counted = count_layers(run.federation.method, ranks.values(), cohorts)
     extras = sum(math.prod(shape) for shape in run.federation.method.spec.extras.values())
     for number, round in enumerate(run.rounds):
-        cohort, sent = round.result.cohort, round.messages()
+        cohort, sent, payloads = round.result.cohort, round.messages(), Counter[tuple[str, str]]()
         for transfer, message in zip(round.result.transfers, sent, strict=True):
             assert transfer.bytes == len(encode(message))
-            if transfer.direction == "down" and transfer.client not in steady:
+            payloads[transfer.client, transfer.direction] += transfer.payload
+        for (client, direction), payload in payloads.items():
+            if direction == "down" and client not in steady:
                 continue
-            layers = getattr(counted[number][ranks[transfer.client]], transfer.direction)
-            travel = policy == "average" or (transfer.direction == "down" and number == 0)
+            layers = getattr(counted[number][ranks[client]], direction)
+            travel = policy == "average" or (direction == "down" and number == 0)
             expected = layers + 4 * travel * extras
-            if run.federation.method.declare_claims().adaptive_rank and transfer.direction == "down":
-                assert 4 * travel * extras <= transfer.payload <= expected
+            if run.federation.method.declare_claims().adaptive_rank and direction == "down":
+                assert 4 * travel * extras <= payload <= expected
             else:
-                assert transfer.payload == expected
+                assert payload == expected
         steady &= set(cohort)
     assert steady, "nobody took part in every round"

@@ -44,7 +44,7 @@ def good(_: Order | Phase, back: Envelope) -> Envelope:
 
 def gone_at(phase: str, *ids: str, attempts: int = 99) -> Lose:
     """Clients that do not answer a phase, nor what comes after it, in the first attempts."""
-    order = ("keys", "shares", "train", "unmask")
+    order = ("keys", "shares", "train", "second", "unmask")
 
     def lose(asked: Order | Phase) -> bool:
         return asked.to in ids and asked.attempt < attempts and order.index(asked.task) >= order.index(phase)

@@ -149,6 +149,12 @@ class Watched(Wrapper):
     def contribute(self, message: Message, client: Client) -> Contribution:
         return self._call("contribute", message, client)
 
+    def build_second_order(self, state: ServerState, reduced: Reduced) -> Message:
+        return self._call("build_second_order", state, reduced)
+
+    def build_second_reply(self, order: Message, tensors: Tensors, client: Client, round: int) -> Message:
+        return self._call("build_second_reply", order, tensors, client, round)
+
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return self._call("update", state, reduced)
 
@@ -196,13 +202,23 @@ class Round:
 
     def messages(self) -> list[Message]:
         """What was transmitted, in the order of ``result.transfers``."""
-        sent = [call.result if call.function == "sync" else call.result[0] for call in self.calls if _travels(call)]
+        sent = [message for call in self.calls for message in _list_transmitted(call)]
         assert len(sent) == len(self.result.transfers)
-        return sent
+        # both sorts are stable, so that a client's messages of one direction stay in the order of the exchanges
+        return [message for _, _, message in sorted(sent, key=lambda one: one[:2])]
 
 
-def _travels(call: Call) -> bool:
-    return call.function == "sync" or (call.function == "finish" and isinstance(call.result[0], Message))
+def _list_transmitted(call: Call) -> list[tuple[str, str, Message]]:
+    """The messages that a call stands for, by client and direction."""
+    match call.function:
+        case "sync":
+            return [(call.args[1].id, "down", call.result)]
+        case "finish" if isinstance(call.result[0], Message):
+            return [(call.args[2].id, "up", call.result[0])]
+        case "build_second_reply":
+            return [(call.args[2].id, "down", call.args[0]), (call.args[2].id, "up", call.result)]
+        case _:
+            return []
 
 
 @dataclass(frozen=True)

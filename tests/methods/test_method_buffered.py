@@ -20,6 +20,7 @@ LATER = "it re-initializes its factors after round 2"
 ALTERNATES = "a client trains something else in round 2 than in round 1"
 REASONS: dict[str, str | None] = {
     "fed-sb": OTHER,
+    "fedask": "its rounds have a second exchange",
     "fedavg": None,
     "federa": None,
     "fedex-lora": STACKS,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from fedspan.core.parametrization import LoRA
 from fedspan.core.tensors import Tensors, is_extra, join_tensor_name, select_slots, split_extras
+from fedspan.core.values import Client, Contribution, Reduced
 from fedspan.errors import FedspanError
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.methods.registry import METHODS
@@ -139,21 +142,32 @@ def test_moments_do_not_outlive_the_factors_that_they_belong_to(key: str, run_me
 def test_the_order_of_replies_does_not_matter(key: str, run_method: RunMethod) -> None:
     run = run_method(key)
     for round in run.rounds[:3]:
-        replies = [(call.args[1], call.result) for call in round.of("contribute")]
-        for order in itertools.permutations(replies):
-            reducer = Reducer([client for client, _ in order])
-            for client, contribution in order:
-                reducer.add(client.id, contribution)
-            after = run.federation.method.update(round.before.state, reducer.compute_result())
+        first = [(call.args[1], call.result) for call in round.of("contribute")]
+        second = [(call.args[2], Contribution(sum=call.result.tensors)) for call in round.of("build_second_reply")]
+        for numbers in itertools.permutations(range(len(first))):
+            reduced = _reduce([first[number] for number in numbers])
+            if second:
+                means = _reduce([second[number] for number in numbers]).mean
+                reduced = replace(reduced, mean={**reduced.mean, **means})
+            after = run.federation.method.update(round.before.state, reduced)
             assert differences(after, round.after.state) == []
+
+
+def _reduce(replies: Sequence[tuple[Client, Contribution]]) -> Reduced:
+    """The reduction of contributions that arrive in this order."""
+    reducer = Reducer([client for client, _ in replies])
+    for client, contribution in replies:
+        reducer.add(client.id, contribution)
+    return reducer.compute_result()
 
 
 @pytest.mark.parametrize("key", METHODS)
 def test_nobody_writes_to_what_it_is_given(key: str, run_method: RunMethod) -> None:
-    """Neither the six functions nor training, a round or an evaluation."""
+    """Neither the method's functions nor training, a round or an evaluation."""
     run = run_method(key)
+    second = ("build_second_order", "build_second_reply") if METHODS[key].claims.second_exchange else ()
     assert {call.function for round in run.rounds for call in round.calls} == {
-        *("sync", "start", "finish", "contribute", "update")
+        *("sync", "start", "finish", "contribute", "update", *second)
     }
     assert run.written == ()
 

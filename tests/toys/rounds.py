@@ -16,7 +16,7 @@ from fedspan.core.base import BaseUpdate, apply_patch, materialise
 from fedspan.core.method import Memory, Method, compute_scaling
 from fedspan.core.parametrization import compute_dense_change
 from fedspan.core.tensors import Tensors, count, select_slots, split_extras
-from fedspan.core.values import Client, Job, Message, OptimizerSpec, Reduced, ServerState, Spec, Trained
+from fedspan.core.values import Client, Contribution, Job, Message, OptimizerSpec, Reduced, ServerState, Spec, Trained
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.serialization import decode, decode_state, encode, encode_state
 from fedspan.planning.shape_inference import ShapeInference, rewrap_method, unwrap_method
@@ -120,6 +120,7 @@ class Federation:
             self.parties[id] = Party(Client(id, rank, scaling, examples, weight))
         self.elements: dict[str, tuple[int, int]] = {}
         self.replies: dict[str, Message] = {}
+        self.trained: dict[str, Tensors] = {}
         self.reduced = Reduced()
 
     def round(self, cohort: Sequence[str] | None = None, *, lost: Collection[str] = ()) -> None:
@@ -132,7 +133,7 @@ class Federation:
             client = party.client
             message = decode(encode(self.method.sync(self.state, client)))
             base = apply_patch(party.base, message.base)
-            reply, memory = self._client(party, message, base)
+            reply, memory, trained = self._client(party, message, base)
             assert encode_state(self.state) == before, "a client wrote to the server's state"
             if client.id in lost:
                 reducer.add(client.id, None)
@@ -141,13 +142,27 @@ class Federation:
             self.elements[client.id] = _elements(message), _elements(reply)
             self.replies[client.id] = reply
             self.parties[client.id] = Party(replace(client, last_round=self.state.round), memory, base)
+            self.trained[client.id] = trained
         self.reduced = reducer.compute_result()
+        if self.method.declare_claims().second_exchange:
+            self._second([party.client for party in asked if party.client.id in self.replies])
         after = self.method.update(self.state, self.reduced)
         assert encode_state(self.state) == before, "update wrote to the state that it was given"
         assert after.round == self.state.round + 1
         self.state = decode_state(encode_state(after))
 
-    def _client(self, party: Party, message: Message, base: BaseUpdate) -> tuple[Message, Memory]:
+    def _second(self, clients: Sequence[Client]) -> None:
+        """The second exchange of a round."""
+        order, reducer = self.method.build_second_order(self.state, self.reduced), Reducer(clients)
+        for client in clients:
+            message, tensors = decode(encode(order)), split_extras(self.trained[client.id])[0]
+            reply = decode(encode(self.method.build_second_reply(message, tensors, client, self.state.round)))
+            reducer.add(client.id, Contribution(sum=reply.tensors))
+            down, up = self.elements[client.id]
+            self.elements[client.id] = down + _elements(message), up + _elements(reply)
+        self.reduced = replace(self.reduced, mean={**self.reduced.mean, **reducer.compute_result().mean})
+
+    def _client(self, party: Party, message: Message, base: BaseUpdate) -> tuple[Message, Memory, Tensors]:
         client, memory = party.client, party.memory
         self.adapted.set_base(base)
         job = self.method.start(message, client, memory, self.state.round)
@@ -160,7 +175,7 @@ class Federation:
             )
             result, memory = self.method.finish(job, trained, client, memory, self.state.round)
             if isinstance(result, Message):
-                return decode(encode(result)), memory
+                return decode(encode(result)), memory, trained.tensors
             job = result
         raise AssertionError("a client's round does not end")
 
@@ -200,7 +215,8 @@ class Federation:
             inference = ShapeInference(rewrap_method(self.method, single), cohort)
             *_, last = (inference.run_round(cohort) for _ in range(round + 1))
             exchange = last[rank]
-            down, up = down + _elements(exchange.down), up + _elements(exchange.up)
+            for sent, received in ((exchange.down, exchange.up), exchange.second or (Message(), Message())):
+                down, up = down + _elements(sent), up + _elements(received)
         return down, up
 
 

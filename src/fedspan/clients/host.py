@@ -25,6 +25,7 @@ from fedspan.clients.statistics import StatisticsLimits, compute_client_statisti
 from fedspan.clients.store import ClientState, ClientStore, LostStateError, OverlayMapping, copy_on_write
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Memory, Method
+from fedspan.core.tensors import split_extras
 from fedspan.core.values import Client, Contribution, Job, Message, OptimizerState, ServerState, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
@@ -190,6 +191,8 @@ class Host:
             return self._evaluate(order)
         if order.task == "statistics":
             return self._compute_statistics(order)
+        if order.task == "second":
+            return self._reply_second(order)
         if order.task == "export":
             return self._export(order)
         replies: list[Reply] = []
@@ -232,7 +235,7 @@ class Host:
             if isinstance(result, Job):
                 return make_assignment(training, result)
             del running[assignment.client]
-            on_reply(self._finish_training(training, result))
+            on_reply(self._finish_training(training, trained, result))
             return None
 
         sizes = {id: int(self.examples.lengths[self.clients[id].train].sum()) for id in orders}
@@ -283,7 +286,7 @@ class Host:
             )
         return _Training(order, client, data, stored, job, noise, stored.memory, copy_on_write(stored.moments))
 
-    def _finish_training(self, training: _Training, reply: Message) -> Reply:
+    def _finish_training(self, training: _Training, trained: Trained, reply: Message) -> Reply:
         order, privacy = training.order, self.engine.settings.privacy
         if privacy is not None and privacy.mechanism == "local":
             reply = privatize(privacy, training.job.tensors, training.client, reply, order.round)
@@ -292,9 +295,9 @@ class Host:
         if self.tamper is not None:
             reply = self.tamper(order, self._decode_message(order), reply)
         needed = frozenset(round for round in (training.client.last_round, order.best) if round is not None)
-        self.store.store(
-            order.to, order.round, ClientState(training.memory, training.moments, training.stored.base), needed
-        )
+        tensors = split_extras(trained.tensors)[0] if self.method.declare_claims().second_exchange else {}
+        state = ClientState(training.memory, training.moments, training.stored.base, tensors)
+        self.store.store(order.to, order.round, state, needed)
         try:
             body = self._encode_body(order, reply, training.job)
         except FedspanError as error:
@@ -361,6 +364,33 @@ class Host:
         job, stored = self._start_job(order, self._decode_message(order))
         self.export(job, stored.base, order.round)
         return Reply("export", order.round, order.attempt, order.to)
+
+    def _reply_second(self, order: Order) -> Reply:
+        """Carry out an order of a round's second exchange, from what the client trained in the first."""
+        client = order.client
+        if client is None or client.id != order.to:
+            raise ValueError("an order of a second exchange names another client, or none")
+        if not self.method.declare_claims().second_exchange:
+            raise FedspanError("message.task", order.task, problem="a round of this method has one exchange")
+        self._require_secure(order)
+        trained = self._load_state(order.to, order.round).trained
+        if not trained:
+            raise LostStateError(order.to, order.round, "it did not train in this round")
+        message = self._decode_message(order)
+        reply = self.method.build_second_reply(message, trained, client, order.round)
+        if self.tamper is not None:
+            reply = self.tamper(order, message, reply)
+        body = serialization.encode(reply)
+        if order.secure is not None:
+            secure = self._get_secure_client(order.to, order.secure.session)
+            summed = Contribution(sum=serialization.decode(body).tensors)
+            try:
+                body = serialization.encode(secure.mask(order, order.secure, summed, {}))
+            except FedspanError as error:
+                if self.tamper is None:
+                    raise
+                return refuse(order, error)
+        return Reply("second", order.round, order.attempt, order.to, body=body)
 
     def _compute_statistics(self, order: Order) -> Reply:
         data, client = self._get_data(order), order.client

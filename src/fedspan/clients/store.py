@@ -163,11 +163,13 @@ class ClientState:
         memory: The method's memory.
         moments: Stored optimizer states by phase, with the generation that they belong to.
         base: The base update that the client holds.
+        trained: Tensors that the round trained, for its second exchange; empty if it has none.
     """
 
     memory: Memory = field(default_factory=dict)
     moments: Mapping[str, tuple[OptimizerState, int]] = field(default_factory=dict)
     base: BaseUpdate = BaseUpdate()
+    trained: Tensors = field(default_factory=dict)
 
 
 class LostStateError(FedspanError):
@@ -386,19 +388,24 @@ def discard(folder: Path, needed: Iterable[Version], among: Iterable[Version] | 
 
 def _write_state(writer: Writer, client_state: ClientState) -> Mapping[str, object]:
     moments = {phase: write_moments(writer, state) for phase, state in client_state.moments.items()}
-    return {
+    structure: dict[str, object] = {
         "memory": writer.add_tensors(client_state.memory),
         "moments": moments,
         "base": writer.add_base(client_state.base),
     }
+    if client_state.trained:
+        structure["trained"] = writer.add_tensors(client_state.trained)
+    return structure
 
 
 def _read_state(reader: Reader, structure: object) -> ClientState:
     moments = expect(structure, "moments", dict)
+    has_trained = isinstance(structure, dict) and "trained" in structure
     return ClientState(
         memory=reader.read_tensors(expect(structure, "memory", dict)),
         moments={phase: read_moments(reader, expect(moments, phase, dict)) for phase in moments},
         base=reader.read_base(expect(structure, "base", dict)),
+        trained=reader.read_tensors(expect(structure, "trained", dict)) if has_trained else {},
     )
 
 

@@ -84,6 +84,8 @@ class PrivacyConfig(Section):
             "it transmits nothing": claims.sends == "nothing",
             "what a client chooses to send tells of its data": claims.budgets and self.mechanism != "dp-sgd",
             "its server combines replies one by one": claims.reduction != "sum" and self.mechanism == "central",
+            "its rounds have two exchanges, each of which would need noise of its own": claims.second_exchange
+            and self.mechanism != "dp-sgd",
             "noise would spoil what it sends beside tensors that all clients start from": claims.sends != "values"
             and self.mechanism == "local",
         }

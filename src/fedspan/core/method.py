@@ -2,7 +2,9 @@
 
 One round, seen from the server: ``sync`` builds the message with what a client lacks; the client's ``start`` defines
 its training job; an engine trains; ``finish`` builds the reply (or the next phase's job); ``contribute`` converts the
-reply to a form that can be combined; the engine reduces; ``update`` completes the server's step. The model to evaluate
+reply to a form that can be combined; the engine reduces; ``update`` completes the server's step. A method that claims
+``second_exchange`` exchanges messages once more before ``update``: ``build_second_order`` builds the server's message
+from the reduction, and ``build_second_reply`` a client's reply from what the client has trained. The model to evaluate
 is that of ``start(sync(state, client), client, memory)``; ``client=None`` is the global model.
 """
 
@@ -66,6 +68,8 @@ class Claims:
             scaling a reply's change down leaves them as they are.
         adaptive_rank: Whether the rank of what clients receive depends on the replies' values, so that plans, which
             have none, count the largest.
+        second_exchange: Whether a round has a second exchange of orders and replies after training
+            (``Method.build_second_order``). Its replies are summed, so ``reduction`` must be ``sum``.
     """
 
     paper: str
@@ -82,6 +86,7 @@ class Claims:
     sends: Literal["values", "other", "nothing"] = "values"
     directions: tuple[str, ...] = ()
     adaptive_rank: bool = False
+    second_exchange: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,6 +166,34 @@ class Method(ABC):
     @abstractmethod
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         """Compute the state after the round (server)."""
+
+    def build_second_order(self, state: ServerState, reduced: Reduced) -> Message:
+        """Build the message of a round's second exchange, which is the same for all clients (server).
+
+        Only methods that claim ``second_exchange`` define it. The message goes to the clients whose first replies were
+        accepted; it must not change the base.
+
+        Args:
+            state: The state before the round.
+            reduced: The reduction of the first replies.
+        """
+        raise NotImplementedError(f"{type(self).__name__} claims no second exchange")
+
+    def build_second_reply(self, order: Message, tensors: Tensors, client: Client, round: int) -> Message:
+        """Build a client's reply in a round's second exchange (client).
+
+        Only methods that claim ``second_exchange`` define it. It uses no data, so it costs no privacy beyond that of
+        the training, and an order that is repeated gets the same reply. The replies' tensors are averaged with the same
+        weights as the first ones, normalized over the clients that sent one. ``update`` receives these means beside
+        those of the first exchange, so the names of both must differ.
+
+        Args:
+            order: The message of ``build_second_order``.
+            tensors: The target layers' tensors of the client's last job in this round, as trained.
+            client: The client.
+            round: Number of the round, from 0.
+        """
+        raise NotImplementedError(f"{type(self).__name__} claims no second exchange")
 
     def estimate_traffic(self, layer: LayerSpec, rank: int, round: int) -> Traffic | None:
         """Estimate the bytes transmitted for one layer, if their number depends on data.

@@ -209,11 +209,11 @@ class OrderTerms:
             FedspanError: If it differs from what the node computes itself.
         """
         rounds = self.config.federation.rounds
-        last = {"train": rounds - 1, "statistics": 0}.get(order.task, rounds)
+        last = {"train": rounds - 1, "second": rounds - 1, "statistics": 0}.get(order.task, rounds)
         if order.round > last:
             problem = f"an order for round {order.round + 1} of a run with {rounds} rounds"
             raise FedspanError("limits.rounds", order.round + 1, problem=problem)
-        if order.task in ("train", "statistics"):
+        if order.task in ("train", "second", "statistics"):
             self.require_rate(order.lr, order.round)
         if order.client is not None:
             self._require_client(order.client, order.task)

@@ -282,7 +282,7 @@ class UsageBook:
                 _require_left("rounds", account.rounds, 1, self.limits.rounds)
                 update["rounds"] = account.rounds + 1
                 update["runs"] = {**account.runs, _compute_digest(order.run): _compute_digest(content)}
-        else:
+        elif order.task != "second":  # part of a round that is recorded
             _require_left("evaluations", account.evaluations, 1, self.limits.evaluations)
             update["evaluations"] = account.evaluations + 1
         if charges:

@@ -58,7 +58,7 @@ REPLY_HEADER = 1 << 17
 _LONGEST_LINE = 500
 """Maximum length of a line of the reason why a header is refused, in characters."""
 
-OrderKind = Literal["train", "statistics", "evaluate", "export"]
+OrderKind = Literal["train", "second", "statistics", "evaluate", "export"]
 """Kinds of orders that a server may send to a client."""
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
@@ -172,8 +172,8 @@ class Order:
     """An order of a server to a client.
 
     Args:
-        task: Kind of order: train, compute statistics for the head's start, evaluate a model, or export the client's
-            own model on its machine.
+        task: Kind of order: train, reply in the round's second exchange, compute statistics for the head's start,
+            evaluate a model, or export the client's own model on its machine.
         round: Number of the round of the transmitted state.
         attempt: Attempt of the round, from 0.
         lr: Learning rate of the round.

@@ -31,6 +31,7 @@ from fedspan.federation.protocol import (
     Reply,
     open_reply,
 )
+from fedspan.federation.second_exchange import build_second_context
 from fedspan.training.accounting import Charge
 
 __all__ = [
@@ -79,10 +80,10 @@ class Round:
         on_failure: OnFailure | None = None,
     ) -> None:
         self.context, self.on_client, self.on_charge, self._best = context, on_client, on_charge, best
-        self._on_failure = on_failure
+        self._on_failure, self._new_aggregation = on_failure, new_aggregation
         self.lr = context.training.compute_lr(context.state.round, context.settings.rounds)
         self._last_rounds, self._last_replies = dict(progress.last_rounds), dict(progress.last_replies)
-        self._tally = Tally()
+        self._tally, self._lost = Tally(), frozenset[str]()
         self._charges = list[Charge]()
         self.aggregation = new_aggregation(context, self._tally)
 
@@ -92,7 +93,10 @@ class Round:
         Raises:
             FedspanError: If too few replies are accepted after all attempts.
         """
-        return self._build_result(*self.reduce())
+        reduced, attempt = self.reduce()
+        if self.context.method.declare_claims().second_exchange:
+            reduced = self._run_second_exchange(reduced)
+        return self._build_result(reduced, attempt)
 
     @property
     def tally(self) -> Tally:
@@ -119,6 +123,27 @@ class Round:
             return reduced, attempt
         raise build_too_few_error(context, aggregation.get_succeeded(), tally.failures, aggregation.quorum)
 
+    def _run_second_exchange(self, first: Reduced) -> Reduced:
+        """Run the second exchange with the clients whose replies were accepted, and return both reductions as one.
+
+        Raises:
+            TooFewReplies: If too few replies are accepted after all attempts.
+        """
+        context, replies = self.context, self.aggregation.replies
+        second = Round(
+            build_second_context(context, context.method.build_second_order(context.state, first), replies),
+            self._new_aggregation,
+            Progress(context.state, last_rounds=self._last_rounds),
+            self._best,
+            on_failure=self._on_failure,
+        )
+        try:
+            reduced, _ = second.reduce()
+        finally:
+            self._tally.extend(second.tally)
+        self._lost = frozenset(second.tally.lost)
+        return replace(first, mean={**first.mean, **reduced.mean})
+
     def _get_client(self, id: str) -> Client:
         return replace(self.context.clients[id].client, last_round=self._last_rounds.get(id))
 
@@ -135,7 +160,7 @@ class Round:
             first = id not in sent  # a transport may make an order again that was refused on its way
             sent.add(id)
             if first:
-                tally.transfers.append(create_order_transfer(id, encoded.body, message, context.task))
+                tally.transfers.append(create_order_transfer(id, encoded.body, message, context.purpose))
                 self._charges += costs.get(id, ())
             return replace(
                 encoded, attempt=attempt, lr=self.lr, best=self._best.get(id), secure=masks[id]
@@ -154,7 +179,7 @@ class Round:
                 decoded = open_reply(reply)
                 is_enough = self.aggregation.add(clients[id], decoded, attempt)
             except ValueError as error:
-                tally.failures.append(Failure(id, attempt, str(error), context.task))
+                tally.failures.append(Failure(id, attempt, str(error), context.purpose))
                 if isinstance(error, ClientLostState):
                     tally.lost.add(id)
                 if self._on_failure is not None:
@@ -191,15 +216,18 @@ class Round:
         reported = replies
         if context.rules.validate:
             reported, impossible = drop_impossible_losses(replies)
-            tally.failures += [Failure(id, attempt, reason, context.task) for id, reason in impossible]
+            tally.failures += [Failure(id, attempt, reason, context.purpose) for id, reason in impossible]
         memories, optimizers = context.transport.accept_replies(replies)
         return RoundResult(
             progress=Progress(
                 state=context.method.update(state, reduced),
                 memories=memories,
-                last_rounds={**self._last_rounds, **dict.fromkeys(replies, state.round)},
+                last_rounds={**self._last_rounds, **dict.fromkeys(replies.keys() - self._lost, state.round)},
                 optimizers=optimizers,
-                last_replies={id: round for id, round in self._last_replies.items() if id not in replies},
+                last_replies={
+                    **{id: round for id, round in self._last_replies.items() if id not in replies},
+                    **dict.fromkeys(self._lost, state.round),
+                },
             ),
             transfers=tally.sort_transfers(),
             cohort=context.ids,
@@ -272,7 +300,7 @@ def build_too_few_error(
     if context.task == "statistics":
         subject, remedy = "the exchange of statistics", ""
     else:
-        subject = f"round {context.state.round + 1}"
+        subject = f"{'the second exchange of ' * (context.task == 'second')}round {context.state.round + 1}"
         remedy = ". The state before the round is stored: fix the cause and resume"
     problem = (
         f"{subject} needs good replies of at least {quorum} of {len(ids)} clients, and has {len(succeeded)} ({reasons})"

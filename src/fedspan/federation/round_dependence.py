@@ -42,6 +42,7 @@ def explain_round_dependence(method: Method, rounds: int) -> str | None:
     """
     claims = method.declare_claims()
     reasons = {
+        "its rounds have a second exchange, with the clients that replied in the first": claims.second_exchange,
         "its server needs the single replies of a round, and not their sum": claims.reduction != "sum",
         "its clients send nothing": claims.sends == "nothing",
         "its clients also send something other than new values of what they started from": claims.sends == "other",

@@ -17,6 +17,7 @@ from typing import Any
 from fedspan.core.method import Claims, RegisteredMethod
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.methods.fed_sb import FedSB
+from fedspan.methods.fedask import FedASK
 from fedspan.methods.fedavg import FedAvg
 from fedspan.methods.federa import FeDeRA
 from fedspan.methods.fedex_lora import FedExLoRA
@@ -55,6 +56,7 @@ _KEY = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 _methods: dict[str, type[RegisteredMethod]] = {
     "fed-sb": FedSB,
+    "fedask": FedASK,
     "fedavg": FedAvg,
     "federa": FeDeRA,
     "fedex-lora": FedExLoRA,

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fedspan.core.method import Memory, Method, RegisteredMethod, Traffic
-from fedspan.core.tensors import Tensors
+from fedspan.core.tensors import Tensors, split_extras
 from fedspan.core.values import (
     Client,
     Contribution,
@@ -133,16 +133,19 @@ class Exchange:
         down: Message to the client.
         jobs: Jobs that the client trains, one after another.
         up: Reply of the client.
+        second: Messages to and from the client in the round's second exchange; None: the method has none.
     """
 
     down: Message
     jobs: tuple[Job, ...]
     up: Message
+    second: tuple[Message, Message] | None = None
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes of both messages."""
-        return Traffic(compute_payload_size(self.down), compute_payload_size(self.up))
+        """Bytes of all messages."""
+        second_down, second_up = map(compute_payload_size, self.second or (Message(), Message()))
+        return Traffic(compute_payload_size(self.down) + second_down, compute_payload_size(self.up) + second_up)
 
 
 class ShapeInference:
@@ -183,8 +186,20 @@ class ShapeInference:
                 rank: self._method.contribute(exchanges[rank].up, self._build_client(rank))
                 for rank in sorted(set(cohort))
             }
-            self.state = self._method.update(self.state, self._reduce(cohort, parts))
+            reduced = self._reduce(cohort, parts)
+            if self._method.declare_claims().second_exchange:
+                order = self._method.build_second_order(self.state, reduced)
+                exchanges = {rank: self._add_second(one, order, rank) for rank, one in exchanges.items()}
+                means = [one.second[1].tensors for one in exchanges.values() if one.second]
+                reduced = replace(reduced, mean={**reduced.mean, **means[0]})
+            self.state = self._method.update(self.state, reduced)
         return exchanges
+
+    def _add_second(self, first: Exchange, order: Message, rank: int) -> Exchange:
+        """Return a round's first exchange with its second one."""
+        tensors = split_extras(_simulate_training(first.jobs[-1]).tensors)[0]
+        reply = self._method.build_second_reply(order, tensors, self._build_client(rank), self.state.round)
+        return replace(first, second=(order, reply))
 
     def _build_client(self, rank: int) -> Client:
         return Client(f"rank {rank}", rank, 1.0, 1, 1.0, self.state.round - 1 if self.state.round else None)

@@ -45,7 +45,13 @@ class ProgressStore:
         self._pending: dict[str, ClientState] = {}
 
     def load(self, client: str, round: int) -> ClientState:
-        """``ClientStore.load``; a progress stores one version of each client, the accepted one."""
+        """``ClientStore.load``; a progress stores one version of each client, the accepted one.
+
+        For a round's second exchange, it is the one that the round itself has stored.
+        """
+        pending = self._pending.get(client)
+        if pending is not None and pending.trained and round == self.progress.state.round:
+            return pending
         return ClientState(self.progress.memories.get(client, {}), _Phases(self.progress.optimizers, client))
 
     def store(self, client: str, round: int, state: ClientState, needed: frozenset[int]) -> None:
@@ -153,7 +159,7 @@ class InProcess(TimedTransport):
         if orders.task == "train":
             self._train(orders, responding, on_reply, seconds, waits_for_dropped=bool(dropped))
             return
-        if orders.task in ("statistics", "evaluate"):
+        if orders.task in ("statistics", "second", "evaluate"):
             self.carry_out(orders, responding, on_reply)
             return
         for id in responding:
@@ -169,7 +175,7 @@ class InProcess(TimedTransport):
 
     def _split_dropped(self, orders: Orders) -> tuple[list[str], list[str]]:
         """Return the clients that reply in an exchange and the clients that do not."""
-        phase = "train" if orders.task == "statistics" else orders.task
+        phase = "train" if orders.task in ("statistics", "second") else orders.task
         if self.conditions is None or phase not in PHASES:
             return list(orders), []
         phases = ("train",) if self.host.secure is None else PHASES
@@ -240,7 +246,8 @@ class InProcess(TimedTransport):
 
             self.host.train(_LazyOrders(orders, ids), pass_on)
             return
-        self.host.prepare(ids)
+        if orders.task != "second":  # which uses no data
+            self.host.prepare(ids)
         for id in ids:
             on_reply(id, self.host.answer(decode_order(orders[id])).to_envelope())
 
@@ -263,7 +270,9 @@ class InProcess(TimedTransport):
         memory = (
             {} if order.client.last_round is None else self.host.store.load(order.to, order.client.last_round).memory
         )
-        start = build_untrained_jobs(self.host.method, order_message, order.client, order.round, memory)[1]
+        start = Message()
+        if order.task != "second":
+            start = build_untrained_jobs(self.host.method, order_message, order.client, order.round, memory)[1]
         return corrupt_reply(self._faults, reply, start, self.conditions.seed, order.round, order.to)
 
 

@@ -66,6 +66,12 @@ class Wrapper(Method):
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return self.inner.update(state, reduced)
 
+    def build_second_order(self, state: ServerState, reduced: Reduced) -> Message:
+        return self.inner.build_second_order(state, reduced)
+
+    def build_second_reply(self, order: Message, tensors: Tensors, client: Client, round: int) -> Message:
+        return self.inner.build_second_reply(order, tensors, client, round)
+
     def estimate_traffic(self, layer: LayerSpec, rank: int, round: int) -> Traffic | None:
         return self.inner.estimate_traffic(layer, rank, round)
 

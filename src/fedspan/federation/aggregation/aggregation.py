@@ -16,7 +16,7 @@ from fedspan.federation.aggregation.reducers import create_reducer
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
 from fedspan.federation.changes import ChangeSize, compute_norm_limits, measure_change, rebase_change, shrink_reply
-from fedspan.federation.progress import ClientData, Failure, TooFew, Transfer
+from fedspan.federation.progress import ClientData, Failure, Purpose, TooFew, Transfer
 from fedspan.federation.protocol import Masking, Reply, Transport
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import (
@@ -70,7 +70,7 @@ class RoundContext:
     rules: ReplyRules
     transport: Transport
     run: str
-    task: Literal["train", "statistics"] = "train"
+    task: Literal["train", "second", "statistics"] = "train"
     check: Callable[[Message, Client], None] | None = None
     absent: frozenset[str] = frozenset()
     sent: Mapping[str, ServerState] = field(default_factory=dict)
@@ -78,6 +78,11 @@ class RoundContext:
     def get_sent_state(self, id: str) -> ServerState:
         """Return the state of the server that a client of the round was sent."""
         return self.sent.get(id, self.state)
+
+    @property
+    def purpose(self) -> Purpose:
+        """Purpose of the round's messages in the ledger; both exchanges of a round are part of the training."""
+        return "statistics" if self.task == "statistics" else "train"
 
     @property
     def new_client(self) -> Client:
@@ -99,6 +104,11 @@ class Tally:
     transfers: list[Transfer] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
+
+    def extend(self, other: Tally) -> None:
+        """Add the transfers and failures of the round's second exchange."""
+        self.transfers += other.transfers
+        self.failures += [replace(one, reason=f"second exchange: {one.reason}") for one in other.failures]
 
     def sort_transfers(self) -> tuple[Transfer, ...]:
         """Return the transfers by client and direction: they happen in no particular order."""
@@ -252,7 +262,7 @@ class PlaintextAggregation:
             self._buffer.store(client.id, reply.body)
         self.replies[client.id] = replace(reply, body=b"")
         size, payload = len(reply.body), serialization.compute_payload_size(message)
-        self.tally.transfers.append(Transfer(client.id, "up", size, payload, context.task))
+        self.tally.transfers.append(Transfer(client.id, "up", size, payload, context.purpose))
         return not self._folds and len(self.get_counted()) >= context.target
 
     def _measure_change(self, message: Message, client: Client) -> ChangeSize:
@@ -312,7 +322,7 @@ class PlaintextAggregation:
             return self._reduce({})
         for id, reason in self._find_outliers().items():
             self._drop(id)
-            self.tally.failures.append(Failure(id, attempt, reason, context.task))
+            self.tally.failures.append(Failure(id, attempt, reason, context.purpose))
         if len(changes) < self.quorum:
             raise TooFew
         for id in [id for id in context.draw_order if id in changes][context.target :]:

@@ -129,7 +129,7 @@ class Agreement(HeaderPart):
     """
 
     config: Annotated[str, Field(max_length=64)]
-    task: Literal["train", "statistics"]
+    task: Literal["train", "second", "statistics"]
     round: Count
     lr: Annotated[float, Field(ge=0)]
     model: _Digest

@@ -79,6 +79,9 @@ class ClusterTransport(InProcess):
         """``InProcess.carry_out``, by the workers."""
         if not ids:  # a Poisson sample may be empty
             return
+        if orders.task == "second":  # from the clients' states, which are in this process
+            super().carry_out(orders, ids, on_reply)
+            return
         workers, stack_size, plan = len(self.team.handles), 1, None
         # Statistics are computed client by client, and their orders hold no jobs to measure.
         if orders.task == "train" and isinstance(engine := self.host.engine, BatchedEngine):

@@ -85,7 +85,7 @@ class _StateInTransit:
     def store(self, client: str, round: int, state: ClientState, needed: frozenset[int]) -> None:
         """``ClientStore.store``; of the moments, only those of this round's phases go back."""
         moments = state.moments.changes if isinstance(state.moments, OverlayMapping) else state.moments
-        self.departing[client] = STATE.encode(client, round, ClientState(state.memory, moments))
+        self.departing[client] = STATE.encode(client, round, ClientState(state.memory, moments, trained=state.trained))
 
 
 class Worker:

@@ -1,0 +1,106 @@
+"""The second exchange of a round, for methods whose server asks again before it updates its state.
+
+After the first replies are reduced, ``Method.build_second_order`` builds one message for the clients whose replies were
+accepted, and each answers with ``Method.build_second_reply``: a function of that message and of what it trained in this
+round. No client trains again and no data is read. The exchange is a round of its own kind (``second``) with the run's
+transport, reply validation, retries and secure sums.
+
+A client that drops out between the exchanges is in the first reduction and not in the second, whose weights are
+normalized over the clients that replied in it. With fewer replies than ``federation.min_replies`` (default: more than
+half of those accepted first) the round fails as a whole, and the state before it stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from fedspan.core.method import Claims, Memory, Method
+from fedspan.core.tensors import split_extras
+from fedspan.core.values import (
+    Client,
+    Contribution,
+    Job,
+    Message,
+    Reduced,
+    ServerState,
+    Spec,
+    Trained,
+    Weights,
+)
+from fedspan.federation.aggregation.aggregation import RoundContext
+from fedspan.federation.validation import build_untrained_jobs
+from fedspan.training.projector_refresh import build_untrained_tensors
+
+__all__ = ["SecondExchange", "build_second_context"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondExchange(Method):
+    """A round's second exchange as a method whose replies are averaged; it is the server's half alone.
+
+    Args:
+        inner: The run's method.
+        order: The message to all clients.
+        state: The server's state before the round.
+    """
+
+    inner: Method
+    order: Message
+    state: ServerState
+
+    @property
+    def spec(self) -> Spec:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Spec of the inner method."""
+        return self.inner.spec
+
+    def declare_claims(self) -> Claims:
+        return replace(self.inner.declare_claims(), shrinks=False, sends="other")
+
+    def get_rank(self, client: Client | None) -> int:
+        return self.inner.get_rank(client)
+
+    def init(self, weights: Weights) -> ServerState:
+        return self.inner.init(weights)
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        return self.order
+
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
+        return Job({}, {}, ())  # nothing trains; in secure sums, the change of a reply is the reply itself
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
+        """Build the reply of a client that trained nothing in the first exchange, from which changes count."""
+        jobs, _ = build_untrained_jobs(self.inner, self.inner.sync(self.state, client), client, round)
+        tensors = split_extras(build_untrained_tensors(jobs[-1]))[0]
+        return self.inner.build_second_reply(self.order, tensors, client, round), memory
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return Contribution(sum=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        return state
+
+
+def build_second_context(first: RoundContext, order: Message, ids: Collection[str]) -> RoundContext:
+    """Build the definition of a round's second exchange.
+
+    Args:
+        first: The round.
+        order: The message to all clients of the second exchange.
+        ids: The clients whose first replies were accepted.
+    """
+    selected = tuple(id for id in first.ids if id in ids)
+    return replace(
+        first,
+        method=SecondExchange(inner=first.method, order=order, state=first.state),
+        # Under DP-SGD, the only privacy that such methods support, replies follow from training that is private.
+        settings=replace(first.settings, privacy=None),
+        ids=selected,
+        draw_order=tuple(id for id in first.draw_order if id in ids),
+        target=len(selected),
+        rules=replace(first.rules, over_select=0),
+        task="second",
+        check=None,
+        absent=frozenset(),
+    )
