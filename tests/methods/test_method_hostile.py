@@ -16,7 +16,7 @@ from fedspan.core.tensors import Tensors
 from fedspan.core.values import Message
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress
-from fedspan.federation.protocol import Envelope, Order, decode_order
+from fedspan.federation.protocol import Envelope, Order, Orders, decode_order
 from fedspan.federation.serialization import encode
 from fedspan.federation.validation import ReplyRules, build_untrained_reply
 from fedspan.methods.registry import METHODS
@@ -40,15 +40,16 @@ class Recorded(ReplyingTransport):
     def __init__(self, federation: Federation) -> None:
         assert isinstance(federation.transport, InProcess)
         self.inner, self.host = federation.transport, federation.transport.host
-        self.known: dict[str, Envelope] = {}
+        self.known: dict[tuple[str, str], Envelope] = {}
         self.before: Progress | None = None
         self.altered: Message | None = None
-        self.honest = Message()
+        self.task = "train"
+        self.honest: dict[str, Message] = {}
         self.host.tamper = self._record
 
     def _record(self, order: Order, sent: Message, reply: Message) -> Message:
         if order.to == VICTIM:
-            self.honest = reply
+            self.honest[order.task] = reply
         return reply
 
     def begin(self, progress: Progress, on_trained: Any = None) -> None:
@@ -61,11 +62,14 @@ class Recorded(ReplyingTransport):
         return self.inner.accept_replies(accepted)
 
     def replies(self, envelopes: Any, seconds: float, *, wait_for_offline: bool = False) -> Replies:
+        assert isinstance(envelopes, Orders)
+        task = envelopes.task
         for id in envelopes:
-            if id not in self.known:
-                self.known[id] = self.host.reply(decode_order(envelopes[id]))
-            back = self.known[id]
-            yield id, replace(back, body=encode(self.altered)) if id == VICTIM and self.altered is not None else back
+            # what others answer in a second exchange depends on the victim's first reply
+            if (id, task) not in self.known or (task == "second" and self.task == "train"):
+                self.known[id, task] = self.host.reply(decode_order(envelopes[id]))
+            back, is_altered = self.known[id, task], self.altered is not None and task == self.task
+            yield id, replace(back, body=encode(self.altered)) if id == VICTIM and is_altered else back
 
 
 def mutations(honest: Message) -> Iterator[Mutation]:
@@ -116,13 +120,15 @@ def _attacked(federation: Federation) -> int:
         transport.altered = None
         result = federation.run_round(progress)
         assert result.failures == ()
-        for what, message in mutations(transport.honest):
-            transport.altered = message
-            hostile = federation.run_round(progress)
-            assert {failure.client for failure in hostile.failures} <= {VICTIM}, what
-            state = hostile.progress.state
-            assert all(bool(value.double().isfinite().all()) for value in state.tensors.values()), what
-            refused += len(hostile.failures)
+        for task, honest in dict(transport.honest).items():
+            transport.task = task
+            for what, message in mutations(honest):
+                transport.altered = message
+                hostile = federation.run_round(progress)
+                assert {failure.client for failure in hostile.failures} <= {VICTIM}, what
+                state = hostile.progress.state
+                assert all(bool(value.double().isfinite().all()) for value in state.tensors.values()), what
+                refused += len(hostile.failures)
         progress = result.progress
     return refused
 

@@ -33,8 +33,9 @@ from helpers.families import methods_by_family
 GRADIENTS = {"fed-sb", "fedgalore"}
 """Methods whose clients use raw gradients beside their steps."""
 
-REMOTE = {"fedit", "fedsa-lora", "fr-lora", "lora-a2", "pfedloru", "slora"}
-"""Methods that are run between machines, too: with memories, phases, and messages that leave out what is known."""
+REMOTE = {"fedask", "fedit", "fedsa-lora", "fr-lora", "lora-a2", "pfedloru", "slora"}
+"""Methods that are run between machines, too: with memories, phases, a second exchange, and messages that leave out
+what is known."""
 
 
 class Counting(LoopEngine):
@@ -64,6 +65,8 @@ def fits(key: str, mechanism: str) -> bool:
     claims = METHODS[key](spec=tiny_spec()).declare_claims()
     if claims.sends == "nothing":
         return False
+    if claims.second_exchange:
+        return mechanism == "dp-sgd"
     if mechanism == "central":
         return claims.reduction == "sum" and not claims.budgets
     return mechanism == "dp-sgd" or (claims.sends == "values" and not claims.budgets)

@@ -129,9 +129,10 @@ class Round:
         Raises:
             TooFewReplies: If too few replies are accepted after all attempts.
         """
-        context, replies = self.context, self.aggregation.replies
+        context, aggregation = self.context, self.aggregation
+        order = context.method.build_second_order(context.state, first)
         second = Round(
-            build_second_context(context, context.method.build_second_order(context.state, first), replies),
+            build_second_context(context, order, aggregation.replies, aggregation.clipped),
             self._new_aggregation,
             Progress(context.state, last_rounds=self._last_rounds),
             self._best,

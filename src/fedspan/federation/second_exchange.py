@@ -5,6 +5,10 @@ accepted, and each answers with ``Method.build_second_reply``: a function of tha
 round. No client trains again and no data is read. The exchange is a round of its own kind (``second``) with the run's
 transport, reply validation, retries and secure sums.
 
+A change that the first exchange scaled down is scaled by the same factor in the second, so that both means belong to
+the same changes. Beyond that, ``federation.clip_ratio`` acts at twice its value, because the norms of two sketches of a
+change differ.
+
 A client that drops out between the exchanges is in the first reduction and not in the second, whose weights are
 normalized over the clients that replied in it. With fewer replies than ``federation.min_replies`` (default: more than
 half of those accepted first) the round fails as a whole, and the state before it stays.
@@ -12,7 +16,7 @@ half of those accepted first) the round fails as a whole, and the state before i
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from fedspan.core.method import Claims, Memory, Method
@@ -82,20 +86,23 @@ class SecondExchange(Method):
         return state
 
 
-def build_second_context(first: RoundContext, order: Message, ids: Collection[str]) -> RoundContext:
+def build_second_context(
+    first: RoundContext, order: Message, ids: Collection[str], factors: Mapping[str, float]
+) -> RoundContext:
     """Build the definition of a round's second exchange.
 
     Args:
         first: The round.
         order: The message to all clients of the second exchange.
         ids: The clients whose first replies were accepted.
+        factors: Factors by which their changes were scaled down, by client.
     """
-    selected = tuple(id for id in first.ids if id in ids)
+    selected, clip_ratio = tuple(id for id in first.ids if id in ids), first.settings.clip_ratio
     return replace(
         first,
         method=SecondExchange(inner=first.method, order=order, state=first.state),
         # Under DP-SGD, the only privacy that such methods support, replies follow from training that is private.
-        settings=replace(first.settings, privacy=None),
+        settings=replace(first.settings, privacy=None, clip_ratio=None if clip_ratio is None else 2 * clip_ratio),
         ids=selected,
         draw_order=tuple(id for id in first.draw_order if id in ids),
         target=len(selected),
@@ -103,4 +110,5 @@ def build_second_context(first: RoundContext, order: Message, ids: Collection[st
         task="second",
         check=None,
         absent=frozenset(),
+        factors=factors,
     )

@@ -4,7 +4,7 @@ Wen et al., "Differentially Private Federated Low Rank Adaptation Beyond Fixed-M
 
     client i:  trains B_i under the global A (or both), l = r + oversampling
     client i:  sends Y_i = B_i (A_i Omega),  Omega (I, l) Gaussian, of the round and the layer
-    server:    Q R = sum_i p_i Y_i   (thin QR), sends Q
+    server:    Q = an orthonormal basis of the columns of sum_i p_i Y_i, sends Q
     client i:  sends P_i = A_i^T (B_i^T Q)
     server:    Q (sum_i p_i P_i)^T = U S V^T;   B <- U_r S_r^(1/2),  A <- S_r^(1/2) V_r^T
 
@@ -15,10 +15,11 @@ clients: the result is then close to its best approximation of rank r, the close
 
 Deviations: sources are the paper's abstract and the authors' code. ``train_A`` is off, as in the code's settings
 (``freezeA``); its sketches have r columns (``oversampling: 0``), which may be ill-conditioned in float32. In the code
-one Omega serves all rounds; here each round draws its own, so that errors of a narrow sketch do not repeat. The scaling
-alpha / r is left out of the sketches, as in the code. A singular value of zero leaves its row of A as a unit vector
-(``core.lowrank.balance_factors``). Moments are dropped every round. The head follows ``model.extras``; it is averaged
-over the clients of the first exchange. A client that drops out between the exchanges is in Q, but not in P.
+one Omega serves all rounds; here each round draws its own, so that errors of a narrow sketch do not repeat. Q is from an
+SVD instead of a QR, so that directions of rounding can be left out. The scaling alpha / r is left out of the sketches,
+as in the code. A singular value of zero leaves its row of A as a unit vector (``core.lowrank.balance_factors``). Moments
+are dropped every round. The head follows ``model.extras``; it is averaged over the clients of the first exchange. A
+client that drops out between the exchanges is in Q, but not in P.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from fedspan.core.aggregation import map_layers
 from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, flatten_pairs
-from fedspan.core.lowrank import LowRank, balance_factors, svd
+from fedspan.core.lowrank import LowRank, balance_factors, fix_signs, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounded
 from fedspan.core.tensors import Tensors, create_generator, join_tensor_name
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
@@ -129,8 +130,13 @@ def _get_factors(layer: LayerSpec, tensors: Tensors) -> tuple[Tensor, Tensor]:
 
 
 def _compute_basis(Y: Tensor) -> Tensor:
-    """Compute an orthonormal basis of a mean sketch (O, l), as (O, min(O, l)) in its dtype."""
-    return torch.linalg.qr(Y.double())[0].to(Y.dtype)
+    """Compute an orthonormal basis of a mean sketch (O, l), as (O, min(O, l)) in its dtype.
+
+    Columns of singular values that are 0 to the rounding of Y are zeros: their directions would be those of the
+    rounding, and show in P when other clients reply than in Y.
+    """
+    U, S, Vt = torch.linalg.svd(Y.double(), full_matrices=False)
+    return (fix_signs(U, Vt)[0] * (S > torch.finfo(Y.dtype).eps * S[:1])).to(Y.dtype)
 
 
 def _name(tensors: dict[str, Tensor], slot: str) -> dict[str, Tensor]:

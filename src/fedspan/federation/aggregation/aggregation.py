@@ -57,6 +57,8 @@ class RoundContext:
         check: Further check of a reply in plaintext, which raises ``ValueError``; None: no further check.
         absent: Clients of the cohort that are not waited for if the others suffice.
         sent: Earlier states of the server that clients of the round train, by client; the others train ``state``.
+        factors: Factors by which the round's first exchange scaled changes down, by client, which also apply to the
+            changes of the second one.
     """
 
     method: Method
@@ -74,6 +76,7 @@ class RoundContext:
     check: Callable[[Message, Client], None] | None = None
     absent: frozenset[str] = frozenset()
     sent: Mapping[str, ServerState] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)
 
     def get_sent_state(self, id: str) -> ServerState:
         """Return the state of the server that a client of the round was sent."""
@@ -334,17 +337,19 @@ class PlaintextAggregation:
 
     def _clip_factors(self) -> dict[str, float]:
         """Return the factors by which changes have to be scaled down, by client."""
-        settings = self.context.settings
+        settings, factors = self.context.settings, {id: self.context.factors.get(id, 1.0) for id in self._changes}
         if not settings.clips:
             return {}
+        changes = {id: replace(change, norm=factors[id] * change.norm) for id, change in self._changes.items()}
         if settings.max_norm is not None:
-            limits = dict.fromkeys(self._changes, settings.max_norm)
+            limits = dict.fromkeys(changes, settings.max_norm)
         else:
             assert settings.clip_ratio is not None
-            limits = compute_norm_limits(self._changes, settings.clip_ratio)
-        return {
-            id: limits[id] / change.norm for id, change in self._changes.items() if limits and limits[id] < change.norm
-        }
+            limits = compute_norm_limits(changes, settings.clip_ratio)
+        for id, change in changes.items():
+            if limits and limits[id] < change.norm:
+                factors[id] *= limits[id] / change.norm
+        return {id: factor for id, factor in factors.items() if factor < 1}
 
     def _build_contribution(self, id: str) -> Contribution:
         """Return a buffered reply's contribution, scaled down if its change is too large."""

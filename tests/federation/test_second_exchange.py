@@ -1,0 +1,261 @@
+"""The second exchange of a round: who is in it, what a lost or hostile reply does, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedspan.clients.host import Host, refuse
+from fedspan.clients.store import DiskClientStore
+from fedspan.config import parse_config
+from fedspan.core.values import Client, Message
+from fedspan.errors import FedspanError
+from fedspan.federation import serialization
+from fedspan.federation.federation import Federation
+from fedspan.federation.progress import RoundResult
+from fedspan.federation.protocol import Envelope, Order, Reply, decode_order
+from fedspan.federation.validation import ReplyRules
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.training.loop import LoopEngine
+from helpers import tiny
+from helpers.reply_transport import Replies, ReplyingTransport
+from helpers.watched_rounds import differences
+
+LOST = "south"
+Spoil = Callable[[Order, Reply], Envelope | str]
+
+
+class Second(ReplyingTransport):
+    """A transport to hosts in this process; one client's replies of the second exchange are altered."""
+
+    def __init__(self, hosts: Mapping[str, Host], spoil: Spoil) -> None:
+        self.hosts, self.spoil = hosts, spoil
+        self.asked: list[tuple[str, int, str]] = []
+
+    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, wait_for_offline: bool = False) -> Replies:
+        for id, envelope in envelopes.items():
+            order = decode_order(envelope)
+            self.asked.append((order.task, order.attempt, id))
+            try:
+                answer = self.hosts[id].answer(order)
+            except FedspanError as error:
+                answer = refuse(order, error)
+            is_spoilt = id == LOST and order.task == "second"
+            yield id, self.spoil(order, answer) if is_spoilt else answer.to_envelope()
+
+
+def good(_: Order, answer: Reply) -> Envelope:
+    return answer.to_envelope()
+
+
+def silent(*_: object) -> str:
+    return "no reply within 5 s"
+
+
+@pytest.fixture(scope="module")
+def built(tiny_folder: Path) -> Prepared:
+    return prepare(make_config(tiny_folder))
+
+
+def make_config(folder: Path, **changes: Mapping[str, Any]) -> Any:
+    method = {"name": "fedask", "r": 2, **changes.pop("method", {})}
+    federation = {"clients_per_round": None, "clip_ratio": None, **changes.pop("federation", {})}
+    return tiny.config(folder, method=method, federation=federation, **changes)
+
+
+def connect(prepared: Prepared, folder: Path, spoil: Spoil = good, **rules: Any) -> tuple[Federation, Second]:
+    """The same federation with its clients behind a transport, and the transport."""
+    here, engine = prepared.federation, prepared.engine
+    loop, store = (
+        LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed),
+        DiskClientStore(folder),
+    )
+    hosts = {id: Host(here.method, loop, {id: one}, here.examples, store, 32) for id, one in here.clients.items()}
+    transport = Second(hosts, spoil)
+    made = Federation(here.method, engine, here.clients, here.examples, here.settings, transport, ReplyRules(**rules))
+    return made, transport
+
+
+def test_every_client_is_asked_twice_and_both_messages_are_training_traffic(built: Prepared, tmp_path: Path) -> None:
+    made, transport = connect(built, tmp_path)
+    result = made.run_round(made.begin())
+    ids = sorted(made.clients)
+    assert [(task, id) for task, _, id in transport.asked] == [
+        *(("train", id) for id in ids),
+        *(("second", id) for id in ids),
+    ]
+    assert {one.purpose for one in result.transfers} == {"train"}
+    assert [(one.client, one.direction) for one in result.transfers] == [
+        (id, direction) for id in ids for direction in ("down", "down", "up", "up")
+    ]
+    here = built.federation.run_round(built.federation.begin())
+    assert differences(here.progress.state, result.progress.state) == []
+    assert here.progress.memories == {id: {} for id in ids}  # what is trained does not outlast the round
+
+
+def test_a_client_that_drops_out_between_the_exchanges_is_in_the_first_mean_alone(
+    built: Prepared, tmp_path: Path
+) -> None:
+    """By hand: Q of all clients' sketches, and the others' products, by the others' shares, on it."""
+    made, _ = connect(built, tmp_path, silent)
+    result = made.run_round(made.begin())
+    assert [(one.client, one.reason) for one in result.failures] == [(LOST, "second exchange: no reply within 5 s")]
+    assert set(result.progress.last_rounds) == set(made.clients)  # its training counts
+    store = DiskClientStore(tmp_path)
+    trained = {id: store.load(id, 0).trained for id in made.clients}
+    everybody, others = (sum_by_examples(made, trained, ids) for ids in (set(trained), set(trained) - {LOST}))
+    after = result.progress.state.tensors
+    for layer in built.engine.adapted.spec.layers:
+        U = torch.linalg.svd(everybody[layer.name], full_matrices=False)[0][:, :2]  # B's common columns: rank 2
+        expected = U @ (U.T @ others[layer.name])
+        found = after[f"{layer.name}/B"].double() @ after[f"{layer.name}/A"].double()
+        assert float((found - expected).norm()) < 1e-4 * float(expected.norm())
+        assert float((found - everybody[layer.name]).norm()) > 1e-3 * float(expected.norm())
+
+
+def sum_by_examples(made: Federation, trained: Mapping[str, Any], ids: set[str]) -> dict[str, torch.Tensor]:
+    """The mean product of clients by their numbers of examples, by layer."""
+    total = sum(made.clients[id].client.examples for id in ids)
+    return {
+        layer.name: sum(
+            (
+                made.clients[id].client.examples / total
+                * trained[id][f"{layer.name}/B"].double() @ trained[id][f"{layer.name}/A"].double()
+                for id in sorted(ids)
+            ),
+            torch.zeros((), dtype=torch.float64),
+        )
+        for layer in made.method.spec.layers
+    }  # fmt: skip
+
+
+def test_a_reply_that_is_lost_once_is_asked_for_again_and_changes_nothing(built: Prepared, tmp_path: Path) -> None:
+    """The client trains once; its second reply is the same."""
+
+    def once(order: Order, answer: Reply) -> Envelope | str:
+        return good(order, answer) if order.attempt else silent()
+
+    made, transport = connect(built, tmp_path / "once", once, min_replies=4)
+    result = made.run_round(made.begin())
+    assert transport.asked[-1] == ("second", 1, LOST)
+    assert [task for task, _, id in transport.asked if id == LOST] == ["train", "second", "second"]
+    clean, _ = connect(built, tmp_path / "clean")
+    assert differences(clean.run_round(clean.begin()).progress.state, result.progress.state) == []
+
+
+def test_too_few_second_replies_fail_the_round_as_a_whole(built: Prepared, tmp_path: Path) -> None:
+    made, transport = connect(built, tmp_path, silent, min_replies=4, retries=1)
+    begin = made.begin()
+    with pytest.raises(FedspanError, match=r"the second exchange of round 1 needs good replies of at least 4 of 4"):
+        made.run_round(begin)
+    transport.spoil = good
+    again = made.run_round(begin)
+    clean, _ = connect(built, tmp_path / "clean")
+    assert differences(clean.run_round(clean.begin()).progress.state, again.progress.state) == []
+
+
+def test_a_client_that_lost_what_it_trained_says_so_and_is_sent_everything_next(
+    built: Prepared, tmp_path: Path
+) -> None:
+    made, transport = connect(built, tmp_path)
+    host, store = transport.hosts[LOST], DiskClientStore(tmp_path / "elsewhere")
+    answer = host.answer
+
+    def forget(order: Order) -> Reply:
+        host.store = store if order.task == "second" else DiskClientStore(tmp_path)
+        return answer(order)
+
+    host.answer = forget  # type: ignore[method-assign]
+    result: RoundResult = made.run_round(made.begin())
+    (failure,) = result.failures
+    assert failure.client == LOST
+    assert "no state of round 1" in failure.reason
+    assert LOST not in result.progress.last_rounds
+    assert result.progress.last_replies[LOST] == 0
+
+
+HOSTILE: dict[str, tuple[Spoil, str]] = {
+    "not a number": (lambda _, answer: alter(answer, lambda value: value * float("nan")), "not finite"),
+    "another shape": (lambda _, answer: alter(answer, lambda value: value[:1]), "not ["),
+    "far away": (lambda _, answer: alter(answer, lambda value: value + 100), "the cohort's median"),
+    "the first reply": (lambda _, answer: replace(answer, task="train").to_envelope(), "asked was"),
+    "no message": (lambda _, answer: replace(answer, body=b"\x08").to_envelope(), "not a fedspan message"),
+}
+
+
+def alter(answer: Reply, change: Callable[[torch.Tensor], torch.Tensor]) -> Envelope:
+    tensors = {name: change(value).contiguous() for name, value in serialization.decode(answer.body).tensors.items()}
+    return replace(answer, body=serialization.encode(Message(tensors))).to_envelope()
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_second_reply_is_one_that_did_not_arrive(kind: str, built: Prepared, tmp_path: Path) -> None:
+    spoil, reason = HOSTILE[kind]
+    made, _ = connect(built, tmp_path / "hostile", spoil)
+    result = made.run_round(made.begin())
+    (failure,) = result.failures
+    assert failure.client == LOST
+    assert reason in failure.reason
+    without, _ = connect(built, tmp_path / "without", silent)
+    assert differences(without.run_round(without.begin()).progress.state, result.progress.state) == []
+
+
+def test_scaled_changes_have_the_same_factor_in_both_exchanges(tiny_folder: Path) -> None:
+    """With B alone trained, clipping the clients' products by one factor each leaves an exact average of them."""
+    prepared = prepare(make_config(tiny_folder, federation={"clip_ratio": 0.8}))
+    trained: dict[str, Any] = {}
+    made = prepared.federation
+    result = made.run_round(made.begin(), on_trained=lambda work, one: trained.update({work.client: one.tensors}))
+    assert result.clipped
+    scaled = {
+        id: {name: value * (result.clipped.get(id, 1.0) if name.endswith("/B") else 1.0) for name, value in one.items()}
+        for id, one in trained.items()
+    }  # B starts at 0, so its change is itself
+    expected, after = sum_by_examples(made, scaled, set(scaled)), result.progress.state.tensors
+    for layer, mean in expected.items():
+        found = after[f"{layer}/B"].double() @ after[f"{layer}/A"].double()
+        assert float((found - mean).norm()) < 1e-4 * float(mean.norm())
+
+
+def test_dropouts_act_in_each_exchange(tiny_folder: Path) -> None:
+    prepared = prepare(make_config(tiny_folder, simulation={"dropout": 0.3}, federation={"rounds": 4}))
+    progress, reasons = prepared.federation.begin(), list[str]()
+    for _ in range(4):
+        result = prepared.federation.run_round(progress)
+        progress = result.progress
+        reasons += [one.reason for one in result.failures]
+    assert set(reasons) == {"it dropped out (simulated)", "second exchange: it dropped out (simulated)"}
+
+
+def test_an_order_without_training_or_to_a_method_with_one_exchange_is_refused(
+    built: Prepared, tiny_folder: Path, tmp_path: Path
+) -> None:
+    _, transport = connect(built, tmp_path)
+    client = Client(LOST, 2, 1.0, 1, 1.0)
+    order = Order("second", 0, 0, 0.1, LOST, client, serialization.encode(Message()))
+    with pytest.raises(FedspanError, match="no state of round 1"):
+        transport.hosts[LOST].answer(order)
+    with pytest.raises(ValueError, match="names another client"):
+        transport.hosts[LOST].answer(replace(order, client=replace(client, id="north")))
+    other = prepare(tiny.config(tiny_folder, method={"name": "fedit"}))
+    _, transport = connect(other, tmp_path)
+    with pytest.raises(FedspanError, match="a round of this method has one exchange"):
+        transport.hosts[LOST].answer(order)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"privacy": {"mechanism": "central", "noise": 1.0}, "federation": {"weights": "uniform"}}, "two exchanges"),
+        ({"privacy": {"mechanism": "local", "noise": 1.0}}, "two exchanges"),
+        ({"method": {"name": "fedask", "wrappers": ["scaffold"]}}, "scaffold"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_reason(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(FedspanError, match=reason):
+        parse_config({"data": {"train": "x.csv"}, "method": {"name": "fedask"}, **changes})
