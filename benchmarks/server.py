@@ -19,10 +19,10 @@ import gc
 import multiprocessing
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ from torch import Tensor
 
 from fedspan.core.lowrank import LowRank, concatenate, svd
 from fedspan.core.method import Memory, Method
-from fedspan.core.tensors import create_generator
-from fedspan.core.values import Client, Job, LayerSpec, Message, OptimizerState, Spec, Trained
+from fedspan.core.tensors import Tensors, create_generator
+from fedspan.core.values import Client, Job, LayerSpec, Message, OptimizerState, Reduced, Spec, Trained
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.methods.registry import METHODS
 from fedspan.planning.shape_inference import count_traffic
@@ -134,13 +134,26 @@ def simulate_training(job: Job, rng: torch.Generator) -> Trained:
     )
 
 
-def answer(method: Method, message: Message, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
-    """A client's side of a round."""
+def answer(
+    method: Method, message: Message, client: Client, memory: Memory, round: int
+) -> tuple[Message, Memory, Tensors]:
+    """A client's side of a round: its reply, its memory and the tensors that it trained last."""
     rng = create_generator(0, "reply", client.id, round)
     result: Job | Message = method.start(message, client, memory, round)
+    tensors: Tensors = {}
     while isinstance(result, Job):
-        result, memory = method.finish(result, simulate_training(result, rng), client, memory, round)
-    return result, memory
+        trained = simulate_training(result, rng)
+        result, memory = method.finish(result, trained, client, memory, round)
+        tensors = trained.tensors
+    return result, memory, tensors
+
+
+def reduce_replies(method: Method, cohort: Sequence[Client], replies: Mapping[str, Message]) -> Reduced:
+    """The server's reduction of a cohort's replies."""
+    reducer = Reducer(cohort)
+    for client in cohort:
+        reducer.add(client.id, method.contribute(replies[client.id], client))
+    return reducer.compute_result()
 
 
 def measure(key: str, args: argparse.Namespace) -> Cost:
@@ -159,21 +172,30 @@ def measure(key: str, args: argparse.Namespace) -> Cost:
             for k in range(args.clients)
         ]
         replies: dict[str, Message] = {}
+        trained: dict[str, Tensors] = {}
         for client in cohort:
             message = method.sync(state, client)
-            replies[client.id], memories[client.id] = answer(
+            replies[client.id], memories[client.id], tensors = answer(
                 method, message, client, memories.get(client.id, {}), round
             )
-        del message
+            if method.declare_claims().second_exchange:
+                trained[client.id] = tensors
+        del message, tensors
         free_memory()
         before = read_status("VmRSS")
         with count_decompositions() as decompositions:
-            start = time.perf_counter()
-            reducer = Reducer(cohort)
-            for client in cohort:
-                reducer.add(client.id, method.contribute(replies[client.id], client))
-            state = method.update(state, reducer.compute_result())
-            seconds = max(seconds, time.perf_counter() - start)
+            start, waited = time.perf_counter(), 0.0
+            reduced = reduce_replies(method, cohort, replies)
+            if trained:
+                order, begun = method.build_second_order(state, reduced), time.perf_counter()
+                replies = {
+                    client.id: method.build_second_reply(order, trained[client.id], client, round) for client in cohort
+                }
+                waited = time.perf_counter() - begun  # for the clients
+                second = reduce_replies(method, cohort, replies)
+                reduced = replace(reduced, mean={**reduced.mean, **second.mean})
+            state = method.update(state, reduced)
+            seconds = max(seconds, time.perf_counter() - start - waited)
         peak, calls = max(peak, read_status("VmHWM") - before), calls + decompositions
     return Cost(seconds, peak / GIB, bool(calls) or method.declare_claims().reduction == "stack")
 

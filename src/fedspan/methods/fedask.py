@@ -15,11 +15,11 @@ clients: the result is then close to its best approximation of rank r, the close
 
 Deviations: sources are the paper's abstract and the authors' code. ``train_A`` is off, as in the code's settings
 (``freezeA``); its sketches have r columns (``oversampling: 0``), which may be ill-conditioned in float32. In the code
-one Omega serves all rounds; here each round draws its own, so that errors of a narrow sketch do not repeat. Q is from an
-SVD instead of a QR, so that directions of rounding can be left out. The scaling alpha / r is left out of the sketches,
-as in the code. A singular value of zero leaves its row of A as a unit vector (``core.lowrank.balance_factors``). Moments
-are dropped every round. The head follows ``model.extras``; it is averaged over the clients of the first exchange. A
-client that drops out between the exchanges is in Q, but not in P.
+one Omega serves all rounds; here each round draws its own, so that errors of a narrow sketch do not repeat. Q is from
+an SVD instead of a QR, so that directions of rounding can be left out. The scaling alpha / r is left out of the
+sketches, as in the code. A singular value of zero leaves its row of A as a unit vector
+(``core.lowrank.balance_factors``). Moments are dropped every round. The head follows ``model.extras``; it is averaged
+over the clients of the first exchange. A client that drops out between the exchanges is in Q, but not in P.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _compute_basis(Y: Tensor) -> Tensor:
     rounding, and show in P when other clients reply than in Y.
     """
     U, S, Vt = torch.linalg.svd(Y.double(), full_matrices=False)
-    return (fix_signs(U, Vt)[0] * (S > torch.finfo(Y.dtype).eps * S[:1])).to(Y.dtype)
+    return (fix_signs(U, Vt)[0] * (torch.finfo(Y.dtype).eps * S[:1] < S)).to(Y.dtype)
 
 
 def _name(tensors: dict[str, Tensor], slot: str) -> dict[str, Tensor]:

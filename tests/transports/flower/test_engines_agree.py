@@ -28,7 +28,7 @@ FAMILIES = ("fedit", "flora", "fedsa-lora", "fedgalore")
 QUICK = "fedsa-lora"
 """Its clients receive averaged factors and store factors of their own; Ray's processes for each method take seconds."""
 OTHERS = tuple(key for key in sorted(METHODS) if key not in FAMILIES)
-SINGULAR = ("fedavg", "federa", "fedhm", "fedmomentum", "fedsvd", "flexlora", "fr-lora", "pfedlora")
+SINGULAR = ("fedask", "fedavg", "federa", "fedhm", "fedmomentum", "fedsvd", "flexlora", "fr-lora", "pfedlora")
 """Their factors are singular vectors, which amplify rounding by the inverse of the gaps between singular values."""
 BOUND = {"fedgalore": 1e-3, **dict.fromkeys(SINGULAR, 1e-4)}
 """Relative; FedGaLore trains with AdamW; others: 1e-5."""
