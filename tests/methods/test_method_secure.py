@@ -63,7 +63,7 @@ def split_exchanges(means: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def require_close(hidden: Tensors, shown: Tensors, limit: float) -> None:
-    """Check that means agree: to a bound in the first exchange; the second depends on an SVD of the first one's mean."""
+    """Check that means agree: to a bound in the first exchange; the second depends on an SVD of the first mean."""
     (first, second), (first_shown, second_shown) = split_exchanges(hidden), split_exchanges(shown)
     secure_rounds.require_close(first, first_shown, limit)
     assert second.keys() == second_shown.keys()
