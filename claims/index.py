@@ -45,6 +45,8 @@ COMPARED = re.compile(r": (.+) against (.+)$")
 """The end of a statement that compares two methods: the one that the paper favours, and the other."""
 VERDICTS = ("holds", "contradicted", "inconclusive", "not runnable here")
 OUTDATED = "outdated"
+EXPERIMENT = ("experiment", "first statement", "found here, all statements", "scale")
+"""Columns of a paper's experiments."""
 
 
 def index(folder: Path) -> dict[str, str]:
@@ -54,9 +56,7 @@ def index(folder: Path) -> dict[str, str]:
     statements = [STATEMENTS]
     for title, pages in parts.items():
         papers += [f"## {title}", *([name_paper(pages)] if title != REST else []), *state_headlines(title, pages)]
-        papers.append(
-            format_table(("experiment", "statements", "scale", "date"), list_experiments(folder, title, pages))
-        )
+        papers.append(format_table(EXPERIMENT, list_experiments(folder, title, pages)))
         statements.append(
             f"## {title}\n\n"
             + format_table(("claim", "the paper's statement", "measured", "verdict"), format_rows(pages))
@@ -67,7 +67,7 @@ def index(folder: Path) -> dict[str, str]:
         statements += [EXAMINED, format_table(header, rows)]
         papers += [
             EXAMINED,
-            format_table(("page", "statements", "scale", "date"), list_experiments(folder, REASONS, examined)),
+            format_table(EXPERIMENT, list_experiments(folder, REASONS, examined)),
         ]
     existing = {page["name"] for pages in parts.values() for page in pages}
     papers += list_missing_pages(existing)
@@ -124,13 +124,14 @@ def _format_counts(count: Mapping[str, int]) -> str:
 
 
 def list_experiments(folder: Path, system: str, pages: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a row for each page: its link, how its statements fared, its scale and its date."""
+    """Return a row for each page: its link, its first statement, the verdicts on all of them, and the scale."""
     rows: list[tuple[str, ...]] = []
     for page in pages:
         count = Counter(finding["verdict"] for finding in page["findings"])
         fared = _format_counts(count) + (f" ({OUTDATED})" if "outdated" in page else "")
         title = page["title"].removeprefix(f"{system}, ") if ":" in page["title"] else page["title"]
-        rows.append((f"[{title}]({page['name']}.md)", fared, read_scale(folder, page["name"]), page["date"]))
+        first = COMPARED.sub("", page["findings"][0]["statement"]) if page["findings"] else ""
+        rows.append((f"[{title}]({page['name']}.md)", first, fared, read_scale(folder, page["name"])))
     return rows
 
 
@@ -174,18 +175,12 @@ def summarize_papers(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     }
     columns = (*VERDICTS, OUTDATED)
     rows = [
-        (
-            f"[{title}](#{title.lower().replace(' ', '-')})",
-            str(len(parts[title])),
-            str(sum(count.values())),
-            *(str(count[column]) for column in columns),
-        )
+        (f"[{title}](#{title.lower().replace(' ', '-')})", sum(count.values()), *(count[column] for column in columns))
         for title, count in counts.items()
     ]
     total = sum(counts.values(), Counter[str]())
-    pages = str(sum(map(len, parts.values())))
-    rows.append(("all", pages, str(sum(total.values())), *(str(total[column]) for column in columns)))
-    return format_table(("paper", "claims", "statements", *(column.removesuffix(" here") for column in columns)), rows)
+    rows.append(("all", sum(total.values()), *(total[column] for column in columns)))
+    return format_table(("paper", "statements", *(column.removesuffix(" here") for column in columns)), rows)
 
 
 def format_rows(pages: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:

@@ -145,7 +145,7 @@ def test_the_index_lists_every_finding(pages: Path) -> None:
         for finding in saved["findings"]:
             count += 1
             assert f"| {finding['statement']} | {finding['measured']} | **{finding['verdict']}** |" in statements
-    assert f"| all | {len(SMOKE)} | {count} |" in index
+    assert f"| all | {count} |" in index
 
 
 def test_the_pages_in_the_docs_are_indexed(tmp_path: Path) -> None:
