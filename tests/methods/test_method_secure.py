@@ -38,6 +38,13 @@ WRAPPED: Mapping[str, tuple[dict[str, Any], Mapping[str, Any]]] = {
     "scaffold I": ({"name": "rolora", "wrappers": [{"name": "scaffold", "variate": "option-I"}]},
                    {**SGD, "max_grad_norm": 0}),
 }  # fmt: skip
+by_family = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind in METHODS and kind not in FAMILIES else ())
+        for kind in WRAPPED
+    ],
+)
 
 
 def secure_and_plain(
@@ -71,13 +78,7 @@ def require_close(hidden: Tensors, shown: Tensors, limit: float) -> None:
         assert float((value - second_shown[name]).norm()) <= 1e-4 * float(second_shown[name].norm())
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.slow if kind in METHODS and kind not in FAMILIES else ())
-        for kind in WRAPPED
-    ],
-)
+@by_family
 def test_a_secure_round_is_the_plain_one(kind: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path) -> None:
     """Round after round from the same progress, cohorts of three of four: what clients hold and keep differs."""
     here, there, _ = secure_and_plain(kind, prepared, tiny_folder, tmp_path)
@@ -102,7 +103,7 @@ def test_a_secure_round_is_the_plain_one(kind: str, prepared: Prepared, tiny_fol
         progress = plain.progress
 
 
-@pytest.mark.parametrize("kind", list(WRAPPED))
+@by_family
 @pytest.mark.parametrize("phase", ["train", "unmask"])
 def test_a_round_without_one_client_is_that_of_the_others(
     kind: str, phase: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path
