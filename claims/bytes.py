@@ -78,6 +78,12 @@ ALL: Mapping[str, PaperCost] = {
     ),
     "fedsa-lora": PaperCost(lambda m, n: RANK * n, lambda m, n: RANK * n, "r n up and down"),
     "fedsvd": PaperCost(lambda m, n: RANK * m, count_factors, "r m up, r (m + n) down"),
+    "fedask": PaperCost(
+        count_factors,
+        lambda m, n: count_factors(m, n) + RANK * m,
+        "r m, then r n up; r (m + n), then r m down, with sketches of r columns",
+        {"oversampling": 0},
+    ),
     "flora": PaperCost(
         count_factors, lambda m, n: CLIENTS * count_factors(m, n), "r (m + n) up, all clients' stack, K r (m + n), down"
     ),

@@ -44,6 +44,8 @@ def attacked(federation: Federation, factor: float) -> tuple[RoundResult, dict[s
     host, replies, method = federation.transport.host, dict[str, Message](), federation.method
 
     def tamper(order: Order, sent: Message, reply: Message) -> Message:
+        if order.task == "second":  # in which changes are scaled by the factors of the first exchange
+            return reply
         replies[order.to] = reply
         if order.to != VICTIM or factor == 1:
             return reply
