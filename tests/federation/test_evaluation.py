@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from fedspan.federation.evaluation import (
 from fedspan.federation.federation import Federation
 from fedspan.federation.plausibility import drop_impossible_metrics
 from fedspan.federation.protocol import Envelope, Reply, decode_order
+from fedspan.federation.settings import BufferedSettings
+from fedspan.federation.validation import ReplyRules
 from fedspan.runs.selection import Selection
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
@@ -198,3 +201,29 @@ def test_a_client_that_reports_a_fraction_of_an_example_stops_no_run(tiny_folder
     )
     assert scores is not None
     assert scores.pooled == {"accuracy": 0.5, "loss": 0.7, "examples": 1.0}
+
+
+def test_asynchronous_evaluations_do_not_wait_for_nodes_that_missed_the_last_ones(prepared: Prepared) -> None:
+    """A node that trains but does not answer evaluations would otherwise hold each of them until the deadline."""
+    old, waited = prepared.federation, list[bool]()
+    silent = sorted(old.clients)[0]
+
+    class Silent(Reporting):
+        def replies(self, envelopes: Mapping[str, Envelope], *args: Any, **options: Any) -> Replies:
+            assert silent in envelopes
+            waited.append(False)
+            yield from super().replies({id: envelopes[id] for id in envelopes if id != silent}, 1.0)
+            waited[-1] = True
+            yield silent, "no reply within 3600 s"
+
+    settings = replace(old.settings, buffered=BufferedSettings(concurrency=2))
+    transport = Silent(dict.fromkeys(old.clients, HONEST))
+    rules = ReplyRules(max_missed_rounds=2)
+    federation = Federation(
+        old.method, old.engine, list(old.clients.values()), old.examples, settings, transport, rules
+    )
+    evaluator = RemoteEvaluator(federation, 32)
+    for _ in range(6):
+        scores, _ = evaluator.evaluate_clients(federation.begin())
+        assert scores is not None
+    assert waited == [True, True, False, False, True, False]

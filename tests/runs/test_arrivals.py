@@ -28,11 +28,18 @@ METHOD = {"name": "fedsa-lora", "wrappers": ["fedavgm"]}
 """Clients store a factor and their moments, and the server a momentum."""
 
 
-def make_config(folder: Path, *, simulation: dict[str, Any] | None = None, **buffered: Any) -> RunConfig:
+def make_config(
+    folder: Path,
+    *,
+    simulation: dict[str, Any] | None = None,
+    federation: Mapping[str, Any] | None = None,
+    **buffered: Any,
+) -> RunConfig:
+    buffered = {"concurrency": 3, **buffered}
     values = tiny.settings(
         folder,
         method=METHOD,
-        federation={"rounds": 6, "clients_per_round": 2, "buffered": {"concurrency": 3, **buffered}},
+        federation={"rounds": 6, "clients_per_round": 2, "buffered": buffered, **(federation or {})},
         training={"optimizer_state": "keep"},
     )
     return tiny.parse_config(
@@ -154,6 +161,7 @@ class Machines(AsynchronousTransport):
         self.run, self.ids, self.silent = str(run), ids, silent
         self.open: dict[str, tuple[float, Envelope]] = {}
         self.clock, self.received, self.sent = 0.0, 0, 0
+        self.replied, self.assumed, self.stalled = set[str](), set[str](), set[str]()
         self.asked = list[frozenset[str]]()
 
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
@@ -177,6 +185,8 @@ class Machines(AsynchronousTransport):
         id = min(self.open, key=lambda id: self.open[id][0])
         self.clock, order = self.open.pop(id)
         self.received += 1
+        self.replied.add(id)
+        self.stalled.discard(id)
         return id, "no reply within 5 s" if self.received in self.silent else self.reply(id, order)
 
     def retain_orders(self, ids: Collection[str]) -> frozenset[str]:
@@ -185,6 +195,13 @@ class Machines(AsynchronousTransport):
 
     def list_training(self) -> frozenset[str]:
         return frozenset(self.open)
+
+    def list_stalled(self) -> frozenset[str]:
+        return frozenset(self.stalled)
+
+    def assume_training(self, ids: Collection[str]) -> None:
+        self.assumed |= set(ids)
+        self.stalled |= set(ids)
 
 
 def make_machines(*silent: int) -> tuple[session.Host, list[Machines]]:
@@ -204,9 +221,9 @@ def deploy_config(folder: Path, concurrency: int = 3, **federation: Any) -> RunC
     return tiny.parse_config({**values, "federation": {**values["federation"], **federation}})
 
 
-def require_repeated(run: Path, folder: Path, tiny_folder: Path) -> None:
+def require_repeated(run: Path, folder: Path, tiny_folder: Path, federation: Mapping[str, Any] | None = None) -> None:
     """Require that a simulation of the record of a run ends with the same state."""
-    session.run(make_config(tiny_folder, replay=str(run)), folder)
+    session.run(make_config(tiny_folder, replay=str(run), federation=federation), folder)
     ours, theirs = (load_latest(RunFolder(path)) for path in (folder, run))
     assert ours is not None
     assert theirs is not None
@@ -234,16 +251,65 @@ def test_the_record_of_clients_elsewhere_repeats_their_run_in_the_simulator(tiny
     require_repeated(tmp_path / "run", tmp_path / "again", tiny_folder)
 
 
+OUTLIERS = {"rounds": 4, "clients_per_round": 3, "max_norm_ratio": 1.02}
+"""Rounds in which replies are compared with the median of three or four, and one is often too large."""
+
+
+def list_outliers(run: Path) -> list[str]:
+    rows: list[Any] = list(read_lines(RunFolder(run).metrics))
+    failures = [failure for row in rows for failure in row.get("failures", [])]
+    assert all(len(row["arrivals"]) <= 3 for row in rows)
+    return [failure["client"] for failure in failures if "cohort's median" in failure["reason"]]
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_record_with_rejected_replies_repeats_the_run(elsewhere: bool, tiny_folder: Path, tmp_path: Path) -> None:
+    """A rejected reply moved the median of the norms, and is not in the record."""
+    host, _ = make_machines()
+    if elsewhere:
+        session.run(deploy_config(tiny_folder, concurrency=4, **OUTLIERS), tmp_path / "run", host=host)
+    else:
+        session.run(make_config(tiny_folder, concurrency=4, federation=OUTLIERS), tmp_path / "run")
+    assert list_outliers(tmp_path / "run")
+    require_repeated(tmp_path / "run", tmp_path / "again", tiny_folder, OUTLIERS)
+    assert not list_outliers(tmp_path / "again")
+
+
+def test_a_record_of_larger_rounds_is_refused(tiny_folder: Path, recorded: Path, tmp_path: Path) -> None:
+    config = make_config(tiny_folder, replay=str(recorded), federation={"clients_per_round": 1})
+    with pytest.raises(FedspanError, match=r"round 1 has more replies than a round takes \(1\)"):
+        session.run(config, tmp_path / "run")
+
+
 def test_a_server_that_starts_again_sends_new_orders(tiny_folder: Path, tmp_path: Path) -> None:
     host, machines = make_machines(2)
     with pytest.raises(Stopped):
         session.run(deploy_config(tiny_folder), tmp_path / "run", host=host, listener=StopAfter(3))
     lost = dict(machines[0].open)
     assert lost
+    checkpoint = load_latest(RunFolder(tmp_path / "run"))
+    assert checkpoint is not None
+    assert {order.client for order in checkpoint.open.orders} == set(lost)
+    assert checkpoint.open.states == {}  # nobody can use them
     session.run(None, tmp_path / "run", resume=True, host=host)
     assert len(machines) == 2
+    assert machines[1].assumed == set(lost)  # they may still train for the first server
     assert len(get_arrivals(tmp_path / "run")) == 6
     require_repeated(tmp_path / "run", tmp_path / "again", tiny_folder)
+
+
+def test_orders_that_are_too_old_to_count_are_closed(tiny_folder: Path, tmp_path: Path) -> None:
+    host, made = make_machines()
+    config = deploy_config(tiny_folder, buffered={"concurrency": 4, "max_staleness": 2}, rounds=8)
+    session.run(config, tmp_path / "run", host=host)
+    (machines,) = made
+    rows: list[Any] = list(read_lines(RunFolder(tmp_path / "run").metrics))
+    failures = [failure for row in rows for failure in row.get("failures", [])]
+    assert {failure["client"] for failure in failures} == {"west"}
+    assert all(failure["reason"].startswith("its order is 3 rounds old") for failure in failures)
+    assert machines.clock > SECONDS["west"]
+    assert machines.replied == {"east", "north", "south"}
+    assert machines.assumed == {"west"}
 
 
 def test_a_round_with_too_few_replies_sends_further_orders_and_then_stops(tiny_folder: Path, tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ class FederationConfig(Section):
         description="Number of consecutive missed rounds after which the server still sends orders to a client "
         "but does not wait for it, if the other replies suffice. It waits again after two, four, "
         "eight times as many rounds, and after a valid reply. null: always wait until the deadline. "
-        "No effect with over_select or buffered.",
+        "No effect with over_select; with buffered it counts missed evaluations.",
     )
     reconnect_timeout: float = Field(
         default=300.0,

@@ -103,6 +103,14 @@ class AuditedTransport(AsynchronousTransport):
         """``AsynchronousTransport.list_training``."""
         return self.inner.list_training()
 
+    def list_stalled(self) -> frozenset[str]:
+        """``AsynchronousTransport.list_stalled``."""
+        return self.inner.list_stalled()
+
+    def assume_training(self, ids: Collection[str]) -> None:
+        """``AsynchronousTransport.assume_training``."""
+        self.inner.assume_training(ids)
+
     def _audit(self, orders: Orders) -> Orders:
         """Return the orders, each of which is logged when it is created."""
 

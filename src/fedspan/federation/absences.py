@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-__all__ = ["Absences", "Awaited"]
+__all__ = ["Absences", "Awaited", "EvaluationAbsences"]
 
 
 class Absences:
@@ -45,7 +45,7 @@ class Absences:
                 self._rounds[id].append(number)
         self._drawn = max(self._drawn, round)
         missed = {id: self._count(id, last_replies.get(id, -1), round) for id in ids}
-        absent = frozenset(id for id, count in missed.items() if count >= limit and not _is_due(count, limit))
+        absent = frozenset(id for id, count in missed.items() if _is_absent(count, limit))
         return absent if len(absent) < len(missed) else frozenset()
 
     def _count(self, id: str, after: int, before: int) -> int:
@@ -54,10 +54,30 @@ class Absences:
         return bisect_left(rounds, before) - bisect_right(rounds, after)
 
 
-def _is_due(count: int, limit: int) -> bool:
-    """Return whether a number of missed rounds is the limit times 2, 4, 8, ..."""
-    times, rest = divmod(count, limit)
-    return rest == 0 and times > 1 and times & (times - 1) == 0
+class EvaluationAbsences:
+    """The clients that evaluations beside asynchronous rounds do not wait for."""
+
+    def __init__(self) -> None:
+        self._missed = Counter[str]()
+
+    def find(self, ids: Collection[str], stalled: Collection[str], limit: int | None) -> frozenset[str]:
+        """Return the clients that an evaluation does not wait for; none if it would be all.
+
+        Args:
+            ids: The clients that are evaluated.
+            stalled: Clients from which no reply is to be expected soon.
+            limit: Number of evaluations that a client missed in a row, from which on it is not waited for (as in
+                ``Absences``); None: any.
+        """
+        absent = frozenset(
+            id for id in ids if id in stalled or (limit is not None and _is_absent(self._missed[id], limit))
+        )
+        return absent if len(absent) < len(ids) else frozenset()
+
+    def record(self, ids: Collection[str], measured: Collection[str]) -> None:
+        """Record which of the clients of an evaluation were measured."""
+        for id in ids:
+            self._missed[id] = 0 if id in measured else self._missed[id] + 1
 
 
 class Awaited:
@@ -83,3 +103,15 @@ class Awaited:
         """
         self._pending.discard(id)
         return not self._is_everyone and not self._pending and len(accepted()) >= quorum
+
+
+def _is_absent(missed: int, limit: int) -> bool:
+    """Return whether a client is not waited for: it missed ``limit`` rounds or more, but not 2, 4, 8, ... times those.
+
+    Args:
+        missed: Number of rounds in a row in which the client was selected and its reply did not count.
+        limit: Number of missed rounds from which on a client is not waited for.
+    """
+    times, rest = divmod(missed, limit)
+    is_due = rest == 0 and times > 1 and times & (times - 1) == 0
+    return missed >= limit and not is_due

@@ -7,6 +7,7 @@ further ones.
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
@@ -73,9 +74,14 @@ class _TrainingClients:
         self.open = {order.client: order for order in orders}
         self.number = number
 
-    def has_room(self) -> bool:
-        """Return whether fewer clients than the requested number train, and another one can."""
-        return len(self.open) < self._settings.concurrency and len(self.open) + len(self._arrived) < len(self._ids)
+    def has_room(self, stalled: Collection[str] = ()) -> bool:
+        """Return whether fewer clients than the requested number train, and another one can.
+
+        Args:
+            stalled: Clients that do not count as training although they have an order.
+        """
+        training = sum(id not in stalled for id in self.open)
+        return training < self._settings.concurrency and len(self.open) + len(self._arrived) < len(self._ids)
 
     def draw_client(self) -> str:
         """Draw a client that neither trains nor has replied in this round; from (seed, number of the order) alone."""
@@ -157,7 +163,8 @@ class SimulatedArrivals:
 class NodeArrivals:
     """Arrivals from the clients' own machines, which train while the server does other things.
 
-    An order that the transport no longer has open is lost with the server that sent it: its client may receive another.
+    An order that the transport no longer has open is lost with the server that sent it: its client may receive another,
+    but may train for the first one still. An order that is too old to count is closed, and its client fails.
 
     Args:
         context: The round.
@@ -177,14 +184,18 @@ class NodeArrivals:
     ) -> None:
         self._context, self._transport = context, transport
         self._create_order, self._compute_reply_bytes = create_order, compute_reply_bytes
-        retained = transport.retain_orders([order.client for order in open.orders])
-        self._clients = _TrainingClients(
-            context, [order for order in open.orders if order.client in retained], open.number
-        )
+        assert context.settings.buffered is not None
+        limit = context.settings.buffered.max_staleness
+        too_old = [order for order in open.orders if limit is not None and context.state.round - order.round > limit]
+        retained = transport.retain_orders([order.client for order in open.orders if order not in too_old])
+        transport.assume_training([order.client for order in open.orders if order.client not in retained])
+        orders = [order for order in open.orders if order.client in retained or order in too_old]
+        self._clients = _TrainingClients(context, orders, open.number)
+        self._too_old = [Arrival(self._clients.end_order(order.client), None) for order in too_old]
 
     def take(self, count: int, attempt: int) -> list[Arrival]:
         """``ArrivalSource.take``."""
-        arrivals = list[Arrival]()
+        arrivals, self._too_old = self._too_old, list[Arrival]()
         while len(arrivals) < count:
             self._send(attempt)  # not after the last reply: the next order is of the state that it updates
             received = self._transport.receive_reply()
@@ -206,15 +217,24 @@ class NodeArrivals:
         return self._clients.close(states)
 
     def _send(self, attempt: int) -> None:
-        """Send the current state to further clients, as long as fewer than the requested number train."""
-        clients, sent = self._clients, dict[str, OpenOrder]()
-        while clients.has_room():
-            id = clients.draw_client()
-            sent[id] = clients.add_order(id, attempt)
-        if sent:
-            orders = Orders("train", sent, lambda id: self._create_order(sent[id]), self._compute_reply_bytes)
+        """Send the current state to further clients, as long as fewer than the requested number train.
+
+        Clients that are offline, or were silent until their last deadline, receive orders but do not count.
+        """
+        while sent := self._add_orders(attempt):
+            orders = Orders("train", sent, functools.partial(self._create_sent_order, sent), self._compute_reply_bytes)
             deadline = self._context.rules.deadline
             self._transport.send_orders(orders, deadline, wait_for_offline=attempt > 0)
+
+    def _add_orders(self, attempt: int) -> dict[str, OpenOrder]:
+        clients, sent, stalled = self._clients, dict[str, OpenOrder](), self._transport.list_stalled()
+        while clients.has_room(stalled):
+            id = clients.draw_client()
+            sent[id] = clients.add_order(id, attempt)
+        return sent
+
+    def _create_sent_order(self, sent: Mapping[str, OpenOrder], id: str) -> Envelope:
+        return self._create_order(sent[id])
 
 
 class RecordedArrivals:
@@ -235,6 +255,9 @@ class RecordedArrivals:
         if number >= len(settings.arrivals):
             problem = f"the record has the arrivals of {len(settings.arrivals)} rounds, and this is round {number + 1}"
             raise FedspanError("federation.buffered.replay", len(settings.arrivals), problem=problem)
+        if len(settings.arrivals[number]) > context.target:
+            problem = f"the record of round {number + 1} has more replies than a round takes ({context.target})"
+            raise FedspanError("federation.buffered.replay", len(settings.arrivals[number]), problem=problem)
         self._later = settings.arrivals[number + 1 :]
         self._orders: list[OpenOrder] = []
         for position, (id, round) in enumerate(settings.arrivals[number]):

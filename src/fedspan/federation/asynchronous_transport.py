@@ -47,4 +47,16 @@ class AsynchronousTransport(Transport):
 
     @abstractmethod
     def list_training(self) -> frozenset[str]:
-        """Return the clients that train: those that have not answered their open order, or let its time limit pass."""
+        """Return the clients that have not answered their open order."""
+
+    @abstractmethod
+    def list_stalled(self) -> frozenset[str]:
+        """Return the clients from which no reply is to be expected soon.
+
+        Their open order has not been sent because they are offline, or they let the time limit of an order pass, or
+        were assumed to train, and have not answered since.
+        """
+
+    @abstractmethod
+    def assume_training(self, ids: Collection[str]) -> None:
+        """Record that clients may train for orders that are closed, until they answer another one."""

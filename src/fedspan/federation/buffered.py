@@ -50,7 +50,8 @@ class BufferedRound:
 
     Whether a reply is valid decides only how many further replies the round takes. In a simulation and a replay the
     clients' order of arrival is known before any of them trains, so they train when their replies arrive, as many at
-    once as started from one state. Clients on machines of their own train from the order to the reply.
+    once as started from one state. Clients on machines of their own train from the order to the reply. A replay takes
+    the recorded replies, which were accepted, without comparing their norms again.
 
     Args:
         context: Definition of the round, without a cohort.
@@ -72,8 +73,10 @@ class BufferedRound:
         on_client: OnClient | None = None,
     ) -> None:
         assert context.settings.buffered is not None
-        self.context, self.on_client, self._new_aggregation, self._best = context, on_client, new_aggregation, best
         self._settings, self._start = context.settings.buffered, progress.open
+        if self._settings.arrivals is not None:  # accepted ones: without the rejected ones the median is another
+            context = replace(context, rules=replace(context.rules, norm_factor=None))
+        self.context, self.on_client, self._new_aggregation, self._best = context, on_client, new_aggregation, best
         self._last_rounds, self._last_replies = dict(progress.last_rounds), dict(progress.last_replies)
         self._states = {**progress.open.states, context.state.round: context.state}
         self.note: str | None = None
@@ -247,17 +250,9 @@ class BufferedRound:
         )
 
     def _list_arrivals(self, accepted: Collection[str]) -> tuple[tuple[str, int], ...]:
-        """Return the replies in their order of arrival, each with the age of its order in rounds.
-
-        A simulation that repeats them rejects a reply again by the same rules. A node may have had a reason of its own
-        to refuse an order, so of nodes only accepted replies are listed.
-        """
-        round, from_nodes = self.context.state.round, isinstance(self._source, NodeArrivals)
-        return tuple(
-            (id, round - order.round)
-            for id, (order, reply) in self._replies.items()
-            if isinstance(reply, Envelope) and (id in accepted or not from_nodes)
-        )
+        """Return the accepted replies in their order of arrival, each with the age of its order in rounds."""
+        round = self.context.state.round
+        return tuple((id, round - order.round) for id, (order, _) in self._replies.items() if id in accepted)
 
     def _forget_lost(self) -> None:
         """Record for the clients that lost what they stored that their next order needs a complete message."""

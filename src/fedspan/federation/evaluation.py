@@ -17,7 +17,7 @@ from fedspan.core.method import Memory
 from fedspan.core.tensors import create_generator
 from fedspan.core.values import Job
 from fedspan.federation import serialization
-from fedspan.federation.absences import Awaited
+from fedspan.federation.absences import Awaited, EvaluationAbsences
 from fedspan.federation.federation import Federation
 from fedspan.federation.plausibility import drop_impossible_metrics
 from fedspan.federation.progress import ClientData, Failure, Progress, Transfer
@@ -231,13 +231,23 @@ class ReportedEvaluator(Evaluator):
 
     Pooled metrics are means over clients, weighted by their numbers of examples. Rounds are compared by trimmed means,
     unless this process assigned the clients' examples (a simulation) or there is one client.
+
+    Args:
+        federation: The federation to evaluate.
+        batch_size: Batch size of the server's forward passes.
+        clients: Number of clients to evaluate; None: all.
     """
+
+    def __init__(self, federation: Federation, batch_size: int, clients: int | None = None) -> None:
+        super().__init__(federation, batch_size, clients)
+        self._absences = EvaluationAbsences()
 
     def evaluate_clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
         """``Evaluator.evaluate_clients``; clients that do not reply are left out and recorded as events.
 
-        Clients that the next round would not wait for are not waited for here either, if any other replied. Clients
-        that train between two rounds, as asynchronous ones leave them, are not asked.
+        Clients that the next round would not wait for are not waited for here either, if any other replied. Beside
+        asynchronous rounds, clients that train are not asked, and those are not waited for that missed the last
+        ``max_missed_rounds`` evaluations or let the time limit of an order pass.
         """
         federation = self.federation
         method, state, encoder = federation.method, progress.state, OrderEncoder(federation.run)
@@ -256,7 +266,10 @@ class ReportedEvaluator(Evaluator):
         stages, measured = federation.engine.stages, set[str]()
         training = federation.list_training()
         ids = tuple(id for id in self.get_ids(progress) if id not in training)
-        awaited = Awaited(ids, federation.find_absent(progress, ids))
+        absent = federation.find_absent(progress, ids)
+        if federation.settings.buffered is not None:
+            absent = self._absences.find(ids, federation.list_stalled(), federation.rules.max_missed_rounds)
+        awaited = Awaited(ids, absent)
 
         def replied(id: str, reply: Envelope | str) -> bool:
             stages.advance("evaluation")
@@ -280,6 +293,7 @@ class ReportedEvaluator(Evaluator):
             federation.transport.begin(progress)
             orders = Orders("evaluate", ids, order, lambda _: 0)
             federation.transport.exchange(orders, replied, federation.rules.deadline)
+        self._absences.record(ids, measured)
         return self._pool("validation", reported["validation"]), self._pool("test", reported["test"])
 
     def _pool(self, part: ScoredPart, by_client: Mapping[str, Scores]) -> ClientScores | None:

@@ -20,6 +20,7 @@ from fedspan.federation.privacy import compute_round_charges, draw_poisson_cohor
 from fedspan.federation.progress import (
     ClientData,
     Failure,
+    OpenOrders,
     OutOfRoundEvents,
     Progress,
     RoundResult,
@@ -316,6 +317,14 @@ class Federation:
     def list_training(self) -> frozenset[str]:
         """Return the clients that train between two rounds, which only asynchronous rounds leave training."""
         return self.transport.list_training() if isinstance(self.transport, AsynchronousTransport) else frozenset()
+
+    def list_stalled(self) -> frozenset[str]:
+        """Return the clients from which no reply is to be expected soon, as far as asynchronous rounds left any."""
+        return self.transport.list_stalled() if isinstance(self.transport, AsynchronousTransport) else frozenset()
+
+    def select_resumable(self, open: OpenOrders) -> OpenOrders:
+        """Return what a resumed run needs of open orders: their states only if this process trains the clients."""
+        return replace(open, states={}) if isinstance(self.transport, AsynchronousTransport) else open
 
     def record(self, event: Transfer | Failure) -> None:
         """Record an event outside the rounds."""

@@ -191,8 +191,8 @@ class RoundResult:
         simulated_seconds: Time that the round took on the simulated clock, in seconds; None: there is none.
         clipped: Factors by which the changes of replies were scaled down, by client, sorted.
         lowered: Factors by which weights were lowered, by client, sorted.
-        arrivals: In asynchronous rounds, the clients whose replies arrived, in that order, each with the age of its
-            order in rounds; None: the round was synchronous.
+        arrivals: In asynchronous rounds, the clients whose replies were accepted, in their order of arrival, each with
+            the age of its order in rounds; None: the round was synchronous.
     """
 
     progress: Progress

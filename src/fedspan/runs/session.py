@@ -387,7 +387,7 @@ class _Session:
                     "privacy": self.budget.dump(),
                 },
                 last_replies=progress.last_replies,
-                open=progress.open,
+                open=self.prepared.federation.select_resumable(progress.open),
             ),
         )
         checkpoints.prune(self.run_folder)

@@ -227,6 +227,26 @@ def test_a_server_reads_no_more_than_the_order_allows(
     assert result == ("reply within 1000" if is_read else "the reply has more than 0.000953674 MiB, the maximum")
 
 
+def test_a_sent_message_whose_reply_is_not_requested_next_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the second reader of a shared grid are requested from the first call on."""
+    adapter = pytest.importorskip("fedspan.transports.flower.adapter")
+    grid, numbers, cancelled = object.__new__(grid_module.LimitedGrid), iter(range(9)), list[str]()
+    for name, value in {
+        "push_messages": lambda self, messages: [f"order {next(numbers)}" for _ in messages],
+        "take_replies": lambda self, ids, seconds: [],
+        "cancel_orders": lambda self, ids: cancelled.extend(ids),
+    }.items():
+        monkeypatch.setattr(adapter.TaskGrid, name, value)
+    shared, order = grid_module.SharedGrid(grid), SimpleNamespace(metadata=SimpleNamespace(group_id=""))
+    shared.side.push_messages([order])
+    shared.push_messages([order, order])
+    shared.pull_messages(["order 1"])
+    assert cancelled == ["order 2"]
+    shared.side.pull_messages([])
+    shared.pull_messages([])
+    assert cancelled == ["order 2", "order 0", "order 1"]
+
+
 def test_objects_that_came_along_are_not_fetched_and_count() -> None:
     adapter = pytest.importorskip("fedspan.transports.flower.adapter")
     messages = pytest.importorskip("fedspan.transports.flower.messages")

@@ -65,7 +65,8 @@ class Delivery:
         seconds: float,
         offline_seconds: float | None,
     ) -> None:
-        self._grid, self._signer, self._nodes, self._orders, self._seconds = grid, signer, nodes, orders, seconds
+        self._grid, self._signer, self._nodes, self._seconds = grid, signer, nodes, seconds
+        self._orders: Orders | None = orders
         self._offline_seconds = None if offline_seconds is None else min(seconds, offline_seconds)
         self.unsent = dict.fromkeys(orders)
         """The clients whose orders have not been sent."""
@@ -104,7 +105,8 @@ class Delivery:
                 yield sent.to, _REVOKED
         online = set(self._grid.get_node_ids()) if self.unsent else set[int]()
         salt = draw_salt()
-        for batch in _split_batches(self._orders, [id for id in self.unsent if self._nodes[id] in online]):
+        ready = [id for id in self.unsent if self._nodes[id] in online]
+        for batch in () if self._orders is None else _split_batches(self._orders, ready):
             try:
                 try:
                     sent = self._send_batch(batch, salt)
@@ -128,18 +130,26 @@ class Delivery:
             self.pending.update(sent)
             for message in sent.values():
                 del self.unsent[message.to]
+        self._release_orders()
         if time.monotonic() >= self._offline_until:
             reason = "is not online"
             if self._offline_seconds is not None:
                 reason = f"was not online for {self._offline_seconds:g} s"
             given_up, self.unsent = sorted(self.unsent), {}
+            self._release_orders()
             for id in given_up:
                 yield id, "the SuperLink did not take its order" if id in self._refused else f"its node {reason}"
 
     def _send_batch(self, batch: Iterable[tuple[str, Envelope]], salt: bytes) -> dict[str, Sent[str]]:
+        assert self._orders is not None
         lifetime = max(self._deadline - time.monotonic(), 0) + _LIFETIME
         addressed = [(id, self._nodes[id], envelope, self._orders.compute_reply_bytes(id)) for id, envelope in batch]
         return send_envelopes(self._grid, self._signer, addressed, "train", lifetime, salt)
+
+    def _release_orders(self) -> None:
+        """Release what creates the orders, which holds a whole round, as soon as no order will be sent any more."""
+        if not self.unsent:
+            self._orders = None
 
     def receive(self, message: Message) -> tuple[str, Envelope | str] | None:
         """Return the client and the reply of a message that is one to a pending order; None: it is not."""
@@ -157,6 +167,7 @@ class Delivery:
     def retain(self, ids: Collection[str]) -> None:
         """Give up without a reason all orders that have not been sent, and those of all clients but the given ones."""
         self.unsent = {}
+        self._release_orders()
         self.pending = {message: sent for message, sent in self.pending.items() if sent.to in ids}
 
 

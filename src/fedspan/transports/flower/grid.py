@@ -88,6 +88,12 @@ class SharedGrid:
             (self._held if is_side else own).append(message)
         return own
 
+    def push_side_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages of the second reader, and fetch their replies from now on."""
+        ids = list(self._grid.push_messages(messages))
+        self._side_ids |= {id for id in ids if id}
+        return ids
+
     def take_held(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the second reader's messages that were fetched, and fetch the rest from now on."""
         held, self._held = self._held, []
@@ -108,7 +114,7 @@ class _Side:
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """``Grid.push_messages``."""
-        return self._shared.push_messages(messages)
+        return self._shared.push_side_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """``Grid.pull_messages``."""
@@ -138,7 +144,10 @@ class LimitedGrid(TaskGrid):
     _unanswered: frozenset[str] = frozenset()
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """``TaskGrid.push_messages``; the maximum sizes of the replies are stored."""
+        """``TaskGrid.push_messages``; the maximum sizes of the replies are stored.
+
+        The caller requests the replies in its next call of ``pull_messages``: messages that it omits are cancelled.
+        """
         sent = list(messages)
         ids = super().push_messages(sent)
         limits = dict(self._limits)
@@ -146,12 +155,14 @@ class LimitedGrid(TaskGrid):
             if id and (limit := parse_reply_limit(message.metadata.group_id)) is not None:
                 limits[id] = min(limit, self.limit)
         self._limits = limits
+        self._unanswered |= {id for id in ids if id}
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Return the replies that are complete; one that is too large or damaged is replaced by an error.
 
-        Messages of the last call that are neither in this one nor answered are cancelled.
+        Messages that were sent since the last call or were in it, and are neither in this one nor answered, are
+        cancelled.
         """
         requested = set(message_ids)
         partial = {id: reply for id, reply in self._partial.items() if id in requested}

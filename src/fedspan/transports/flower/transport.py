@@ -92,7 +92,15 @@ class GridTransport(AsynchronousTransport):
 
     def list_training(self) -> frozenset[str]:
         """``AsynchronousTransport.list_training``."""
-        return frozenset((*self._list_open(), *self._overdue))
+        return frozenset(self._list_open())
+
+    def list_stalled(self) -> frozenset[str]:
+        """``AsynchronousTransport.list_stalled``."""
+        return frozenset((*self._overdue, *(id for delivery in self._open for id in delivery.unsent)))
+
+    def assume_training(self, ids: Collection[str]) -> None:
+        """``AsynchronousTransport.assume_training``."""
+        self._overdue.update(ids)
 
     def _list_open(self) -> Iterator[str]:
         for delivery in self._open:
@@ -146,7 +154,8 @@ class GridTransport(AsynchronousTransport):
         ids = sorted(id for waiting in deliveries for id in waiting.pending)
         own = list[Message]()
         for message in self.grid.pull_messages(ids) if ids else ():
-            received = next((one for one in (open.receive(message) for open in self._open) if one is not None), None)
+            replies = (waiting.receive(message) for waiting in self._open)
+            received = next((reply for reply in replies if reply is not None), None)
             if received is None:
                 own.append(message)
                 continue
@@ -159,7 +168,7 @@ class GridTransport(AsynchronousTransport):
                 yield received
 
     def _record_answer(self, received: tuple[str, Envelope | str]) -> None:
-        """Record that a client has answered, and no longer trains for an order whose time limit has passed."""
+        """Record that a client has answered, so it does not train for an order that was closed before."""
         id, reply = received
         if isinstance(reply, Envelope):
             self._overdue.discard(id)
