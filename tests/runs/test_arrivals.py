@@ -240,7 +240,7 @@ def test_the_record_of_clients_elsewhere_repeats_their_run_in_the_simulator(tiny
     rows = list(read_lines(RunFolder(tmp_path / "run").metrics))
     assert max(age for row in rows for _, age in row["arrivals"]) >= 2  # type: ignore[misc]
     failures = [failure for row in rows for failure in row.get("failures", [])]  # type: ignore[misc]
-    assert [failure["reason"] for failure in failures] == ["no reply within 5 s"] * 2
+    assert [(one["reason"], one["purpose"]) for one in failures] == [("no reply within 5 s", "train")] * 2
     assert machines.received == 6 * 2 + 2
     assert all("simulated_seconds" not in row for row in rows)
     assert all(2 <= len(ids) < 4 for ids in machines.asked[:-1])  # evaluation leaves out the clients that train
