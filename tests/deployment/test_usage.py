@@ -67,6 +67,25 @@ def test_rounds_are_counted_over_all_runs(tmp_path: Path) -> None:
             book(tmp_path, **limits).record_order(order, ())
 
 
+def test_a_second_exchange_is_free_once_a_round(tmp_path: Path) -> None:
+    """Differences of two sums of one training tell a single client's reply, so each further sum is a round."""
+    limits = {"rounds": 3}
+    second = replace(ORDER, task="second", body=b"directions", secure=Masking(session=8, peers=("clinic", "lab")))
+    book(tmp_path, **limits).record_order(ORDER, ())
+    for order in (second, replace(second, attempt=1, serial=4), ORDER, second):
+        book(tmp_path, **limits).record_order(order, ())
+        assert book(tmp_path, **limits).get_account().rounds == 1
+    assert book(tmp_path, **limits).get_account().evaluations == 0
+    book(tmp_path, **limits).record_order(replace(second, body=b"other directions"), ())
+    assert book(tmp_path, **limits).get_account().rounds == 2
+    session = replace(second, secure=Masking(session=9, peers=("clinic", "lab")))
+    book(tmp_path, **limits).record_order(session, ())
+    assert book(tmp_path, **limits).get_account().rounds == 3
+    for order in (second, replace(session, run="another"), replace(session, secure=None)):
+        with pytest.raises(FedspanError, match=r"`limits\.rounds`: this server has used 3 rounds"):
+            book(tmp_path, **limits).record_order(order, ())
+
+
 def test_an_order_with_other_facts_or_of_another_secure_session_counts_again(tmp_path: Path) -> None:
     client = Client("clinic", rank=4, scaling=2.0, examples=9, weight=9.0, last_round=None)
     secure = replace(ORDER, client=client, secure=Masking(session=7, peers=("clinic", "lab")))

@@ -8,6 +8,7 @@ a lost reply never advances the state twice.
 from __future__ import annotations
 
 import errno
+import hashlib
 import math
 import os
 import re
@@ -22,7 +23,14 @@ import torch
 
 from fedspan.clients.job_checkpoints import JobCheckpoints
 from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics, parse_statistics_order
-from fedspan.clients.store import ClientState, ClientStore, LostStateError, OverlayMapping, copy_on_write
+from fedspan.clients.store import (
+    ClientState,
+    ClientStore,
+    FirstExchange,
+    LostStateError,
+    OverlayMapping,
+    copy_on_write,
+)
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Memory, Method
 from fedspan.core.tensors import split_extras
@@ -187,6 +195,8 @@ class Host:
         self._get_data(order)
         if order.task != "train" and self.checkpoints is not None:
             self.checkpoints.clear()  # the round is over
+        if order.task not in ("train", "second"):
+            self._delete_trained(order)
         if order.task == "evaluate":
             return self._evaluate(order)
         if order.task == "statistics":
@@ -219,6 +229,7 @@ class Host:
             return replace(assignment, checkpoint=self.checkpoints.open(training.order, len(training.parts)))
 
         def open_job(id: str) -> Assignment:
+            self._delete_trained(orders[id])
             training = running[id] = self._open_training(orders[id])
             return make_assignment(training, training.job)
 
@@ -295,11 +306,10 @@ class Host:
         if self.tamper is not None:
             reply = self.tamper(order, self._decode_message(order), reply)
         needed = frozenset(round for round in (training.client.last_round, order.best) if round is not None)
-        tensors = split_extras(trained.tensors)[0] if self.method.declare_claims().second_exchange else {}
-        state = ClientState(training.memory, training.moments, training.stored.base, tensors)
+        state = ClientState(training.memory, training.moments, training.stored.base)
         self.store.store(order.to, order.round, state, needed)
         try:
-            body = self._encode_body(order, reply, training.job)
+            body = self._encode_body(order, reply, training.job, trained)
         except FedspanError as error:
             if self.tamper is None:
                 raise
@@ -325,15 +335,26 @@ class Host:
         elif self.secure is not None:
             raise FedspanError("federation.secure", None, problem="this run sends replies only under masks")
 
-    def _encode_body(self, order: Order, reply: Message, job: Job) -> bytes:
-        """Encode a reply: the reply itself, or its masked contribution to a secure sum."""
-        encoded = serialization.encode(reply)
-        if order.secure is None:
-            return encoded
-        assert order.client is not None
-        contribution = self.method.contribute(serialization.decode(encoded), order.client)
-        secure = self._get_secure_client(order.to, order.secure.session)
-        return serialization.encode(secure.mask(order, order.secure, contribution, job.tensors))
+    def _encode_body(self, order: Order, reply: Message, job: Job, trained: Trained) -> bytes:
+        """Encode a reply to train: the reply itself, or its masked contribution to a secure sum.
+
+        If the round has a second exchange, what it needs is stored.
+        """
+        encoded, masked = serialization.encode(reply), Message()
+        factor = 1.0
+        if order.secure is not None:
+            assert order.client is not None
+            contribution = self.method.contribute(serialization.decode(encoded), order.client)
+            secure = self._get_secure_client(order.to, order.secure.session)
+            masked, factor = secure.mask(order, order.secure, contribution, job.tensors)
+        if self.method.declare_claims().second_exchange:
+            self.store.store_trained(order.to, order.round, FirstExchange(split_extras(trained.tensors)[0], factor))
+        return encoded if order.secure is None else serialization.encode(masked)
+
+    def _delete_trained(self, order: Order) -> None:
+        """Delete what a client trained for a second exchange that an order to do anything else ends."""
+        if self.method.declare_claims().second_exchange:
+            self.store.store_trained(order.to, order.round, None)
 
     def compute_charges(self, order: Order | Phase) -> tuple[Charge, ...]:
         """Compute the privacy cost of an order for its client."""
@@ -373,11 +394,14 @@ class Host:
         if not self.method.declare_claims().second_exchange:
             raise FedspanError("message.task", order.task, problem="a round of this method has one exchange")
         self._require_secure(order)
-        trained = self._load_state(order.to, order.round).trained
-        if not trained:
-            raise LostStateError(order.to, order.round, "it did not train in this round")
+        first, digest = self.store.load_trained(order.to, order.round), hashlib.sha256(order.body).hexdigest()
+        if first.order not in ("", digest):
+            problem = "this round's second exchange was answered for another message"
+            raise FedspanError("message.tensors", order.task, problem=problem)
         message = self._decode_message(order)
-        reply = self.method.build_second_reply(message, trained, client, order.round)
+        reply = self.method.build_second_reply(message, first.tensors, client, order.round)
+        if not first.order:
+            self.store.store_trained(order.to, order.round, replace(first, order=digest))
         if self.tamper is not None:
             reply = self.tamper(order, message, reply)
         body = serialization.encode(reply)
@@ -385,7 +409,7 @@ class Host:
             secure = self._get_secure_client(order.to, order.secure.session)
             summed = Contribution(sum=serialization.decode(body).tensors)
             try:
-                body = serialization.encode(secure.mask(order, order.secure, summed, {}))
+                body = serialization.encode(secure.mask(order, order.secure, summed, {}, first.factor)[0])
             except FedspanError as error:
                 if self.tamper is None:
                     raise
@@ -424,7 +448,7 @@ class Host:
         if order.secure is not None:
             secure = self._get_secure_client(order.to, order.secure.session)
             zeros = {name: torch.zeros_like(value) for name, value in statistics.items()}
-            body = serialization.encode(secure.mask(order, order.secure, Contribution(sum=statistics), zeros))
+            body = serialization.encode(secure.mask(order, order.secure, Contribution(sum=statistics), zeros)[0])
         return Reply("statistics", order.round, order.attempt, order.to, body=body)
 
     def _evaluate(self, order: Order) -> Reply:

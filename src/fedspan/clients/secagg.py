@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from pydantic import Field, ValidationError
 
-from fedspan.core.tensors import Tensors
-from fedspan.core.values import Client, Contribution, Message
+from fedspan.core.tensors import Tensors, compute_norm
+from fedspan.core.values import Contribution, Message
 from fedspan.crypto.identity import Identity, compute_fingerprint, verify_signature
 from fedspan.crypto.keys import Keys, derive_pair_seed, draw_secret, open_sealed, seal
 from fedspan.crypto.masks import Integers, Ring, add_mask
@@ -262,14 +262,17 @@ class SecureClient:
                 raise FedspanError("message.agreement", name, problem=problem)
         return session
 
-    def mask(self, order: Order, masking: Masking, contribution: Contribution, started: Tensors) -> Message:
-        """Mask a contribution for the sum.
+    def mask(
+        self, order: Order, masking: Masking, contribution: Contribution, started: Tensors, factor: float = 1.0
+    ) -> tuple[Message, float]:
+        """Mask a contribution for the sum, and return the factor by which its change was clipped beside it.
 
         Args:
             order: The order to train.
             masking: The ``secure`` part of the order.
             contribution: The contribution of the client's reply.
             started: The tensors at the start of the client's training.
+            factor: Factor on the change before it is clipped: that of the round's first exchange, in the second one.
 
         Raises:
             FedspanError: If the phase is out of order, or the contribution does not fit into the sum.
@@ -278,7 +281,10 @@ class SecureClient:
         agreement = _get_agreement(session)
         ring = Ring(agreement.bits, agreement.clip, agreement.clients)
         assert order.client is not None
-        total = ring.encode(self._compute_addend(order.client, agreement, contribution, started))
+        change = self._compute_change(agreement, contribution, started)
+        change = {name: value * factor for name, value in change.items()}
+        clipped, norm = clip_change(change, agreement.clip), compute_norm(change)
+        total = ring.encode(flatten(clipped) * compute_share(order.client.weight, agreement.top))
         keys, transcript = _derive_keys(session), _get_transcript(session)
         self.sessions.store(self.id, session.model_copy(update={"phase": "masked", "present": masking.peers}))
         add_mask(total, keys.own)
@@ -286,21 +292,21 @@ class SecureClient:
             if peer != self.id:
                 seed = derive_pair_seed(keys.masking, session.peers[peer].masking, transcript)
                 add_mask(total, seed, 1 if self.id < peer else -1)
-        return Message({MASKED: torch.from_numpy(_reinterpret_as_signed(total))})
+        message = Message({MASKED: torch.from_numpy(_reinterpret_as_signed(total))})
+        return message, agreement.clip / norm if norm > agreement.clip else 1.0
 
-    def _compute_addend(
-        self, client: Client, agreement: Agreement, contribution: Contribution, started: Tensors
-    ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    def _compute_change(
+        self, agreement: Agreement, contribution: Contribution, started: Tensors
+    ) -> Mapping[str, torch.Tensor]:
         if contribution.weight is not None or contribution.stack:
             raise FedspanError("reply", self.id, "a contribution to a sum, with the client's own weight")
         origin = create_initial_values(contribution.sum, started)
         if compute_layout_digest(origin) != agreement.layout:
             raise FedspanError("reply", self.id, "tensors with the same names and shapes as the other clients'")
         try:
-            change = compute_change(contribution, origin)
+            return compute_change(contribution, origin)
         except ValueError as error:
             raise FedspanError("reply", self.id, problem=f"the numbers cannot be summed: {error}") from error
-        return flatten(clip_change(change, agreement.clip)) * compute_share(client.weight, agreement.top)
 
     def _answer_unmask(self, order: UnmaskOrder) -> UnmaskReply:
         session = self._load_session(order.run, order.session, "masked")

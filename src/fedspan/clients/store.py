@@ -35,9 +35,11 @@ __all__ = [
     "MEMORY",
     "MOMENTS",
     "STATE",
+    "TRAINED",
     "ClientState",
     "ClientStore",
     "DiskClientStore",
+    "FirstExchange",
     "Kind",
     "LazyMapping",
     "LostStateError",
@@ -163,13 +165,26 @@ class ClientState:
         memory: The method's memory.
         moments: Stored optimizer states by phase, with the generation that they belong to.
         base: The base update that the client holds.
-        trained: Tensors that the round trained, for its second exchange; empty if it has none.
     """
 
     memory: Memory = field(default_factory=dict)
     moments: Mapping[str, tuple[OptimizerState, int]] = field(default_factory=dict)
     base: BaseUpdate = BaseUpdate()
-    trained: Tensors = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FirstExchange:
+    """What a client holds of a round's first exchange, for the second one alone.
+
+    Args:
+        tensors: The target layers' tensors, as trained.
+        factor: Factor by which the client scaled its change down for a secure sum.
+        order: Digest of the second exchange's message that was answered; no other one is. Empty: none was yet.
+    """
+
+    tensors: Tensors
+    factor: float = 1.0
+    order: str = ""
 
 
 class LostStateError(FedspanError):
@@ -193,6 +208,22 @@ class ClientStore(Protocol):
 
     def store(self, client: str, round: int, state: ClientState, needed: frozenset[int]) -> None:
         """Store a version; all others except those of the needed rounds may be deleted.
+
+        Raises:
+            FedspanError: If the disk is full or refuses to write.
+        """
+        ...
+
+    def load_trained(self, client: str, round: int) -> FirstExchange:
+        """Load what a client trained in a round.
+
+        Raises:
+            LostStateError: If it is missing, damaged or of another round.
+        """
+        ...
+
+    def store_trained(self, client: str, round: int, first: FirstExchange | None) -> None:
+        """Replace what the client trained in any round; None: delete it.
 
         Raises:
             FedspanError: If the disk is full or refuses to write.
@@ -388,28 +419,38 @@ def discard(folder: Path, needed: Iterable[Version], among: Iterable[Version] | 
 
 def _write_state(writer: Writer, client_state: ClientState) -> Mapping[str, object]:
     moments = {phase: write_moments(writer, state) for phase, state in client_state.moments.items()}
-    structure: dict[str, object] = {
+    return {
         "memory": writer.add_tensors(client_state.memory),
         "moments": moments,
         "base": writer.add_base(client_state.base),
     }
-    if client_state.trained:
-        structure["trained"] = writer.add_tensors(client_state.trained)
-    return structure
 
 
 def _read_state(reader: Reader, structure: object) -> ClientState:
     moments = expect(structure, "moments", dict)
-    has_trained = isinstance(structure, dict) and "trained" in structure
     return ClientState(
         memory=reader.read_tensors(expect(structure, "memory", dict)),
         moments={phase: read_moments(reader, expect(moments, phase, dict)) for phase in moments},
         base=reader.read_base(expect(structure, "base", dict)),
-        trained=reader.read_tensors(expect(structure, "trained", dict)) if has_trained else {},
     )
 
 
 STATE: Kind[ClientState] = Kind("kept", _write_state, _read_state)
+
+
+def _write_trained(writer: Writer, first: FirstExchange) -> Mapping[str, object]:
+    return {"tensors": writer.add_tensors(first.tensors), "factor": first.factor, "order": first.order}
+
+
+def _read_trained(reader: Reader, structure: object) -> FirstExchange:
+    return FirstExchange(
+        reader.read_tensors(expect(structure, "tensors", dict)),
+        expect(structure, "factor", float),
+        expect(structure, "order", str),
+    )
+
+
+TRAINED: Kind[FirstExchange] = Kind("trained", _write_trained, _read_trained)
 
 
 class DiskClientStore:
@@ -444,6 +485,28 @@ class DiskClientStore:
                 if path not in retained_paths:
                     path.unlink()
                     path.parent.rmdir()
+
+    def load_trained(self, client: str, round: int) -> FirstExchange:
+        """``ClientStore.load_trained``."""
+        path = self._get_trained_path(client)
+        try:
+            return TRAINED.decode(read_checkpoint_file(path), client, round)
+        except (DamagedFileError, ValueError) as error:
+            reason = str(error.value) if isinstance(error, DamagedFileError) else f"{path.name} {error}"
+            raise LostStateError(client, round, f"it trained nothing in it that is stored: {reason}") from error
+
+    def store_trained(self, client: str, round: int, first: FirstExchange | None) -> None:
+        """``ClientStore.store_trained``: one file a client, whatever the round."""
+        path = self._get_trained_path(client)
+        with convert_disk_errors(self.folder, "free some space; the last accepted round is intact"):
+            if first is None:
+                path.unlink(missing_ok=True)
+                return
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, TRAINED.encode(client, round, first))
+
+    def _get_trained_path(self, client: str) -> Path:
+        return self._get_path(client) / "trained.safetensors"
 
     def _get_path(self, client: str) -> Path:
         return self.folder / hashlib.sha256(client.encode()).hexdigest()[:32]

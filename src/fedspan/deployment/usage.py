@@ -67,7 +67,8 @@ class Account(_Part):
         contents: Digests of the training files that the data set had, each once, the first one first.
         rounds: Rounds that were trained.
         evaluations: Evaluations, exports and head statistics.
-        runs: Runs that were joined, by the digest of their names, each with the digest of its last training order.
+        runs: Runs that were joined, by the digest of their names, each with the digest of its last training order and,
+            after a space, that of the last order of a second exchange since then.
         releases: Releases under differential privacy: sampling rate, noise and number of each kind.
     """
 
@@ -275,14 +276,20 @@ class UsageBook:
         accounts, digest = self._load()
         account = accounts.get(self._key, self._new)
         update: dict[str, Any] = {}
-        if order.task == "train":
+        if order.task in ("train", "second"):
             session = None if order.secure is None else order.secure.session
-            content = f"{compute_order_key(order)} {session}"
-            if account.runs.get(_compute_digest(order.run)) != _compute_digest(content):
-                _require_left("rounds", account.rounds, 1, self.limits.rounds)
-                update["rounds"] = account.rounds + 1
-                update["runs"] = {**account.runs, _compute_digest(order.run): _compute_digest(content)}
-        elif order.task != "second":  # part of a round that is recorded
+            run, content = _compute_digest(order.run), _compute_digest(f"{compute_order_key(order)} {session}")
+            trained, _, second = account.runs.get(run, "").partition(" ")
+            if content != (trained if order.task == "train" else second):
+                # The first order of a second exchange is part of the round that was trained. Any other one tells
+                # something new of the same training: differences of two sums tell what a single client sent.
+                is_new = order.task == "train" or not trained or bool(second)
+                if is_new:
+                    _require_left("rounds", account.rounds, 1, self.limits.rounds)
+                    update["rounds"] = account.rounds + 1
+                digests = content if order.task == "train" else f"{trained} {content}"
+                update["runs"] = {**account.runs, run: digests}
+        else:
             _require_left("evaluations", account.evaluations, 1, self.limits.evaluations)
             update["evaluations"] = account.evaluations + 1
         if charges:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fedspan.clients.host import Host, refuse_any
-from fedspan.clients.store import ClientState, OverlayMapping, copy_on_write
+from fedspan.clients.store import ClientState, FirstExchange, LostStateError, OverlayMapping, copy_on_write
 from fedspan.core.method import Memory, Method
 from fedspan.core.values import Message, OptimizerState, ServerState
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation
@@ -18,8 +18,9 @@ from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData, Progress
 from fedspan.federation.protocol import Envelope, OnReply, OnTrained, Order, Orders, Reply, TimedTransport, decode_order
 from fedspan.federation.secagg.messages import decode_phase
+from fedspan.federation.second_exchange import SecondExchange
 from fedspan.federation.settings import RoundSettings
-from fedspan.federation.validation import ReplyRules, build_untrained_jobs
+from fedspan.federation.validation import ReplyRules, build_untrained_jobs, build_untrained_reply
 from fedspan.tasks.task import Examples
 from fedspan.training.engine import Engine
 
@@ -43,20 +44,27 @@ class ProgressStore:
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self._pending: dict[str, ClientState] = {}
+        self._trained: dict[str, FirstExchange] = {}
 
     def load(self, client: str, round: int) -> ClientState:
-        """``ClientStore.load``; a progress stores one version of each client, the accepted one.
-
-        For a round's second exchange, it is the one that the round itself has stored.
-        """
-        pending = self._pending.get(client)
-        if pending is not None and pending.trained and round == self.progress.state.round:
-            return pending
+        """``ClientStore.load``; a progress stores one version of each client, the accepted one."""
         return ClientState(self.progress.memories.get(client, {}), _Phases(self.progress.optimizers, client))
 
     def store(self, client: str, round: int, state: ClientState, needed: frozenset[int]) -> None:
         """``ClientStore.store``; the version takes effect when the client's reply is accepted."""
         self._pending[client] = state
+
+    def load_trained(self, client: str, round: int) -> FirstExchange:
+        """``ClientStore.load_trained``."""
+        if client not in self._trained or round != self.progress.state.round:
+            raise LostStateError(client, round, "it did not train in this round")
+        return self._trained[client]
+
+    def store_trained(self, client: str, round: int, first: FirstExchange | None) -> None:
+        """``ClientStore.store_trained``."""
+        self._trained.pop(client, None)
+        if first is not None:
+            self._trained[client] = first
 
     def accept(self, ids: Collection[str]) -> tuple[Mapping[str, Memory], Mapping[str, tuple[OptimizerState, int]]]:
         """Return the memories and moments of all clients, including what the given clients stored in this round.
@@ -160,7 +168,14 @@ class InProcess(TimedTransport):
             self._train(orders, responding, on_reply, seconds, waits_for_dropped=bool(dropped))
             return
         if orders.task in ("statistics", "second", "evaluate"):
-            self.carry_out(orders, responding, on_reply)
+            is_over = [False]
+
+            def pass_on(id: str, reply: Envelope | str) -> None:
+                is_over[0] = on_reply(id, reply)
+
+            self.carry_out(orders, responding, pass_on)
+            if orders.task == "second" and dropped and not is_over[0]:
+                self._clock += seconds  # until the deadline, for clients that do not reply
             return
         for id in responding:
             phase = decode_phase(orders[id])
@@ -270,8 +285,11 @@ class InProcess(TimedTransport):
         memory = (
             {} if order.client.last_round is None else self.host.store.load(order.to, order.client.last_round).memory
         )
-        start = Message()
-        if order.task != "second":
+        if order.task == "second":
+            assert isinstance(self.host.store, ProgressStore)
+            exchange = SecondExchange(inner=self.host.method, order=order_message, state=self.host.store.progress.state)
+            start = build_untrained_reply(exchange, order_message, replace(order.client, last_round=None), order.round)
+        else:
             start = build_untrained_jobs(self.host.method, order_message, order.client, order.round, memory)[1]
         return corrupt_reply(self._faults, reply, start, self.conditions.seed, order.round, order.to)
 

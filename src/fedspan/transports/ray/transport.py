@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from fedspan.clients.host import Host
-from fedspan.clients.store import STATE, ClientState
+from fedspan.clients.store import STATE, TRAINED, ClientState
 from fedspan.errors import FedspanError
 from fedspan.federation.conditions import Conditions
 from fedspan.federation.progress import Progress
@@ -107,6 +107,9 @@ class ClusterTransport(InProcess):
                 if outcome.state is not None:
                     state = STATE.decode(outcome.state, outcome.id, self._round)
                     self.host.store.store(outcome.id, self._round, state, frozenset())
+                if outcome.trained is not None:
+                    first = TRAINED.decode(outcome.trained, outcome.id, self._round)
+                    self.host.store.store_trained(outcome.id, self._round, first)
                 if outcome.session is not None and self.host.secure is not None:
                     self.host.secure[outcome.id].sessions.store(outcome.id, outcome.session)
                 on_reply(outcome.id, outcome.envelope)

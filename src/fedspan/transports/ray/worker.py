@@ -11,7 +11,7 @@ import ray
 import torch
 
 from fedspan.clients.host import Host
-from fedspan.clients.store import STATE, ClientState, OverlayMapping
+from fedspan.clients.store import STATE, TRAINED, ClientState, FirstExchange, LostStateError, OverlayMapping
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.federation import serialization
 from fedspan.federation.protocol import Envelope, Order, Reply, decode_order
@@ -62,12 +62,14 @@ class Outcome:
         id: Id of the client.
         envelope: The reply.
         state: The client's new state, encoded; None: it stores nothing.
+        trained: What it trained for the round's second exchange, encoded; None: there is none.
         session: The client's session of secure aggregation; None: there is none.
     """
 
     id: str
     envelope: Envelope
     state: bytes | None
+    trained: bytes | None
     session: Session | None
 
 
@@ -77,6 +79,7 @@ class _StateInTransit:
     def __init__(self) -> None:
         self.arrived: dict[str, ClientState] = {}
         self.departing: dict[str, bytes] = {}
+        self.departing_trained: dict[str, bytes] = {}
 
     def load(self, client: str, round: int) -> ClientState:
         """``ClientStore.load``; a stack brings one version of each client, the accepted one."""
@@ -85,7 +88,17 @@ class _StateInTransit:
     def store(self, client: str, round: int, state: ClientState, needed: frozenset[int]) -> None:
         """``ClientStore.store``; of the moments, only those of this round's phases go back."""
         moments = state.moments.changes if isinstance(state.moments, OverlayMapping) else state.moments
-        self.departing[client] = STATE.encode(client, round, ClientState(state.memory, moments, trained=state.trained))
+        self.departing[client] = STATE.encode(client, round, ClientState(state.memory, moments))
+
+    def load_trained(self, client: str, round: int) -> FirstExchange:
+        """``ClientStore.load_trained``: the driver itself carries out second exchanges."""
+        raise LostStateError(client, round, "a worker stores no client's training")
+
+    def store_trained(self, client: str, round: int, first: FirstExchange | None) -> None:
+        """``ClientStore.store_trained``."""
+        self.departing_trained.pop(client, None)
+        if first is not None:
+            self.departing_trained[client] = TRAINED.encode(client, round, first)
 
 
 class Worker:
@@ -164,9 +177,15 @@ class Worker:
         else:
             host.prepare([order.to for order in orders])
             replies = [host.answer(order) for order in orders]
-        states = self._store.departing
+        states, trained = self._store.departing, self._store.departing_trained
         return [
-            Outcome(reply.id, reply.to_envelope(), states.pop(reply.id, None), _load_session(host, reply.id))
+            Outcome(
+                reply.id,
+                reply.to_envelope(),
+                states.pop(reply.id, None),
+                trained.pop(reply.id, None),
+                _load_session(host, reply.id),
+            )
             for reply in replies
         ]
 
@@ -200,6 +219,7 @@ class Worker:
         orders = [decode_order(Envelope(stacked.header, self._bodies[bodies[stacked.body]])) for stacked in stack]
         self._store.arrived.clear()
         self._store.departing.clear()
+        self._store.departing_trained.clear()
         for order, stacked in zip(orders, stack, strict=True):
             state = ClientState()
             if stacked.state is not None:
