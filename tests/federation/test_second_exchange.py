@@ -7,22 +7,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from fedspan.clients.host import Host, refuse
-from fedspan.clients.store import DiskClientStore
+from fedspan.clients.store import DiskClientStore, LostStateError
 from fedspan.config import parse_config
-from fedspan.core.values import Client, Message
+from fedspan.core.method import Claims
+from fedspan.core.values import Client, Message, Reduced
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
+from fedspan.federation.aggregation.aggregation import PlaintextAggregation, RoundContext, Tally
+from fedspan.federation.changes import ChangeSize
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import RoundResult
 from fedspan.federation.protocol import Envelope, Order, Reply, decode_order
+from fedspan.federation.second_exchange import build_second_context
+from fedspan.federation.settings import SecureSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.loop import LoopEngine
-from helpers import tiny
+from fedspan.wrappers.wrapper import Wrapper
+from helpers import secure_rounds, tiny
 from helpers.reply_transport import Replies, ReplyingTransport
 from helpers.watched_rounds import differences
 
@@ -36,11 +43,20 @@ class Second(ReplyingTransport):
     def __init__(self, hosts: Mapping[str, Host], spoil: Spoil) -> None:
         self.hosts, self.spoil = hosts, spoil
         self.asked: list[tuple[str, int, str]] = []
+        self.drop: Callable[[Order], bool] = lambda _: False
+        self.late, self.waited = "", list[str]()
 
     def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, wait_for_offline: bool = False) -> Replies:
-        for id, envelope in envelopes.items():
+        for id, envelope in sorted(envelopes.items(), key=lambda one: one[0] == self.late):
             order = decode_order(envelope)
+            if id == self.late:
+                self.waited.append(order.task)
+                yield id, "no reply within 5 s"
+                continue
             self.asked.append((order.task, order.attempt, id))
+            if self.drop(order):
+                yield id, "gone"
+                continue
             try:
                 answer = self.hosts[id].answer(order)
             except FedspanError as error:
@@ -105,9 +121,9 @@ def test_a_client_that_drops_out_between_the_exchanges_is_in_the_first_mean_alon
     made, _ = connect(built, tmp_path, silent)
     result = made.run_round(made.begin())
     assert [(one.client, one.reason) for one in result.failures] == [(LOST, "second exchange: no reply within 5 s")]
-    assert set(result.progress.last_rounds) == set(made.clients)  # its training counts
+    assert set(result.progress.last_rounds) == set(made.clients) - {LOST}  # its next order starts from before
     store = DiskClientStore(tmp_path)
-    trained = {id: store.load(id, 0).trained for id in made.clients}
+    trained = {id: store.load_trained(id, 0).tensors for id in made.clients}
     everybody, others = (sum_by_examples(made, trained, ids) for ids in (set(trained), set(trained) - {LOST}))
     after = result.progress.state.tensors
     for layer in built.engine.adapted.spec.layers:
@@ -177,6 +193,142 @@ def test_a_client_that_lost_what_it_trained_says_so_and_is_sent_everything_next(
     assert "no state of round 1" in failure.reason
     assert LOST not in result.progress.last_rounds
     assert result.progress.last_replies[LOST] == 0
+
+
+def test_a_client_that_lost_everything_between_the_exchanges_of_a_later_round_trains_in_the_next(
+    built: Prepared, tmp_path: Path
+) -> None:
+    """It had a state of the round before, which the next order must not name."""
+    made, transport = connect(built, tmp_path)
+    progress, host = made.run_round(made.begin()).progress, transport.hosts[LOST]
+    answer = host.answer
+
+    def forget(order: Order) -> Reply:
+        if order.task == "second":
+            host.store = DiskClientStore(tmp_path / "elsewhere")
+        return answer(order)
+
+    host.answer = forget  # type: ignore[method-assign]
+    result = made.run_round(progress)
+    assert [one.client for one in result.failures] == [LOST]
+    assert LOST not in result.progress.last_rounds
+    host.answer = answer  # type: ignore[method-assign]
+    after = made.run_round(result.progress)
+    assert after.failures == ()
+    assert after.progress.last_rounds == dict.fromkeys(made.clients, 2)
+
+
+def test_only_the_last_training_is_answered_for_and_only_one_message(built: Prepared, tmp_path: Path) -> None:
+    made, transport = connect(built, tmp_path)
+    made.retain((first := made.run_round(made.begin())).progress)  # pins the version of round 0
+    second = made.run_round(first.progress)
+    host, client = transport.hosts[LOST], replace(made.clients[LOST].client, last_round=1)
+    assert len(list((tmp_path).glob("*/round-*/*.safetensors"))) == 2 * len(made.clients)
+    assert len(list((tmp_path).glob("*/trained.safetensors"))) == len(made.clients)
+    identity = {
+        f"{layer.name}/Q": torch.eye(layer.out_features)[:, : min(layer.out_features, 6)].contiguous()
+        for layer in made.method.spec.layers
+    }
+    order = Order("second", 0, 0, 0.1, LOST, client, serialization.encode(Message(identity)))
+    with pytest.raises(LostStateError, match=r"in round 1"):
+        host.answer(order)  # of round 0, whose version the client still holds
+    with pytest.raises(FedspanError, match="answered for another message"):
+        host.answer(replace(order, round=1))
+    evaluated = made.method.sync(second.progress.state, client)
+    host.answer(Order("evaluate", 2, 0, 0.1, LOST, client, serialization.encode(evaluated)))
+    assert len(list((tmp_path).glob("*/trained.safetensors"))) == len(made.clients) - 1
+    with pytest.raises(LostStateError, match="no state of round 2"):
+        host.answer(replace(order, round=1))
+
+
+def test_weights_that_are_limited_are_the_same_in_both_exchanges(tiny_folder: Path, tmp_path: Path) -> None:
+    """A client without a first reply moves the median by which the others' weights are limited."""
+    made, transport = connect(prepare(make_config(tiny_folder, federation={"max_weight_ratio": 1.0})), tmp_path)
+    made.clients = {id: replace(data, train=data.train[:0]) for id, data in made.clients.items()}  # declared numbers
+    examples = {id: data.client.weight for id, data in made.clients.items()}
+    silent_one = min(examples, key=lambda id: examples[id])
+    transport.drop = lambda order: order.to == silent_one and order.task == "train"
+    result = made.run_round(made.begin())
+    rest = sorted(set(examples) - {silent_one})
+    limit, other = np.median(list(examples.values())), np.median([examples[id] for id in rest])
+    shares = {id: min(examples[id], limit) for id in rest}
+    assert limit != other
+    assert sum(examples[id] > limit for id in rest) > 0
+    store, after = DiskClientStore(tmp_path), result.progress.state.tensors
+    trained = {id: store.load_trained(id, 0).tensors for id in rest}
+    for layer in made.method.spec.layers:
+        mean = torch.zeros(())
+        for id, one in trained.items():
+            share = shares[id] / sum(shares.values())
+            mean = mean + share * one[f"{layer.name}/B"].double() @ one[f"{layer.name}/A"].double()
+        found = after[f"{layer.name}/B"].double() @ after[f"{layer.name}/A"].double()
+        assert float((found - mean).norm()) < 1e-4 * float(mean.norm())
+
+
+def test_a_client_without_second_replies_is_not_waited_for_in_the_third_round(built: Prepared, tmp_path: Path) -> None:
+    """It trains in every round, and its stored state stays that before the first one."""
+    made, transport = connect(built, tmp_path, silent, max_missed_rounds=2)
+    progress = made.begin()
+    for number in range(2):
+        assert made.find_absent(progress, made.clients) == frozenset()
+        progress = made.run_round(progress).progress
+        assert LOST not in progress.last_rounds, number
+    assert made.find_absent(progress, made.clients) == {LOST}
+    transport.asked.clear()
+    transport.late = LOST
+    progress = made.run_round(progress).progress
+    assert progress.last_rounds == dict.fromkeys(set(made.clients) - {LOST}, 2)
+    assert transport.waited == []  # both exchanges ended before its turn
+    transport.late = ""
+
+
+def test_a_second_reply_of_an_absent_client_is_not_waited_for(built: Prepared, tmp_path: Path) -> None:
+    """Its first reply came in time: the second exchange ends with the others."""
+    made, _ = connect(built, tmp_path)
+    context = replace(made._build_context(made.begin()), absent=frozenset({LOST, "nobody"}))
+    assert build_second_context(context, Message(), set(made.clients), {}).absent == {LOST}
+    assert build_second_context(context, Message(), set(made.clients) - {LOST}, {}).absent == frozenset()
+
+
+def test_an_outlier_of_the_second_exchange_is_measured_as_it_counts(built: Prepared, tmp_path: Path) -> None:
+    """Changes are compared after scaling by the first exchange's factors, at twice the ratio."""
+    made, _ = connect(built, tmp_path, norm_factor=2.0)
+    first = made._build_context(made.begin())
+    assert find_outlying(first, {LOST: 2.1}) == {LOST}
+    order = made.method.build_second_order(first.state, Reduced(zeros_of(made, "Y")))
+    assert find_outlying(build_second_context(first, order, set(made.clients), {LOST: 0.9}), {LOST: 4.1}) == set()
+    assert find_outlying(build_second_context(first, order, set(made.clients), {}), {LOST: 4.1}) == {LOST}
+
+
+def find_outlying(context: RoundContext, norms: Mapping[str, float]) -> set[str]:
+    """The clients whose changes are too far, if the others' norms are 1."""
+    aggregation = PlaintextAggregation(context, Tally())
+    aggregation._changes = {id: ChangeSize(norms.get(id, 1.0), 9) for id in context.ids}
+    return set(aggregation._find_outliers())
+
+
+def zeros_of(made: Federation, slot: str) -> dict[str, torch.Tensor]:
+    return {f"{layer.name}/{slot}": torch.ones(layer.out_features, 6) for layer in made.method.spec.layers}
+
+
+def test_replies_with_the_same_names_are_an_error_of_the_method(built: Prepared, tmp_path: Path) -> None:
+    class Same(Wrapper):
+        """A method whose second replies are named like the first ones."""
+
+        def build_second_reply(self, order: Message, tensors: Any, client: Client, round: int) -> Message:
+            reply = self.inner.build_second_reply(order, tensors, client, round)
+            return Message({f"{name.removesuffix('P')}Y": value for name, value in reply.tensors.items()})
+
+    prepared = replace(built, federation=built.federation._copy(built.federation.transport, built.engine.settings))
+    prepared.federation.method = Same(inner=built.federation.method)
+    made, _ = connect(prepared, tmp_path)
+    with pytest.raises(FedspanError, match="have a tensor of this name"):
+        made.run_round(made.begin())
+
+
+def test_claims_with_a_second_exchange_must_sum() -> None:
+    with pytest.raises(FedspanError, match="combines sums"):
+        Claims(paper="none", exact=False, reduction="stack", second_exchange=True)
 
 
 HOSTILE: dict[str, tuple[Spoil, str]] = {
@@ -256,8 +408,44 @@ def test_an_order_without_training_or_to_a_method_with_one_exchange_is_refused(
         ({"privacy": {"mechanism": "central", "noise": 1.0}, "federation": {"weights": "uniform"}}, "two exchanges"),
         ({"privacy": {"mechanism": "local", "noise": 1.0}}, "two exchanges"),
         ({"method": {"name": "fedask", "wrappers": ["scaffold"]}}, "scaffold"),
+        *(
+            ({"federation": {"reduction": reduction}}, f"{reduction} would combine other clients in each")
+            for reduction in ("median", "trimmed-mean", "multi-krum", "geometric-median", "flame")
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_reason(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(FedspanError, match=reason):
         parse_config({"data": {"train": "x.csv"}, "method": {"name": "fedask"}, **changes})
+
+
+def test_a_secure_round_of_three_needs_all_of_them_for_its_second_sum(tiny_folder: Path, tmp_path: Path) -> None:
+    """One drops out of the first attempt: with two left, the second exchange would have too few to hide among."""
+    prepared = prepare(make_config(tiny_folder, federation={"clients_per_round": 3, "max_weight_ratio": None}))
+    made, stage = secure_rounds.secured(prepared, tmp_path, settings=SecureSettings(clip=1e4, bits=64))
+    cohort = made.draw_cohort(0)
+    stage.lose = lambda asked: (asked.task, asked.attempt, asked.to) == ("train", 0, cohort[0])
+    result = made.run_round(made.begin())
+    assert {(one.client, one.attempt) for one in result.failures} == {(cohort[0], 0)}
+    assert set(result.progress.last_rounds) == set(cohort)
+
+
+def test_a_clipped_change_of_a_secure_sum_has_the_same_factor_in_both_exchanges(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Sketches Y are longer than P, so a limit between both clips Y alone."""
+    training = {"local_steps": None, "batch_size": 12}
+    prepared = prepare(make_config(tiny_folder, training=training, federation={"max_weight_ratio": None}))
+    clip = 0.02
+    made, _ = secure_rounds.secured(prepared, tmp_path / "secure", settings=SecureSettings(clip=clip, bits=64))
+    result = made.run_round(made.begin())
+    store, scaled = DiskClientStore(tmp_path / "secure"), {}
+    factors = {id: store.load_trained(id, 0).factor for id in made.clients}
+    assert len({factor for factor in factors.values() if factor < 1}) > 1
+    for id, factor in factors.items():
+        tensors = store.load_trained(id, 0).tensors
+        scaled[id] = {name: value * (factor if name.endswith("/B") else 1.0) for name, value in tensors.items()}
+    expected, after = sum_by_examples(made, scaled, set(scaled)), result.progress.state.tensors
+    for layer, mean in expected.items():
+        found = after[f"{layer}/B"].double() @ after[f"{layer}/A"].double()
+        assert float((found - mean).norm()) < 1e-4 * float(mean.norm())

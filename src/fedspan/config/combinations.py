@@ -24,6 +24,12 @@ def require_combination(config: RunSections) -> None:
             "single replies"
         )
         raise FedspanError("federation.reduction", config.federation.reduction, "mean", problem=problem)
+    if config.federation.reduction != "mean" and method.declare_claims().second_exchange:
+        problem = (
+            f"{config.federation.reduction} would combine other clients in each of the two exchanges of a round of "
+            f"{config.method.name}, whose results belong together"
+        )
+        raise FedspanError("federation.reduction", config.federation.reduction, "mean", problem=problem)
     if config.privacy is not None:
         config.privacy.require_fit(config.method.title, method.declare_claims(), config.federation)
         if config.evaluation.diagnostics is not None:

@@ -28,6 +28,7 @@ from fedspan.core.values import (
     Trained,
     Weights,
 )
+from fedspan.errors import FedspanError
 
 __all__ = [
     "Claims",
@@ -87,6 +88,16 @@ class Claims:
     directions: tuple[str, ...] = ()
     adaptive_rank: bool = False
     second_exchange: bool = False
+
+    def __post_init__(self) -> None:
+        """Check that the claims fit together.
+
+        Raises:
+            FedspanError: If the replies of a second exchange would not be summed.
+        """
+        if self.second_exchange and self.reduction != "sum":
+            problem = "the server of a method with a second exchange combines sums"
+            raise FedspanError("claims.reduction", self.reduction, "sum", problem=problem)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fedspan.core.values import Client, Message, Reduced
+from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.absences import Awaited
 from fedspan.federation.aggregation.aggregation import AggregationFactory, RoundContext, Tally
@@ -83,7 +84,7 @@ class Round:
         self._on_failure, self._new_aggregation = on_failure, new_aggregation
         self.lr = context.training.compute_lr(context.state.round, context.settings.rounds)
         self._last_rounds, self._last_replies = dict(progress.last_rounds), dict(progress.last_replies)
-        self._tally, self._lost = Tally(), frozenset[str]()
+        self._tally, self._lost, self._missed = Tally(), frozenset[str](), frozenset[str]()
         self._charges = list[Charge]()
         self.aggregation = new_aggregation(context, self._tally)
 
@@ -128,6 +129,7 @@ class Round:
 
         Raises:
             TooFewReplies: If too few replies are accepted after all attempts.
+            FedspanError: If the method names tensors of both replies alike.
         """
         context, aggregation = self.context, self.aggregation
         order = context.method.build_second_order(context.state, first)
@@ -143,6 +145,12 @@ class Round:
         finally:
             self._tally.extend(second.tally)
         self._lost = frozenset(second.tally.lost)
+        self._missed = frozenset(aggregation.replies) - frozenset(second.aggregation.replies)
+        for id in self._lost:
+            self._last_rounds.pop(id, None)
+        if both := sorted(first.mean.keys() & reduced.mean.keys()):
+            problem = f"both replies of {context.method.declare_claims().paper} have a tensor of this name"
+            raise FedspanError("method", both[0], "other names in build_second_reply than in finish", problem=problem)
         return replace(first, mean={**first.mean, **reduced.mean})
 
     def _get_client(self, id: str) -> Client:
@@ -218,15 +226,16 @@ class Round:
         if context.rules.validate:
             reported, impossible = drop_impossible_losses(replies)
             tally.failures += [Failure(id, attempt, reason, context.purpose) for id, reason in impossible]
-        memories, optimizers = context.transport.accept_replies(replies)
+        counted = replies.keys() - self._missed  # the others' next order continues from the state before this round
+        memories, optimizers = context.transport.accept_replies(counted)
         return RoundResult(
             progress=Progress(
                 state=context.method.update(state, reduced),
                 memories=memories,
-                last_rounds={**self._last_rounds, **dict.fromkeys(replies.keys() - self._lost, state.round)},
+                last_rounds={**self._last_rounds, **dict.fromkeys(sorted(counted), state.round)},
                 optimizers=optimizers,
                 last_replies={
-                    **{id: round for id, round in self._last_replies.items() if id not in replies},
+                    **{id: round for id, round in self._last_replies.items() if id not in counted},
                     **dict.fromkeys(self._lost, state.round),
                 },
             ),

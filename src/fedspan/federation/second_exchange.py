@@ -5,13 +5,15 @@ accepted, and each answers with ``Method.build_second_reply``: a function of tha
 round. No client trains again and no data is read. The exchange is a round of its own kind (``second``) with the run's
 transport, reply validation, retries and secure sums.
 
-A change that the first exchange scaled down is scaled by the same factor in the second, so that both means belong to
-the same changes. Beyond that, ``federation.clip_ratio`` acts at twice its value, because the norms of two sketches of a
-change differ.
+A change that the first exchange scaled down is scaled by the same factor in the second, and a weight that it lowered is
+the same in both, so that both means belong to the same changes. Beyond that, ``federation.clip_ratio`` and
+``federation.max_norm_ratio`` act at twice their values, because the norms of two sketches of a change differ.
 
 A client that drops out between the exchanges is in the first reduction and not in the second, whose weights are
-normalized over the clients that replied in it. With fewer replies than ``federation.min_replies`` (default: more than
-half of those accepted first) the round fails as a whole, and the state before it stays.
+normalized over the clients that replied in it. Its state stays that before the round, as after any reply that does not
+count, so ``federation.max_missed_rounds`` applies to it: such a client is not waited for in either exchange. With fewer
+replies than ``federation.min_replies`` (default: more than half of those accepted first) the round fails as a whole,
+and the state before it stays. Each exchange has a ``federation.deadline`` of its own.
 """
 
 from __future__ import annotations
@@ -98,6 +100,7 @@ def build_second_context(
         factors: Factors by which their changes were scaled down, by client.
     """
     selected, clip_ratio = tuple(id for id in first.ids if id in ids), first.settings.clip_ratio
+    norm_factor = first.rules.norm_factor
     return replace(
         first,
         method=SecondExchange(inner=first.method, order=order, state=first.state),
@@ -106,9 +109,10 @@ def build_second_context(
         ids=selected,
         draw_order=tuple(id for id in first.draw_order if id in ids),
         target=len(selected),
-        rules=replace(first.rules, over_select=0),
+        rules=replace(first.rules, over_select=0, norm_factor=None if norm_factor is None else 2 * norm_factor),
         task="second",
         check=None,
-        absent=frozenset(),
+        absent=first.absent & frozenset(selected),
         factors=factors,
+        weights=first.limit_weights(),
     )

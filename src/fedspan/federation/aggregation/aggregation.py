@@ -59,6 +59,8 @@ class RoundContext:
         sent: Earlier states of the server that clients of the round train, by client; the others train ``state``.
         factors: Factors by which the round's first exchange scaled changes down, by client, which also apply to the
             changes of the second one.
+        weights: Limited weights of the clients that the round's first exchange selected, which also limit those of the
+            second one; empty: they are computed.
     """
 
     method: Method
@@ -77,6 +79,15 @@ class RoundContext:
     absent: frozenset[str] = frozenset()
     sent: Mapping[str, ServerState] = field(default_factory=dict)
     factors: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    def limit_weights(self) -> Mapping[str, float]:
+        """Return the weights of the selected clients, limited by what they and the whole cohort may have.
+
+        In a second exchange they are those of the first one, which may have selected more clients.
+        """
+        selected = {id: self.clients[id] for id in self.ids}
+        return self.weights or limit_weights(selected, self.settings.max_weight_ratio)
 
     def get_sent_state(self, id: str) -> ServerState:
         """Return the state of the server that a client of the round was sent."""
@@ -220,7 +231,7 @@ class PlaintextAggregation:
         rules, settings = context.rules, context.settings
         self._folds = not rules.validate and not rules.over_select and not settings.clips
         selected = {id: context.clients[id] for id in context.ids}
-        weights = limit_weights(selected, settings.max_weight_ratio)
+        weights = context.limit_weights()
         self.lowered: Mapping[str, float] = {
             id: weights[id] / data.client.weight for id, data in selected.items() if weights[id] < data.client.weight
         }
@@ -314,7 +325,15 @@ class PlaintextAggregation:
         rules, privacy = self.context.rules, self.context.settings.privacy
         if not rules.validate or (privacy is not None and privacy.mechanism == "central"):
             return {}  # under central privacy one client must not decide whether others count; replies are clipped
-        return find_outliers(self._changes, rules.norm_factor)
+        return find_outliers(self._get_scaled_changes(), rules.norm_factor)
+
+    def _get_scaled_changes(self) -> dict[str, ChangeSize]:
+        """Return the sizes of the changes; in a second exchange, after scaling by the first one's factors."""
+        factors = self.context.factors
+        return {
+            id: replace(change, norm=factors[id] * change.norm) if id in factors else change
+            for id, change in self._changes.items()
+        }
 
     def close(self, attempt: int) -> Reduced:
         """``Aggregation.close``."""
@@ -340,7 +359,7 @@ class PlaintextAggregation:
         settings, factors = self.context.settings, {id: self.context.factors.get(id, 1.0) for id in self._changes}
         if not settings.clips:
             return {}
-        changes = {id: replace(change, norm=factors[id] * change.norm) for id, change in self._changes.items()}
+        changes = self._get_scaled_changes()
         if settings.max_norm is not None:
             limits = dict.fromkeys(changes, settings.max_norm)
         else:

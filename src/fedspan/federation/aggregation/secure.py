@@ -37,7 +37,6 @@ from fedspan.federation.secagg.messages import (
 from fedspan.federation.secagg.session import SecureSession
 from fedspan.federation.settings import FEWEST_SECURE_CLIENTS, SecureSettings
 from fedspan.federation.validation import apply_change, compute_origin, require_requested
-from fedspan.federation.weights import limit_weights
 
 __all__ = ["SecureAggregation"]
 
@@ -64,7 +63,10 @@ class SecureAggregation:
             expected = f"at least {FEWEST_SECURE_CLIENTS} clients a round, so that none stands alone in a sum"
             raise FedspanError("federation.secure", len(context.ids), expected)
         self.context, self.tally, self.secure = context, tally, secure
-        self.quorum = max(2, context.rules.compute_quorum(len(context.ids)))
+        # A second exchange is a sum of its own, of the clients whose replies the first one accepted.
+        has_second = context.task == "train" and context.method.declare_claims().second_exchange
+        fewest = FEWEST_SECURE_CLIENTS if has_second else 2
+        self.quorum = max(fewest, context.rules.compute_quorum(len(context.ids)))
         self.replies: dict[str, Reply] = {}
         self.clipped: Mapping[str, float] = {}  # by the clients themselves, which the server cannot see
         self._origin = self._build_initial_contribution()
@@ -73,7 +75,7 @@ class SecureAggregation:
         self._total: Integers = np.zeros(0, np.uint32)
         self._ring = Ring(secure.bits, self._clip, len(context.ids))
         members = {id: context.clients[id] for id in context.ids}
-        self._limit = self._top = max(limit_weights(members, context.settings.max_weight_ratio).values())
+        self._limit = self._top = max(context.limit_weights().values())
         self.lowered: Mapping[str, float] = {
             id: self._limit / data.client.weight for id, data in members.items() if data.client.weight > self._limit
         }
