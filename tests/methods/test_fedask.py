@@ -168,3 +168,9 @@ def test_hostile_replies_of_the_second_exchange_are_refused(reply: dict[str, Ten
     validate_reply(method, Message({"layer/P": torch.ones(4, 3)}), client, expected)
     with pytest.raises(ValueError, match=reason):
         validate_reply(method, Message(reply), client, expected)
+
+
+def test_only_clients_that_train_b_alone_average_exactly() -> None:
+    spec = Spec((LayerSpec("layer", 6, 4),))
+    assert FedASK(spec=spec, r=2).declare_claims().exact
+    assert not FedASK(spec=spec, r=2, train_A=True).declare_claims().exact

@@ -13,18 +13,19 @@ follow from B_i, which is private, and from A and Omega, which depend on no data
 product has rank r and Q spans it for any l >= r, so the average is exact. With ``train_A`` its rank is up to K r for K
 clients: the result is then close to its best approximation of rank r, the closer the larger the oversampling.
 
-Deviations: sources are the paper's abstract and the authors' code. ``train_A`` is off, as in the code's settings
-(``freezeA``); its sketches have r columns (``oversampling: 0``), which may be ill-conditioned in float32. In the code
-one Omega serves all rounds; here each round draws its own, so that errors of a narrow sketch do not repeat. Q is from
-an SVD instead of a QR, so that directions of rounding can be left out. The scaling alpha / r is left out of the
-sketches, as in the code. A singular value of zero leaves its row of A as a unit vector
-(``core.lowrank.balance_factors``). Moments are dropped every round. The head follows ``model.extras``; it is averaged
-over the clients of the first exchange. A client that drops out between the exchanges is in Q, but not in P.
+Deviations: sources are the paper's abstract and the authors' code. There clients train both factors unless ``freezeA``
+is set, and B alone under DP-SGD; here ``train_A`` is off in both cases, because only then the average is exact. A
+sketch of r columns (``oversampling: 0``) may be ill-conditioned in float32. In the code one Omega serves all rounds;
+here each round draws its own, so that errors of a narrow sketch do not repeat. Q is from an SVD instead of a QR, so
+that directions of rounding can be left out. The scaling alpha / r is left out of the sketches, as in the code. A
+singular value of zero leaves its row of A as a unit vector (``core.lowrank.balance_factors``). Moments are dropped
+every round. The head follows ``model.extras``; it is averaged over the clients of the first exchange. A client that
+drops out between the exchanges is in Q, but not in P, and the average is then not exact.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import torch
@@ -62,6 +63,10 @@ class FedASK(RegisteredMethod):
 
     oversampling: int = declare_bounded(4, 0)
     train_A: bool = False
+
+    def declare_claims(self) -> Claims:
+        """Return the claims; where clients train A, too, the mean product has a higher rank than the result."""
+        return replace(self.claims, exact=not self.train_A)
 
     def init(self, weights: Weights) -> ServerState:
         return ServerState(tensors={**draw_a_factors(self, self.r), **create_b_factors(self.spec, self.r)})
