@@ -135,7 +135,7 @@ class Sums:
 
     def vector(self, id: str, values: Mapping[str, Tensor], **changes: Any) -> np.ndarray[Any, Any]:
         order, masking = self.order(id, **changes)
-        message = self.client(id).mask(order, masking, Contribution(sum=values), self.start)
+        message, _ = self.client(id).mask(order, masking, Contribution(sum=values), self.start)
         return message.tensors[MASKED].numpy()
 
     def unmask_order(self, id: str, stayed: Any, **changes: Any) -> UnmaskOrder:

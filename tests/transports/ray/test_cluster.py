@@ -57,6 +57,7 @@ SAME: dict[str, dict[str, Any]] = {
     "base-moves": {"method": {"name": "flora"}},
     "two-phases-and-memory": {"method": {"name": "pfedlora"}},
     "projectors": {"method": {"name": "fedgalore"}},
+    "two-exchanges": {"method": {"name": "fedask"}},
     "moments-stay": {"training": {"optimizer_state": "keep"}},
     "ranks-differ": {"method": {"name": "hetlora"}, "federation": {"ranks": [1, 2]}},
     "variates": {
