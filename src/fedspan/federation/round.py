@@ -226,13 +226,14 @@ class Round:
         if context.rules.validate:
             reported, impossible = drop_impossible_losses(replies)
             tally.failures += [Failure(id, attempt, reason, context.purpose) for id, reason in impossible]
-        counted = replies.keys() - self._missed  # the others' next order continues from the state before this round
+        # The others' next orders continue from the state before this round.
+        counted = [id for id in replies if id not in self._missed]
         memories, optimizers = context.transport.accept_replies(counted)
         return RoundResult(
             progress=Progress(
                 state=context.method.update(state, reduced),
                 memories=memories,
-                last_rounds={**self._last_rounds, **dict.fromkeys(sorted(counted), state.round)},
+                last_rounds={**self._last_rounds, **dict.fromkeys(counted, state.round)},
                 optimizers=optimizers,
                 last_replies={
                     **{id: round for id, round in self._last_replies.items() if id not in counted},
