@@ -65,7 +65,7 @@ class Account(_Part):
         server: Host of the server.
         data: Name of the data set (``data_id`` in the node's file).
         contents: Digests of the training files that the data set had, each once, the first one first.
-        rounds: Rounds that were trained.
+        rounds: Rounds that were trained, and second exchanges of a round beyond its first one.
         evaluations: Evaluations, exports and head statistics.
         runs: Runs that were joined, by the digest of their names, each with the digest of its last training order and,
             after a space, that of the last order of a second exchange since then.
