@@ -67,7 +67,11 @@ class Recorded(ReplyingTransport):
         for id in envelopes:
             # what others answer in a second exchange depends on the victim's first reply
             if (id, task) not in self.known or (task == "second" and self.task == "train"):
-                self.known[id, task] = self.host.reply(decode_order(envelopes[id]))
+                order = decode_order(envelopes[id])
+                if task == "second":  # an attack repeats the exchange, and honest clients answer one message only
+                    first = self.host.store.load_trained(id, order.round)
+                    self.host.store.store_trained(id, order.round, replace(first, order=""))
+                self.known[id, task] = self.host.reply(order)
             back, is_altered = self.known[id, task], self.altered is not None and task == self.task
             yield id, replace(back, body=encode(self.altered)) if id == VICTIM and is_altered else back
 

@@ -229,8 +229,9 @@ class Host:
             return replace(assignment, checkpoint=self.checkpoints.open(training.order, len(training.parts)))
 
         def open_job(id: str) -> Assignment:
-            self._delete_trained(orders[id])
-            training = running[id] = self._open_training(orders[id])
+            order = orders[id]
+            self._delete_trained(order)
+            training = running[id] = self._open_training(order)
             return make_assignment(training, training.job)
 
         def finish_job(assignment: Assignment, trained: Trained) -> Assignment | None:
