@@ -129,7 +129,7 @@ def list_missing(job: Job, data: Path | None, model: Path | None) -> str | None:
 
 
 def run_job(job: Job, args: argparse.Namespace) -> bool:
-    """Make a page unless it is there; whether there was no failure."""
+    """Make a page unless it exists, and return whether nothing failed."""
     if (args.work / f"{job.page}.json").is_file():
         print(f"{job.page}: done before", flush=True)
     elif reason := list_missing(job, args.data, args.model):
@@ -149,7 +149,7 @@ def run_job(job: Job, args: argparse.Namespace) -> bool:
 
 
 def run_jobs(jobs: Sequence[Job], args: argparse.Namespace) -> list[str]:
-    """Make what is not there yet; the names of those that failed.
+    """Make the pages that are missing, and return the names of those that failed.
 
     On one seed, no page needs another and none compares times, so as many are made at a time as there are cores.
     """

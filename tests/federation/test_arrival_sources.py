@@ -19,7 +19,7 @@ IDS = ("a", "b", "c", "d", "e", "f")
 
 
 class Machines(AsynchronousTransport):
-    """Clients that reply at once, but for those that are silent or offline."""
+    """Clients that reply at once unless they are silent or offline."""
 
     def __init__(self, silent: Collection[str] = ()) -> None:
         self.silent, self.offline = set(silent), set[str]()

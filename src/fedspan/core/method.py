@@ -188,7 +188,7 @@ class Method(ABC):
             state: The state before the round.
             reduced: The reduction of the first replies.
         """
-        raise NotImplementedError(f"{type(self).__name__} claims no second exchange")
+        raise NotImplementedError(f"{type(self).__name__} claims a second exchange and lacks build_second_order")
 
     def build_second_reply(self, order: Message, tensors: Tensors, client: Client, round: int) -> Message:
         """Build a client's reply in a round's second exchange (client).
@@ -204,7 +204,7 @@ class Method(ABC):
             client: The client.
             round: Number of the round, from 0.
         """
-        raise NotImplementedError(f"{type(self).__name__} claims no second exchange")
+        raise NotImplementedError(f"{type(self).__name__} claims a second exchange and lacks build_second_reply")
 
     def estimate_traffic(self, layer: LayerSpec, rank: int, round: int) -> Traffic | None:
         """Estimate the bytes transmitted for one layer, if their number depends on data.

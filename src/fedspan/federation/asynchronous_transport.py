@@ -37,7 +37,7 @@ class AsynchronousTransport(Transport):
 
     @abstractmethod
     def retain_orders(self, ids: Collection[str]) -> frozenset[str]:
-        """Close the orders of all clients but the given ones, and those that have not been sent.
+        """Close the orders of all clients but the given ones, and every order that has not been sent.
 
         A client whose order is closed may train on; its reply is discarded.
 
