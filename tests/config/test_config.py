@@ -155,7 +155,6 @@ def test_wrong_values_are_named() -> None:
     refused({"seed": 2**64}, "seed", 2**64, "less than 9223372036854775808")
     refused({"model.modules_to_save": [""]}, "model.modules_to_save.0", "", "at least 1 character")
     refused({"training.learning_rate": 1}, "training.learning_rate", 1, "Did you mean 'lr'")
-    refused({"partition.column": "ward"}, "partition.column", "ward", "it is for partitioner natural, not dirichlet")
 
 
 def test_method_options_have_types_and_ranges() -> None:

@@ -56,6 +56,30 @@ def test_images_by_class(tmp_path: Path, suffix: str) -> None:
     assert "left out 3 files that are no example by class" in data.notes[0]
 
 
+@pytest.mark.parametrize("suffix", [".zip", ".tar"])
+def test_braces_in_the_path_of_archives(tmp_path: Path, suffix: str) -> None:
+    """An archive a domain, as PACS is packed; its name in the archive, too."""
+    for shade, domain in enumerate(("photo", "sketch")):
+        packed(tmp_path / f"{domain}{suffix}", {f"{domain}/{label}/1.png": png(shade) for label in ("cat", "dog")})
+    path = str(tmp_path / f"{{domain}}{suffix}")
+    data = load(DataConfig(train=path, test_fraction=0), task=get_task("image-classification").columns)
+    assert (data.train["label"][:], data.train["domain"][:]) == ([0, 1, 0, 1], ["photo", "photo", "sketch", "sketch"])
+    assert [image.getpixel((0, 0)) for image in data.train["image"]] == [0, 0, 1, 1]
+
+
+def test_a_damaged_archive_among_several(tmp_path: Path, refused: Refused) -> None:
+    packed(tmp_path / "photo.tar", {f"{label}/1.png": png(0) for label in ("cat", "dog")})
+    broken = tmp_path / "sketch.tar"
+    broken.write_bytes(b"no archive")
+    refused(
+        "data.train",
+        str(broken),
+        ["cannot be read as an archive"],
+        load,
+        DataConfig(train=f"{tmp_path}/{{domain}}.tar"),
+    )
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_texts_by_domain_and_class(tmp_path: Path, suffix: str) -> None:
     files = {f"{site}/{label}/1.txt": f"{site} {label} é".encode("latin-1") for site in "ab" for label in ("no", "yes")}

@@ -34,7 +34,6 @@ def test_data_settings_that_contradict_each_other_are_refused(settings: dict[str
     ("settings", "words"),
     [
         ({"partitioner": "natural"}, "natural needs it"),
-        ({"column": "ward"}, "for partitioner natural, not iid"),
         ({"validation": 0.5, "test": 0.5}, "sum to 1, which leaves nothing for training"),
         ({"alpha": 0}, "greater than 0"),
         ({"alpha": float("inf")}, "finite"),

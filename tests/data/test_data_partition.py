@@ -33,11 +33,13 @@ KINDS = [
     PartitionConfig(partitioner="dirichlet", clients=7, alpha=0.5),
     PartitionConfig(partitioner="pathological", clients=6, classes_per_client=3),
     PartitionConfig(partitioner="natural", column="ward"),
+    PartitionConfig(partitioner="dirichlet", column="ward", clients=10, min_examples=4),
     PartitionConfig(partitioner="quantity", clients=7),
     PartitionConfig(partitioner="quantity", clients=5, quantity="square"),
     PartitionConfig(partitioner="quantity", clients=4, quantity="exponential"),
 ]
-NAMES = [f"{config.partitioner} {config.quantity}" for config in KINDS]
+NAMES = [f"{config.partitioner} {config.column or config.quantity}" for config in KINDS]
+UNDIVIDED = [config for config in KINDS if config.partitioner == "natural" or config.column is None]
 LABELS = [str(label) for label in range(8)]
 
 
@@ -103,7 +105,7 @@ def by_flower(dataset: datasets.Dataset, config: PartitionConfig, seed: int) -> 
 @pytest.mark.parametrize(
     "config",
     [
-        *(config for config in KINDS if config.partitioner != "pathological"),
+        *(config for config in UNDIVIDED if config.partitioner != "pathological"),
         PartitionConfig(clients=150),
         PartitionConfig(partitioner="dirichlet", clients=30, alpha=1.0),  # redraws
         PartitionConfig(partitioner="dirichlet", clients=4, alpha=1e-3, min_examples=1),
@@ -173,6 +175,30 @@ def test_natural_clients_are_sorted_by_number_and_keep_their_split_when_others_j
     assert [client.id for client in divided.clients] == ["2", "9", "10"]
     fewer = partition(data.select(range(20)), config, seed=0)
     assert np.array_equal(fewer.clients[0].test, divided.clients[0].test)
+
+
+@pytest.mark.parametrize("partitioner", ["iid", "dirichlet", "pathological", "quantity"])
+def test_with_a_column_each_value_is_divided_on_its_own(messages: datasets.Dataset, partitioner: str) -> None:
+    options = {"column": "ward", "clients": 10, "alpha": 0.3, "classes_per_client": 4}
+    config = PartitionConfig.model_validate({"partitioner": partitioner, **options})
+    divided = partition(messages, config, seed=0)
+    assert [client.id for client in divided.clients] == [
+        f"ward {ward}-0{number}" for ward in range(5) for number in (0, 1)
+    ]
+    wards = np.array(messages["ward"])
+    for client in divided.clients:
+        assert {*wards[client.indices]} == {client.id.partition("-")[0]}
+
+
+def test_values_of_a_column_have_draws_of_their_own() -> None:
+    """Else the first clients of all wards would have the same labels."""
+    data = datasets.Dataset.from_dict(
+        {"text": ["t"] * 240, "label": [row % 4 for row in range(240)], "ward": ["a"] * 120 + ["b"] * 120}
+    )
+    held = counts(data, partitioner="dirichlet", column="ward", clients=4, alpha=0.5)
+    assert held[0].tolist() != held[2].tolist()
+    alone = counts(data.select(range(120)), partitioner="dirichlet", column="ward", clients=2, alpha=0.5)
+    assert alone.tolist() == held[:2].tolist()  # nor do they depend on which other values there are
 
 
 def test_quantities_grow_as_named(messages: datasets.Dataset) -> None:
@@ -302,6 +328,11 @@ def test_the_fingerprint_is_that_of_ids_and_indices(messages: datasets.Dataset) 
         (
             {"partitioner": "pathological", "clients": 390, "classes_per_client": 8},
             "p.clients", 390, ["fewer clients", "share a label"],
+        ),
+        ({"column": "ward", "clients": 12}, "p.clients", 12, ["a multiple of 5, the number of values of", "'ward'"]),
+        (
+            {"partitioner": "dirichlet", "column": "ward", "clients": 10, "min_examples": 30},
+            "p.alpha", 0.5, ["ward: ward 0 (37), which 2 clients share", "no draw gave each of 2 clients 30"],
         ),
         ({"partitioner": "natural", "column": "wrad"}, "p.column", "wrad", ["named 'wrad'", "mean 'ward'"]),
         (

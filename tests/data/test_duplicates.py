@@ -139,8 +139,10 @@ def test_groups_of_a_column_and_rows_without_one(tmp_path: Path, refused: Refuse
     assert len(set(data.groups[:3].tolist())) == 1
     assert len(set(data.groups.tolist())) == 6
     natural = PartitionConfig(partitioner="natural", column="site")
-    words = ["1 groups (data.group) have rows of several clients, such as 'site 0' and 'site 1'"]
+    words = ["1 groups (data.group) have rows of several values, such as 'site 0' and 'site 1'"]
     refused("partition.column", "site", words, lambda: partition(data.train, natural, 0, groups=data.groups))
+    split = PartitionConfig(column="site", clients=2)
+    refused("partition.column", "site", words, lambda: partition(data.train, split, 0, groups=data.groups))
     wrong = DataConfig(train=path, group="patinet", test_fraction=0)
     refused("data.group", "patinet", ["Did you mean 'patient'"], load, wrong)
     one = DataConfig(train=table(tmp_path / "u.csv", [(*row[:2], "p") for row in rows], "text", "label", "patient"))

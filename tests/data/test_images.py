@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import struct
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -304,6 +305,15 @@ def original(key: str, folder: Path) -> tuple[dict[str, str], int]:
             for number in range(6):
                 save_png(folder / domain / f"c{number % 2}" / f"{number}.png", pixels(1, 6, 4, 3)[0])
         return {"train": str(folder)}, 12
+    if key == "pacs":
+        for domain in ("photo", "sketch"):
+            with tarfile.open(folder / f"{domain}.tar", "w") as archive:
+                for number in range(6):
+                    content = png(pixels(1, 6, 4, 3)[0])
+                    info = tarfile.TarInfo(f"{domain}/c{number % 2}/{number}.png")
+                    info.size = len(content)
+                    archive.addfile(info, io.BytesIO(content))
+        return {"train": str(folder / "{domain}.tar")}, 12
     labels = {"cifar10": 1, "cifar100": 2}[key]
     names = ["data_batch_1.bin", "data_batch_2.bin", "test_batch.bin"] if labels == 1 else ["train.bin", "test.bin"]
     counts = [6, 6, 4] if labels == 1 else [12, 4]
@@ -313,7 +323,7 @@ def original(key: str, folder: Path) -> tuple[dict[str, str], int]:
     return {"train": str(folder if labels == 1 else folder / "train.bin"), "test": str(folder / names[-1])}, 12
 
 
-KEYS = ("mnist", "fashion-mnist", "cifar10", "cifar100", "domainnet")
+KEYS = ("mnist", "fashion-mnist", "cifar10", "cifar100", "domainnet", "pacs")
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -325,9 +335,9 @@ def test_data_sets_in_their_original_layout(key: str, tmp_path: Path) -> None:
     assert data.test is not None
     assert (len(data.train), len(data.test)) == ((rows, 4) if "test" in options else (10, 2))
     assert len(data.labels) == (4 if "mnist" in key else 2)
-    assert "domain" in data.train.column_names or key != "domainnet"
-    assert all(image.size == {"domainnet": (4, 6), "mnist": (28, 28), "fashion-mnist": (28, 28)}.get(key, (32, 32))
-               for image in data.train["image"])  # fmt: skip
+    assert "domain" in data.train.column_names or key not in ("domainnet", "pacs")
+    sizes = {"domainnet": (4, 6), "pacs": (4, 6), "mnist": (28, 28), "fashion-mnist": (28, 28)}
+    assert all(image.size == sizes.get(key, (32, 32)) for image in data.train["image"])
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -349,8 +359,9 @@ def test_data_sets_with_the_hub_s_columns(key: str, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(datasets, "load_dataset", answer)
     data = load(parse_config({"data": {"dataset": key}}).data, task=get_task("image-classification").columns)
-    assert (len(data.train), len(data.test or ())) == (10, 10)
-    assert [split for _, split in asked] == ["train", "test"]
+    splits = ["train"] if key == "pacs" else ["train", "test"]
+    assert (len(data.train), len(data.test or ())) == ((8, 2) if key == "pacs" else (10, 10))
+    assert [split for _, split in asked] == splits
 
 
 @pytest.mark.parametrize(("key", "folder"), [("mnist", "mnist"), ("fashion-mnist", "fashion-mnist")])

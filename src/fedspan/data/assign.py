@@ -19,14 +19,7 @@ import numpy as np
 
 from fedspan.data.config import PartitionConfig
 from fedspan.data.keyed import make_generator
-from fedspan.data.names import (
-    describe_missing_column,
-    find_source_column,
-    get_arrow_column,
-    list_source_columns,
-    read_names,
-    sort_names,
-)
+from fedspan.data.names import get_arrow_column, read_required_names, sort_names
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -36,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["Shares", "assign", "make_client_ids"]
 
 _ROW, _BY = "row", "by"
+_ID = "client-"
+"""Beginning of the ids of clients without names."""
 _DRAWS = 11
 """Number of draws after which Flower's DirichletPartitioner gives up."""
 
@@ -82,13 +77,12 @@ def assign(
 
     Raises:
         FedspanError: If the data cannot be partitioned as requested, a client would have fewer than ``min_examples``,
-            or a column assigns the rows of a group to several clients.
+            or the rows of a group have several values in ``config.column``.
     """
-    if groups is None:
+    if groups is not None and config.column is not None:
+        _require_unsplit_groups(_assign_natural(dataset, config, field), groups, config, field)
+    if groups is None or config.partitioner == "natural":
         shares = _assign_rows(dataset, config, seed, field, None)
-    elif config.partitioner == "natural":
-        shares = _assign_rows(dataset, config, seed, field, None)
-        _require_unsplit_groups(shares, groups, config, field)
     else:
         _, firsts, numbers, sizes = np.unique(groups, return_index=True, return_inverse=True, return_counts=True)
         group_shares = _assign_rows(dataset.select(firsts), config, seed, field, sizes)
@@ -106,6 +100,8 @@ def _assign_rows(
     dataset: datasets.Dataset, config: PartitionConfig, seed: int, field: str, weights: np.ndarray | None
 ) -> Shares:
     """Assign rows to clients; each row represents ``weights`` examples (None: one)."""
+    if config.partitioner != "natural" and config.column is not None:
+        return _assign_by_value(dataset, config, seed, field, weights)
     if config.partitioner != "natural" and config.clients > len(dataset):
         unit = "examples" if weights is None else "groups (data.group)"
         raise FedspanError(f"{field}.clients", config.clients, f"at most {len(dataset)}, the number of {unit}")
@@ -127,7 +123,7 @@ def _require_unsplit_groups(shares: Shares, groups: np.ndarray, config: Partitio
     split = pairs[0][:-1][np.diff(pairs[0]) == 0]
     if len(split):
         first, second = (shares.ids[client] for client in pairs[1][pairs[0] == split[0]][:2])
-        problem = f"{len(np.unique(split))} groups (data.group) have rows of several clients, such as {first!r} and "
+        problem = f"{len(np.unique(split))} groups (data.group) have rows of several values, such as {first!r} and "
         raise FedspanError(f"{field}.column", config.column, problem=f"{problem}{second!r}")
 
 
@@ -239,18 +235,39 @@ def _assign_pathological(labels: np.ndarray, config: PartitionConfig, seed: int,
 
 
 def _assign_natural(dataset: datasets.Dataset, config: PartitionConfig, field: str) -> Shares:
-    requested, option = config.column or "", f"{field}.column"
-    column = find_source_column(dataset, requested)
-    if column is None:
-        raise FedspanError(option, requested, problem=describe_missing_column(requested, list_source_columns(dataset)))
-    names = read_names(dataset, column)
-    if None in names:
-        problem = f"example {names.index(None) + 1} has no value in column {requested!r}"
-        raise FedspanError(option, requested, problem=problem)
-    values = [name for name in names if name is not None]
+    values = read_required_names(dataset, config.column or "", f"{field}.column")
     ids = sort_names(values)
     number = {id: index for index, id in enumerate(ids)}
     return Shares.from_owners(ids, np.fromiter((number[value] for value in values), np.int64, len(values)))
+
+
+def _assign_by_value(
+    dataset: datasets.Dataset, config: PartitionConfig, seed: int, field: str, weights: np.ndarray | None
+) -> Shares:
+    """Partition the examples of each value of a column separately, each among an equal share of the clients."""
+    values = _assign_natural(dataset, config, field)
+    if config.clients % len(values.ids):
+        expected = f"a multiple of {len(values.ids)}, the number of values of column {config.column!r}"
+        raise FedspanError(f"{field}.clients", config.clients, expected)
+    share = config.clients // len(values.ids)
+    part_config = config.model_copy(update={"column": None, "clients": share})
+    ids: list[str] = []
+    owners = np.empty(len(dataset), np.int64)
+    for value, start, stop in zip(values.ids, values.bounds[:-1], values.bounds[1:], strict=True):
+        rows = values.rows[start:stop]
+        # Keyed by the value: with one seed, all values would draw the same shares.
+        value_seed = int(make_generator(seed, "partition", "value", value).integers(2**32))
+        part_weights = None if weights is None else weights[rows]
+        try:
+            part = _assign_rows(dataset.select(rows), part_config, value_seed, field, part_weights)
+        except FedspanError as error:
+            note = (
+                f"This is about the examples with {config.column}: {value} ({len(rows)}), which {share} clients share"
+            )
+            raise error.relocate(error.field, note=note) from None
+        owners[rows[part.rows]] = len(ids) + np.repeat(np.arange(share), np.diff(part.bounds))
+        ids += [f"{value}-{id.removeprefix(_ID)}" for id in part.ids]
+    return Shares.from_owners(ids, owners)
 
 
 def _run_partitioner(partitioner: Partitioner, ids: Sequence[str], rows: datasets.Dataset) -> Shares:
@@ -276,7 +293,7 @@ def _derive_seed(seed: int) -> int:
 def make_client_ids(clients: int) -> list[str]:
     """Return the ids of clients without names, in order: ``client-00`` and so on."""
     width = max(2, len(str(clients - 1)))
-    return [f"client-{number:0{width}d}" for number in range(clients)]
+    return [f"{_ID}{number:0{width}d}" for number in range(clients)]
 
 
 def _make_too_few_error(client: str, count: int, config: PartitionConfig, field: str) -> FedspanError:

@@ -85,6 +85,10 @@ def read_source(config: DataConfig, part: Literal["train", "test"], field: str, 
         raise FedspanError(option, location, problem=problem)
 
     def read(path: Path, location: str) -> Source:
+        if os.path.isfile(path) and location.lower().endswith(archives.SUFFIXES):
+            return _convert_errors(
+                lambda: _read_archived(path, location, config, option), "an archive", location, option
+            )
         return _read_file(path, location, config, field, option, limit)
 
     if location.startswith(PREFIX):
@@ -103,10 +107,6 @@ def read_source(config: DataConfig, part: Literal["train", "test"], field: str, 
             texts,
             location,
             option,
-        )
-    elif os.path.isfile(_expand_path(location)) and location.lower().endswith(archives.SUFFIXES):
-        source = _convert_errors(
-            lambda: _read_archived(_expand_path(location), location, config, option), "an archive", location, option
         )
     else:
         source = read(_expand_path(location), location)

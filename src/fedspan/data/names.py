@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fedspan.errors import find_similar
+from fedspan.errors import FedspanError, find_similar
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -28,6 +28,7 @@ __all__ = [
     "mark_source_column",
     "rank_columns",
     "read_names",
+    "read_required_names",
     "sort_names",
     "take_rows",
     "trim",
@@ -135,6 +136,27 @@ def read_names(dataset: Dataset, column: str) -> list[str | None]:
             None if class_index is None else names[class_index] for class_index in encoded.indices.to_pylist()
         ]
     return names_by_row
+
+
+def read_required_names(dataset: Dataset, column: str, option: str) -> list[str]:
+    """Return each row's value as text, of a column of the source that has a value in every row.
+
+    Args:
+        dataset: The examples.
+        column: The column's name in the source.
+        option: The option that names the column.
+
+    Raises:
+        FedspanError: If there is no such column, or a row has no value in it.
+    """
+    found = find_source_column(dataset, column)
+    if found is None:
+        raise FedspanError(option, column, problem=describe_missing_column(column, list_source_columns(dataset)))
+    names = read_names(dataset, found)
+    if None in names:
+        problem = f"example {names.index(None) + 1} has no value in column {column!r}"
+        raise FedspanError(option, column, problem=problem)
+    return [name for name in names if name is not None]
 
 
 def sort_names(names: Iterable[str]) -> list[str]:

@@ -294,7 +294,6 @@ FIELDS = [
         _parse(partition={"validation": 0.5, "test": 0.5}),
     ),
     Mistake("natural", "natural without a column.", "partition.column", _parse(partition__partitioner="natural")),
-    Mistake("column", "A column without natural.", "partition.column", _parse(partition__column="site")),
 ]
 DEVICES = [
     Mistake(

@@ -15,6 +15,7 @@ from helpers.mistakes.world import GOOD, QUESTIONS, Mistake, World
 
 CAUSAL: dict[str, Any] = {"task": "causal-lm", "name": "t.jsonl"}
 READING = "cannot be read as "
+SITES = "text,label,site\none,a,x\ntwo,b,y\nthree,a,y\nfour,b,y\n"
 
 
 def _load(content: str | bytes | None = None, **options: Any) -> Callable[[World], object]:
@@ -214,6 +215,18 @@ DIVISION = [
         "The column of clients is not there.",
         "partition.column",
         _divide(partitioner="natural", column="site"),
+    ),
+    Mistake(
+        "uneven-clients",
+        "Two sites cannot have equally many of three clients.",
+        "partition.clients",
+        _divide(SITES, data={"test_fraction": 0}, clients=3, column="site"),
+    ),
+    Mistake(
+        "small-site",
+        "A site has fewer examples than clients.",
+        "partition.clients",
+        _divide(SITES, data={"test_fraction": 0}, clients=4, column="site"),
     ),
     Mistake(
         "no-value",
