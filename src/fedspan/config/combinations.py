@@ -183,6 +183,7 @@ def _require_trainers(config: RunSections) -> None:
         "training.lr": "auto" if config.training.lr == "auto" else None,
         "baselines": config.baselines or None,
         "evaluation.diagnostics": config.evaluation.diagnostics,
+        "evaluation.by": config.evaluation.by,
         "cluster": None if config.cluster is None else config.cluster.workers,
         "engine.name": "flower-sim" if config.engine.name == "flower-sim" else None,
     }

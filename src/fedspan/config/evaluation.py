@@ -30,6 +30,12 @@ class EvaluationConfig(Section):
         "pearson or loss, by task. Ties are broken by the validation loss, then by the later round. In deployments, "
         "rounds are compared by a trimmed mean from three nodes on; with two, the last round is the best.",
     )
+    by: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Column of the held-out examples, such as domain or hospital, for each of whose values the report "
+        "has the final scores (by_value); default: none. Not in deployments.",
+    )
     best_by: Literal["metric", "loss"] = Field(
         default="metric",
         description="Compare rounds, for the best one and for early stopping, by the metric or by the validation "

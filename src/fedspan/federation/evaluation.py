@@ -213,16 +213,33 @@ class Evaluator:
 
     def evaluate_heldout(self, progress: Progress, examples: Examples, *, generate: bool = False) -> dict[str, Metrics]:
         """Evaluate the models on a held-out set that belongs to no client; keys are client ids, or ``global``."""
+        return self.evaluate_parts(progress, examples, [np.arange(len(examples))], generate=generate)[0]
+
+    def evaluate_parts(
+        self, progress: Progress, examples: Examples, parts: Sequence[np.ndarray], *, generate: bool = False
+    ) -> list[dict[str, Metrics]]:
+        """Evaluate the models on parts of a held-out set, which may overlap; each example is predicted once.
+
+        Args:
+            progress: The progress that holds the models.
+            examples: The held-out set.
+            parts: Indices of each part's examples, int64.
+            generate: Whether answers are generated.
+
+        Returns:
+            For each part what ``evaluate_heldout`` returns.
+        """
         task, engine = self.federation.engine.task, self.federation.engine
         indices = np.arange(len(examples))
-        scores: dict[str, Metrics] = {}
+        scores: list[dict[str, Metrics]] = [{} for _ in parts]
         personal = self.federation.method.declare_claims().personal
         evaluated = self.get_ids(progress)
         with engine.stages.stage("evaluation", len(examples) * (len(evaluated) if personal else 1)):
             for ids, job in self.iterate_models(progress, evaluated):
                 predictions = engine.predict(job, examples, indices, self.batch_size, generate=generate)
                 key = ids[0] if personal else "global"
-                scores[key] = task.compute_metrics(predictions, examples, indices.tolist())
+                for part, rows in enumerate(parts):
+                    scores[part][key] = task.compute_metrics(predictions[rows], examples, rows.tolist())
         return scores
 
 

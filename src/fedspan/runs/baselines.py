@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -167,8 +168,8 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     best = selection.best
     if best is not None and best.round != progress.state.round:
         progress = load_checkpoint(run_folder.best).progress
-    scores, by_client = compute_final_scores(variant, progress)
-    report: dict[str, Any] = {"best_round": progress.state.round, "scores": scores, "by_client": by_client}
+    final = compute_final_scores(variant, progress)
+    report: dict[str, Any] = {"best_round": progress.state.round, **dataclasses.asdict(final)}
     if tested.is_file():
         report["learning_rate"] = read_range_test(tested)
     run_folder.write_sealed(run_folder.report, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from fedspan.federation.progress import Progress
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 
-__all__ = ["Listener", "Listeners", "compute_final_scores", "sample_predictions"]
+__all__ = ["FinalScores", "Listener", "Listeners", "compute_final_scores", "sample_predictions"]
 
 
 class Listener:
@@ -99,22 +100,49 @@ class Listeners(Listener):
             listener.on_baseline_round(name, round, loss)
 
 
-def compute_final_scores(prepared: Prepared, progress: Progress) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+@dataclass(frozen=True)
+class FinalScores:
+    """Scores of a run's final models.
+
+    Args:
+        scores: Scores by part, as in ``RunReport``.
+        by_client: Metrics on each client's own test part.
+        by_value: Metrics on the held-out examples of each value of ``evaluation.by``.
+    """
+
+    scores: dict[str, Any]
+    by_client: dict[str, dict[str, float]]
+    by_value: dict[str, dict[str, Any]]
+
+
+def compute_final_scores(prepared: Prepared, progress: Progress) -> FinalScores:
     """Compute the final scores: on the held-out set and on the clients' own test parts."""
     metric, scores = prepared.task.metric, dict[str, Any]()
+    by_value: dict[str, dict[str, Any]] = {}
     validation, test_scores = prepared.evaluator.evaluate_clients(progress)
     if validation is not None:
         scores["validation"] = dict(validation.pooled)
     if test_scores is not None:
         scores["clients"] = test_scores.summarize(metric)
     if prepared.test is not None:
-        heldout = prepared.evaluator.evaluate_heldout(
-            progress, prepared.test, generate=prepared.config.evaluation.generate
+        parts = [np.arange(len(prepared.test)), *prepared.test_parts.values()]
+        heldout, *parted = prepared.evaluator.evaluate_parts(
+            progress, prepared.test, parts, generate=prepared.config.evaluation.generate
         )
-        scores["test"] = summarize(heldout, metric)
-        if len(heldout) == 1:
-            scores["test"].pop("worst", None)  # a metric that is undefined on the set has none
-    return scores, {} if test_scores is None else {id: dict(row) for id, row in test_scores.by_client.items()}
+        scores["test"] = _summarize_heldout(heldout, metric)
+        by_value = {
+            value: {**_summarize_heldout(part, metric), "examples": float(len(rows))}
+            for (value, rows), part in zip(prepared.test_parts.items(), parted, strict=True)
+        }
+    by_client = {} if test_scores is None else {id: dict(row) for id, row in test_scores.by_client.items()}
+    return FinalScores(scores, by_client, by_value)
+
+
+def _summarize_heldout(heldout: Mapping[str, Mapping[str, float]], metric: str) -> dict[str, Any]:
+    summary = summarize(heldout, metric)
+    if len(heldout) == 1:
+        summary.pop("worst", None)  # a metric that is undefined on the set has none
+    return summary
 
 
 def sample_predictions(prepared: Prepared, progress: Progress, count: int = 3) -> tuple[dict[str, str], ...]:

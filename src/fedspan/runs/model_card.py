@@ -61,6 +61,8 @@ class RunReport:
         start: Scores before the first round, if the head started from statistics: ``head_init`` (the kind), and
             ``validation``, ``clients`` and ``test`` as in a line of metrics. If too few clients sent statistics for
             ``model.head_init: auto``: ``head_init`` (random) and the ``reason``.
+        by_value: Metrics of the best round, and the number of ``examples``, on the held-out examples of each value of
+            ``evaluation.by`` (mean over clients for personal methods); empty without it.
     """
 
     method: str
@@ -81,6 +83,7 @@ class RunReport:
     learning_rate: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     start: Mapping[str, Any] = field(default_factory=dict)
+    by_value: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 CARD = "README.md"

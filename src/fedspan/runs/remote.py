@@ -17,6 +17,7 @@ from fedspan.config import RunConfig
 from fedspan.core.method import Memory, RegisteredMethod
 from fedspan.core.values import Client, Spec
 from fedspan.crypto import require_packages
+from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import Evaluator, RemoteEvaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.presence import Presence
@@ -82,6 +83,9 @@ def prepare_server(config: RunConfig, key: bytes | None = None, stages: Stages |
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     labels, stages = tuple(config.data.labels or ()), stages or Stages()
+    if config.evaluation.by is not None:
+        problem = "the examples are on the nodes, and the server has no held-out set to score by value"
+        raise FedspanError("evaluation.by", config.evaluation.by, problem=problem)
     with stages.stage("model"):
         model = build_model(config, labels, choose_device(config.device))
     require_private_model(config, model.adapted)

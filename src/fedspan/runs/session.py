@@ -411,7 +411,7 @@ class _Session:
         best = self.selection.best
         if best is not None and best.round != progress.state.round:
             best_round, progress = best.round, load_checkpoint(run_folder.best).progress
-        scores, by_client = compute_final_scores(prepared, progress)
+        final = compute_final_scores(prepared, progress)
         with convert_disk_errors(run_folder.path), prepared.engine.stages.stage("export"):
             remove(run_folder.adapter)  # of a run before it was extended
             adapters = write_adapters(prepared, progress, run_folder, prepared.evaluator.get_ids(progress))
@@ -432,8 +432,8 @@ class _Session:
             metric=prepared.task.metric,
             rounds=last_round,
             best_round=best_round,
-            scores=scores,
-            by_client=by_client,
+            scores=final.scores,
+            by_client=final.by_client,
             bytes={"down": totals.run("down").bytes, "up": totals.run("up").bytes},
             seconds=self.seconds,
             baselines={
@@ -452,6 +452,7 @@ class _Session:
                 ),
                 *find_limited(read_lines(run_folder.metrics)),
             ),
+            by_value=final.by_value,
             start={key: start[key] for key in ("head_init", "reason", "validation", "clients", "test") if key in start},
         )
         with convert_disk_errors(run_folder.path):

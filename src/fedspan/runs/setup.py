@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +16,7 @@ from fedspan.core.values import Client
 from fedspan.crypto import require_packages
 from fedspan.data.duplicates import describe_shared
 from fedspan.data.loading import load
+from fedspan.data.names import read_required_names, sort_names
 from fedspan.data.objects import DataObjects
 from fedspan.data.partition import Partition, partition
 from fedspan.errors import FedspanError, suggest_nearest
@@ -79,6 +80,7 @@ class Prepared:
         notes: Notes for the user about the examples (truncated answers).
         head: How the head starts; None: as loaded.
         base_digest: Returns the digest of the frozen weights, which no config names; None: the config names the model.
+        test_parts: Indices of the held-out examples of each value of ``evaluation.by``, int64; empty without it.
     """
 
     config: RunConfig
@@ -96,6 +98,7 @@ class Prepared:
     notes: tuple[str, ...] = ()
     head: HeadStart | None = None
     base_digest: Callable[[], str] | None = None
+    test_parts: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def choose_device(name: str) -> torch.device:
@@ -198,7 +201,22 @@ def prepare(
             *notes,
         ),
         head=head,
+        test_parts=_find_test_parts(data.test, config.evaluation.by),
     )
+
+
+def _find_test_parts(test: datasets.Dataset | None, by: str | None) -> dict[str, np.ndarray]:
+    """Return the indices of the held-out examples of each value of a column; empty if no column is named.
+
+    Raises:
+        FedspanError: If there is no held-out set, or not each of its examples has a value.
+    """
+    if by is None:
+        return {}
+    if test is None:
+        raise FedspanError("evaluation.by", by, "data.test, or a data.test_fraction", problem="there is no test set")
+    values = np.array(read_required_names(test, by, "evaluation.by"), dtype=object)
+    return {value: np.flatnonzero(values == value) for value in sort_names(values)}
 
 
 @dataclass(frozen=True)
