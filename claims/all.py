@@ -1,7 +1,7 @@
 """Every claim, one after another: ``python claims/all.py --data PATH --model PATH``.
 
-``--data`` is a folder with the data sets, ``--model`` one with a small language model in Transformers' format; what
-lacks either is left out, and said.
+``--data`` is a folder with the data sets, ``--model`` one with a small language model in Transformers' format,
+``--image-model`` one with an image classifier; what lacks its own is left out, and said.
 
 Each is a process of its own, whose page goes to ``--work`` first and to ``--out`` when it is finished. Stopped, the
 same command goes on: pages that are in ``--work`` are not made again, and runs that were started go on. ``--one-seed``
@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from pathlib import Path
 from protocols import name_page
 from report import FOLDER
 
-from fedspan.reproduction.cells import DATA, MODEL, list_cells
+from fedspan.reproduction.cells import DATA, IMAGE_MODEL, MODEL, list_cells
 from fedspan.reproduction.presets import list_presets
 
 HERE = Path(__file__).resolve().parent
@@ -40,14 +40,14 @@ class Job:
         page: Name of the page.
         words: Words of the command.
         data: Folders that it reads, relative to the folder of the data.
-        model: Whether it needs a language model.
+        model: Placeholder of the model that it needs; None: it needs none.
         quick: Words of the command for one seed; None: not run under ``--one-seed``.
     """
 
     page: str
     words: tuple[str, ...]
     data: tuple[str, ...] = ()
-    model: bool = False
+    model: str | None = None
     quick: tuple[str, ...] | None = None
 
 
@@ -69,8 +69,8 @@ def list_preset_jobs() -> tuple[Job, ...]:
         text = json.dumps([dict(cell.configs) for cell in list_cells(preset, "small")])
         data = tuple(sorted(set(re.findall(re.escape(DATA) + r"/([\w-]+)", text))))
         words = ("reproduced.py", preset.id, "--data", "{data}", "--runs", "{work}/runs")
-        model = MODEL in text
-        words = (*words, *(("--model", "{model}") if model else ()))
+        model = next((token for token in (MODEL, IMAGE_MODEL) if token in text), None)
+        words = (*words, *(() if model is None else ("--model", model)))
         jobs.append(Job(preset.id, words, data, model))
         if preset.small.matched:
             jobs.append(Job(name_page(preset.id, "matched"), (*words, "--protocol", "matched"), data, model))
@@ -103,14 +103,14 @@ JOBS = (
         "reasons",  # after the pages that it examines, whose runs it copies
         ("reasons.py", "--data", "{data}", "--model", "{model}", "--runs", "{work}/runs"),
         ("alpaca", "banking77", "blitzer_sentiment", "commonsense", "fashion-mnist", "glue"),
-        model=True,
+        model=MODEL,
     ),
 )
 
 
 def build_command(job: Job, args: argparse.Namespace) -> list[str]:
     """What is called for a page."""
-    places = {"{data}": args.data, "{model}": args.model, "{work}": args.work}
+    places = {DATA: args.data, MODEL: args.model, IMAGE_MODEL: args.image_model, "{work}": args.work}
     words = list(job.words)
     for token, path in places.items():
         words = [word.replace(token, str(path)) for word in words]
@@ -118,10 +118,10 @@ def build_command(job: Job, args: argparse.Namespace) -> list[str]:
     return [sys.executable, str(HERE / words[0]), *words[1:], *more, "--out", str(args.work)]
 
 
-def list_missing(job: Job, data: Path | None, model: Path | None) -> str | None:
-    """What of a page's data or model is not there."""
-    if job.model and (model is None or not model.is_dir()):
-        return "no --model" if model is None else f"no folder {model}"
+def list_missing(job: Job, data: Path | None, models: Mapping[str, Path | None]) -> str | None:
+    """What of a page's data or model is not there; ``models`` has the folder for each placeholder."""
+    if job.model is not None and ((model := models[job.model]) is None or not model.is_dir()):
+        return f"no --{job.model.strip('{}').replace('_', '-')}" if model is None else f"no folder {model}"
     if job.data and data is None:
         return "no --data"
     absent = [name for name in job.data if data is not None and not (data / name).is_dir()]
@@ -132,7 +132,7 @@ def run_job(job: Job, args: argparse.Namespace) -> bool:
     """Make a page unless it exists, and return whether nothing failed."""
     if (args.work / f"{job.page}.json").is_file():
         print(f"{job.page}: done before", flush=True)
-    elif reason := list_missing(job, args.data, args.model):
+    elif reason := list_missing(job, args.data, {MODEL: args.model, IMAGE_MODEL: args.image_model}):
         print(f"{job.page}: left out, {reason}", flush=True)
         return True
     else:
@@ -166,6 +166,7 @@ def main() -> None:
     parser.add_argument("pages", nargs="*", help=f"of {', '.join(job.page for job in JOBS)}; left out: all")
     parser.add_argument("--data", type=Path, help="folder with the data sets; what it lacks is left out")
     parser.add_argument("--model", type=Path, help="folder with a language model; without, what needs one is left out")
+    parser.add_argument("--image-model", type=Path, help="folder with an image classifier, likewise")
     parser.add_argument("--work", type=Path, help="what is made so far; left out: runs/claims, or runs/claims-one-seed")
     parser.add_argument("--out", type=Path, help=f"for finished pages; left out: {FOLDER}, or none with --one-seed")
     parser.add_argument("--one-seed", action="store_true", help="the first ones, on one seed")

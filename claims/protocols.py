@@ -15,7 +15,7 @@ from typing import Any
 
 from report import FOLDER, format_table
 
-from fedspan.reproduction.cells import MODEL
+from fedspan.reproduction.cells import IMAGE_MODEL, MODEL
 from fedspan.reproduction.presets import Preset, list_presets
 
 __all__ = ["build_section", "name_page", "update"]
@@ -43,7 +43,8 @@ def build_section(folder: Path, preset: Preset, findings: Mapping[str, str] | No
     values = ", ".join(f"`{path}` = {value:g}" for path, value in preset.small.matched.items())
     rows = [(statement, result, matched.get(statement, "not run")) for statement, result in best.items()]
     name = name_page(preset.id, "matched")
-    model = " --model FOLDER" if MODEL in json.dumps(preset.small.config) else ""
+    config = json.dumps(preset.small.config)
+    model = " --model FOLDER" if MODEL in config or IMAGE_MODEL in config else ""
     command = f"`python claims/reproduced.py {preset.id} --protocol matched --data FOLDER{model}`"
     outcome = f"[Its page]({name}.md) has the scores." if matched else f"It has not been run: {command}."
     text = (

@@ -132,11 +132,13 @@ def page(reproduction: Reproduction, preset: Preset, folder: Path) -> None:
     findings = [build_finding(judged) for judged in reproduction.verdicts]
     results = {finding.statement: f"{finding.measured}: **{finding.verdict}**" for finding in findings}
     figure = report.save_figure(draw(reproduction.scores), folder, name, f"{preset.item}, small scale") if drawn else ""
+    by_value = reproduction.build_value_table()
     notes = "\n".join(f"- {' '.join(note.split())}" for note in preset.notes)
     sections = [
         f"At the small scale, seeds {', '.join(map(str, reproduction.seeds))}; at the paper's: "
         f"`fedspan reproduce {reproduction.id} --scale full --out FOLDER`.",
         "\n".join(format_markdown(reproduction.build_table())),
+        "" if by_value is None else "\n".join(format_markdown(by_value)),
         figure,
         tabulate_measures(reproduction.scores),
         describe_ends(reproduction, preset) if is_best else "",

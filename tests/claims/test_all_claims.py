@@ -193,8 +193,9 @@ def test_every_script_and_preset_has_its_place(every: ModuleType) -> None:
     for job in every.JOBS:
         assert (CLAIMS / job.words[0]).is_file()
     made = {job.page: job for job in every.JOBS}
-    assert (made["rolora-table1"].data, made["rolora-table1"].model) == (("glue",), False)
-    assert (made["rolora-table12"].data, made["rolora-table12"].model) == (("alpaca",), True)
+    assert (made["rolora-table1"].data, made["rolora-table1"].model) == (("glue",), None)
+    assert (made["rolora-table12"].data, made["rolora-table12"].model) == (("alpaca",), "{model}")
+    assert (made["fedgalore-pacs"].data, made["fedgalore-pacs"].model) == (("pacs",), "{image_model}")
     assert "fedloru-figure1" not in made  # fedloru_stable_rank measures it
 
 
@@ -203,16 +204,19 @@ def test_a_page_is_made_once_and_what_lacks_its_data_is_left_out(
 ) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "pages").mkdir()
-    args = argparse.Namespace(data=tmp_path, model=None, work=tmp_path / "work", out=tmp_path / "pages", one_seed=True)
+    folders = {"data": tmp_path, "work": tmp_path / "work", "out": tmp_path / "pages"}
+    args = argparse.Namespace(**folders, model=None, image_model=None, one_seed=True)
     quick = ("--size", "12", "--sizes", "12", "--clients", "2", "--drifts", "1", "--noises", "0.1", "--seeds", "0")
     good = every.Job("fedgalore_ajive", ("fedgalore_ajive.py",), quick=quick)
     bad = every.Job("broken", ("absent.py",))
     absent = every.Job("rolora_mnist", ("rolora_mnist.py",), ("mnist",))
-    wordless = every.Job("rolora-table12", ("reproduced.py",), model=True)
-    assert every.run_jobs([good, bad, absent, wordless], args) == ["broken"]
+    wordless = every.Job("rolora-table12", ("reproduced.py",), model="{model}")
+    sightless = every.Job("fedgalore-pacs", ("reproduced.py",), model="{image_model}")
+    assert every.run_jobs([good, bad, absent, wordless, sightless], args) == ["broken"]
     said = capfd.readouterr().out
     assert "left out, no mnist in" in said
     assert "left out, no --model" in said
+    assert "left out, no --image-model" in said
     assert {path.name for path in (tmp_path / "pages").iterdir()} == {
         f"fedgalore_ajive.{end}" for end in ("md", "json", "svg")
     }

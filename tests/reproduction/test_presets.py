@@ -60,6 +60,11 @@ def test_what_stands_for_a_paper_s_cell_is_said() -> None:
         ("iid-fashion-mnist", "fashion-mnist, at most 3,000", "IID", "10, 5 a round"),
         ("non-iid-fashion-mnist", "fashion-mnist, at most 3,000", "Dirichlet 0.5", "10, 5 a round"),
     ]
+    shown = tabulate_settings(list_cells(load_preset("fedgalore-pacs"), "small", "/data", "/model"))
+    assert [row[2:4] for row in shown.rows] == [
+        ("by domain", "as many as values"),
+        ("Dirichlet 0.5 within each domain", "12"),
+    ]
     ranks = tabulate_settings(list_cells(load_preset("fedloru-table1"), "small", "/data")).rows[0][6]
     assert ranks == "16 (FedLoRA, FedLoRU); 24 (FedHM)"
     for id in ("rolora-figure4", "rolora-table2"):  # cells that differ by layers, by files

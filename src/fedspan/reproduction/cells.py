@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from fedspan.config import override, parse_config
+from fedspan.data import PartitionConfig
 from fedspan.errors import FedspanError
 from fedspan.experiments.tables import Table
 from fedspan.reproduction.presets import Preset, Scale, Where, merge
 
-__all__ = ["DATA", "MODEL", "Cell", "list_cells", "name_row_folders", "tabulate_settings"]
+__all__ = ["DATA", "IMAGE_MODEL", "MODEL", "Cell", "list_cells", "name_row_folders", "tabulate_settings"]
 
-DATA, MODEL = "{data}", "{model}"
-"""Placeholders in presets for the data folder and for the folder of a model that no package provides."""
+DATA, MODEL, IMAGE_MODEL = "{data}", "{model}", "{image_model}"
+"""Placeholders in presets for the data folder, and for the folder of a language model or an image classifier that no
+package provides."""
 _AS_PUBLISHED: Mapping[str, Any] = {"federation": {"clip_ratio": None, "max_weight_ratio": None}}
 """What no paper has: replies are averaged as they are sent, by all of their examples."""
 _DIVISIONS = {"dirichlet": "Dirichlet {alpha:g}", "iid": "IID", "natural": "by {column}"}
@@ -52,7 +54,7 @@ def list_cells(
         preset: The table.
         scale: ``full`` or ``small``.
         data: Replacement for ``{data}`` in paths; None leaves it.
-        model: Replacement for ``{model}``; None leaves it.
+        model: Replacement for ``{model}`` and ``{image_model}``; None leaves them.
         overrides: Changes to all cells, each ``section.field=value``.
 
     Raises:
@@ -62,7 +64,7 @@ def list_cells(
     published = merge(_AS_PUBLISHED, preset.config)
     base = published if scale == "full" else merge(published, preset.small.config)
     wheres = preset.where if scale == "full" else preset.small.where
-    paths = {token: value for token, value in ((DATA, data), (MODEL, model)) if value is not None}
+    paths = {token: value for token, value in ((DATA, data), (MODEL, model), (IMAGE_MODEL, model)) if value is not None}
     cells: list[Cell] = []
     for combination in itertools.product(*(values.items() for values in axes.values())):
         values = {axis: name for axis, (name, _) in zip(axes, combination, strict=True)}
@@ -117,8 +119,8 @@ def tabulate_settings(cells: Sequence[Cell]) -> Table:
             (
                 cell.name,
                 source,
-                _DIVISIONS.get(split.partitioner, split.partitioner).format(alpha=split.alpha, column=split.column),
-                ("as many as values" if split.column is not None else str(split.clients))
+                _describe_partition(split),
+                ("as many as values" if split.partitioner == "natural" else str(split.clients))
                 + ("" if cohort is None else f", {cohort} a round"),
                 Path(model.name).name,
                 layers,
@@ -130,6 +132,11 @@ def tabulate_settings(cells: Sequence[Cell]) -> Table:
         )
     head = ("cell", "data", "partition", "clients", "model", "layers", "rank", "rounds")
     return Table(head, tuple(rows), None, ())
+
+
+def _describe_partition(config: PartitionConfig) -> str:
+    text = _DIVISIONS.get(config.partitioner, config.partitioner).format(alpha=config.alpha, column=config.column)
+    return text if config.column is None or config.partitioner == "natural" else f"{text} within each {config.column}"
 
 
 def name_row_folders(labels: Iterable[str]) -> dict[str, str]:

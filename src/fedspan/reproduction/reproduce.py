@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import yaml
@@ -23,12 +24,13 @@ from fedspan.experiments.series import Watcher
 from fedspan.experiments.series_bar import open_watcher
 from fedspan.experiments.tables import Table, format_markdown, format_mean, format_megabytes, format_seconds
 from fedspan.files import convert_disk_errors, write_atomic
-from fedspan.reproduction.cells import DATA, MODEL, Cell, list_cells, name_row_folders, tabulate_settings
+from fedspan.reproduction.cells import DATA, IMAGE_MODEL, MODEL, Cell, list_cells, name_row_folders, tabulate_settings
 from fedspan.reproduction.measurement import MEASURED, measure
 from fedspan.reproduction.presets import Preset, Protocol, Scale, load_preset, require_scale
 from fedspan.reproduction.verdicts import COSTS, CellScore, Judged, judge, tabulate_verdicts
 from fedspan.runs.curves import read_curve
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.results import read_report
 from fedspan.training.prefix_rows import share_prefixes
 from fedspan.transports.ray.sharing import share_teams
 
@@ -94,6 +96,33 @@ class Reproduction:
             f"Mean ± standard deviation over the seeds {numbers}; {metrics}. MB and seconds are those of one run.",
         )
         return Table(("cell", "method", "held-out", "chosen", "MB down", "MB up", "seconds"), rows, None, notes)
+
+    def build_value_table(self) -> Table | None:
+        """Tabulate the scores by value of ``evaluation.by``, and their unweighted mean; None if there are none."""
+        values = list(dict.fromkeys(value for score in self.scores for value in score.by_value))
+        if not values:
+            return None
+        rows: list[tuple[str, ...]] = []
+        for score in self.scores:
+            by_seed = [score.by_value.get(value, ()) for value in values]
+            means = [_average(seed_scores) for seed_scores in zip(*by_seed, strict=False)]
+            cells = [*by_seed, means]
+            rows.append((score.cell, score.method, *(_format_seeds(score.metric, cell) for cell in cells)))
+        notes = ("Scores on the held-out examples of each value, and their mean, in which each value counts alike.",)
+        return Table(("cell", "method", *values, "mean"), tuple(rows), None, notes)
+
+
+def _average(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if values and len(known) == len(values) else None
+
+
+def _format_seeds(metric: str, values: Sequence[float | None]) -> str:
+    """Format the mean and the deviation over the seeds; a dash if a value is missing."""
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return "-"
+    return format_mean(metric, fmean(known), stdev(known) if len(known) > 1 else None)
 
 
 def reproduce(
@@ -209,6 +238,7 @@ def _require_paths(values: Mapping[str, Any]) -> None:
     for token, option, description in (
         (DATA, "--data", "a folder with local data sets, named as their publishers name them (docs/reproducing.md)"),
         (MODEL, "--model", "a folder with a causal language model in Transformers' format"),
+        (IMAGE_MODEL, "--model", "a folder with an image classifier in Transformers' format"),
     ):
         if token in text:
             raise FedspanError(option, None, description)
@@ -280,14 +310,22 @@ def _run_row(
             name: tuple(measurement[name] for measurement in measurements) for name in sorted(measures & MEASURED)
         },
         curves=tuple(read_curve(run_folder, report.metric) for run_folder in runs) if measures & set(COSTS) else (),
+        by_value=_collect_by_value(runs, report.metric),
     )
+
+
+def _collect_by_value(runs: Sequence[RunFolder], metric: str) -> dict[str, tuple[float | None, ...]]:
+    by_seed = [read_report(run_folder.path).by_value for run_folder in runs]
+    values = dict.fromkeys(value for scores in by_seed for value in scores)
+    return {value: tuple(scores.get(value, {}).get(metric) for scores in by_seed) for value in values}
 
 
 def _write(report: Reproduction, preset: Preset, command: Sequence[str]) -> None:
     folder = Path(report.folder)
     lines = [f"# {preset.paper}: {preset.item}", "", preset.title, "", f"Command: `{' '.join(command)}`", ""]
-    for table in (report.settings, report.build_table(), tabulate_verdicts(report.verdicts)):
-        lines += [*format_markdown(table), ""]
+    tables = (report.settings, report.build_table(), report.build_value_table(), tabulate_verdicts(report.verdicts))
+    for table in tables:
+        lines += [] if table is None else [*format_markdown(table), ""]
     lines += ["Notes:", ""]
     lines += [f"- {' '.join(note.split())}" for note in preset.notes]
     with convert_disk_errors(folder):

@@ -48,6 +48,8 @@ class CellScore:
         failed: Reason reason there are no scores.
         measured: Values that claims compare besides scores and bytes, by measure, one for each seed.
         curves: Scores by round, one curve for each seed; empty if no claim needs them.
+        by_value: Scores on the held-out examples of each value of ``evaluation.by``, one for each seed; empty
+            without it.
     """
 
     cell: str
@@ -64,6 +66,7 @@ class CellScore:
     failed: str | None = None
     measured: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
     curves: tuple[tuple[Point, ...], ...] = ()
+    by_value: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
