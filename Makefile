@@ -10,8 +10,8 @@
 # make deploy-files  the files for containers, Kubernetes, systemd and GitHub, by linters and schemas in .venv-deploy
 # make packages the sdist and the wheel: contents, extras, and the demo in an empty environment (minutes; network)
 # make claims   what papers say, measured: all pages of docs/claims, hours of them; stopped, it goes on
-#               (DATA=FOLDER with the data sets, MODEL=FOLDER with a small language model; what lacks its own is left
-#               out; CLAIMS_ARGS="--one-seed" to try)
+#               (DATA=FOLDER with the data sets, MODEL=FOLDER with a small language model, and an image classifier by
+#               CLAIMS_ARGS="--image-model FOLDER"; what lacks its own is left out; CLAIMS_ARGS="--one-seed" to try)
 #
 # Variables:
 #   PYTHON       the interpreter that .venv is made with, 3.11 or newer

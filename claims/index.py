@@ -29,8 +29,8 @@ This page lists every statement that was measured, with its number and verdict. 
 and says what the verdicts mean."""
 NOT_RUN = """## Not run yet
 
-These presets have no page yet. `python claims/all.py ID --data PATH --model PATH` runs one of them on two cores and
-writes its page. `fedspan reproduce ID --scale full --out FOLDER` runs it at the paper's size."""
+These presets have no page yet. `python claims/all.py ID --data PATH --model PATH --image-model PATH` runs one of
+them on two cores and writes its page. `fedspan reproduce ID --scale full --out FOLDER` runs it at the paper's size."""
 
 
 SYSTEMS = {"rolora": "RoLoRA", "fedloru": "FedLoRU", "fedgalore": "FedGaLore", "florg": "FLoRG"}
