@@ -168,14 +168,21 @@ def clip(gradients: dict[str, Tensor], max_norm: float) -> None:
 
 @dataclass(frozen=True)
 class Segment:
-    """A range of columns, from ``start`` to ``stop``, that share optimizer settings (``Group``)."""
+    """A range of columns, from ``start`` to ``stop``, that share optimizer settings.
+
+    Args:
+        start: First column.
+        stop: Column after the last one.
+        lr: Learning rate.
+        weight_decay: Weight decay.
+        group: The turns of the columns' groups, as a group without names or other settings.
+    """
 
     start: int
     stop: int
     lr: float
     weight_decay: float
-    turns: int = 1
-    turn: int = 0
+    group: Group
 
 
 @dataclass(frozen=True)
@@ -208,7 +215,8 @@ class Layout:
         for group in job.trainable:
             size = sum(job.tensors[name].numel() for name in group.names)
             decay = spec.weight_decay if group.weight_decay is None else group.weight_decay
-            segment = Segment(start, start + size, spec.lr * group.lr_scale, decay, group.turns, group.turn)
+            turns = Group((), turns=group.turns, turn=group.turn)
+            segment = Segment(start, start + size, spec.lr * group.lr_scale, decay, turns)
             start += size
             last = segments[-1] if segments else None
             if last is not None and replace(segment, start=last.start) == replace(last, stop=segment.stop):
@@ -222,11 +230,11 @@ class Layout:
     @property
     def turns(self) -> int:
         """Number of steps after which the turns of all groups repeat."""
-        return math.lcm(*(segment.turns for segment in self.segments))
+        return math.lcm(*(group.turns for group in self.groups))
 
     def list_active_segments(self, step: int) -> tuple[Segment, ...]:
         """Return the segments that train in a step, counted from 0."""
-        return tuple(segment for segment in self.segments if step % segment.turns == segment.turn)
+        return tuple(segment for segment in self.segments if segment.group.is_active(step))
 
     def find_active_tensors(self, step: int) -> np.ndarray:
         """Return which tensors train in a step, counted from 0: bool, (N,)."""
