@@ -210,7 +210,7 @@ def test_the_mean_is_that_of_the_survivors_within_the_bound(
     for name in start:
         exact = torch.zeros_like(start[name], dtype=torch.float64)
         for id in vectors:
-            own = clip_change(compute_change(Contribution(sum=values[id]), start), clip)
+            own, _ = clip_change(compute_change(Contribution(sum=values[id]), start), clip)
             exact += own[name] * (weights[id] / total)
         assert float((mean[name] - exact).abs().max()) <= error * (1 + 1e-9)
 

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from pydantic import Field, ValidationError
 
-from fedspan.core.tensors import Tensors, compute_norm
+from fedspan.core.tensors import Tensors
 from fedspan.core.values import Contribution, Message
 from fedspan.crypto.identity import Identity, compute_fingerprint, verify_signature
 from fedspan.crypto.keys import Keys, derive_pair_seed, draw_secret, open_sealed, seal
@@ -283,7 +283,7 @@ class SecureClient:
         assert order.client is not None
         change = self._compute_change(agreement, contribution, started)
         change = {name: value * factor for name, value in change.items()}
-        clipped, norm = clip_change(change, agreement.clip), compute_norm(change)
+        clipped, clip_factor = clip_change(change, agreement.clip)
         total = ring.encode(flatten(clipped) * compute_share(order.client.weight, agreement.top))
         keys, transcript = _derive_keys(session), _get_transcript(session)
         self.sessions.store(self.id, session.model_copy(update={"phase": "masked", "present": masking.peers}))
@@ -292,8 +292,7 @@ class SecureClient:
             if peer != self.id:
                 seed = derive_pair_seed(keys.masking, session.peers[peer].masking, transcript)
                 add_mask(total, seed, 1 if self.id < peer else -1)
-        message = Message({MASKED: torch.from_numpy(_reinterpret_as_signed(total))})
-        return message, agreement.clip / norm if norm > agreement.clip else 1.0
+        return Message({MASKED: torch.from_numpy(_reinterpret_as_signed(total))}), clip_factor
 
     def _compute_change(
         self, agreement: Agreement, contribution: Contribution, started: Tensors

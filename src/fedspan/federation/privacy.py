@@ -215,7 +215,7 @@ def privatize(privacy: Privacy, started: Tensors, client: Client, reply: Message
         raise FedspanError("privacy.mechanism", "local", problem=problem)
     origin = {name: started[name].to("cpu", value.dtype) for name, value in reply.tensors.items()}
     try:
-        change = clip_change(compute_change(Contribution(sum=reply.tensors), origin), privacy.clip)
+        change, _ = clip_change(compute_change(Contribution(sum=reply.tensors), origin), privacy.clip)
     except ValueError as error:
         raise FedspanError("reply", client.id, problem=f"noise cannot protect this reply: {error}") from error
     noisy = _add_noise(change, privacy, compute_client_noise(privacy, 1.0), "local", round, client.id)

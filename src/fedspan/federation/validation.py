@@ -274,7 +274,18 @@ def apply_change(change: Mapping[str, Tensor], origin: Mapping[str, Tensor]) -> 
     return {name: (start.double() + change[name]).to(start.dtype) for name, start in origin.items()}
 
 
-def clip_change(change: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
-    """Scale a change as a whole so that its norm is at most ``limit``."""
-    change_norm = compute_norm(change)
-    return {name: value * (limit / change_norm) if change_norm > limit else value for name, value in change.items()}
+def clip_change(change: Mapping[str, Tensor], limit: float) -> tuple[Mapping[str, Tensor], float]:
+    """Scale a change as a whole so that its norm is at most ``limit``.
+
+    Args:
+        change: The change.
+        limit: The largest norm.
+
+    Returns:
+        The scaled change, and the factor by which it was scaled; 1 if its norm was at most ``limit``.
+    """
+    norm = compute_norm(change)
+    if not norm > limit:
+        return change, 1.0
+    factor = limit / norm
+    return {name: value * factor for name, value in change.items()}, factor

@@ -125,7 +125,8 @@ class PrivateReducer(Reducer):
         self._total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in origin.items()}
 
     def _check(self, contribution: Contribution) -> Contribution:
-        return Contribution(sum=clip_change(compute_change(contribution, self._origin), self._privacy.clip))
+        change, _ = clip_change(compute_change(contribution, self._origin), self._privacy.clip)
+        return Contribution(sum=change)
 
     def _fold(self, client: Client, contribution: Contribution | None) -> None:
         if contribution is not None:

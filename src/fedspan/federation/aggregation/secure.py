@@ -170,8 +170,9 @@ class SecureAggregation:
                 f"round, and an entry of their mean is off by at most {error:.2g}"
             )
             change = unflatten_change(mean, self._origin)
-            if compute_norm(change) > self._clip * (1 + 1e-9) + error * len(mean) ** 0.5:
-                reason = f"the sum has a mean with a norm of {compute_norm(change):.3g}, above federation.secure.clip"
+            norm = compute_norm(change)
+            if norm > self._clip * (1 + 1e-9) + error * len(mean) ** 0.5:
+                reason = f"the sum has a mean with a norm of {norm:.3g}, above federation.secure.clip"
                 for id in sorted(replies):  # one of them caused it, and the server cannot tell which
                     session.fail(id, reason)
                 raise TooFew
