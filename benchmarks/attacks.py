@@ -30,7 +30,8 @@ from typing import Any
 from load import MIB, exchange
 from stage import Deployment, find_child
 
-from fedspan.federation.protocol import Envelope, Orders
+from fedspan.federation.protocol import Envelope
+from fedspan.federation.transport import Orders
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from helpers.hostile_node import HostileNode, connect, id_of, name_of, tree_of

@@ -31,7 +31,8 @@ from typing import Any
 
 from stage import Deployment, find_child, read_processor_seconds
 
-from fedspan.federation.protocol import Envelope, Orders, Transport
+from fedspan.federation.protocol import Envelope
+from fedspan.federation.transport import Orders, Transport
 
 MIB = 2**20
 GROWTH = 0.05

@@ -55,7 +55,8 @@ def measure(folder: Path, size: int, rate: float, cut_after: float | None) -> di
     """
     from stage import build_environment, free_port
 
-    from fedspan.federation.protocol import Envelope, Orders
+    from fedspan.federation.protocol import Envelope
+    from fedspan.federation.transport import Orders
     from fedspan.transports.flower.admissions import admit_node, read_admissions
     from fedspan.transports.flower.grid import attach
     from fedspan.transports.flower.keys import make_node_key

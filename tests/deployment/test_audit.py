@@ -7,7 +7,8 @@ from typing import Any
 
 from fedspan.deployment.audit import AUDIT, AuditedTransport, describe_envelope
 from fedspan.deployment.node import NodeService
-from fedspan.federation.protocol import Envelope, Orders
+from fedspan.federation.protocol import Envelope
+from fedspan.federation.transport import Orders
 from fedspan.logs import AuditLog
 from helpers.node_service import CLIENT, node, served
 

@@ -15,8 +15,8 @@ from fedspan.federation.absences import Absences, Awaited
 from fedspan.federation.conditions import Conditions
 from fedspan.federation.evaluation import RemoteEvaluator
 from fedspan.federation.progress import RoundResult
-from fedspan.federation.protocol import Orders, Transport
 from fedspan.federation.serialization import encode_state
+from fedspan.federation.transport import Orders, Transport
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
 

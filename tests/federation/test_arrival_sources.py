@@ -10,10 +10,10 @@ import pytest
 
 from fedspan.core.values import ServerState
 from fedspan.federation.arrival_sources import NodeArrivals
-from fedspan.federation.asynchronous_transport import AsynchronousTransport
 from fedspan.federation.progress import OpenOrder, OpenOrders
-from fedspan.federation.protocol import Envelope, OnReply, Orders
+from fedspan.federation.protocol import Envelope
 from fedspan.federation.settings import BufferedSettings
+from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders
 
 IDS = ("a", "b", "c", "d", "e", "f")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 
-from fedspan.federation.protocol import Envelope, OnReply, Orders, Transport
+from fedspan.federation.protocol import Envelope
+from fedspan.federation.transport import OnReply, Orders, Transport
 
 Replies = Iterator[tuple[str, Envelope | str]]
 

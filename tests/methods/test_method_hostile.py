@@ -16,8 +16,9 @@ from fedspan.core.tensors import Tensors
 from fedspan.core.values import Message
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress
-from fedspan.federation.protocol import Envelope, Order, Orders, decode_order
+from fedspan.federation.protocol import Envelope, Order, decode_order
 from fedspan.federation.serialization import encode
+from fedspan.federation.transport import Orders
 from fedspan.federation.validation import ReplyRules, build_untrained_reply
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare

@@ -15,8 +15,9 @@ from fedspan.clients.store import DiskClientStore
 from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import RemoteEvaluator
 from fedspan.federation.federation import Federation
-from fedspan.federation.protocol import Envelope, Orders, decode_order
+from fedspan.federation.protocol import Envelope, decode_order
 from fedspan.federation.serialization import encode_state
+from fedspan.federation.transport import Orders
 from fedspan.federation.validation import ReplyRules
 from fedspan.runs.setup import Prepared
 from fedspan.training.loop import LoopEngine

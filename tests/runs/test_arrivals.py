@@ -11,8 +11,8 @@ import pytest
 
 from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
-from fedspan.federation.asynchronous_transport import AsynchronousTransport
-from fedspan.federation.protocol import Envelope, OnReply, Orders
+from fedspan.federation.protocol import Envelope
+from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders
 from fedspan.logs import read_lines
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener

@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping
 
 from fedspan.core.method import Memory
 from fedspan.core.values import OptimizerState
-from fedspan.federation.asynchronous_transport import AsynchronousTransport
 from fedspan.federation.progress import Progress
-from fedspan.federation.protocol import Envelope, OnReply, OnTrained, Orders
+from fedspan.federation.protocol import Envelope
+from fedspan.federation.transport import AsynchronousTransport, OnReply, OnTrained, Orders
 from fedspan.logs import AuditLog
 
 __all__ = ["AUDIT", "AuditedTransport", "describe_envelope"]

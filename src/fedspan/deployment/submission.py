@@ -14,9 +14,9 @@ from fedspan.deployment.handshake import Introduction, Invitation, compute_base_
 from fedspan.deployment.participants import NodeCallbacks, Participant, Participants, Record, load_record
 from fedspan.deployment.status import read_status, store_named_run
 from fedspan.errors import FedspanError
-from fedspan.federation.asynchronous_transport import AsynchronousTransport
 from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Envelope, read_header
+from fedspan.federation.transport import AsynchronousTransport
 from fedspan.files import convert_disk_errors
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.folder import RunFolder

@@ -17,10 +17,10 @@ from fedspan.core.tensors import create_generator
 from fedspan.core.values import ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.aggregation.aggregation import RoundContext
-from fedspan.federation.asynchronous_transport import AsynchronousTransport
 from fedspan.federation.progress import OpenOrder, OpenOrders
-from fedspan.federation.protocol import Envelope, Orders, TimedTransport
+from fedspan.federation.protocol import Envelope
 from fedspan.federation.settings import BufferedSettings
+from fedspan.federation.transport import AsynchronousTransport, Orders, TimedTransport
 
 __all__ = ["Arrival", "ArrivalSource", "NodeArrivals", "RecordedArrivals", "SimulatedArrivals"]
 

@@ -29,18 +29,11 @@ from fedspan.federation.arrival_sources import (
     RecordedArrivals,
     SimulatedArrivals,
 )
-from fedspan.federation.asynchronous_transport import AsynchronousTransport
 from fedspan.federation.plausibility import drop_impossible_losses
 from fedspan.federation.progress import Failure, OpenOrder, OpenOrders, Progress, RoundResult
-from fedspan.federation.protocol import (
-    ClientLostState,
-    Envelope,
-    OrderEncoder,
-    Orders,
-    TimedTransport,
-    open_reply,
-)
+from fedspan.federation.protocol import ClientLostState, Envelope, OrderEncoder, open_reply
 from fedspan.federation.round import OnClient, build_too_few_error, compute_mean_loss, create_order_transfer
+from fedspan.federation.transport import AsynchronousTransport, Orders, TimedTransport
 
 __all__ = ["BufferedRound"]
 

@@ -21,7 +21,8 @@ from fedspan.federation.absences import Awaited, EvaluationAbsences
 from fedspan.federation.federation import Federation
 from fedspan.federation.plausibility import drop_impossible_metrics
 from fedspan.federation.progress import ClientData, Failure, Progress, Transfer
-from fedspan.federation.protocol import Envelope, OrderEncoder, Orders, ScoredPart, Scores, open_reply
+from fedspan.federation.protocol import Envelope, OrderEncoder, ScoredPart, Scores, open_reply
+from fedspan.federation.transport import Orders
 from fedspan.federation.weights import compute_weight_limit
 from fedspan.tasks.metrics import METRICS, compute_score
 from fedspan.tasks.task import Examples
@@ -281,11 +282,11 @@ class ReportedEvaluator(Evaluator):
             return encoded.to_envelope()
 
         stages, measured = federation.engine.stages, set[str]()
-        training = federation.list_training()
+        training = federation.transport.list_training()
         ids = tuple(id for id in self.get_ids(progress) if id not in training)
         absent = federation.find_absent(progress, ids)
         if federation.settings.buffered is not None:
-            absent = self._absences.find(ids, federation.list_stalled(), federation.rules.max_missed_rounds)
+            absent = self._absences.find(ids, federation.transport.list_stalled(), federation.rules.max_missed_rounds)
         awaited = Awaited(ids, absent)
 
         def replied(id: str, reply: Envelope | str) -> bool:
@@ -305,7 +306,6 @@ class ReportedEvaluator(Evaluator):
             for part, scores in (decoded.scores or {}).items():
                 reported[part][id] = scores
 
-        assert federation.transport is not None, "clients in this process are evaluated here"
         with stages.stage("evaluation", len(ids), "clients"):
             federation.transport.begin(progress)
             orders = Orders("evaluate", ids, order, lambda _: 0)

@@ -13,29 +13,21 @@ from fedspan.core.tensors import create_generator
 from fedspan.core.values import Client
 from fedspan.federation.absences import Absences
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext
-from fedspan.federation.asynchronous_transport import AsynchronousTransport
 from fedspan.federation.buffered import BufferedRound
 from fedspan.federation.presence import Presence
 from fedspan.federation.privacy import compute_round_charges, draw_poisson_cohort
 from fedspan.federation.progress import (
     ClientData,
     Failure,
-    OpenOrders,
     OutOfRoundEvents,
     Progress,
     RoundResult,
     Transfer,
 )
-from fedspan.federation.protocol import (
-    Envelope,
-    OnTrained,
-    OrderEncoder,
-    Orders,
-    Transport,
-    open_reply,
-)
+from fedspan.federation.protocol import Envelope, OrderEncoder, open_reply
 from fedspan.federation.round import OnCharge, OnClient, OnFailure, Round, compute_client_charges, create_order_transfer
 from fedspan.federation.settings import RoundSettings
+from fedspan.federation.transport import OnTrained, Orders, Transport
 from fedspan.federation.validation import ReplyRules
 from fedspan.tasks.task import Examples
 from fedspan.training.accounting import Charge
@@ -308,23 +300,6 @@ class Federation:
         orders = Orders("export", self.list_last_present(progress), order, lambda _: 0)
         self.transport.exchange(orders, replied, self.rules.deadline)
         return tuple(failures)
-
-    def close_orders(self) -> None:
-        """Close the orders that asynchronous rounds have open: the run has ended, and no reply counts any more."""
-        if isinstance(self.transport, AsynchronousTransport):
-            self.transport.retain_orders(())
-
-    def list_training(self) -> frozenset[str]:
-        """Return the clients that train between two rounds, which only asynchronous rounds leave training."""
-        return self.transport.list_training() if isinstance(self.transport, AsynchronousTransport) else frozenset()
-
-    def list_stalled(self) -> frozenset[str]:
-        """Return the clients from which no reply is to be expected soon, as far as asynchronous rounds left any."""
-        return self.transport.list_stalled() if isinstance(self.transport, AsynchronousTransport) else frozenset()
-
-    def select_resumable(self, open: OpenOrders) -> OpenOrders:
-        """Return what a resumed run needs of open orders: their states only if this process trains the clients."""
-        return replace(open, states={}) if isinstance(self.transport, AsynchronousTransport) else open
 
     def record(self, event: Transfer | Failure) -> None:
         """Record an event outside the rounds."""

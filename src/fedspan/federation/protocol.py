@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from fedspan.core.method import Memory
-from fedspan.core.values import Client, Message, OptimizerState, Trained
+from fedspan.core.values import Client, Message
 from fedspan.errors import escape_controls, require_printable
 from fedspan.federation import serialization
-from fedspan.federation.progress import Progress
 from fedspan.files import from_json
-from fedspan.training.jobs import Assignment
 
 __all__ = [
     "FORMAT",
@@ -27,19 +22,14 @@ __all__ = [
     "HeaderPart",
     "Masking",
     "Name",
-    "OnReply",
-    "OnTrained",
     "Order",
     "OrderEncoder",
-    "Orders",
     "Part",
     "PrintableName",
     "Reason",
     "Reply",
     "ScoredPart",
     "Scores",
-    "TimedTransport",
-    "Transport",
     "decode_order",
     "decode_reply",
     "open_reply",
@@ -294,127 +284,6 @@ def read_header(kind: type[H], envelope: Envelope) -> H:
         # it quotes names of the header, which are its sender's
         reason = escape_controls("; ".join(line.strip()[:_LONGEST_LINE] for line in lines[1:3]))
         raise ValueError(f"not a fedspan header: {reason or lines}") from error
-
-
-OnReply = Callable[[str, Envelope | str], bool]
-"""Takes a client's id and its reply or the reason for its absence; returns whether enough replies have arrived."""
-
-OnTrained = Callable[[Assignment, Trained], None]
-"""Takes every job that a client in this process trained."""
-
-
-class Orders(Mapping[str, Envelope]):
-    """The orders of one exchange by client id, each created on access: they are never all in memory at once.
-
-    Args:
-        task: The kind of exchange: ``train``, ``evaluate``, ``export`` or a phase of secure aggregation.
-        ids: Ids of the clients.
-        make: Creates the order of a client.
-        reply_bytes: Computes the maximum size of the body of a client's reply, in bytes; None: unknown.
-    """
-
-    def __init__(
-        self,
-        task: str,
-        ids: Iterable[str],
-        make: Callable[[str], Envelope],
-        reply_bytes: Callable[[str], int] | None = None,
-    ) -> None:
-        self.task, self._make, self._reply_bytes = task, make, reply_bytes
-        self._ids = dict.fromkeys(ids)
-
-    def replace_make(self, make: Callable[[str], Envelope]) -> Orders:
-        """Return the exchange with orders that another function creates."""
-        return Orders(self.task, self._ids, make, self._reply_bytes)
-
-    def compute_reply_bytes(self, id: str) -> int | None:
-        """Return the maximum size of the body of a client's reply, in bytes; None: unknown."""
-        return None if self._reply_bytes is None else self._reply_bytes(id)
-
-    def __getitem__(self, id: str) -> Envelope:
-        if id not in self._ids:
-            raise KeyError(id)
-        return self._make(id)
-
-    def __contains__(self, id: object) -> bool:
-        return id in self._ids
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._ids)
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-
-class Transport(ABC):
-    """Delivers orders to hosts and returns their replies."""
-
-    def begin(self, progress: Progress, on_trained: OnTrained | None = None) -> None:
-        """Begin a round.
-
-        Args:
-            progress: The progress before the round.
-            on_trained: Called with every trained job, if the clients are in this process.
-
-        Raises:
-            ValueError: If jobs cannot be observed because the clients are in other processes.
-        """
-        if on_trained is not None:
-            raise ValueError("clients in other processes cannot be watched")
-
-    def accept_replies(
-        self, accepted: Collection[str]
-    ) -> tuple[Mapping[str, Memory], Mapping[str, tuple[OptimizerState, int]]]:
-        """Return the clients' memories and moments after the round, where they are in this process.
-
-        Args:
-            accepted: Ids of the clients whose replies were accepted; the state of others is dropped.
-        """
-        return {}, {}
-
-    def get_simulated_seconds(self) -> float | None:
-        """Return the time that the round took on a simulated clock, in seconds; None: there is no such clock."""
-        return None
-
-    @abstractmethod
-    def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
-        """Send every client its order and pass on the replies, in any order, until all have arrived or time is up.
-
-        Args:
-            orders: The orders.
-            on_reply: Called with each reply on arrival; after it returns True, later replies are discarded.
-            seconds: Time limit for the clients, in seconds.
-            wait_for_offline: Whether to wait for unreachable clients instead of giving them up at once.
-        """
-
-
-class TimedTransport(Transport):
-    """A transport whose clients train when the server says so, and reply by a simulated clock."""
-
-    @abstractmethod
-    def carry_out(self, orders: Orders, ids: Sequence[str], on_reply: Callable[[str, Envelope | str], object]) -> None:
-        """Carry out orders to train, to compute statistics, or to evaluate.
-
-        Args:
-            orders: Orders of the exchange.
-            ids: Ids of the clients that carry them out.
-            on_reply: Called with each client's reply, in any order.
-        """
-
-    @abstractmethod
-    def time_reply(self, id: str, round: int, attempt: int, seconds: float) -> tuple[float, str | None]:
-        """Return when a client would reply to an order to train.
-
-        Args:
-            id: Id of the client.
-            round: Number of the round, from 0.
-            attempt: Attempt of the round, from 0.
-            seconds: Time limit, in simulated seconds.
-
-        Returns:
-            The simulated time from the order to the reply or to the end of the wait for it, in seconds, and the reason
-            if there is no reply; else None.
-        """
 
 
 def serial() -> int:

@@ -28,11 +28,11 @@ from fedspan.federation.protocol import (
     Envelope,
     Masking,
     OrderEncoder,
-    Orders,
     Reply,
     open_reply,
 )
 from fedspan.federation.second_exchange import build_second_context
+from fedspan.federation.transport import Orders
 from fedspan.training.accounting import Charge
 
 __all__ = [

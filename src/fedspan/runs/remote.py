@@ -22,8 +22,9 @@ from fedspan.federation.evaluation import Evaluator, RemoteEvaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData
-from fedspan.federation.protocol import Envelope, Transport
+from fedspan.federation.protocol import Envelope
 from fedspan.federation.secagg.messages import decode_request
+from fedspan.federation.transport import Transport
 from fedspan.federation.validation import ReplyRules
 from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scaling
 from fedspan.runs.engine_setup import make_engine

@@ -387,7 +387,7 @@ class _Session:
                     "privacy": self.budget.dump(),
                 },
                 last_replies=progress.last_replies,
-                open=self.prepared.federation.select_resumable(progress.open),
+                open=self.prepared.federation.transport.select_resumable(progress.open),
             ),
         )
         checkpoints.prune(self.run_folder)
@@ -403,7 +403,7 @@ class _Session:
     def finish(self, progress: Progress) -> RunReport:
         """Evaluate the best round, export its adapters, train the baselines, write the report."""
         prepared, run_folder = self.prepared, self.run_folder
-        prepared.federation.close_orders()
+        prepared.federation.transport.retain_orders(())  # no reply counts any more
         best_round = last_round = progress.state.round
         stopped = self._explain_stop(progress) if last_round < prepared.federation.settings.rounds else None
         if stopped is not None:

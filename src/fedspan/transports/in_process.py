@@ -16,10 +16,11 @@ from fedspan.federation.conditions import PHASES, Conditions, corrupt_reply
 from fedspan.federation.federation import Federation, sort_clients
 from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData, Progress
-from fedspan.federation.protocol import Envelope, OnReply, OnTrained, Order, Orders, Reply, TimedTransport, decode_order
+from fedspan.federation.protocol import Envelope, Order, Reply, decode_order
 from fedspan.federation.secagg.messages import decode_phase
 from fedspan.federation.second_exchange import SecondExchange
 from fedspan.federation.settings import RoundSettings
+from fedspan.federation.transport import OnReply, OnTrained, Orders, TimedTransport
 from fedspan.federation.validation import ReplyRules, build_untrained_jobs, build_untrained_reply
 from fedspan.tasks.task import Examples
 from fedspan.training.engine import Engine

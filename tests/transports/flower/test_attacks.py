@@ -211,7 +211,7 @@ def test_a_withheld_object_delays_nobody_else(scene: Scene) -> None:
         back[id], arrived[id] = envelope, time.monotonic() - began
         return False
 
-    from fedspan.federation.protocol import Orders
+    from fedspan.federation.transport import Orders
 
     envelopes = {id: Envelope("{}", id.encode()) for id in ("hostile", "honest")}
     scene.transport.exchange(Orders("train", envelopes, envelopes.__getitem__), received, 15.0)

@@ -21,17 +21,9 @@ from fedspan import __version__
 from fedspan.crypto.identity import compute_fingerprint
 from fedspan.deployment.handshake import Introduction, Invitation, build_server_config
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import (
-    Envelope,
-    OnReply,
-    Order,
-    Orders,
-    Transport,
-    decode_reply,
-    read_header,
-    serial,
-)
+from fedspan.federation.protocol import Envelope, Order, decode_reply, read_header, serial
 from fedspan.federation.secagg.messages import UnmaskReply, decode_request
+from fedspan.federation.transport import OnReply, Orders, Transport
 from fedspan.runs.remote import build_server_clients, connect, prepare_server
 from helpers.reply_transport import exchanged
 from helpers.sites import SITES, run_values, site_files

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from fedspan.federation.protocol import Envelope, Orders
+from fedspan.federation.protocol import Envelope
+from fedspan.federation.transport import Orders
 from helpers.reply_transport import exchanged
 
 transport = pytest.importorskip(

@@ -18,7 +18,7 @@ import torch
 import fedspan
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import Orders
+from fedspan.federation.transport import Orders
 from fedspan.runs import checkpoint
 from fedspan.runs.cluster import WorkerKit
 from fedspan.runs.folder import RunFolder

@@ -17,8 +17,9 @@ from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
 from fedspan.federation.changes import ChangeSize, compute_norm_limits, measure_change, rebase_change, shrink_reply
 from fedspan.federation.progress import ClientData, Failure, Purpose, TooFew, Transfer
-from fedspan.federation.protocol import Masking, Reply, Transport
+from fedspan.federation.protocol import Masking, Reply
 from fedspan.federation.settings import RoundSettings
+from fedspan.federation.transport import Transport
 from fedspan.federation.validation import (
     ReplyRules,
     build_untrained_reply,

@@ -12,7 +12,7 @@ from fedspan.crypto.masks import Integers, add_mask
 from fedspan.crypto.shares import combine
 from fedspan.federation.absences import Awaited
 from fedspan.federation.progress import Failure, TooFew, Transfer
-from fedspan.federation.protocol import Envelope, Orders, Transport, read_header, serial
+from fedspan.federation.protocol import Envelope, read_header, serial
 from fedspan.federation.secagg.messages import (
     Agreement,
     KeysOrder,
@@ -28,6 +28,7 @@ from fedspan.federation.secagg.messages import (
     count_envelope_bytes,
 )
 from fedspan.federation.settings import SecureSettings
+from fedspan.federation.transport import Orders, Transport
 
 __all__ = ["Masked", "SecureSession", "unmask"]
 

@@ -11,7 +11,8 @@ import httpx
 from flwr.app import Message
 
 from fedspan.errors import escape_controls
-from fedspan.federation.protocol import Envelope, Orders
+from fedspan.federation.protocol import Envelope
+from fedspan.federation.transport import Orders
 from fedspan.transports.flower.adapter import ObjectPushError
 from fedspan.transports.flower.grid import Grid
 from fedspan.transports.flower.messages import draw_salt, from_records, to_records

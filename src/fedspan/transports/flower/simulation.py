@@ -12,7 +12,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
-from fedspan.federation.protocol import Envelope, Transport
+from fedspan.federation.protocol import Envelope
+from fedspan.federation.transport import Transport
 from fedspan.transports.flower.messages import draw_salt, from_records, to_records
 from fedspan.transports.flower.signing import UnsignedSigner
 from fedspan.transports.flower.transport import GridTransport, roll_call

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedspan.errors import FedspanError
-from fedspan.federation.asynchronous_transport import AsynchronousTransport
-from fedspan.federation.protocol import Envelope, OnReply, Orders
+from fedspan.federation.protocol import Envelope
+from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders
 from fedspan.transports.flower.adapter import ObjectPushError
 from fedspan.transports.flower.deliveries import BATCH, Delivery, Sent, read_reply, send_envelopes
 from fedspan.transports.flower.grid import Grid

@@ -13,7 +13,8 @@ from fedspan.clients.store import STATE, TRAINED, ClientState
 from fedspan.errors import FedspanError
 from fedspan.federation.conditions import Conditions
 from fedspan.federation.progress import Progress
-from fedspan.federation.protocol import Envelope, OnTrained, Orders, decode_order
+from fedspan.federation.protocol import Envelope, decode_order
+from fedspan.federation.transport import OnTrained, Orders
 from fedspan.training.batched import BatchedEngine, balance
 from fedspan.training.stacking import PROBE_CLIENTS, StackingPlan
 from fedspan.transports.in_process import InProcess
