@@ -30,7 +30,7 @@ def main() -> None:
 
     import torch
 
-    from fedspan.clients.host import refuse
+    from fedspan.clients.refusals import refuse
     from fedspan.core.values import Message
     from fedspan.deployment.deploy import join
     from fedspan.deployment.supervisor import Supervisor

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedspan.clients.host import Host, describe_error, refuse
+from fedspan.clients.host import Host
+from fedspan.clients.refusals import describe_error, refuse
 from fedspan.clients.store import DiskClientStore
 from fedspan.core.values import Message
 from fedspan.errors import FedspanError

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedspan.clients.host import Host, refuse
+from fedspan.clients.host import Host
+from fedspan.clients.refusals import refuse
 from fedspan.clients.store import DiskClientStore, LostStateError
 from fedspan.config import parse_config
 from fedspan.core.method import Claims

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from fedspan.clients.store import copy_on_write, store
+from fedspan.clients.mappings import copy_on_write
+from fedspan.clients.stored_values import store
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.federation.progress import Progress
 from fedspan.logs import JsonLines

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedspan.clients.host import Host, refuse_any
+from fedspan.clients.host import Host
+from fedspan.clients.refusals import refuse_any
 from fedspan.clients.secagg import DiskSessionStore, SecureClient
 from fedspan.clients.store import DiskClientStore
 from fedspan.core.values import Reduced, ServerState

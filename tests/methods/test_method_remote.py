@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedspan.clients.host import Host, refuse
+from fedspan.clients.host import Host
+from fedspan.clients.refusals import refuse
 from fedspan.clients.store import DiskClientStore
 from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import RemoteEvaluator

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import fedspan
-from fedspan.clients.store import LazyMapping, store
+from fedspan.clients.mappings import LazyMapping
+from fedspan.clients.stored_values import store
 from fedspan.core.values import Client
 from fedspan.data import PartitionConfig
 from fedspan.data.partition import Partition, partition

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fedspan.clients.store import ClientState, FirstExchange, LostStateError, OverlayMapping
+from fedspan.clients.mappings import OverlayMapping
+from fedspan.clients.second_exchange import FirstExchange
+from fedspan.clients.store import ClientState, LostStateError
 from fedspan.core.values import Message, OptimizerState, ServerState
 from fedspan.federation.progress import Progress
 from fedspan.federation.protocol import Order

@@ -7,13 +7,7 @@ a lost reply never advances the state twice.
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import math
-import os
-import re
-import socket
-import ssl
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -22,18 +16,13 @@ import numpy as np
 import torch
 
 from fedspan.clients.job_checkpoints import JobCheckpoints
+from fedspan.clients.mappings import OverlayMapping, copy_on_write
+from fedspan.clients.refusals import refuse
+from fedspan.clients.second_exchange import build_second_reply, delete_first, store_first
 from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics, parse_statistics_order
-from fedspan.clients.store import (
-    ClientState,
-    ClientStore,
-    FirstExchange,
-    LostStateError,
-    OverlayMapping,
-    copy_on_write,
-)
+from fedspan.clients.store import ClientState, ClientStore
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Memory, Method
-from fedspan.core.tensors import split_extras
 from fedspan.core.values import Client, Contribution, Job, Message, OptimizerState, ServerState, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
@@ -45,7 +34,7 @@ from fedspan.federation.privacy import (
 )
 from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Envelope, Order, Part, Reply, ScoredPart, Scores
-from fedspan.federation.secagg.messages import Phase, refuse_phase
+from fedspan.federation.secagg.messages import Phase
 from fedspan.tasks.task import Examples
 from fedspan.training.accounting import Charge
 from fedspan.training.engine import Engine
@@ -54,15 +43,7 @@ from fedspan.training.jobs import Assignment
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
 
-__all__ = ["Host", "describe_error", "refuse", "refuse_any"]
-
-
-_SERVER_FIELDS = frozenset(
-    {"client memory", "export", "federation", "limits", "message", "method", "node", "reply", "run", "serial"}
-    | {"task", "task_options", "training", "version"}
-)
-"""Sections of error fields whose values the server already knows."""
-_FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)*")
+__all__ = ["Host"]
 
 
 @dataclass
@@ -196,7 +177,7 @@ class Host:
         if order.task != "train" and self.checkpoints is not None:
             self.checkpoints.clear()  # the round is over
         if order.task not in ("train", "second"):
-            self._delete_trained(order)
+            delete_first(self.store, self.method, order)
         if order.task == "evaluate":
             return self._evaluate(order)
         if order.task == "statistics":
@@ -230,7 +211,7 @@ class Host:
 
         def open_job(id: str) -> Assignment:
             order = orders[id]
-            self._delete_trained(order)
+            delete_first(self.store, self.method, order)
             training = running[id] = self._open_training(order)
             return make_assignment(training, training.job)
 
@@ -348,14 +329,8 @@ class Host:
             contribution = self.method.contribute(serialization.decode(encoded), order.client)
             secure = self._get_secure_client(order.to, order.secure.session)
             masked, factor = secure.mask(order, order.secure, contribution, job.tensors)
-        if self.method.declare_claims().second_exchange:
-            self.store.store_trained(order.to, order.round, FirstExchange(split_extras(trained.tensors)[0], factor))
+        store_first(self.store, self.method, order, trained.tensors, factor)
         return encoded if order.secure is None else serialization.encode(masked)
-
-    def _delete_trained(self, order: Order) -> None:
-        """Delete what a client trained for a second exchange that an order to do anything else ends."""
-        if self.method.declare_claims().second_exchange:
-            self.store.store_trained(order.to, order.round, None)
 
     def compute_charges(self, order: Order | Phase) -> tuple[Charge, ...]:
         """Compute the privacy cost of an order for its client."""
@@ -392,17 +367,9 @@ class Host:
         client = order.client
         if client is None or client.id != order.to:
             raise ValueError("an order of a second exchange names another client, or none")
-        if not self.method.declare_claims().second_exchange:
-            raise FedspanError("message.task", order.task, problem="a round of this method has one exchange")
         self._require_secure(order)
-        first, digest = self.store.load_trained(order.to, order.round), hashlib.sha256(order.body).hexdigest()
-        if first.order not in ("", digest):
-            problem = "this round's second exchange was answered for another message"
-            raise FedspanError("message.tensors", order.task, problem=problem)
         message = self._decode_message(order)
-        reply = self.method.build_second_reply(message, first.tensors, client, order.round)
-        if not first.order:
-            self.store.store_trained(order.to, order.round, replace(first, order=digest))
+        reply, factor = build_second_reply(self.store, self.method, order, client, message)
         if self.tamper is not None:
             reply = self.tamper(order, message, reply)
         body = serialization.encode(reply)
@@ -410,7 +377,7 @@ class Host:
             secure = self._get_secure_client(order.to, order.secure.session)
             summed = Contribution(sum=serialization.decode(body).tensors)
             try:
-                body = serialization.encode(secure.mask(order, order.secure, summed, {}, first.factor)[0])
+                body = serialization.encode(secure.mask(order, order.secure, summed, {}, factor)[0])
             except FedspanError as error:
                 if self.tamper is None:
                     raise
@@ -470,49 +437,3 @@ class Host:
 def _set_true_examples(client: Client, data: ClientData) -> Client:
     """Set a client's true number of examples; a wrong number from a server could lead to less noise."""
     return replace(client, examples=len(data.train))
-
-
-def refuse(order: Order, error: Exception) -> Reply:
-    """Build the reply of a client that failed to carry out an order."""
-    return Reply(
-        order.task,
-        order.round,
-        order.attempt,
-        order.to,
-        failed=describe_error(error),
-        lost=isinstance(error, LostStateError),
-    )
-
-
-def refuse_any(order: Order | Phase, error: Exception) -> Envelope:
-    """Refuse an order of any kind (``refuse``)."""
-    if isinstance(order, Order):
-        return refuse(order, error).to_envelope()
-    return refuse_phase(order, describe_error(error)).to_envelope()
-
-
-def describe_error(error: Exception) -> str:
-    """Describe an error on a client for the server.
-
-    Errors may quote data and paths. Errors about values that the server sent are transmitted in full; of all
-    other errors, only the field, the class, or the system's message (no space left on device).
-    """
-    is_own = isinstance(error, FedspanError)
-    if is_own and error.field.partition(".")[0] in _SERVER_FIELDS:
-        return str(error)
-    system_error = _get_system_error(error.__cause__ if is_own else error)
-    if is_own and _FIELD.fullmatch(error.field):
-        description = error.field
-    elif system_error is not None:
-        description = system_error
-    else:
-        description = "an error" if is_own else type(error).__name__
-    return f"{description}; see the client's own log"
-
-
-def _get_system_error(error: BaseException | None) -> str | None:
-    """Return the operating system's name of an error; None for others, such as errors of TLS and of name lookup."""
-    if not isinstance(error, OSError) or isinstance(error, socket.gaierror | socket.herror | ssl.SSLError):
-        return None
-    number = error.errno
-    return os.strerror(number).lower() if number is not None and number in errno.errorcode else None

@@ -1,160 +1,23 @@
-"""The stored values of clients, by id: memories, moments and personal adapters, in memory or on disk."""
+"""The store of a client's state between rounds, on the data owner's side: its versions, by round."""
 
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Protocol
 
-import numpy as np
-
+from fedspan.clients.second_exchange import TRAINED, FirstExchange, FirstExchangeStore
+from fedspan.clients.stored_values import Kind, read_moments, write_moments
 from fedspan.core.base import BaseUpdate
 from fedspan.core.method import Memory
-from fedspan.core.tensors import Tensors
 from fedspan.core.values import OptimizerState
 from fedspan.errors import FedspanError
-from fedspan.federation.progress import Progress
 from fedspan.federation.serialization import Reader, Writer, expect
-from fedspan.files import (
-    DamagedFileError,
-    build_temporary_path,
-    convert_disk_errors,
-    delete_temporary_files,
-    fsync_folder,
-    read_checkpoint_file,
-    remove,
-    write_atomic,
-    write_file,
-)
+from fedspan.files import DamagedFileError, convert_disk_errors, fsync_folder, read_checkpoint_file, write_atomic
 
-__all__ = [
-    "MEMORY",
-    "MOMENTS",
-    "STATE",
-    "TRAINED",
-    "ClientState",
-    "ClientStore",
-    "DiskClientStore",
-    "FirstExchange",
-    "Kind",
-    "LazyMapping",
-    "LostStateError",
-    "OverlayMapping",
-    "StoredMapping",
-    "Version",
-    "copy_on_write",
-    "discard",
-    "store",
-]
-
-V = TypeVar("V")
-
-
-class LazyMapping(Mapping[str, V], Generic[V]):
-    """Values by id, in the order of the ids, created on access and not stored.
-
-    Args:
-        ids: Ids of the values; any order, all different.
-        make: Returns the value of the id at a position of ``ids``, the same every time.
-    """
-
-    def __init__(self, ids: Iterable[str], make: Callable[[int], V]) -> None:
-        given_ids = tuple(ids)
-        self._order = np.array(sorted(range(len(given_ids)), key=given_ids.__getitem__), np.int64)
-        self._ids = tuple(given_ids[index] for index in self._order.tolist())
-        self._make = make
-
-    def __getitem__(self, id: str) -> V:
-        index = bisect_left(self._ids, id)
-        if index == len(self._ids) or self._ids[index] != id:
-            raise KeyError(id)
-        return self._make(int(self._order[index]))
-
-    def __contains__(self, id: object) -> bool:
-        if not isinstance(id, str):
-            return False
-        index = bisect_left(self._ids, id)
-        return index < len(self._ids) and self._ids[index] == id
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._ids)
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-
-class OverlayMapping(Mapping[str, V], Generic[V]):
-    """A mapping with changes on top of another one, which is not changed.
-
-    Args:
-        base: The unchanged mapping.
-        changes: Values that replace those of `base`; this dict is modified.
-    """
-
-    def __init__(self, base: Mapping[str, V], changes: dict[str, V]) -> None:
-        self.base = base
-        self.changes = changes
-
-    def __getitem__(self, key: str) -> V:
-        return self.changes[key] if key in self.changes else self.base[key]
-
-    def __setitem__(self, key: str, value: V) -> None:
-        self.changes[key] = value
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.changes or key in self.base
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self.base
-        yield from (key for key in self.changes if key not in self.base)
-
-    def __len__(self) -> int:
-        return len(self.base) + sum(key not in self.base for key in self.changes)
-
-
-def copy_on_write(values: Mapping[str, V]) -> dict[str, V] | OverlayMapping[V]:
-    """Return a mutable copy that leaves the given values unchanged; nothing is read from disk."""
-    if isinstance(values, OverlayMapping):
-        return OverlayMapping(values.base, dict(values.changes))
-    return dict(values) if isinstance(values, dict) else OverlayMapping(values, {})
-
-
-Version = tuple[str, str, int]
-"""A stored version: the name of its kind, the client, and the round that wrote it."""
-
-NOTHING = -1
-"""The value in place of a round if there is no file."""
-
-_BLANK = b"0" * 64
-"""The placeholder of the digest in a file's text."""
-
-
-def write_moments(writer: Writer, moments_with_generation: tuple[OptimizerState, int]) -> dict[str, object]:
-    """Encode an optimizer state and its generation; a writer takes its tensors."""
-    state, generation = moments_with_generation
-    return {
-        "generation": generation,
-        "steps": dict(state.steps),
-        "moments": {kind: writer.add_tensors(moments) for kind, moments in state.moments.items()},
-    }
-
-
-def read_moments(reader: Reader, structure: object) -> tuple[OptimizerState, int]:
-    """Decode the result of ``write_moments``.
-
-    Raises:
-        ValueError: If the structure is malformed.
-    """
-    moments, steps = expect(structure, "moments", dict), expect(structure, "steps", dict)
-    state = OptimizerState(
-        {kind: reader.read_tensors(expect(moments, kind, dict)) for kind in moments},
-        {name: expect(steps, name, int) for name in steps},
-    )
-    return state, expect(structure, "generation", int)
+__all__ = ["STATE", "ClientState", "ClientStore", "DiskClientStore", "LostStateError"]
 
 
 @dataclass(frozen=True)
@@ -172,21 +35,6 @@ class ClientState:
     base: BaseUpdate = BaseUpdate()
 
 
-@dataclass(frozen=True)
-class FirstExchange:
-    """What a client holds of a round's first exchange, for the second one alone.
-
-    Args:
-        tensors: The target layers' tensors, as trained.
-        factor: Factor by which the client scaled its change down for a secure sum.
-        order: Digest of the second exchange's message that was answered; no other one is. Empty: none was yet.
-    """
-
-    tensors: Tensors
-    factor: float = 1.0
-    order: str = ""
-
-
 class LostStateError(FedspanError):
     """A client's stored state is missing or damaged."""
 
@@ -195,8 +43,8 @@ class LostStateError(FedspanError):
         super().__init__("client memory", client, problem=problem)
 
 
-class ClientStore(Protocol):
-    """The versions of clients' state."""
+class ClientStore(FirstExchangeStore, Protocol):
+    """The versions of clients' state, and what they trained for a second exchange."""
 
     def load(self, client: str, round: int) -> ClientState:
         """Load a client's state after its training in a round.
@@ -213,208 +61,6 @@ class ClientStore(Protocol):
             FedspanError: If the disk is full or refuses to write.
         """
         ...
-
-    def load_trained(self, client: str, round: int) -> FirstExchange:
-        """Load what a client trained in a round.
-
-        Raises:
-            LostStateError: If it is missing, damaged or of another round.
-        """
-        ...
-
-    def store_trained(self, client: str, round: int, first: FirstExchange | None) -> None:
-        """Replace what the client trained in any round; None: delete it.
-
-        Raises:
-            FedspanError: If the disk is full or refuses to write.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Kind(Generic[V]):
-    """A kind of value that clients store.
-
-    Args:
-        name: Prefix of its file names.
-        write: Function that encodes a value as a JSON structure; a writer takes its tensors.
-        read: Function that decodes a value from its structure.
-    """
-
-    name: str
-    write: Callable[[Writer, V], Mapping[str, object]]
-    read: Callable[[Reader, object], V]
-
-    def get_path(self, clients: Path, key: str, round: int) -> Path:
-        """Return the file of a value; it is named by a digest, since ids may be any text."""
-        digest = hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
-        return clients / f"round-{round:05d}" / f"{self.name}-{digest[:32]}.safetensors"
-
-    def encode(self, key: str, round: int, value: V) -> bytes:
-        """Encode the file's content.
-
-        Raises:
-            ValueError: If a tensor cannot be stored (``serialization.Writer``).
-        """
-        writer = Writer(canonical=False)
-        # The digest comes first: no other 64 zeros precede it.
-        structure = {"sha256": _BLANK.decode(), "of": key, "round": round, "value": self.write(writer, value)}
-        data = writer.build_payload(self.name, structure)
-        return data.replace(_BLANK, hashlib.sha256(data).hexdigest().encode(), 1)
-
-    def load(self, clients: Path, key: str, round: int) -> V:
-        """Read a value and check every byte of its file.
-
-        Raises:
-            DamagedFileError: If the file is missing or differs from what was written.
-        """
-        path = self.get_path(clients, key, round)
-        data = read_checkpoint_file(path)
-        try:
-            return self.decode(data, key, round)
-        except ValueError as error:
-            raise DamagedFileError(path, str(error)) from error
-
-    def decode(self, data: bytes, key: str, round: int) -> V:
-        """Decode a file's content and check every byte of it.
-
-        Raises:
-            ValueError: If it differs from what ``encode`` returned for this key and round.
-        """
-        reader = Reader(data, self.name)
-        digest = expect(reader.structure, "sha256", str)
-        blank = data.replace(digest.encode(), _BLANK, 1)
-        if hashlib.sha256(blank).hexdigest() != digest:
-            raise ValueError(f"does not have the SHA-256 {digest}")
-        if (expect(reader.structure, "of", str), expect(reader.structure, "round", int)) != (key, round):
-            raise ValueError(f"is of {reader.structure['of']!r} in round {reader.structure['round']}")
-        return self.read(reader, expect(reader.structure, "value", dict))
-
-
-def _read_memory(reader: Reader, structure: object) -> Tensors:
-    return reader.read_tensors(cast(Mapping[str, object], structure))  # which checks every entry
-
-
-MEMORY: Kind[Tensors] = Kind("memory", lambda writer, memory: writer.add_tensors(memory), _read_memory)
-MOMENTS: Kind[tuple[OptimizerState, int]] = Kind("moments", write_moments, read_moments)
-
-
-class StoredMapping(Mapping[str, V], Generic[V]):
-    """Stored values of clients, read from the disk on access.
-
-    Args:
-        kind: The kind of the values.
-        clients: The folder of all rounds' files.
-        rounds: The round that wrote each client's file; ``NOTHING`` for an empty memory, which needs none.
-    """
-
-    def __init__(self, kind: Kind[V], clients: Path, rounds: Mapping[str, int]) -> None:
-        self.kind = kind
-        self.clients = clients
-        self.rounds = rounds
-
-    def __getitem__(self, key: str) -> V:
-        round = self.rounds[key]
-        empty: Any = {}
-        return empty if round == NOTHING else self.kind.load(self.clients, key, round)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.rounds
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.rounds)
-
-    def __len__(self) -> int:
-        return len(self.rounds)
-
-    def list_versions(self) -> set[Version]:
-        """Return the versions of all files that the values are read from."""
-        return {(self.kind.name, key, round) for key, round in self.rounds.items() if round != NOTHING}
-
-
-def store(folder: Path, progress: Progress) -> Progress:
-    """Write to disk what a round changed on its clients.
-
-    Args:
-        folder: The folder of the clients' files, in a run whose lock this process holds.
-        progress: The progress after the round, which has no checkpoint yet.
-
-    Returns:
-        The same progress, with memories and optimizer states that are read on access.
-
-    Raises:
-        FedspanError: If the disk is full or refuses to write; nothing of the round is left then.
-        ValueError: If a tensor cannot be stored.
-    """
-    round = progress.state.round
-    kinds_with_values: tuple[tuple[Kind[Any], Mapping[str, Any]], ...] = (
-        (MEMORY, progress.memories),
-        (MOMENTS, progress.optimizers),
-    )
-    files: dict[Path, tuple[Kind[Any], str, Any]] = {}
-    stored: list[StoredMapping[Any]] = []
-    for kind, values in kinds_with_values:
-        rounds, changes = _split_changes(values, folder)
-        written = {key: round if value or kind is MOMENTS else NOTHING for key, value in changes.items()}
-        for key, value in changes.items():
-            if written[key] != NOTHING:
-                files[kind.get_path(folder, key, round)] = (kind, key, value)
-        stored.append(StoredMapping(kind, folder, {**rounds, **written}))
-    if files:
-        with convert_disk_errors(folder.parent):
-            _write(folder / f"round-{round:05d}", files, round)
-    return replace(progress, memories=stored[0], optimizers=stored[1])
-
-
-def _split_changes(values: Mapping[str, V], clients: Path) -> tuple[Mapping[str, int], Mapping[str, V]]:
-    """Split values into those that the folder already holds, by round, and the others."""
-    base, changes = (values.base, values.changes) if isinstance(values, OverlayMapping) else (values, {})
-    if isinstance(base, StoredMapping) and base.clients == clients:
-        return base.rounds, changes
-    return {}, values
-
-
-def _write(target: Path, files: Mapping[Path, tuple[Kind[Any], str, Any]], round: int) -> None:
-    partial = build_temporary_path(target)
-    remove(partial)  # left by an earlier process with the same id, as in containers
-    try:
-        partial.mkdir(parents=True)
-        for path, (kind, key, value) in files.items():
-            write_file(partial / path.name, kind.encode(key, round, value))
-        fsync_folder(partial)
-        remove(target)  # left by a round without a checkpoint
-        partial.rename(target)
-    except BaseException:
-        with suppress(OSError):  # give the space back; the first error is the one to report
-            remove(partial)
-        raise
-    fsync_folder(target.parent)
-
-
-def discard(folder: Path, needed: Iterable[Version], among: Iterable[Version] | None = None) -> None:
-    """Delete clients' files that no checkpoint needs.
-
-    Args:
-        folder: The folder of the clients' files, in a run whose lock this process holds.
-        needed: Versions that the remaining checkpoints name.
-        among: Versions that may also exist; None: everything that the folder holds.
-
-    Raises:
-        OSError: If the disk refuses to delete.
-    """
-    kinds: dict[str, Kind[Any]] = {kind.name: kind for kind in (MEMORY, MOMENTS)}
-    retained_paths = {kinds[name].get_path(folder, key, round) for name, key, round in needed}
-    if among is None:
-        delete_temporary_files(folder)
-        existing_paths = set(folder.glob("round-*/*"))
-    else:
-        existing_paths = {kinds[name].get_path(folder, key, round) for name, key, round in among}
-    stale = existing_paths - retained_paths
-    for path in stale:
-        path.unlink(missing_ok=True)
-    for round_folder in {path.parent for path in stale} if among is not None else set(folder.glob("round-*")):
-        if round_folder.is_dir() and not any(round_folder.iterdir()):
-            round_folder.rmdir()
 
 
 def _write_state(writer: Writer, client_state: ClientState) -> Mapping[str, object]:
@@ -436,21 +82,6 @@ def _read_state(reader: Reader, structure: object) -> ClientState:
 
 
 STATE: Kind[ClientState] = Kind("kept", _write_state, _read_state)
-
-
-def _write_trained(writer: Writer, first: FirstExchange) -> Mapping[str, object]:
-    return {"tensors": writer.add_tensors(first.tensors), "factor": first.factor, "order": first.order}
-
-
-def _read_trained(reader: Reader, structure: object) -> FirstExchange:
-    return FirstExchange(
-        reader.read_tensors(expect(structure, "tensors", dict)),
-        expect(structure, "factor", float),
-        expect(structure, "order", str),
-    )
-
-
-TRAINED: Kind[FirstExchange] = Kind("trained", _write_trained, _read_trained)
 
 
 class DiskClientStore:

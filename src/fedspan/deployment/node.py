@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fedspan import __version__
-from fedspan.clients.host import Host, describe_error, refuse_any
+from fedspan.clients.host import Host
 from fedspan.clients.job_checkpoints import JobCheckpoints
+from fedspan.clients.refusals import describe_error, refuse_any
 from fedspan.clients.statistics import StatisticsLimits
 from fedspan.clients.store import DiskClientStore
 from fedspan.config import RunConfig, parse_config

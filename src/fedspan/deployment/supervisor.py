@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from fedspan.clients.host import refuse_any
+from fedspan.clients.refusals import refuse_any
 from fedspan.config.node import load_node
 from fedspan.deployment.node_folder import TRAINING, get_run_folder
 from fedspan.errors import FedspanError

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from fedspan.clients.store import LazyMapping, store
+from fedspan.clients.mappings import LazyMapping
+from fedspan.clients.stored_values import store
 from fedspan.config import MethodConfig, RunConfig
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client

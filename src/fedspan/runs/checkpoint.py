@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedspan.clients.store import Version, discard, store
+from fedspan.clients.stored_values import Version, discard, store
 from fedspan.errors import FedspanError
 from fedspan.files import (
     DamagedFileError,
@@ -118,7 +118,7 @@ def read_newest_index(run: RunFolder) -> dict[str, Any] | None:
 def save(run: RunFolder, checkpoint: Checkpoint) -> Path:
     """Commit a round: write its checkpoint, and link the best one as ``best/``.
 
-    Clients' state that is not on the disk yet (``clients.store``) is written first.
+    Clients' state that is not on the disk yet (``clients.stored_values``) is written first.
 
     Args:
         run: A run folder whose lock this process holds.

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from fedspan.clients.store import MEMORY, MOMENTS, Kind, StoredMapping, Version
+from fedspan.clients.stored_values import MEMORY, MOMENTS, Kind, StoredMapping, Version
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import OptimizerState, Scalar, ServerState
 from fedspan.errors import FedspanError
@@ -131,7 +131,7 @@ def pack(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Encode the files of a checkpoint, by name.
 
     Args:
-        checkpoint: A checkpoint whose clients' files are on the disk (``clients.store``).
+        checkpoint: A checkpoint whose clients' files are on the disk (``clients.stored_values``).
 
     Raises:
         ValueError: If a tensor cannot be stored (``serialization.Writer``).

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fedspan.clients.host import Host, refuse_any
+from fedspan.clients.host import Host
+from fedspan.clients.refusals import refuse_any
 from fedspan.clients.store import DiskClientStore
 from fedspan.config import RunConfig
 from fedspan.core.method import Memory, RegisteredMethod

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fedspan.clients.store import store
+from fedspan.clients.stored_values import store
 from fedspan.config import RunConfig
 from fedspan.data.partition import Partition
 from fedspan.diagnostics.measures import DiagnosticsRecorder

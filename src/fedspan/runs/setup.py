@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedspan.clients.store import LazyMapping
+from fedspan.clients.mappings import LazyMapping
 from fedspan.config import RunConfig
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client

@@ -6,8 +6,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fedspan.clients.host import Host, refuse_any
-from fedspan.clients.store import ClientState, FirstExchange, LostStateError, OverlayMapping, copy_on_write
+from fedspan.clients.host import Host
+from fedspan.clients.mappings import OverlayMapping, copy_on_write
+from fedspan.clients.refusals import refuse_any
+from fedspan.clients.second_exchange import FirstExchange
+from fedspan.clients.store import ClientState, LostStateError
 from fedspan.core.method import Memory, Method
 from fedspan.core.values import Message, OptimizerState, ServerState
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation

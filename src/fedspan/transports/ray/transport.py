@@ -9,7 +9,8 @@ from typing import Any
 import ray
 
 from fedspan.clients.host import Host
-from fedspan.clients.store import STATE, TRAINED, ClientState
+from fedspan.clients.second_exchange import TRAINED
+from fedspan.clients.store import STATE, ClientState
 from fedspan.errors import FedspanError
 from fedspan.federation.conditions import Conditions
 from fedspan.federation.progress import Progress

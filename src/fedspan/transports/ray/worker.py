@@ -11,7 +11,9 @@ import ray
 import torch
 
 from fedspan.clients.host import Host
-from fedspan.clients.store import STATE, TRAINED, ClientState, FirstExchange, LostStateError, OverlayMapping
+from fedspan.clients.mappings import OverlayMapping
+from fedspan.clients.second_exchange import TRAINED, FirstExchange
+from fedspan.clients.store import STATE, ClientState, LostStateError
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.federation import serialization
 from fedspan.federation.protocol import Envelope, Order, Reply, decode_order

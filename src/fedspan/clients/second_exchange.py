@@ -1,0 +1,131 @@
+"""The client half of a round's second exchange: what a client holds of the first one, and its reply from that alone.
+
+It holds one training, whatever versions of its state there are: the next training replaces it, and an order of any
+other kind deletes it. It answers for one message, as often as it is asked: the replies to two would tell more of the
+same training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from fedspan.clients.stored_values import Kind
+from fedspan.core.method import Method
+from fedspan.core.tensors import Tensors, split_extras
+from fedspan.core.values import Client, Message
+from fedspan.errors import FedspanError
+from fedspan.federation.protocol import Order
+from fedspan.federation.serialization import Reader, Writer, expect
+
+__all__ = ["TRAINED", "FirstExchange", "FirstExchangeStore", "build_second_reply", "delete_first", "store_first"]
+
+
+@dataclass(frozen=True)
+class FirstExchange:
+    """What a client holds of a round's first exchange, for the second one alone.
+
+    Args:
+        tensors: The target layers' tensors, as trained.
+        factor: Factor by which the client scaled its change down for a secure sum.
+        order: Digest of the second exchange's message that was answered; no other one is. Empty: none was yet.
+    """
+
+    tensors: Tensors
+    factor: float = 1.0
+    order: str = ""
+
+
+def _write_trained(writer: Writer, first: FirstExchange) -> Mapping[str, object]:
+    return {"tensors": writer.add_tensors(first.tensors), "factor": first.factor, "order": first.order}
+
+
+def _read_trained(reader: Reader, structure: object) -> FirstExchange:
+    return FirstExchange(
+        reader.read_tensors(expect(structure, "tensors", dict)),
+        expect(structure, "factor", float),
+        expect(structure, "order", str),
+    )
+
+
+TRAINED: Kind[FirstExchange] = Kind("trained", _write_trained, _read_trained)
+
+
+class FirstExchangeStore(Protocol):
+    """What clients hold of first exchanges."""
+
+    def load_trained(self, client: str, round: int) -> FirstExchange:
+        """Load what a client trained in a round.
+
+        Raises:
+            LostStateError: If it is missing, damaged or of another round.
+        """
+        ...
+
+    def store_trained(self, client: str, round: int, first: FirstExchange | None) -> None:
+        """Replace what the client trained in any round; None: delete it.
+
+        Raises:
+            FedspanError: If the disk is full or refuses to write.
+        """
+        ...
+
+
+def store_first(store: FirstExchangeStore, method: Method, order: Order, tensors: Tensors, factor: float) -> None:
+    """Store what a client trained, if the round has a second exchange.
+
+    Args:
+        store: The store of what the client trained.
+        method: The run's method.
+        order: The order to train.
+        tensors: The tensors as trained; the extras are left out.
+        factor: Factor by which the client scaled its change down for a secure sum.
+
+    Raises:
+        FedspanError: If the disk is full or refuses to write.
+    """
+    if method.declare_claims().second_exchange:
+        store.store_trained(order.to, order.round, FirstExchange(split_extras(tensors)[0], factor))
+
+
+def delete_first(store: FirstExchangeStore, method: Method, order: Order) -> None:
+    """Delete what a client trained for a second exchange that an order to do anything else ends.
+
+    Raises:
+        FedspanError: If the disk refuses to write.
+    """
+    if method.declare_claims().second_exchange:
+        store.store_trained(order.to, order.round, None)
+
+
+def build_second_reply(
+    store: FirstExchangeStore, method: Method, order: Order, client: Client, message: Message
+) -> tuple[Message, float]:
+    """Build the reply to an order of a second exchange from what the client trained in the first.
+
+    Args:
+        store: The store of what the client trained.
+        method: The run's method.
+        order: The order.
+        client: The client as the server describes it.
+        message: The decoded message of the order.
+
+    Returns:
+        The reply, and the factor by which its change is scaled before it enters a secure sum.
+
+    Raises:
+        FedspanError: If the method has one exchange a round, the client answered for another message, or the message
+            does not fit the method; ``LostStateError`` if it trained nothing in the round that is stored.
+    """
+    if not method.declare_claims().second_exchange:
+        raise FedspanError("message.task", order.task, problem="a round of this method has one exchange")
+    first, digest = store.load_trained(order.to, order.round), hashlib.sha256(order.body).hexdigest()
+    if first.order not in ("", digest):
+        problem = "this round's second exchange was answered for another message"
+        raise FedspanError("message.tensors", order.task, problem=problem)
+    reply = method.build_second_reply(message, first.tensors, client, order.round)
+    if not first.order:
+        store.store_trained(order.to, order.round, replace(first, order=digest))
+    return reply, first.factor
