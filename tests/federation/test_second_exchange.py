@@ -291,6 +291,17 @@ def test_a_second_reply_of_an_absent_client_is_not_waited_for(built: Prepared, t
     assert build_second_context(context, Message(), set(made.clients) - {LOST}, {}).absent == frozenset()
 
 
+def test_a_client_that_over_selection_does_not_need_is_in_no_second_exchange(tiny_folder: Path, tmp_path: Path) -> None:
+    prepared = prepare(make_config(tiny_folder, federation={"clients_per_round": 3}))
+    made, transport = connect(prepared, tmp_path, over_select=1)
+    transport.late = LOST  # its turn is last
+    result = made.run_round(made.begin())
+    assert result.late == (LOST,)
+    assert transport.waited == []
+    assert [id for task, _, id in transport.asked if task == "second"] == sorted({*made.clients} - {LOST})
+    assert result.failures == ()
+
+
 def test_an_outlier_of_the_second_exchange_is_measured_as_it_counts(built: Prepared, tmp_path: Path) -> None:
     """Changes are compared after scaling by the first exchange's factors, at twice the ratio."""
     made, _ = connect(built, tmp_path, norm_factor=2.0)

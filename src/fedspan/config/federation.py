@@ -199,8 +199,8 @@ class FederationConfig(Section):
         default=3600.0,
         gt=0,
         allow_inf_nan=False,
-        description="Seconds that clients have for a round; in the simulator, on the simulated clock of "
-        "simulation.speed.",
+        description="Seconds that clients have for a round, or for each of its exchanges where it has several (secure, "
+        "fedask); in the simulator, on the simulated clock of simulation.speed.",
     )
     max_missed_rounds: int | None = Field(
         default=2,
