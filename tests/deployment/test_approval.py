@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fedspan.cli import app
 from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job_digest
 from fedspan.deployment.audit import AUDIT
-from fedspan.deployment.base_files import BaseFile, compute_offer_digest
+from fedspan.deployment.base_offers import BaseFile, compute_offer_digest
 from fedspan.deployment.handshake import Invitation
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError

@@ -16,8 +16,9 @@ import pytest
 from pydantic import ValidationError
 
 from fedspan.config.node import NodeConfig
-from fedspan.deployment import base_files
-from fedspan.deployment.base_files import BaseFile, BaseMissingError
+from fedspan.deployment import base_files, base_offers
+from fedspan.deployment.base_files import BaseMissingError
+from fedspan.deployment.base_offers import BaseFile
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from helpers.node_service import introduced, node, values
@@ -54,7 +55,7 @@ def make_fetch(folder: Path, files: list[BaseFile], *, block: int = 3000, fails_
     names, calls = {file.sha256: file.name for file in files}, [0]
 
     def fetch(offer: str, file: str, offset: int) -> bytes:
-        assert offer == base_files.compute_offer_digest(files)
+        assert offer == base_offers.compute_offer_digest(files)
         calls[0] += 1
         if calls[0] == fails_at:
             raise OSError("the connection was lost")
@@ -85,7 +86,7 @@ def ask(node: NodeConfig, files: list[BaseFile]) -> str:
 
 
 def test_only_weights_configs_and_tokenizers_are_offered(model: Path) -> None:
-    assert [file.name for file in base_files.list_base_files(model)] == [
+    assert [file.name for file in base_offers.list_base_files(model)] == [
         "config.json",
         "model.safetensors",
         "vocab.txt",
@@ -99,11 +100,11 @@ def test_the_weights_of_an_index_are_its_shards(model: Path) -> None:
         (model / shard).write_bytes(b"weights")
     index = {"weight_map": {"a": shards[0], "b": shards[1], "c": shards[0]}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    names = [file.name for file in base_files.list_base_files(model)]
+    names = [file.name for file in base_offers.list_base_files(model)]
     assert names == ["config.json", *shards, "model.safetensors.index.json", "vocab.txt"]
     (model / shards[1]).unlink()
     with pytest.raises(FedspanError, match="cannot be offered"):
-        base_files.list_base_files(model)
+        base_offers.list_base_files(model)
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
@@ -111,7 +112,7 @@ def test_a_folder_without_weights_in_safetensors_cannot_be_offered(model: Path, 
     (model / missing).unlink()
     (model / "model.safetensors.index.json").unlink()
     with pytest.raises(FedspanError, match=r"no config.json with model.safetensors or its index"):
-        base_files.list_base_files(model)
+        base_offers.list_base_files(model)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_names_of_other_files_are_refused(name: str) -> None:
 
 
 def test_a_node_receives_a_model_once_and_continues_after_a_broken_connection(model: Path, tmp_path: Path) -> None:
-    made, files = make_node(tmp_path / "node"), base_files.list_base_files(model)
+    made, files = make_node(tmp_path / "node"), base_offers.list_base_files(model)
     assert "0 % of 0.0 MB" in ask(made, files)
     for fails_at in (1, 2, 4):  # blocks of 2, 10240 and 4 bytes
         receive(tmp_path / "node", make_fetch(model, files, fails_at=fails_at))
@@ -158,7 +159,7 @@ def test_a_node_receives_a_model_once_and_continues_after_a_broken_connection(mo
 
 
 def test_a_file_of_another_hash_or_size_is_not_used(model: Path, tmp_path: Path) -> None:
-    made, files = make_node(tmp_path / "node"), base_files.list_base_files(model)
+    made, files = make_node(tmp_path / "node"), base_offers.list_base_files(model)
     ask(made, files)
     other = tmp_path / "other"
     shutil.copytree(model, other)
@@ -173,7 +174,7 @@ def test_a_file_of_another_hash_or_size_is_not_used(model: Path, tmp_path: Path)
 
 
 def test_a_config_that_names_code_or_other_files_is_not_used(model: Path, tmp_path: Path) -> None:
-    files = base_files.list_base_files(model)
+    files = base_offers.list_base_files(model)
     for config in (b"[]", b'{"a":1,"auto_map":{}}', b'{"vocab_file":"/etc/passwd"}'):
         (model / "config.json").write_bytes(config)
         made = make_node(tmp_path / "node")
@@ -190,7 +191,7 @@ def make_file(folder: Path, name: str) -> BaseFile:
 
 
 def test_a_received_model_is_not_used_if_the_node_no_longer_accepts_any(model: Path, tmp_path: Path) -> None:
-    made, files = make_node(tmp_path / "node"), base_files.list_base_files(model)
+    made, files = make_node(tmp_path / "node"), base_offers.list_base_files(model)
     ask(made, files)
     receive(tmp_path / "node", make_fetch(model, files))
     received = base_files.find_received_base(made, files)
@@ -204,7 +205,7 @@ def test_a_received_model_is_not_used_if_the_node_no_longer_accepts_any(model: P
 
 
 def test_a_request_that_was_written_again_after_the_model_arrived_is_deleted(model: Path, tmp_path: Path) -> None:
-    made, files = make_node(tmp_path / "node"), base_files.list_base_files(model)
+    made, files = make_node(tmp_path / "node"), base_offers.list_base_files(model)
     ask(made, files)
     (request,) = (tmp_path / "node" / "bases").glob("*.json")
     content = request.read_bytes()
@@ -216,7 +217,7 @@ def test_a_request_that_was_written_again_after_the_model_arrived_is_deleted(mod
 
 
 def test_an_offer_of_wrong_files_is_given_up(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, files = make_node(tmp_path / "node"), base_files.list_base_files(model)
+    made, files = make_node(tmp_path / "node"), base_offers.list_base_files(model)
     downloads, now = base_files.BaseDownloads(tmp_path / "node"), [0.0]
     monkeypatch.setattr(base_files, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
     fetched = list[int]()
@@ -251,7 +252,7 @@ def test_an_offer_of_wrong_files_is_given_up(model: Path, tmp_path: Path, monkey
 
 
 def test_a_request_whose_offer_has_ended_is_deleted(model: Path, tmp_path: Path) -> None:
-    made, files = make_node(tmp_path / "node"), base_files.list_base_files(model)
+    made, files = make_node(tmp_path / "node"), base_offers.list_base_files(model)
 
     class StatusError(Exception):
         response = SimpleNamespace(status_code=404)
@@ -265,7 +266,7 @@ def test_a_request_whose_offer_has_ended_is_deleted(model: Path, tmp_path: Path)
 
 
 def test_a_request_that_no_invitation_renews_expires(model: Path, tmp_path: Path) -> None:
-    made, files = make_node(tmp_path / "node"), base_files.list_base_files(model)
+    made, files = make_node(tmp_path / "node"), base_offers.list_base_files(model)
     ask(made, files)
     receive(tmp_path / "node", make_fetch(model, files, fails_at=2))
     folder = tmp_path / "node" / "bases"
@@ -278,7 +279,7 @@ def test_a_request_that_no_invitation_renews_expires(model: Path, tmp_path: Path
 def test_no_more_is_received_than_the_disk_has_room_for(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, files = make_node(tmp_path / "node"), base_files.list_base_files(model)
+    made, files = make_node(tmp_path / "node"), base_offers.list_base_files(model)
     size, free = sum(file.size for file in files), [0]
     monkeypatch.setattr(base_files.shutil, "disk_usage", lambda _: SimpleNamespace(free=free[0]))
     free[0] = 2**30 + size - 1
@@ -288,7 +289,7 @@ def test_no_more_is_received_than_the_disk_has_room_for(
     assert "receives" in ask(made, files)
     (model / "vocab.txt").write_text("z")
     with pytest.raises(FedspanError, match="reserve of 1024 MiB"):  # the first one needs this space
-        ask(made, base_files.list_base_files(model))
+        ask(made, base_offers.list_base_files(model))
     (model / "vocab.txt").write_bytes(b"a\nb\n")
     free[0] = 2**30 - 1  # another program has used it
     receive(tmp_path / "node", make_fetch(model, files))
@@ -300,15 +301,15 @@ def test_no_more_is_received_than_the_disk_has_room_for(
 
 def test_models_that_were_asked_for_count_in_full(model: Path, tmp_path: Path) -> None:
     (model / "model.safetensors").write_bytes(bytes(600_000))
-    made, files = make_node(tmp_path / "node", base_mib=1), base_files.list_base_files(model)
+    made, files = make_node(tmp_path / "node", base_mib=1), base_offers.list_base_files(model)
     ask(made, files)
     (model / "vocab.txt").write_text("another")
     with pytest.raises(FedspanError, match="of which 1 are used"):
-        ask(made, base_files.list_base_files(model))
+        ask(made, base_offers.list_base_files(model))
 
 
 def test_a_node_that_does_not_accept_or_need_a_model_does_not_ask_for_it(model: Path, tmp_path: Path) -> None:
-    files = base_files.list_base_files(model)
+    files = base_offers.list_base_files(model)
     assert ask(make_node(tmp_path / "node", accept_base=False), files) == ""
     assert ask(make_node(tmp_path / "node").model_copy(update={"models": {NAME: str(model)}}), files) == ""
     base_files.require_base(make_node(tmp_path / "node"), str(model), None, files)  # a folder of this machine
@@ -319,33 +320,33 @@ def test_a_node_that_does_not_accept_or_need_a_model_does_not_ask_for_it(model: 
 def test_a_model_that_is_larger_than_allowed_is_refused(model: Path, tmp_path: Path) -> None:
     (model / "model.safetensors").write_bytes(bytes(2**20))
     with pytest.raises(FedspanError, match="the base model has 1 MiB, and this node accepts 1") as raised:
-        base_files.require_base(make_node(tmp_path, base_mib=1), NAME, None, base_files.list_base_files(model))
+        base_files.require_base(make_node(tmp_path, base_mib=1), NAME, None, base_offers.list_base_files(model))
     assert raised.value.field == "limits.base_mib"
 
 
 def test_all_received_models_have_a_limit_together(model: Path, tmp_path: Path) -> None:
     (model / "model.safetensors").write_bytes(bytes(600_000))
-    made, files = make_node(tmp_path / "node", base_mib=1), base_files.list_base_files(model)
+    made, files = make_node(tmp_path / "node", base_mib=1), base_offers.list_base_files(model)
     ask(made, files)
     receive(tmp_path / "node", make_fetch(model, files, block=2**16))
     (model / "vocab.txt").write_text("another")
     with pytest.raises(FedspanError, match="of which 1 are used"):
-        ask(made, base_files.list_base_files(model))
+        ask(made, base_offers.list_base_files(model))
 
 
 def test_few_models_are_asked_for_at_a_time(model: Path, tmp_path: Path) -> None:
     made = make_node(tmp_path / "node")
     for number in range(4):
         (model / "vocab.txt").write_text(str(number))
-        assert "receives" in ask(made, base_files.list_base_files(model))
-    assert "receives" in ask(made, base_files.list_base_files(model))
+        assert "receives" in ask(made, base_offers.list_base_files(model))
+    assert "receives" in ask(made, base_offers.list_base_files(model))
     (model / "vocab.txt").write_text("another")
     with pytest.raises(FedspanError, match="4 base models were not received completely"):
-        ask(made, base_files.list_base_files(model))
+        ask(made, base_offers.list_base_files(model))
 
 
 def test_a_damaged_request_is_reported(model: Path, tmp_path: Path) -> None:
-    made, files = make_node(tmp_path / "node"), base_files.list_base_files(model)
+    made, files = make_node(tmp_path / "node"), base_offers.list_base_files(model)
     ask(made, files)
     (wanted,) = (tmp_path / "node" / "bases").glob("*.json")
     assert base_files.read_wanted(wanted) == files
@@ -356,16 +357,16 @@ def test_a_damaged_request_is_reported(model: Path, tmp_path: Path) -> None:
 
 
 def test_files_are_offered_for_the_duration_of_each_run(model: Path, tmp_path: Path) -> None:
-    files = base_files.list_base_files(model)
+    files = base_offers.list_base_files(model)
     (tmp_path / "bases").mkdir()
     killed = tmp_path / "bases" / f"{'a' * 64}.0123.json"  # its process ended without deleting it
     killed.write_text("{}")
-    with base_files.offer_base(tmp_path, model, files):
+    with base_offers.offer_base(tmp_path, model, files):
         (offer,) = (tmp_path / "bases").glob("*.json")
-        assert offer.name.partition(".")[0] == base_files.compute_offer_digest(files)
+        assert offer.name.partition(".")[0] == base_offers.compute_offer_digest(files)
         paths = json.loads(offer.read_text())
         assert {Path(path).name for path in paths.values()} == {file.name for file in files}
-        with base_files.offer_base(tmp_path, model, files):
+        with base_offers.offer_base(tmp_path, model, files):
             assert len(list((tmp_path / "bases").glob("*.json"))) == 2
         assert list((tmp_path / "bases").glob("*.json")) == [offer]
     assert not list((tmp_path / "bases").iterdir())
@@ -383,7 +384,7 @@ def test_where_a_model_comes_from_is_described(model: Path, tmp_path: Path) -> N
 def test_a_run_is_joined_with_the_model_that_the_server_offers(tiny_folder: Path, tmp_path: Path) -> None:
     config = values(tiny_folder)
     folder = Path(config["model"]["name"])
-    files = base_files.list_base_files(folder)
+    files = base_offers.list_base_files(folder)
     local = introduced(NodeService(node(tiny_folder, tmp_path / "local")), config)
     config["model"]["name"] = NAME
     limits = {"models": [NAME], "accept_base": True}

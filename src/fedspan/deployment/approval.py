@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import yaml
 
-from fedspan.deployment.base_files import compute_offer_digest
+from fedspan.deployment.base_offers import compute_offer_digest
 from fedspan.deployment.handshake import Invitation
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.files import convert_disk_errors, from_json, read_bytes, to_json, write_atomic

@@ -1,80 +1,40 @@
-"""The files of a base model that a server offers to its nodes, and a node's copy of them.
+"""A node's copy of the base model that a server offers (``deployment.base_offers``).
 
-An invitation lists the files with their sizes and SHA-256. A node that allows it (``limits.accept_base``) and has no
-such model of its own receives them over its own connection in blocks, continues after an interruption or a restart,
-and uses the model when every file has its hash. Only weights in safetensors and known files of a config or a tokenizer
-are offered and accepted: nothing that is unpickled or that holds code, and no config that names other files.
+A node that allows it (``limits.accept_base``) and has no such model of its own receives the files over its own
+connection in blocks, continues after an interruption or a restart, and uses the model when every file has its hash.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
-import re
-import secrets
 import shutil
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
-from typing import Annotated, Any
+from typing import Any
 
-from filelock import FileLock, Timeout
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from fedspan.config.node import NodeConfig
-from fedspan.deployment.base_checks import INDEX, POOLING, list_shards, require_own_names
+from fedspan.deployment.base_checks import require_own_names
+from fedspan.deployment.base_offers import OFFERS, BaseFile, compute_offer_digest, compute_sha256, find_local_base
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, write_atomic
 
 __all__ = [
-    "MOST_FILES",
-    "OFFERS",
     "BaseDownloads",
-    "BaseFile",
     "BaseMissingError",
-    "compute_offer_digest",
     "describe_base",
-    "find_local_base",
     "find_received_base",
     "is_received",
-    "list_base_files",
-    "offer_base",
     "read_wanted",
     "require_base",
 ]
 
-OFFERS = "bases"
-"""Folder in the server's folder with the offers, and in a node's folder with the received models."""
-_NAMES = {
-    "config.json",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "modules.json",
-    POOLING,
-    INDEX,
-}
-"""Names of the files that are offered and accepted, beside those of weights."""
-_WEIGHTS = "model.safetensors"
-_WEIGHTS_NAME = re.compile(r"(?!adapter)[A-Za-z0-9][A-Za-z0-9._-]{0,119}\.safetensors")
-MOST_FILES = 256
-"""Maximum number of files of a base model."""
 _MOST_WANTED = 4
 """Maximum number of models that a node receives at a time, so that no server fills its folder with requests."""
 _RESERVE = 2**30
@@ -92,128 +52,6 @@ log = logging.getLogger("fedspan.node")
 
 Fetch = Callable[[str, str, int], bytes]
 """Fetches bytes of a file by the offer's digest, the file's SHA-256, and the offset of the first byte."""
-
-
-def _require_accepted(name: str) -> str:
-    if not _is_accepted(name):
-        raise ValueError("a file of weights in safetensors, of a config or of a tokenizer")
-    return name
-
-
-class BaseFile(BaseModel):
-    """A file of a base model.
-
-    Args:
-        name: Name of the file.
-        size: Its size, in bytes.
-        sha256: SHA-256 of its content, in hexadecimal digits.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    name: Annotated[str, AfterValidator(_require_accepted)]
-    size: Annotated[int, Field(ge=0, lt=2**50)]
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-
-
-def compute_offer_digest(files: Sequence[BaseFile]) -> str:
-    """Return the digest by which an offer is named: SHA-256 of its files' names, sizes and hashes."""
-    rows = sorted(f"{file.name} {file.size} {file.sha256}\n" for file in files)
-    return hashlib.sha256("".join(rows).encode()).hexdigest()
-
-
-def find_local_base(name: str, revision: str | None) -> Path | None:
-    """Return the folder of a model on this machine: a folder, or a snapshot in the hub's cache; None: there is none.
-
-    Args:
-        name: ``model.name``.
-        revision: ``model.revision``.
-    """
-    if os.path.isdir(os.path.expanduser(name)):
-        return Path(name).expanduser()
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        config = try_to_load_from_cache(name, "config.json", revision=revision)
-    except HFValidationError:
-        return None
-    return Path(config).parent if isinstance(config, str) else None
-
-
-def list_base_files(folder: Path) -> list[BaseFile]:
-    """Return the files of a model that a server can offer, with their hashes: no others that lie in its folder.
-
-    The weights are ``model.safetensors``, or else the files that its index names.
-
-    Args:
-        folder: Folder of the model.
-
-    Raises:
-        FedspanError: If the folder has no weights in safetensors, or nodes would not accept its files.
-    """
-    names = sorted(name for name in _NAMES if (folder / name).is_file())
-    try:
-        if (folder / _WEIGHTS).is_file():
-            names = sorted({*names, _WEIGHTS} - {INDEX})
-        elif INDEX in names:
-            names = sorted({*names, *list_shards((folder / INDEX).read_bytes())})
-        if not any(name.endswith(".safetensors") for name in names) or "config.json" not in names:
-            raise ValueError("its folder has no config.json with model.safetensors or its index")
-        require_own_names(folder, names)
-    except (OSError, ValueError) as error:
-        problem = f"the base model cannot be offered to nodes: {error}"
-        raise FedspanError("--offer-base", str(folder), problem=problem) from error
-    files = list[BaseFile]()
-    for name in names:
-        path = folder / name
-        files.append(BaseFile(name=name, size=path.stat().st_size, sha256=_compute_sha256(path)))
-    return files
-
-
-def _is_accepted(name: str) -> bool:
-    return name in _NAMES or _WEIGHTS_NAME.fullmatch(name) is not None
-
-
-def _compute_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextmanager
-def offer_base(server: Path, folder: Path, files: Sequence[BaseFile]) -> Generator[None]:
-    """Let the server's nodes fetch the files of a model for the duration of the context.
-
-    Each run has a file of its own, with a lock beside it, so that several runs can offer one model. The offers of
-    processes that were killed, whose locks are free, are deleted.
-
-    Args:
-        server: The server's folder.
-        folder: Folder of the model.
-        files: Its files, from ``list_base_files``.
-    """
-    path = server / OFFERS / f"{compute_offer_digest(files)}.{secrets.token_hex(8)}.json"
-    paths = {file.sha256: str((folder / file.name).resolve()) for file in files}
-    lock = FileLock(path.with_suffix(".lock"))
-    with convert_disk_errors(server, "free some space", field="server"):
-        path.parent.mkdir(exist_ok=True, mode=0o700)
-        _delete_ended_offers(path.parent)
-        lock.acquire()
-        write_atomic(path, json.dumps(paths).encode(), 0o600)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        lock.release()
-        path.with_suffix(".lock").unlink(missing_ok=True)
-
-
-def _delete_ended_offers(folder: Path) -> None:
-    for path in folder.glob("*.json"):
-        lock = path.with_suffix(".lock")
-        with suppress(Timeout), FileLock(lock, timeout=0):
-            path.unlink(missing_ok=True)
-            lock.unlink(missing_ok=True)
 
 
 class BaseMissingError(FedspanError):
@@ -491,7 +329,7 @@ class BaseDownloads:
                 target.write(block)
             target.flush()
             os.fsync(target.fileno())
-        if path.stat().st_size != file.size or _compute_sha256(path) != file.sha256:
+        if path.stat().st_size != file.size or compute_sha256(path) != file.sha256:
             path.unlink()
             raise _ContentError(f"{file.name} has another SHA-256 than the offer")
 

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field
 
 from fedspan.config import RunConfig, parse_config
 from fedspan.config.tags import MOST_TAGS, Tag
-from fedspan.deployment.base_files import MOST_FILES, BaseFile, compute_offer_digest
+from fedspan.deployment.base_offers import MOST_FILES, BaseFile, compute_offer_digest
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import REPLY_HEADER, Count, Envelope, HeaderPart, Name, PrintableName, Reason
 from fedspan.files import from_json

@@ -25,13 +25,8 @@ from fedspan.crypto import require_packages
 from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job_digest
 from fedspan.deployment.audit import AUDIT, describe_envelope
 from fedspan.deployment.base_checks import require_weights_of_config
-from fedspan.deployment.base_files import (
-    BaseMissingError,
-    find_local_base,
-    find_received_base,
-    is_received,
-    require_base,
-)
+from fedspan.deployment.base_files import BaseMissingError, find_received_base, is_received, require_base
+from fedspan.deployment.base_offers import find_local_base
 from fedspan.deployment.handshake import Introduction, Invitation, build_node_values, compute_base_digest
 from fedspan.deployment.health import Heartbeat
 from fedspan.deployment.limits import OrderTerms, list_config_ranks, require_config, require_workload

@@ -127,7 +127,7 @@ class Door:
         limits: Limits on the requests of one node.
         connections: The server's connections; those that send an accepted request are marked as such.
         exchange: The door's own requests; None: those of the app's database.
-        offers: Folder with the offers of base models (``deployment.base_files``); None: none are offered.
+        offers: Folder with the offers of base models (``deployment.base_offers``); None: none are offered.
     """
 
     def __init__(
