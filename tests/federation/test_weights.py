@@ -18,7 +18,14 @@ from helpers import tiny
 
 @pytest.mark.parametrize(
     ("weights", "ratio", "limit"),
-    [((100, 90, 2**53 - 1, 110, 80), 4.0, 400), ((100, 90, 5000), None, None), ((0, 0, 7), 4.0, None), ((), 4.0, None)],
+    [
+        ((100, 90, 2**53 - 1, 110, 80), 4.0, 400),
+        ((100, 2**53 - 1), 4.0, 400),
+        ((100, 100, 2**53 - 1, 2**53 - 1), 4.0, 400),
+        ((100, 90, 5000), None, None),
+        ((0, 0, 7), 4.0, None),
+        ((), 4.0, None),
+    ],
 )
 def test_a_limit_is_a_multiple_of_the_median(
     weights: tuple[int, ...], ratio: float | None, limit: float | None
@@ -41,6 +48,21 @@ def test_a_client_that_declares_2_to_the_53_examples_weighs_as_much_as_the_limit
     assert note is not None
     assert note.startswith("west declared so many examples")
     assert (unchanged, silent) == ({}, None)
+
+
+@pytest.mark.parametrize("liars", [("west",), ("south", "west")])
+def test_liars_that_are_half_of_all_clients_weigh_no_more_than_the_limit(
+    liars: tuple[str, ...], tiny_folder: Path
+) -> None:
+    """One of two, or two of four, whose lie would raise the mean of the middle two numbers."""
+    federation = prepare(tiny.config(tiny_folder, federation={"clients_per_round": None})).federation
+    ids = ("north", "west") if len(liars) == 1 else tuple(federation.clients)
+    tiny.use_clients(federation, {id: federation.clients[id] for id in ids})
+    tiny.reweight(federation, {id: 2.0**53 - 1 if id in liars else 100.0 for id in ids})
+    result = federation.run_round(federation.begin())
+    assert result.lowered == dict.fromkeys(liars, 400 / (2.0**53 - 1))
+    weights = limit_weights(federation.clients, 4.0)
+    assert sum(weights[id] for id in liars) / sum(weights.values()) == pytest.approx(0.8)
 
 
 def test_a_client_that_declares_more_than_it_was_admitted_with_weighs_as_much_as_that(tiny_folder: Path) -> None:
