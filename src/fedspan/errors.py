@@ -33,8 +33,7 @@ class FedspanError(Exception):
         if expected:
             sentences.append(f"Expected {expected}")
         line = " ".join(f"`{field}`: {' '.join(_end_sentence(sentence) for sentence in sentences)}".split())
-        # File names and JSON may hold half a character, which no terminal can print.
-        super().__init__(line.encode(errors="backslashreplace").decode())
+        super().__init__(escape_controls(line))  # fields and values may be another machine's
 
     def __reduce__(self) -> tuple[object, ...]:
         return _restore, (type(self), self.field, self.value, self.expected, self.problem)

@@ -160,7 +160,8 @@ def test_the_commands_show_and_decide(tiny_folder: Path, tmp_path: Path) -> None
     file = tmp_path / "node.yaml"
     file.write_text(yaml.safe_dump({**own.model_dump(mode="json", exclude={"key", "authority"})}))
     hostile: dict[str, Any] = {**values(tiny_folder)}
-    introduced(NodeService(own), hostile, run="run \x1b[31mred")
+    hostile["data"] = {**hostile["data"], "labels": [*hostile["data"]["labels"], "\x1b[31mred"]}
+    introduced(NodeService(own), hostile)
     runner = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"})
     shown = runner.invoke(app, ["approve", str(file), "--settings"])
     assert shown.exit_code == 0, shown.output

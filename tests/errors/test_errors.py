@@ -90,6 +90,14 @@ def test_texts_of_other_machines_do_nothing_to_a_terminal() -> None:
     assert escape_controls("Größe zu klein: 3 < 5 — 日本") == "Größe zu klein: 3 < 5 — 日本"
 
 
+@pytest.mark.parametrize("place", ["field", "value", "expected", "problem"])
+def test_an_error_shows_texts_of_other_machines_and_obeys_none(place: str) -> None:
+    texts: dict[str, str] = {"field": "data.label", "value": "lable", "expected": "a name", place: "\x1b[2J\u202ex"}
+    error = FedspanError(texts["field"], texts["value"], texts["expected"], problem=texts.get("problem"))
+    assert r"\x1b[2J\u202ex" in str(error)
+    assert str(error).isprintable()
+
+
 @pytest.mark.parametrize(
     ("kind", "values"),
     [

@@ -212,6 +212,7 @@ def join(
         raise FedspanError("--replaces", str(replaces), "--new-key FILE beside it")
     if node is None:
         raise FedspanError("NODE", None, "a node's YAML file, or --new-key FILE")
+    from fedspan.deployment.console import log_to_console
     from fedspan.deployment.deploy import check_node
     from fedspan.deployment.deploy import join as run_node
 
@@ -220,7 +221,7 @@ def join(
             typer.echo(line)
         return
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    log_to_console()
     for name in ("httpx", "flwr"):
         logging.getLogger(name).setLevel(logging.WARNING)
     run_node(node, insecure=insecure, stop=_make_stop_event())

@@ -18,7 +18,7 @@ from fedspan.config import RunConfig, parse_config
 from fedspan.config.tags import MOST_TAGS, Tag
 from fedspan.deployment.base_offers import MOST_FILES, BaseFile, compute_offer_digest
 from fedspan.errors import FedspanError, escape_controls
-from fedspan.federation.protocol import REPLY_HEADER, Count, Envelope, HeaderPart, Name, PrintableName, Reason
+from fedspan.federation.protocol import REPLY_HEADER, Count, Envelope, HeaderPart, PrintableName, Reason
 from fedspan.files import from_json
 from fedspan.models.digest import hash_frozen
 from fedspan.runs.model_setup import RunModel
@@ -51,8 +51,8 @@ class Invitation(HeaderPart):
     """
 
     task: Literal["invite"] = "invite"
-    run: Name
-    version: Name
+    run: PrintableName
+    version: PrintableName
     config: str
     base_files: Annotated[tuple[BaseFile, ...], Field(max_length=MOST_FILES), AfterValidator(_require_names)] = ()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fedspan.clients.refusals import refuse_any
 from fedspan.config.node import load_node
+from fedspan.deployment.console import log_to_console
 from fedspan.deployment.node_folder import TRAINING, get_run_folder
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
@@ -112,7 +113,7 @@ def _serve(path: str, connection: Connection) -> None:
     """Run the node service in the other process: bytes in, bytes out."""
     for ending in (signal.SIGINT, signal.SIGTERM):  # the supervising process ends after the order, and this one then
         signal.signal(ending, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    log_to_console()
     from fedspan.deployment.node import NodeService  # torch, Transformers
 
     service = NodeService(load_node(path))
