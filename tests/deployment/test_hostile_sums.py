@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -14,10 +14,16 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 
 from test_secure_node import CLINICS, node, served
 
+from fedspan.crypto.graph import compute_neighbourhood_size
+from fedspan.deployment.limits import OrderTerms
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
+from fedspan.federation.aggregation.secure import SecureAggregation
 from fedspan.federation.protocol import Envelope, Order, read_header
-from fedspan.federation.secagg.messages import SharesOrder, UnmaskReply, decode_request
+from fedspan.federation.secagg.messages import Agreement, SharesOrder, UnmaskReply, decode_request
+from fedspan.runs.remote import build_method
+from fedspan.runs.setup import prepare
+from helpers import tiny
 
 VICTIM = CLINICS[0]
 
@@ -78,8 +84,9 @@ def both(**changes: Any) -> Any:
         (of_agreement(clip=1e-9), "`message.agreement.clip`: 1e-09 is not accepted"),
         (of_agreement(bits=64), "message.agreement.bits"),
         (of_agreement(config="0" * 64), "message.agreement.config"),
-        (of_agreement(top=1e9), "have another agreement than this client"),
-        (of_agreement(clients=10**6), "have another agreement than this client"),
+        (of_agreement(top=1e3), "have another agreement than this client"),
+        (of_agreement(top=1e9), "`message.agreement.top`: with 3 clients and weights up to 1e+09, this node's change"),
+        (of_agreement(clients=10**6), "`message.agreement.clients`: 1000000 is not accepted"),
     ],
 )
 def test_the_others_are_told_to_contribute_nothing(change: Any, why: str, tiny_folder: Path, tmp_path: Path) -> None:
@@ -103,7 +110,70 @@ def test_the_others_are_told_to_contribute_nothing(change: Any, why: str, tiny_f
     assert all(VICTIM not in read_header(UnmaskReply, one).shares for one in unmasked)
 
 
-@pytest.mark.parametrize("top", [1e-9, 1.0, 1e9])
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"top": 1e7}, "would be rounded to"),
+        ({"clients": 2**24 - 1}, "a number of clients of which 3 are a neighbourhood"),
+        ({"clients": 2}, "a number of clients of which 3 are a neighbourhood"),
+        ({"top": 1e9, "clients": 10**6}, "a number of clients of which 3 are a neighbourhood"),
+    ],
+)
+def test_all_nodes_are_told_the_same_steps_that_round_changes_to_zero(
+    change: dict[str, Any], why: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their agreements are equal, so their masks would cancel; with coarse steps only the heaviest change remains."""
+    run, transport = served(tiny_folder, tmp_path)
+    honest = SecureAggregation._agree
+    monkeypatch.setattr(
+        SecureAggregation, "_agree", lambda self, clients: honest(self, clients).model_copy(update=change)
+    )
+    with pytest.raises(FedspanError, match=why):
+        run.federation.run_round(run.federation.begin())
+    assert not any('"task":"train"' in one.header for one in transport.came)
+
+
+@pytest.mark.parametrize(
+    ("clients", "weight_ratio", "bits", "is_accepted"),
+    [
+        (3, 1e4, 32, True),
+        (100, 300.0, 32, True),
+        (100, 400.0, 32, False),
+        (1000, 30.0, 32, True),
+        (1000, 40.0, 32, False),
+        (1000, 8000.0, 64, True),
+        (1000, 9000.0, 64, False),
+    ],
+)
+def test_the_weights_at_which_a_node_still_joins_an_honest_sum(
+    clients: int, weight_ratio: float, bits: Literal[32, 64], is_accepted: bool, tiny_folder: Path
+) -> None:
+    """The default ``max_weight_ratio`` lets the heaviest client weigh four times the median."""
+    config = tiny.config(tiny_folder, federation={"clients_per_round": None, "secure": {"bits": bits}})
+    prepared = prepare(config)
+    client = next(iter(prepared.federation.clients.values())).client
+    terms = OrderTerms(config, build_method(config, prepared.engine.adapted.spec), client, frozenset(), "")
+    agreement = Agreement(
+        config="",
+        task="train",
+        round=0,
+        lr=config.build_training_settings().compute_lr(0, config.federation.rounds),
+        model="0" * 64,
+        clients=clients,
+        clip=100.0,
+        bits=bits,
+        top=client.examples * weight_ratio,
+        layout="0" * 64,
+    )
+    peers = compute_neighbourhood_size(clients)
+    if is_accepted:
+        terms.require_agreement(agreement, peers)
+    else:
+        with pytest.raises(FedspanError, match="would be rounded to"):
+            terms.require_agreement(agreement, peers)
+
+
+@pytest.mark.parametrize("top", [1e-9, 1.0, 1e3])
 def test_the_largest_weight_that_counts_is_part_of_what_the_nodes_agree_on(
     top: float, tiny_folder: Path, tmp_path: Path
 ) -> None:

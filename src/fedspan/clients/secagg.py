@@ -126,8 +126,8 @@ class SecureClient:
         identity: Long-term key that signs the session keys; None: they are not signed.
         known: Fingerprints of the long-term keys of the other clients of a sum; None: the server is trusted with the
             keys.
-        check: Function that raises ``FedspanError`` for an agreement that differs from the run's config; None: all
-            agreements are accepted.
+        check: Function that raises ``FedspanError`` for an agreement, and a number of clients in the neighbourhood,
+            that differ from the run's config; None: all agreements are accepted.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class SecureClient:
         min_clients: int = 2,
         identity: Identity | None = None,
         known: Mapping[str, str] | None = None,
-        check: Callable[[Agreement], None] | None = None,
+        check: Callable[[Agreement, int], None] | None = None,
     ) -> None:
         self.id, self.sessions, self.min_clients = id, sessions, min_clients
         self.identity, self.known, self.check = identity, known, check
@@ -227,7 +227,7 @@ class SecureClient:
         if order.agreement.round != order.round:
             raise FedspanError("message.agreement.round", order.agreement.round, f"the order's, {order.round}")
         if self.check is not None:
-            self.check(order.agreement)
+            self.check(order.agreement, len(peers))
         update = {"phase": "shares", "peers": peers, "threshold": order.threshold, "agreement": order.agreement}
         self.sessions.store(self.id, session.model_copy(update=update))
         transcript = order.agreement.build_transcript(context)

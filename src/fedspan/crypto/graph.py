@@ -11,7 +11,7 @@ import math
 import secrets
 from collections.abc import Sequence
 
-__all__ = ["COMPLETE", "compute_threshold", "select_neighbourhoods"]
+__all__ = ["COMPLETE", "compute_neighbourhood_size", "compute_threshold", "select_neighbourhoods"]
 
 COMPLETE = 100
 """Neighbours beyond which more are not worth their cost; with fewer clients, all pairs are neighbours."""
@@ -24,17 +24,26 @@ def select_neighbourhoods(ids: Sequence[str], neighbours: int | None = None) -> 
         ids: Distinct client ids.
         neighbours: Neighbours of a client, itself excluded; rounded up to an even number; None: ``COMPLETE``.
     """
-    count = COMPLETE if neighbours is None else neighbours
-    half = math.ceil(count / 2)
-    if 2 * half >= len(ids) - 1:
+    size = compute_neighbourhood_size(len(ids), neighbours)
+    if size == len(ids):
         return {id: tuple(sorted(ids)) for id in ids}
     circle = list(ids)
     secrets.SystemRandom().shuffle(circle)
-    size = len(circle)
+    half = size // 2
     return {
-        id: tuple(sorted(circle[(position + step) % size] for step in range(-half, half + 1)))
+        id: tuple(sorted(circle[(position + step) % len(circle)] for step in range(-half, half + 1)))
         for position, id in enumerate(circle)
     }
+
+
+def compute_neighbourhood_size(clients: int, neighbours: int | None = None) -> int:
+    """Compute the number of clients in a neighbourhood, the client itself included.
+
+    Args:
+        clients: Number of all clients.
+        neighbours: Neighbours of a client, itself excluded; rounded up to an even number; None: ``COMPLETE``.
+    """
+    return min(clients, 2 * math.ceil((COMPLETE if neighbours is None else neighbours) / 2) + 1)
 
 
 def compute_threshold(size: int, share: float) -> int:

@@ -18,10 +18,11 @@ from fedspan.config.federation import FractionRanks, RandomRanks
 from fedspan.config.node import NodeConfig, NodeLimits
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client
+from fedspan.crypto.graph import compute_neighbourhood_size
 from fedspan.deployment.handshake import Invitation
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Order
-from fedspan.federation.secagg.messages import Agreement
+from fedspan.federation.secagg.messages import Agreement, compute_share
 from fedspan.models.names import get_architecture
 from fedspan.runs.client_ranks import compute_client_scaling
 from fedspan.runs.head_setup import STATISTICS_CLIP
@@ -30,6 +31,9 @@ __all__ = ["OrderTerms", "list_config_ranks", "require_config", "require_workloa
 
 _LARGEST_OPTION = 1_000_000
 """Largest whole number that an option of a method or a wrapper may have: they count rounds, ranks or segments."""
+_FEWEST_STEPS = {32: 2**16, 64: 2**40}
+"""Fewest steps between 0 and ``clip`` to which a node lets its change be rounded in a secure sum, by bits. Of 2^16, an
+entry has about two in a change of a hundredth of that norm with 100,000 entries."""
 _SAME = 1e-9
 """Relative difference up to which two computations of a number agree: a cosine may differ between machines."""
 
@@ -218,24 +222,47 @@ class OrderTerms:
         if order.client is not None:
             self._require_client(order.client, order.task)
 
-    def require_agreement(self, agreement: Agreement) -> None:
+    def require_agreement(self, agreement: Agreement, peers: int) -> None:
         """Check what the clients of a secure sum are to agree on.
 
+        Number of clients and largest weight decide the steps to which changes are rounded. If these are so coarse that
+        most clients' changes become zero, the sum is that of the remaining ones, so a node whose own steps are too
+        coarse does not participate.
+
+        Args:
+            agreement: The agreement.
+            peers: Number of clients in the node's neighbourhood, itself included.
+
         Raises:
-            FedspanError: If it differs from the run's config.
+            FedspanError: If it differs from the run's config, or the node's own change would be rounded too coarsely.
         """
+        from fedspan.crypto.masks import Ring  # needs fedspan[secagg]
+
         federation, privacy = self.config.federation, self.config.privacy
         assert federation.secure is not None
-        clip = federation.secure.clip
+        secure, clients = federation.secure, agreement.clients
+        clip = secure.clip
         if agreement.task == "statistics":
             clip = STATISTICS_CLIP
         elif privacy is not None and privacy.mechanism == "central":
             clip = privacy.clip
-        expected = {"config": self.digest, "clip": clip, "bits": federation.secure.bits}
+        expected = {"config": self.digest, "clip": clip, "bits": secure.bits}
         for name, value in expected.items():
             if getattr(agreement, name) != value:
                 raise FedspanError(f"message.agreement.{name}", getattr(agreement, name), f"the run's, {value}")
         self.require_rate(agreement.lr, agreement.round)
+        if peers != compute_neighbourhood_size(clients, secure.neighbours):
+            expected = f"a number of clients of which {peers} are a neighbourhood"
+            raise FedspanError("message.agreement.clients", clients, expected)
+        share = compute_share(self.get_weight(agreement.task), agreement.top)
+        steps = share * Ring(agreement.bits, agreement.clip, clients).levels
+        if steps < (fewest := _FEWEST_STEPS[agreement.bits]):
+            problem = (
+                f"with {clients} clients and weights up to {agreement.top:g}, this node's change would be rounded to "
+                f"{steps:.3g} steps between 0 and federation.secure.clip, and it needs {fewest}"
+            )
+            expected = "federation.secure.bits: 64, or more equal weights (federation.weights, --max-examples)"
+            raise FedspanError("message.agreement.top", agreement.top, expected, problem=problem)
 
     def require_rate(self, lr: float, round: int) -> None:
         """Check that a learning rate is that of the schedule.
