@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,9 @@ from fedspan.core.tensors import join_extra_name
 from fedspan.core.values import Client, Message
 from fedspan.errors import FedspanError
 from fedspan.federation.head_start import HeadStart, check_statistics, start_head
-from fedspan.federation.progress import ClientData, Progress
+from fedspan.federation.progress import ClientData, Failure, Progress
+from fedspan.federation.protocol import Envelope, OnReply, Orders, Transport
+from fedspan.federation.serialization import decode, encode
 from fedspan.methods.registry import METHODS
 from fedspan.models.head import OutputLayer
 from fedspan.runs.head_setup import begin, begin_locally
@@ -148,9 +150,63 @@ def test_a_declared_number_moves_the_start_by_no_more_than_the_limit(prepared: P
 
     ratio = prepared.federation.settings.max_weight_ratio
     assert ratio is not None
-    limit = ratio * median(sizes[id] if id != "west" else 1e9 for id in sizes)
+    limit = ratio * median_low(sizes[id] if id != "west" else 1e9 for id in sizes)
     assert torch.equal(start(), start(max_weight=limit))
     assert not torch.equal(start(), start(max_weight=1000.0 * sizes["west"]))  # as an operator may allow
+
+
+class Rescaling:
+    """A transport that changes the replies of one client."""
+
+    def __init__(self, transport: Transport, id: str, change: Callable[[Message], Message]) -> None:
+        self.transport, self.id, self.change = transport, id, change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
+
+    def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, **options: Any) -> None:
+        def replied(id: str, reply: Envelope | str) -> bool:
+            if id == self.id and isinstance(reply, Envelope):
+                reply = replace(reply, body=encode(self.change(decode(reply.body))))
+            return on_reply(id, reply)
+
+        self.transport.exchange(orders, replied, seconds, **options)
+
+
+def mislabel(scale: float) -> Callable[[Message], Message]:
+    """Return statistics that a client has if it multiplies its features by a number and moves every label by one."""
+
+    def change(message: Message) -> Message:
+        powers = {"shares": 0, "sums": 1, "square": 2, "products": 2}
+        tensors = {name: value * scale ** powers[name] for name, value in message.tensors.items()}
+        return Message({**tensors, **{name: tensors[name].roll(1, 0) for name in ("shares", "sums")}})
+
+    return change
+
+
+@pytest.mark.parametrize("kind", ["class-means", "lda"])
+@pytest.mark.parametrize("scale", [10.0, 1000.0])
+def test_features_of_a_false_scale_count_little(prepared: Prepared, kind: Any, scale: float) -> None:
+    """They decided the start: the pooled covariance and the class means grow with the scale."""
+    assert prepared.head is not None
+    head = replace(prepared.head, kind=kind)
+
+    def start(change: Callable[[Message], Message] | None) -> tuple[Tensor, tuple[Failure, ...]]:
+        run = tiny.variant(prepared, prepared.config)
+        members = prepared.federation.clients
+        if change is None:
+            tiny.use_clients(run.federation, {id: member for id, member in members.items() if id != "east"})
+        else:
+            run.federation.transport = Rescaling(run.federation.transport, "east", change)  # type: ignore[assignment]
+        weights = start_of(replace(run, head=head))[HEAD[0]].double()
+        return weights - weights.mean(0), run.federation.pop_events().failures
+
+    others, _ = start(None)
+    attacked, failures = start(mislabel(scale))
+    assert float(torch.cosine_similarity(attacked.flatten(), others.flatten(), dim=0)) > 0.9
+    ((client, reason),) = {(failure.client, failure.reason) for failure in failures}
+    assert client == "east"
+    assert "its features are longer than the others'" in reason
 
 
 def test_a_client_that_refuses_is_left_out(prepared: Prepared, tiny_folder: Path) -> None:

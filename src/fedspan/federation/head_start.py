@@ -33,8 +33,9 @@ from fedspan.core.values import (
     Weights,
 )
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext
+from fedspan.federation.changes import ChangeSize
 from fedspan.federation.federation import Federation, open_clients_stage
-from fedspan.federation.progress import ClientData, Progress, TooFewReplies
+from fedspan.federation.progress import ClientData, Failure, Progress, TooFewReplies
 from fedspan.federation.round import Round
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.head import OutputLayer
@@ -45,6 +46,9 @@ KIND, BOUND = "head/kind", "head/bound"
 """Scalars of an order: the kind of start, and the norm to which features are clipped (0: they are not)."""
 _SLACK = 1e-3
 """Relative tolerance of the checks: statistics are transmitted as float32."""
+_LONGEST = 2.0
+"""Largest mean squared norm of a client's features, as a multiple of the median, at which its statistics count in full.
+Features of one encoder have similar norms, and the pooled covariance grows with the square of a false scale."""
 _SAME = 1e-5
 """Relative norm of a change up to which a method's first model counts as the pretrained one."""
 
@@ -156,7 +160,7 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
     context = RoundContext(
         method=exchange,
         settings=replace(
-            federation.settings, reduction="mean", clip_ratio=None, max_norm=None, cohort=None, privacy=None
+            federation.settings, reduction="mean", clip_ratio=_LONGEST, max_norm=None, cohort=None, privacy=None
         ),
         training=federation.training,
         clients=clients,
@@ -169,6 +173,7 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
         run=federation.run,
         task="statistics",
         check=lambda message, client: check_statistics(message, client, head),
+        measure=_measure_features,
     )
     counts = {id: clients[id].client.examples for id in ids}
     federation.transport.begin(progress)
@@ -177,9 +182,11 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
         try:
             reduced, _ = round.reduce()
         finally:
+            aggregation = round.aggregation
+            round.tally.failures += [_describe_long(id, factor) for id, factor in aggregation.clipped.items()]
             for event in (*round.tally.sort_transfers(), *round.tally.sort_failures()):
                 federation.record(replace(event, purpose="statistics"))
-    aggregation = round.aggregation  # examples count as far as the weights do
+    # examples count as far as the weights do; those of scaled statistics, as far as their shares of classes
     examples = sum(clients[id].client.examples * aggregation.lowered.get(id, 1) for id in aggregation.replies)
     statistics = HeadStatistics.from_tensors(reduced.mean).rescale(head.bound)
     if not float(statistics.shares.sum()) > 0:
@@ -187,6 +194,18 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
     counted = max(1, int(examples * float(statistics.shares.sum()) + 0.5))
     tensors = {**state.tensors, **compute_head_tensors(head, statistics.normalize(), counted)}
     return replace(progress, state=replace(state, tensors=tensors))
+
+
+def _measure_features(message: Message) -> ChangeSize:
+    """Return the mean squared norm of the features that a reply counts; 0 if it counts none."""
+    counted = float(message.tensors["shares"].double().sum())
+    return ChangeSize(float(message.tensors["square"]) / counted if counted > 0 else 0.0, 1)
+
+
+def _describe_long(id: str, factor: float) -> Failure:
+    """Return the event of a client whose statistics count less because its features are too long."""
+    reason = f"its features are longer than the others', so its statistics count with a factor of {factor:.3g}"
+    return Failure(id, 0, reason, "statistics")
 
 
 def compute_head_tensors(head: HeadStart, statistics: HeadStatistics, examples: int) -> dict[str, Tensor]:

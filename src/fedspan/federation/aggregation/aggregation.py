@@ -56,6 +56,7 @@ class RoundContext:
         run: Name of the run.
         task: Kind of the orders whose replies are aggregated.
         check: Further check of a reply in plaintext, which raises ``ValueError``; None: no further check.
+        measure: Returns the size by which replies are compared and scaled down; None: that of their changes.
         absent: Clients of the cohort that are not waited for if the others suffice.
         sent: Earlier states of the server that clients of the round train, by client; the others train ``state``.
         factors: Factors by which the round's first exchange scaled changes down, by client, which also apply to the
@@ -77,6 +78,7 @@ class RoundContext:
     run: str
     task: Literal["train", "second", "statistics"] = "train"
     check: Callable[[Message, Client], None] | None = None
+    measure: Callable[[Message], ChangeSize] | None = None
     absent: frozenset[str] = frozenset()
     sent: Mapping[str, ServerState] = field(default_factory=dict)
     factors: Mapping[str, float] = field(default_factory=dict)
@@ -282,9 +284,13 @@ class PlaintextAggregation:
 
     def _measure_change(self, message: Message, client: Client) -> ChangeSize:
         """Validate a reply, if the rules ask for it, and return the size of its change."""
-        method, expected = self.context.method, self._get_untrained_reply(client, self._get_sent_state(client))
+        method, measure = self.context.method, self.context.measure
+        expected = self._get_untrained_reply(client, self._get_sent_state(client))
         if self.context.rules.validate:
-            return validate_reply(method, message, client, expected).change
+            change = validate_reply(method, message, client, expected).change
+            return change if measure is None else measure(message)
+        if measure is not None:
+            return measure(message)
         change = measure_change(message, method.contribute(message, client), expected, method, client)
         if self.context.settings.clips and not math.isfinite(change.norm):
             raise ValueError("the norm of its change is not finite, so the change cannot be scaled down")
