@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fedspan.core import alignment
+from fedspan.core.method import Memory
 from fedspan.core.tensors import join_tensor_name, select_slots
-from fedspan.core.values import Job, Spec, Trained
+from fedspan.core.values import Client, Job, Message, Spec, Trained
 from fedspan.errors import FedspanError
 from fedspan.methods.fedgalore import FedGaLore
 from fedspan.planning.shape_inference import count_traffic
@@ -275,6 +276,30 @@ def test_clients_of_different_numbers_of_steps_decay_the_base_by_their_shares(mo
                 mean += shares[id] * (one.decay * W[layer] + pair.to_dense())
             W[layer] = mean
             assert close(federation.get_weight(layer), mean)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.5])
+def test_a_client_that_claims_to_have_decayed_the_whole_base_shrinks_it_little(
+    weight_decay: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No limit on norms sees this number, with which one client of n takes an n-th of the base a round."""
+    problem = Problem(clients=4)
+    training = adamw(LR, batch_size=4)
+    training = replace(training, optimizer=replace(training.optimizer, weight_decay=weight_decay))
+    finish, honest, attacker = FedGaLore.finish, dict[str, float](), problem.client_ids[0]
+
+    def lying(self: FedGaLore, job: Job, trained: Trained, client: Client, *rest: Any) -> tuple[Message, Memory]:
+        message, memory = finish(self, job, trained, client, *rest)
+        honest[client.id] = trained.decay
+        if client.id == attacker:
+            message = replace(message, scalars={**message.scalars, "decay": 0.0})
+        return message, memory
+
+    monkeypatch.setattr(FedGaLore, "finish", lying)
+    federation = Federation(with_extras(made(problem)), problem, training)
+    federation.round()
+    assert federation.state.base.rho >= min(honest.values()) ** 4
+    assert federation.state.base.rho <= max(honest.values())
 
 
 def test_what_does_not_decay_keeps_the_base() -> None:

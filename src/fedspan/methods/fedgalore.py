@@ -27,6 +27,7 @@ GaLore's code the whole ones. Weight decay reaches the frozen weight (W <- rho W
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
@@ -63,10 +64,24 @@ __all__ = ["FedGaLore"]
 
 _MOST_STEPS = 10**9
 """Largest number of steps that a reply may state where the run's epochs decide."""
+_MOST_DECAY = 4
+"""Largest number of times that a client may decay the base, in multiples of the median: the norm of a change, which is
+limited, does not contain it. Honest decays differ by the clients' numbers of steps alone."""
 _LONGEST = 1.01
 """Largest squared norm of a projector's row; honest ones have norm 1 to rounding."""
 _ROUND = "round"
 """Layer name of the counts of a round in a reply."""
+
+
+def _limit_decays(stack: Sequence[StackItem]) -> list[float]:
+    """Return the clients' factors on the base, of which none is below the median to the power of ``_MOST_DECAY``.
+
+    The median is that of the clients that made any steps; of an even number, the one of the middle two that decays the
+    base less.
+    """
+    decays, steps = ([float(item.tensors[f"{_ROUND}/{name}"]) for item in stack] for name in ("decay", "steps"))
+    least = statistics.median_high([decay for decay, made in zip(decays, steps, strict=True) if made] or [1.0])
+    return [max(decay, least**_MOST_DECAY) for decay in decays]
 
 
 def _transpose_wide(value: Tensor, layer: LayerSpec) -> Tensor:
@@ -219,7 +234,9 @@ class FedGaLore(RegisteredMethod):
         return Contribution(stack={**message.tensors, **{f"{_ROUND}/{name}": value for name, value in counts.items()}})
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        mean = {n: sum(i.weight * float(i.tensors[f"{_ROUND}/{n}"]) for i in reduced.stack) for n in ("decay", "steps")}
+        steps = sum(item.weight * float(item.tensors[f"{_ROUND}/steps"]) for item in reduced.stack)
+        decays = zip(reduced.stack, _limit_decays(reduced.stack), strict=True)
+        decay = sum(item.weight * value for item, value in decays)
         deltas = {layer.name: self._compute_delta(layer, reduced.stack, state.round) for layer in self.spec.layers}
         moments: dict[str, Tensor] = {}
         if (synchroniser := self._create_synchroniser()) is not None:
@@ -229,8 +246,8 @@ class FedGaLore(RegisteredMethod):
                 moments |= {join_tensor_name(layer.name, slot): value.to(dtype) for slot, value in joined.items()}
         return state.advance_round(
             memory=moments,
-            base=state.base.add(Increment(state.round + 1, deltas, mean["decay"])),
-            scalars={"steps": int(state.scalars["steps"]) + round(mean["steps"])},
+            base=state.base.add(Increment(state.round + 1, deltas, decay)),
+            scalars={"steps": int(state.scalars["steps"]) + round(steps)},
             generation=state.generation + 1,
         )
 
