@@ -55,10 +55,11 @@ def test_every_turned_bit_is_noticed_and_its_line_named(tmp_path: Path, at: int,
     path.write_bytes(content)
     with pytest.raises(FedspanError) as caught:
         require_position(path, end)
-    if at < len(content) - 1:  # without its newline, the last line is one that was being written
-        assert f"log.jsonl, line {number}" in str(caught.value)
-        with pytest.raises(FedspanError, match=f"line {number}`"):
-            list(read_lines(path))
+    assert f"log.jsonl, line {number}" in str(caught.value)
+    with pytest.raises(FedspanError, match=f"line {number}`"):
+        list(read_lines(path))
+    with pytest.raises(FedspanError, match=f"line {number}`"):  # which would cut a line that was written in part
+        JsonLines(path)
 
 
 @pytest.mark.parametrize("change", ["removed", "twice", "swapped", "added"])
@@ -135,6 +136,19 @@ def test_a_changed_audit_log_is_noticed(tmp_path: Path, change: str) -> None:
     log.path.write_bytes(one + (two.replace(b'"b"', b'"x"') if change == "edited" else b"") + three)
     with pytest.raises(FedspanError, match="line 2`: the line was changed"):
         log.read()
+
+
+@pytest.mark.parametrize("entries", [1, 2])
+def test_a_turned_bit_of_the_last_newline_loses_no_entry(tmp_path: Path, entries: int) -> None:
+    log = AuditLog(tmp_path / "audit.jsonl")
+    for number in range(entries):
+        log.write("admitted", node=str(number))
+    content = log.path.read_bytes()
+    log.path.write_bytes(content[:-1] + b"\x0b")
+    for use in (log.read, lambda: log.write("revoked", node="0")):
+        with pytest.raises(FedspanError, match="the last line was changed"):
+            use()
+    assert log.path.read_bytes()[:-1] == content[:-1]
 
 
 def test_nothing_is_appended_to_what_is_no_audit_log(tmp_path: Path) -> None:

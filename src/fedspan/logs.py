@@ -35,6 +35,8 @@ __all__ = [
 ]
 
 _CHAIN = re.compile(rb', "chain": "([0-9a-f]{64})"\}$')
+_ENDED = re.compile(rb', "chain": "[0-9a-f]{64}"\}.', re.DOTALL)
+"""A whole line that ends in something else than a newline: nobody who writes a line leaves one."""
 
 
 class Position(NamedTuple):
@@ -87,7 +89,8 @@ def _read_lines(path: Path, data: bytes, head: str = EMPTY.head, first: int = 1)
     Raises:
         FedspanError: If a line does not continue the chain; the error names its number.
     """
-    for number, line in enumerate(data.split(b"\n")[:-1], first):
+    *lines, rest = data.split(b"\n")
+    for number, line in enumerate(lines, first):
         match = _CHAIN.search(line)
         body = b"" if match is None else line[: match.start()] + b"}"
         if match is None or _compute_digest(head, body) != match[1].decode():
@@ -98,6 +101,13 @@ def _read_lines(path: Path, data: bytes, head: str = EMPTY.head, first: int = 1)
             raise FedspanError(f"{path}, line {number}", line, problem=problem)
         head = match[1].decode()
         yield number, body, head
+    if _ENDED.search(rest):
+        raise _build_end_error(f"{path}, line {first + len(lines)}")
+
+
+def _build_end_error(field: str) -> FedspanError:
+    problem = "the last line was changed after it was written: it does not end where it did. Restore the file"
+    return FedspanError(field, None, problem=problem)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, object]]:
@@ -332,6 +342,8 @@ class AuditLog:
             os.lseek(descriptor, start, os.SEEK_SET)
             tail = os.read(descriptor, size - start)
             last = tail.rfind(b"\n")
+            if _ENDED.search(tail[last + 1 :]):
+                raise _build_end_error(str(self.path))
             before = tail.rfind(b"\n", 0, max(last, 0))
             if last >= 0 and (before >= 0 or start == 0):
                 match = _CHAIN.search(tail[before + 1 : last])
