@@ -21,8 +21,9 @@ nonnegative, and the step grows by sqrt(r) at most. Between independent random p
 n, so that about r / n of vbar is left: the second moments are almost re-initialized at every random refresh. ``keep``
 leaves it (GaLore's code). Bias correction is off as in algorithm 4, for the extras (the head) too, whose optimizer the
 paper does not give; on, the second moment's counter is carried over rounds. Clipping bounds the projected gradients,
-GaLore's code the whole ones. Weight decay reaches the frozen weight (W <- rho W), which no adapter can express.
-``lora_alpha`` is not used; ``scale`` is GaLore's. Not in the paper: ``rounds_per_seed``.
+GaLore's code the whole ones. Weight decay reaches the frozen weight (W <- rho W), which no adapter can express;
+a client's rho is at least the median's to the power of 4. ``lora_alpha`` is not used; ``scale`` is GaLore's. Not in the
+paper: ``rounds_per_seed``.
 """
 
 from __future__ import annotations
