@@ -36,6 +36,7 @@ class Grid:
     def __init__(self, online: Iterable[int], polls: Mapping[int, int]) -> None:
         self.online, self.polls = list(online), dict(polls)
         self.sent: dict[str, Any] = {}
+        self.requests: list[list[str]] = []
 
     def get_node_ids(self) -> list[int]:
         return self.online
@@ -46,6 +47,7 @@ class Grid:
         return list(self.sent)[-len(messages) :]
 
     def pull_messages(self, ids: list[str]) -> list[Any]:
+        self.requests.append(ids)
         back: list[Any] = []
         for id in ids:
             message = self.sent[id]
@@ -189,6 +191,17 @@ def test_two_readers_of_one_grid_get_their_own_replies() -> None:
     grid.online = [1, 2, 3]
     assert list(invitations.send(60.0)) == []
     assert invitations.pending_nodes == {3}  # who is offline is not waited for
+
+
+def test_a_reply_that_is_held_for_the_other_reader_is_not_requested_again() -> None:
+    grid = Grid([1, 2], {2: 2})
+    shared = grid_module.SharedGrid(grid)
+    invitations = transport.Invitations(shared.side, Envelope("hello"), known=[2])
+    assert list(invitations.send(60.0)) == []
+    assert list(invitations.receive()) == []
+    assert exchanged(transport.GridTransport(shared, NODES), {"b": Envelope("order")}, 10.0) == {"b": Envelope("order")}
+    assert grid.requests == [["m0", "m1"], ["m1"], ["m1"]]
+    assert [node for node, _ in invitations.receive()] == [1]
 
 
 def test_an_order_names_how_large_its_reply_may_be() -> None:

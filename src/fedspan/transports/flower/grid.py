@@ -84,8 +84,9 @@ class SharedGrid:
         """``Grid.pull_messages``."""
         own = list[Message]()
         for message in self._grid.pull_messages(sorted({*message_ids, *self._side_ids})):
-            is_side = message.metadata.reply_to_message_id in self._side_ids
-            (self._held if is_side else own).append(message)
+            order = message.metadata.reply_to_message_id
+            (self._held if order in self._side_ids else own).append(message)
+            self._side_ids -= {order}  # a request for a reply that has arrived makes the server send it again
         return own
 
     def push_side_messages(self, messages: Iterable[Message]) -> Iterable[str]:
