@@ -2,11 +2,13 @@
 
 Needs to be root, for network namespaces and small file systems.
 
-    python benchmarks/faults.py --page docs/results/faults.md
+    python benchmarks/faults.py --page docs/results/faults.md --record faults.json
     python benchmarks/faults.py nan server-killed
 
-A tiny BERT, three rounds. After each fault the run must have every round that was finished before it, unchanged, and a
-model that is finite and has the bits of an undisturbed run in which the same clients replied.
+A tiny BERT, three rounds unless the fault names another number. After each fault the run must have every round that was
+finished before it, unchanged, and a model that is finite and has the bits of an undisturbed run in which the same
+clients replied; where nodes join or leave and in asynchronous rounds, these are the bits of a simulation with the same
+clients in each round.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version as find_version
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from stage import Deployment, build_command, build_environment, find_child
 
 HERE = Path(__file__).resolve().parent
@@ -74,11 +77,15 @@ class Outcome:
         seen: The line that a user sees.
         state: The run that the model is equal to.
         left_out: Clients whose replies did not count.
+        seconds: Duration of the scenario.
+        call: Time at which the call of this script began.
     """
 
     seen: str
     state: str
     left_out: str = "nobody"
+    seconds: float = 0.0
+    call: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ class Submitted:
         stage: The deployment.
         log: Path of the log.
         out: Folder of the run.
-        arguments: Arguments of ``fedspan submit``.
+        arguments: Arguments of ``fedspan submit``, which is started in the stage's folder.
     """
 
     def __init__(self, stage: Stage, log: Path, out: Path, *arguments: str) -> None:
@@ -110,7 +117,7 @@ class Submitted:
         command = build_command("submit", *arguments, "--server", str(stage.made.server))
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command, env=build_environment(), stdout=log, stderr=log, start_new_session=True
+                command, cwd=stage.folder, env=build_environment(), stdout=log, stderr=log, start_new_session=True
             )
 
     def rows(self) -> list[str]:
@@ -212,8 +219,22 @@ class Stage:
         out: Path | None = None,
         steps: int = STEPS,
         training: Mapping[str, Any] | None = None,
+        engine: Mapping[str, Any] | None = None,
+        base: str = "",
         **federation: Any,
     ) -> Submitted:
+        """Submit a run.
+
+        Args:
+            name: Name of the run.
+            method: Its method; None: fedit.
+            out: Its folder; None: one in the stage's folder.
+            steps: Local steps of a round.
+            training: Further fields of ``training``.
+            engine: The section ``engine``; None: the default.
+            base: Folder of a base model that is offered to the nodes; empty: the model that all of them have.
+            federation: Further fields of ``federation``.
+        """
         self._count += 1
         run_folder = self.folder / f"{self._count:02}-{name}"
         out = out or run_folder
@@ -223,14 +244,19 @@ class Stage:
             federation={"rounds": ROUNDS, "deadline": 120.0, "min_replies": 3, **federation},
         )
         values["training"] = {**values["training"], "local_steps": steps, **(training or {})}
+        if engine is not None:
+            values["engine"] = dict(engine)
+        if base:
+            values["model"]["name"] = base
         path = run_folder.with_suffix(".yaml")
         path.write_text(yaml.safe_dump(values))
-        return self._begun(run_folder.with_suffix(".log"), out, str(path), "--out", str(out), "--wait", "120")
+        options = ("--out", str(out), "--wait", "120", *(["--offer-base"] if base else []))
+        return self._start(run_folder.with_suffix(".log"), out, str(path), *options)
 
     def resume(self, run: Submitted) -> Submitted:
-        return self._begun(run.log.with_suffix(".resumed.log"), run.out, "--resume", str(run.out))
+        return self._start(run.log.with_suffix(".resumed.log"), run.out, "--resume", str(run.out))
 
-    def _begun(self, log: Path, out: Path, *arguments: str) -> Submitted:
+    def _start(self, log: Path, out: Path, *arguments: str) -> Submitted:
         self._last = Submitted(self, log, out, *arguments)
         return self._last
 
@@ -244,17 +270,34 @@ class Stage:
         for site in SITES:
             self.join(site, self.node(site))
 
-    def finished(self, run: Submitted, before: list[str]) -> Model:
+    def finished(self, run: Submitted, before: list[str], rounds: int = ROUNDS) -> Model:
         """Return the model of a finished run.
 
         Args:
-            run: Folder of the run.
+            run: The run.
             before: Metrics of the rounds that were finished before the fault.
+            rounds: Number of its rounds.
         """
         rows = run.rows()
-        require(rows[: len(before)] == before, "a finished round was lost or played again")
-        require([json.loads(row)["round"] for row in rows] == list(range(1, ROUNDS + 1)), "rounds are missing")
+        require(rows[: len(before)] == before, "a finished round was lost or run again")
+        require([json.loads(row)["round"] for row in rows] == list(range(1, rounds + 1)), "rounds are missing")
         return Model(load_file(run.out / "adapter" / "adapter_model.safetensors"))
+
+    def simulate(self, run: Submitted, data: Path, federation: Mapping[str, Any], **changes: Any) -> Model:
+        """Return the model of a simulation of a run, with the same engine.
+
+        Args:
+            run: The run, whose config names its engine.
+            data: Data of all clients.
+            federation: Fields of ``federation`` that replace those of the run.
+            changes: Further sections of the config.
+        """
+        values = yaml.safe_load(run.log.with_suffix(".yaml").read_text())
+        simulated = {**local_values(values, data, values["engine"]), **changes}
+        simulated["federation"] = {**simulated["federation"], **federation}
+        out = self.folder / f"{run.out.name}-simulated"
+        fedspan.run(simulated, out)
+        return Model(load_file(out / "adapter" / "adapter_model.safetensors"))
 
     def own_models(self, since: float) -> Model:
         """Return the clients' own models on the nodes that were written since then."""
@@ -368,48 +411,6 @@ def node_killed(stage: Stage) -> Outcome:
     return Outcome(line(output, f"{NORTH}:"), ALL + ", every client's own model")
 
 
-LATE, LATE_ROUNDS = "east", 12
-
-
-@register_fault(
-    "joins-and-leaves",
-    "a fourth node is admitted after the first round, and another one is stopped (SIGTERM) once it participates "
-    "(`federation.late_joiners: true`, 12 rounds)",
-)
-def joins_and_leaves(stage: Stage) -> Outcome:
-    folder = stage.folder / "four"
-    folder.mkdir()
-    stage.files |= site_files(stage.folder / "corpus.csv", folder, (*SITES, LATE))
-    key = stage.made.folder / f"{LATE}.key"
-    stage.made.call("join", "--new-key", str(key))
-    run = stage.submit("joins-and-leaves", steps=LONG, late_joiners=True, rounds=LATE_ROUNDS)
-    stage.join(LATE, stage.node(LATE), until="refused the connection")
-    run.until(1)
-    stage.made.call("admit", f"{key}.pub", "--as", LATE, "--server", str(stage.made.server))
-    run.until_event("joined")
-    os.kill(stage.made.processes[SOUTH].pid, signal.SIGTERM)
-    output = run.end()
-    stage.restore()
-    rows = [json.loads(row) for row in run.rows()]
-    require([row["round"] for row in rows] == list(range(1, LATE_ROUNDS + 1)), "rounds are missing")
-    ((joined, _),) = [(row["round"], row["joined"]) for row in rows if "joined" in row]
-    ((left, gone),) = [(row["round"], row["left"]) for row in rows if "left" in row]
-    require(gone == [SOUTH], f"{gone} left")
-    failures = [(row["round"], one["client"], one["purpose"]) for row in rows for one in row.get("failures", [])]
-    require({failure[:2] for failure in failures} <= {(left - 1, SOUTH)}, f"clients failed: {failures}")
-    last = left - 1 - ((left - 1, SOUTH, "train") in failures)  # it may be stopped at the moment when a round begins
-    values = yaml.safe_load(run.log.with_suffix(".yaml").read_text())
-    simulated = local_values(values, stage.files["all"], {"name": "loop"})
-    del simulated["federation"]["late_joiners"]
-    simulated["simulation"] = {"present": {LATE: [joined, None], SOUTH: [1, last]}}
-    fedspan.run(simulated, folder / "simulated")
-    expected = load_file(folder / "simulated" / "adapter" / "adapter_model.safetensors")
-    for name, value in load_file(run.out / "adapter" / "adapter_model.safetensors").items():
-        require(float((value - expected[name]).norm()) <= 1e-4 * float(value.norm()), f"{name} is another")
-    state = "that of a simulation with the same clients in each round (to 1e-4)"
-    return Outcome(line(output, f"{LATE} has joined"), state, f"that node, from round {left} on")
-
-
 @register_fault(
     "checkpointed",
     "the same with `training.checkpoint_steps: 5`: the node continues within the round",
@@ -486,7 +487,7 @@ def server_killed(stage: Stage) -> Outcome:
 
 @register_fault(
     "superlink-killed",
-    "the SuperLink is killed (-9) in the middle of the second round; `fedspan server` starts it anew",
+    "the SuperLink is killed (-9) in the middle of the second round; `fedspan server` restarts it",
 )
 def superlink_killed(stage: Stage) -> Outcome:
     expected = stage.clean()
@@ -754,28 +755,158 @@ def labels(stage: Stage) -> Outcome:
     )
 
 
+LOOP = {"name": "loop"}
+"""Engine of the runs that a simulation repeats. The bits of the batched engine depend on how many clients share a pass,
+and a node has one client."""
+
+
+@register_fault(
+    "buffered",
+    "asynchronous rounds (`federation.buffered`): a node hangs (SIGSTOP) for two rounds, then another is killed (-9)",
+)
+def buffered_rounds(stage: Stage) -> Outcome:
+    rounds, buffered = 8, {"concurrency": 3}
+    run = stage.submit("buffered", rounds=rounds, clients_per_round=2, min_replies=2, buffered=buffered, engine=LOOP)
+    before = len(run.in_the_middle())
+    pid = stage.made.processes[WEST].pid
+    os.killpg(pid, signal.SIGSTOP)
+    try:
+        run.until(before + 2)
+    finally:
+        os.killpg(pid, signal.SIGCONT)
+    stage.made.wait_for_training(SOUTH)
+    killed = run.rows()
+    stage.made.end(SOUTH)
+    run.end()
+    stage.join(SOUTH)
+    model = stage.finished(run, killed, rounds)
+    arrivals = [json.loads(row)["arrivals"] for row in run.rows()]
+    require(all(len(replies) == 2 for replies in arrivals), f"a round has not two replies: {arrivals}")
+    oldest = max(age for replies in arrivals for client, age in replies if client == WEST)
+    require(oldest >= 2, f"no reply of {WEST} is to a state of two rounds before: {arrivals}")
+    require(SOUTH not in dict(arrivals[-1]), f"{SOUTH} replied after its end: {arrivals}")
+    replay = {"buffered": {**buffered, "replay": str(run.out)}}
+    model.require_same(stage.simulate(run, stage.files["all"], replay))
+    seen = f"nothing: {WEST}'s reply counts, and its state is {oldest} rounds old"
+    return Outcome(seen, "bits of a simulation that replays the arrivals", "the killed node, from then on")
+
+
+BASE, BASE_MIB = "offered", 4
+"""Folder and size of a base model that one node does not have."""
+
+
+@register_fault(
+    "base-transfer",
+    "a node is killed (-9) while it receives the base model (`limits.accept_base: true`), and started again",
+)
+def base_transfer(stage: Stage) -> Outcome:
+    expected = stage.clean()
+    folder = stage.folder / BASE
+    shutil.copytree(stage.folder / "bert", folder)
+    weights = folder / "model.safetensors"
+    filler = {"filler": torch.arange(BASE_MIB << 18, dtype=torch.float32)}  # the model ignores it: a longer transfer
+    save_file({**load_file(weights), **filler}, weights, {"format": "pt"})
+    received = stage.made.folder / f"{NORTH}-state" / "bases"
+    for site in SITES:
+        stage.leave(site)
+    for site in (SOUTH, WEST):
+        stage.join(site, stage.node(site, models={BASE: str(folder)}))
+    with SlowLink(stage.made.port, 2e6 / 8) as slow:
+        path = stage.node(NORTH, server=f"127.0.0.1:{slow.port}", limits={"accept_base": True})
+        stage.join(NORTH, path)
+        run = stage.submit("base-transfer", base=BASE)
+        arrived = wait_for_size(received, weights.name, BASE_MIB << 19)
+        stage.made.end(NORTH)
+        require(arrived < weights.stat().st_size, "the node was killed too late")
+        transmitted = slow.received
+        stage.join(NORTH, path)
+        output = run.end()
+        repeated = slow.received - transmitted
+        stage.leave(NORTH)
+    for site in (SOUTH, WEST):
+        stage.leave(site)
+    for site in SITES:
+        stage.join(site, stage.node(site))
+    require(repeated < weights.stat().st_size, f"after {arrived} bytes the node received {repeated} more")
+    (copy,) = received.iterdir()
+    for file in copy.iterdir():
+        require(file.read_bytes() == (folder / file.name).read_bytes(), f"{file.name} is another")
+    stage.finished(run, []).require_same(expected)
+    return Outcome(line(output, "receives the base model"), ALL + "; the model's files are equal by bytes")
+
+
+def wait_for_size(folder: Path, name: str, size: int) -> int:
+    """Wait until a file below a folder has a size, and return its size then."""
+    end = time.monotonic() + WAIT
+    while True:
+        sizes = [path.stat().st_size for path in folder.glob(f"*/{name}")]
+        if sizes and max(sizes) >= size:
+            return max(sizes)
+        require(time.monotonic() < end, f"{name} has {sizes} bytes after {WAIT:g} s")
+        time.sleep(0.05)
+
+
+LATE, LATE_ROUNDS = "east", 12
+
+
+@register_fault(
+    "joins-and-leaves",
+    "a fourth node is admitted after the first round, and another one is stopped (SIGTERM) once it participates "
+    "(`federation.late_joiners: true`, 12 rounds)",
+)
+def joins_and_leaves(stage: Stage) -> Outcome:
+    folder = stage.folder / "four"
+    folder.mkdir()
+    files = site_files(stage.folder / "corpus.csv", folder, (*SITES, LATE))
+    stage.files[LATE] = files[LATE]
+    key = stage.made.folder / f"{LATE}.key"
+    stage.made.call("join", "--new-key", str(key))
+    run = stage.submit("joins-and-leaves", steps=LONG, engine=LOOP, late_joiners=True, rounds=LATE_ROUNDS)
+    stage.join(LATE, stage.node(LATE), until="refused the connection")
+    run.until(1)
+    stage.made.call("admit", f"{key}.pub", "--as", LATE, "--server", str(stage.made.server))
+    run.until_event("joined")
+    os.kill(stage.made.processes[SOUTH].pid, signal.SIGTERM)
+    output = run.end()
+    stage.restore()
+    model = stage.finished(run, [], LATE_ROUNDS)
+    rows = [json.loads(row) for row in run.rows()]
+    ((joined, _),) = [(row["round"], row["joined"]) for row in rows if "joined" in row]
+    ((left, gone),) = [(row["round"], row["left"]) for row in rows if "left" in row]
+    require(gone == [SOUTH], f"{gone} left")
+    failures = [(row["round"], one["client"], one["purpose"]) for row in rows for one in row.get("failures", [])]
+    require({failure[:2] for failure in failures} <= {(left - 1, SOUTH)}, f"clients failed: {failures}")
+    last = left - 1 - ((left - 1, SOUTH, "train") in failures)  # it may be stopped at the moment when a round begins
+    presence = {"present": {LATE: [joined, None], SOUTH: [1, last]}}
+    model.require_same(stage.simulate(run, files["all"], {"late_joiners": False}, simulation=presence))
+    state = "bits of a simulation with the same clients in each round"
+    return Outcome(line(output, f"{LATE} has joined"), state, f"that node, from round {left} on")
+
+
 def redact(text: str, folder: Path) -> str:
     return text.replace(str(folder), "FOLDER").replace("|", "\\|")
 
 
-def format_table(outcomes: Mapping[str, tuple[Outcome, float]], folder: Path) -> str:
+def format_table(outcomes: Mapping[str, Outcome]) -> str:
     rows = ["| fault | what is seen | left out | rounds lost | model | s |", "|---|---|---|---|---|---|"]
-    for name, (outcome, seconds) in outcomes.items():
-        cells = (FAULTS[name][0], f"`` {redact(outcome.seen, folder)} ``", outcome.left_out, "0", outcome.state)
-        rows.append(f"| {' | '.join(cells)} | {seconds:.0f} |")
+    for name, outcome in outcomes.items():
+        cells = (FAULTS[name][0], f"`` {outcome.seen} ``", outcome.left_out, "0", outcome.state)
+        rows.append(f"| {' | '.join(cells)} | {outcome.seconds:.0f} |")
     return "\n".join(rows)
 
 
 PAGE = """# Faults, one by one
 
-Three nodes and a server on one machine, TLS and keys, a tiny BERT, {rounds} rounds of {steps} steps. Each fault is done
-to a run at work; then its finished rounds must all be there, unchanged, and its model must be finite and have the bits
-of an undisturbed run in which the same clients replied. The script ends with an error where that does not
-hold. A reply that is dropped leaves its client out of that round; in the other runs everybody is waited for
+Three nodes and a server on one machine, TLS and keys, a tiny BERT, {rounds} rounds of {steps} steps unless the row says
+otherwise. Each fault is done to a run at work; then its finished rounds must all be there, unchanged, and its model
+must be finite and have the bits of an undisturbed run in which the same clients replied. In asynchronous rounds, and
+where nodes join or leave, these are the bits of a simulation. The script ends with an error where that does not hold.
+A reply that is dropped leaves its client out of that round; in the other synchronous runs everybody is waited for
 (`federation.min_replies: 3`).
 
-Command: `python benchmarks/faults.py{given}`  
-Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, flwr 1.41.0.
+Command: `python benchmarks/faults.py{given}`{calls}  
+Date: {date}. Commit: {commit}. Machine: {machine}, {cores} cores, torch {torch}, flwr {flwr}. Load average of the last
+15 minutes at the end: {load:.1f}.
 
 {table}
 {missing}
@@ -784,22 +915,63 @@ are those of the whole fault: starting `fedspan submit`, all rounds, the export.
 """
 
 
+def call_git(*arguments: str) -> str:
+    command = ["git", "-C", str(HERE.parent), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+class Record:
+    """Outcomes of one commit, from one or several calls.
+
+    Args:
+        path: File that they are stored in; None: they are not stored.
+
+    Raises:
+        SystemExit: If the file is of another commit.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path, self.call = path, datetime.datetime.now().isoformat(" ", "seconds")
+        self.commit = call_git("rev-parse", "--short", "HEAD").strip()
+        if call_git("status", "--porcelain", "src", "benchmarks", "tests"):
+            self.commit += " with changes"
+        self.outcomes = self._read()
+
+    def _read(self) -> dict[str, Outcome]:
+        if self.path is None or not self.path.exists():
+            return {}
+        stored = json.loads(self.path.read_text(encoding="utf-8"))
+        if stored["commit"] != self.commit:
+            sys.exit(f"{self.path} is of commit {stored['commit']}, and this is {self.commit}")
+        return {name: Outcome(**fields) for name, fields in stored["outcomes"].items()}
+
+    def add(self, name: str, outcome: Outcome) -> None:
+        """Add an outcome, and store it with those in the file, which another call may have extended."""
+        known = {**self.outcomes, **self._read(), name: replace(outcome, call=self.call)}
+        self.outcomes = {name: known[name] for name in FAULTS if name in known}
+        if self.path is not None:
+            stored = {name: asdict(one) for name, one in self.outcomes.items()}
+            self.path.write_text(json.dumps({"commit": self.commit, "outcomes": stored}, indent=1), encoding="utf-8")
+
+
 def main() -> None:
     """Do them, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("faults", nargs="*", help=f"of {', '.join(FAULTS)}; left out: all")
     parser.add_argument("--page", type=Path, help="write the table to this file, after every fault")
+    parser.add_argument(
+        "--record", type=Path, help="store the outcomes in this file; a later call does what is missing"
+    )
     args = parser.parse_args()
     if unknown := set(args.faults) - set(FAULTS):
         parser.error(f"no such fault: {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
-    outcomes: dict[str, tuple[Outcome, float]] = {}
-    failed: dict[str, str] = {}
+    record, failed = Record(args.record), dict[str, str]()
     with tempfile.TemporaryDirectory(prefix="fedspan-faults-") as folder_name:
         stage = Stage(Path(folder_name))
         with stage.made:
             for site in SITES:
                 stage.join(site, stage.node(site))
-            for name in args.faults or FAULTS:
+            for name in [name for name in args.faults or FAULTS if name not in record.outcomes]:
                 began = time.monotonic()
                 try:
                     outcome = FAULTS[name][1](stage)
@@ -808,26 +980,33 @@ def main() -> None:
                     print(f"FAILED {name}: {error}", flush=True)
                     stage.restore()
                     continue
-                outcomes[name] = (outcome, time.monotonic() - began)
-                print(f"{outcomes[name][1]:4.0f} s  {name}: {redact(outcome.seen, stage.folder)}", flush=True)
+                seconds = time.monotonic() - began
+                outcome = replace(outcome, seen=redact(outcome.seen, stage.folder), seconds=seconds)
+                record.add(name, outcome)
+                print(f"{seconds:4.0f} s  {name}: {outcome.seen}", flush=True)
                 if args.page:  # a run of all of them is long
-                    args.page.write_text(page(outcomes, stage.folder), encoding="utf-8")
-        print(page(outcomes, stage.folder))
+                    args.page.write_text(page(record), encoding="utf-8")
+        print(page(record))
     if failed:
-        sys.exit(f"{len(failed)} of {len(outcomes) + len(failed)} faults had consequences: {', '.join(failed)}")
+        sys.exit(f"{len(failed)} of {len(record.outcomes) + len(failed)} faults had consequences: {', '.join(failed)}")
 
 
-def page(outcomes: Mapping[str, tuple[Outcome, float]], folder: Path) -> str:
-    missing = [name for name in FAULTS if name not in outcomes]
+def page(record: Record) -> str:
+    missing = [name for name in FAULTS if name not in record.outcomes]
+    calls = sorted({outcome.call for outcome in record.outcomes.values()} | {record.call})
     return PAGE.format(
         rounds=ROUNDS,
         steps=STEPS,
-        given="" if set(outcomes) == set(FAULTS) else " " + " ".join(outcomes),
-        date=datetime.date.today(),
+        given=" " + " ".join(record.outcomes) if missing else "",
+        calls=f", in {len(calls)} calls (`--record`)" if len(calls) > 1 else "",
+        date=calls[0].split()[0],
+        commit=record.commit,
         machine=platform.machine(),
         cores=os.cpu_count(),
         torch=torch.__version__,
-        table=format_table(outcomes, folder),
+        flwr=find_version("flwr"),
+        load=os.getloadavg()[2],
+        table=format_table(record.outcomes),
         missing="" if not missing else f"\nNot done in this run: {', '.join(missing)}.\n",
     )
 
