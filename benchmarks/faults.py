@@ -55,7 +55,8 @@ STEPS = 60
 """Of a client's round, so that there is time to do something in it."""
 LONG = 300
 """The same, where the node must not have replied before it is stopped."""
-WAIT = 240.0
+WAIT = 900.0
+"""Seconds after which a scenario gives up; beside other work on the machine, starting a node takes minutes."""
 AREA, OUTSIDE, INSIDE = "fedspan-faults", "10.213.77.1", "10.213.77.2"
 """A network namespace, and the addresses of the pair of interfaces to it."""
 
@@ -147,7 +148,7 @@ class Submitted:
             site: Name of the client; left out: the last one.
         """
         self.until(1)
-        self.stage.made.wait_for_training(site or WEST)
+        self.stage.made.wait_for_training(site or WEST, seconds=WAIT)
         return self.rows()
 
     def said(self) -> str:
@@ -250,7 +251,7 @@ class Stage:
             values["model"]["name"] = base
         path = run_folder.with_suffix(".yaml")
         path.write_text(yaml.safe_dump(values))
-        options = ("--out", str(out), "--wait", "120", *(["--offer-base"] if base else []))
+        options = ["--out", str(out), *(["--offer-base"] if base else [])]
         return self._start(run_folder.with_suffix(".log"), out, str(path), *options)
 
     def resume(self, run: Submitted) -> Submitted:
@@ -774,7 +775,7 @@ def buffered_rounds(stage: Stage) -> Outcome:
         run.until(before + 2)
     finally:
         os.killpg(pid, signal.SIGCONT)
-    stage.made.wait_for_training(SOUTH)
+    stage.made.wait_for_training(SOUTH, seconds=WAIT)
     killed = run.rows()
     stage.made.end(SOUTH)
     run.end()

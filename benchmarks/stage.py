@@ -128,7 +128,7 @@ class Deployment:
             assert time.monotonic() < until, f"{name} does not train\n{self.logs()}"
             time.sleep(0.02)
 
-    def wait_for(self, name: str, words: str, seconds: float = 60) -> None:
+    def wait_for(self, name: str, words: str, seconds: float = 240) -> None:
         until = time.monotonic() + seconds
         while words not in self.log(name):
             assert self.processes[name].poll() is None, self.logs()
