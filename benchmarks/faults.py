@@ -847,13 +847,13 @@ def wait_for_size(folder: Path, name: str, size: int) -> int:
         time.sleep(0.05)
 
 
-LATE, LATE_ROUNDS = "east", 12
+LATE, LATE_ROUNDS = "east", 16
 
 
 @register_fault(
     "joins-and-leaves",
     "a fourth node is admitted after the first round, and another one is stopped (SIGTERM) once it participates "
-    "(`federation.late_joiners: true`, 12 rounds)",
+    "(`federation.late_joiners: true`, 16 rounds)",
 )
 def joins_and_leaves(stage: Stage) -> Outcome:
     folder = stage.folder / "four"
@@ -863,9 +863,9 @@ def joins_and_leaves(stage: Stage) -> Outcome:
     key = stage.made.folder / f"{LATE}.key"
     stage.made.call("join", "--new-key", str(key))
     run = stage.submit("joins-and-leaves", steps=LONG, engine=LOOP, late_joiners=True, rounds=LATE_ROUNDS)
-    stage.join(LATE, stage.node(LATE), until="refused the connection")
     run.until(1)
     stage.made.call("admit", f"{key}.pub", "--as", LATE, "--server", str(stage.made.server))
+    stage.join(LATE, stage.node(LATE))
     run.until_event("joined")
     os.kill(stage.made.processes[SOUTH].pid, signal.SIGTERM)
     output = run.end()
