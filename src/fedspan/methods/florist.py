@@ -10,10 +10,10 @@ Language Models", MLSys 2026, arXiv:2506.09199.
 The squared error of a round is at most 1 - t of the squared norm of the exact sum, layer by layer; t = 1 is
 FLoRA.
 
-Deviations: the published code decomposes both stacks and then a core of their SVDs; here it is a QR of each, with the
-same result. It gives every client the scaling 2, as lora_alpha = 2 r_i; here s_i p_i is folded into B_i. It does not
-choose t: the paper's two variants are its best value and its smallest good one in each experiment (0.80 to 0.99). A_i
-is drawn from (seed, round, client).
+Deviations: public code (INFO-698-InfoSci-Capstone/federated-llm-optimization) decomposes the dense sum of the products;
+here it is a QR of each stack and an SVD of their core, with the same result. In the paper every client has the scaling
+2, as lora_alpha = 2 r_i; here s_i p_i is folded into B_i. t is not chosen: the paper's two variants are its best value
+and its smallest good one in each experiment (0.80 to 0.99). A_i is drawn from (seed, round, client).
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ adds no product of two noises. Not exact, as FedIT; a round of one local step tr
 
 Deviations: sources are the paper's abstract, a published summary of its text, and its code, which differs: it trains A
 first, smooths by a two-dimensional Laplacian filter, takes that step beside an unsmoothed one, and clips to the median
-norm of the batch's gradients, which has no guarantee. Here the text is followed, and DP-SGD clips single examples.
+norm of the batch's gradients, which has no guarantee. A later README of its repository (junkangLiu0/LA-LORA, 578e492)
+says that it trains B first and smooths as above. Here the text is followed, and DP-SGD clips single examples.
 ``b_lr_scale`` is the code's ratio of the rates. The head trains in every step, as in the code, and is not smoothed.
 Replies are weighted by examples. "Symmetric" padding is read as mirroring at the ends.
 """
