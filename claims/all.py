@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocols import name_page
+from pages import name_page
 from report import FOLDER
 
 from fedspan.reproduction.cells import DATA, IMAGE_MODEL, MODEL, list_cells
@@ -56,6 +56,11 @@ FIRST = (
     *("rolora-figure3", "fedloru-table10", "fedloru-table4", "fedgalore-table4", "florg-table2", "florg-table3"),
 )
 """Presets that are run before the others."""
+SHORT = ("--seeds", "0", "--set", "federation.rounds=2", "data.max_examples=300", "evaluation.every=2")
+QUICK = dict.fromkeys(
+    ("rolora-figure3", "fedloru-table6", "fedgalore-figure1-matched", "florg-procrustes-matched"), SHORT
+)
+"""Pages of presets, one for each paper, that ``--one-seed`` makes, with what it changes."""
 
 
 def list_preset_jobs() -> tuple[Job, ...]:
@@ -71,9 +76,10 @@ def list_preset_jobs() -> tuple[Job, ...]:
         words = ("reproduced.py", preset.id, "--data", "{data}", "--runs", "{work}/runs")
         model = next((token for token in (MODEL, IMAGE_MODEL) if token in text), None)
         words = (*words, *(() if model is None else ("--model", model)))
-        jobs.append(Job(preset.id, words, data, model))
+        jobs.append(Job(preset.id, words, data, model, QUICK.get(preset.id)))
         if preset.small.matched:
-            jobs.append(Job(name_page(preset.id, "matched"), (*words, "--protocol", "matched"), data, model))
+            page = name_page(preset.id, "matched")
+            jobs.append(Job(page, (*words, "--protocol", "matched"), data, model, QUICK.get(page)))
     return tuple(jobs)
 
 

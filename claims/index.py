@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pages import SCORES, format_command, name_page, read_table
 from report import FOLDER, build_title, format_table
 
 from fedspan.reproduction.presets import list_presets
@@ -20,17 +21,20 @@ This page lists papers' experiments and says in which of them this library found
 script for each, and every number comes from the run that the experiment's page names; most ran at a small scale, with
 small models on two cores. Comparisons are paired by seed. A statement *holds* if the mean difference exceeds two
 standard errors in the paper's direction, is *contradicted* if it does so in the other direction, and is *inconclusive*
-otherwise. *Outdated* results were measured before a change that their page names; only the column *outdated* counts
-them. [All statements](statements.md) has every measured number. `python claims/index.py` writes both pages from the
-saved results."""
+otherwise, as it is if the rows learned nothing. *Outdated* results were measured before a change that their page names,
+and not with today's settings; only the column *outdated* counts them. *Repeated* are statements on runs that another
+page has judged for the same two methods. [All statements](statements.md) has every measured number.
+`python claims/index.py` writes both pages from the saved results."""
+NOTED = """{count} pages have a note: they were measured in bfloat16, whose results differ between processors. One
+verdict of such runs differed on another machine. The presets now have float32."""
 STATEMENTS = """# All statements
 
 This page lists every statement that was measured, with its number and verdict. [Claims](index.md) sums them up by paper
 and says what the verdicts mean."""
 NOT_RUN = """## Not run yet
 
-These presets have no page yet. `python claims/all.py ID --data PATH --model PATH --image-model PATH` runs one of
-them on two cores and writes its page. `fedspan reproduce ID --scale full --out FOLDER` runs it at the paper's size."""
+These presets have no page yet, and each command runs one of them at the small scale and writes its page.
+`fedspan reproduce ID --scale full --out FOLDER` runs it at the paper's size."""
 
 
 SYSTEMS = {"rolora": "RoLoRA", "fedloru": "FedLoRU", "fedgalore": "FedGaLore", "florg": "FLoRG"}
@@ -43,8 +47,19 @@ EXAMINED = """## Examined contradictions
 Rows of contradicted statements, run again under a possible reason for the contradiction."""
 COMPARED = re.compile(r": (.+) against (.+)$")
 """The end of a statement that compares two methods: the one that the paper favours, and the other."""
-VERDICTS = ("holds", "contradicted", "inconclusive", "not runnable here")
-OUTDATED = "outdated"
+VERDICTS = ("holds", "contradicted", "inconclusive", "not runnable here", "not run")
+OUTDATED, REPEATED = "outdated", "repeated"
+HEADLINES = (
+    ("rolora-table1", "With 20 or 50 clients RoLoRA keeps the accuracy that LoRA and FFA-LoRA lose"),
+    ("rolora-figure5", "Under an equal budget RoLoRA is above LoRA and FFA-LoRA on most tasks"),
+    ("fedloru-table1", "FedLoRU consistently outperforms FedLoRA"),
+    ("fedloru-table7", "From 100 clients FedLoRU is above FedAvg"),
+    ("fedgalore-table4", "FedGaLore loses less to heterogeneity than federated LoRA"),
+    ("fedgalore-table3", "Without IID FedGaLore is above all other low-rank methods"),
+    ("florg-table1", "FLoRG is above FedIT, FeDeRA, FFA-LoRA and FedSA-LoRA"),
+    ("florg-procrustes", "Alignment makes FLoRG better"),
+)
+"""Pages and the statements that their papers' abstracts rest on."""
 EXPERIMENT = ("experiment", "first statement", "found here, all statements", "scale")
 """Columns of a paper's experiments."""
 
@@ -52,7 +67,8 @@ EXPERIMENT = ("experiment", "first statement", "found here, all statements", "sc
 def index(folder: Path) -> dict[str, str]:
     """Return the pages in Markdown by file name."""
     parts, examined = read_pages(folder)
-    papers = [OPENING, summarize_papers(parts) if parts else "No results yet."]
+    papers = [OPENING, *list_headlines(folder, parts), *count_notes(parts)]
+    papers.append(f"## Verdicts\n\n{summarize_papers(parts)}" if parts else "No results yet.")
     statements = [STATEMENTS]
     for title, pages in parts.items():
         papers += [f"## {title}", *([name_paper(pages)] if title != REST else []), *state_headlines(title, pages)]
@@ -84,7 +100,78 @@ def read_pages(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], list[dict
             examined.append(saved)
             continue
         parts[SYSTEMS.get(re.split("[-_]", saved["name"])[0], REST)].append(saved)
+    for pages in parts.values():
+        mark_repeats(folder, pages)
     return {title: pages for title, pages in parts.items() if pages}, examined
+
+
+def mark_repeats(folder: Path, pages: Sequence[Mapping[str, Any]]) -> None:
+    """Mark the findings of a paper's pages that an earlier page has: the same methods, difference and runs.
+
+    Args:
+        folder: Folder of the pages; their tables tell whether the runs are the same, down to their seconds.
+        pages: Saved results of a paper; a repeated finding gets the name of the earlier page as ``repeats``.
+    """
+    seen: dict[tuple[str, str, str], list[tuple[str, dict[str, set[tuple[str, ...]]]]]] = {}
+    for page in pages:
+        runs: dict[str, set[tuple[str, ...]]] = {}
+        for row in read_table((folder / f"{page['name']}.md").read_text(encoding="utf-8"), SCORES):
+            runs.setdefault(row["method"], set()).add(tuple(value for key, value in row.items() if key != "cell"))
+        for finding in page["findings"]:
+            pair = COMPARED.search(finding["statement"])
+            if pair is None or not {pair[1], pair[2]} <= set(runs):
+                continue
+            difference = finding["measured"].partition(";")[0]
+            earlier = seen.setdefault((pair[1], pair[2], difference), [])
+            for name, others in earlier:
+                if name != page["name"] and all(runs[method] & others[method] for method in (pair[1], pair[2])):
+                    finding["repeats"] = name
+                    break
+            else:
+                earlier.append((page["name"], runs))
+
+
+def list_headlines(folder: Path, parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Return the table of what each paper says first and what was found, of the pages that there are."""
+    saved = {page["name"]: (title, page) for title, pages in parts.items() for page in pages}
+    rows: list[tuple[str, ...]] = []
+    for name, statement in HEADLINES:
+        if name in saved:
+            title, page = saved[name]
+            findings = [one for one in page["findings"] if one["statement"].startswith(f"{statement}: ")]
+            link = f"[{statement}]({name}.md)"
+            rows.append((title, link, _describe_findings(page, findings), read_scale(folder, name)))
+    header = ("paper", "the paper says", "found here", "scale")
+    return [f"## Headlines by paper\n\n{format_table(header, rows)}"] if rows else []
+
+
+def _describe_findings(page: Mapping[str, Any], findings: Sequence[Mapping[str, str]]) -> str:
+    """Return the differences of one or two findings with their verdicts, and the verdicts alone of more."""
+    note = f" ({OUTDATED})" if "outdated" in page else ""
+    if len(findings) > 2:
+        return f"{_format_counts(Counter(finding['verdict'] for finding in findings))}{note}"
+    parts: list[str] = []
+    for finding in findings:
+        pair = COMPARED.search(finding["statement"])
+        assert pair is not None, f"{finding['statement']} compares no two methods"
+        difference = finding["measured"].partition(";")[0].removeprefix("by ").removesuffix(" of accuracy")
+        parts.append(f"{finding['verdict']} against {pair[2]} ({difference})")
+    return f"{'; '.join(parts)}{note}"
+
+
+def count_notes(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Return how many pages have a note on their number format, if any has."""
+    count = sum("noted" in page for pages in parts.values() for page in pages)
+    return [NOTED.format(count=count)] if count else []
+
+
+def classify(page: Mapping[str, Any], finding: Mapping[str, str]) -> str:
+    """Return the column in which a finding is counted."""
+    if finding["verdict"] == "not run":
+        return "not run"
+    if "outdated" in page:
+        return OUTDATED
+    return REPEATED if "repeats" in finding else finding["verdict"]
 
 
 def name_paper(pages: Sequence[Mapping[str, Any]]) -> str:
@@ -97,13 +184,13 @@ def state_headlines(system: str, pages: Sequence[Mapping[str, Any]]) -> list[str
 
     Args:
         system: Name of the paper's system.
-        pages: Its saved results; outdated ones and statements without a verdict are left out.
+        pages: Its saved results; outdated and repeated ones, and statements without a verdict, are left out.
     """
     counts: dict[str, Counter[str]] = {}
     for page in pages:
         for finding in page["findings"]:
             pair = COMPARED.search(finding["statement"])
-            if pair is None or pair[1] != system or "outdated" in page or finding["verdict"] not in VERDICTS[:3]:
+            if pair is None or pair[1] != system or classify(page, finding) not in VERDICTS[:3]:
                 continue
             counts.setdefault(pair[2], Counter())[finding["verdict"]] += 1
     sentences = [
@@ -136,15 +223,15 @@ def list_experiments(folder: Path, system: str, pages: Sequence[Mapping[str, Any
 
 
 def read_scale(folder: Path, name: str) -> str:
-    """Return the models, clients and rounds in a page's table of settings; empty if it has none."""
-    _, _, section = (folder / f"{name}.md").read_text(encoding="utf-8").partition("## Setting\n")
-    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
-    if not lines or not {"model", "clients", "rounds"} <= set(lines[0]):
+    """Return the models, clients, rounds and a single seed of a page; empty if it has no table of settings."""
+    text = (folder / f"{name}.md").read_text(encoding="utf-8")
+    rows = read_table(text.partition("## Setting\n")[2], "| ")
+    if not rows or not {"model", "clients", "rounds"} <= set(rows[0]):
         return ""
-    rows = [dict(zip(lines[0], line, strict=True)) for line in lines[2:] if len(line) == len(lines[0])]
+    seed = "; one seed" if re.search(r"^At the small scale, seeds \d+;", text, flags=re.MULTILINE) else ""
     models = list(dict.fromkeys(row["model"].removeprefix("builtin:") for row in rows))
     clients, rounds = (_read_numbers(row[column] for row in rows) for column in ("clients", "rounds"))
-    return f"{', '.join(models)}; {_format_range(clients)} clients; {_format_range(rounds)} rounds"
+    return f"{', '.join(models)}; {_format_range(clients)} clients; {_format_range(rounds)} rounds{seed}"
 
 
 def _read_numbers(cells: Iterable[str]) -> list[int]:
@@ -166,14 +253,12 @@ def _build_sort_key(path: Path) -> list[str]:
 
 
 def summarize_papers(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Count the verdicts of each paper's statements; those of outdated pages have a column of their own."""
+    """Count the verdicts of each paper's statements, with columns for outdated and repeated ones."""
     counts = {
-        title: Counter(
-            OUTDATED if "outdated" in page else finding["verdict"] for page in pages for finding in page["findings"]
-        )
+        title: Counter(classify(page, finding) for page in pages for finding in page["findings"])
         for title, pages in parts.items()
     }
-    columns = (*VERDICTS, OUTDATED)
+    columns = (*VERDICTS, OUTDATED, REPEATED)
     rows = [
         (f"[{title}](#{title.lower().replace(' ', '-')})", sum(count.values()), *(count[column] for column in columns))
         for title, count in counts.items()
@@ -190,6 +275,7 @@ def format_rows(pages: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
         for number, finding in enumerate(saved["findings"]):
             page = f"[{saved['title']}]({saved['name']}.md), {saved['date']}" if number == 0 else ""
             verdict = f"**{finding['verdict']}**" + (f", {OUTDATED}" if "outdated" in saved else "")
+            verdict += f", {REPEATED}" if "repeats" in finding else ""
             rows.append((page, finding["statement"], finding["measured"], verdict))
     return rows
 
@@ -200,18 +286,13 @@ def list_missing_pages(existing: Collection[str]) -> list[str]:
     Args:
         existing: Names of the existing pages.
     """
-    presets = [
-        preset
-        for preset in list_presets()
-        if preset.id not in existing and any(claim.needs is None for claim in preset.claims)
-    ]
-    if not presets:
-        return []
     rows = [
-        (f"`{preset.id}`", build_title(preset), str(sum(claim.needs is None for claim in preset.claims)))
-        for preset in presets
+        (build_title(preset), f"{protocol}", format_command(preset, protocol))
+        for preset in list_presets()
+        for protocol in ("best", *(("matched",) if preset.small.matched else ()))
+        if name_page(preset.id, protocol) not in existing and any(claim.needs is None for claim in preset.claims)
     ]
-    return [NOT_RUN, format_table(("preset", "experiment", "statements"), rows)]
+    return [NOT_RUN, format_table(("experiment", "protocol", "command"), rows)] if rows else []
 
 
 def main() -> None:

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import report
 from hypotheses import HYPOTHESES, Hypothesis
-from reproduced import build_finding, tabulate_measures
+from reproduced import build_finding
 
 from fedspan.experiments.comparison import compare
 from fedspan.experiments.execution import reuse_finished_runs
 from fedspan.experiments.tables import format_mean, format_megabytes, format_seconds
 from fedspan.reproduction.cells import MODEL, list_cells
-from fedspan.reproduction.measurement import MEASURED, measure
 from fedspan.reproduction.presets import Claim, load_preset
 from fedspan.reproduction.verdicts import CellScore, judge
 from fedspan.training.prefix_rows import share_prefixes
@@ -49,12 +48,6 @@ def run_rows(hypothesis: Hypothesis, args: argparse.Namespace, folder: Path) -> 
         overrides = [*row.changes, *args.overrides]
         compared = compare(config, folder / f"row-{number}", [key], args.seeds, overrides=overrides)
         row_scores = compared.rows[0]
-        run_folders = [folder / f"row-{number}" / f"{key}-seed{seed}" for seed in args.seeds]
-        measured = (
-            [measure(run_folder, [hypothesis.measure]) for run_folder in run_folders]
-            if hypothesis.measure in MEASURED
-            else []
-        )
         scores.append(
             CellScore(
                 cell=hypothesis.cell,
@@ -68,9 +61,6 @@ def run_rows(hypothesis: Hypothesis, args: argparse.Namespace, folder: Path) -> 
                 bytes_down=row_scores.bytes_down,
                 bytes_up=row_scores.bytes_up,
                 seconds=row_scores.seconds,
-                measured={hypothesis.measure: tuple(measurement[hypothesis.measure] for measurement in measured)}
-                if measured
-                else {},
             )
         )
         print(
@@ -84,11 +74,16 @@ def build_findings(hypothesis: Hypothesis, scores: Sequence[CellScore]) -> list[
     """Judge the first row against each of the others by the rule of the claims."""
     cells = [cell for cell in list_cells(load_preset(hypothesis.preset), "small") if cell.name == hypothesis.cell]
     first, *others = (row.name for row in hypothesis.rows)
-    claim = Claim(statement=hypothesis.statement, better=first, worse=others, measure=hypothesis.measure)
+    claim = Claim(statement=hypothesis.statement, better=first, worse=others)
     return [build_finding(judged) for judged in judge([claim], cells, scores)]
 
 
-def write_section(hypothesis: Hypothesis, scores: Sequence[CellScore]) -> str:
+def format_verdicts(findings: Sequence[report.Finding]) -> str:
+    """Return a hypothesis' verdicts as a list."""
+    return "\n".join(f"- {finding.statement}: {finding.measured}: **{finding.verdict}**." for finding in findings)
+
+
+def write_section(hypothesis: Hypothesis, scores: Sequence[CellScore], findings: Sequence[report.Finding]) -> str:
     """Write the section of a hypothesis in Markdown."""
     preset = load_preset(hypothesis.preset)
     rows = [
@@ -107,10 +102,9 @@ def write_section(hypothesis: Hypothesis, scores: Sequence[CellScore]) -> str:
         f"## {report.build_title(preset)}",
         f"{link}, {hypothesis.cell}. {hypothesis.reason}",
         report.format_table(head, rows),
-        tabulate_measures(scores),
-        hypothesis.result,
+        format_verdicts(findings),
     )
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(parts)
 
 
 def main() -> None:
@@ -136,8 +130,9 @@ def main() -> None:
     with share_prefixes(), reuse_finished_runs([args.runs]):
         for name, hypothesis in hypotheses.items():
             scores = run_rows(hypothesis, args, args.runs / PAGE / name)
-            findings += build_findings(hypothesis, scores)
-            sections.append(write_section(hypothesis, scores))
+            judged = build_findings(hypothesis, scores)
+            findings += judged
+            sections.append(write_section(hypothesis, scores, judged))
     args.out.mkdir(parents=True, exist_ok=True)
     seeds = ", ".join(map(str, args.seeds))
     closing = f"Mean ± standard deviation over the seeds {seeds}; MB and seconds are those of one run."

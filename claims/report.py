@@ -24,7 +24,16 @@ from fedspan.experiments.verdict import Verdict
 from fedspan.methods.describe import list_methods
 from fedspan.reproduction.presets import Preset
 
-__all__ = ["FOLDER", "Finding", "build_title", "format_command_line", "format_table", "save_figure", "write"]
+__all__ = [
+    "FOLDER",
+    "Finding",
+    "build_title",
+    "format_command_line",
+    "format_row",
+    "format_table",
+    "save_figure",
+    "write",
+]
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "claims"
 
@@ -41,13 +50,17 @@ class Finding:
 
     statement: str
     measured: str
-    verdict: Verdict | Literal["not runnable here"]
+    verdict: Verdict | Literal["not runnable here", "not run"]
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A markdown table."""
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
+    return "\n".join([format_row(header), "|" + "---|" * len(header), *map(format_row, rows)])
+
+
+def format_row(cells: Sequence[object]) -> str:
+    """A line of a markdown table."""
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def save_figure(figure: Figure, folder: Path, name: str, alt: str) -> str:

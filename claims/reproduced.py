@@ -3,7 +3,7 @@
 ``python claims/reproduced.py rolora-table1 --data PATH`` (a folder with the data sets). Stopped, the same command goes
 on: the runs are in ``--runs``, where tables share them; after a change of the code, begin with an empty folder.
 ``--protocol matched`` gives all rows the one learning rate that the preset names, and has a page of its own, which the
-preset's page cites (``protocols.py``).
+preset's page cites (``pages.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import protocols
+import pages
 import report
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -128,9 +128,8 @@ def page(reproduction: Reproduction, preset: Preset, folder: Path) -> None:
     """Write it."""
     drawn = any(score.metric for score in reproduction.scores)
     is_best = reproduction.protocol == "best"
-    name = protocols.name_page(reproduction.id, reproduction.protocol)
+    name = pages.name_page(reproduction.id, reproduction.protocol)
     findings = [build_finding(judged) for judged in reproduction.verdicts]
-    results = {finding.statement: f"{finding.measured}: **{finding.verdict}**" for finding in findings}
     figure = report.save_figure(draw(reproduction.scores), folder, name, f"{preset.item}, small scale") if drawn else ""
     by_value = reproduction.build_value_table()
     notes = "\n".join(f"- {' '.join(note.split())}" for note in preset.notes)
@@ -143,13 +142,11 @@ def page(reproduction: Reproduction, preset: Preset, folder: Path) -> None:
         tabulate_measures(reproduction.scores),
         describe_ends(reproduction, preset) if is_best else "",
         tabulate_cells(reproduction.verdicts),
-        protocols.build_section(folder, preset, results) if is_best else "",
         "## Setting\n\n" + "\n".join(format_markdown(reproduction.settings)) + f"\n\n{notes}",
     ]
     title = report.build_title(preset) + ("" if is_best else ", all rows at one learning rate")
     report.write(folder, name, title, preset.paper, findings, [part for part in sections if part])
-    if not is_best:
-        protocols.update(folder, preset)
+    pages.complete(folder, preset)
 
 
 def main() -> None:
@@ -167,7 +164,7 @@ def main() -> None:
     args.runs.mkdir(parents=True, exist_ok=True)
     reproduction = reproduce(
         args.id,
-        args.runs / protocols.name_page(args.id, args.protocol),
+        args.runs / pages.name_page(args.id, args.protocol),
         data=args.data,
         model=args.model,
         overrides=args.overrides,

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from statistics import stdev
 from types import ModuleType
 
 import pytest
@@ -60,11 +63,12 @@ def save_page(
 
 def test_the_index_names_what_was_not_run(scripts: None, tmp_path: Path) -> None:
     index = importlib.import_module("index").index
-    assert "| `rolora-table1` |" in index(tmp_path)["index.md"]
+    assert "| `python claims/reproduced.py rolora-table1 --data FOLDER` |" in index(tmp_path)["index.md"]
     save_page(tmp_path, "rolora-table1", "RoLoRA, Table 1: Accuracy", [])
     page = index(tmp_path)["index.md"]
-    assert "| `rolora-table1` |" not in page
-    assert "| `fedloru-table1` | FedLoRU, Table 1: FedLoRU, FedLoRA and FedHM on three image sets" in page
+    assert "reproduced.py rolora-table1 " not in page
+    assert "| FedLoRU, Table 1: FedLoRU, FedLoRA and FedHM on three image sets" in page
+    assert "| matched | `python claims/reproduced.py fedgalore-table3 --protocol matched --data FOLDER` |" in page
     assert "fedloru-figure1" not in page  # its statement is claims/fedloru_stable_rank.py's
 
 
@@ -103,7 +107,7 @@ def test_what_was_looked_into_is_in_the_index_and_not_counted(scripts: None, tmp
     for name in ("reasons", "fedloru-table1"):
         save_page(tmp_path, name, name.title(), [finding])
     pages = index(tmp_path)
-    assert "| all | 1 | 1 | 0 | 0 | 0 | 0 |" in pages["index.md"]
+    assert "| all | 1 | 1 | 0 | 0 | 0 | 0 | 0 | 0 |" in pages["index.md"]
     row = "| [Reasons](reasons.md), 2026-11-22 | After 80 rounds | by +1.0 ± 0.1 | **holds** |"
     assert row in pages["statements.md"]
 
@@ -132,15 +136,15 @@ def test_the_headlines_count_comparisons_of_the_paper_s_system(scripts: None, tm
 
 def test_a_page_compares_its_two_protocols(scripts: None, tmp_path: Path) -> None:
     """In any order of the runs; a page of the other protocol that is missing is named with its command."""
-    reproduced, protocols = importlib.import_module("reproduced"), importlib.import_module("protocols")
+    reproduced, pages = importlib.import_module("reproduced"), importlib.import_module("pages")
     preset, best = load_preset("fedgalore-table3"), reproduce_preset("fedgalore-table3", tmp_path)
     path = tmp_path / "fedgalore-table3.md"
     reproduced.page(best, preset, tmp_path)
     alone = path.read_text()
     command = "`python claims/reproduced.py fedgalore-table3 --protocol matched --data FOLDER`"
-    assert f"`training.lr` = 0.00025 for all. It has not been run: {command}." in alone
+    assert f"`training.lr` = 0.00025 for all. It was not run: {command}." in alone
     assert alone.count("| not run |") == len(best.verdicts)
-    protocols.update(tmp_path, preset)
+    pages.complete(tmp_path, preset)
     assert path.read_text() == alone
 
     scores = tuple(replace(score, scores=tuple(1 - value for value in score.scores)) for score in best.scores)
@@ -158,34 +162,124 @@ def test_a_page_compares_its_two_protocols(scripts: None, tmp_path: Path) -> Non
         assert f"| {' | '.join(row)} |" in both
     reproduced.page(best, preset, tmp_path)
     assert path.read_text() == both
-    protocols.update(tmp_path, load_preset("rolora-table1"))  # it has one protocol, and no page here
+    pages.complete(tmp_path, load_preset("rolora-table1"))  # it has one protocol, and no page here
     assert not (tmp_path / "rolora-table1.md").exists()
 
 
 def test_an_outdated_page_names_every_change_once_and_is_counted_apart(scripts: None, tmp_path: Path) -> None:
     """A new run of the page, which rewrites both of its files, removes the mark."""
-    mark, reproduced = importlib.import_module("outdated").mark, importlib.import_module("reproduced")
+    mark, reproduced = importlib.import_module("pages").mark, importlib.import_module("reproduced")
     reproduced.page(reproduce_preset("fedloru-table1", tmp_path), load_preset("fedloru-table1"), tmp_path)
     page, facts = tmp_path / "fedloru-table1.md", tmp_path / "fedloru-table1.json"
     before, count = page.read_text(), len(json.loads(facts.read_text())["findings"])
     for change in ("alpha is 64", "alpha is 64", "norms train"):
         mark(tmp_path, "fedloru-table1", change)
-    note = "\n\n**Outdated:** since this run, alpha is 64; norms train. The command above measures it again."
+    mark(tmp_path, "fedloru-table1", "It was on another machine.", "noted")
+    note = (
+        "\n\n**Outdated, not run with today's settings:** since this run, alpha is 64; norms train. The command above "
+    )
+    note += "runs it.\n\n**Note:** It was on another machine."
     assert page.read_text().replace(note, "") == before
     assert page.read_text().count(note) == 1
     pages = importlib.import_module("index").index(tmp_path)
-    assert f"| all | {count} | 0 | 0 | 0 | 0 | {count} |" in pages["index.md"]
+    assert f"| all | {count} | 0 | 0 | 0 | 0 | 0 | {count} | 0 |" in pages["index.md"]
     assert pages["statements.md"].count("**, outdated |") == count
     reproduced.page(reproduce_preset("fedloru-table1", tmp_path), load_preset("fedloru-table1"), tmp_path)
     assert page.read_text() == before
     assert "outdated" not in json.loads(facts.read_text())
 
 
+def test_rows_that_learned_nothing_have_no_verdict(scripts: None, tmp_path: Path) -> None:
+    """FedIT and FLoRA predict one class everywhere, FFA-LoRA learns with IID and loses it all, FedGaLore loses half."""
+    reproduced, preset = importlib.import_module("reproduced"), load_preset("fedgalore-figure1")
+    by_label = {"FedGaLore": ((0.8, 0.81, 0.82), (0.66, 0.66, 0.67)), "FFA-LoRA": ((0.8, 0.8, 0.81), (0.5, 0.5, 0.5))}
+    cells = list_cells(preset, "small", str(tmp_path), None)
+    scores = tuple(
+        CellScore(cell.name, label, {}, "accuracy", True, values, sum(values) / 3, stdev(values), 2e6, 1e6, 3.0)
+        for at, cell in enumerate(cells)
+        for label in cell.configs
+        for values in (by_label.get(label, ((0.5, 0.5, 0.5),) * 2)[at],)
+    )
+    verdicts = judge(preset.claims, cells, scores)
+    assert [one.verdict for one in verdicts] == ["contradicted", "holds", "contradicted", "contradicted"]
+    found = Reproduction(preset.id, "small", (0, 1, 2), scores, verdicts, str(tmp_path), tabulate_settings(cells))
+    for _ in range(2):  # a page that is completed again stays as it is
+        reproduced.page(found, preset, tmp_path)
+        importlib.import_module("pages").complete(tmp_path, preset)
+        text = (tmp_path / "fedgalore-figure1.md").read_text()
+        findings = json.loads((tmp_path / "fedgalore-figure1.json").read_text())["findings"]
+        assert [one["verdict"] for one in findings] == ["inconclusive", "holds", "inconclusive", "contradicted"]
+        assert findings[0]["measured"] == "by -14.7 ± 0.3 points of accuracy; FedIT learned nothing in iid"
+        for one in findings:
+            assert f"| {one['statement']} | {one['measured']} | **{one['verdict']}** |" in text
+
+
+def test_a_statement_whose_cells_were_not_run_is_named_with_its_command(scripts: None, tmp_path: Path) -> None:
+    """A page of before 200 clients had a cell at the small scale; a statement that takes something else stays."""
+    pages, preset = importlib.import_module("pages"), load_preset("fedloru-table7")
+    statement = "From 200 clients FedLoRA is above FedAvg: FedLoRA against FedAvg"
+    finding = {"statement": statement, "measured": "no cell", "verdict": "not runnable here"}
+    save_page(tmp_path, preset.id, "FedLoRU, Table 7: Clients", [finding])
+    page = tmp_path / f"{preset.id}.md"
+    page.write_text(f"| {statement} | no cell | **not runnable here** |\n", encoding="utf-8")
+    pages.complete(tmp_path, preset)
+    command = "its cells were not run: `python claims/reproduced.py fedloru-table7 --data FOLDER`"
+    assert page.read_text() == f"| {statement} | {command} | **not run** |\n"
+
+
+def test_statements_on_the_same_runs_are_counted_once(scripts: None, tmp_path: Path) -> None:
+    """Table 2 has table 1's runs of A and B, and another run of C with the same difference, which is no repetition."""
+    index = importlib.import_module("index").index
+    header = "| cell | method | held-out | seconds |\n|---|---|---|---|\n"
+    rows = {"1": {"A": "1.1", "B": "2.2", "C": "3.3"}, "2": {"A": "1.1", "B": "2.2", "C": "4.4"}}
+    for number, seconds in rows.items():
+        findings = [
+            {"statement": f"Statement {number}: A against {other}", "measured": "by +1.0 ± 0.1", "verdict": "holds"}
+            for other in ("B", "C")
+        ]
+        name = f"florg-table{number}"
+        save_page(tmp_path, name, f"FLoRG, Table {number}: Title", findings)
+        table = "".join(f"| cell {number} | {method} | 0.5 | {value} |\n" for method, value in seconds.items())
+        (tmp_path / f"{name}.md").write_text(f"{header}{table}\n## Setting\n", encoding="utf-8")
+    pages = index(tmp_path)
+    assert "| all | 4 | 3 | 0 | 0 | 0 | 0 | 0 | 1 |" in pages["index.md"]
+    assert "| Statement 2: A against B | by +1.0 ± 0.1 | **holds**, repeated |" in pages["statements.md"]
+
+
+def test_the_readme_has_the_index_s_counts(scripts: None) -> None:
+    module = importlib.import_module("index")
+    parts, _ = module.read_pages(CLAIMS.parent / "docs" / "claims")
+    count = Counter(
+        module.classify(page, finding) for pages in parts.values() for page in pages for finding in page["findings"]
+    )
+    counts = [count[name] for name in ("holds", "contradicted", "inconclusive", "not runnable here", "outdated")]
+    text = " ".join((CLAIMS.parent / "README.md").read_text(encoding="utf-8").split())
+    sentence = re.search(r"Papers rerun\.\*\* (.*?): \[claims\]", text)
+    assert sentence is not None
+    numbers = [int(number) for number in re.findall(r"\d+", sentence[1])]
+    assert numbers == [count.total(), *counts, count["repeated"] + count["not run"]]
+
+
+def test_the_index_begins_with_the_papers_headlines(scripts: None, tmp_path: Path) -> None:
+    """Every headline is a statement of its preset; those that have a page are listed."""
+    module = importlib.import_module("index")
+    for id, statement in module.HEADLINES:
+        assert statement in {claim.statement for claim in load_preset(id).claims}
+    statement = "Alignment makes FLoRG better"
+    finding = {"statement": f"{statement}: FLoRG against without alignment", "measured": "by +1.0", "verdict": "holds"}
+    save_page(tmp_path, "florg-procrustes", "FLoRG, Procrustes ablation: Title", [finding], outdated=["another rule"])
+    headlines, _, _ = module.index(tmp_path)["index.md"].partition("## Verdicts")
+    assert (
+        f"| FLoRG | [{statement}](florg-procrustes.md) | holds against without alignment (+1.0) (outdated) |  |"
+        in headlines
+    )
+
+
 def test_every_script_and_preset_has_its_place(every: ModuleType) -> None:
     pages = [job.page for job in every.JOBS]
     assert len(set(pages)) == len(pages)
     libraries = {"curvature", "linear_model", "planted_views"}
-    helpers = {"all", "index", "hypotheses", "outdated", "protocols", "report", "reproduced"} | libraries
+    helpers = {"all", "index", "hypotheses", "pages", "report", "reproduced"} | libraries
     scripts = {path.stem for path in CLAIMS.glob("*.py")} - helpers
     presets = {preset.id for preset in list_presets()}
     presets |= {f"{preset.id}-matched" for preset in list_presets() if preset.small.matched}
@@ -197,6 +291,8 @@ def test_every_script_and_preset_has_its_place(every: ModuleType) -> None:
     assert (made["rolora-table12"].data, made["rolora-table12"].model) == (("alpaca",), "{model}")
     assert (made["fedgalore-pacs"].data, made["fedgalore-pacs"].model) == (("pacs",), "{image_model}")
     assert "fedloru-figure1" not in made  # fedloru_stable_rank measures it
+    assert {page.partition("-")[0] for page in every.QUICK} == {"rolora", "fedloru", "fedgalore", "florg"}
+    assert {job.page for job in every.JOBS if job.quick == every.SHORT} == set(every.QUICK)
 
 
 def test_a_page_is_made_once_and_what_lacks_its_data_is_left_out(
