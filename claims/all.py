@@ -56,11 +56,14 @@ FIRST = (
     *("rolora-figure3", "fedloru-table10", "fedloru-table4", "fedgalore-table4", "florg-table2", "florg-table3"),
 )
 """Presets that are run before the others."""
-SHORT = ("--seeds", "0", "--set", "federation.rounds=2", "data.max_examples=300", "evaluation.every=2")
-QUICK = dict.fromkeys(
-    ("rolora-figure3", "fedloru-table6", "fedgalore-figure1-matched", "florg-procrustes-matched"), SHORT
-)
-"""Pages of presets, one for each paper, that ``--one-seed`` makes, with what it changes."""
+SHORT = ("federation.rounds=2", "data.max_examples=300", "evaluation.every=2", "training.lr=0.01")
+QUICK = {
+    "rolora-figure3": (*SHORT, "partition.clients=3"),
+    "fedloru-table6": SHORT,
+    "fedgalore-figure4": SHORT,
+    "florg-procrustes": SHORT,
+}
+"""Pages of presets, one for each paper, that ``--one-seed`` makes, with the changes to their configs."""
 
 
 def list_preset_jobs() -> tuple[Job, ...]:
@@ -76,10 +79,10 @@ def list_preset_jobs() -> tuple[Job, ...]:
         words = ("reproduced.py", preset.id, "--data", "{data}", "--runs", "{work}/runs")
         model = next((token for token in (MODEL, IMAGE_MODEL) if token in text), None)
         words = (*words, *(() if model is None else ("--model", model)))
-        jobs.append(Job(preset.id, words, data, model, QUICK.get(preset.id)))
+        quick = ("--seeds", "0", "--set", *QUICK[preset.id]) if preset.id in QUICK else None
+        jobs.append(Job(preset.id, words, data, model, quick))
         if preset.small.matched:
-            page = name_page(preset.id, "matched")
-            jobs.append(Job(page, (*words, "--protocol", "matched"), data, model, QUICK.get(page)))
+            jobs.append(Job(name_page(preset.id, "matched"), (*words, "--protocol", "matched"), data, model))
     return tuple(jobs)
 
 

@@ -292,7 +292,11 @@ def test_every_script_and_preset_has_its_place(every: ModuleType) -> None:
     assert (made["fedgalore-pacs"].data, made["fedgalore-pacs"].model) == (("pacs",), "{image_model}")
     assert "fedloru-figure1" not in made  # fedloru_stable_rank measures it
     assert {page.partition("-")[0] for page in every.QUICK} == {"rolora", "fedloru", "fedgalore", "florg"}
-    assert {job.page for job in every.JOBS if job.quick == every.SHORT} == set(every.QUICK)
+    for page, changes in every.QUICK.items():
+        quick = made[page].quick
+        assert quick[:3] == ("--seeds", "0", "--set")
+        for cell in list_cells(load_preset(page), "small", "DATA", "MODEL", changes):
+            assert {parse_config(config).training.lr for config in cell.configs.values()} == {0.01}
 
 
 def test_a_page_is_made_once_and_what_lacks_its_data_is_left_out(

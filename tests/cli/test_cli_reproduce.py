@@ -147,6 +147,14 @@ def test_a_protocol_that_a_preset_lacks_is_named(preset: Path, tmp_path: Path) -
     assert not (tmp_path / "none").exists()
 
 
+def test_a_swept_field_that_is_set_is_not_swept(preset: Path, tmp_path: Path) -> None:
+    overrides = ["training.lr=0.003", "federation.rounds=1"]
+    report = reproduce.reproduce("tiny-table1", tmp_path / "set", data=preset, seeds=[0], overrides=overrides)
+    assert [score.selected for score in report.scores] == [{}, {}]
+    configs = [parse_config(yaml.safe_load(path.read_text())) for path in (tmp_path / "set").rglob("config.yaml")]
+    assert [config.training.lr for config in configs] == [0.003, 0.003]
+
+
 def test_a_table_is_stopped_resumed_and_judged(preset: Path, tmp_path: Path, call: Call) -> None:
     folder = tmp_path / "table"
     with pytest.raises(Stop):

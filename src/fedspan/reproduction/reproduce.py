@@ -151,7 +151,7 @@ def reproduce(
         scale: ``small`` or ``full``.
         data: Folder with local data sets, if the preset reads files.
         model: Folder with a model, if the preset requires one.
-        overrides: Changes to all configs, each ``section.field=value``.
+        overrides: Changes to all configs, each ``section.field=value``; a field that they set is not swept.
         reuse: Folders with other reproductions or runs; they are not changed.
         seeds: Seeds that replace the preset's; a single one gives scores, but no verdict.
         protocol: ``best``: the values of the preset's sweep are selected for each row; ``matched``: all rows have the
@@ -204,7 +204,9 @@ def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Reprodu
     preset, scale = load_preset(settings["id"]), settings["scale"]
     require_scale(scale)
     seeds = preset.get_seeds(scale) if settings["seeds"] is None else tuple(settings["seeds"])
-    candidates = preset.get_candidates(scale, settings["protocol"])
+    fixed = {text.partition("=")[0] for text in settings["overrides"]}
+    swept = preset.get_candidates(scale, settings["protocol"])
+    candidates = {path: values for path, values in swept.items() if path not in fixed}
     cells = list_cells(preset, scale, settings["data"], settings["model"], settings["overrides"])
     for cell in cells:
         for values in cell.configs.values():
