@@ -15,8 +15,8 @@ import report
 from hypotheses import HYPOTHESES, Hypothesis
 from reproduced import build_finding
 
-from fedspan.experiments.comparison import compare
 from fedspan.experiments.execution import reuse_finished_runs
+from fedspan.experiments.run_comparison import compare
 from fedspan.experiments.tables import format_mean, format_megabytes, format_seconds
 from fedspan.reproduction.cells import MODEL, list_cells
 from fedspan.reproduction.presets import Claim, load_preset

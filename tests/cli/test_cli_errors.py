@@ -46,6 +46,27 @@ def test_mistakes_in_a_config(
     assert remedy in said
 
 
+def test_a_wrong_config_is_refused_before_transformers_are_loaded(write: Write, tmp_path: Path) -> None:
+    config, out = str(write(federation={"rounds": -1})), ["--out", str(tmp_path / "out")]
+    commands = {
+        "run": ["run", config, *out],
+        "compare": ["compare", config, "--methods", "fedit,rolora", *out],
+        "sweep": ["sweep", config, "--over", "training.lr=1e-3,1e-2", *out],
+        "plan": ["plan", config],
+    }
+    script = f"""
+import sys
+from fedspan.cli import app
+for name, arguments in {commands!r}.items():
+    assert app(arguments, standalone_mode=False) == 2, name
+    loaded = {{"transformers", "peft", "accelerate", "datasets"}} & sys.modules.keys()
+    assert not loaded, (name, loaded)
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert done.stderr.count("`federation.rounds`: -1") == len(commands)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_label_of_the_test_set_that_training_lacks(refused: Refused, write: Write, tmp_path: Path) -> None:
     test = tmp_path / "test.csv"
     test.write_text("text,label\nword1 admin1,admin\nword2,gossip\n")

@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 import fedspan
-from fedspan.experiments.series import Step, Watcher
+from fedspan.experiments.series import Step
 from fedspan.experiments.series_bar import SeriesBar
+from fedspan.experiments.watcher import Watcher
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 from helpers import tiny

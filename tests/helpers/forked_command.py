@@ -24,7 +24,7 @@ import sklearn.metrics  # noqa: F401
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForSequenceClassification  # noqa: F401
 
-import fedspan.experiments.comparison
+import fedspan.experiments.run_comparison
 import fedspan.experiments.run_search
 import fedspan.runs.session
 import fedspan.runs.train

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from fedspan.experiments.comparison import CompareReport
     from fedspan.experiments.search import SweepReport
-    from fedspan.experiments.series import Watcher
     from fedspan.experiments.tables import Table
+    from fedspan.experiments.watcher import Watcher
 
 __all__ = ["compare", "print_table", "sweep"]
 
@@ -68,42 +68,37 @@ def compare(
     """
     options = {"--methods": methods, "--seeds": seeds, "--set-for": overrides_for}
     folder = _select_folder(config, out, resume, {**options, "--set": overrides})
-    report = _run_with_view(
-        "compare",
-        folder,
-        as_json,
-        lambda watcher: _compare(config, folder, methods, seeds, overrides, overrides_for, against, watcher),
-    )
+    keys = [key.strip() for key in (methods or "").split(",") if key.strip()]
+    numbers, own = _parse_seeds(seeds or "0,1,2"), _parse_overrides_for(overrides_for or [])
+
+    def validate() -> None:
+        from fedspan.config import to_plain_values
+        from fedspan.experiments.comparison import plan_comparison
+
+        if config is not None:
+            plan_comparison(to_plain_values(config, overrides or ()), keys, numbers, own, against)
+
+    def run(watcher: Watcher) -> CompareReport:
+        import fedspan
+
+        if config is None:
+            return fedspan.resume_compare(folder, against=against, listener=watcher, progress=False)
+        return fedspan.compare(
+            config,
+            folder,
+            keys,
+            numbers,
+            overrides=overrides or (),
+            overrides_for=own,
+            against=against,
+            listener=watcher,
+            progress=False,
+        )
+
+    report = _run_with_view("compare", folder, as_json, validate, run)
     _show(report, report.build_table(), as_json)
     if not as_json:
         typer.echo(f"table {folder / 'table.md'}, {folder / 'table.csv'}")
-
-
-def _compare(
-    config: Path | None,
-    folder: Path,
-    methods: str | None,
-    seeds: str | None,
-    overrides: list[str] | None,
-    overrides_for: list[str] | None,
-    against: str | None,
-    watcher: Watcher,
-) -> CompareReport:
-    import fedspan
-
-    if config is None:
-        return fedspan.resume_compare(folder, against=against, listener=watcher, progress=False)
-    return fedspan.compare(
-        config,
-        folder,
-        [key.strip() for key in (methods or "").split(",") if key.strip()],
-        _parse_seeds(seeds or "0,1,2"),
-        overrides=overrides or (),
-        overrides_for=_parse_overrides_for(overrides_for or []),
-        against=against,
-        listener=watcher,
-        progress=False,
-    )
 
 
 @register_command(
@@ -138,12 +133,33 @@ def sweep(
     """
     options = {"--over": over, "--trials": trials, "--rounds": rounds, "--seeds": seeds, "--set": overrides}
     folder = _select_folder(config, out, resume, options)
-    report = _run_with_view(
-        "sweep",
-        folder,
-        as_json,
-        lambda watcher: _run_sweep(config, folder, over, trials, rounds, seeds, overrides, watcher),
-    )
+    space, numbers = _parse_search_space(over or []), _parse_seeds(seeds or "0")
+
+    def validate() -> None:
+        from fedspan.config import to_plain_values
+        from fedspan.experiments.search import plan_sweep
+
+        if config is not None:
+            plan_sweep(to_plain_values(config, overrides or ()), space, trials, rounds, numbers)
+
+    def run(watcher: Watcher) -> SweepReport:
+        import fedspan
+
+        if config is None:
+            return fedspan.resume_sweep(folder, listener=watcher, progress=False)
+        return fedspan.sweep(
+            config,
+            folder,
+            space,
+            trials=trials,
+            rounds=rounds,
+            seeds=numbers,
+            overrides=overrides or (),
+            listener=watcher,
+            progress=False,
+        )
+
+    report = _run_with_view("sweep", folder, as_json, validate, run)
     _show(report, report.build_table(), as_json)
     if report.best is None:
         rates = [trial.values.get("training.lr") for trial in report.trials]
@@ -152,33 +168,6 @@ def sweep(
     if not as_json:
         typer.echo(f"table {folder / 'table.md'}, {folder / 'table.csv'}")
         typer.echo(f"run the best settings: fedspan run {shlex.quote(report.best)}")
-
-
-def _run_sweep(
-    config: Path | None,
-    folder: Path,
-    over: list[str] | None,
-    trials: int | None,
-    rounds: int | None,
-    seeds: str | None,
-    overrides: list[str] | None,
-    watcher: Watcher,
-) -> SweepReport:
-    import fedspan
-
-    if config is None:
-        return fedspan.resume_sweep(folder, listener=watcher, progress=False)
-    return fedspan.sweep(
-        config,
-        folder,
-        _parse_search_space(over or []),
-        trials=trials,
-        rounds=rounds,
-        seeds=_parse_seeds(seeds or "0"),
-        overrides=overrides or (),
-        listener=watcher,
-        progress=False,
-    )
 
 
 def _select_folder(config: Path | None, out: Path | None, resume: Path | None, options: Mapping[str, object]) -> Path:
@@ -232,14 +221,17 @@ def _parse_search_space(texts: list[str]) -> dict[str, str]:
     return by_path
 
 
-def _run_with_view(command: str, folder: Path, quiet: bool, run: Callable[[Watcher], Report]) -> Report:
-    """Run a series with its live view; on Ctrl-C, print how to resume."""
+def _run_with_view(
+    command: str, folder: Path, quiet: bool, validate: Callable[[], None], run: Callable[[Watcher], Report]
+) -> Report:
+    """Validate a series and run it with its live view; on Ctrl-C, print how to resume."""
     from fedspan.cli.formatting import create_console
 
     out = create_console()
     if quiet:
         out.quiet = True
     with out.status("loading torch and Transformers"):
+        validate()  # before what loads Transformers, so that a mistake is reported at once
         from fedspan.cli.series import SeriesView
     view = SeriesView(out, folder)
     try:

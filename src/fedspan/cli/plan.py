@@ -113,15 +113,20 @@ def plan(
     screen.quiet = as_json
     activity = "timing some steps on this machine" if device == "here" else "loading torch and Transformers"
     with screen.status(activity):
+        from fedspan.config import override
+        from fedspan.experiments.comparison import plan_comparison
         from fedspan.methods.registry import METHODS
-        from fedspan.planning.estimate import plan_methods
 
         requested = "all" if methods is None and config is None else methods or _get_method_name(values)
         keys = list(METHODS) if requested == "all" else [part.strip() for part in requested.split(",") if part.strip()]
+        values = override(values, [*texts, *(overrides or ())])
+        # before what loads Transformers, so that a mistake is reported at once
+        plan_comparison(values, keys, [0], {}, None)
+        from fedspan.planning.estimate import plan_methods
+
         results = plan_methods(
             values,
             keys,
-            overrides=[*texts, *(overrides or ())],
             clients=clients,
             examples=examples,
             labels=labels,

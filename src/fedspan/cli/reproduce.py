@@ -14,7 +14,7 @@ from fedspan.cli.commands import Json, Overrides, register_command
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
-    from fedspan.experiments.series import Watcher
+    from fedspan.experiments.watcher import Watcher
     from fedspan.reproduction.presets import Scale
     from fedspan.reproduction.rehearsal import PlannedCell
 

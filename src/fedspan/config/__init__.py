@@ -7,11 +7,20 @@ from fedspan.config.evaluation import EvaluationConfig
 from fedspan.config.federation import FederationConfig
 from fedspan.config.method import MethodConfig, WrapperConfig
 from fedspan.config.model import ModelConfig
-from fedspan.config.reading import load_config, override, parse_config, parse_yaml, read_values
+from fedspan.config.reading import (
+    ConfigLike,
+    load_config,
+    override,
+    parse_config,
+    parse_yaml,
+    read_values,
+    to_plain_values,
+)
 from fedspan.config.run import RunConfig
 from fedspan.config.training import TrainingConfig
 
 __all__ = [
+    "ConfigLike",
     "EvaluationConfig",
     "FederationConfig",
     "MethodConfig",
@@ -24,4 +33,5 @@ __all__ = [
     "parse_config",
     "parse_yaml",
     "read_values",
+    "to_plain_values",
 ]

@@ -13,7 +13,9 @@ from fedspan.config.run import RunConfig
 from fedspan.config.validation_errors import convert_validation_error
 from fedspan.errors import FedspanError
 
-__all__ = ["load_config", "override", "parse_config", "parse_yaml", "read_values"]
+__all__ = ["ConfigLike", "load_config", "override", "parse_config", "parse_yaml", "read_values", "to_plain_values"]
+
+ConfigLike = RunConfig | Mapping[str, Any] | str | Path
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
@@ -105,6 +107,17 @@ def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
         else:
             node[last] = value
     return changed
+
+
+def to_plain_values(config: ConfigLike, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return a config's values with overrides, not validated: they may hold options that only some methods have.
+
+    Raises:
+        FedspanError: If the file cannot be read or an override is malformed.
+    """
+    if isinstance(config, RunConfig):
+        config = config.model_dump(mode="json")
+    return override(config if isinstance(config, Mapping) else read_values(config), overrides)
 
 
 def _get_section(node: Any, section: str, text: str) -> Any:

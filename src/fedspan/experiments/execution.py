@@ -17,11 +17,12 @@ from typing import Any, cast
 
 import yaml
 
-from fedspan.config import RunConfig, override, parse_config, parse_yaml, read_values
+from fedspan.config import RunConfig, parse_config, parse_yaml
 from fedspan.data.images import has_images
 from fedspan.data.path_patterns import has_placeholders, match_paths
 from fedspan.errors import FedspanError
-from fedspan.experiments.series import Step, Watcher
+from fedspan.experiments.series import Step
+from fedspan.experiments.watcher import Watcher
 from fedspan.files import (
     build_temporary_path,
     convert_disk_errors,
@@ -40,14 +41,12 @@ from fedspan.runs.results import is_run
 from fedspan.training.prefix_rows import start_next_run
 
 __all__ = [
-    "ConfigLike",
     "FinishedRuns",
     "format_command_line",
     "open_series",
     "read_settings",
     "reuse_finished_runs",
     "run_step",
-    "to_plain_values",
 ]
 
 
@@ -152,19 +151,6 @@ def get_reusable_runs() -> FinishedRuns | None:
 
 
 _SHORT = 1.0  # seconds; models of shorter runs are too small to matter, and a collection takes a third of a second
-
-ConfigLike = RunConfig | Mapping[str, Any] | str | Path
-
-
-def to_plain_values(config: ConfigLike, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return a config's values with overrides, not validated: they may hold options that only some methods have.
-
-    Raises:
-        FedspanError: If the file cannot be read or an override is malformed.
-    """
-    if isinstance(config, RunConfig):
-        config = config.model_dump(mode="json")
-    return override(config if isinstance(config, Mapping) else read_values(config), overrides)
 
 
 def format_command_line(arguments: Sequence[str]) -> list[str]:

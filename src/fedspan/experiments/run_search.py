@@ -9,19 +9,14 @@ from typing import Any, cast
 
 import yaml
 
+from fedspan.config import ConfigLike, to_plain_values
 from fedspan.errors import FedspanError
-from fedspan.experiments.execution import (
-    ConfigLike,
-    format_command_line,
-    open_series,
-    read_settings,
-    run_step,
-    to_plain_values,
-)
+from fedspan.experiments.execution import format_command_line, open_series, read_settings, run_step
 from fedspan.experiments.search import Sweep, SweepReport, get_validation_score, plan_sweep, rank_trials
-from fedspan.experiments.series import Step, Watcher
+from fedspan.experiments.series import Step
 from fedspan.experiments.series_bar import open_watcher
 from fedspan.experiments.tables import write_tables
+from fedspan.experiments.watcher import Watcher
 from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.model_card import RunReport

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -26,8 +26,10 @@ from fedspan.experiments.series import (
     validate_seeds,
 )
 from fedspan.experiments.tables import Table, format_heading, format_mean, format_seconds
-from fedspan.runs.session import RunReport
 from fedspan.tasks.metrics import METRICS, compute_score
+
+if TYPE_CHECKING:
+    from fedspan.runs.model_card import RunReport
 
 __all__ = ["Sweep", "SweepReport", "Trial", "get_validation_score", "plan_sweep", "rank_trials"]
 

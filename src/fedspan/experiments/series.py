@@ -1,4 +1,4 @@
-"""A series of runs: the shared fields of their configs, their events, and statistics over their seeds."""
+"""A series of runs: the shared fields of their configs, and statistics over their seeds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ import numpy as np
 
 from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
-from fedspan.runs.callbacks import Listener, Listeners
 
 __all__ = [
     "Step",
-    "Watcher",
-    "Watchers",
     "compute_deviation",
     "compute_mean",
     "compute_standard_error",
@@ -46,46 +43,6 @@ class Step:
     group: str
     seed: int
     config: RunConfig
-
-
-class Watcher(Listener):
-    """Listener for the events of a series and of its runs; every method does nothing by default."""
-
-    def on_series_start(self, steps: Sequence[Step]) -> None:
-        """Handle the start of a series: all runs are planned and the folder exists."""
-
-    def on_run_start(self, step: Step) -> None:
-        """Handle the start of a run, which is loaded, or read if it is already finished."""
-
-    def on_run_finish(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
-        """Handle the report of a run; ``value`` is the compared score, ``is_new`` is False for a run that was read."""
-
-    def on_run_failure(self, step: Step, reason: str) -> None:
-        """Handle the divergence of a run; the series continues without it."""
-
-
-class Watchers(Listeners, Watcher):
-    """Passes every event of a series on to several watchers, in their order."""
-
-    def __init__(self, *watchers: Watcher) -> None:
-        super().__init__(*watchers)
-        self._watchers = watchers
-
-    def on_series_start(self, steps: Sequence[Step]) -> None:
-        for watcher in self._watchers:
-            watcher.on_series_start(steps)
-
-    def on_run_start(self, step: Step) -> None:
-        for watcher in self._watchers:
-            watcher.on_run_start(step)
-
-    def on_run_finish(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
-        for watcher in self._watchers:
-            watcher.on_run_finish(step, metric, value, seconds, is_new)
-
-    def on_run_failure(self, step: Step, reason: str) -> None:
-        for watcher in self._watchers:
-            watcher.on_run_failure(step, reason)
 
 
 def validate_seeds(seeds: Sequence[int]) -> tuple[int, ...]:

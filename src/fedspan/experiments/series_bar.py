@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from fedspan.experiments.series import Step, Watcher, Watchers
+from fedspan.experiments.series import Step
+from fedspan.experiments.watcher import Watcher, Watchers
 from fedspan.runs.formatting import format_duration, shorten
 from fedspan.runs.progress_bar import LiveBar, ProgressBar, is_bar_wanted
 from fedspan.runs.setup import Prepared

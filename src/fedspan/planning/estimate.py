@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedspan.config import RunConfig, parse_config
+from fedspan.config import ConfigLike, RunConfig, parse_config, to_plain_values
 from fedspan.data.catalogue import DatasetEntry, get_dataset_entry
 from fedspan.data.loading import load
 from fedspan.data.partition import partition
 from fedspan.data.path_patterns import has_placeholders
 from fedspan.errors import FedspanError
 from fedspan.experiments.comparison import plan_comparison
-from fedspan.experiments.execution import ConfigLike, to_plain_values
 from fedspan.methods.registry import METHODS
 from fedspan.planning.accelerators import HERE, UTILISATION, Speed, get_accelerator_speed
 from fedspan.planning.calibration import measure_speed

@@ -17,12 +17,12 @@ import yaml
 
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
-from fedspan.experiments.comparison import compare
 from fedspan.experiments.execution import format_command_line, read_settings, reuse_finished_runs
+from fedspan.experiments.run_comparison import compare
 from fedspan.experiments.run_search import sweep
-from fedspan.experiments.series import Watcher
 from fedspan.experiments.series_bar import open_watcher
 from fedspan.experiments.tables import Table, format_markdown, format_mean, format_megabytes, format_seconds
+from fedspan.experiments.watcher import Watcher
 from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.reproduction.cells import DATA, IMAGE_MODEL, MODEL, Cell, list_cells, name_row_folders, tabulate_settings
 from fedspan.reproduction.measurement import MEASURED, measure
