@@ -330,6 +330,25 @@ def test_quick_commands_are_quick(arguments: list[str]) -> None:
     assert not {"torch", "transformers", "datasets", "numpy"} & set(loaded.stdout.splitlines()[-1].split())
 
 
+def test_help_describes_every_argument_and_option() -> None:
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    without = [
+        (name, param.name)
+        for name, command in group.commands.items()
+        for param in command.params
+        if not getattr(param, "help", None)
+    ]
+    assert without == []
+
+
+def test_help_fills_its_lines(call: Call) -> None:
+    """Line ends within a docstring's paragraph are not those of the help."""
+    lines = [line.strip() for line in call("run", "--help").stdout.splitlines()]
+    start = next(number for number, line in enumerate(lines) if line.startswith("Every round is saved"))
+    assert len(lines[start + 1]) > 60
+
+
 def test_import_is_quick() -> None:
     script = "import sys, fedspan; assert not {'torch', 'pydantic', 'typer'} & set(sys.modules)"
     assert cpu_seconds("-c", script) - cpu_seconds("-c", "pass") < 0.1

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from rich.markup import escape
-from typer.core import TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 from typer.models import ParameterInfo
 
 import fedspan
@@ -49,6 +49,19 @@ class _Group(TyperGroup):
             raise typer.Exit(130) from None
 
 
+class _Command(TyperCommand):
+    """Command whose arguments have their help: with Typer 0.20, click from 8.5 on sets it to None."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        annotations = get_type_hints(self.callback, include_extras=True)
+        for param in self.params:
+            if isinstance(param, TyperArgument):
+                param.help = next(
+                    info.help for info in annotations[str(param.name)].__metadata__ if isinstance(info, ParameterInfo)
+                )
+
+
 def _format_examples(*lines: str) -> str:
     """Build an epilog of examples, separated by blank lines."""
     return "\n\n".join(["[bold]Examples[/bold]", *(f"[cyan]{escape(line)}[/cyan]" for line in lines)])
@@ -82,8 +95,11 @@ def register_command(name: str, *examples: str, panel: str | None = None) -> Cal
             for info in getattr(annotation, "__metadata__", ()):
                 if isinstance(info, ParameterInfo) and info.help is not None:
                     info.help = escape(info.help.replace("\\[", "["))  # shared options are processed more than once
-        text = escape(inspect.cleandoc(function.__doc__ or ""))
-        return app.command(name, help=text, epilog=_format_examples(*examples), rich_help_panel=panel)(function)
+        paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+        text = escape("\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs))
+        return app.command(name, cls=_Command, help=text, epilog=_format_examples(*examples), rich_help_panel=panel)(
+            function
+        )
 
     return register
 
