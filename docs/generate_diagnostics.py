@@ -11,8 +11,8 @@ INTRO = """# Diagnostics
 
 This page explains the measures of `fedspan diagnose`, which show how well the clients' updates fit together.
 
-`fedspan diagnose RUN` starts from a checkpoint of the run (`--round last`, `best`, or a number) and runs one more round.
-It compares the clients' updates with each other and with the server's result, and then discards the round:
+`fedspan diagnose RUN` starts from a checkpoint of the run (`--round last`, `best`, or a number) and runs one more
+round. It compares the clients' updates with each other and with the server's result, and then discards the round:
 
 ```bash
 fedspan diagnose runs/first
