@@ -20,8 +20,9 @@ from fedspan.core.values import Client, Message
 from fedspan.errors import FedspanError
 from fedspan.federation.head_start import HeadStart, check_statistics, start_head
 from fedspan.federation.progress import ClientData, Failure, Progress
-from fedspan.federation.protocol import Envelope, OnReply, Orders, Transport
+from fedspan.federation.protocol import Envelope
 from fedspan.federation.serialization import decode, encode
+from fedspan.federation.transport import OnReply, Orders, Transport
 from fedspan.methods.registry import METHODS
 from fedspan.models.head import OutputLayer
 from fedspan.runs.head_setup import begin, begin_locally
