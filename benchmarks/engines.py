@@ -81,7 +81,9 @@ def page(args: argparse.Namespace, python: Path | None) -> str:
         "intents, LoRA of rank 8 on query and value and the head, AdamW at 2e-3, clipping at 1, FedAvg over "
         f"{args.clients} identically distributed clients, one epoch per round, {args.threads} threads in total. "
         "The time is that of a whole round after a warm-up; for the centralized loop, of an epoch over the same "
-        f"examples in as many steps. Numbers are medians over {args.repetitions} repetitions, each of which runs all "
+        "examples in as many steps. Number formats are those of the frozen base (what trains is float32): Flower and "
+        "pfl-research run in float32, fedspan and the PEFT loop in float32 and in bfloat16. "
+        f"Numbers are medians over {args.repetitions} repetitions, each of which runs all "
         "contenders; ratios are computed within a repetition.",
         "",
         f"Command: `{command(args)}`  ",

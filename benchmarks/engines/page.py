@@ -7,7 +7,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ __all__ = [
     "Limit",
     "compute_ratios",
     "describe_machine",
+    "format_equal_table",
     "format_gemm_table",
     "format_speed_table",
     "format_table",
@@ -95,6 +96,24 @@ def format_speed_table(results: dict[str, Measured], subject: str) -> list[str]:
         "round 2",
     ]
     return format_table(head, rows)
+
+
+def format_equal_table(medians: Mapping[str, float], subjects: Mapping[str, str]) -> list[str]:
+    """Every contender beside the subject of its own number format, as ratios of medians that the page shows.
+
+    Args:
+        medians: Milliseconds an example by contender, rounded as on the page, so that a reader can check the ratios.
+        subjects: Names of the subjects by the number format that the other contenders' names contain.
+    """
+    rows = [
+        [dtype, name, f"{median:.2f}", f"{medians[subject]:.2f}", f"{median / medians[subject]:.1f}"]
+        for dtype, subject in subjects.items()
+        for name, median in medians.items()
+        if dtype in name.split(", ") and name != subject
+    ]
+    return format_table(
+        ["number format", "compared with", "its ms an example", "fedspan batched", "times faster"], rows
+    )
 
 
 def limit_table(limits: Sequence[Limit]) -> list[str]:

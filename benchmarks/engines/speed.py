@@ -12,12 +12,13 @@ from typing import Any
 
 from engines.contenders import HERE, Contender, Measured, get_fedspan_variables, take_turns
 from engines.environment import get_peer_variables
-from engines.page import Limit, compute_ratios, format_speed_table, format_table
+from engines.page import Limit, compute_ratios, format_equal_table, format_speed_table, format_table
 from engines.work import Work, write_plan
 
 __all__ = ["LAST", "compare", "compare_checkouts", "measure_compiled", "measure_last_layers"]
 
 SUBJECT = "fedspan batched, bfloat16"
+EQUAL = {"float32": "fedspan batched, float32", "bfloat16": SUBJECT}
 PLAIN, SAME = "PEFT loop, float32", "PEFT loop, bfloat16, bucketed"
 COMPILED, PADDED = "fedspan batched, bfloat16, compiled", "fedspan batched, bfloat16, padded"
 LAST = (4, 5)
@@ -91,7 +92,7 @@ def compare(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[
         if batch in args.simulators:
             contenders += [
                 field.peer(
-                    f"Flower, {actors} x {threads}",
+                    f"Flower, float32, {actors} x {threads}",
                     "peers_flower.py",
                     plan,
                     "--actors",
@@ -102,14 +103,15 @@ def compare(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[
                 )
                 for actors, threads in dict.fromkeys(((1, args.threads), (args.threads, 1)))
             ]
-            contenders.append(field.peer("pfl-research", "peers_pfl.py", plan))
+            contenders.append(field.peer("pfl-research, float32", "peers_pfl.py", plan))
     results = take_turns(contenders, args.repetitions, field.folder)
     keep(results, field.folder)
     limits = [check_agreement(results, batch)]
     for name, target in TARGETS.get(batch, {}).items():
         if faster := compare_subject(results, name):
             kept = statistics.median(faster) >= target if args.judged else None
-            quantity = f"batch {batch}: times faster than {name if name != 'Flower' else 'Flower at its best'}"
+            other = name if name != "Flower" else "Flower, float32, at its best"
+            quantity = f"batch {batch}: in bfloat16, times faster than {other}"
             limits.append(Limit(quantity, f"{statistics.median(faster):.2f}", f"at least {target:g}", kept))
     stacking = results[SUBJECT].ready["stacking"]
     lines = [
@@ -120,6 +122,11 @@ def compare(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[
         "threads.",
         "",
         *format_speed_table(results, SUBJECT),
+        "In equal number formats, as ratios of these medians:",
+        "",
+        *format_equal_table(
+            {name: round(statistics.median(result.milliseconds()), 2) for name, result in results.items()}, EQUAL
+        ),
     ]
     return lines, limits
 
