@@ -147,3 +147,13 @@ def test_mistakes(arguments: list[str], field: str, bare: str) -> None:
     result = invoked(*(word.replace("{bare}", bare) for word in arguments))
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith(f"error: `{field}`: "), result.stderr
+
+
+def test_a_wrong_method_is_blamed_on_where_it_was_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"method": {"name": "fedot"}}), encoding="utf-8")
+    for arguments, problem in (
+        ([], "`method.name`: no method is named 'fedot'"),
+        (["--methods", "rolor"], "`--methods`: no method is named 'rolor'"),
+    ):
+        assert problem in " ".join(invoked(str(path), *arguments).output.split())

@@ -44,6 +44,8 @@ def test_the_current_run_has_its_place_in_the_series_and_its_bars(prepared: Prep
     with bar:
         pass
     assert shown(bar) == "2 runs in 0:00\n"
+    bar.done = 1
+    assert shown(bar) == "1 run in 0:00\n"
 
 
 class _Terminal(io.StringIO):

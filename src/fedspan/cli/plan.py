@@ -107,6 +107,10 @@ def plan(
     from fedspan.config import read_values
 
     values = _make_config_values(task or _TASK) if config is None else read_values(config)
+    if config is not None and methods is None:  # so that the error names the field of the file, and not --methods
+        from fedspan.methods.registry import get_method_class
+
+        get_method_class(_get_method_name(values))
     if config is None and labels is None and _has_labels(task or _TASK):
         labels = _BINARY
     screen = create_console()

@@ -14,6 +14,7 @@ from fedspan.cli.formatting import format_duration, format_score, shorten
 from fedspan.cli.live import compute_report_interval
 from fedspan.experiments.series import Step
 from fedspan.experiments.series_bar import SeriesBar
+from fedspan.runs.formatting import format_runs
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 
@@ -43,7 +44,7 @@ class SeriesView(SeriesBar):
 
     def on_series_start(self, steps: Sequence[Step]) -> None:
         super().on_series_start(steps)
-        self._print(Text(f"{self.runs} runs in {self._folder}", "dim"))
+        self._print(Text(f"{format_runs(self.runs)} in {self._folder}", "dim"))
 
     def on_run_finish(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
         super().on_run_finish(step, metric, value, seconds, is_new)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fedspan.experiments.series import Step
 from fedspan.experiments.watcher import Watcher, Watchers
-from fedspan.runs.formatting import format_duration, shorten
+from fedspan.runs.formatting import format_duration, format_runs, shorten
 from fedspan.runs.progress_bar import LiveBar, ProgressBar, is_bar_wanted
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
@@ -71,7 +71,7 @@ class SeriesBar(LiveBar, Watcher):
         """Render the current run, its bars, and the time of the whole series."""
         elapsed = format_duration(self._clock() - self._began)
         if self._ended:
-            return Text(f"{self.done} runs in {elapsed}")
+            return Text(f"{format_runs(self.done)} in {elapsed}")
         if self._step is None:
             return Text("")
         now = f"run {min(self.done + 1, self.runs)} of {self.runs}: {self._step.label}; all: {elapsed}"

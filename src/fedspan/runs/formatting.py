@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["format_duration", "format_number", "get_title", "shorten"]
+__all__ = ["format_duration", "format_number", "format_runs", "get_title", "shorten"]
 
 
 def format_number(value: float | None) -> str:
@@ -15,6 +15,11 @@ def format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_runs(count: int) -> str:
+    """Format 1 as "1 run", 2 as "2 runs"."""
+    return "1 run" if count == 1 else f"{count} runs"
 
 
 def shorten(text: str, width: int) -> str:
