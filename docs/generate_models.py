@@ -52,8 +52,8 @@ REMARKS = """
   decoder, too. Models of other families with an encoder and a decoder do not pool.
 - **mBART, M2M100, NLLB** mark texts with their language: set `task_options.source_language` and `target_language`
   ([sequence to sequence](tasks.md#sequence-to-sequence)).
-- **Whisper** and other models of speech: no built-in task reads sounds. [Your own trainer](your-trainer.md) and
-  [a task of your own](your-task.md) can.
+- **Whisper** and other models of speech: no built-in task accepts audio. [Your own trainer](your-trainer.md) and [a
+  task of your own](your-task.md) can.
 - **`nn.MultiheadAttention`**: its `out_proj` is refused, because its weight is used without a call of the layer.
 
 ## Any PyTorch module
@@ -63,7 +63,7 @@ report = fedspan.run(config, "runs/own", data=signals, model=my_module, task=MY_
 ```
 
 `model=` takes any `nn.Module` and `task=` the definition of [a task of your own](your-task.md), which calls the module
-as its forward wants it. The run trains a copy.
+with its expected arguments. The run trains a copy.
 
 - `model.target_modules` names layers (`nn.Linear`, `nn.Conv2d`, `nn.Embedding`) as in PEFT; there is no default.
   `classifier`, `score` and `model.modules_to_save` train whole where the task's head is new.
