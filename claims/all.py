@@ -56,7 +56,10 @@ FIRST = (
     *("rolora-figure3", "fedloru-table10", "fedloru-table4", "fedgalore-table4", "florg-table2", "florg-table3"),
 )
 """Presets that are run before the others."""
-SHORT = ("federation.rounds=2", "data.max_examples=300", "evaluation.every=2", "training.lr=0.01")
+SHORT = (
+    *("federation.rounds=2", "data.max_examples=600", "partition.min_examples=2"),  # Dirichlet draws have to succeed
+    *("evaluation.every=2", "training.lr=0.01"),
+)
 QUICK = {
     "rolora-figure3": (*SHORT, "partition.clients=3"),
     "fedloru-table6": SHORT,
