@@ -99,6 +99,7 @@ SIGNALS = fedspan.TaskDefinition(
     target_type="label",
     metrics=("accuracy", "macro_f1", "loss"),
     columns=LABELLED_TEXTS,
+    loss_options=SignalClassification.loss_options,
 )
 
 

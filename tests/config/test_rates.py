@@ -20,7 +20,7 @@ def test_every_factor_belongs_to_a_method_of_the_registry() -> None:
 def test_every_task_and_method_has_defaults_that_a_config_accepts(task: str, method: str) -> None:
     found = get_training_defaults(task, method)  # pyright: ignore[reportArgumentType]
     assert found.lr == pytest.approx(get_training_defaults(task, "fedit").lr * FACTORS.get(method, 1.0))  # pyright: ignore
-    assert bool(found.logit_adjustment) == TASKS[task].is_classifier
+    assert bool(found.logit_adjustment) == ("logit_adjustment" in TASKS[task].loss_options)
     training = {
         "lr": found.lr,
         "batch_size": found.batch_size,

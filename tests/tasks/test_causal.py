@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.trainer_pt_utils import LabelSmoother
 
 from fedspan.errors import FedspanError
 from fedspan.tasks.causal import CausalLM, EncodedPrompts, GenerationOptions, can_attend_across_examples
 from fedspan.tasks.exact_match import is_exact_match
+from fedspan.tasks.losses import SMOOTHING
 from fedspan.tasks.prompts import truncate
 from helpers import tiny_decoders
 
@@ -58,8 +60,10 @@ def test_the_loss_is_that_of_transformers_on_the_answer(family: str, decoders: P
     task, model = made(), model_of(family, decoders)
     batch = task.collate(encoded(task), [0, 1, 2, 3], CPU)
     with torch.no_grad():
-        ours, theirs = task.compute_loss(model, batch), model(**batch).loss
-    assert float(ours) == pytest.approx(float(theirs), rel=1e-5)
+        ours, theirs = task.compute_loss(model, batch), model(**batch)
+        smoothed = task.compute_loss(model, {**batch, SMOOTHING: torch.full((4,), 0.2, dtype=torch.float64)})
+    assert float(ours) == pytest.approx(float(theirs.loss), rel=1e-5)
+    torch.testing.assert_close(smoothed, LabelSmoother(0.2)(theirs, batch["labels"], shift_labels=True))
 
 
 @families

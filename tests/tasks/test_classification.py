@@ -16,7 +16,8 @@ from fedspan.errors import FedspanError
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.encoding import EncodedText
-from fedspan.tasks.single_label import OFFSETS, compute_class_offsets
+from fedspan.tasks.losses import OFFSETS
+from fedspan.tasks.single_label import compute_class_offsets
 from helpers import tiny
 
 CPU = torch.device("cpu")

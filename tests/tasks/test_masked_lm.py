@@ -13,12 +13,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers.trainer_pt_utils import LabelSmoother
 
 import fedspan
 from fedspan import FedspanError
 from fedspan.config import parse_config
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.setup import prepare
+from fedspan.tasks.losses import SMOOTHING
 from fedspan.tasks.masked_lm import MaskedLanguageModel
 from fedspan.training.prefix import PrefixCache
 from helpers import tiny_masked
@@ -85,6 +87,8 @@ def test_the_loss_is_transformers_own_and_predictions_add_up_to_it(tmp_path: Pat
         output = model(**known)
         torch.testing.assert_close(task.compute_loss(model, batch), output.loss)
         predictions = task.predict(model, batch)
+        smoothed = task.compute_loss(model, {**batch, SMOOTHING: torch.full((4,), 0.2, dtype=torch.float64)})
+    torch.testing.assert_close(smoothed, LabelSmoother(0.2)(output, batch["labels"]))
     scores = task.compute_metrics(predictions, examples, [3, 0, 2, 1])
     assert scores["loss"] == pytest.approx(float(output.loss), rel=1e-5)
     assert scores["pseudo_perplexity"] == pytest.approx(float(output.loss.exp()), rel=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from torch import nn
 
 from fedspan import FedspanError
 from fedspan.config import parse_config
+from fedspan.config.rates import get_training_defaults
 from fedspan.runs.setup import prepare
-from fedspan.tasks.classification import SequenceClassification
-from fedspan.tasks.single_label import TARGETS, compute_class_weights, compute_weighted_targets
+from fedspan.tasks import registry
+from fedspan.tasks.classification import SEQUENCE_CLASSIFICATION, SequenceClassification
+from fedspan.tasks.losses import CLASS_WEIGHTS, SMOOTHING
+from fedspan.tasks.single_label import compute_class_weights
 from helpers import tiny
 
 NONE: Any = None
@@ -39,9 +43,9 @@ def test_losses_with_weights_are_torchs(smoothing: float) -> None:
     logits, labels = torch.randn(7, 3, generator=rng), torch.tensor([2, 0, 1, 1, 0, 2, 1])
     weights_CK = torch.tensor([[0.5, 2.0, 1.0], [1.0, 4.0, 0.25]])
     owners = torch.tensor([0, 0, 0, 1, 1, 1, 1])
-    targets = compute_weighted_targets(labels, weights_CK[owners], smoothing)
     task = Fixed(NONE, ("a", "b", "c"), 8)
-    batch = {"logits": logits, "labels": labels, TARGETS: targets}
+    smoothing_B = torch.full((7,), smoothing, dtype=torch.float64)
+    batch = {"logits": logits, "labels": labels, CLASS_WEIGHTS: weights_CK[owners], SMOOTHING: smoothing_B}
     mask_CB = (owners == torch.arange(2)[:, None]).float()
     expected = [
         nn.CrossEntropyLoss(weight=weights, label_smoothing=smoothing)(logits[owners == at], labels[owners == at])
@@ -79,8 +83,82 @@ def test_what_does_not_apply_is_refused(tiny_folder: Path) -> None:
         prepare(parse_config(tiny.settings(tiny_folder, training={"class_weights": {"labs": 2.0}})))
     for task, more, reason in (
         ("regression", {}, "regression has no classes"),
+        ("multi-label-classification", {}, "the loss of multi-label-classification does not take it"),
         ("sequence-classification", {"logit_adjustment": 1.0}, r"training\.logit_adjustment corrects for shares"),
     ):
         training = {"label_smoothing": 0.1, **more}
         with pytest.raises(FedspanError, match=rf"`training\.label_smoothing`: {reason}"):
             parse_config(tiny.settings(tiny_folder, training=training) | {"task": task})
+
+
+class Squared(SequenceClassification):
+    """A task of a user's own that computes another loss, and says so."""
+
+    loss_options = ()
+
+    def compute_loss(self, model: Any, batch: Any) -> torch.Tensor:
+        probabilities = self.predict(model, batch).softmax(1)
+        return (probabilities - nn.functional.one_hot(batch["labels"], len(self.labels))).square().mean()
+
+
+OPTIONS = [("logit_adjustment", 1.0), ("class_weights", "balanced"), ("label_smoothing", 0.9)]
+
+
+@pytest.mark.parametrize(("option", "value"), OPTIONS)
+@pytest.mark.parametrize("declared", [(), SEQUENCE_CLASSIFICATION.loss_options])
+def test_a_task_whose_loss_does_not_take_an_option_refuses_it_before_training(
+    declared: tuple[Any, ...], option: str, value: Any, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its definition was copied from one that takes them."""
+    definition = replace(
+        SEQUENCE_CLASSIFICATION,
+        name="squared",
+        loss_options=declared,
+        build=lambda tokenizer, settings, data: Squared(tokenizer, settings.labels, settings.max_length),
+    )
+    monkeypatch.setitem(registry._tasks, "squared", definition)
+    values = tiny.settings(tiny_folder, training={option: value}) | {"task": "squared"}
+    with pytest.raises(FedspanError, match="does not take it") as caught:
+        prepare(parse_config(values))
+    assert caught.value.field == f"training.{option}"
+    prepare(parse_config(tiny.settings(tiny_folder) | {"task": "squared"}))
+    assert get_training_defaults("squared", "fedit").logit_adjustment == (1.0 if declared else 0.0)
+
+
+@dataclass(frozen=True)
+class Unlabelled:
+    """Examples of a user's own that name their labels otherwise."""
+
+    text: Any
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.text.lengths
+
+
+class Renamed(SequenceClassification):
+    """A task of a user's own whose examples have no ``labels``."""
+
+    def encode(self, dataset: Any) -> Any:
+        return Unlabelled(super().encode(dataset))
+
+    def collate(self, examples: Any, indices: Any, device: torch.device) -> dict[str, torch.Tensor]:
+        return super().collate(examples.text, indices, device)
+
+
+def test_examples_without_labels_are_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    definition = replace(
+        SEQUENCE_CLASSIFICATION,
+        name="renamed",
+        build=lambda tokenizer, settings, data: Renamed(tokenizer, settings.labels, settings.max_length),
+    )
+    monkeypatch.setitem(registry._tasks, "renamed", definition)
+    values = tiny.settings(tiny_folder, training={"class_weights": "balanced"}) | {"task": "renamed"}
+    with pytest.raises(FedspanError, match="Unlabelled, the encoded examples of this task, has no array `labels`"):
+        tiny.final_tensors(prepare(parse_config(values)))
+    flipped = {**tiny.settings(tiny_folder), "task": "renamed", "simulation": {"faults": {"kind": "label-flip"}}}
+    with pytest.raises(FedspanError, match="has no array `labels`"):
+        prepare(parse_config(flipped))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -16,12 +17,17 @@ from tokenizers.models import BPE, WordPiece
 from tokenizers.pre_tokenizers import ByteLevel, Split, Whitespace
 from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from tokenizers.processors import TemplateProcessing
+from torch import nn
+from transformers.trainer_pt_utils import LabelSmoother
 
 import fedspan
 from fedspan import FedspanError
+from fedspan.config import parse_config
 from fedspan.config.starter import write_starter_config
 from fedspan.data.config import DataConfig
 from fedspan.data.loading import load
+from fedspan.runs.setup import prepare
+from fedspan.tasks.losses import CLASS_WEIGHTS, SMOOTHING
 from fedspan.tasks.registry import get_task
 from fedspan.tasks.settings import TaskSettings
 from fedspan.tasks.token_classification import TokenClassification
@@ -97,8 +103,19 @@ def test_the_loss_is_transformers_own(tokenizer: Any) -> None:
     examples = task.encode(rows(("aspirin helps", [1, 2]), ("a lot aspirin", [0, 0, 1])))
     batch = task.collate(examples, [0, 1], torch.device("cpu"))
     known = ("input_ids", "token_type_ids", "attention_mask", "labels")
-    expected = model(**{key: batch[key] for key in known if key in batch}).loss
+    output = model(**{key: batch[key] for key in known if key in batch})
+    expected = output.loss
     torch.testing.assert_close(task.compute_loss(model, batch), expected)
+    smoothing = {SMOOTHING: torch.full((2,), 0.2, dtype=torch.float64)}
+    smoothed = task.compute_loss(model, {**batch, **smoothing})
+    torch.testing.assert_close(smoothed, LabelSmoother(0.2)(output, batch["labels"]))
+    weights_CK = torch.tensor([[0.5, 2.0, 1.0], [3.0, 1.0, 0.25]])  # a client for each sentence
+    weighted = {**batch, CLASS_WEIGHTS: weights_CK, **smoothing}
+    losses = [
+        nn.CrossEntropyLoss(weight=weights, label_smoothing=0.2)(logits, labels)
+        for weights, logits, labels in zip(weights_CK, output.logits, batch["labels"], strict=True)
+    ]
+    torch.testing.assert_close(task.compute_client_losses(model, weighted, torch.eye(2)), torch.stack(losses))
     predictions = task.predict(model, batch)
     assert predictions.shape == (2, 2 + 16)
     assert float((predictions[:, 0].sum() / predictions[:, 1].sum()).detach()) == pytest.approx(
@@ -283,3 +300,30 @@ def test_a_last_word_without_pieces_was_not_cut(tokenizer: Any) -> None:
     assert task.describe_examples(task.encode(rows(("a lot", [0, 0])))) == ()
     blank = datasets.Dataset.from_dict({"tokens": [["a", " "]], "labels": [[0, 0]]})
     assert task.describe_examples(task.encode(blank)) == ()
+
+
+def test_classes_are_those_of_the_words_that_the_loss_counts(tokenizer: Any) -> None:
+    task = TokenClassification(tokenizer, LABELS, 4)
+    examples = task.encode(rows(("aspirin helps", [1, 2]), ("a lot aspirin", [0, 0, 1]), ("aspirin", [1])))
+    batch = task.collate(examples, [2, 1, 0], torch.device("cpu"))
+    counted = batch["labels"][batch["labels"] != -100].tolist()
+    assert len(counted) < 6  # a word is cut
+    assert task.list_classes(examples, np.array([2, 1, 0])).tolist() == counted
+
+
+@pytest.mark.parametrize(
+    "training", [{"class_weights": "balanced"}, {"class_weights": {"O": 0.1}, "label_smoothing": 0.1}]
+)
+def test_engines_train_alike_with_weights_of_tags_and_other_than_without(
+    training: dict[str, Any], tiny_folder: Path, tmp_path: Path
+) -> None:
+    def train(engine: str, **changes: Any) -> Any:
+        values = tiny_tags.settings(
+            tiny_folder, tmp_path, federation={"rounds": 2}, training={"optimizer": "sgd", "lr": 0.3, **changes}
+        )
+        return tiny.final_tensors(prepare(parse_config({**values, "engine": {"name": engine}})))
+
+    loop, batched, plain = train("loop", **training), train("batched", **training), train("loop")
+    for name, value in loop.items():
+        torch.testing.assert_close(batched[name], value, rtol=1e-4, atol=2e-5)
+    assert any(not torch.allclose(value, plain[name], atol=1e-3) for name, value in loop.items())

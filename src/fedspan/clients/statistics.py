@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from fedspan.core.tensors import Tensors
 from fedspan.core.values import Job, Message
 from fedspan.federation.head_start import BOUND, KIND
 from fedspan.models.head import find_output_layer
-from fedspan.tasks.task import Examples
+from fedspan.tasks.task import Examples, get_labels
 from fedspan.training.engine import Engine
 
 __all__ = ["StatisticsLimits", "compute_client_statistics", "parse_statistics_order"]
@@ -78,7 +78,7 @@ def compute_client_statistics(
     layer = find_output_layer(engine.adapted)
     shapes = compute_statistics_shapes(kind, layer.outputs, layer.features)
     total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
-    targets, selected = torch.from_numpy(cast(Any, examples).labels[indices]), indices
+    targets, selected = torch.from_numpy(get_labels(examples, indices)), indices
     if class_examples > 1:
         classes = torch.zeros(len(targets), dtype=torch.int64) if kind == "least-squares" else targets
         is_kept = (torch.bincount(classes, minlength=layer.outputs) >= class_examples)[classes]

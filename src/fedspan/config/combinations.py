@@ -221,9 +221,6 @@ def _require_training_fit(config: RunSections) -> None:
         FedspanError: If they do not.
     """
     training, adjustment = config.training, config.training.logit_adjustment
-    if adjustment and not config.task_definition.is_classifier:
-        problem = f"logits cannot be adjusted to classes, because {config.task} has no classes"
-        raise FedspanError("training.logit_adjustment", adjustment, "0", problem=problem)
     if adjustment and config.privacy is not None and config.privacy.mechanism == "dp-sgd":
         problem = "it cannot be combined with dp-sgd, which does not protect a client's class counts"
         raise FedspanError("training.logit_adjustment", adjustment, "0", problem=problem)
@@ -248,13 +245,15 @@ def _require_training_fit(config: RunSections) -> None:
 
 
 def _require_loss_fit(config: RunSections) -> None:
-    """Check that label smoothing and class weights fit the task and the rest of the run.
+    """Check that the options that change the loss fit the task, and those that cannot be combined the rest of the run.
 
     Raises:
         FedspanError: If they do not.
     """
     definition = config.task_definition
-    no_classes = f"{config.task} has no classes, of which each example has one"
+    unfit = f"the loss of {config.task} does not take it"
+    if not definition.has_labels:
+        unfit = f"{config.task} has no classes"
     reasons = {
         "training.logit_adjustment corrects for shares of classes already, and leaves out classes": (
             config.training.logit_adjustment > 0
@@ -262,13 +261,11 @@ def _require_loss_fit(config: RunSections) -> None:
         "dp-sgd bounds each example's gradient, which weights would change": config.privacy is not None
         and config.privacy.mechanism == "dp-sgd",
     }
-    unfit = {
-        "label_smoothing": not (definition.is_classifier or definition.smooths_labels),
-        "class_weights": not definition.is_classifier,
-    }
-    for option, off in (("label_smoothing", 0), ("class_weights", "none")):
+    for option, off in (("logit_adjustment", 0), ("label_smoothing", 0), ("class_weights", "none")):
         value = getattr(config.training, option)
-        applying = {no_classes: unfit[option], **reasons}
+        applying = {unfit: option not in definition.loss_options}
+        if option != "logit_adjustment":
+            applying |= reasons
         reason = next((reason for reason, applies in applying.items() if applies), None)
         if reason is not None and value != off:
             raise FedspanError(f"training.{option}", value, str(off), problem=reason)

@@ -56,5 +56,5 @@ def get_training_defaults(task: str, method: str) -> TrainingDefaults:
         local_epochs=1,
         rounds=20,
         early_stopping=4,
-        logit_adjustment=1.0 if definition.is_classifier else 0.0,
+        logit_adjustment=1.0 if "logit_adjustment" in definition.loss_options else 0.0,
     )

@@ -62,14 +62,14 @@ class TrainingConfig(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="Classification and seq2seq: share of a target that is spread over all classes (seq2seq: over "
-        "the vocabulary) in training, as in torch.nn.CrossEntropyLoss.",
+        description="Share of a target that is spread over all classes (language models: over the vocabulary) in "
+        "training, as in torch.nn.CrossEntropyLoss. For tasks whose targets are single labels, tags or tokens.",
     )
     class_weights: Literal["none", "balanced"] | dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         default="none",
-        description="Classification: weights of classes in the training loss, as in torch.nn.CrossEntropyLoss. "
-        "balanced: by the counts of the client's own examples, as in scikit-learn, so that no client learns those of "
-        "others. Or weights by label, the same for all clients; other labels have weight 1.",
+        description="Classification and tags: weights of classes in the loss, as in torch.nn.CrossEntropyLoss. "
+        "balanced: by the counts of the client's own examples (tags: words), as in scikit-learn, so that no client "
+        "learns those of others. Or weights by label, the same for all clients; other labels have weight 1.",
     )
     head_updates: Literal["all", "own-classes"] = Field(
         default="all",

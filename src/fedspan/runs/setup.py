@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,10 +34,8 @@ from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.head_setup import build_aggregation, build_head_start
 from fedspan.runs.model_setup import ModelObjects, RunModel, build_model, require_size
 from fedspan.runs.task_setup import collect_task_settings
-from fedspan.tasks.encoding import EncodedText
-from fedspan.tasks.images import EncodedImages
 from fedspan.tasks.settings import TaskSettings
-from fedspan.tasks.task import Examples, RunTask
+from fedspan.tasks.task import Examples, RunTask, get_labels
 from fedspan.training.engine import Engine
 from fedspan.training.stages import Stages
 from fedspan.transports.in_process import simulate
@@ -349,15 +347,21 @@ def _secure_clients(config: RunConfig, clients: Mapping[str, ClientData]) -> Map
 def _flip_labels(
     train: Examples, clients: Mapping[str, ClientData], conditions: Conditions | None, labels: int
 ) -> Examples:
-    """Return the training examples, with label K - 1 - k instead of k for clients that train on flipped labels."""
+    """Return the training examples, with label K - 1 - k instead of k for clients that train on flipped labels.
+
+    Raises:
+        FedspanError: If the examples of a task of the user's own are no dataclass with ``labels``.
+    """
     faults = None if conditions is None else conditions.faults
     if conditions is None or faults is None or faults.kind != "label-flip":
         return train
-    assert isinstance(train, EncodedText | EncodedImages)
-    flipped = train.labels.copy()
+    flipped = get_labels(train, np.arange(len(train)))
     for id in conditions.draw_faulty(sorted(clients)):
         indices = clients[id].train
         flipped[indices] = labels - 1 - flipped[indices]
+    if not is_dataclass(train) or isinstance(train, type):
+        expected = "a task whose encoded examples are a dataclass with `labels`"
+        raise FedspanError("simulation.faults.kind", "label-flip", expected)
     return replace(train, labels=flipped)
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fedspan.core.tensors import to_device
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
@@ -23,7 +22,13 @@ from fedspan.errors import FedspanError
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.encoding import Ragged, require_processor
 from fedspan.tasks.exact_match import is_exact_match
-from fedspan.tasks.losses import average_by_client, upcast
+from fedspan.tasks.losses import (
+    LossOption,
+    average_cross_entropy,
+    average_cross_entropy_by_client,
+    select_inputs,
+    upcast,
+)
 from fedspan.tasks.prompts import Prompt, render_chat, tokenise, truncate
 from fedspan.tasks.token_scores import IGNORED, SCORES, compute_token_metrics, decode_generated, mark_ends, score_tokens
 
@@ -95,6 +100,9 @@ class CausalLM:
         generation: Options for generating the answers of predictions with generated text.
         metric: Metric by which rounds are compared.
     """
+
+    loss_options: tuple[LossOption, ...] = ("label_smoothing",)
+    """Options of ``training`` that the loss takes."""
 
     def __init__(
         self,
@@ -217,18 +225,16 @@ class CausalLM:
     def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean negative log-likelihood of the batch's answer tokens, in float32 or better."""
         logits_SV, targets_S, _ = self.compute_answer_logits(model, batch)
-        return F.cross_entropy(logits_SV, targets_S)
+        return average_cross_entropy(logits_SV, targets_S, batch)
 
     def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the mean negative log-likelihood of the answer tokens of each client's examples, (C,)."""
         logits_SV, targets_S, numbers_S = self.compute_answer_logits(model, batch)
-        losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none")
-        return average_by_client(losses_S, mask_CB[:, numbers_S])
+        return average_cross_entropy_by_client(logits_SV, targets_S, batch, mask_CB, numbers_S)
 
     def compute_answer_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits (S, V) of a batch's S answer tokens, these tokens, and their examples' numbers, (S,)."""
-        inputs = {key: value for key, value in batch.items() if key not in ("labels", _ANSWERS)}
-        logits_BTV = model(**inputs, use_cache=False).logits
+        logits_BTV = model(**select_inputs(batch, _ANSWERS), use_cache=False).logits
         labels_BT = batch["labels"][:, 1:]
         if "position_ids" in batch:
             numbers_BT = (batch["position_ids"] == 0).cumsum(1)[:, 1:] - 1
@@ -380,6 +386,7 @@ CAUSAL_LM = TaskDefinition(
     columns=TaskColumns(read=_read, get_required_columns=_require, get_label_column=lambda config: config.label),
     is_generative=True,
     peft_task_type="CAUSAL_LM",
+    loss_options=CausalLM.loss_options,
     default_model=("Qwen/Qwen2.5-0.5B", "all-linear"),
     lr=2e-4,
     summary_metrics=("perplexity", "exact_match"),

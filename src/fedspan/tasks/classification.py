@@ -13,7 +13,8 @@ from fedspan.data.columns import LABELLED_TEXTS
 from fedspan.data.config import DataConfig
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, describe_truncation, encode_texts
-from fedspan.tasks.single_label import OFFSETS, TARGETS, SingleLabelClassification
+from fedspan.tasks.losses import select_inputs
+from fedspan.tasks.single_label import SingleLabelClassification
 
 if TYPE_CHECKING:
     import datasets
@@ -52,7 +53,7 @@ class SequenceClassification(SingleLabelClassification):
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Compute the logits, (examples, labels)."""
-        return model(**{key: value for key, value in batch.items() if key not in ("labels", OFFSETS, TARGETS)}).logits
+        return model(**select_inputs(batch)).logits
 
     def describe_examples(self, examples: EncodedText) -> tuple[str, ...]:
         """Report how many texts fill the maximal length, and so may have been cut."""
@@ -78,6 +79,7 @@ SEQUENCE_CLASSIFICATION = TaskDefinition(
     metrics=("accuracy", "macro_f1", "f1", "matthews", "loss"),
     columns=LABELLED_TEXTS,
     can_pool=True,
+    loss_options=SequenceClassification.loss_options,
     peft_task_type="SEQ_CLS",
     default_model=("builtin:all-minilm-l6-v2", "[query, value]"),
     lr=3e-3,

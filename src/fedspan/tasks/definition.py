@@ -14,6 +14,7 @@ from fedspan.data.columns import TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.heads import Head, get_head
+from fedspan.tasks.losses import LossOption
 from fedspan.tasks.metrics import METRICS, Metric
 from fedspan.tasks.task import RunTask
 
@@ -85,8 +86,7 @@ class TaskDefinition:
         postprocess: Converts the predictions of ``fedspan.predict`` to its results, one for each input. Its arguments
             are the task, the inputs and the predictions; None: results are a label with its probability, a number, or
             a readable answer.
-        smooths_labels: Whether the task is no classifier and its loss takes a training batch's share of smoothing
-            (``losses.SMOOTHING``), which ``training.label_smoothing`` sets.
+        loss_options: Options of ``training`` that the loss takes: those of the task's own ``loss_options``.
         require_packages: Checks that the packages are installed that score generated answers; None: they need none.
         require_generation: Checks that the task and the model can generate texts together; None: nothing is to check.
         make_examples: Makes examples for ``fedspan plan --device here`` from token ids and random class indices
@@ -115,7 +115,7 @@ class TaskDefinition:
     infer_columns: Callable[[datasets.Dataset, Mapping[str, str | None]], InferredColumns | None] | None = None
     preprocess: Callable[[TaskSettings, Sequence[Any]], datasets.Dataset] | None = None
     postprocess: Callable[[Any, Sequence[Any], Tensor], list[Any]] | None = None
-    smooths_labels: bool = False
+    loss_options: tuple[LossOption, ...] = ()
     require_packages: Callable[[], None] | None = None
     require_generation: Callable[[Any, Any], None] | None = None
     make_examples: Callable[[Ragged, np.ndarray], Any] | None = None

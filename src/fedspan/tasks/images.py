@@ -192,5 +192,6 @@ IMAGE_CLASSIFICATION = TaskDefinition(
     default_model=("google/vit-base-patch16-224-in21k", "[q_proj, v_proj]"),
     lr=1e-3,
     summary_metrics=("macro_f1",),
+    loss_options=ImageClassification.loss_options,
     pipeline_tag="image-classification",
 )

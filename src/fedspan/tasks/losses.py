@@ -1,14 +1,43 @@
-"""Mean losses of clients that share a batch, and the number format of losses."""
+"""Losses of clients that share a batch, and the entries by which options of local training change a batch's loss.
+
+Shapes: B examples of a batch, S targets of a batch (its examples or their tokens), K classes (labels or vocabulary), C
+clients.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Literal
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-__all__ = ["SMOOTHING", "average_by_client", "upcast"]
+__all__ = [
+    "CLASS_OPTIONS",
+    "CLASS_WEIGHTS",
+    "OFFSETS",
+    "SMOOTHING",
+    "LossOption",
+    "average_by_client",
+    "average_cross_entropy",
+    "average_cross_entropy_by_client",
+    "compute_cross_entropies",
+    "select_inputs",
+    "upcast",
+]
+
+LossOption = Literal["label_smoothing", "class_weights", "logit_adjustment"]
+"""Options of ``training`` that change the loss of local training."""
+CLASS_OPTIONS: tuple[LossOption, ...] = ("label_smoothing", "class_weights", "logit_adjustment")
+"""The options that a cross-entropy of single labels takes."""
 
 SMOOTHING = "label_smoothing"
-"""Key of a training batch's share of each target that is spread over the vocabulary, (B,), on the CPU."""
+"""Key of a training batch's share of each target that is spread over all classes, (B,), on the CPU."""
+CLASS_WEIGHTS = "class_weights"
+"""Key of the class weights of a training batch's examples, each those of its client, (B, K)."""
+OFFSETS = "logit_offsets"
+"""Key of a training batch's terms that are added to the logits before the cross-entropy, (B, K)."""
 
 
 def upcast(values: Tensor) -> Tensor:
@@ -27,3 +56,78 @@ def average_by_client(values_B: Tensor, mask_CB: Tensor) -> Tensor:
     """
     mask_CB = mask_CB.to(values_B)
     return mask_CB @ values_B / mask_CB.sum(1)
+
+
+def select_inputs(batch: Mapping[str, Tensor], *others: str) -> dict[str, Tensor]:
+    """Return the entries of a batch that a model takes: all but labels and the entries of the loss.
+
+    Args:
+        batch: The batch.
+        *others: Keys of further entries that the model does not take.
+    """
+    left_out = {"labels", SMOOTHING, CLASS_WEIGHTS, OFFSETS, *others}
+    return {key: value for key, value in batch.items() if key not in left_out}
+
+
+def compute_cross_entropies(
+    logits_SK: Tensor, targets_S: Tensor, batch: Mapping[str, Tensor], rows_S: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute the cross-entropy of each target, with the smoothing and the class weights of a training batch.
+
+    The sum of the first result over the sum of the second one is ``torch.nn.CrossEntropyLoss(weight=...,
+    label_smoothing=...)``, and without weights Transformers' ``LabelSmoother``.
+
+    Args:
+        logits_SK: Logits of the targets, in float32 or better.
+        targets_S: Class of each target.
+        batch: The batch.
+        rows_S: Example of each target in the batch; None: a target for each example, in order.
+
+    Returns:
+        The cross-entropies, and what each adds to the divisor of their mean: the weight of its own class, or 1.
+    """
+    smoothing = _get_smoothing(batch)
+    if CLASS_WEIGHTS not in batch:
+        losses_S = F.cross_entropy(logits_SK, targets_S, reduction="none", label_smoothing=smoothing)
+        return losses_S, torch.ones_like(losses_S)
+    weights_SK = batch[CLASS_WEIGHTS] if rows_S is None else batch[CLASS_WEIGHTS][rows_S]
+    classes = weights_SK.shape[1]
+    one_hot_SK = F.one_hot(targets_S, classes).to(weights_SK)
+    smoothed_SK = weights_SK * ((1 - smoothing) * one_hot_SK + smoothing / classes)
+    return -(smoothed_SK * logits_SK.log_softmax(1)).sum(1), (weights_SK * one_hot_SK).sum(1)
+
+
+def average_cross_entropy(
+    logits_SK: Tensor, targets_S: Tensor, batch: Mapping[str, Tensor], rows_S: Tensor | None = None
+) -> Tensor:
+    """Compute the mean of ``compute_cross_entropies``, a scalar; 0 without targets."""
+    if CLASS_WEIGHTS not in batch and len(targets_S):
+        return F.cross_entropy(logits_SK, targets_S, label_smoothing=_get_smoothing(batch))
+    losses_S, divisors_S = compute_cross_entropies(logits_SK, targets_S, batch, rows_S)
+    return _divide(losses_S.sum(), divisors_S.sum())
+
+
+def average_cross_entropy_by_client(
+    logits_SK: Tensor, targets_S: Tensor, batch: Mapping[str, Tensor], mask_CB: Tensor, rows_S: Tensor | None = None
+) -> Tensor:
+    """Compute ``average_cross_entropy`` of each client's targets, (C,).
+
+    Args:
+        logits_SK: Logits of the targets, in float32 or better.
+        targets_S: Class of each target.
+        batch: The batch.
+        mask_CB: 1 where an example belongs to a client, else 0.
+        rows_S: Example of each target in the batch; None: a target for each example, in order.
+    """
+    losses_S, divisors_S = compute_cross_entropies(logits_SK, targets_S, batch, rows_S)
+    mask_CS = mask_CB.to(losses_S) if rows_S is None else mask_CB.to(losses_S)[:, rows_S]
+    return _divide(mask_CS @ losses_S, mask_CS @ divisors_S)
+
+
+def _divide(sums: Tensor, divisors: Tensor) -> Tensor:
+    """Divide sums of losses; those without targets are 0."""
+    return sums / torch.where(divisors > 0, divisors, 1.0)
+
+
+def _get_smoothing(batch: Mapping[str, Tensor]) -> float:
+    return float(batch[SMOOTHING][0]) if SMOOTHING in batch else 0.0

@@ -29,7 +29,13 @@ from fedspan.data.config import DataConfig
 from fedspan.errors import FedspanError
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.encoding import EncodedText, collate_texts, describe_truncation, encode_texts, require_processor
-from fedspan.tasks.losses import upcast
+from fedspan.tasks.losses import (
+    LossOption,
+    average_cross_entropy,
+    average_cross_entropy_by_client,
+    select_inputs,
+    upcast,
+)
 from fedspan.tasks.metrics import Metric
 from fedspan.tasks.token_scores import IGNORED
 
@@ -91,6 +97,9 @@ class MaskedLanguageModel:
         metric: Metric by which rounds are compared.
         mask_share: Share of a text's tokens that are predicted.
     """
+
+    loss_options: tuple[LossOption, ...] = ("label_smoothing",)
+    """Options of ``training`` that the loss takes."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_length: int, metric: str = "loss", mask_share: float = 0.15
@@ -190,35 +199,32 @@ class MaskedLanguageModel:
 
     def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean cross-entropy of the batch's predicted tokens, in float32 or better."""
-        losses_S, _, _ = self._compute_token_losses(model, batch)
-        return losses_S.sum() / max(1, len(losses_S))
+        logits_SV, targets_S, _ = self._compute_logits(model, batch)
+        return average_cross_entropy(logits_SV, targets_S, batch)
 
     def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the mean cross-entropy of the predicted tokens of each client's texts, (C,)."""
-        losses_S, _, positions_S = self._compute_token_losses(model, batch)
-        mask_CS = mask_CB.to(losses_S)[:, positions_S // batch["input_ids"].shape[1]]
-        return mask_CS @ losses_S / mask_CS.sum(1).clamp(min=1)
+        logits_SV, targets_S, rows_S = self._compute_logits(model, batch)
+        return average_cross_entropy_by_client(logits_SV, targets_S, batch, mask_CB, rows_S)
 
-    def _compute_token_losses(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return cross-entropies, (S,), and logits, (S, V), of the predicted tokens, and their positions in (B, T)."""
-        inputs = {key: value for key, value in batch.items() if key not in ("labels", _COUNTS)}
-        logits_BTV = model(**inputs).logits
+    def _compute_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logits (S, V) of the predicted tokens, these tokens, and their texts' numbers, (S,)."""
+        logits_BTV = model(**select_inputs(batch, _COUNTS)).logits
         # A mask as index would make the host wait for a GPU, which alone knows how many tokens it selects.
-        predicted = (batch["labels"] != IGNORED).flatten()
-        positions_S = torch.nonzero_static(predicted, size=int(batch[_COUNTS].sum()))[:, 0]
+        predicted_BT = batch["labels"] != IGNORED
+        positions_S = torch.nonzero_static(predicted_BT.flatten(), size=int(batch[_COUNTS].sum()))[:, 0]
         logits_SV = upcast(logits_BTV.flatten(0, 1).index_select(0, positions_S))
-        targets_S = batch["labels"].flatten()[positions_S]
-        return F.cross_entropy(logits_SV, targets_S, reduction="none"), logits_SV, positions_S
+        return logits_SV, batch["labels"].flatten()[positions_S], positions_S // predicted_BT.shape[1]
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Return each text's sum of losses, its predicted tokens, the right ones, and their ids, (B, 3 + max_length).
 
         The ids are in the order of the text, followed by -1.
         """
-        losses_S, logits_SV, positions_S = self._compute_token_losses(model, batch)
-        count, width = batch["input_ids"].shape
-        rows_S, predicted_S = positions_S // width, logits_SV.argmax(1)
-        correct_S = predicted_S == batch["labels"].flatten()[positions_S]
+        logits_SV, targets_S, rows_S = self._compute_logits(model, batch)
+        losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none")
+        count, predicted_S = len(batch["labels"]), logits_SV.argmax(1)
+        correct_S = predicted_S == targets_S
         values = torch.stack([losses_S.float(), torch.ones_like(losses_S).float(), correct_S.float()], 1)
         sums = torch.zeros(count, _SUMS, device=losses_S.device).index_add_(0, rows_S, values)
         counts_B = batch[_COUNTS].to(losses_S.device)
@@ -296,6 +302,7 @@ MASKED_LM = TaskDefinition(
         get_label_column=lambda config: None,
     ),
     options=MaskedOptions,
+    loss_options=MaskedLanguageModel.loss_options,
     lr=1e-3,
     summary_metrics=("pseudo_perplexity", "masked_accuracy"),
     pipeline_tag="fill-mask",

@@ -61,7 +61,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(_metrics)
 
 
 def register_metrics(metrics: Mapping[str, Metric]) -> None:
-    """Add metrics, for the tasks that compute them: all, or none if one is refused.
+    """Add metrics, for the tasks and the trainers that compute them: all, or none if one is refused.
+
+    Register them in every process that reads reports with them; a task's ``custom_metrics`` are registered with it.
 
     Args:
         metrics: Title, direction and bounds by the name in reports, a Python identifier in lower case.

@@ -29,7 +29,7 @@ from fedspan.data.names import read_names
 from fedspan.errors import FedspanError
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
 from fedspan.tasks.encoding import Ragged, require_processor
-from fedspan.tasks.losses import SMOOTHING, average_by_client, upcast
+from fedspan.tasks.losses import LossOption, average_cross_entropy, average_cross_entropy_by_client, upcast
 from fedspan.tasks.text_scores import TEXT_METRICS, BleuTokenizer, compute_text_scores, require_text_scores
 from fedspan.tasks.token_scores import IGNORED, SCORES, compute_token_metrics, decode_generated, mark_ends, score_tokens
 
@@ -129,6 +129,8 @@ class Seq2Seq:
     has_several_passes = True
     """Sources pass through the encoder and targets through the decoder: states that belong to one pass are not
     cached."""
+    loss_options: tuple[LossOption, ...] = ("label_smoothing",)
+    """Options of ``training`` that the loss takes."""
 
     def __init__(
         self,
@@ -210,13 +212,12 @@ class Seq2Seq:
         With the batch's share of smoothing, if there is one, as Transformers' ``LabelSmoother``.
         """
         logits_SV, targets_S, _ = self._compute_logits(model, batch)
-        return F.cross_entropy(logits_SV, targets_S, label_smoothing=_get_smoothing(batch))
+        return average_cross_entropy(logits_SV, targets_S, batch)
 
     def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the mean negative log-likelihood of the target tokens of each client's examples, (C,)."""
         logits_SV, targets_S, rows_S = self._compute_logits(model, batch)
-        losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none", label_smoothing=_get_smoothing(batch))
-        return average_by_client(losses_S, mask_CB[:, rows_S])
+        return average_cross_entropy_by_client(logits_SV, targets_S, batch, mask_CB, rows_S)
 
     def _compute_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits (S, V) of a batch's target tokens, these tokens, and their examples' numbers, (S,)."""
@@ -360,11 +361,6 @@ def _set_languages(
     return made, {"forced_bos_token_id": mark}
 
 
-def _get_smoothing(batch: Mapping[str, Tensor]) -> float:
-    """Return the share of each target that is spread over the vocabulary."""
-    return float(batch[SMOOTHING][0]) if SMOOTHING in batch else 0.0
-
-
 def _shift_right(model: Any, labels_BT: Tensor) -> Tensor:
     """Return the decoder's input for labels, (B, T), by the model's own rule, or else as M2M100's forward does it.
 
@@ -467,7 +463,7 @@ SEQ2SEQ = TaskDefinition(
     pipeline_tag="text2text-generation",
     infer_columns=_infer_columns,
     preprocess=_preprocess,
-    smooths_labels=True,
+    loss_options=Seq2Seq.loss_options,
     require_packages=require_text_scores,
     require_generation=lambda task, model: task.require_generation(model),
     make_examples=_make_examples,

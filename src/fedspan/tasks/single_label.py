@@ -16,22 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedspan.tasks.losses import average_by_client, upcast
+from fedspan.tasks.losses import (
+    CLASS_OPTIONS,
+    OFFSETS,
+    average_cross_entropy,
+    average_cross_entropy_by_client,
+    upcast,
+)
 
 __all__ = [
-    "OFFSETS",
-    "TARGETS",
     "SingleLabelClassification",
     "compute_class_offsets",
     "compute_class_weights",
-    "compute_weighted_targets",
 ]
-
-OFFSETS = "logit_offsets"
-"""Key of a training batch's terms that are added to the logits before the cross-entropy, (B, K)."""
-
-TARGETS = "weighted_targets"
-"""Key of a training batch's smoothed targets times class weights, followed by the divisor, (B, K + 1)."""
 
 
 def compute_class_weights(labels: np.ndarray, count: int) -> Tensor:
@@ -44,22 +41,6 @@ def compute_class_weights(labels: np.ndarray, count: int) -> Tensor:
     counts = np.bincount(labels, minlength=count)
     weights = len(labels) / (np.count_nonzero(counts) * np.maximum(counts, 1))
     return torch.from_numpy(np.where(counts > 0, weights, 0.0)).float()
-
-
-def compute_weighted_targets(labels_B: Tensor, weights_BK: Tensor, smoothing: float) -> Tensor:
-    """Compute a batch's entry `TARGETS`, (B, K + 1).
-
-    With it the mean loss is that of ``torch.nn.CrossEntropyLoss(weight=..., label_smoothing=...)``: a sum over the
-    weighted log-probabilities, divided by the sum of the weights of the examples' own classes.
-
-    Args:
-        labels_B: Label of each example.
-        weights_BK: Class weights of each example's client.
-        smoothing: Share of a target that is spread over all classes.
-    """
-    one_hot_BK = F.one_hot(labels_B, weights_BK.shape[1]).to(weights_BK)
-    targets_BK = weights_BK * ((1 - smoothing) * one_hot_BK + smoothing / weights_BK.shape[1])
-    return torch.cat([targets_BK, (weights_BK * one_hot_BK).sum(1, keepdim=True)], 1)
 
 
 def compute_class_offsets(labels: np.ndarray, count: int, strength: float) -> Tensor:
@@ -85,6 +66,9 @@ class SingleLabelClassification(ABC):
         metric: Metric by which rounds are compared.
     """
 
+    loss_options = CLASS_OPTIONS
+    """Options of ``training`` that the loss takes."""
+
     def __init__(self, labels: Sequence[str], metric: str = "accuracy") -> None:
         self.labels = tuple(labels)
         self.metric = metric
@@ -95,21 +79,12 @@ class SingleLabelClassification(ABC):
 
     def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean cross-entropy, in float32 or better."""
-        logits = self._compute_training_logits(model, batch)
-        if TARGETS in batch:
-            losses_B, divisors_B = _compute_weighted_losses(logits, batch[TARGETS])
-            return losses_B.sum() / divisors_B.sum()
-        return F.cross_entropy(logits, batch["labels"])
+        return average_cross_entropy(self._compute_training_logits(model, batch), batch["labels"], batch)
 
     def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the mean cross-entropy of each client's examples, (C,)."""
         logits = self._compute_training_logits(model, batch)
-        if TARGETS in batch:
-            losses_B, divisors_B = _compute_weighted_losses(logits, batch[TARGETS])
-            mask_CB = mask_CB.to(losses_B)
-            return mask_CB @ losses_B / (mask_CB @ divisors_B)
-        losses_B = F.cross_entropy(logits, batch["labels"], reduction="none")
-        return average_by_client(losses_B, mask_CB)
+        return average_cross_entropy_by_client(logits, batch["labels"], batch, mask_CB)
 
     def _compute_training_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the logits, (B, K), with the batch's offsets, if it has any."""
@@ -145,8 +120,3 @@ class SingleLabelClassification(ABC):
     def decode_targets(self, examples: Any, indices: Sequence[int]) -> list[str]:
         """Return the true label of each example."""
         return [self.labels[index] for index in examples.labels[list(indices)].tolist()]
-
-
-def _compute_weighted_losses(logits_BK: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each example's weighted cross-entropy and its divisor, (B,) each."""
-    return -(targets[:, :-1] * logits_BK.log_softmax(1)).sum(1), targets[:, -1]

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedspan.errors import FedspanError
+
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["Examples", "RunTask", "Task"]
+__all__ = ["Examples", "RunTask", "Task", "get_labels"]
 
 
 class Examples(Protocol):
@@ -80,3 +82,16 @@ class RunTask(Task, Protocol):
     def decode_targets(self, examples: Any, indices: Sequence[int]) -> list[str]:
         """Return the true targets of examples as texts, in the form of ``decode_predictions``."""
         ...
+
+
+def get_labels(examples: Any, indices: np.ndarray) -> np.ndarray:
+    """Return the target of each of some examples: the index of its label, int64, or its number; (examples,).
+
+    Raises:
+        FedspanError: If the examples of a task of the user's own have no ``labels``.
+    """
+    labels = getattr(examples, "labels", None)
+    if not isinstance(labels, np.ndarray):
+        problem = f"{type(examples).__name__}, the encoded examples of this task, has no array `labels`"
+        raise FedspanError("task", type(examples).__name__, "one label for each example, (examples,)", problem=problem)
+    return labels[indices]

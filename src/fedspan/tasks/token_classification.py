@@ -27,7 +27,13 @@ from fedspan.errors import FedspanError
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
 from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, require_processor
 from fedspan.tasks.entities import convert_to_iob2, find_entities, list_labels, score_entities
-from fedspan.tasks.losses import upcast
+from fedspan.tasks.losses import (
+    LossOption,
+    average_cross_entropy,
+    average_cross_entropy_by_client,
+    select_inputs,
+    upcast,
+)
 from fedspan.tasks.metrics import Metric
 from fedspan.tasks.token_scores import IGNORED
 
@@ -83,6 +89,9 @@ class TokenClassification:
         max_length: Maximum number of pieces of a sentence; words beyond it are cut, and predicted as outside.
         metric: Metric by which rounds are compared.
     """
+
+    loss_options: tuple[LossOption, ...] = ("label_smoothing", "class_weights")
+    """Options of ``training`` that the loss takes."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str], max_length: int, metric: str = "entity_f1"
@@ -145,34 +154,39 @@ class TokenClassification:
         counts_B = torch.from_numpy(examples.firsts.lengths[rows])
         return {**batch, **{key: to_device(value, device) for key, value in word_tensors.items()}, _COUNTS: counts_B}
 
+    def list_classes(self, examples: EncodedSentences, indices: np.ndarray) -> np.ndarray:
+        """Return the labels of the words of sentences that the loss counts, int64, (words,)."""
+        words = examples.words.pad(indices.tolist(), -1)
+        labels = examples.labels.pad(indices.tolist(), -1)
+        return np.take_along_axis(labels, np.maximum(words, 0), axis=1)[words >= 0]
+
     def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean cross-entropy of the batch's words, in float32 or better."""
-        losses_S, _, _ = self._compute_token_losses(model, batch)
-        return losses_S.sum() / max(1, len(losses_S))
+        logits_SK, targets_S, positions_S = self._compute_logits(model, batch)
+        return average_cross_entropy(logits_SK, targets_S, batch, positions_S // batch["input_ids"].shape[1])
 
     def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the mean cross-entropy of the words of each client's sentences, (C,)."""
-        losses_S, _, positions_S = self._compute_token_losses(model, batch)
-        mask_CS = mask_CB.to(losses_S)[:, positions_S // batch["input_ids"].shape[1]]
-        return mask_CS @ losses_S / mask_CS.sum(1).clamp(min=1)
+        logits_SK, targets_S, positions_S = self._compute_logits(model, batch)
+        rows_S = positions_S // batch["input_ids"].shape[1]
+        return average_cross_entropy_by_client(logits_SK, targets_S, batch, mask_CB, rows_S)
 
-    def _compute_token_losses(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return cross-entropies, (S,), and logits, (S, K), of the labelled pieces, and their positions in (B, T)."""
-        inputs = {key: value for key, value in batch.items() if key not in ("labels", _WORDS, _COUNTS)}
-        logits_BTK = model(**inputs).logits
+    def _compute_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logits (S, K) of the labelled pieces, their labels, and their positions in (B, T), (S,)."""
+        logits_BTK = model(**select_inputs(batch, _WORDS, _COUNTS)).logits
         # A mask as index would make the host wait for a GPU, which alone knows how many pieces it selects.
         labelled = (batch[_WORDS] >= 0).flatten()
         positions_S = torch.nonzero_static(labelled, size=int(batch[_COUNTS].sum()))[:, 0]
         logits_SK = upcast(logits_BTK.flatten(0, 1).index_select(0, positions_S))
-        targets_S = batch["labels"].flatten()[positions_S]
-        return F.cross_entropy(logits_SK, targets_S, reduction="none"), logits_SK, positions_S
+        return logits_SK, batch["labels"].flatten()[positions_S], positions_S
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Return each sentence's sum of losses, its labelled words, and the labels of its words, (B, 2 + max_length).
 
         Words without a piece of their own, and columns beyond the sentence, are -1.
         """
-        losses_S, logits_SK, positions_S = self._compute_token_losses(model, batch)
+        logits_SK, targets_S, positions_S = self._compute_logits(model, batch)
+        losses_S = F.cross_entropy(logits_SK, targets_S, reduction="none")
         count, width = batch["input_ids"].shape
         rows_S = positions_S // width
         sums = torch.zeros(count, _SUMS, device=losses_S.device)
@@ -408,6 +422,7 @@ TOKEN_CLASSIFICATION = TaskDefinition(
         complete_labels=list_labels,
     ),
     peft_task_type="TOKEN_CLS",
+    loss_options=TokenClassification.loss_options,
     default_model=("builtin:all-minilm-l6-v2", "[query, value]"),
     lr=3e-3,
     summary_metrics=("entity_precision", "entity_recall"),

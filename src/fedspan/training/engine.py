@@ -18,15 +18,9 @@ from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_output_layer
-from fedspan.tasks.losses import SMOOTHING
-from fedspan.tasks.single_label import (
-    TARGETS,
-    SingleLabelClassification,
-    compute_class_offsets,
-    compute_class_weights,
-    compute_weighted_targets,
-)
-from fedspan.tasks.task import Examples, Task
+from fedspan.tasks.losses import CLASS_OPTIONS, CLASS_WEIGHTS, SMOOTHING
+from fedspan.tasks.single_label import compute_class_offsets, compute_class_weights
+from fedspan.tasks.task import Examples, Task, get_labels
 from fedspan.training.batching import Padding, split_evaluation_batches
 from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
 from fedspan.training.optimizers import LocalOptimizer, build_optimizer_spec, clip, join_states
@@ -165,6 +159,31 @@ def _find_restricted_layer(adapted: AdaptedModel, settings: TrainingSettings) ->
         raise FedspanError("training.head_updates", settings.head_updates, "all", problem=problem) from error
 
 
+def _require_loss_options(task: Task, settings: TrainingSettings) -> None:
+    """Check that a task's loss takes the options of local training that change a loss.
+
+    Raises:
+        FedspanError: If it does not, or a class weight is that of an unknown label.
+    """
+    taken, labels = getattr(task, "loss_options", ()), getattr(task, "labels", None)
+    for option, off in zip(CLASS_OPTIONS, (0.0, "none", 0.0), strict=True):
+        value = getattr(settings, option)
+        if value == off:
+            continue
+        if option not in taken:
+            problem = f"the loss of {type(task).__name__} does not take it (its loss_options are {list(taken)})"
+            raise FedspanError(f"training.{option}", value, str(off), problem=problem)
+        if option != "label_smoothing" and labels is None:
+            problem = f"{type(task).__name__} has no `labels`, the names of the classes by index"
+            raise FedspanError(f"training.{option}", value, str(off), problem=problem)
+    if isinstance(settings.class_weights, str):
+        return
+    for label, weight in settings.class_weights:
+        if label not in (labels or ()):
+            problem = f"no label is named {label!r}. {suggest_nearest(label, labels or ())}"
+            raise FedspanError(f"training.class_weights.{label}", weight, problem=problem)
+
+
 def train_one_by_one(
     sizes: Mapping[str, int],
     open_job: Callable[[str], Assignment],
@@ -214,12 +233,8 @@ class Trainer:
         self.task = task
         self.settings = settings
         self.seed = seed
-        if not isinstance(settings.class_weights, str):
-            labels = task.labels if isinstance(task, SingleLabelClassification) else ()
-            for label, weight in settings.class_weights:
-                if label not in labels:
-                    problem = f"no label is named {label!r}. {suggest_nearest(label, labels)}"
-                    raise FedspanError(f"training.class_weights.{label}", weight, problem=problem)
+        _require_loss_options(task, settings)
+        self._labels: tuple[str, ...] = tuple(getattr(task, "labels", ()))
         self._restricted_layer = None if settings.head_updates == "all" else _find_restricted_layer(adapted, settings)
         self.references = References(adapted, task, self.stages, settings.batch_size)
         self.prefixes = prefix if isinstance(prefix, PrefixCaches) else PrefixCaches(adapted, task, prefix, self.stages)
@@ -250,61 +265,50 @@ class Trainer:
         draw = getattr(self.task, "collate_for_training", None)
         if draw is None:
             batch = self.task.collate(examples, rows, self.adapted.device)
-            if self.settings.label_smoothing and not isinstance(self.task, SingleLabelClassification):
-                shares_B = torch.full((len(rows),), self.settings.label_smoothing, dtype=torch.float64)
-                return {**batch, SMOOTHING: shares_B}
-            weights = [self._compute_class_weights(assignment, examples) for assignment, _, _ in parts]
-            if not any(client_weights is not None for client_weights in weights):
-                return batch
-            weights_BK = torch.cat(
-                [
-                    client_weights.expand(len(part[2]), -1)
-                    for client_weights, part in zip(weights, parts, strict=True)
-                    if client_weights is not None
-                ]
-            )
-            return {
-                **batch,
-                TARGETS: compute_weighted_targets(batch["labels"], weights_BK, self.settings.label_smoothing),
-            }
-        keys = [
-            (self.seed, assignment.round, assignment.client, assignment.job.phase, number)
-            for assignment, number, indices in parts
-            for _ in indices
-        ]
-        return draw(examples, rows, self.adapted.device, keys)
-
-    def _compute_class_weights(self, assignment: Assignment, examples: Examples) -> Tensor | None:
-        """Compute the weights of classes in an assignment's loss, (K,); None: a plain cross-entropy."""
-        settings = self.settings
-        if settings.class_weights == "none" and not settings.label_smoothing:
-            return None
-        assert isinstance(self.task, SingleLabelClassification)
-        count = len(self.task.labels)
-        if settings.class_weights == "balanced":
-            labels: np.ndarray = examples.labels[assignment.indices]  # pyright: ignore
-            weights = compute_class_weights(labels, count)
         else:
-            weights = torch.ones(count)
-            for label, weight in () if settings.class_weights == "none" else settings.class_weights:
-                weights[self.task.labels.index(label)] = weight
-        return to_device(weights, self.adapted.device)
+            keys = [
+                (self.seed, assignment.round, assignment.client, assignment.job.phase, number)
+                for assignment, number, indices in parts
+                for _ in indices
+            ]
+            batch = draw(examples, rows, self.adapted.device, keys)
+        entries: dict[str, Tensor] = {}
+        if self.settings.label_smoothing:
+            entries[SMOOTHING] = torch.full((len(rows),), self.settings.label_smoothing, dtype=torch.float64)
+        if self.settings.class_weights != "none":
+            weights_BK = [
+                self._compute_class_weights(assignment, examples).expand(len(indices), -1)
+                for assignment, _, indices in parts
+            ]
+            entries[CLASS_WEIGHTS] = to_device(torch.cat(weights_BK), self.adapted.device)
+        return {**batch, **entries}
+
+    def _compute_class_weights(self, assignment: Assignment, examples: Examples) -> Tensor:
+        """Compute the weights of classes in an assignment's loss, (K,)."""
+        if isinstance(self.settings.class_weights, str):
+            return compute_class_weights(self._list_classes(assignment, examples), len(self._labels))
+        weights = dict(self.settings.class_weights)
+        return torch.tensor([weights.get(label, 1.0) for label in self._labels])
+
+    def _list_classes(self, assignment: Assignment, examples: Examples) -> np.ndarray:
+        """Return the classes that an assignment's examples count in the loss, one for each example or word."""
+        list_classes = getattr(self.task, "list_classes", get_labels)
+        return list_classes(examples, assignment.indices)
 
     def compute_logit_offsets(self, assignment: Assignment, examples: Examples) -> Tensor | None:
         """Compute the terms that local training adds to the logits of an assignment's examples; None: it adds none."""
         strength = self.settings.logit_adjustment
         if not strength:
             return None
-        assert isinstance(self.task, SingleLabelClassification)
-        labels: np.ndarray = examples.labels[assignment.indices]  # pyright: ignore
-        return compute_class_offsets(labels, len(self.task.labels), strength).to(self.adapted.device)
+        classes = self._list_classes(assignment, examples)
+        return compute_class_offsets(classes, len(self._labels), strength).to(self.adapted.device)
 
     def restrict_head(self, assignment: Assignment, examples: Examples) -> Assignment:
         """Mask the head's rows of classes that an assignment's examples lack, if ``head_updates`` asks for it."""
         if self._restricted_layer is None:
             return assignment
         path, job = self._restricted_layer.path, assignment.job
-        labels: np.ndarray = examples.labels[assignment.indices]  # pyright: ignore
+        labels = get_labels(examples, assignment.indices)
         rows = torch.zeros(self._restricted_layer.outputs).index_fill(0, torch.from_numpy(np.unique(labels)), 1.0)
         names = {join_extra_name(f"{path}.weight"), join_extra_name(f"{path}.bias")}.intersection(job.trainable_names)
         masks = {

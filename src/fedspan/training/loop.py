@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedspan.core.tensors import to_device
 from fedspan.core.values import Job, Trained
-from fedspan.tasks.single_label import OFFSETS
+from fedspan.tasks.losses import OFFSETS
 from fedspan.tasks.task import Examples
 from fedspan.training.batching import draw_job_batches
 from fedspan.training.dp_sgd import PrivateTraining

@@ -16,7 +16,7 @@ from fedspan.core.values import Job, Trained
 from fedspan.models.compiled import CompiledBlocks
 from fedspan.models.precision import compute_tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
-from fedspan.tasks.single_label import OFFSETS
+from fedspan.tasks.losses import OFFSETS
 from fedspan.tasks.task import Examples
 from fedspan.training.client_slot import ClientSlot, perturb, select_group, stack_frozen
 from fedspan.training.engine import draw_dropout_mask
