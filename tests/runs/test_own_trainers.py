@@ -14,10 +14,18 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    BertForNextSentencePrediction,
+    BertForQuestionAnswering,
+    BitsAndBytesConfig,
+    TrainerCallback,
+)
 
 import fedspan
 from fedspan.errors import FedspanError
+from fedspan.tasks import metrics
+from fedspan.training.trainers.transformers import TransformersTrainer
 from helpers import tiny, tiny_decoders
 from helpers.trainer_clients import arguments, make_trainer, spare_the_collector
 
@@ -374,6 +382,133 @@ def test_a_missing_metric_is_refused_at_the_first_evaluation(tiny_folder: Path, 
     problem = refusal(tiny_folder, tmp_path, make_trainer(tiny_folder, "east"), evaluation={"metric": "accuracy"})
     assert "has no finite accuracy; it has loss" in problem
     assert "compute_metrics" in problem
+
+
+class Stopper(TrainerCallback):
+    """Stops each training after its first step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
+@pytest.mark.parametrize(("training", "planned"), [({"local_epochs": 1}, 2), ({"local_steps": 5}, 5)])
+def test_a_callback_that_stops_a_round_early_gives_no_reply(
+    training: dict[str, Any], planned: int, tiny_folder: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tiny_folder, "east", callbacks=[Stopper()])
+    assert f"after 1 of {planned} planned steps" in refusal(tiny_folder, tmp_path, trainer, training=training)
+
+
+def test_a_callback_that_stops_with_the_last_step_stops_nothing_early(tiny_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_folder, "east", callbacks=[Stopper()])
+    report = fedspan.simulate(settings(training={"local_steps": 1}), tmp_path / "run", trainers={"east": trainer})
+    assert report.rounds == 2
+
+
+def test_several_evaluation_sets_count_like_one_of_all_their_examples(tiny_folder: Path, tmp_path: Path) -> None:
+    losses: dict[str, float] = {}
+    for kind in ("one", "several"):
+        trainer = make_trainer(tiny_folder, "east")
+        if kind == "several":
+            whole: Any = trainer.eval_dataset
+            trainer.eval_dataset = {"first": whole.select(range(2)), "second": whole.select(range(2, 3))}
+        report = fedspan.simulate(settings(), tmp_path / kind, trainers={"east": trainer})
+        losses[kind] = report.scores["validation"]["loss"]
+    assert losses["several"] == pytest.approx(losses["one"], rel=1e-5)
+
+
+def _measure_margin(prediction: Any) -> dict[str, float]:
+    values = prediction.predictions
+    return {"margin": float((values.max(1) - values.min(1)).mean())}
+
+
+def test_unknown_metrics_are_reported_once_and_registered_ones_judge_rounds(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(name: str, **changes: Any) -> fedspan.RunReport:
+        trainer = make_trainer(tiny_folder, "east", compute_metrics=_measure_margin)
+        return fedspan.simulate(settings(**changes), tmp_path / name, trainers={"east": trainer})
+
+    assert "margin" not in run("unknown").scores["validation"]
+    (note,) = [record.getMessage() for record in caplog.records if "not in the report" in record.getMessage()]
+    assert note.startswith("margin of the trainer's evaluation")
+    caplog.clear()
+    known = dict(metrics.METRICS)
+    try:
+        fedspan.register_metrics({"margin": fedspan.Metric("margin", True, maximum=100.0)})
+        report = run("known", evaluation={"metric": "margin"})
+    finally:
+        metrics._metrics.clear()
+        metrics._metrics.update(known)
+    assert report.metric == "margin"
+    assert report.scores["validation"]["margin"] > 0
+    assert not [record for record in caplog.records if "not in the report" in record.getMessage()]
+
+
+def test_arguments_without_effect_are_named(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    TransformersTrainer(make_trainer(tiny_folder, "east"))
+    assert not caplog.records
+    args = arguments(tmp_path / "trainer", weight_decay=0.1, warmup_steps=3, adam_beta2=0.95)
+    TransformersTrainer(make_trainer(tiny_folder, "east", args=args))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("weight_decay, adam_beta2, warmup_steps of the trainer's arguments have no")
+
+
+def make_loop(model: Any, rows: Any, targets: Mapping[str, int]) -> fedspan.TorchTrainer:
+    """A loop over texts that all have the same targets."""
+    loader = DataLoader(rows, batch_size=4)
+
+    def train(round: fedspan.TrainingRound) -> None:
+        for batch in round.batches(loader):
+            values = {name: torch.full((len(batch["input_ids"]),), value) for name, value in targets.items()}
+            loss = model(**batch, **values).loss
+            loss.backward()
+            round.step(loss, len(batch["input_ids"]))
+
+    return fedspan.TorchTrainer(model, train, len(rows))
+
+
+ROWS = [{"input_ids": torch.tensor([5, 6, 7, 8, at])} for at in range(5, 13)]
+
+
+def test_the_head_of_question_answering_trains_and_is_exported(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load() -> Any:
+        torch.manual_seed(4)
+        return BertForQuestionAnswering.from_pretrained(tiny_folder / "bert").eval()
+
+    model = load()
+    before = model.qa_outputs.weight.detach().clone()
+    loop = make_loop(model, ROWS, {"start_positions": 1, "end_positions": 3})
+    fedspan.simulate(settings(), tmp_path / "run", trainers={"east": loop})
+    assert not caplog.records
+    torch.manual_seed(77)  # another random head
+    fresh = BertForQuestionAnswering.from_pretrained(tiny_folder / "bert").eval()
+    assert not torch.equal(fresh.qa_outputs.weight, before)
+    peft_model = PeftModel.from_pretrained(fresh, str(tmp_path / "run" / "adapter"))
+    trained = peft_model.base_model.model.qa_outputs.modules_to_save["default"].weight
+    assert torch.equal(trained, weights(tmp_path / "run")["base_model.model.qa_outputs.weight"])
+    assert not torch.allclose(trained, before, atol=1e-4)
+
+
+def test_a_new_head_that_does_not_train_is_reported(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(name: str, **model: Any) -> list[str]:
+        caplog.clear()
+        loaded: Any = BertForNextSentencePrediction.from_pretrained(tiny_folder / "bert").eval()
+        loop = make_loop(loaded, ROWS, {"labels": 1})
+        fedspan.simulate(settings(model=model), tmp_path / name, trainers={"east": loop})
+        return [record.getMessage() for record in caplog.records]
+
+    (note,) = run("frozen")
+    assert note.startswith(
+        "cls.seq_relationship of client east looks untrained and does not train: model.modules_to_sa"
+    )
+    assert not run("saved", modules_to_save=["seq_relationship"])
 
 
 def plain_loop(tiny_folder: Path, counted: int, **changes: Any) -> fedspan.TorchTrainer:

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.precision import compute_tolerance
 
-__all__ = ["FeatureTap", "NoOutputLayer", "OutputLayer", "find_output_layer", "find_untrained_head"]
+__all__ = [
+    "FeatureTap",
+    "NoOutputLayer",
+    "OutputLayer",
+    "find_frozen_heads",
+    "find_output_layer",
+    "find_untrained_head",
+]
 
 
 class NoOutputLayer(ValueError):
@@ -56,16 +63,34 @@ def find_output_layer(adapted: AdaptedModel) -> OutputLayer:
 
 
 def find_untrained_head(adapted: AdaptedModel) -> tuple[str, ...]:
-    """Find the output layer of a model of unknown origin if it looks untrained; empty if it does not.
-
-    Transformers draws a new output layer with a bias of zeros, which hardly survives a single step of training.
-    """
+    """Find the output layer of a model of unknown origin if it looks untrained; empty if it does not."""
     try:
         path = find_output_layer(adapted).path
     except NoOutputLayer:
         return ()
-    bias = cast(nn.Linear, adapted.model.get_submodule(path)).bias
-    return (path,) if bias is not None and not bool(bias.any()) else ()
+    return (path,) if _looks_untrained(cast(nn.Linear, adapted.model.get_submodule(path))) else ()
+
+
+def find_frozen_heads(adapted: AdaptedModel) -> tuple[str, ...]:
+    """Find the linear layers behind a Transformers model's body that look untrained and do not train."""
+    model = adapted.model
+    body = getattr(model, "base_model_prefix", "")
+    if not body or not hasattr(model, body):
+        return ()
+    return tuple(
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and not path.startswith(f"{body}.")
+        and path not in adapted.layers
+        and f"{path}.weight" not in adapted.extras
+        and _looks_untrained(module)
+    )
+
+
+def _looks_untrained(layer: nn.Linear) -> bool:
+    """Check for a bias of zeros, which Transformers gives to new layers and which hardly survives a training step."""
+    return layer.bias is not None and not bool(layer.bias.any())  # pyright: ignore[reportUnnecessaryComparison]
 
 
 class FeatureTap:

@@ -61,7 +61,7 @@ def require_size(config: RunConfig, model: nn.Module, task: RunTask, examples: E
         raise FedspanError("model.image_size", config.model.image_size, expected.splitlines()[0]) from error
 
 
-_HEAD_NAMES = ("classifier", "score")  # modules of a sequence classifier that PEFT saves by default
+_HEAD_NAMES = ("classifier", "score", "qa_outputs")  # modules that PEFT saves by default, by its types of tasks
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,7 +21,7 @@ from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.data.partition import ClientPart, ClientParts, Partition
 from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import ReportedEvaluator
-from fedspan.models.head import find_untrained_head
+from fedspan.models.head import find_frozen_heads, find_untrained_head
 from fedspan.runs.model_setup import RunModel, adapt_model, adopt_adapter
 from fedspan.runs.setup import Prepared, RunTrainer, build_simulated_federation, require_private_model
 from fedspan.runs.task_setup import collect_task_settings
@@ -32,6 +33,8 @@ from fedspan.training.trainers.trainer_engine import Owner, TrainerEngine
 from fedspan.training.trainers.transformers import TransformersTrainer
 
 __all__ = ["TrainerRuns", "adopt_trainer", "adopt_trainers", "require_used"]
+
+log = logging.getLogger(__name__)
 
 _TASK_TYPES = {
     "ForCausalLM": "CAUSAL_LM",
@@ -311,6 +314,11 @@ def _adapt_models(
             adapted, peft_config = adapt_model(config, module, ())
             restore.callback(adapted.restore)
             assert peft_config is not None, "the target layers were not named"
+            if frozen := find_frozen_heads(adapted):
+                log.warning(
+                    "%s of client %s looks untrained and does not train: model.modules_to_save: [%s] trains it whole",
+                    *(frozen[0], id, frozen[0].rpartition(".")[2]),
+                )
             peft_config.task_type = _task_type(trainer)
             start = adopt_adapter(config, adapted, tuple(config.data.labels or ()))
             restored = {path.rpartition(".")[0] for path in start.extras}

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import fedspan
 from fedspan.config.node import NodeConfig
 from fedspan.deployment.trainer_node import TrainerNode
+from fedspan.errors import FedspanError
 from fedspan.training.trainers.local import RoundPlan
 from fedspan.training.trainers.optimizer import JobOptimizer
 from fedspan.training.trainers.transformers import TransformersTrainer
@@ -246,3 +247,18 @@ def test_weights_outside_of_the_transformers_model_are_compared(tiny_folder: Pat
     config_of_node = NodeConfig.model_validate({"id": "a", "server": "localhost:1", "folder": str(tmp_path / "node")})
     with pytest.raises(fedspan.FedspanError, match="outside of the Transformers model"):
         TrainerNode(config_of_node, trainers["0"])
+
+
+def test_an_evaluator_without_evaluation_examples_is_refused(tiny_folder: Path) -> None:
+    evaluation = pytest.importorskip("sentence_transformers.sentence_transformer.evaluation")
+    trainer = sentences(tiny_folder, 0, sentence_encoder(tiny_folder))
+    evaluator = evaluation.EmbeddingSimilarityEvaluator(["lab1"], ["lab2"], [0.5])
+    lone = type(trainer)(
+        model=trainer.model,
+        args=trainer.args,
+        loss=trainer.loss,
+        train_dataset=trainer.train_dataset,
+        evaluator=evaluator,
+    )
+    with pytest.raises(FedspanError, match=r"evaluator= without an eval_dataset=.* Pass an eval_dataset= too"):
+        TransformersTrainer(lone)

@@ -141,5 +141,7 @@ class TorchTrainer:
         metrics = dict(self._evaluate())
         for name in metrics:
             if name not in METRICS:
-                raise FedspanError("evaluate", name, f"metrics with names of {', '.join(METRICS)}")
+                raise FedspanError(
+                    "evaluate", name, f"metrics with names of {', '.join(METRICS)}, or of fedspan.register_metrics"
+                )
         return {name: float(value) for name, value in metrics.items()}

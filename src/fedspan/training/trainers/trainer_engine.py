@@ -72,9 +72,9 @@ class TrainerEngine(Trainer):
         processes: Processes | None = None,
     ) -> None:
         first = next(iter(owners.values()))
+        _require_supported(settings)
         super().__init__(first.adapted, task, settings, seed, stages=stages)
         self.owners = dict(owners)
-        _require_supported(settings)
         _require_equal_models(self.owners)
         self._frozen = {
             owner.trainer.root: FrozenBase(owner.trainer.root, owner.adapted) for owner in self.owners.values()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import math
 from collections.abc import Callable, Generator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -19,6 +21,20 @@ from fedspan.training.trainers.optimizer import JobOptimizer
 
 __all__ = ["TransformersTrainer"]
 
+log = logging.getLogger(__name__)
+
+_UNUSED_ARGUMENTS = (
+    *("optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("max_grad_norm", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps"),
+    *("num_train_epochs", "max_steps", "seed", "data_seed"),
+)
+"""Arguments without an effect, because the run's config has what they set."""
+_BOOKKEEPING = (
+    *("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "jit_compilation_time"),
+    *("epoch", "num_tokens", "num_input_tokens_seen"),
+)
+"""What an evaluation returns beside metrics."""
+
 
 class TransformersTrainer:
     """A client's Transformers ``Trainer``.
@@ -35,6 +51,10 @@ class TransformersTrainer:
     def __init__(self, trainer: Trainer) -> None:
         _require_supported(trainer)
         self.trainer = trainer
+        self._unknown: set[str] = set()
+        unused = _list_unused_arguments(trainer.args)
+        if unused:
+            log.warning("%s of the trainer's arguments have no effect: the run's config sets them", ", ".join(unused))
 
     @property
     def root(self) -> nn.Module:
@@ -60,12 +80,22 @@ class TransformersTrainer:
 
     @property
     def validation_examples(self) -> int:
-        """``LocalTrainer.validation_examples``; of several named evaluation sets, no metric has the usual name."""
+        """``LocalTrainer.validation_examples``; of several named evaluation sets, all of them."""
+        return sum(self._get_evaluation_sizes().values())
+
+    def _get_evaluation_sizes(self) -> dict[str, int]:
+        """Return the numbers of examples of the evaluation sets, by what their metrics' names begin with."""
         dataset = self.trainer.eval_dataset
-        return 0 if dataset is None or isinstance(dataset, dict) else _get_length(dataset)
+        if isinstance(dataset, dict):
+            return {f"eval_{name}_": _get_length(part) for name, part in dataset.items()}
+        return {} if dataset is None else {"eval_": _get_length(dataset)}
 
     def train(self, plan: RoundPlan, optimizer: JobOptimizer) -> float:
-        """``LocalTrainer.train``."""
+        """``LocalTrainer.train``.
+
+        Raises:
+            FedspanError: If a callback stopped the training before its planned end.
+        """
         trainer = self.trainer
         try:
             with (
@@ -77,7 +107,9 @@ class TransformersTrainer:
                 trainer.optimizer = optimizer
                 trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _get_constant_rate)
                 set_seed(plan.seed)
-                return float(trainer.train().training_loss)
+                loss = float(trainer.train().training_loss)
+                _require_complete(trainer, plan)
+                return loss
         finally:
             trainer.optimizer = trainer.lr_scheduler = None
             trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
@@ -86,15 +118,39 @@ class TransformersTrainer:
             trainer.model_wrapped = trainer.model
 
     def evaluate(self) -> dict[str, float]:
-        """``LocalTrainer.evaluate``."""
+        """``LocalTrainer.evaluate``: means of the evaluation sets, weighted by their numbers of examples."""
         with _restore_model(self.root):
             try:
                 measured = self.trainer.evaluate()
             finally:
                 self.trainer.accelerator.free_memory()
                 self.trainer.model_wrapped = self.trainer.model
-        named = {name.removeprefix("eval_"): value for name, value in measured.items()}
-        return {name: float(named[name]) for name in METRICS if name in named and math.isfinite(named[name])}
+        sizes = self._get_evaluation_sizes()
+        self._report_unknown(measured, sizes)
+        metrics: dict[str, float] = {}
+        for name in METRICS:
+            values = [(measured[prefix + name], size) for prefix, size in sizes.items() if prefix + name in measured]
+            if values and all(math.isfinite(value) for value, _ in values):
+                total = sum(size for _, size in values)
+                metrics[name] = float(sum(value * (size / total) for value, size in values))
+        return metrics
+
+    def _report_unknown(self, measured: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+        """Warn of metrics that fedspan does not know, once each."""
+        prefixes = sorted(sizes, key=len, reverse=True)
+        names = {
+            next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
+            for name, value in measured.items()
+            if isinstance(value, int | float)
+        }
+        unknown = sorted(names - {*METRICS, *_BOOKKEEPING} - self._unknown)
+        if unknown:
+            self._unknown |= set(unknown)
+            log.warning(
+                "%s of the trainer's evaluation are not in the report: fedspan.register_metrics adds metrics to those "
+                "that it knows",
+                ", ".join(unknown),
+            )
 
 
 _EXAMPLES = "fedspan_examples"
@@ -174,6 +230,30 @@ def _pop_examples(batch: Any) -> int:
     if rows is None:
         raise FedspanError("trainer", type(batch).__name__, "batches with a tensor, whose rows are counted")
     return rows
+
+
+def _require_complete(trainer: Trainer, plan: RoundPlan) -> None:
+    """Check that no callback stopped a round's training early.
+
+    A sampler that yields fewer batches than its length is no stop: what it yields is an epoch.
+
+    Raises:
+        FedspanError: If one did.
+    """
+    state = trainer.state
+    if trainer.control.should_training_stop and state.global_step < state.max_steps:
+        problem = (
+            f"a callback stopped the training of client {plan.client} in round {plan.round + 1} after "
+            f"{state.global_step} of {state.max_steps} planned steps. training.local_steps or local_epochs sets the "
+            "length of a round, and federation.early_stopping ends a run"
+        )
+        raise FedspanError("trainer", plan.client, problem=problem)
+
+
+def _list_unused_arguments(args: Any) -> list[str]:
+    """List the arguments that have no effect and are not at their default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    return [name for name in _UNUSED_ARGUMENTS if name in defaults and getattr(args, name) != defaults[name]]
 
 
 def _get_constant_rate(step: int) -> float:
@@ -324,6 +404,8 @@ def _require_supported(trainer: Trainer) -> None:
         "sync_ref_model moves the reference by the parameters of the model, and a round has more of them": bool(
             getattr(args, "sync_ref_model", False)
         ),
+        "it has an evaluator= without an eval_dataset=, by whose number of examples scores are weighted. Pass an "
+        "eval_dataset= too": getattr(trainer, "evaluator", None) is not None and trainer.eval_dataset is None,
         "its loss has parameters of its own, which no other client would receive": any(
             id(value) not in root for part in losses for value in part.parameters()
         ),
