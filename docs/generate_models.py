@@ -58,20 +58,20 @@ REMARKS = """
 
 ## Any PyTorch module
 
-```text
-report = fedspan.run(config, "runs/own", data=signals, model=my_module, task=MY_TASK)
+```python
+report = fedspan.run(config, args.out, data=signals, model=model, task=SIGNALS, resume=True)
 ```
 
 `model=` takes any `nn.Module` and `task=` the definition of [a task of your own](your-task.md), which calls the module
 with its expected arguments. The run trains a copy.
 
 - `model.target_modules` names layers (`nn.Linear`, `nn.Conv2d`, `nn.Embedding`) as in PEFT; there is no default.
-  `classifier`, `score` and `model.modules_to_save` train whole where the task's head is new.
+  `classifier`, `score`, `qa_outputs` and `model.modules_to_save` train whole where the task's head is new.
 - Dropout of layers is 0, as for all models. Dropout in the forward itself (`F.dropout`) stays, and clients then train
   one by one.
 - The folder `adapter` holds a PEFT adapter and `state_dict.safetensors` with all weights: without fedspan,
-  `my_module.load_state_dict(load_file("adapter/state_dict.safetensors"))` loads them.
-- The same call with `resume=True` continues an interrupted run. `predict`, `evaluate` and `export` take the module
+  `model.load_state_dict(load_file("adapter/state_dict.safetensors"))` loads them.
+- `resume=True` continues an interrupted run. `predict`, `evaluate` and `export` take the module
   again as `model=`; in a new process, register the task first (`fedspan.register_task`).
 
 `examples/plain_pytorch.py` is a whole run.
@@ -94,7 +94,7 @@ def measure() -> tuple[list[str], list[str]]:
             try:
                 outcome = tiny_families.compare(folder, key)
             except FedspanError as error:
-                sentences.append(f"- {family.title}: {_sentence(error, folder)}")
+                sentences.append(f"- {family.title}: {str(error).replace(f'{folder}/', '')}")
                 if error.field != "model.target_modules":
                     rows.append(f"| {family.title} | `{family.task}` | | | refused |")
                     continue
@@ -105,12 +105,6 @@ def measure() -> tuple[list[str], list[str]]:
             result = "stacks" if outcome.alone is None else "one by one"
             rows.append(f"| {family.title} | `{family.task}` | {targets} | {default} | {result} |")
     return rows, sentences
-
-
-def _sentence(error: FedspanError, folder: Path) -> str:
-    """The beginning of an error, without the names of this machine and of all other architectures."""
-    text = str(error).replace(f"{folder}/", "").partition("Model type")
-    return text[0] if text[1] == "" else f"{text[0]}...)"
 
 
 def page() -> str:

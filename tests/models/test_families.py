@@ -105,9 +105,12 @@ def test_a_router_of_experts_is_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("key", NO_HEAD)
 def test_a_family_without_a_head_for_the_task_is_refused(key: str, folder: Path) -> None:
-    with pytest.raises(FedspanError, match=r"cannot be loaded .*for this kind of AutoModel") as caught:
-        tiny_families.compare(folder, key)
-    assert caught.value.field == "model.name"
+    problem = f"{key} has no head for this task: Transformers has no AutoModelForSequenceClassification of it. A task"
+    for changes in ({}, {"pretrained": False}):
+        values = tiny_families.settings(folder, key, **changes)
+        with pytest.raises(FedspanError, match=problem) as caught:
+            tiny_families.train(values)
+        assert caught.value.field == "model.name"
 
 
 def test_the_encoder_of_t5_pools(folder: Path) -> None:

@@ -110,6 +110,7 @@ def load_pretrained(
             "model.name", name, "a pretrained model", problem=f"{name!r} is an architecture without weights"
         )
     options = {} if quantization is None else get_quantization_options(quantization, dtype, keep, device)
+    config: Any = None
     with _silence_transformers():
         try:
             config = AutoConfig.from_pretrained(source, revision=revision)
@@ -139,6 +140,7 @@ def load_pretrained(
                     info = _rename_encoder_keys(info, model.base_model_prefix)
         # Transformers, its tokenizers (a bare Exception) or the hub's client may raise anything on the files there.
         except Exception as error:
+            _require_head(error, config, head)
             problem = f"{name!r} cannot be loaded ({_describe_reason(error)})"
             raise FedspanError("model.name", name, MODEL_NAMES, problem=problem) from error
     _prepare(model, processor, name)
@@ -249,6 +251,7 @@ def load_scratch(
     source, shape, head = get_source(name), get_architecture(name), get_head(head)
     if shape and not head.has_image_inputs:
         raise FedspanError("model.name", name, problem=describe_image_model_problem(name))
+    config: Any = None
     with _silence_transformers():
         try:
             config = (
@@ -269,6 +272,7 @@ def load_scratch(
                 options = {} if attention is None else {"attn_implementation": attention}
                 model = build_from_config(config, head, pooling, dtype=dtype, **options)
         except Exception as error:
+            _require_head(error, config, head)
             expected = "a model whose architecture has the head that the task needs"
             raise FedspanError(
                 "model.name", name, expected, problem=f"{name!r} cannot be built ({_describe_reason(error)})"
@@ -336,6 +340,22 @@ def _rename_encoder_keys(info: Mapping[str, Any], prefix: str) -> dict[str, Any]
 
     missing = [*map(renamed, info["missing_keys"]), f"{HEAD}.weight", f"{HEAD}.bias"]
     return {"missing_keys": missing, "mismatched_keys": [renamed(key) for key in info["mismatched_keys"]]}
+
+
+def _require_head(error: Exception, config: Any, head: Head) -> None:
+    """Report a missing class of Transformers, if that is why a model could not be made.
+
+    Raises:
+        FedspanError: If the architecture of ``config`` has no class with this head.
+    """
+    if "for this kind of AutoModel" not in str(error):
+        return
+    kind = config.model_type
+    problem = (
+        f"{kind} has no head for this task: Transformers has no {head.auto_class} of it. A task of your own "
+        "(fedspan.run with model= and task=) or a trainer of your own (fedspan.simulate) can train it"
+    )
+    raise FedspanError("model.name", kind, problem=problem) from error
 
 
 def _describe_reason(error: Exception) -> str:
