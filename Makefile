@@ -5,8 +5,10 @@
 # make check    lint, types and imports         make clean    remove .venv and caches
 # make docs     the documentation as a site, in site/; every link within it is checked
 # make fuzz     100,000 mutated inputs for each function that reads what other machines send (FUZZ_ARGS="--inputs 5000")
-# make oldest   tests of models, exports and trainers with the oldest transformers, peft and trl that pyproject.toml allows,
-#               in .venv-oldest (minutes; about 2 GB). .ci/run leaves it out where they cannot be downloaded
+# make oldest   tests of models, tasks, exports and trainers with the oldest transformers, peft and trl that pyproject.toml
+#               allows, in .venv-oldest (minutes; about 2 GB). .ci/run leaves it out where they cannot be downloaded
+# make newest   the same tests with the newest release of every package that pyproject.toml allows, without
+#               constraints.txt, in .venv-newest (minutes; about 2 GB). PYTEST_ARGS='-m ""' adds the slow tests to both
 # make deploy-files  the files for containers, Kubernetes, systemd and GitHub, by linters and schemas in .venv-deploy
 # make packages the sdist and the wheel: contents, extras, and the demo in an empty environment (minutes; network)
 # make claims   what papers say, measured: all pages of docs/claims, hours of them; stopped, it goes on
@@ -35,7 +37,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types imports check docs fuzz oldest oldest-available deploy-files packages claims dev clean
+.PHONY: help demo test lint format types imports check docs fuzz oldest oldest-available newest deploy-files packages claims dev clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -80,9 +82,13 @@ fuzz: dev
 # The lower bounds of the three, as exact versions; all other packages are the newest that fit.
 OLDEST := .venv-oldest
 OLDEST_VERSIONS = $$(sed -nE 's/^ *(trl = \[)?"(transformers|peft|trl)>=([0-9.]+),.*/\2==\3/p' pyproject.toml)
-OLDEST_TESTS := tests/training/trainers tests/models/test_families.py tests/models/test_plain.py \
-                tests/models/test_decoders.py tests/models/test_adapters.py tests/models/test_targets.py \
-                tests/models/test_loading.py tests/runs/test_run_objects.py
+NEWEST := .venv-newest
+# What the tests of both need beside the package: the extras that they use, and the oracle of the scores of entities.
+VERSIONED := '.[flower,quantization,secagg,sentence-transformers,seq2seq,trl]'
+VERSIONED_TESTS := tests/training/trainers tests/models/test_families.py tests/models/test_plain.py \
+                   tests/models/test_decoders.py tests/models/test_adapters.py tests/models/test_targets.py \
+                   tests/models/test_loading.py tests/runs/test_run_objects.py tests/runs/test_own_trainers.py \
+                   tests/deployment/test_trainer_node.py tests/tasks/test_definition.py
 
 # Fails where the packages cannot be downloaded, as without a network.
 oldest-available:
@@ -94,9 +100,18 @@ oldest:
 ifneq ($(strip $(TORCH_INDEX)),)
 	$(OLDEST)/bin/python -m pip install --no-deps --index-url $(TORCH_INDEX) $$(grep '^torch==' constraints.txt)
 endif
-	$(OLDEST)/bin/python -m pip install --quiet -e '.[trl,sentence-transformers]' $(OLDEST_VERSIONS) \
-	  $$(grep -E '^(torch|pytest|pytest-xdist|hypothesis)==' constraints.txt)
-	$(OLDEST)/bin/python -m pytest -n auto --dist loadfile $(OLDEST_TESTS)
+	$(OLDEST)/bin/python -m pip install --quiet -e $(VERSIONED) $(OLDEST_VERSIONS) \
+	  $$(grep -E '^(torch|pytest|pytest-xdist|hypothesis|seqeval)==' constraints.txt)
+	$(OLDEST)/bin/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS) $(VERSIONED_TESTS)
+
+newest:
+	$(PYTHON) -m venv --clear $(NEWEST)
+ifneq ($(strip $(TORCH_INDEX)),)
+	$(NEWEST)/bin/python -m pip install --no-deps --index-url $(TORCH_INDEX) torch
+endif
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -e $(VERSIONED) \
+	  pytest pytest-xdist hypothesis seqeval
+	$(NEWEST)/bin/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS) $(VERSIONED_TESTS)
 
 # Linters of the files in deploy/, in an environment of their own: none of them is needed for anything else.
 DEPLOY := .venv-deploy
@@ -116,7 +131,7 @@ claims: dev
 dev: $(VENV)/.stamp-dev
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(DEPLOY) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist site
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(DEPLOY) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist site
 
 $(VENV)/.stamp-venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
