@@ -6,6 +6,7 @@ module are compared with it.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
@@ -16,7 +17,9 @@ from typing import Any
 
 import huggingface_hub.constants
 import pytest
+import torch
 import yaml
+from torch.utils.data import DataLoader
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -29,7 +32,11 @@ from helpers.code_blocks import COMMANDS, PAGES, ROOT, Block, blocks_of, calls
 from helpers.hub import save_hub
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-FRAGMENTS = {Path("docs/adding-a-method.md"): ("methods/ffa_lora.py", "methods/registry.py")}
+FRAGMENTS = {
+    Path("docs/adding-a-method.md"): ("src/fedspan/methods/ffa_lora.py", "src/fedspan/methods/registry.py"),
+    Path("docs/your-task.md"): ("examples/own_task.py",),
+    Path("docs/models.md"): ("examples/plain_pytorch.py",),
+}
 """Pages whose Python is a module in pieces, and the modules."""
 TRANSCRIPT = Path("docs/first-hour.md")
 """A page with what its commands print; test_first_hour.py runs it."""
@@ -112,13 +119,38 @@ def says(whole: Any, part: Any) -> bool:
 
 @pytest.mark.parametrize("page", FRAGMENTS, ids=str)
 def test_pieces_of_a_module_are_its_own(page: Path) -> None:
-    modules = [(ROOT / "src" / "fedspan" / name).read_text(encoding="utf-8") for name in FRAGMENTS[page]]
+    modules = [(ROOT / name).read_text(encoding="utf-8") for name in FRAGMENTS[page]]
     pieces = [block.text for block in blocks_of(page) if block.language == "python"]
     assert pieces
     for piece in pieces:
         parts = [part.strip('\n "') for part in piece.split("...")]
         assert parts[0]
         assert all(any(part in module for module in modules) for part in parts), piece
+
+
+def test_the_five_lines_of_an_own_trainer_are_the_example_s() -> None:
+    """So are the line that they replace, and the config."""
+    script = (ROOT / "examples" / "own_trainer.py").read_text(encoding="utf-8")
+    lines = {line.partition("  # ")[0].strip() for line in script.splitlines()}
+    blocks = blocks_of(Path("docs/your-trainer.md"))
+    (diff,) = [block.text.splitlines() for block in blocks if "fedspan.simulate(" in block.text and "+ " in block.text]
+    assert {line[2:] for line in diff} <= lines
+    assert [line[0] for line in diff] == ["-", *"+++++"]
+    (config,) = [yaml.safe_load(block.text) for block in blocks if block.language == "yaml"]
+    method = ast.literal_eval(script.partition("METHOD: dict[str, Any] = ")[2].partition("\n}\n")[0] + "\n}")
+    assert {name: value for name, value in config.items() if name != "federation"} == method
+
+
+def test_the_plain_loop_of_an_own_trainer_trains(tiny_folder: Path, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    rows = [{"input_ids": torch.tensor([5, 6, 7, at]), "labels": torch.tensor(at % 4)} for at in range(5, 13)]
+    values = {"fedspan": fedspan, "model": tiny.fresh_classifier(tiny_folder / "bert"), "data": rows, "held_out": rows}
+    values |= {"loader": DataLoader(rows, batch_size=4), "evaluate": lambda: {"loss": 1.5}}
+    (loop,) = [block for block in blocks_of(Path("docs/your-trainer.md")) if "def train(round):" in block.text]
+    exec(loop.text, values)
+    config = {"model": {"target_modules": tiny.BERT}, "method": {"name": "fedit", "r": 2}, "federation": {"rounds": 1}}
+    report = fedspan.simulate(config, tmp_path / "run", trainers={"east": values["trainer"]})
+    assert report.scores["validation"]["loss"] == pytest.approx(1.5)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import seqeval.metrics
 import torch
 from rouge_score import rouge_scorer
 from scipy.stats import pearsonr, spearmanr
-from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, ndcg_score
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, mean_absolute_error, ndcg_score
 from sklearn.metrics.pairwise import cosine_similarity
 from torch import Tensor
 
+from fedspan.tasks.definition import TaskDefinition
 from helpers import (
     tiny,
     tiny_decoders,
@@ -30,7 +32,7 @@ from helpers import (
     tiny_topics,
 )
 
-__all__ = ["CASES", "REFUSED", "TaskCase"]
+__all__ = ["CASES", "OWN", "REFUSED", "TaskCase"]
 
 
 @dataclass(frozen=True)
@@ -174,9 +176,31 @@ def _numbers(folders: Mapping[str, Path]) -> dict[str, Any]:
     return tiny.settings(folders["texts"], data={"train": str(path), "label": "target"}) | {"task": "regression"}
 
 
+def _load_own_task() -> TaskDefinition:
+    """Return the definition of examples/own_task.py."""
+    path = Path(__file__).parents[2] / "examples" / "own_task.py"
+    spec = spec_from_file_location("own_task", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.MEDIAN_REGRESSION
+
+
+def _measure_medians(
+    predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
+) -> Mapping[str, float]:
+    error = float(mean_absolute_error(examples.labels, predictions[:, 0].numpy()))
+    numbers = _measure_numbers(predictions, answers, truths, examples)
+    return {**numbers, "loss": error, "absolute_error": error}
+
+
+OWN = _load_own_task()
+"""A task of a user's own, which the conformance test registers."""
 CASES: Mapping[str, TaskCase] = {
     "sequence-classification": TaskCase(_labelled, measure_labels),
     "regression": TaskCase(_numbers, _measure_numbers),
+    "median-regression": TaskCase(lambda folders: _numbers(folders) | {"task": OWN.name}, _measure_medians),
     "token-classification": TaskCase(
         lambda folders: tiny_tags.settings(folders["texts"], folders["own"]), _measure_entities
     ),

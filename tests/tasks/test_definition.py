@@ -19,9 +19,10 @@ from fedspan.config import parse_config
 from fedspan.data.loading import load
 from fedspan.runs.load import load_served
 from fedspan.runs.setup import prepare
+from fedspan.tasks import metrics, registry
 from fedspan.tasks.registry import BUILT_IN, get_task
 from fedspan.tasks.settings import TaskSettings
-from helpers.task_cases import CASES, REFUSED, folders_of
+from helpers.task_cases import CASES, OWN, REFUSED, folders_of
 
 NAMES = sorted(CASES)
 
@@ -32,8 +33,16 @@ def settings_of(request: pytest.FixtureRequest, name: str, own: Path) -> dict[st
     return values
 
 
+@pytest.fixture(autouse=True)
+def own_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register the task of examples/own_task.py, as its own script does."""
+    for name, metric in OWN.custom_metrics.items():
+        monkeypatch.setitem(metrics._metrics, name, metric)
+    monkeypatch.setitem(registry._tasks, OWN.name, OWN)
+
+
 def test_every_task_has_a_case() -> None:
-    assert {*CASES, *REFUSED} == {definition.name for definition in BUILT_IN}
+    assert {*CASES, *REFUSED} == {definition.name for definition in (*BUILT_IN, OWN)}
     assert not {*CASES} & {*REFUSED}
 
 
@@ -86,6 +95,7 @@ def test_batched_engine_equals_the_loop_and_the_export_predicts_the_same(
         for metric, value in case.reference(predictions, answers, truths, examples).items():
             assert measured[metric] == pytest.approx(value, rel=1e-5, abs=1e-6), (folder.name, metric)
     definition = get_task(name)
+    assert definition.loss_options == getattr(served.task, "loss_options", ())
     assert {"loss", definition.metric_names[0]} <= set(measured)
     assert set(measured) <= {*definition.metric_names, *definition.summary_metrics}
     assert served.task.metric in definition.metric_names
