@@ -2,7 +2,8 @@
 
     python benchmarks/examples.py --model PATH --page examples/README.md
 
-``--model`` is a folder with a causal language model, for the example that trains one: its default comes from a hub.
+``--model`` is a folder with a causal language model, for the examples that train one: their defaults come from a hub.
+A page is written from all examples only, because it names one command and one date for all of its numbers.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from pathlib import Path
 import torch
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-NOTE = "\nSeconds of wall-clock time"
+ORIGIN = "\nCommand: `python benchmarks/examples.py"
+NEED_MODEL = ("instruction_tuning", "own_trainer")
 
 
 def time_example(script: Path, out: Path, model: Path | None) -> float:
     """Seconds of an example."""
-    words = ["--model", str(model)] if model is not None and script.stem == "instruction_tuning" else []
+    words = ["--model", str(model)] if model is not None and script.stem in NEED_MODEL else []
     began = time.monotonic()
     subprocess.run([sys.executable, str(script), "--out", str(out / script.stem), *words], check=True)
     return time.monotonic() - began
@@ -36,11 +38,8 @@ def page(text: str, seconds: dict[str, float], command: str) -> str:
     for name, value in seconds.items():
         text = re.sub(rf"(\| \[`{name}\.py`\].*\|) [^|]+ \|\n", rf"\g<1> {value:.0f} |\n", text)
     machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    return (
-        text.partition(NOTE)[0].rstrip()
-        + f"\n{NOTE}, with each script's defaults (`instruction_tuning.py` on the model that `--model` names).\n\n"
-        f"Command: `{command}`  \nDate: {datetime.date.today()}. Machine: {machine}.\n"
-    )
+    origin = f"{ORIGIN}{command}`  \nDate: {datetime.date.today()}. Machine: {machine}.\n"
+    return text.partition(ORIGIN)[0].rstrip() + "\n" + origin
 
 
 def main() -> None:
@@ -50,6 +49,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="folder with a causal language model")
     parser.add_argument("--page", type=Path, help="whose table is filled in")
     args = parser.parse_args()
+    if args.page is not None and args.names:
+        parser.error("--page needs the times of all examples: leave the names out")
     paths = sorted(path for path in EXAMPLES.glob("*.py") if not args.names or path.stem in args.names)
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -58,8 +59,7 @@ def main() -> None:
             print(f"{script.stem}: {seconds[script.stem]:.1f} s", flush=True)
     if args.page is not None:
         model = "" if args.model is None else f" --model PATH/{args.model.name}"
-        command = " ".join(["python benchmarks/examples.py", *args.names]) + model
-        args.page.write_text(page(args.page.read_text(encoding="utf-8"), seconds, command), encoding="utf-8")
+        args.page.write_text(page(args.page.read_text(encoding="utf-8"), seconds, model), encoding="utf-8")
 
 
 if __name__ == "__main__":
