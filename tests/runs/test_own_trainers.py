@@ -384,6 +384,11 @@ def test_a_missing_metric_is_refused_at_the_first_evaluation(tiny_folder: Path, 
     assert "compute_metrics" in problem
 
 
+def notes_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What fedspan has logged."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("fedspan.")]
+
+
 class Stopper(TrainerCallback):
     """Stops each training after its first step."""
 
@@ -430,8 +435,8 @@ def test_unknown_metrics_are_reported_once_and_registered_ones_judge_rounds(
         return fedspan.simulate(settings(**changes), tmp_path / name, trainers={"east": trainer})
 
     assert "margin" not in run("unknown").scores["validation"]
-    (note,) = [record.getMessage() for record in caplog.records if "not in the report" in record.getMessage()]
-    assert note.startswith("margin of the trainer's evaluation")
+    (note,) = [note for note in notes_of(caplog) if "not in the report" in note]
+    assert note.endswith(": margin")
     caplog.clear()
     known = dict(metrics.METRICS)
     try:
@@ -442,18 +447,18 @@ def test_unknown_metrics_are_reported_once_and_registered_ones_judge_rounds(
         metrics._metrics.update(known)
     assert report.metric == "margin"
     assert report.scores["validation"]["margin"] > 0
-    assert not [record for record in caplog.records if "not in the report" in record.getMessage()]
+    assert not [note for note in notes_of(caplog) if "not in the report" in note]
 
 
 def test_arguments_without_effect_are_named(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     TransformersTrainer(make_trainer(tiny_folder, "east"))
-    assert not caplog.records
+    assert not notes_of(caplog)
     args = arguments(tmp_path / "trainer", weight_decay=0.1, warmup_steps=3, adam_beta2=0.95)
     TransformersTrainer(make_trainer(tiny_folder, "east", args=args))
-    (record,) = caplog.records
-    assert record.getMessage().startswith("weight_decay, adam_beta2, warmup_steps of the trainer's arguments have no")
+    (note,) = notes_of(caplog)
+    assert note.endswith(": weight_decay, adam_beta2, warmup_steps")
 
 
 def make_loop(model: Any, rows: Any, targets: Mapping[str, int]) -> fedspan.TorchTrainer:
@@ -484,7 +489,7 @@ def test_the_head_of_question_answering_trains_and_is_exported(
     before = model.qa_outputs.weight.detach().clone()
     loop = make_loop(model, ROWS, {"start_positions": 1, "end_positions": 3})
     fedspan.simulate(settings(), tmp_path / "run", trainers={"east": loop})
-    assert not caplog.records
+    assert not notes_of(caplog)
     torch.manual_seed(77)  # another random head
     fresh = BertForQuestionAnswering.from_pretrained(tiny_folder / "bert").eval()
     assert not torch.equal(fresh.qa_outputs.weight, before)
@@ -502,12 +507,10 @@ def test_a_new_head_that_does_not_train_is_reported(
         loaded: Any = BertForNextSentencePrediction.from_pretrained(tiny_folder / "bert").eval()
         loop = make_loop(loaded, ROWS, {"labels": 1})
         fedspan.simulate(settings(model=model), tmp_path / name, trainers={"east": loop})
-        return [record.getMessage() for record in caplog.records]
+        return notes_of(caplog)
 
     (note,) = run("frozen")
-    assert note.startswith(
-        "cls.seq_relationship of client east looks untrained and does not train: model.modules_to_sa"
-    )
+    assert note.startswith("cls.seq_relationship of client east looks untrained and does not train")
     assert not run("saved", modules_to_save=["seq_relationship"])
 
 

@@ -54,7 +54,9 @@ class TransformersTrainer:
         self._unknown: set[str] = set()
         unused = _list_unused_arguments(trainer.args)
         if unused:
-            log.warning("%s of the trainer's arguments have no effect: the run's config sets them", ", ".join(unused))
+            log.warning(
+                "arguments of the trainer without effect, because the run's config sets them: %s", ", ".join(unused)
+            )
 
     @property
     def root(self) -> nn.Module:
@@ -147,8 +149,8 @@ class TransformersTrainer:
         if unknown:
             self._unknown |= set(unknown)
             log.warning(
-                "%s of the trainer's evaluation are not in the report: fedspan.register_metrics adds metrics to those "
-                "that it knows",
+                "metrics of the trainer's evaluation that are not in the report, because fedspan does not know them "
+                "(fedspan.register_metrics): %s",
                 ", ".join(unknown),
             )
 
