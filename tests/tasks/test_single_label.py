@@ -159,6 +159,10 @@ def test_examples_without_labels_are_named(tiny_folder: Path, monkeypatch: pytes
     values = tiny.settings(tiny_folder, training={"class_weights": "balanced"}) | {"task": "renamed"}
     with pytest.raises(FedspanError, match="Unlabelled, the encoded examples of this task, has no array `labels`"):
         tiny.final_tensors(prepare(parse_config(values)))
-    flipped = {**tiny.settings(tiny_folder), "task": "renamed", "simulation": {"faults": {"kind": "label-flip"}}}
+    flipped = {
+        **tiny.settings(tiny_folder),
+        "task": "renamed",
+        "simulation": {"faults": {"kind": "label-flip", "share": 0.5}},
+    }
     with pytest.raises(FedspanError, match="has no array `labels`"):
         prepare(parse_config(flipped))
