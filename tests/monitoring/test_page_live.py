@@ -113,6 +113,19 @@ def test_losses_that_differ_by_less_than_a_tick_do_not_stop_the_page(
         view.context.close()
 
 
+def test_an_axis_is_labelled_with_its_values(
+    browser: Any, pretend_run: PretendRun, collect: Callable[[], Mapping[str, Any]]
+) -> None:
+    for number, accuracy in ((1, 0.966), (2, 0.975)):
+        pretend_run.add(number, accuracy, validation={"accuracy": accuracy, "loss": 1.0})
+    with WebPage(collect) as server:
+        view = View(browser, server.url)
+        view.wait("document.querySelectorAll('#score circle').length === 4")
+        labels = view.page.locator("#score text").all_text_contents()
+        assert [label for label in labels if label.endswith("%")] == ["97%", "97.5%"]
+        view.context.close()
+
+
 def test_names_and_reasons_of_others_do_not_run(
     browser: Any, pretend_run: PretendRun, collect: Callable[[], Mapping[str, Any]]
 ) -> None:

@@ -54,7 +54,7 @@ def figures(text: str) -> list[dict[str, Any]]:
 
 def test_every_section_is_there_and_every_figure_has_a_place(text: str) -> None:
     own = body(text)
-    for title in ("Runs", "Score", "Training loss", "Clients", "Who holds what", "Traffic", "Participation"):
+    for title in ("Runs", "Score", "Training loss", "Clients", "Labels by client", "Traffic", "Participation"):
         assert f"<h2>{title}</h2>" in own
     for title in ("Diagnostics", "Singular values of the update", "Configuration"):
         assert f"<h2>{title}</h2>" in own
@@ -157,7 +157,7 @@ def test_a_run_at_work_and_data_that_are_gone(series: Path, tmp_path: Path) -> N
     (run / "config.yaml").write_text(config.replace("corpus.csv", "gone.csv"))
     text = fedspan.report(run, tmp_path / "page.html").read_text()
     assert "after round 3" in text
-    assert "Who holds what" not in text
+    assert "Labels by client" not in text
     assert "Singular values" not in text
     assert "<b>run" not in body(text)
 

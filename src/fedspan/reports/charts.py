@@ -58,7 +58,7 @@ def build_menu(buttons: Sequence[Mapping[str, Any]], *, y: float = 1.02) -> dict
 
 
 def compute_tick_step(last: int) -> int:
-    """Return the whole number of rounds between two ticks."""
+    """Return the whole number between two ticks of an axis from 0 to ``last``."""
     return max(1, math.ceil(last / 12))
 
 
@@ -263,7 +263,7 @@ def draw_spectra(values: Mapping[str, Sequence[float]]) -> Figure | None:
             )
     if not figure.data:
         return None
-    figure.update_xaxes(title="singular value")
+    figure.update_xaxes(title="singular value", dtick=compute_tick_step(max(map(len, values.values()))))
     figure.update_yaxes(title="by the layer's largest", rangemode="tozero")
     return style(figure)
 

@@ -81,12 +81,12 @@ def render_page(groups: Sequence[Group], events: OutOfRoundEvents, title: str, v
             "Training loss", sections.add_figure(charts.draw_course(groups, losses, "loss", False), "loss by round")
         )
     if (figure := charts.draw_clients(groups, metric)) is not None:
-        note = "<p>Of the best round's models, on each client's own test part; the worst stands at the bottom.</p>"
+        note = "<p>Of the best round's models, on each client's own test part; the worst is at the bottom.</p>"
         sections.add_section("Clients", sections.add_figure(figure, f"{metric} of every client"), note)
     if events.partition is not None:
         name, rows, labels = events.partition
         figure = sections.add_figure(matrices.partition(rows, labels), "examples of each label by client")
-        sections.add_section("Who holds what", f"<p>{html.escape(name)}</p>", figure)
+        sections.add_section("Labels by client", f"<p>{html.escape(name)}</p>", figure)
     sections.add_section(
         "Traffic", sections.add_figure(charts.draw_traffic(groups), "bytes down and up"), _render_ledger(groups)
     )

@@ -177,7 +177,7 @@ function drawChart(id, title, series, format, rounds) {
 function showCharts(run) {
   const pick = (name) => run.curve.filter((point) => isNumber(point[name])).map((point) => [point.round, point[name]]);
   const percent = run.metric.percent;
-  const formatTick = (value, isTick) => percent ? (100 * value).toFixed(isTick ? 0 : 1) + "%" : isTick ? String(Number(value.toPrecision(3))) : formatNumber(value);
+  const formatTick = (value, isTick) => percent ? (isTick ? Number((100 * value).toPrecision(6)) : (100 * value).toFixed(1)) + "%" : isTick ? String(Number(value.toPrecision(3))) : formatNumber(value);
   const formatPlain = (value, isTick) => isTick ? String(Number(value.toPrecision(3))) : formatNumber(value);
   const formatShort = (value) => String(Number(value.toPrecision(3)));
   const drawnCharts = [
