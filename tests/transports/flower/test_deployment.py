@@ -208,13 +208,14 @@ def test_a_node_receives_the_base_model_that_the_server_offers(tiny_folder: Path
 
 def test_nodes_join_and_leave_a_run_under_way(tiny_folder: Path, tmp_path: Path) -> None:
     """A fourth node is admitted after the first round, one leaves politely, the server is killed and resumes: the
-    adapter is that of a simulation with the same clients in each round.
+    adapter has the bits of a simulation with the same clients in each round.
     """
     sites, late = (*SITES, "east"), "east"
     files = site_files(tiny_folder / "corpus.csv", tmp_path, sites)
     plan = config(tiny_folder, tmp_path, rounds=24, late_joiners=True)
     values = yaml.safe_load(plan.read_text())
     values["training"]["local_steps"] = STEPS // 4
+    values["engine"] = {"name": "loop"}  # in the batched one, the bits depend on how many clients share a pass
     plan.write_text(yaml.safe_dump(values))
     run = tmp_path / "run"
     with Deployment(tmp_path / "deployment") as made:
@@ -248,10 +249,7 @@ def test_nodes_join_and_leave_a_run_under_way(tiny_folder: Path, tmp_path: Path)
     simulated["federation"] = {**simulated["federation"], "late_joiners": False}
     simulated["simulation"] = {"present": {late: [joined, None], SITES[1]: [1, last]}}
     fedspan.run(simulated, tmp_path / "simulated")
-    mine, theirs = adapter(run), adapter(tmp_path / "simulated")
-    assert mine.keys() == theirs.keys()
-    for name, value in mine.items():
-        assert float((value - theirs[name]).norm()) <= 1e-4 * float(value.norm()), name
+    assert same(run, tmp_path / "simulated")
 
 
 def test_asynchronous_rounds_wait_for_no_node_and_their_record_repeats_them(tiny_folder: Path, tmp_path: Path) -> None:
