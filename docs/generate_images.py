@@ -1,6 +1,7 @@
 """Render the images of the reports and of the live web page: ``python docs/generate_images.py`` (five minutes).
 
-Needs the extra ``dev`` and a Chromium or Chrome on this machine. A name as argument renders that image alone.
+Needs the extra ``dev`` and a Chromium or Chrome on this machine. A name as argument renders that image alone. The
+server's page needs to create the folder ``/srv/fedspan``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ CONFIG: dict[str, Any] = {
     "training": {"lr": 8.0e-3, "batch_size": 16},
 }
 NODES = ("clinic-north", "clinic-south", "clinic-west")
+SERVER_FOLDER = Path("/srv/fedspan")
+"""Folder of the server, whose page shows the path of its run: that of the unit in ``deploy/systemd``."""
 
 
 @contextmanager
@@ -79,12 +82,25 @@ def render_live_page(folder: Path) -> None:
     process.wait()
 
 
-def render_server_page(folder: Path) -> None:
+@contextmanager
+def create_server_folder() -> Generator[None]:
+    """Create the server's folder and change into it for the duration of the context."""
+    before = Path.cwd()
+    SERVER_FOLDER.mkdir()
+    try:
+        os.chdir(SERVER_FOLDER)
+        yield
+    finally:
+        os.chdir(before)
+        shutil.rmtree(SERVER_FOLDER)
+
+
+@create_server_folder()
+def render_server_page(_: Path) -> None:
     """Run a server and three nodes, kill one of them, and take a screenshot of the server's page after its failure."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
     from stage import Deployment, free_port
 
-    os.chdir(folder)
     with (files("fedspan.data") / "corpus" / "patient_messages" / "train.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     config = {
