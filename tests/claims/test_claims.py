@@ -101,7 +101,7 @@ def pages(digits: Path, questions: Path, tmp_path_factory: pytest.TempPathFactor
 
 def test_every_claim_has_a_smoke_size() -> None:
     libraries = {"curvature", "linear_model", "planted_views"}  # with tests of their own
-    helpers = {"all", "hypotheses", "index", "outdated", "protocols", "reasons", "report", "reproduced"}
+    helpers = {"all", "hypotheses", "index", "pages", "reasons", "report", "reproduced"}
     assert {path.stem for path in CLAIMS.glob("*.py")} == helpers | libraries | set(SMOKE)
 
 
@@ -159,25 +159,27 @@ def test_the_pages_in_the_docs_are_indexed(tmp_path: Path) -> None:
         assert (docs / name).read_text() == (tmp_path / name).read_text()
 
 
-def test_the_page_of_what_was_looked_into(digits: Path, tmp_path: Path) -> None:
+def test_the_page_of_what_was_looked_into(questions: Path, tmp_path: Path) -> None:
     """At a size that takes seconds; a second call runs nothing, and its page says the same."""
-    small = ("data.max_examples=80", "federation.rounds=2", "partition.clients=2", "federation.clients_per_round=2")
-    words = ("--hypotheses", "fedloru-rounds", "--seeds", "0", "1", "--set", *small, "training.local_epochs=1")
+    model = (f"model.name={questions / 'bert'}", "model.layers_to_transform=null")
+    small = ("data.max_examples=null", "federation.rounds=2", "partition.clients=2", "training.local_steps=1")
+    words = ("--hypotheses", "rolora-77-classes", "--seeds", "0", "1", "--set", *model, *small)
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "fashion-mnist").symlink_to(digits)
+    (tmp_path / "data" / "banking77").symlink_to(questions)
     places = ("--data", str(tmp_path / "data"), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path))
     run("reasons", *places, *words)
     page, saved = (tmp_path / "reasons.md").read_text(), json.loads((tmp_path / "reasons.json").read_text())
     assert "| statement under the change | measured | verdict |" in page
-    assert "(fedloru-table1.md), fashion-mnist-iid-20-clients-rank-128." in page
-    assert "| FedLoRU, cycles of 20 | training.lr=0.3, federation.rounds=80, " in page
+    assert "(rolora-figure6.md), banking77-p3." in page
+    assert "| RoLoRA at a quarter of the rate | training.lr=0.004, federation.rounds=60 |" in page
     assert [one["statement"].partition(": ")[2] for one in saved["findings"]] == [
-        "FedLoRU, cycles of 20 against FedLoRA",
+        "RoLoRA at a quarter of the rate against FFA-LoRA",
+        "RoLoRA at a quarter of the rate against RoLoRA at the page's rate",
     ]
     reports = sorted((tmp_path / "runs").rglob("report.json"))
     before = [path.stat().st_mtime_ns for path in reports]
     run("reasons", *places, *words)
-    assert len(reports) == 2 * 2
+    assert len(reports) == 2 * 3
     assert [path.stat().st_mtime_ns for path in reports] == before
     assert json.loads((tmp_path / "reasons.json").read_text())["findings"] == saved["findings"]
 

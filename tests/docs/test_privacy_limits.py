@@ -20,7 +20,7 @@ def test_the_page_says_that_central_epsilon_needs_secret_cohorts() -> None:
         assert part in item
     for name in ("metrics.jsonl", "ledger.jsonl", "report.json"):
         assert f"`{name}`" in item, "where cohorts are written"
-    assert "that of `clients_per_round` left out" in item
+    assert "with `clients_per_round` unset" in item
     # The accounting that the page describes: the sampling rate lowers the cost, and without sampling it is 1.
     privacy = Privacy("central", 1.0, 1.0, key=derive_seed_key(1))
     rates = [

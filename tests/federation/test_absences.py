@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -132,7 +132,7 @@ def test_an_evaluation_does_not_wait_for_an_absent_client(tiny_folder: Path) -> 
     federation = built(tiny_folder).federation
     asked, ended, replies = list[str](), list[str](), dict[str, str]()
 
-    class Silent:
+    class Silent(Transport):
         def begin(self, *args: object) -> None: ...
 
         def exchange(self, orders: Orders, on_reply: Callable[[str, str], bool], *args: object) -> None:
@@ -141,7 +141,7 @@ def test_an_evaluation_does_not_wait_for_an_absent_client(tiny_folder: Path) -> 
 
     start = federation.begin()
     progress = replace(start, state=replace(start.state, round=3), last_rounds={id: 2 for id in IDS if id != GONE})
-    evaluator = RemoteEvaluator(federation.replace_transport(cast(Transport, Silent())), 8)
+    evaluator = RemoteEvaluator(federation.replace_transport(Silent()), 8)
     evaluator.evaluate_clients(progress)
     assert tuple(asked) == IDS
     assert not ended  # nobody was measured yet: the absent one is needed

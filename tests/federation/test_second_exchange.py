@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -251,7 +251,7 @@ def test_weights_that_are_limited_are_the_same_in_both_exchanges(tiny_folder: Pa
     transport.drop = lambda order: order.to == silent_one and order.task == "train"
     result = made.run_round(made.begin())
     rest = sorted(set(examples) - {silent_one})
-    limit, other = np.median(list(examples.values())), np.median([examples[id] for id in rest])
+    limit, other = statistics.median_low(examples.values()), statistics.median_low(examples[id] for id in rest)
     shares = {id: min(examples[id], limit) for id in rest}
     assert limit != other
     assert sum(examples[id] > limit for id in rest) > 0
