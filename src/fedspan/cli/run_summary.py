@@ -54,7 +54,7 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
     whose = f" --client {shlex.quote(id)}" if is_personal else ""
     facts = {
         "traffic": "; ".join(_describe_traffic(report)),
-        "time": f"{format_duration(report.seconds)} for {report.rounds} rounds",
+        "time": f"{format_duration(report.seconds)} for {report.rounds} {'round' if report.rounds == 1 else 'rounds'}",
         "round": f"{report.best_round}, {selection}",
         f"{kind}s" if is_personal else kind: f"{adapter.parent} (one for each client)" if is_personal else str(adapter),
         **({"privacy": _describe_privacy(report.privacy)} if report.privacy else {}),
