@@ -1,0 +1,212 @@
+"""Every method, wrapper, task and way of training on a CUDA GPU, with the CPU's results up to rounding.
+
+    python -m pytest -m slow tests/training/test_cuda.py                     (one GPU; -n 8 for several processes on it)
+
+What ``test_devices.py`` cannot cover on its pretend device: CUDA's kernels, memory and waits, attention of variable
+length, 4- and 8-bit bases and compiled blocks.
+"""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+import fedspan
+from fedspan.config import parse_config
+from fedspan.models.layout import TokenLayout
+from fedspan.runs.setup import prepare
+from helpers import tiny, tiny_decoders
+from helpers.device_runs import ENGINES, RUNS, WAITS, compare, inner_waits, result, save_models
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA GPU"),
+]
+CUDA = "cuda:0"
+CLOSE = 1e-3
+"""Relative distance from the CPU's results after two rounds in float32."""
+ALL = [f"{name}/{engine}" for name in RUNS for engine in ENGINES]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All models and data of the runs."""
+    place = tmp_path_factory.mktemp("cuda")
+    save_models(place)
+    return place
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions in float32 (PyTorch lets cuDNN round their inputs to TF32)."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def require_close(found: Mapping[str, Any], expected: Mapping[str, Any], limit: float) -> None:
+    """Check the tensors of two results of a run, up to a relative distance."""
+    for path, value in expected.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            assert (found[path] - value).norm() <= limit * value.norm().clamp(min=1e-3), path
+
+
+@contextmanager
+def count_waits() -> Generator[Counter[str]]:
+    """Count, by the line that waits, how often the host waits for the GPU within this context."""
+    counter: Counter[str] = Counter()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            yield counter
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for warning in found:
+        if "synchronizing CUDA operation" in str(warning.message):
+            line = linecache.getline(warning.filename, warning.lineno).strip()
+            counter[f"{Path(warning.filename).name}:{warning.lineno}: {line}"] += 1
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_run_ends_as_on_the_cpu(name: str, folder: Path) -> None:
+    run, _, engine = name.partition("/")
+    assert compare(RUNS[run](folder), engine, CUDA) <= CLOSE
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_the_host_waits_for_no_step(name: str, folder: Path) -> None:
+    assert inner_waits(RUNS[name](folder), CUDA, count_waits) == {}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["method fedit", "method fedgalore", "task causal-lm", "task images", "dropout"])
+def test_a_run_repeats_to_the_bit(name: str, engine: str, folder: Path) -> None:
+    values = {**RUNS[name](folder), "engine": ENGINES[engine]}
+    first, second = result(values, CUDA), result(values, CUDA)
+    assert first.keys() == second.keys()
+    for path, value in first.items():
+        same = torch.equal(value, second[path]) if isinstance(value, torch.Tensor) else value == second[path]
+        assert same, path
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder with heads of a width that fused kernels take, and questions."""
+    place = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    words: dict[str, Any] = {"vocab_size": 2000, "max_position_embeddings": 64, "num_key_value_heads": 1}
+    LlamaForCausalLM(LlamaConfig(**words, **shape)).save_pretrained(place / "llama-lm")
+    tiny.save_tokenizer(place / "llama-lm", pairs=False)
+    tiny_decoders.save_questions(place)
+    return place
+
+
+def test_attention_of_variable_length_gives_what_padding_gives(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts: list[TokenLayout] = []
+    pack = TokenLayout.pack
+
+    def watch(self: TokenLayout, x: torch.Tensor) -> torch.Tensor:
+        layouts.append(self)
+        return pack(self, x)
+
+    monkeypatch.setattr(TokenLayout, "pack", watch)
+    values = tiny_decoders.settings(llama, "llama", model={"dtype": "bfloat16", "attention": "sdpa"})
+    padded, packed = (
+        result({**values, "engine": {**ENGINES["batched"], "padding_free": padding_free}}, CUDA)
+        for padding_free in (False, True)
+    )
+    assert layouts
+    assert all(layout.variable for layout in layouts)
+    require_close(packed, padded, 0.05)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_quantized_base_trains_as_on_the_cpu(kind: str, engine: str, llama: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="the extra fedspan[quantization] is not installed")
+    values = tiny_decoders.settings(llama, "llama", model={"quantization": kind}, evaluation={"generate": False})
+    limit = {"nf4": CLOSE, "int8": 0.05}[kind]  # LLM.int8() rounds its inputs to 8 bits, in each kernel its own way
+    assert compare(values, engine, CUDA) <= limit
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_compiled_blocks_train_as_others(kind: str, folder: Path) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("torch.compile needs a C compiler")
+    values = tiny.settings(folder, kind, training={"optimizer": "sgd", "lr": 0.02})
+    plain = result({**values, "engine": ENGINES["batched"]}, CUDA)
+    compiled = result({**values, "engine": {**ENGINES["batched"], "compile": True}}, CUDA)
+    require_close(compiled, plain, CLOSE)
+
+
+PLANNED: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "recomputed": {"model": {"gradient_checkpointing": True}},
+    "upper-layers": {"model": {"layers_to_transform": [4, 5]}},
+    "whole-weights": {"method": {"name": "fedavg"}},
+    "decoder": {"task": "causal-lm", "data": {"prompt": "{text}", "answer": "text"}, "model": {"name": "llama"}},
+}
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models of some 45 MB, and texts longer than they take."""
+    place = tmp_path_factory.mktemp("larger")
+    shape: dict[str, Any] = {
+        "hidden_size": 384,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+        "intermediate_size": 1536,
+    }
+    words: dict[str, Any] = {"vocab_size": 2000, "max_position_embeddings": 64}
+    BertModel(BertConfig(**words, **shape)).save_pretrained(place / "bert")
+    LlamaForCausalLM(LlamaConfig(**words, **shape)).save_pretrained(place / "llama")
+    for name in ("bert", "llama"):
+        tiny.save_tokenizer(place / name, pairs=name != "llama")
+    rows = [f"{' '.join(['word1'] * 60)},{'ab'[number % 2]}" for number in range(48)]
+    (place / "texts.csv").write_text("\n".join(["text,label", *rows]), encoding="utf-8")
+    return place
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_memory_of_a_client_is_what_the_gpu_holds(name: str, larger: Path) -> None:
+    values: dict[str, Any] = {
+        "device": CUDA,
+        "data": {"train": str(larger / "texts.csv"), "test_fraction": 0},
+        "model": {"name": "bert", "max_length": 32},
+        "partition": {"partitioner": "iid", "clients": 1, "validation": 0, "test": 0},
+        "training": {"batch_size": 48, "local_steps": 2},
+        "federation": {"rounds": 1},
+        "engine": {"name": "loop"},
+    }
+    for section, change in PLANNED[name].items():
+        values[section] = {**values.get(section, {}), **change} if isinstance(change, dict) else change
+    values["model"]["name"] = str(larger / values["model"]["name"])
+    peaks: list[int] = []
+    for _ in range(2):  # the first run also loads what libraries keep
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        prepared = prepare(parse_config(values))
+        prepared.federation.run_round(prepared.federation.begin())
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del prepared
+    labels = None if values.get("task") else 2
+    planned = fedspan.plan(values, labels=labels, examples=48, device="H100").client
+    assert peaks[-1] == pytest.approx(planned.total, rel=0.15), planned
