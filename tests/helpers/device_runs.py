@@ -22,7 +22,7 @@ from helpers import tiny, tiny_decoders, tiny_images, tiny_preferences, tiny_seq
 from helpers.watched_rounds import OPTIONS, flat
 from helpers.wrapped_configs import TRAINING
 
-__all__ = ["ENGINES", "RUNS", "WAITS", "compare", "inner_waits", "save_models"]
+__all__ = ["ENGINES", "RUNS", "WAITS", "compare", "inner_waits", "result", "save_models"]
 
 ENGINES: Mapping[str, Mapping[str, Any]] = {
     "loop": {"name": "loop"},

@@ -29,6 +29,7 @@ __all__ = [
     "select_slots",
     "split_extras",
     "subtract",
+    "sum_rows",
     "to_device",
 ]
 
@@ -107,6 +108,23 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device.type != "cpu" or device.type in ("cpu", "mps", "meta"):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def sum_rows(rows_SD: Tensor, numbers_S: Tensor, count: int) -> Tensor:
+    """Sum up rows by number, in the same order every time.
+
+    Args:
+        rows_SD: The rows, (S, D).
+        numbers_S: Number of each row's sum, int64, from 0 to ``count`` - 1.
+        count: Number of sums.
+
+    Returns:
+        (count, D); zero where there is no row.
+    """
+    sums = rows_SD.new_zeros(count, rows_SD.shape[1])
+    if rows_SD.device.type == "cpu":
+        return sums.index_add_(0, numbers_S, rows_SD)
+    return sums.index_put_((numbers_S,), rows_SD, accumulate=True)  # CUDA's index_add_ adds in an order of chance
 
 
 def compute_norm(tensors: Tensors) -> float:

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fedspan.core.base import Delta
 from fedspan.core.lowrank import LowRank
+from fedspan.core.tensors import sum_rows
 
 __all__ = ["TARGET_TYPES", "Convolution", "Linear", "Lookup", "Operator", "build_operator", "explain_unfit"]
 
@@ -223,8 +224,7 @@ class Lookup(Operator):
 
     def compute_gradient(self, dy: Tensor, x: Tensor) -> LowRank:
         words, inverse = x.flatten().unique(return_inverse=True)
-        sums = torch.zeros(len(words), self.shape[0], device=dy.device)
-        sums.index_add_(0, inverse, dy.flatten(0, -2).float())
+        sums = sum_rows(dy.flatten(0, -2).float(), inverse, len(words))
         if self._embedding.padding_idx is not None:
             sums[words == self._embedding.padding_idx] = 0
         return LowRank(sums.T, F.one_hot(words, self.shape[1]).float())

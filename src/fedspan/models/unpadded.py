@@ -74,11 +74,12 @@ def _attend_variable(
     reach = -1 if window is None else window - 1
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
     ends, longest = layout.text_ends
+    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     output = varlen_attn(
         *(q, k, v, ends, ends, longest, longest),
         scale=options.get("scaling"),
         window_size=(reach, 0 if causal else reach),
-        enable_gqa=q.shape[1] != k.shape[1],
+        **grouped,  # PyTorch 2.11 has no such argument: bins take its place
     )
     assert isinstance(output, Tensor)
     return output[None]

@@ -23,7 +23,7 @@ from pydantic import Field
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from fedspan.core.tensors import create_generator, to_device
+from fedspan.core.tensors import create_generator, sum_rows, to_device
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.errors import FedspanError
@@ -226,7 +226,7 @@ class MaskedLanguageModel:
         count, predicted_S = len(batch["labels"]), logits_SV.argmax(1)
         correct_S = predicted_S == targets_S
         values = torch.stack([losses_S.float(), torch.ones_like(losses_S).float(), correct_S.float()], 1)
-        sums = torch.zeros(count, _SUMS, device=losses_S.device).index_add_(0, rows_S, values)
+        sums = sum_rows(values, rows_S, count)
         counts_B = batch[_COUNTS].to(losses_S.device)
         numbers_S = torch.arange(len(rows_S), device=rows_S.device) - (counts_B.cumsum(0) - counts_B)[rows_S]
         ids = torch.full((count, self.max_length), -1.0, device=losses_S.device)

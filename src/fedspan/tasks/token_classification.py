@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedspan.core.tensors import to_device
+from fedspan.core.tensors import sum_rows, to_device
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.data.conll import TAG
@@ -189,8 +189,8 @@ class TokenClassification:
         losses_S = F.cross_entropy(logits_SK, targets_S, reduction="none")
         count, width = batch["input_ids"].shape
         rows_S = positions_S // width
-        sums = torch.zeros(count, _SUMS, device=losses_S.device)
-        sums.index_add_(0, rows_S, torch.stack([losses_S.float(), torch.ones_like(losses_S, dtype=torch.float32)], 1))
+        values = torch.stack([losses_S.float(), torch.ones_like(losses_S, dtype=torch.float32)], 1)
+        sums = sum_rows(values, rows_S, count)
         labels = torch.full((count, self.max_length), -1.0, device=losses_S.device)
         numbers_S = batch[_WORDS].flatten()[positions_S]
         fits = numbers_S < self.max_length  # words without pieces may push later words beyond the width

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedspan.core.tensors import sum_rows
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -47,8 +49,7 @@ def score_tokens(logits_SV: Tensor, targets_S: Tensor, numbers_S: Tensor, count:
     """
     losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none").float()
     correct_S = (logits_SV.argmax(1) == targets_S).float()
-    rows = torch.zeros(count, SCORES, device=logits_SV.device)
-    return rows.index_add_(0, numbers_S, torch.stack([losses_S, torch.ones_like(losses_S), correct_S], 1))
+    return sum_rows(torch.stack([losses_S, torch.ones_like(losses_S), correct_S], 1), numbers_S, count)
 
 
 def compute_token_metrics(predictions: Tensor) -> dict[str, float]:
