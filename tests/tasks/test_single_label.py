@@ -78,6 +78,27 @@ def test_engines_train_alike_and_other_than_without(training: dict[str, Any], ti
     assert any(not torch.allclose(value, plain[name], atol=1e-3) for name, value in loop.items())
 
 
+@pytest.mark.parametrize("engine", [{"name": "loop"}, {"name": "batched", "clients_per_pass": 2, "workers": 1}])
+def test_balanced_weights_are_not_computed_again_for_each_batch(
+    engine: dict[str, Any], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def count(labels: np.ndarray, classes: int) -> torch.Tensor:
+        calls.append(len(labels))
+        return compute_class_weights(labels, classes)
+
+    monkeypatch.setattr("fedspan.training.engine.compute_class_weights", count)
+    counts: list[int] = []
+    for epochs in (1, 3):
+        calls.clear()
+        training = {"class_weights": "balanced", "local_epochs": epochs}
+        values = tiny.settings(tiny_folder, federation={"rounds": 1}, training=training)
+        tiny.final_tensors(prepare(parse_config({**values, "engine": engine})))
+        counts.append(len(calls))
+    assert counts[0] == counts[1] > 0
+
+
 def test_what_does_not_apply_is_refused(tiny_folder: Path) -> None:
     with pytest.raises(FedspanError, match=r"`training\.class_weights\.labs`: no label is named 'labs'\. Did you"):
         prepare(parse_config(tiny.settings(tiny_folder, training={"class_weights": {"labs": 2.0}})))
@@ -89,6 +110,10 @@ def test_what_does_not_apply_is_refused(tiny_folder: Path) -> None:
         training = {"label_smoothing": 0.1, **more}
         with pytest.raises(FedspanError, match=rf"`training\.label_smoothing`: {reason}"):
             parse_config(tiny.settings(tiny_folder, training=training) | {"task": task})
+    privacy = {"mechanism": "dp-sgd", "noise": 1.0, "clip": 0.5}
+    for training in ({"label_smoothing": 0.1}, {"class_weights": "balanced"}):
+        with pytest.raises(FedspanError, match="dp-sgd computes each example's loss without it"):
+            parse_config(tiny.settings(tiny_folder, training=training, privacy=privacy))
 
 
 class Squared(SequenceClassification):

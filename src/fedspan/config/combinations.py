@@ -258,7 +258,7 @@ def _require_loss_fit(config: RunSections) -> None:
         "training.logit_adjustment corrects for shares of classes already, and leaves out classes": (
             config.training.logit_adjustment > 0
         ),
-        "dp-sgd bounds each example's gradient, which weights would change": config.privacy is not None
+        "dp-sgd computes each example's loss without it": config.privacy is not None
         and config.privacy.mechanism == "dp-sgd",
     }
     for option, off in (("logit_adjustment", 0), ("label_smoothing", 0), ("class_weights", "none")):

@@ -29,7 +29,8 @@ class ClientSlot:
         seed: Seed of the batches.
         examples: The data set that its indices point into.
         device: Device of the model.
-        logit_offsets: Terms that are added to the logits of the client's examples, (labels,); None: none are.
+        class_terms: What the loss has for each class, (labels,), by the key of a batch's rows; all clients have
+            the same keys.
     """
 
     def __init__(
@@ -40,10 +41,10 @@ class ClientSlot:
         seed: int,
         examples: Examples,
         device: torch.device,
-        logit_offsets: Tensor | None = None,
+        class_terms: Mapping[str, Tensor],
     ) -> None:
         job = assignment.job
-        self.logit_offsets = logit_offsets
+        self.class_terms = class_terms
         self.assignment, self.layout, self.settings = assignment, layout, settings
         self.spec = build_optimizer_spec(assignment, settings)
         self.batches = list(draw_job_batches(settings, seed, assignment, examples))

@@ -18,7 +18,7 @@ from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_output_layer
-from fedspan.tasks.losses import CLASS_OPTIONS, CLASS_WEIGHTS, SMOOTHING
+from fedspan.tasks.losses import CLASS_OPTIONS, CLASS_WEIGHTS, OFFSETS, SMOOTHING
 from fedspan.tasks.single_label import compute_class_offsets, compute_class_weights
 from fedspan.tasks.task import Examples, Task, get_labels
 from fedspan.training.batching import Padding, split_evaluation_batches
@@ -234,7 +234,7 @@ class Trainer:
         self.settings = settings
         self.seed = seed
         _require_loss_options(task, settings)
-        self._labels: tuple[str, ...] = tuple(getattr(task, "labels", ()))
+        self._labels: tuple[str, ...] = tuple(getattr(task, "labels", None) or ())
         self._restricted_layer = None if settings.head_updates == "all" else _find_restricted_layer(adapted, settings)
         self.references = References(adapted, task, self.stages, settings.batch_size)
         self.prefixes = prefix if isinstance(prefix, PrefixCaches) else PrefixCaches(adapted, task, prefix, self.stages)
@@ -272,36 +272,29 @@ class Trainer:
                 for _ in indices
             ]
             batch = draw(examples, rows, self.adapted.device, keys)
-        entries: dict[str, Tensor] = {}
         if self.settings.label_smoothing:
-            entries[SMOOTHING] = torch.full((len(rows),), self.settings.label_smoothing, dtype=torch.float64)
-        if self.settings.class_weights != "none":
-            weights_BK = [
-                self._compute_class_weights(assignment, examples).expand(len(indices), -1)
-                for assignment, _, indices in parts
-            ]
-            entries[CLASS_WEIGHTS] = to_device(torch.cat(weights_BK), self.adapted.device)
-        return {**batch, **entries}
+            smoothing_B = torch.full((len(rows),), self.settings.label_smoothing, dtype=torch.float64)
+            return {**batch, SMOOTHING: smoothing_B}
+        return batch
 
-    def _compute_class_weights(self, assignment: Assignment, examples: Examples) -> Tensor:
-        """Compute the weights of classes in an assignment's loss, (K,)."""
-        if isinstance(self.settings.class_weights, str):
-            return compute_class_weights(self._list_classes(assignment, examples), len(self._labels))
-        weights = dict(self.settings.class_weights)
-        return torch.tensor([weights.get(label, 1.0) for label in self._labels])
+    def compute_class_terms(self, assignment: Assignment, examples: Examples) -> dict[str, Tensor]:
+        """Compute what the loss of an assignment's examples has for each class, (K,), by the key of a batch's rows.
 
-    def _list_classes(self, assignment: Assignment, examples: Examples) -> np.ndarray:
-        """Return the classes that an assignment's examples count in the loss, one for each example or word."""
-        list_classes = getattr(self.task, "list_classes", get_labels)
-        return list_classes(examples, assignment.indices)
-
-    def compute_logit_offsets(self, assignment: Assignment, examples: Examples) -> Tensor | None:
-        """Compute the terms that local training adds to the logits of an assignment's examples; None: it adds none."""
-        strength = self.settings.logit_adjustment
-        if not strength:
-            return None
-        classes = self._list_classes(assignment, examples)
-        return compute_class_offsets(classes, len(self._labels), strength).to(self.adapted.device)
+        It is the same for all batches of a job.
+        """
+        settings, terms = self.settings, dict[str, Tensor]()
+        classes = np.empty(0, dtype=np.int64)
+        if settings.logit_adjustment or settings.class_weights == "balanced":
+            list_classes = getattr(self.task, "list_classes", get_labels)
+            classes = list_classes(examples, assignment.indices)  # one for each example or word
+        if settings.logit_adjustment:
+            terms[OFFSETS] = compute_class_offsets(classes, len(self._labels), settings.logit_adjustment)
+        if settings.class_weights == "balanced":
+            terms[CLASS_WEIGHTS] = compute_class_weights(classes, len(self._labels))
+        elif settings.class_weights != "none":
+            weights = dict(settings.class_weights)
+            terms[CLASS_WEIGHTS] = torch.tensor([weights.get(label, 1.0) for label in self._labels])
+        return {name: to_device(value, self.adapted.device) for name, value in terms.items()}
 
     def restrict_head(self, assignment: Assignment, examples: Examples) -> Assignment:
         """Mask the head's rows of classes that an assignment's examples lack, if ``head_updates`` asks for it."""

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fedspan.core.tensors import to_device
 from fedspan.core.values import Job, Trained
-from fedspan.tasks.losses import OFFSETS
 from fedspan.tasks.task import Examples
 from fedspan.training.batching import draw_job_batches
 from fedspan.training.dp_sgd import PrivateTraining
@@ -59,7 +58,7 @@ class LoopEngine(Trainer):
         stored = None if checkpoint is None else checkpoint.load()
         tensors = job.tensors if stored is None else stored.tensors
         live = adapted.install(job.parametrization, tensors, frozenset(job.trainable_names))
-        optimizer, offsets = self.make_optimizer(assignment, live), self.compute_logit_offsets(assignment, examples)
+        optimizer, terms = self.make_optimizer(assignment, live), self.compute_class_terms(assignment, examples)
         if stored is not None:
             totals = replace(stored.totals)
             gradients_sum = {name: to_device(value, adapted.device) for name, value in stored.gradients.items()}
@@ -86,8 +85,7 @@ class LoopEngine(Trainer):
                 refresh_projectors(self, job, live, optimizer, totals.steps, examples, batch_indices)
             self.set_dropout(assignment, totals.passes)
             batch = self.make_batch(examples, [(assignment, totals.passes, batch_indices.tolist())])
-            if offsets is not None:
-                batch = {**batch, OFFSETS: offsets.expand(len(batch_indices), -1)}
+            batch = {**batch, **{name: value.expand(len(batch_indices), -1) for name, value in terms.items()}}
             with (
                 self.padding.remove_padding(batch, examples.lengths[batch_indices]),
                 self.prefixes.feed(examples, batch_indices.tolist()),

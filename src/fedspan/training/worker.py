@@ -16,7 +16,6 @@ from fedspan.core.values import Job, Trained
 from fedspan.models.compiled import CompiledBlocks
 from fedspan.models.precision import compute_tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
-from fedspan.tasks.losses import OFFSETS
 from fedspan.tasks.task import Examples
 from fedspan.training.client_slot import ClientSlot, perturb, select_group, stack_frozen
 from fedspan.training.engine import draw_dropout_mask
@@ -143,11 +142,9 @@ class Worker:
             return None
         self.loop.prepare(examples, [assignment.indices])
         self._mode = None
-        assignment, offsets = (
-            self.loop.restrict_head(assignment, examples),
-            self.loop.compute_logit_offsets(assignment, examples),
-        )
-        slot = ClientSlot(assignment, layout, self.settings, self.seed, examples, self.adapted.device, offsets)
+        class_terms = self.loop.compute_class_terms(assignment, examples)
+        assignment = self.loop.restrict_head(assignment, examples)
+        slot = ClientSlot(assignment, layout, self.settings, self.seed, examples, self.adapted.device, class_terms)
         for name, value in slot.frozen.items():
             if name in assignment.job.buffers:
                 continue
@@ -212,9 +209,11 @@ class Worker:
         leaves = {name: view.detach().requires_grad_() for name, view in layout.split_views(values).items()}
         frozen = stack_frozen(group)
         batch = self.loop.make_batch(examples, parts)
-        offsets = [slot.logit_offsets.expand(size, -1) for slot in group if slot.logit_offsets is not None]
-        if offsets:
-            batch = {**batch, OFFSETS: torch.cat(offsets)}
+        terms = {
+            name: torch.cat([slot.class_terms[name].expand(size, -1) for slot in group])
+            for name in group[0].class_terms
+        }
+        batch = {**batch, **terms}
         counted = members.sum(0).numpy() > 0
         lengths = examples.lengths[rows]
         if len(group) > 1 and group[0].kind not in self._verified:
