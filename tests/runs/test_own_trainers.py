@@ -24,8 +24,8 @@ from transformers import (
 
 import fedspan
 from fedspan.errors import FedspanError
+from fedspan.runs.own_trainers import TrainerRuns, adopt_trainers
 from fedspan.tasks import metrics
-from fedspan.training.trainers.transformers import TransformersTrainer
 from helpers import tiny, tiny_decoders
 from helpers.trainer_clients import arguments, make_trainer, spare_the_collector
 
@@ -424,41 +424,51 @@ def test_several_evaluation_sets_count_like_one_of_all_their_examples(tiny_folde
 
 def _measure_margin(prediction: Any) -> dict[str, float]:
     values = prediction.predictions
-    return {"margin": float((values.max(1) - values.min(1)).mean())}
+    return {"margin": float((values.max(1) - values.min(1)).mean()), "rewards/chosen": 1.0}
 
 
 def test_unknown_metrics_are_reported_once_and_registered_ones_judge_rounds(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def run(name: str, **changes: Any) -> fedspan.RunReport:
-        trainer = make_trainer(tiny_folder, "east", compute_metrics=_measure_margin)
-        return fedspan.simulate(settings(**changes), tmp_path / name, trainers={"east": trainer})
+        trainers = {
+            owner: make_trainer(tiny_folder, owner, compute_metrics=_measure_margin) for owner in ("east", "north")
+        }
+        return fedspan.simulate(settings(**changes), tmp_path / name, trainers=trainers)
 
     assert "margin" not in run("unknown").scores["validation"]
-    (note,) = [note for note in notes_of(caplog) if "not in the report" in note]
-    assert note.endswith(": margin")
+    notes = [note for note in notes_of(caplog) if "not in the report" in note]
+    known, unnamable = notes
+    assert "client east" in known
+    assert known.endswith("(fedspan.register_metrics): margin")
+    assert unnamable.endswith("no identifiers in lower case: rewards/chosen")
     caplog.clear()
-    known = dict(metrics.METRICS)
+    registered = dict(metrics.METRICS)
     try:
         fedspan.register_metrics({"margin": fedspan.Metric("margin", True, maximum=100.0)})
         report = run("known", evaluation={"metric": "margin"})
     finally:
         metrics._metrics.clear()
-        metrics._metrics.update(known)
+        metrics._metrics.update(registered)
     assert report.metric == "margin"
     assert report.scores["validation"]["margin"] > 0
-    assert not [note for note in notes_of(caplog) if "not in the report" in note]
+    (note,) = [note for note in notes_of(caplog) if "not in the report" in note]
+    assert note == unnamable
 
 
-def test_arguments_without_effect_are_named(
+def test_arguments_without_effect_are_named_once_for_all_clients_that_set_them(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    TransformersTrainer(make_trainer(tiny_folder, "east"))
-    assert not notes_of(caplog)
-    args = arguments(tmp_path / "trainer", weight_decay=0.1, warmup_steps=3, adam_beta2=0.95)
-    TransformersTrainer(make_trainer(tiny_folder, "east", args=args))
+    changes: dict[str, dict[str, Any]] = {owner: {"weight_decay": 0.1, "warmup_steps": 3} for owner in OWNERS}
+    changes["north"] = {}
+    trainers = {
+        owner: make_trainer(tiny_folder, owner, args=arguments(tmp_path / owner, **changed))
+        for owner, changed in changes.items()
+    }
+    TrainerRuns(adopt_trainers(trainers)).close()
     (note,) = notes_of(caplog)
-    assert note.endswith(": weight_decay, adam_beta2, warmup_steps")
+    assert "of east, south without effect" in note
+    assert note.endswith(": weight_decay, warmup_steps")
 
 
 def make_loop(model: Any, rows: Any, targets: Mapping[str, int]) -> fedspan.TorchTrainer:

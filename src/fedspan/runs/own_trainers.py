@@ -170,6 +170,19 @@ def adopt_trainers(trainers: Mapping[str, Any]) -> dict[str, LocalTrainer]:
     return adopted
 
 
+def _report_unused_arguments(trainers: Mapping[str, LocalTrainer]) -> None:
+    """Warn of arguments without an effect: once for all clients whose trainers have the same ones."""
+    clients: dict[tuple[str, ...], list[str]] = {}
+    for id, trainer in trainers.items():
+        if isinstance(trainer, TransformersTrainer) and trainer.unused_arguments:
+            clients.setdefault(trainer.unused_arguments, []).append(id)
+    for names, ids in clients.items():
+        log.warning(
+            "trainer arguments of %s without effect, because the run's config sets them: %s",
+            *(", ".join(ids), ", ".join(names)),
+        )
+
+
 class TrainerRuns:
     """Builds runs whose clients train with their own trainers, and gives their models back when it is closed.
 
@@ -181,6 +194,8 @@ class TrainerRuns:
     def __init__(self, trainers: Mapping[str, LocalTrainer], processes: Processes | None = None) -> None:
         self._trainers, self._processes = dict(sorted(trainers.items())), processes
         self._restore = ExitStack()
+        if processes is None or processes.is_leader:
+            _report_unused_arguments(self._trainers)
 
     def close(self) -> None:
         """Give the trainers' models back as they were."""

@@ -9,7 +9,15 @@ from types import MappingProxyType
 
 from fedspan.errors import FedspanError
 
-__all__ = ["METRICS", "Metric", "compute_score", "drop_undefined", "order_metrics", "register_metrics"]
+__all__ = [
+    "METRICS",
+    "Metric",
+    "compute_score",
+    "drop_undefined",
+    "is_metric_name",
+    "order_metrics",
+    "register_metrics",
+]
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,11 @@ METRICS: Mapping[str, Metric] = MappingProxyType(_metrics)
 """Metrics by name, in the order of tables."""
 
 
+def is_metric_name(name: str) -> bool:
+    """Check whether a metric can have a name: a Python identifier in lower case."""
+    return name.isidentifier() and name == name.lower()
+
+
 def register_metrics(metrics: Mapping[str, Metric]) -> None:
     """Add metrics, for the tasks and the trainers that compute them: all, or none if one is refused.
 
@@ -72,7 +85,7 @@ def register_metrics(metrics: Mapping[str, Metric]) -> None:
         FedspanError: If a name is no identifier, or belongs to another metric.
     """
     for name, metric in metrics.items():
-        if not name.isidentifier() or name != name.lower():
+        if not is_metric_name(name):
             raise FedspanError("metric", name, "a Python identifier in lower case")
         if _metrics.get(name, metric) != metric:
             raise FedspanError("metric", name, problem=f"{name!r} is already the name of another metric")

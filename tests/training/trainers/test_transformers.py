@@ -19,7 +19,7 @@ from fedspan.deployment.trainer_node import TrainerNode
 from fedspan.errors import FedspanError
 from fedspan.training.trainers.local import RoundPlan
 from fedspan.training.trainers.optimizer import JobOptimizer
-from fedspan.training.trainers.transformers import TransformersTrainer
+from fedspan.training.trainers.transformers import TransformersTrainer, list_unused_arguments
 from helpers import tiny_decoders
 from helpers.trainer_clients import QUIET, spare_the_collector
 
@@ -152,6 +152,24 @@ def test_the_adapter_of_a_federation_scores_as_its_trainers_reported(
         trainer.model.load_state_dict(model.state_dict())
     losses = [trainer.evaluate()["eval_loss"] for trainer in trainers.values()]
     assert sum(losses) / len(OWNERS) == pytest.approx(reported, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("library", "kind"),
+    [
+        ("transformers", "TrainingArguments"),
+        ("transformers", "Seq2SeqTrainingArguments"),
+        ("sentence_transformers", "SentenceTransformerTrainingArguments"),
+        ("trl", "SFTConfig"),
+        ("trl", "DPOConfig"),
+    ],
+)
+def test_arguments_at_their_defaults_are_not_reported_as_unused(library: str, kind: str, tmp_path: Path) -> None:
+    make = getattr(pytest.importorskip(library), kind)
+    number_format = {"bf16": False} if library == "trl" else {}
+    assert list_unused_arguments(make(output_dir=str(tmp_path), **number_format)) == ()
+    changed = make(output_dir=str(tmp_path), warmup_steps=3, adam_beta2=0.95, **number_format)
+    assert list_unused_arguments(changed) == ("adam_beta2", "warmup_steps")
 
 
 class TwoSizes:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.digest import hash_frozen
+from fedspan.tasks.metrics import is_metric_name
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.engine import Trainer, train_one_by_one
 from fedspan.training.jobs import Assignment, TrainingSettings, build_not_finite_error
@@ -25,8 +27,11 @@ from fedspan.training.trainers.install import install_job
 from fedspan.training.trainers.local import LocalTrainer, plan_round
 from fedspan.training.trainers.optimizer import JobOptimizer
 from fedspan.training.trainers.processes import Processes
+from fedspan.training.trainers.transformers import TransformersTrainer
 
 __all__ = ["Owner", "TrainerEngine"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ class TrainerEngine(Trainer):
         }
         self._metric, self._processes = metric, processes
         self._round: int | None = None
+        self._unknown_metrics: set[str] = set()
         self._violations: dict[nn.Module, str] = {}
 
     def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
@@ -158,6 +164,8 @@ class TrainerEngine(Trainer):
             self._require_frozen(owner, live, "in an evaluation")
         # Only rank 0 refuses the order, as a single process would: the others have finished it and wait for the next.
         is_leader = self._processes is None or self._processes.is_leader
+        if is_leader and isinstance(owner.trainer, TransformersTrainer):
+            self._report_unknown_metrics(client, owner.trainer.unknown_metrics)
         if is_leader and self._metric is not None and self._metric not in metrics:
             problem = (
                 f"the evaluation of client {client} has no finite {self._metric}; it has "
@@ -167,6 +175,21 @@ class TrainerEngine(Trainer):
             raise FedspanError("evaluation.metric", self._metric, problem=problem)
         self.stages.advance("evaluation", len(indices))
         return metrics
+
+    def _report_unknown_metrics(self, client: str, names: Set[str]) -> None:
+        """Warn of metrics that are not in the report: once each, for the first client that measures it."""
+        new = sorted(names - self._unknown_metrics)
+        self._unknown_metrics.update(new)
+        reasons = {
+            "fedspan does not know them (fedspan.register_metrics)": [name for name in new if is_metric_name(name)],
+            "their names are no identifiers in lower case": [name for name in new if not is_metric_name(name)],
+        }
+        for reason, unknown in reasons.items():
+            if unknown:
+                log.warning(
+                    "metrics of the evaluation of client %s that are not in the report, because %s: %s",
+                    *(client, reason, ", ".join(unknown)),
+                )
 
     def predict(
         self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
-from collections.abc import Callable, Generator, Mapping, MutableMapping
+from collections.abc import Callable, Generator, Iterable, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +18,7 @@ from fedspan.tasks.metrics import METRICS
 from fedspan.training.trainers.local import RoundPlan
 from fedspan.training.trainers.optimizer import JobOptimizer
 
-__all__ = ["TransformersTrainer"]
-
-log = logging.getLogger(__name__)
+__all__ = ["TransformersTrainer", "list_unused_arguments"]
 
 _UNUSED_ARGUMENTS = (
     *("optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
@@ -44,6 +41,10 @@ class TransformersTrainer:
     Args:
         trainer: The trainer, with the plain model: the run's method adds what trains.
 
+    Attributes:
+        unused_arguments: Arguments of the trainer without an effect, which are not at their default.
+        unknown_metrics: What the last evaluation measured beside metrics that fedspan knows.
+
     Raises:
         FedspanError: If the trainer has an adapter, an optimizer or a way of training that a federation cannot honour.
     """
@@ -51,12 +52,8 @@ class TransformersTrainer:
     def __init__(self, trainer: Trainer) -> None:
         _require_supported(trainer)
         self.trainer = trainer
-        self._unknown: set[str] = set()
-        unused = _list_unused_arguments(trainer.args)
-        if unused:
-            log.warning(
-                "arguments of the trainer without effect, because the run's config sets them: %s", ", ".join(unused)
-            )
+        self.unused_arguments = list_unused_arguments(trainer.args)
+        self.unknown_metrics: frozenset[str] = frozenset()
 
     @property
     def root(self) -> nn.Module:
@@ -128,7 +125,7 @@ class TransformersTrainer:
                 self.trainer.accelerator.free_memory()
                 self.trainer.model_wrapped = self.trainer.model
         sizes = self._get_evaluation_sizes()
-        self._report_unknown(measured, sizes)
+        self.unknown_metrics = _find_unknown_metrics(measured, sizes)
         metrics: dict[str, float] = {}
         for name in METRICS:
             values = [(measured[prefix + name], size) for prefix, size in sizes.items() if prefix + name in measured]
@@ -137,22 +134,16 @@ class TransformersTrainer:
                 metrics[name] = float(sum(value * (size / total) for value, size in values))
         return metrics
 
-    def _report_unknown(self, measured: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-        """Warn of metrics that fedspan does not know, once each."""
-        prefixes = sorted(sizes, key=len, reverse=True)
-        names = {
-            next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
-            for name, value in measured.items()
-            if isinstance(value, int | float)
-        }
-        unknown = sorted(names - {*METRICS, *_BOOKKEEPING} - self._unknown)
-        if unknown:
-            self._unknown |= set(unknown)
-            log.warning(
-                "metrics of the trainer's evaluation that are not in the report, because fedspan does not know them "
-                "(fedspan.register_metrics): %s",
-                ", ".join(unknown),
-            )
+
+def _find_unknown_metrics(measured: Mapping[str, Any], prefixes: Iterable[str]) -> frozenset[str]:
+    """Return the names, without their prefixes, of measured numbers that are no metrics which fedspan knows."""
+    longest_first = sorted(prefixes, key=len, reverse=True)
+    names = {
+        next((name.removeprefix(prefix) for prefix in longest_first if name.startswith(prefix)), name)
+        for name, value in measured.items()
+        if isinstance(value, int | float)
+    }
+    return frozenset(names - {*METRICS, *_BOOKKEEPING})
 
 
 _EXAMPLES = "fedspan_examples"
@@ -252,10 +243,14 @@ def _require_complete(trainer: Trainer, plan: RoundPlan) -> None:
         raise FedspanError("trainer", plan.client, problem=problem)
 
 
-def _list_unused_arguments(args: Any) -> list[str]:
+def list_unused_arguments(args: Any) -> tuple[str, ...]:
     """List the arguments that have no effect and are not at their default."""
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    return [name for name in _UNUSED_ARGUMENTS if name in defaults and getattr(args, name) != defaults[name]]
+    defaults = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(args)
+        if field.name in _UNUSED_ARGUMENTS
+    }
+    return tuple(name for name in _UNUSED_ARGUMENTS if name in defaults and getattr(args, name) != defaults[name])
 
 
 def _get_constant_rate(step: int) -> float:
