@@ -18,11 +18,12 @@ from fedspan.core.heads import HeadKind, compute_statistics_shapes, summarize
 from fedspan.core.tensors import join_extra_name
 from fedspan.core.values import Client, Message
 from fedspan.errors import FedspanError
+from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
 from fedspan.federation.head_start import HeadStart, check_statistics, start_head
 from fedspan.federation.progress import ClientData, Failure, Progress
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.serialization import decode, encode
-from fedspan.federation.transport import OnReply, Orders, Transport
+from fedspan.federation.transport import OnReply, OnTrained, Orders, Transport
 from fedspan.methods.registry import METHODS
 from fedspan.models.head import OutputLayer
 from fedspan.runs.head_setup import begin, begin_locally
@@ -156,14 +157,14 @@ def test_a_declared_number_moves_the_start_by_no_more_than_the_limit(prepared: P
     assert not torch.equal(start(), start(max_weight=1000.0 * sizes["west"]))  # as an operator may allow
 
 
-class Rescaling:
+class Rescaling(Transport):
     """A transport that changes the replies of one client."""
 
     def __init__(self, transport: Transport, id: str, change: Callable[[Message], Message]) -> None:
         self.transport, self.id, self.change = transport, id, change
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.transport, name)
+    def begin(self, progress: Progress, on_trained: OnTrained | None = None) -> None:
+        self.transport.begin(progress, on_trained)
 
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, **options: Any) -> None:
         def replied(id: str, reply: Envelope | str) -> bool:
@@ -194,11 +195,12 @@ def test_features_of_a_false_scale_count_little(prepared: Prepared, kind: Any, s
 
     def start(change: Callable[[Message], Message] | None) -> tuple[Tensor, tuple[Failure, ...]]:
         run = tiny.variant(prepared, prepared.config)
+        run.federation.rules = replace(run.federation.rules, validate=True, norm_factor=None)
         members = prepared.federation.clients
         if change is None:
             tiny.use_clients(run.federation, {id: member for id, member in members.items() if id != "east"})
         else:
-            run.federation.transport = Rescaling(run.federation.transport, "east", change)  # type: ignore[assignment]
+            run.federation.transport = Rescaling(run.federation.transport, "east", change)
         weights = start_of(replace(run, head=head))[HEAD[0]].double()
         return weights - weights.mean(0), run.federation.pop_events().failures
 
@@ -208,6 +210,26 @@ def test_features_of_a_false_scale_count_little(prepared: Prepared, kind: Any, s
     ((client, reason),) = {(failure.client, failure.reason) for failure in failures}
     assert client == "east"
     assert "its features are longer than the others'" in reason
+
+
+def test_a_reply_that_is_far_longer_than_the_others_is_dropped(prepared: Prepared) -> None:
+    """It is measured as a whole: the size of the features, by which statistics count less, contains no targets."""
+    assert prepared.head is not None
+    run = tiny.variant(prepared, prepared.config)
+    run.federation.rules = replace(run.federation.rules, validate=True, norm_factor=10.0, min_replies=1)
+    run.federation.transport = Rescaling(run.federation.transport, "east", mislabel(1000.0))
+    start_of(replace(run, head=replace(prepared.head, kind="class-means")))
+    ((client, reason),) = {(failure.client, failure.reason) for failure in run.federation.pop_events().failures}
+    assert client == "east"
+    assert "has a norm of" in reason
+
+
+def test_trusted_replies_are_added_on_arrival(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    def store(*_: object) -> None:
+        raise AssertionError("a reply waits for the others")
+
+    monkeypatch.setattr(ReplyBuffer, "store", store)
+    start_of(prepared)
 
 
 def test_a_client_that_refuses_is_left_out(prepared: Prepared, tiny_folder: Path) -> None:
@@ -288,6 +310,7 @@ def set_entry(name: str, value: float) -> Callable[[Mapping[str, Tensor]], dict[
         ("lda", lambda tensors: {**tensors, "more": torch.zeros(1)}, "tensors are not"),
         ("lda", lambda tensors: {**tensors, "sums": torch.zeros(16, 4)}, "tensors are not"),
         ("lda", lambda tensors: {name: value for name, value in tensors.items() if name != "square"}, "are not"),
+        ("lda", lambda tensors: {**tensors, **{name: 0 * tensors[name] for name in ("shares", "sums")}}, "no example"),
         ("least-squares", set_entry("targets", 1e5), "with the targets"),
     ],
 )

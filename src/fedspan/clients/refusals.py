@@ -1,4 +1,4 @@
-"""What a server is told of an order that a client failed to carry out: the reason, without data or paths."""
+"""The replies of clients that failed to carry out an order: the reason, without data or paths."""
 
 from __future__ import annotations
 

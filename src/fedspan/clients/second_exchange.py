@@ -1,8 +1,8 @@
 """The client half of a round's second exchange: what a client holds of the first one, and its reply from that alone.
 
 It holds one training, whatever versions of its state there are: the next training replaces it, and an order of any
-other kind deletes it. It answers for one message, as often as it is asked: the replies to two would tell more of the
-same training.
+other kind deletes it. It replies to one message, however often that is sent: replies to two messages would reveal more
+about the same training.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def store_first(store: FirstExchangeStore, method: Method, order: Order, tensors
 
 
 def delete_first(store: FirstExchangeStore, method: Method, order: Order) -> None:
-    """Delete what a client trained for a second exchange that an order to do anything else ends.
+    """Delete what a client stored for a second exchange; any other order ends that exchange.
 
     Raises:
         FedspanError: If the disk refuses to write.

@@ -46,7 +46,7 @@ NOTHING = -1
 """The value in place of a round if there is no file."""
 
 _BLANK = b"0" * 64
-"""The placeholder of the digest in a file's text."""
+"""What stands in place of the digest while it is computed."""
 
 
 def write_moments(writer: Writer, moments_with_generation: tuple[OptimizerState, int]) -> dict[str, object]:
@@ -209,7 +209,7 @@ def store(folder: Path, progress: Progress) -> Progress:
 
 
 def _split_changes(values: Mapping[str, V], clients: Path) -> tuple[Mapping[str, int], Mapping[str, V]]:
-    """Split values into those that the folder already holds, by round, and the others."""
+    """Return the values that the folder already holds, by the round of their files, and the others."""
     base, changes = (values.base, values.changes) if isinstance(values, OverlayMapping) else (values, {})
     if isinstance(base, StoredMapping) and base.clients == clients:
         return base.rounds, changes

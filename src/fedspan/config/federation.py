@@ -150,9 +150,9 @@ class FederationConfig(Section):
         default=4.0,
         ge=1,
         allow_inf_nan=False,
-        description="Limit of a client's weight, as a multiple of the cohort's median weight, for numbers of "
-        "examples that only the client knows. Simulated clients have the examples of the partition "
-        "and are not limited, nor are nodes with --max-examples, which have their own limit. Limited "
+        description="Limit of a client's weight, as a multiple of the cohort's median weight (the lower middle one of "
+        "an even number), for numbers of examples that only the client knows. Simulated clients have the examples of "
+        "the partition and are not limited, nor are nodes with --max-examples, which have their own limit. Limited "
         "clients are reported. null: no limit. Under secure, all clients agree on the largest weight that "
         "counts, which is at most that of the largest node with --max-examples.",
     )

@@ -32,8 +32,8 @@ __all__ = ["OrderTerms", "list_config_ranks", "require_config", "require_workloa
 _LARGEST_OPTION = 1_000_000
 """Largest whole number that an option of a method or a wrapper may have: they count rounds, ranks or segments."""
 _FEWEST_STEPS = {32: 2**16, 64: 2**40}
-"""Fewest steps between 0 and ``clip`` to which a node lets its change be rounded in a secure sum, by bits. Of 2^16, an
-entry has about two in a change of a hundredth of that norm with 100,000 entries."""
+"""Fewest steps between 0 and ``clip`` to which a node lets its change be rounded in a secure sum, by bits. With 2^16
+steps, a change of a hundredth of that norm with 100,000 entries has about two steps an entry; 64 bits leave more."""
 _SAME = 1e-9
 """Relative difference up to which two computations of a number agree: a cosine may differ between machines."""
 
@@ -246,8 +246,8 @@ class OrderTerms:
             clip = STATISTICS_CLIP
         elif privacy is not None and privacy.mechanism == "central":
             clip = privacy.clip
-        expected = {"config": self.digest, "clip": clip, "bits": secure.bits}
-        for name, value in expected.items():
+        agreed = {"config": self.digest, "clip": clip, "bits": secure.bits}
+        for name, value in agreed.items():
             if getattr(agreement, name) != value:
                 raise FedspanError(f"message.agreement.{name}", getattr(agreement, name), f"the run's, {value}")
         self.require_rate(agreement.lr, agreement.round)
@@ -261,7 +261,9 @@ class OrderTerms:
                 f"with {clients} clients and weights up to {agreement.top:g}, this node's change would be rounded to "
                 f"{steps:.3g} steps between 0 and federation.secure.clip, and it needs {fewest}"
             )
-            expected = "federation.secure.bits: 64, or more equal weights (federation.weights, --max-examples)"
+            expected = "more equal weights (federation.weights, --max-examples)"
+            if agreement.bits == 32:
+                expected = f"federation.secure.bits: 64, or {expected}"
             raise FedspanError("message.agreement.top", agreement.top, expected, problem=problem)
 
     def require_rate(self, lr: float, round: int) -> None:

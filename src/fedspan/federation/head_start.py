@@ -160,7 +160,12 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
     context = RoundContext(
         method=exchange,
         settings=replace(
-            federation.settings, reduction="mean", clip_ratio=_LONGEST, max_norm=None, cohort=None, privacy=None
+            federation.settings,
+            reduction="mean",
+            clip_ratio=_LONGEST if federation.rules.validate else None,  # trusted replies are folded on arrival
+            max_norm=None,
+            cohort=None,
+            privacy=None,
         ),
         training=federation.training,
         clients=clients,
@@ -260,6 +265,8 @@ def check_statistics(message: Message, client: Client, head: HeadStart) -> None:
     if float((counts - counts.round()).abs().max()) > max(_SLACK, 1e-6 * client.examples):
         raise ValueError("its counts of classes are not whole numbers")
     squared_norm = float(statistics.square)
+    if not float(statistics.shares.sum()) > 0 and squared_norm > 1e-9:
+        raise ValueError("it has features of no example that it counts")
     means = statistics.sums.square().sum(1) / statistics.shares.clamp(min=1e-300)
     if float(means.sum()) > squared_norm * (1 + _SLACK) + 1e-9:
         raise ValueError("its class means are longer than its features")

@@ -64,7 +64,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Failure:
-    """A client whose reply was rejected or missing in a round, or that was not evaluated or did not export.
+    """A client whose reply was rejected, missing or counted less, or that was not evaluated or did not export.
 
     Args:
         client: Id of the client.
@@ -89,7 +89,7 @@ class OutOfRoundEvents:
 
     Args:
         transfers: Models that were sent for evaluation or export.
-        failures: Clients that were not evaluated.
+        failures: Clients that were not evaluated, and those whose statistics were rejected, missing or counted less.
     """
 
     transfers: tuple[Transfer, ...] = ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -33,6 +32,7 @@ from fedspan.federation.protocol import (
 )
 from fedspan.federation.second_exchange import build_second_context
 from fedspan.federation.transport import Orders
+from fedspan.federation.weights import compute_weight_limit
 from fedspan.training.accounting import Charge
 
 __all__ = [
@@ -276,8 +276,7 @@ def compute_mean_loss(replies: Iterable[Reply], ratio: float | None) -> float:
     """
     parts = [part for reply in replies for part in reply.parts]
     counts = [part.examples for part in parts]
-    if ratio is not None and counts:
-        limit = ratio * statistics.median(counts)
+    if (limit := compute_weight_limit(counts, ratio)) is not None:
         counts = [min(count, limit) for count in counts]
     total = sum(counts)
     return sum(part.loss * count for part, count in zip(parts, counts, strict=True)) / total if total else math.nan

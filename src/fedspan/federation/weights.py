@@ -15,8 +15,8 @@ def compute_weight_limit(weights: Sequence[float], ratio: float | None) -> float
 
     Args:
         weights: The weights of all clients that are combined.
-        ratio: Maximum weight, as a multiple of the median, of an even number of weights the lower of the middle two;
-            None: no limit.
+        ratio: Maximum weight, as a multiple of the median (the lower middle weight if their number is even); None: no
+            limit.
     """
     median = statistics.median_low(weights) if weights else 0.0  # the mean of the middle two grows with a lie
     return ratio * median if ratio is not None and median > 0 else None

@@ -56,7 +56,7 @@ class RoundContext:
         run: Name of the run.
         task: Kind of the orders whose replies are aggregated.
         check: Further check of a reply in plaintext, which raises ``ValueError``; None: no further check.
-        measure: Returns the size by which replies are compared and scaled down; None: that of their changes.
+        measure: Returns the size by which replies are scaled down; None: that of their changes.
         absent: Clients of the cohort that are not waited for if the others suffice.
         sent: Earlier states of the server that clients of the round train, by client; the others train ``state``.
         factors: Factors by which the round's first exchange scaled changes down, by client, which also apply to the
@@ -228,6 +228,7 @@ class PlaintextAggregation:
         self.replies: dict[str, Reply] = {}
         self.clipped: Mapping[str, float] = {}
         self._changes: dict[str, ChangeSize] = {}
+        self._measures: dict[str, ChangeSize] = {}
         self._buffer = ReplyBuffer()
         self._expected: dict[tuple[str, int], Message] = {}
         self._reply_bytes = dict[int, int]()
@@ -276,6 +277,8 @@ class PlaintextAggregation:
             self._reducer.add(client.id, self._rebase(context.method.contribute(message, client), client))
         else:
             self._changes[client.id] = self._measure_change(message, client)
+            if context.measure is not None:
+                self._measures[client.id] = context.measure(message)
             self._buffer.store(client.id, reply.body)
         self.replies[client.id] = replace(reply, body=b"")
         size, payload = len(reply.body), serialization.compute_payload_size(message)
@@ -284,13 +287,10 @@ class PlaintextAggregation:
 
     def _measure_change(self, message: Message, client: Client) -> ChangeSize:
         """Validate a reply, if the rules ask for it, and return the size of its change."""
-        method, measure = self.context.method, self.context.measure
+        method = self.context.method
         expected = self._get_untrained_reply(client, self._get_sent_state(client))
         if self.context.rules.validate:
-            change = validate_reply(method, message, client, expected).change
-            return change if measure is None else measure(message)
-        if measure is not None:
-            return measure(message)
+            return validate_reply(method, message, client, expected).change
         change = measure_change(message, method.contribute(message, client), expected, method, client)
         if self.context.settings.clips and not math.isfinite(change.norm):
             raise ValueError("the norm of its change is not finite, so the change cannot be scaled down")
@@ -366,7 +366,7 @@ class PlaintextAggregation:
         settings, factors = self.context.settings, {id: self.context.factors.get(id, 1.0) for id in self._changes}
         if not settings.clips:
             return {}
-        changes = self._get_scaled_changes()
+        changes = self._get_scaled_changes() if self.context.measure is None else self._measures
         if settings.max_norm is not None:
             limits = dict.fromkeys(changes, settings.max_norm)
         else:
@@ -407,6 +407,7 @@ class PlaintextAggregation:
 
     def _drop(self, id: str) -> None:
         del self._changes[id]
+        self._measures.pop(id, None)
         del self.replies[id]
 
     def get_counted(self) -> Collection[str]:
