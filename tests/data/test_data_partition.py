@@ -332,7 +332,7 @@ def test_the_fingerprint_is_that_of_ids_and_indices(messages: datasets.Dataset) 
         ({"column": "ward", "clients": 12}, "p.clients", 12, ["a multiple of 5, the number of values of", "'ward'"]),
         (
             {"partitioner": "dirichlet", "column": "ward", "clients": 10, "min_examples": 30},
-            "p.alpha", 0.5, ["ward: ward 0 (37), which 2 clients share", "no draw gave each of 2 clients 30"],
+            "p.alpha", 0.5, ["ward: ward 0 (37), which 2 of the 10 clients share", "no draw gave each of 2 clients 30"],
         ),
         ({"partitioner": "natural", "column": "wrad"}, "p.column", "wrad", ["named 'wrad'", "mean 'ward'"]),
         (

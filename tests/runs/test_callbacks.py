@@ -37,6 +37,7 @@ def test_scores_by_value_are_those_of_the_value_s_examples(tiny_folder: Path) ->
 def test_scores_by_value_of_personal_models_are_means_over_the_clients(tiny_folder: Path) -> None:
     made = prepare(tiny.config(tiny_folder, evaluation={"by": "site"}, method={"name": "local-only"}))
     final = compute_final_scores(made, made.federation.begin())
+    assert len(final.by_value) > 1
     for row in final.by_value.values():
         assert set(row["worst"]) == {"client", "accuracy"}
         assert row["worst"]["accuracy"] <= row["accuracy"]
@@ -45,6 +46,7 @@ def test_scores_by_value_of_personal_models_are_means_over_the_clients(tiny_fold
 def test_a_report_has_the_scores_by_value(tiny_folder: Path, tmp_path: Path) -> None:
     settings = tiny.settings(tiny_folder, evaluation={"by": "site"}, federation={"rounds": 1})
     report = fedspan.run({**settings, "baselines": ["centralized"]}, tmp_path / "run", progress=False)
+    assert report.by_value
     assert set(report.by_value) <= set(tiny.SITES)
     assert set(report.baselines["centralized"]["by_value"]) == set(report.by_value)
     assert fedspan.read_report(tmp_path / "run").by_value == report.by_value

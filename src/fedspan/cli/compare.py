@@ -231,7 +231,7 @@ def _run_with_view(
     if quiet:
         out.quiet = True
     with out.status("loading torch and Transformers"):
-        validate()  # before what loads Transformers, so that a mistake is reported at once
+        validate()  # before Transformers is imported, so that a mistake is reported at once
         from fedspan.cli.series import SeriesView
     view = SeriesView(out, folder)
     try:

@@ -124,7 +124,7 @@ def plan(
         requested = "all" if methods is None and config is None else methods or _get_method_name(values)
         keys = list(METHODS) if requested == "all" else [part.strip() for part in requested.split(",") if part.strip()]
         values = override(values, [*texts, *(overrides or ())])
-        # before what loads Transformers, so that a mistake is reported at once
+        # before Transformers is imported, so that a mistake is reported at once
         plan_comparison(values, keys, [0], {}, None)
         from fedspan.planning.estimate import plan_methods
 

@@ -79,9 +79,13 @@ def assign(
         FedspanError: If the data cannot be partitioned as requested, a client would have fewer than ``min_examples``,
             or the rows of a group have several values in ``config.column``.
     """
+    natural, by_value = config.partitioner == "natural", None
     if groups is not None and config.column is not None:
-        _require_unsplit_groups(_assign_natural(dataset, config, field), groups, config, field)
-    if groups is None or config.partitioner == "natural":
+        by_value = _assign_natural(dataset, config, field)
+        _require_unsplit_groups(by_value, groups, config, field)
+    if natural and by_value is not None:
+        shares = by_value
+    elif groups is None or natural:
         shares = _assign_rows(dataset, config, seed, field, None)
     else:
         _, firsts, numbers, sizes = np.unique(groups, return_index=True, return_inverse=True, return_counts=True)
@@ -262,9 +266,11 @@ def _assign_by_value(
             part = _assign_rows(dataset.select(rows), part_config, value_seed, field, part_weights)
         except FedspanError as error:
             note = (
-                f"This is about the examples with {config.column}: {value} ({len(rows)}), which {share} clients share"
+                f"This is about the examples with {config.column}: {value} ({len(rows)}), which {share} of the "
+                f"{config.clients} clients share"
             )
-            raise error.relocate(error.field, note=note) from None
+            given = config.clients if error.field == f"{field}.clients" else None
+            raise error.relocate(error.field, given, note) from None
         owners[rows[part.rows]] = len(ids) + np.repeat(np.arange(share), np.diff(part.bounds))
         ids += [f"{value}-{id.removeprefix(_ID)}" for id in part.ids]
     return Shares.from_owners(ids, owners)

@@ -149,10 +149,10 @@ def read_required_names(dataset: Dataset, column: str, option: str) -> list[str]
     Raises:
         FedspanError: If there is no such column, or a row has no value in it.
     """
-    found = find_source_column(dataset, column)
-    if found is None:
+    source_column = find_source_column(dataset, column)
+    if source_column is None:
         raise FedspanError(option, column, problem=describe_missing_column(column, list_source_columns(dataset)))
-    names = read_names(dataset, found)
+    names = read_names(dataset, source_column)
     if None in names:
         problem = f"example {names.index(None) + 1} has no value in column {column!r}"
         raise FedspanError(option, column, problem=problem)

@@ -230,7 +230,7 @@ def partition(
 
     Args:
         dataset: Data set with a column ``label`` (int) for partitions by label, or ``target`` (float) for those by
-            ranges (``config.bins``), and ``config.column`` for a natural partition.
+            ranges (``config.bins``), and ``config.column``, if it is set.
         config: Options of the partition.
         seed: Seed of every random draw; the same seed gives the same indices, whatever the state of any global
             generator.

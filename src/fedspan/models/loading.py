@@ -140,7 +140,7 @@ def load_pretrained(
                     info = _rename_encoder_keys(info, model.base_model_prefix)
         # Transformers, its tokenizers (a bare Exception) or the hub's client may raise anything on the files there.
         except Exception as error:
-            _require_head(error, config, head)
+            _require_head(error, name, config, head)
             problem = f"{name!r} cannot be loaded ({_describe_reason(error)})"
             raise FedspanError("model.name", name, MODEL_NAMES, problem=problem) from error
     _prepare(model, processor, name)
@@ -272,7 +272,7 @@ def load_scratch(
                 options = {} if attention is None else {"attn_implementation": attention}
                 model = build_from_config(config, head, pooling, dtype=dtype, **options)
         except Exception as error:
-            _require_head(error, config, head)
+            _require_head(error, name, config, head)
             expected = "a model whose architecture has the head that the task needs"
             raise FedspanError(
                 "model.name", name, expected, problem=f"{name!r} cannot be built ({_describe_reason(error)})"
@@ -342,7 +342,7 @@ def _rename_encoder_keys(info: Mapping[str, Any], prefix: str) -> dict[str, Any]
     return {"missing_keys": missing, "mismatched_keys": [renamed(key) for key in info["mismatched_keys"]]}
 
 
-def _require_head(error: Exception, config: Any, head: Head) -> None:
+def _require_head(error: Exception, name: str, config: Any, head: Head) -> None:
     """Report a missing class of Transformers, if that is why a model could not be made.
 
     Raises:
@@ -350,12 +350,11 @@ def _require_head(error: Exception, config: Any, head: Head) -> None:
     """
     if "for this kind of AutoModel" not in str(error):
         return
-    kind = config.model_type
     problem = (
-        f"{kind} has no head for this task: Transformers has no {head.auto_class} of it. A task of your own "
+        f"{name!r} is a {config.model_type}, for which Transformers has no {head.auto_class}. A task of your own "
         "(fedspan.run with model= and task=) or a trainer of your own (fedspan.simulate) can train it"
     )
-    raise FedspanError("model.name", kind, problem=problem) from error
+    raise FedspanError("model.name", name, problem=problem) from error
 
 
 def _describe_reason(error: Exception) -> str:

@@ -161,6 +161,7 @@ def prepare(
     sources = None if objects.data is None else objects.data.sources
     with stages.stage("data"):
         data = load(config.data, seed=config.data_seed, task=config.task_columns, sources=sources)
+        test_parts = _find_test_parts(data.test, config.evaluation.by)
         parts = given_partition or partition(data.train, config.partition, config.data_seed, groups=data.groups)
     if parts.examples != len(data.train):
         raise FedspanError("data.train", len(data.train), f"the {parts.examples} examples with which the run began")
@@ -199,7 +200,7 @@ def prepare(
             *notes,
         ),
         head=head,
-        test_parts=_find_test_parts(data.test, config.evaluation.by),
+        test_parts=test_parts,
     )
 
 
@@ -213,8 +214,10 @@ def _find_test_parts(test: datasets.Dataset | None, by: str | None) -> dict[str,
         return {}
     if test is None:
         raise FedspanError("evaluation.by", by, "data.test, or a data.test_fraction", problem="there is no test set")
-    values = np.array(read_required_names(test, by, "evaluation.by"), dtype=object)
-    return {value: np.flatnonzero(values == value) for value in sort_names(values)}
+    names, numbers = np.unique(read_required_names(test, by, "evaluation.by"), return_inverse=True)
+    rows = np.split(np.argsort(numbers, kind="stable"), np.cumsum(np.bincount(numbers))[:-1])
+    parts = dict(zip(names.tolist(), rows, strict=True))
+    return {value: parts[value] for value in sort_names(parts)}
 
 
 @dataclass(frozen=True)
