@@ -22,18 +22,18 @@ script for each, and every number comes from the run that the experiment's page 
 small models on two cores. Comparisons are paired by seed. A statement *holds* if the mean difference exceeds two
 standard errors in the paper's direction, is *contradicted* if it does so in the other direction, and is *inconclusive*
 otherwise, as it is if the rows learned nothing. *Outdated* results were measured before a change that their page names,
-and not with today's settings; only the column *outdated* counts them. *Repeated* are statements on runs that another
+and have not been measured again; only the column *outdated* counts them. *Repeated* are statements on runs that another
 page has judged for the same two methods. [All statements](statements.md) has every measured number.
 `python claims/index.py` writes both pages from the saved results."""
-NOTED = """{count} pages have a note: they were measured in bfloat16, whose results differ between processors. One
-verdict of such runs differed on another machine. The presets now have float32."""
+NOTED = """{count} pages have a note: they were measured in bfloat16, whose results differ between processors.
+Their presets now have float32."""
 STATEMENTS = """# All statements
 
 This page lists every statement that was measured, with its number and verdict. [Claims](index.md) sums them up by paper
 and says what the verdicts mean."""
 NOT_RUN = """## Not run yet
 
-These presets have no page yet, and each command runs one of them at the small scale and writes its page.
+These experiments have no page under this protocol yet. Each command runs one at the small scale and writes its page.
 `fedspan reproduce ID --scale full --out FOLDER` runs it at the paper's size."""
 
 
@@ -60,6 +60,8 @@ HEADLINES = (
     ("florg-procrustes", "Alignment makes FLoRG better"),
 )
 """Pages and the statements that their papers' abstracts rest on."""
+NATURAL = "as many as values"
+"""How a page's settings give the number of clients of a natural partition (``reproduction.cells``)."""
 EXPERIMENT = ("experiment", "first statement", "found here, all statements", "scale")
 """Columns of a paper's experiments."""
 
@@ -228,10 +230,13 @@ def read_scale(folder: Path, name: str) -> str:
     rows = read_table(text.partition("## Setting\n")[2], "| ")
     if not rows or not {"model", "clients", "rounds"} <= set(rows[0]):
         return ""
-    seed = "; one seed" if re.search(r"^At the small scale, seeds \d+;", text, flags=re.MULTILINE) else ""
+    seed = "; one seed" if re.search(r"^At the small scale, seed \d", text, flags=re.MULTILINE) else ""
     models = list(dict.fromkeys(row["model"].removeprefix("builtin:") for row in rows))
     clients, rounds = (_read_numbers(row[column] for row in rows) for column in ("clients", "rounds"))
-    return f"{', '.join(models)}; {_format_range(clients)} clients; {_format_range(rounds)} rounds{seed}"
+    size = f"{_format_range(clients)} clients"
+    if any(row["clients"].startswith(NATURAL) for row in rows):
+        size = f"{size} or {NATURAL}" if clients else f"clients: {NATURAL}"
+    return f"{', '.join(models)}; {size}; {_format_range(rounds)} rounds{seed}"
 
 
 def _read_numbers(cells: Iterable[str]) -> list[int]:

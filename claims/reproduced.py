@@ -133,8 +133,11 @@ def page(reproduction: Reproduction, preset: Preset, folder: Path) -> None:
     figure = report.save_figure(draw(reproduction.scores), folder, name, f"{preset.item}, small scale") if drawn else ""
     by_value = reproduction.build_value_table()
     notes = "\n".join(f"- {' '.join(note.split())}" for note in preset.notes)
+    seeds = f"seeds {', '.join(map(str, reproduction.seeds))}"
+    if len(reproduction.seeds) == 1:
+        seeds = f"seed {reproduction.seeds[0]} (one seed gives no standard error)"
     sections = [
-        f"At the small scale, seeds {', '.join(map(str, reproduction.seeds))}; at the paper's: "
+        f"At the small scale, {seeds}; at the paper's: "
         f"`fedspan reproduce {reproduction.id} --scale full --out FOLDER`.",
         "\n".join(format_markdown(reproduction.build_table())),
         "" if by_value is None else "\n".join(format_markdown(by_value)),

@@ -89,6 +89,19 @@ def test_the_page_of_a_preset(id: str, scripts: None, tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / f"{id}.svg").read_text()
 
 
+def test_the_index_names_natural_partitions_and_a_single_seed(scripts: None, tmp_path: Path) -> None:
+    found = reproduce_preset("fedgalore-pacs", tmp_path)
+    page, index = importlib.import_module("reproduced").page, importlib.import_module("index").index
+    scales: list[str] = []
+    for seeds in ((0, 1, 2), (0,)):
+        page(replace(found, seeds=seeds), load_preset("fedgalore-pacs"), tmp_path)
+        (row,) = [row for row in index(tmp_path)["index.md"].splitlines() if "(fedgalore-pacs.md)" in row]
+        scales.append(row.split(" | ")[-1].removesuffix(" |"))
+    model, clients, rounds = scales[0].split("; ")
+    assert (clients, rounds) == ("12 clients or as many as values", "6 rounds")
+    assert scales[1] == f"{model}; {clients}; {rounds}; one seed"
+
+
 def test_what_is_looked_into_is_a_cell_of_its_preset(scripts: None) -> None:
     """Every row's config is one, and no two rows of a look are the same."""
     for hypothesis in importlib.import_module("hypotheses").HYPOTHESES.values():

@@ -46,7 +46,7 @@ def test_every_cell_is_a_valid_config_on_a_model_of_known_shape(id: str) -> None
             for cell in list_cells(preset, "small")
             for each in cell.configs.values()
         )
-        assert small_rounds <= 50
+        assert small_rounds <= {"fedgalore-intents": 50}.get(id, 30)
 
 
 def test_rows_whose_labels_differ_by_a_sign_have_folders_of_their_own() -> None:

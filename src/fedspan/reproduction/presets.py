@@ -6,7 +6,7 @@ and the paper's statements about them. ``small`` retains the protocol and scales
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Annotated, Any, Literal, Self
@@ -259,18 +259,26 @@ class Preset(Record):
         """Return the values to try at a scale."""
         return self.sweep if scale == "full" or self.small.sweep is None else self.small.sweep
 
-    def get_candidates(self, scale: Scale, protocol: Protocol) -> dict[str, list[Any]]:
+    def get_candidates(self, scale: Scale, protocol: Protocol, overrides: Sequence[str] = ()) -> dict[str, list[Any]]:
         """Return the values to try at a scale under a protocol.
+
+        Args:
+            scale: ``small`` or ``full``.
+            protocol: ``best`` or ``matched``.
+            overrides: Changes to all configs, each ``section.field=value``; their fields are not swept.
 
         Raises:
             FedspanError: If the preset has no such protocol at this scale.
         """
         if protocol == "best":
-            return self.get_sweep(scale)
-        if protocol != "matched" or scale == "full" or not self.small.matched:
+            candidates = self.get_sweep(scale)
+        elif protocol != "matched" or scale == "full" or not self.small.matched:
             expected = "best, or matched at the small scale of a preset that names `small.matched`"
             raise FedspanError("protocol", protocol, expected)
-        return {path: [value] for path, value in self.small.matched.items()}
+        else:
+            candidates = {path: [value] for path, value in self.small.matched.items()}
+        fixed = {text.partition("=")[0].strip() for text in overrides}
+        return {path: values for path, values in candidates.items() if path not in fixed}
 
     @property
     def timed(self) -> bool:

@@ -46,7 +46,7 @@ def dry_run(id: str, *, scale: Scale = "small", overrides: Sequence[str] = ()) -
     preset = load_preset(id)
     require_scale(scale)
     count = 1
-    for values in preset.get_sweep(scale).values():
+    for values in preset.get_candidates(scale, "best", overrides).values():
         count *= len(values)
     # the best run of the sweep counts as that of the first seed, unless all have to be timed
     swept = count - (not preset.timed) if count > 1 else 0

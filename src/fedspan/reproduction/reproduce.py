@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 import yaml
@@ -20,6 +19,7 @@ from fedspan.errors import FedspanError
 from fedspan.experiments.execution import format_command_line, read_settings, reuse_finished_runs
 from fedspan.experiments.run_comparison import compare
 from fedspan.experiments.run_search import sweep
+from fedspan.experiments.series import compute_deviation, compute_mean
 from fedspan.experiments.series_bar import open_watcher
 from fedspan.experiments.tables import Table, format_markdown, format_mean, format_megabytes, format_seconds
 from fedspan.experiments.watcher import Watcher
@@ -92,9 +92,9 @@ class Reproduction:
         )
         numbers = ", ".join(map(str, self.seeds))
         metrics = ", ".join(dict.fromkeys(score.metric for score in self.scores if score.metric))
-        notes = (
-            f"Mean ± standard deviation over the seeds {numbers}; {metrics}. MB and seconds are those of one run.",
-        )
+        several = len(self.seeds) > 1
+        subject = f"Mean ± standard deviation over the seeds {numbers}" if several else f"One seed ({numbers})"
+        notes = (f"{subject}; {metrics}. MB and seconds are those of one run.",)
         return Table(("cell", "method", "held-out", "chosen", "MB down", "MB up", "seconds"), rows, None, notes)
 
     def build_value_table(self) -> Table | None:
@@ -104,25 +104,17 @@ class Reproduction:
             return None
         rows: list[tuple[str, ...]] = []
         for score in self.scores:
-            by_seed = [score.by_value.get(value, ()) for value in values]
-            means = [_average(seed_scores) for seed_scores in zip(*by_seed, strict=False)]
-            cells = [*by_seed, means]
+            columns = [score.by_value.get(value, ()) for value in values]
+            means = [compute_mean(seed_scores) for seed_scores in zip(*columns, strict=False)]
+            cells = [*columns, means]
             rows.append((score.cell, score.method, *(_format_seeds(score.metric, cell) for cell in cells)))
         notes = ("Scores on the held-out examples of each value, and their mean, in which each value counts alike.",)
         return Table(("cell", "method", *values, "mean"), tuple(rows), None, notes)
 
 
-def _average(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if values and len(known) == len(values) else None
-
-
 def _format_seeds(metric: str, values: Sequence[float | None]) -> str:
     """Format the mean and the deviation over the seeds; a dash if a value is missing."""
-    known = [value for value in values if value is not None]
-    if not known or len(known) < len(values):
-        return "-"
-    return format_mean(metric, fmean(known), stdev(known) if len(known) > 1 else None)
+    return format_mean(metric, compute_mean(values), compute_deviation(values))
 
 
 def reproduce(
@@ -204,9 +196,7 @@ def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Reprodu
     preset, scale = load_preset(settings["id"]), settings["scale"]
     require_scale(scale)
     seeds = preset.get_seeds(scale) if settings["seeds"] is None else tuple(settings["seeds"])
-    fixed = {text.partition("=")[0] for text in settings["overrides"]}
-    swept = preset.get_candidates(scale, settings["protocol"])
-    candidates = {path: values for path, values in swept.items() if path not in fixed}
+    candidates = preset.get_candidates(scale, settings["protocol"], settings["overrides"])
     cells = list_cells(preset, scale, settings["data"], settings["model"], settings["overrides"])
     for cell in cells:
         for values in cell.configs.values():

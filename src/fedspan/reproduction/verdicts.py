@@ -45,7 +45,7 @@ class CellScore:
         bytes_down: Serialized bytes to clients in one run, mean over the seeds.
         bytes_up: Serialized bytes from clients in one run, mean over the seeds.
         seconds: Wall-clock time of the rounds of one run, mean over the seeds.
-        failed: Reason reason there are no scores.
+        failed: Why there are no scores; None if there are.
         measured: Values that claims compare besides scores and bytes, by measure, one for each seed.
         curves: Scores by round, one curve for each seed; empty if no claim needs them.
         by_value: Scores on the held-out examples of each value of ``evaluation.by``, one for each seed; empty
