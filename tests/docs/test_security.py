@@ -23,6 +23,12 @@ def test_every_attack_has_a_test_that_is_there() -> None:
         assert set(named) <= there, set(named) - there
 
 
+def test_the_readme_counts_the_attacks_of_the_table() -> None:
+    readme, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/security.md"))
+    rows = page[page.index("| attack |") :].split("\n\n", 1)[0].splitlines()[2:]
+    assert re.findall(r"(\d+)\s+attacks", readme) == [str(len(rows))]
+
+
 def test_every_replayed_attack_is_in_the_table() -> None:
     text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     attacks = (ROOT / "tests" / "transports" / "flower" / "test_attacks.py").read_text(encoding="utf-8")
