@@ -13,7 +13,9 @@ truncated SVD of one layer's aggregate of the clients' factors. Without a GPU th
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
+import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -260,14 +262,43 @@ def measure_peak_memory(run: Callable[[], Any], device: torch.device) -> float |
     return torch.cuda.max_memory_allocated(device) / GIB
 
 
-def measure_distance_from_cpu(shape: Shape, device: torch.device) -> float:
-    """Relative distance between one client's trained tensors on the device and on the CPU, float32, two blocks."""
+@dataclass(frozen=True)
+class Agreement:
+    """How two blocks of a shape train on a device.
+
+    Args:
+        distance: Greatest relative distance of one client's trained tensors from the CPU's, float32.
+        repeats: Whether eight clients that share a pass get the same bits again, by number format and
+            ``deterministic``.
+    """
+
+    distance: float
+    repeats: Mapping[tuple[str, bool], bool]
+
+
+def check_agreement(shape: Shape, device: torch.device) -> Agreement:
+    """Compare training on the device with training on the CPU, and with itself."""
+    model = build(shape, torch.float32, torch.device("cpu"), depth=2)
     results = []
     for device_of_pass in (torch.device("cpu"), device):
-        bench = Bench.prepare(shape, adapt(shape, build(shape, torch.float32, device_of_pass, depth=2)), 1, 2)
+        bench = Bench.prepare(shape, adapt(shape, copy.deepcopy(model).to(device_of_pass)), 1, 2)
         results.append(bench.train()["c00"].tensors)
     gaps = [(results[1][name] - value).norm() / value.norm().clamp(min=1e-3) for name, value in results[0].items()]
-    return float(max(gaps))
+    repeats: dict[tuple[str, bool], bool] = {}
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        bench = Bench.prepare(shape, adapt(shape, copy.deepcopy(model).to(device, dtype)), 8, 2)
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic)
+            first = {client: dict(trained.tensors) for client, trained in bench.train().items()}
+            second = bench.train()
+            repeats[name, deterministic] = all(
+                torch.equal(value, second[client].tensors[path])
+                for client, tensors in first.items()
+                for path, value in tensors.items()
+            )
+    torch.use_deterministic_algorithms(False)
+    return Agreement(float(max(gaps)), repeats)
 
 
 def measure_server_step(size: int, clients: int, device: torch.device) -> float:
@@ -344,7 +375,7 @@ def page(args: argparse.Namespace, device: torch.device) -> str:
     until = time.monotonic() + 60 * args.minutes
     shapes: Sequence[Shape] = SMOKE if args.smoke else SHAPES
     rows = [row for shape in shapes for row in measure_rows(shape, args, device, until)]
-    gaps = {shape.name: measure_distance_from_cpu(shape, device) for shape in shapes}
+    found = {shape.name: check_agreement(shape, device) for shape in shapes}
     size = 32 if args.smoke else 4096
     steps = {
         device_name: measure_server_step(size, args.clients[-1], torch.device(device_name))
@@ -353,7 +384,12 @@ def page(args: argparse.Namespace, device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     counts = " | ".join(f"clients: {clients}" for clients in args.clients)
     rule = "|".join(["---"] * (7 + len(args.clients)))
-    verdicts = {name: "" if args.smoke else "pass" if gap < CLOSE else "FAIL" for name, gap in gaps.items()}
+    agreement = [
+        f"| {name} | {one.distance:.1e} | {'' if args.smoke else 'pass' if one.distance < CLOSE else 'FAIL'} | "
+        + " | ".join("yes" if repeated else "no" for repeated in one.repeats.values())
+        + " |"
+        for name, one in found.items()
+    ]
     return "\n".join(
         [
             *HEADER,
@@ -369,13 +405,14 @@ def page(args: argparse.Namespace, device: torch.device) -> str:
             f"|{rule}|",
             *("| " + " | ".join(row) + " |" for row in rows),
             "",
-            "## Equality with the CPU",
+            "## Equality with the CPU, and with itself",
             "",
-            f"One client's job in float32 on two blocks; limit {CLOSE:g}.",
+            f"Distance: one client's job in float32 on two blocks, relative to the CPU's; limit {CLOSE:g}. Same bits: "
+            "eight clients in one pass on two blocks, trained twice, with and without `deterministic: true`.",
             "",
-            "| shape | relative distance | |",
-            "|---|---|---|",
-            *(f"| {name} | {gap:.1e} | {verdicts[name]} |" for name, gap in gaps.items()),
+            "| shape | distance | | same bits, float32 | with `deterministic` | bfloat16 | with `deterministic` |",
+            "|---|---|---|---|---|---|---|",
+            *agreement,
             "",
             "## Server steps",
             "",

@@ -52,6 +52,11 @@ class RunSections(Section):
     threads: int | None = Field(
         default=None, ge=1, le=1024, description="CPU threads of torch; default: torch's choice."
     )
+    deterministic: bool = Field(
+        default=False,
+        description="On a GPU, use only algorithms that repeat to the bit (torch.use_deterministic_algorithms); "
+        "some are slower, and an operation that has none fails. A CPU needs no such setting.",
+    )
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig
     partition: PartitionConfig = Field(default_factory=PartitionConfig)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -116,7 +118,7 @@ def load_pretrained(
             config = AutoConfig.from_pretrained(source, revision=revision)
             prepare_config(config, head, labels)
             processor = _load_processor(source, head, revision, image_size)
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(), _DrawsOnCpu():
                 torch.manual_seed(seed)  # Transformers draws new heads from the global generator
                 kind = head.load_class() if pooling is None else get_encoder_class(config)
                 if offload is not None:
@@ -163,6 +165,25 @@ def load_pretrained(
     elif offload is None and device is not None:
         model = model.to(device)
     return Loaded(model.eval(), processor, tuple(new_modules))
+
+
+class _DrawsOnCpu(TorchDispatchMode):
+    """Draws random values of tensors on other devices on the CPU, so that they do not depend on the device.
+
+    Quantized and offloaded models are loaded straight onto their devices, new heads included.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        target = args[0] if args else None
+        if (
+            not isinstance(target, Tensor)
+            or target.device.type in ("cpu", "meta")
+            or not func._schema.is_mutable
+            or torch.Tag.nondeterministic_seeded not in func.tags
+        ):
+            return func(*args, **options)
+        return target.copy_(func(target.cpu(), *args[1:], **options))
 
 
 def adopt_loaded(

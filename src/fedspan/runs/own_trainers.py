@@ -48,8 +48,8 @@ _TASK_TYPES = {
 
 _UNUSED: Mapping[str, tuple[str, frozenset[str]]] = {
     "": (
-        "the trainers run in this process, on the devices that they chose",
-        frozenset({"cluster", "device", "threads"}),
+        "the trainers run in this process, on the devices and with the algorithms that they chose",
+        frozenset({"cluster", "device", "threads", "deterministic"}),
     ),
     "training": (
         "the trainers draw their own batches and write their own checkpoints (per_device_train_batch_size, "

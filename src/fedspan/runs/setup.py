@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import TYPE_CHECKING
@@ -118,6 +119,12 @@ def choose_device(name: str) -> torch.device:
             "device", name, "auto, cpu, cuda, cuda:N or mps", problem=f"this machine has no device {name!r} ({reason})"
         ) from None
     return device
+
+
+def _use_deterministic_algorithms() -> None:
+    """Have torch use only algorithms that repeat to the bit, in this process."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it; cuBLAS reads it at its start
+    torch.use_deterministic_algorithms(True)
 
 
 @dataclass(frozen=True)
@@ -265,6 +272,8 @@ def build_trainer(
         FedspanError: If anything in the config does not fit the model.
     """
     stages = stages or Stages()
+    if config.deterministic:
+        _use_deterministic_algorithms()
     with stages.stage("model"):
         built = build_model(config, labels, device, objects, targets)
     adapted = built.adapted
