@@ -16,7 +16,35 @@ from fedspan.training.batching import draw_job_batches
 from fedspan.training.jobs import Assignment, TrainingSettings, build_not_finite_error
 from fedspan.training.optimizers import Layout, build_optimizer_spec, join_states
 
-__all__ = ["ClientSlot", "perturb", "select_group", "stack_frozen"]
+__all__ = ["ClientSlot", "SharedTensors", "perturb", "select_group", "stack_frozen"]
+
+
+class SharedTensors:
+    """Tensors that do not train and are equal in many clients: one copy of each on the device."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, tuple[Tensor, Tensor]] = {}  # in the memory that they came from, and on the device
+
+    def get(self, name: str, value: Tensor, device: torch.device) -> Tensor:
+        """Return a copy of a tensor on a device: the first client's, if this one is equal, or one of its own."""
+        if name in self._tensors:
+            source, copied = self._tensors[name]
+            if source.device == value.device and source.dtype == value.dtype and torch.equal(source, value):
+                return copied
+        copied = _own(value, device)
+        self._tensors.setdefault(name, (copied if copied.device == value.device else _own(value, value.device), copied))
+        return copied
+
+    def clear(self) -> None:
+        """Forget all tensors."""
+        self._tensors.clear()
+
+
+def _own(value: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on a device."""
+    detached = value.detach()
+    moved = to_device(detached, device)
+    return moved.clone() if moved is detached else moved
 
 
 class ClientSlot:
@@ -31,6 +59,7 @@ class ClientSlot:
         device: Device of the model.
         class_terms: What the loss has for each class, (labels,), by the key of a batch's rows; all clients have
             the same keys.
+        shared: Tensors that do not train, which clients with equal ones share; the slot adds its own.
     """
 
     def __init__(
@@ -42,6 +71,7 @@ class ClientSlot:
         examples: Examples,
         device: torch.device,
         class_terms: Mapping[str, Tensor],
+        shared: SharedTensors,
     ) -> None:
         job = assignment.job
         self.class_terms = class_terms
@@ -53,7 +83,7 @@ class ClientSlot:
         self.steps = 0  # optimizer steps so far
         self.values = layout.copy_row(job.tensors, device)
         self.frozen = {
-            name: to_device(value.detach(), device).clone()
+            name: _own(value, device) if name in job.buffers else shared.get(name, value, device)
             for name, value in _order(job.tensors).items()
             if name not in layout.names
         }
@@ -167,11 +197,12 @@ class ClientSlot:
             counts.update({name: steps[name] for name in stepped})
             for kind, row in self.moments.items():
                 moments.setdefault(kind, {}).update(select(self.layout.split_views(row.cpu()), stepped))
+        row = self.layout.split_views(self.values.cpu())  # a row is one copy
         gradient: dict[str, Tensor] = {}
         if self.gradient is not None:
             gradient = self.layout.split_views((self.gradient / max(1, self.steps)).cpu())
         return Trained(
-            tensors=_copy({**self.get_tensors(), **self.layout.split_views(self.values.cpu())}),  # a row is one copy
+            tensors=_copy({name: row[name] if name in row else self.frozen[name] for name in self._names}),
             optimizer_state=OptimizerState({kind: _copy(values) for kind, values in moments.items()}, counts),
             steps=self.steps,
             lr_sum=assignment.lr * self.steps,

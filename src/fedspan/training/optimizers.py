@@ -269,6 +269,8 @@ class Layout:
 
     def copy_row(self, tensors: Mapping[str, Tensor], device: torch.device, missing: float = 0.0) -> Tensor:
         """Copy a client's tensors into a row (P,); a missing tensor is filled with ``missing``."""
+        if tensors.keys().isdisjoint(self.names):
+            return torch.full((sum(self.sizes),), missing, dtype=self.dtype, device=device)
         parts = [
             tensors[name].detach().to(self.dtype).reshape(-1)
             if name in tensors
@@ -279,10 +281,9 @@ class Layout:
 
     def split_views(self, rows: Tensor) -> dict[str, Tensor]:
         """Return views of the tensors inside rows (C, P), each (C, ...), or inside one row (P,)."""
-        parts = rows.split(self.sizes, -1)
+        parts, first = rows.split(self.sizes, -1), rows.shape[:-1]
         return {
-            name: part.view(*rows.shape[:-1], *shape)
-            for name, part, shape in zip(self.names, parts, self.shapes, strict=True)
+            name: part.view(first + shape) for name, part, shape in zip(self.names, parts, self.shapes, strict=True)
         }
 
     def join(self, gradients: Sequence[Tensor | None], clients: int, like: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from fedspan.models.compiled import CompiledBlocks
 from fedspan.models.precision import compute_tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples
-from fedspan.training.client_slot import ClientSlot, perturb, select_group, stack_frozen
+from fedspan.training.client_slot import ClientSlot, SharedTensors, perturb, select_group, stack_frozen
 from fedspan.training.engine import draw_dropout_mask
 from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
@@ -56,7 +56,7 @@ class Worker:
         self.job_refusal: str | None = None
         """The reason why some job trained alone."""
         self._mode: frozenset[str] | None = None
-        self._shared: dict[str, Tensor] = {}
+        self._shared = SharedTensors()
         self._kinds: dict[tuple[object, ...], int] = {}
         self._verified: set[int] = set()
 
@@ -144,13 +144,11 @@ class Worker:
         self._mode = None
         class_terms = self.loop.compute_class_terms(assignment, examples)
         assignment = self.loop.restrict_head(assignment, examples)
-        slot = ClientSlot(assignment, layout, self.settings, self.seed, examples, self.adapted.device, class_terms)
-        for name, value in slot.frozen.items():
-            if name in assignment.job.buffers:
-                continue
-            shared = self._shared.setdefault(name, value)
-            if shared is not value and shared.dtype == value.dtype and torch.equal(shared, value):
-                slot.frozen[name] = shared  # stored once, however many clients share it
+        slot = ClientSlot(
+            *(assignment, layout, self.settings, self.seed, examples, self.adapted.device),
+            class_terms,
+            self._shared,
+        )
         self._set_kind(slot)
         return slot
 
