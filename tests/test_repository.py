@@ -42,6 +42,7 @@ SEVERAL_MODULES = {
     "test_repository.py",
     "toys/test_rounds.py",
     "toys/test_secure_sum.py",
+    "training/test_cuda.py",
     "training/test_devices.py",
     "transports/flower/test_attacks.py",
     "transports/flower/test_codec.py",
