@@ -20,7 +20,7 @@ def test_the_page_judges_nothing_of_a_quick_try(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     places = ["--data", str(tmp_path), "--out", str(tmp_path / "out"), "--page", str(tmp_path / "page.md")]
     command = [sys.executable, str(BENCHMARKS / "cluster.py"), *places, "--quick"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "page.md").read_text()
     assert page.count("| not judged |") == 3
