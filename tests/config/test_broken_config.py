@@ -64,7 +64,7 @@ def divided(config: RunConfig) -> object:
     return None
 
 
-@fuzz(700)
+@fuzz(150)
 @given(st.sampled_from(CONFIGS), CHANGES)
 @example(CONFIGS[0], [(0, "set", HUGE, "")])
 def test_configs(values: dict[str, Any], changes: list[Any]) -> None:
@@ -76,7 +76,7 @@ def test_configs(values: dict[str, Any], changes: list[Any]) -> None:
 YAML = st.text(st.sampled_from("abd:-[]{},&*!|>?#'\"%@`\n\t 01.=~<\ud7ff"), max_size=60)
 
 
-@fuzz(300)
+@fuzz(75)
 @given(
     st.binary(max_size=60)
     | YAML.map(str.encode)
@@ -98,7 +98,7 @@ PATHS = st.sampled_from(
 )
 
 
-@fuzz(200)
+@fuzz(50)
 @given(st.lists(st.text(max_size=12) | st.builds("{}={}".format, PATHS, YAML), max_size=3))
 @example(["seed=0x" + "f" * 5000])
 @example(["data=&a {train: *a}"])
@@ -107,7 +107,7 @@ def test_overrides(texts: list[str]) -> None:
     answered(lambda: parse_config(override(CONFIGS[0], texts)))
 
 
-@fuzz(200)
+@fuzz(50)
 @given(st.text(st.sampled_from("{}[]ab.!:0 \n"), max_size=12) | st.text(max_size=9))
 @example("{a[0].b}")
 @example("{a!r:{b}}")

@@ -67,7 +67,7 @@ def read(name: str, content: bytes, **options: Any) -> None:
         answered(lambda task=task: load(config, task=get_task(task).columns))
 
 
-@fuzz(500)
+@fuzz(120)
 @given(st.sampled_from(sorted(VALID)), CUTS, st.integers(0, 9), st.booleans())
 @example("t.json", [(0, 0, b"[" * 9999)], 0, False)
 @example("t.jsonl", [(0, 0, b'{"text": "a", "label": 1' + b"0" * 30 + b"}\n")], 0, False)
@@ -76,13 +76,13 @@ def test_data_files(name: str, cuts: list[Any], end: int, drop: bool) -> None:
     read(name, content[: len(content) - end * end], invalid="skip" if drop else "error")
 
 
-@fuzz(150)
+@fuzz(40)
 @given(st.sampled_from(sorted(VALID)), st.binary(max_size=80))
 def test_data_files_of_random_bytes(name: str, content: bytes) -> None:
     read(name, content)
 
 
-@fuzz(150)
+@fuzz(40)
 @given(CHANGES, st.sampled_from(["{text}", "{label} {talk}"]))
 def test_rows_of_json(changes: list[Any], prompt: str) -> None:
     rows = changed([*ROWS, *(json.loads(line) for line in TALKS.splitlines()[:2])], changes)
@@ -103,7 +103,7 @@ def _partitions() -> list[dict[str, Any]]:
     ]
 
 
-@fuzz(150)
+@fuzz(40)
 @given(CHANGES, CUTS)
 @example([(3, "set", 10**30, "")], [])
 @example([(2, "set", float("inf"), "")], [])
@@ -131,14 +131,14 @@ def damaged(path: Path, changes: list[Any], cuts: list[Any], call: Callable[[], 
         path.write_bytes(content)
 
 
-@fuzz(80)
+@fuzz(20)
 @given(CHANGES, CUTS)
 def test_notes(trained: Path, changes: list[Any], cuts: list[Any]) -> None:
     place = trained / "adapter"
     damaged(place / "fedspan.json", changes, cuts, lambda: parse_task_settings(place, read_notes(place)))
 
 
-@fuzz(60)
+@fuzz(20)
 @given(CHANGES, CUTS)
 def test_adapter_configs(trained: Path, changes: list[Any], cuts: list[Any]) -> None:
     place = trained / "adapter"
@@ -146,13 +146,13 @@ def test_adapter_configs(trained: Path, changes: list[Any], cuts: list[Any]) -> 
     damaged(place / "adapter_config.json", changes, cuts, lambda: read_adapter(str(place), layers))
 
 
-@fuzz(60)
+@fuzz(20)
 @given(CHANGES, CUTS)
 def test_indices_of_checkpoints(trained: Path, changes: list[Any], cuts: list[Any]) -> None:
     damaged(trained / "best" / "checkpoint.json", changes, cuts, lambda: read_index(trained / "best"))
 
 
-@fuzz(60)
+@fuzz(20)
 @given(CHANGES, CUTS)
 def test_reports(trained: Path, changes: list[Any], cuts: list[Any]) -> None:
     damaged(trained / "report.json", changes, cuts, lambda: read_report(trained))
@@ -162,7 +162,7 @@ SMALL = st.sampled_from([None, "x", -1, 0, 7, [], {}, 1.5, True])  # no sizes th
 MODEL_FILES = st.sampled_from(["config.json", "tokenizer.json", "tokenizer_config.json"])
 
 
-@fuzz(30)
+@fuzz(10)
 @given(MODEL_FILES, st.integers(0, 10**6), st.sampled_from(["set", "drop"]), SMALL)
 def test_model_files(world: World, file: str, number: int, what: str, junk: Any) -> None:
     place = Path("model")

@@ -130,7 +130,7 @@ def fuzzed(seeds: list[str], count: int, openers: Sequence[Callable[[Envelope], 
             assert made.to_envelope()
 
 
-def test_forty_thousand_records_with_mistakes_raise_nothing_but_a_value_error() -> None:
+def test_records_with_mistakes_raise_nothing_but_a_value_error() -> None:
     rng = random.Random(1)
     names = ["fedspan.header", "fedspan.body", "header", "body", "", "x"]
     values: list[Any] = ["{}", "", 3, 2.5, True, b"abc", [1, 2], ["a"]]
@@ -151,7 +151,7 @@ def test_forty_thousand_records_with_mistakes_raise_nothing_but_a_value_error() 
 
     read, headers = 0, seeds()
     large = app.ArrayRecord({"body": app.Array(dtype="uint8", shape=(3,), stype="fedspan.bytes", data=b"abc")})
-    for _ in range(40_000):
+    for _ in range(10_000):
         text = rng.choice(headers)
         good = records_of(Envelope(text, b"abc"))
         if rng.random() < 0.5:  # as if it were large
@@ -166,15 +166,15 @@ def test_forty_thousand_records_with_mistakes_raise_nothing_but_a_value_error() 
         read += 1
         assert isinstance(made.envelope.header, str)
         assert isinstance(made.envelope.body, bytes)
-    assert 0 < read < 40_000
+    assert 0 < read < 10_000
 
 
-def test_a_hundred_thousand_headers_with_mistakes_raise_nothing_but_a_value_error() -> None:
-    fuzzed(seeds(), 100_000, (decode_order, decode_reply))
+def test_headers_with_mistakes_raise_nothing_but_a_value_error() -> None:
+    fuzzed(seeds(), 20_000, (decode_order, decode_reply))
 
 
 def test_nor_do_those_of_secure_aggregation() -> None:
-    fuzzed(phases(), 20_000, (decode_phase, *map(answer_of, (KeysReply, SharesReply, UnmaskReply))))
+    fuzzed(phases(), 5_000, (decode_phase, *map(answer_of, (KeysReply, SharesReply, UnmaskReply))))
 
 
 def seeds() -> list[str]:
@@ -242,7 +242,7 @@ def test_sets_of_objects_with_mistakes_raise_nothing_but_a_value_error(
     draw = random.Random(0)
     id, good = _objects(records_of(Envelope('{"a": 1}', bytes(range(200)))))
     names, refused = sorted(good), 0
-    for _ in range(10_000):
+    for _ in range(2_000):
         contents = dict(good)
         for _ in range(draw.randint(1, 3)):
             name = draw.choice(names)
@@ -263,4 +263,4 @@ def test_sets_of_objects_with_mistakes_raise_nothing_but_a_value_error(
             codec.from_records(messages.assemble_message(id, contents, 2**20).content)
         except ValueError:
             refused += 1
-    assert refused > 5_000
+    assert refused > 1_000
