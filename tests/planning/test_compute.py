@@ -15,7 +15,7 @@ from fedspan.core.parametrization import MultiHeadCore
 from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Client, Job
 from fedspan.methods.registry import METHODS
-from fedspan.planning.plan import PlannedModel, plan_run, prepare_model
+from fedspan.planning.plan import Plan, PlannedModel, plan_run, prepare_model
 from fedspan.runs.setup import Prepared
 from helpers import tiny
 
@@ -30,6 +30,9 @@ LLAMA = {
     "vocab_size": 32000,
     "max_position_embeddings": 4096,
 }
+SHORT = {**LLAMA, "num_hidden_layers": 8, "vocab_size": 8000}
+"""A quarter of its blocks, and of its head: each block costs the same, and the passes are counted in a quarter of the
+time."""
 
 
 @pytest.fixture(scope="module")
@@ -119,13 +122,17 @@ def test_a_thousand_hospitals_with_llama_2_7b_are_planned_without_it() -> None:
     assert found.time.deployed == pytest.approx(20 * (found.time.client + found.transfer))
 
 
-def test_frozen_lower_blocks_are_computed_once_and_have_no_backward() -> None:
-    whole = fedspan.plan(llama(), architecture=LLAMA).compute
-    upper = llama(model={"layers_to_transform": list(range(24, 32))}, engine={"prefix_memory": 100.0})
-    kept = fedspan.plan(upper, architecture=LLAMA, examples=40_000)
-    blocks = (whole.example / 2) / 32  # all blocks count the same, the head 2 % of them
-    assert kept.compute.once == pytest.approx(24 * blocks, rel=0.05)
-    assert kept.compute.example == pytest.approx(2 * 8 * blocks, rel=0.1)
+@pytest.fixture(scope="module")
+def short() -> Plan:
+    return fedspan.plan(llama(), architecture=SHORT)
+
+
+def test_frozen_lower_blocks_are_computed_once_and_have_no_backward(short: Plan) -> None:
+    blocks = (short.compute.example / 2) / 8  # all blocks count the same, the head 2 % of them
+    upper = {"layers_to_transform": [6, 7]}
+    kept = fedspan.plan(llama(model=upper, engine={"prefix_memory": 100.0}), architecture=SHORT, examples=40_000)
+    assert kept.compute.once == pytest.approx(6 * blocks, rel=0.05)
+    assert kept.compute.example == pytest.approx(2 * 2 * blocks, rel=0.1)
     own = 32  # 40 examples less the validation and test parts
     assert kept.client.cache == own * 512 * 4096 * 2
     assert kept.compute.client is not None
@@ -133,45 +140,41 @@ def test_frozen_lower_blocks_are_computed_once_and_have_no_backward() -> None:
     assert kept.compute.run is not None
     assert 0 < kept.compute.run - 1000 * kept.compute.client <= 1000 * own * kept.compute.once
     for change in ({"prefix_cache": False}, {"prefix_memory": 0.01}):
-        given = llama(model={"layers_to_transform": list(range(24, 32))}, engine=change)
-        again = fedspan.plan(given, architecture=LLAMA, examples=40_000)
+        again = fedspan.plan(llama(model=upper, engine=change), architecture=SHORT, examples=40_000)
         assert (again.compute.once, again.client.cache) == (0, 0)
         assert again.compute.example == pytest.approx(kept.compute.example + kept.compute.once, rel=1e-3)
 
 
-def test_recomputed_activations_take_less_memory_and_more_flops() -> None:
-    kept = fedspan.plan(llama(), architecture=LLAMA)
-    again = fedspan.plan(llama(model={"gradient_checkpointing": True}), architecture=LLAMA)
-    assert again.client.activations < 0.3 * kept.client.activations
+def test_recomputed_activations_take_less_memory_and_more_flops(short: Plan) -> None:
+    again = fedspan.plan(llama(model={"gradient_checkpointing": True}), architecture=SHORT)
+    assert again.client.activations < 0.3 * short.client.activations
     # Three passes in place of two, but that torch ends a block's third with the last activation that is asked for.
-    assert 1.35 < again.compute.example / kept.compute.example < 1.5
+    assert 1.35 < again.compute.example / short.compute.example < 1.5
 
 
-def test_flops_are_of_the_mean_length_and_memory_of_the_greatest() -> None:
-    long, short = (fedspan.plan(llama(), architecture=LLAMA, length=length) for length in (None, 128))
-    assert (long.compute.length, short.compute.length) == (512, 128)
-    assert 4 < long.compute.example / short.compute.example < 4.3
-    assert long.client == short.client
+def test_flops_are_of_the_mean_length_and_memory_of_the_greatest(short: Plan) -> None:
+    mean = fedspan.plan(llama(), architecture=SHORT, length=128)
+    assert (short.compute.length, mean.compute.length) == (512, 128)
+    assert 4 < short.compute.example / mean.compute.example < 4.3
+    assert short.client == mean.client
     for length in (0, 513):
         with pytest.raises(
             FedspanError, match=rf"^`--length`: {length} is not accepted\. Expected a whole number from 1 to 512"
         ):
-            fedspan.plan(llama(), architecture=LLAMA, length=length)
+            fedspan.plan(llama(), architecture=SHORT, length=length)
 
 
-def test_packed_batches_are_one_row() -> None:
-    one, packed = (
-        fedspan.plan(llama(data={"packing": packing}), architecture=LLAMA).compute for packing in (False, True)
-    )
-    attention = 3 * 32 * 4 * 512**2 * 4096  # of an example, forwards and, both of its factors moving, twice backwards
+def test_packed_batches_are_one_row(short: Plan) -> None:
+    one, packed = short.compute, fedspan.plan(llama(data={"packing": True}), architecture=SHORT).compute
+    attention = 3 * 8 * 4 * 512**2 * 4096  # of an example, forwards and, both of its factors moving, twice backwards
     assert packed.example == pytest.approx(one.example + 3 * attention, rel=0.01)  # each token meets those of all four
 
 
 def test_without_examples_or_steps_only_a_step_is_known() -> None:
     given = llama(training={"local_steps": None, "local_epochs": 2})
-    unknown = fedspan.plan(given, architecture=LLAMA, device="h100")
+    unknown = fedspan.plan(given, architecture=SHORT, device="h100")
     assert (unknown.compute.client, unknown.compute.run, unknown.time and unknown.time.client) == (None, None, None)
-    known = fedspan.plan(given, architecture=LLAMA, examples=1_000_000)
+    known = fedspan.plan(given, architecture=SHORT, examples=1_000_000)
     assert known.compute.client == 2 * 800 * known.compute.example  # a fifth is for validation and test
 
 

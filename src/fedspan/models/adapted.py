@@ -132,6 +132,7 @@ class AdaptedModel:
         """
         self.set_dropout(None)  # a job that failed midway leaves its dropout and gradients of the extras
         live: dict[str, Tensor] = {}
+        device = self.device  # without weights on it, all modules are searched for one
         for adapted in self.layers.values():
             adapted.shrink = 1.0
         for layer, slots in group_by_layer(tensors).items():
@@ -139,7 +140,7 @@ class AdaptedModel:
                 continue
             for slot, value in slots.items():
                 name = f"{layer}/{slot}"
-                live[name] = value.detach().to(self.device, copy=True).requires_grad_(name in trainable)
+                live[name] = value.detach().to(device, copy=True).requires_grad_(name in trainable)
         for path, value in self.get_values().items():
             name = join_extra_name(path)
             value.grad = None

@@ -235,7 +235,9 @@ def test_no_other_module_relies_on_private_names() -> None:
             if path.parent == ADAPTER or path == Path(__file__).resolve():
                 continue
             text = path.read_text()
-            assert not list(private_imports(ast.parse(text))), path
+            assert "flwr" not in text or not list(private_imports(ast.parse(text))), (
+                path
+            )  # parsing takes most of the time
             assert not private.search(text), path
 
 
