@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -12,8 +12,12 @@ from fedspan.methods.registry import METHODS
 FAMILIES = ("fedit", "rolora", "flora", "flexlora", "fedsa-lora", "fedgalore", "fedloru", "pfedlora")
 """Averaged, alternating, stacked, decomposed and personal factors, projected gradients, accumulated updates, two
 phases."""
+UNLIKE = ("flora", "fedgalore", "fedsa-lora")
+"""Those that differ most: a base that moves, projectors with moments, factors that stay on the client.
+
+For tests that run whole federations of each method."""
 
 
-def methods_by_family(keys: Iterable[str] = METHODS) -> list[Any]:
-    """Return the keys of all or some methods, as parameters of a test; those outside ``FAMILIES`` are marked slow."""
-    return [pytest.param(key, marks=() if key in FAMILIES else pytest.mark.slow) for key in sorted(keys)]
+def methods_by_family(keys: Iterable[str] = METHODS, quick: Collection[str] = FAMILIES) -> list[Any]:
+    """Return the keys of all or some methods, as parameters of a test; those that are not ``quick`` are marked slow."""
+    return [pytest.param(key, marks=() if key in quick else pytest.mark.slow) for key in sorted(keys)]

@@ -155,10 +155,20 @@ CASES: dict[str, dict[str, Any]] = {
     "bias correction": {"adaptive_refreshes": 0, "steps": 3, "bias_correction": True, "rounds_per_seed": 9},
     "scale": {"adaptive_refreshes": 1, "steps": 3, "scale": 0.25},
 }
+DECAYING = ("average", "scale", "bias correction")
+"""Cases that are run with weight decay, too; with it, the others are slow."""
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.1], ids=["", "decay"])
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("options", "decay"),
+    [
+        *(pytest.param(options, 0.0, id=name) for name, options in CASES.items()),
+        *(
+            pytest.param(options, 0.1, id=f"{name}-decay", marks=() if name in DECAYING else pytest.mark.slow)
+            for name, options in CASES.items()
+        ),
+    ],
+)
 def test_rounds_match_dense_galore_and_dense_ajive(options: dict[str, Any], decay: float) -> None:
     problem = Problem(clients=3)
     method = made(problem, **options)

@@ -10,7 +10,7 @@ import pytest
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.runs.setup import prepare
-from helpers.families import methods_by_family
+from helpers.families import FAMILIES, methods_by_family
 from helpers.watched_rounds import differences, method_config
 
 STACKS = "its server needs the single replies of a round"
@@ -66,7 +66,7 @@ def federation_of(clients: int) -> dict[str, Any]:
     return {"clients_per_round": clients, "rounds": 4, "buffered": {"concurrency": 4}}
 
 
-@pytest.mark.parametrize("key", methods_by_family())
+@pytest.mark.parametrize("key", methods_by_family(quick=[key for key in FAMILIES if key != "pfedlora"]))  # seconds
 def test_a_method_is_refused_with_the_reason_or_runs(key: str, tiny_folder: Path) -> None:
     """If all clients reply in every round, their rounds are synchronous; otherwise replies are of several rounds."""
     simulation = {"speed": {"distribution": "uniform", "median": 10, "spread": 3}}

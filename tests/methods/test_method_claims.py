@@ -18,6 +18,7 @@ from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from helpers.claim_measures import errors, relative
+from helpers.families import FAMILIES, methods_by_family
 from helpers.watched_rounds import MethodRun, Round, RunMethod, differences, method_config
 
 GLOBAL = [key for key, cls in METHODS.items() if not cls.claims.personal]
@@ -106,8 +107,16 @@ def test_the_base_moves_every_round_where_claimed(key: str, run_method: RunMetho
     assert METHODS[key].claims.moves_base == all(one.after.state.base.round == one.after.state.round for one in rounds)
 
 
-@pytest.mark.parametrize("training", [{}, SGD], ids=["adamw", "sgd"])
-@pytest.mark.parametrize("key", METHODS)
+@pytest.mark.parametrize(
+    ("key", "training"),
+    [
+        *(pytest.param(key, {}, id=f"{key}-adamw") for key in METHODS),
+        *(
+            pytest.param(key, SGD, id=f"{key}-sgd", marks=() if key in FAMILIES else pytest.mark.slow)
+            for key in METHODS
+        ),
+    ],
+)
 def test_frozen_tensors_never_move(key: str, training: dict[str, object], run_method: RunMethod) -> None:
     """Bit for bit, under momentum, weight decay and moments kept from rounds in which they did train."""
     run = run_method(key, **({"training": training, "federation": {"rounds": 3}} if training else {}))
@@ -172,7 +181,7 @@ def test_nobody_writes_to_what_it_is_given(key: str, run_method: RunMethod) -> N
     assert run.written == ()
 
 
-@pytest.mark.parametrize("key", [key for key in HETEROGENEOUS if key not in BUDGETS])
+@pytest.mark.parametrize("key", methods_by_family(key for key in HETEROGENEOUS if key not in BUDGETS))
 def test_clients_of_different_ranks_train_together(key: str, run_method: RunMethod) -> None:
     """Each its own rank and, where B A is its own, its own scaling; exact where the method is."""
     largest = max(RANKS.values())

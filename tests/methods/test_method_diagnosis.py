@@ -29,6 +29,7 @@ from fedspan.runs.callbacks import Listener
 from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.claim_measures import errors
+from helpers.families import methods_by_family
 from helpers.watched_rounds import MethodRun, Round, RunMethod, differences, snapshot
 
 
@@ -52,7 +53,7 @@ def learnt(run: MethodRun, round: Round, layer: str) -> tuple[Tensor, Tensor]:
     return whole - run.global_change(layer, round.before), whole
 
 
-@pytest.mark.parametrize("key", METHODS)
+@pytest.mark.parametrize("key", methods_by_family())
 def test_of_every_method_the_numbers_are_those_of_dense_weights(key: str, run_method: RunMethod) -> None:
     run = run_method(key)
     round = run.rounds[-1]
@@ -144,7 +145,7 @@ def test_of_a_run_that_is_over_one_more_round_is_diagnosed_and_its_folder_stays(
     assert fedspan.diagnose(run, 1, pairs=0).round == 2
 
 
-@pytest.mark.parametrize("key", ["rolora", "fedloru", "pfedlora"])
+@pytest.mark.parametrize("key", methods_by_family(["rolora", "fedloru", "pfedlora"], ["rolora"]))
 def test_rounds_that_are_diagnosed_during_a_run(key: str, tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny.settings(tiny_folder, method={"name": key}, federation={"rounds": 4})
     notes = Notes()

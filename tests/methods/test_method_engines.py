@@ -22,7 +22,7 @@ from fedspan.training.jobs import Assignment, PrefixSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.stacking import StackingRequest
 from helpers import tiny
-from helpers.families import methods_by_family
+from helpers.families import UNLIKE, methods_by_family
 from helpers.watched_rounds import method_config
 
 AT_ONCE = (1, 3, 8)
@@ -148,7 +148,7 @@ def collected(tiny_folder: Path, prepared: Prepared) -> Collect:
     return collect
 
 
-@pytest.mark.parametrize("key", methods_by_family())
+@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_one_job_of_every_method_gives_the_same_in_float64(
     key: str, collected: Collect, wide: Prepared, passes: list[int]
 ) -> None:
@@ -171,7 +171,7 @@ def loaded(request: pytest.FixtureRequest, tiny_folder: Path, prepared: Prepared
     return layers, prepare(config, prepared.partition)
 
 
-@pytest.mark.parametrize("key", methods_by_family())
+@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_a_federation_of_every_method_is_the_same_with_several_clients_at_once(
     key: str, loaded: tuple[list[int] | None, Prepared], tiny_folder: Path
 ) -> None:

@@ -19,7 +19,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny
-from helpers.families import methods_by_family
+from helpers.families import UNLIKE, methods_by_family
 from helpers.watched_rounds import method_config
 
 MODELS: Mapping[str, Mapping[str, object]] = {
@@ -83,7 +83,7 @@ def test_pretrained_weights_that_count_as_zero_are_gone_from_what_is_written(
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
-@pytest.mark.parametrize("key", methods_by_family())
+@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_peft_gives_the_engine_s_logits(
     key: str, case: tuple[str, Prepared], tiny_folder: Path, tmp_path: Path
 ) -> None:

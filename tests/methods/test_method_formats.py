@@ -9,7 +9,7 @@ import torch
 
 from fedspan.core.base import to_dense
 from fedspan.runs.setup import Prepared, prepare
-from helpers.families import methods_by_family
+from helpers.families import UNLIKE, methods_by_family
 from helpers.watched_rounds import method_config, run_watched
 
 
@@ -18,7 +18,7 @@ def narrow(request: pytest.FixtureRequest, tiny_folder: Path, prepared: Prepared
     return prepare(method_config(tiny_folder, "fedit", model={"dtype": request.param}), prepared.partition)
 
 
-@pytest.mark.parametrize("key", methods_by_family())
+@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_a_narrow_base_is_never_written_to_nor_anything_narrow_sent(
     key: str, narrow: Prepared, tiny_folder: Path
 ) -> None:

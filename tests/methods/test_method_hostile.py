@@ -24,7 +24,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.transports.in_process import InProcess
 from helpers import tiny
-from helpers.families import methods_by_family
+from helpers.families import UNLIKE, methods_by_family
 from helpers.reply_transport import Replies, ReplyingTransport
 from helpers.watched_rounds import method_config
 from helpers.wrapped_configs import wrapped_config
@@ -144,14 +144,18 @@ def prepared(tiny_folder: Path) -> Prepared:
     return prepare(tiny.config(tiny_folder, model={"target_modules": ["intermediate.dense"]}))
 
 
-@pytest.mark.parametrize("key", methods_by_family())
+@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_a_hostile_reply_fails_its_client_alone(key: str, tiny_folder: Path, prepared: Prepared) -> None:
     config = method_config(tiny_folder, key, federation={"clients_per_round": None}, model={"extras": "average"})
     refused = _attacked(tiny.variant(prepared, config).federation)
     assert refused > 20 or METHODS[key].claims.sends == "nothing"
 
 
-@pytest.mark.parametrize("wrappers", [["fedpaq"], ["scaffold"], ["fedavgm", "fedpaq"]], ids=str)
+@pytest.mark.parametrize(
+    "wrappers",
+    [*(pytest.param([key], marks=pytest.mark.slow) for key in ("fedpaq", "scaffold")), ["fedavgm", "fedpaq"]],
+    ids=str,
+)
 def test_a_hostile_reply_to_a_wrapper_fails_its_client_alone(
     wrappers: list[str], tiny_folder: Path, prepared: Prepared
 ) -> None:

@@ -21,7 +21,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import format_config
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
-from helpers.families import methods_by_family
+from helpers.families import UNLIKE, methods_by_family
 from helpers.watched_rounds import RunMethod, differences, flat, method_config, snapshot
 
 
@@ -68,7 +68,7 @@ def one_round_in_a_new_process(folder: Path) -> None:
     checkpoint.save(run, Checkpoint(after.state, after.memories, after.last_rounds, after.optimizers))
 
 
-@pytest.mark.parametrize("key", methods_by_family())
+@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_a_resumed_run_ends_as_one_that_never_stopped(
     key: str,
     reference_rounds: ReferenceRounds,
@@ -92,7 +92,7 @@ class _Unplugged(Exception):
     """The machine is gone."""
 
 
-@pytest.mark.parametrize("key", methods_by_family())
+@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_a_round_that_fails_midway_leaves_nothing_behind(
     key: str, reference_rounds: ReferenceRounds, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +118,7 @@ def test_a_round_that_fails_midway_leaves_nothing_behind(
         assert differences(progress, expected) == []
 
 
-@pytest.mark.parametrize("key", methods_by_family())
+@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_a_round_run_twice_counts_once(key: str, run_method: RunMethod) -> None:
     """Memories, moments and what clients hold advance from the progress that is given, not from the last call."""
     run = run_method(key)

@@ -23,7 +23,7 @@ from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny, tiny_convolutions
 from helpers.claim_measures import errors, require_declared_traffic
-from helpers.families import methods_by_family
+from helpers.families import UNLIKE, methods_by_family
 from helpers.watched_rounds import MethodRun, RunMethod, differences, method_config, run_watched
 
 KINDS = ("convolution", "embedding")
@@ -90,7 +90,7 @@ def test_the_layers_are_those_meant(kind: str, loaded: dict[str, Prepared]) -> N
 
 
 @each
-@pytest.mark.parametrize("key", methods_by_family(GLOBAL))
+@pytest.mark.parametrize("key", methods_by_family(GLOBAL, UNLIKE))
 def test_exact_where_claimed_and_measurably_not_elsewhere(kind: str, key: str, runs: RunMethod) -> None:
     run = runs(kind, key)
     stepped = [round for round in run.rounds if any(local.trained.steps for local in round.trained)]  # no mere probe
@@ -102,7 +102,7 @@ def test_exact_where_claimed_and_measurably_not_elsewhere(kind: str, key: str, r
 
 
 @each
-@pytest.mark.parametrize("key", methods_by_family())
+@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_bytes_sent_are_bytes_declared(kind: str, key: str, runs: RunMethod) -> None:
     require_declared_traffic(runs(kind, key), METHODS[key].claims.extras)
 
@@ -131,7 +131,7 @@ def by_engine(made: Prepared, progress: Progress, client: str | None) -> Tensor:
 
 
 @each
-@pytest.mark.parametrize("key", methods_by_family())
+@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_what_is_exported_gives_the_engine_s_logits(kind: str, key: str, runs: RunMethod, tmp_path: Path) -> None:
     run = runs(kind, key)
     made, progress = run.prepared, run.rounds[-1].after
@@ -147,7 +147,7 @@ def test_what_is_exported_gives_the_engine_s_logits(kind: str, key: str, runs: R
 
 
 @each
-@pytest.mark.parametrize("key", methods_by_family())
+@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_resumed_after_a_round_it_ends_with_the_same_bits(
     kind: str, key: str, folder: Path, loaded: dict[str, Prepared], runs: RunMethod, tmp_path: Path
 ) -> None:
@@ -166,7 +166,7 @@ def test_resumed_after_a_round_it_ends_with_the_same_bits(
 
 
 @each
-@pytest.mark.parametrize("key", methods_by_family())
+@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_a_rank_equal_to_a_layer_s_side_is_taken_for_nothing_else(
     kind: str, key: str, folder: Path, loaded: dict[str, Prepared]
 ) -> None:

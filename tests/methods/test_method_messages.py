@@ -18,7 +18,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.claim_measures import require_declared_traffic
-from helpers.families import FAMILIES, methods_by_family
+from helpers.families import UNLIKE, methods_by_family
 from helpers.watched_rounds import MethodRun, RunMethod, method_config
 
 POLICIES = ("average", "local", "frozen")
@@ -31,13 +31,13 @@ both = pytest.mark.parametrize(
         pytest.param(
             key,
             policy,
-            marks=() if key in FAMILIES or policy == METHODS[key].claims.extras else pytest.mark.slow,
+            marks=() if key in UNLIKE or policy == METHODS[key].claims.extras else pytest.mark.slow,
         )
         for key in METHODS
         for policy in POLICIES
     ],
 )
-"""The policy that a method prefers, and for one method of each family all policies; the others are slow."""
+"""The policy that a method prefers, and for the methods that differ most all policies; the others are slow."""
 
 
 def with_policy(run_method: RunMethod, key: str, policy: str) -> MethodRun:

@@ -28,7 +28,7 @@ from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from fedspan.training.stacking import StackingRequest
 from helpers import tiny
-from helpers.families import methods_by_family
+from helpers.families import UNLIKE, methods_by_family
 
 GRADIENTS = {"fed-sb", "fedgalore"}
 """Methods whose clients use raw gradients beside their steps."""
@@ -87,7 +87,7 @@ def run_rounds(run: Any, rounds: int = 2) -> tuple[list[RoundResult], Progress]:
 
 
 @pytest.mark.parametrize("mechanism", ["central", "local", "dp-sgd"])
-@pytest.mark.parametrize("key", methods_by_family())
+@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_a_mechanism_fits_or_is_refused_with_the_reason(
     key: str, mechanism: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -140,7 +140,7 @@ def require_accounted(run: Prepared, results: list[RoundResult], mechanism: str,
 
 
 @pytest.mark.parametrize("mechanism", ["central", "local", "dp-sgd"])
-@pytest.mark.parametrize("key", ["fedit", "rolora", "pfedlora"])
+@pytest.mark.parametrize("key", methods_by_family(["fedit", "rolora", "pfedlora"], ["fedit"]))
 def test_the_engines_agree(key: str, mechanism: str, prepared: Prepared, tiny_folder: Path) -> None:
     """Noise of the seed is the same on all engines, so that a simulation can be checked."""
     run = tiny.variant(prepared, settings(tiny_folder, key, mechanism, training={"optimizer": "sgd", "lr": 0.1}))

@@ -29,7 +29,15 @@ from helpers.watched_rounds import differences
 from helpers.wrapped_configs import RunWrapped, wrapped_config
 
 INNER = ("fedit", "ffa-lora", "fedavg")
-each = pytest.mark.parametrize(("wrapper", "key"), [(wrapper, key) for wrapper in WRAPPERS for key in INNER])
+each = pytest.mark.parametrize(
+    ("wrapper", "key"),
+    [
+        pytest.param(wrapper, key, marks=() if key == "fedit" or wrapper == "scaffold" else pytest.mark.slow)
+        for wrapper in WRAPPERS
+        for key in INNER
+    ],
+)
+"""Every wrapper around FedIT, and the one with most state around each of the methods; the others are slow."""
 STACKED: list[list[Any]] = [
     ["fedprox", {"name": "fedadam", "lr": 0.02}, {"name": "fedpaq", "bits": 5}],
     [{"name": "fedavgm", "lr": 0.5}, {"name": "scaffold", "variate": "option-I"}, "fedprox"],
