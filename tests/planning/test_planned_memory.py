@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "whole-weights": {"method": {"name": "fedavg"}},
     "decoder": {"task": "causal-lm", "data": {"prompt": "{text}", "answer": "text"}, "model": {"name": "llama"}},
 }
-QUICK = ("upper-layers", "decoder")
+QUICK = ("upper-layers",)
 
 
 @pytest.fixture(scope="module")

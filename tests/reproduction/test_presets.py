@@ -17,8 +17,14 @@ from fedspan.reproduction.presets import SCALES, list_presets, load_preset, merg
 from fedspan.reproduction.rehearsal import dry_run
 
 IDS = [preset.id for preset in list_presets()]
-SIZES = [pytest.param(id, scale, marks=[pytest.mark.slow] if scale == "full" else []) for id in IDS for scale in SCALES]
-"""At full size some take half a minute: many ranks in other cohorts every round."""
+LONG = {"fedgalore-pacs", "fedloru-table5", "fedloru-table12"}
+"""Layers of twenty shapes, or many ranks in other cohorts every round: seconds of a dry run even when small."""
+SIZES = [
+    pytest.param(id, scale, marks=[pytest.mark.slow] if scale == "full" or id in LONG else [])
+    for id in IDS
+    for scale in SCALES
+]
+"""At full size some take half a minute."""
 
 
 @pytest.fixture

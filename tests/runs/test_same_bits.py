@@ -49,7 +49,7 @@ def changes(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("task", ["sequence-classification", "causal-lm"])
-@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(change=changes(), seed=st.integers(0, 2**63 - 1))
 def test_a_repeated_run_has_the_same_bits(
     task: str, change: dict[str, Any], seed: int, tiny_folder: Path, decoders: Path

@@ -46,11 +46,10 @@ OTHER_KERNELS = {"task causal-lm", "task causal-lm packed", "conv1d", "fused att
 DIFFERENCES = {"task preference"}
 """Runs whose loss and metrics are small differences of log-probabilities, with as much rounding as these have."""
 QUICK = [
-    *(f"method {key}/batched" for key in ("fedit", "flora", "fedgalore", "pfedlora")),
-    *("wrapper scaffold/loop", "privacy dp-sgd/loop", "secure sums/batched", "task causal-lm/batched"),
-    *("task images, batch norm/batched", "prefix cache/batched", "head start/loop", "threads/batched"),
+    *("method fedit/batched", "method fedgalore/batched", "wrapper scaffold/loop", "privacy dp-sgd/loop"),
+    *("secure sums/batched", "task causal-lm/batched", "prefix cache/batched"),
 ]
-"""A method of each family and the ways of training that differ most; the others are slow."""
+"""What differs most: averaged factors, projected gradients, state of a wrapper, noise, masks; the others are slow."""
 SLOW = [name for name in ALL if name not in QUICK]
 
 

@@ -79,7 +79,7 @@ SAME: dict[str, dict[str, Any]] = {
 }
 
 
-OFTEN = ("base-moves", "two-phases-and-memory", "variates", "head-from-statistics", "dp-sgd", "dropout-and-faults")
+OFTEN = ("base-moves", "two-phases-and-memory", "dp-sgd")
 """What differs most between a worker and this process; the others are slow."""
 
 
@@ -99,7 +99,9 @@ def test_central_privacy_and_its_empty_cohorts(tiny_folder: Path, tmp_path: Path
     assert [] in [row["cohort"] for row in rows]
 
 
-@pytest.mark.parametrize("kind", ["language", "image", "preference", "seq2seq"])
+@pytest.mark.parametrize(
+    "kind", ["language", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("image", "preference", "seq2seq"))]
+)
 def test_other_models_and_tasks(kind: str, decoders: Path, images: Path, tmp_path: Path) -> None:
     settings = {
         "language": lambda: tiny_decoders.settings(decoders),
