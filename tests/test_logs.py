@@ -42,7 +42,7 @@ def test_rows_come_back_and_the_chain_continues(tmp_path: Path) -> None:
     assert heads == [position.head for position in (*positions, last)]
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=75, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 10**6), st.integers(0, 7))
 def test_every_turned_bit_is_noticed_and_its_line_named(tmp_path: Path, at: int, bit: int) -> None:
     path = tmp_path / "log.jsonl"

@@ -283,7 +283,7 @@ PATHS = st.sampled_from([*paths(RunConfig), *(("method", name) for name in ("r",
 MUTATIONS = st.lists(st.tuples(PATHS, st.sampled_from(["set", "drop", "add"]), NAMES, JUNK), min_size=1, max_size=3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(MUTATIONS)
 def test_any_config_is_a_run_or_one_line(mutations: list[tuple[tuple[str, ...], str, str, Any]]) -> None:
     """Whatever a valid config is changed into: a ``RunConfig`` that can be read again, or a FedspanError."""
@@ -310,7 +310,7 @@ def test_any_config_is_a_run_or_one_line(mutations: list[tuple[tuple[str, ...], 
     assert "\n" not in str(refusal)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(TEXTS | st.tuples(PATHS.map(".".join), st.text(max_size=9)).map("=".join), max_size=3))
 def test_any_override_is_applied_or_refused(texts: list[str]) -> None:
     with suppress(FedspanError):

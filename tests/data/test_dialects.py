@@ -111,7 +111,7 @@ FIELDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), 
 LONG = st.lists(st.tuples(FIELDS, FIELDS), min_size=4, max_size=9)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
 @given(LONG, st.sampled_from([",", ";", "\t", "|"]), st.sampled_from(["\n", "\r\n"]), st.booleans())
 def test_rows_written_in_quotes_are_read_again(
     tmp_path: Path, drawn: list[tuple[str, str]], delimiter: str, end: str, bom: bool

@@ -216,7 +216,7 @@ def sample() -> bytes:
     return encode(Message(named, {"steps": 3, "name": "x"}, patch))
 
 
-@settings(quick, max_examples=200)
+@settings(quick, max_examples=50)
 @given(st.data())
 def test_mutated_bytes_never_crash(data: st.DataObject) -> None:
     mutated = bytearray(sample())
@@ -234,7 +234,7 @@ def test_mutated_bytes_never_crash(data: st.DataObject) -> None:
     refused_or_read(bytes(mutated))
 
 
-@settings(quick, max_examples=200)
+@settings(quick, max_examples=50)
 @given(st.data())
 def test_mutated_structure_never_crashes(data: st.DataObject) -> None:
     """Well-formed JSON of the wrong content, in the header and in fedspan's own structure."""

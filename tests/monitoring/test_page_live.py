@@ -57,7 +57,7 @@ class View:
         return self.page.locator(selector).inner_text()
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [1280, pytest.param(390, marks=pytest.mark.slow)])
 def test_rounds_appear_without_a_reload(
     width: int, browser: Any, pretend_run: PretendRun, collect: Callable[[], Mapping[str, Any]]
 ) -> None:

@@ -88,6 +88,7 @@ def test_the_loop_engine_has_the_same_bits_on_workers(name: str, tiny_folder: Pa
     require_same(tiny.settings(tiny_folder, **SAME[name]), tmp_path)
 
 
+@pytest.mark.slow
 def test_central_privacy_and_its_empty_cohorts(tiny_folder: Path, tmp_path: Path) -> None:
     change = {
         "privacy": {"mechanism": "central", "clip": 1.0, "noise": 1.0},
@@ -171,6 +172,7 @@ def test_a_stacking_plan_is_measured_by_a_worker_and_stored(tiny_folder: Path, t
     assert plan["clients_per_pass"] >= 1
 
 
+@pytest.mark.slow
 def test_the_batched_engine_starts_the_head_from_the_statistics_of_the_loop_engine(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
