@@ -19,7 +19,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.wrappers.registry import WRAPPERS
 from helpers import tiny
-from helpers.families import FAMILIES
+from helpers.families import UNLIKE, methods_by_family
 from helpers.wrapped_configs import wrapped_config
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -44,12 +44,12 @@ def _accepts(wrapper: str, key: str) -> bool:
 
 
 PAIRS = [
-    pytest.param(wrapper, key, marks=() if key in FAMILIES else pytest.mark.slow)
+    pytest.param(wrapper, key, marks=() if key in ("fedit", *UNLIKE) else pytest.mark.slow)
     for wrapper in WRAPPERS
     for key in METHODS
     if _accepts(wrapper, key)
 ]
-"""Wrappers around one method of each family; around the others they are slow."""
+"""Wrappers around FedIT and the methods that differ most; around the others they are slow."""
 
 
 def _forget(progress: Progress) -> Progress:
@@ -118,7 +118,7 @@ def test_what_a_wrapper_remembers_changes_the_result(wrapper: str, key: str, end
     assert _apart(end(key, wrapper), end(key, wrapper, forgetful=True)) > 1e-4
 
 
-@pytest.mark.parametrize("key", METHODS)
+@pytest.mark.parametrize("key", methods_by_family())
 def test_only_methods_that_claim_it_give_their_tensors_new_coordinates_in_every_round(
     key: str, tiny_folder: Path, loaded: Prepared
 ) -> None:
