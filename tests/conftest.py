@@ -6,6 +6,7 @@ this file, too, and all others wait for it; torch and Transformers would take it
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import zlib
@@ -65,17 +66,28 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """A share of the tests, for machines with little time."""
-    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the tests, drawn by their names")
+    parser.addoption(
+        "--part", metavar="K/N", type=parse_part, help="run the K-th of N parts of the tests, drawn by their names"
+    )
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """The numbers K and N of ``K/N``."""
+    number, _, parts = text.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 1 to N")
+    return int(number), int(parts)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A worker takes one file after another, and a long one must not be the last."""
-    if config.getoption("part"):
-        number, parts = map(int, config.getoption("part").split("/"))
-        assert 1 <= number <= parts
-        others = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != number - 1]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == number - 1]
+    """Leave out other parts, and hand out long files first: a worker takes one file after another."""
+    if config.getoption("part") is not None:
+        number, parts = config.getoption("part")
+        by_part: list[list[pytest.Item]] = [[] for _ in range(parts)]
+        for item in items:
+            by_part[zlib.crc32(item.nodeid.encode()) % parts].append(item)
+        items[:] = by_part.pop(number - 1)
+        config.hook.pytest_deselected(items=[item for part in by_part for item in part])
     places = {path: place for place, path in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 

@@ -10,6 +10,7 @@ import torch
 
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import RoundResult
+from fedspan.models.compiled import CompiledBlocks
 from fedspan.models.layout import TokenLayout
 from fedspan.runs.setup import prepare
 from fedspan.training.batched import BatchedEngine
@@ -76,3 +77,13 @@ def test_a_compiler_that_fails_is_named(tiny_folder: Path, monkeypatch: pytest.M
     with pytest.raises(FedspanError, match=r"torch\.compile failed on this machine") as refused:
         rounds(tiny_folder, "bert", compile=True, clients_per_pass=3, workers=1)
     assert refused.value.field == "engine.compile"
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_failed_checks_of_compiled_code_are_told_from_other_assertions(compiled: bool, tiny_folder: Path) -> None:
+    """Inductor's modules assert the strides of their inputs with a function that they import."""
+    blocks = CompiledBlocks(prepare(tiny.config(tiny_folder)).engine.adapted)
+    names: dict[str, Any] = {"assert_size_stride": None} if compiled else {}
+    exec("def fail():\n    raise AssertionError('expected size 2==2, stride 96==112 at dim=0')", names)
+    with pytest.raises(FedspanError if compiled else AssertionError, match="stride 96==112"), blocks.within():
+        names["fail"]()

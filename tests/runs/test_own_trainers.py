@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import (
@@ -131,7 +131,7 @@ def test_two_clients_do_not_share_a_trainer(tiny_folder: Path, tmp_path: Path) -
 
 def test_an_adapter_inside_of_a_plain_loops_model_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     model = torch.nn.Sequential(tiny.fresh_classifier(tiny_folder / "bert"))
-    model[0].add_adapter(LoraConfig(target_modules=["query"]))  # pyright: ignore
+    inject_adapter_in_model(LoraConfig(target_modules=["query"]), model[0])
     assert "PEFT adapter" in refusal(tiny_folder, tmp_path, fedspan.TorchTrainer(model, lambda round: None, 8))
 
 

@@ -228,6 +228,8 @@ def test_compiled_blocks_train_as_others(kind: str, folder: Path) -> None:
     try:
         compiled = result({**values, "engine": {**ENGINES["batched"], "compile": True}}, CUDA)
     except FedspanError as error:
+        if kind != "gpt2" or error.field != "engine.compile":
+            raise
         pytest.skip(str(error))  # Inductor of PyTorch 2.11 fails on GPT-2's attention in the backward pass
     require_close(compiled, plain, CLOSE)
 

@@ -73,6 +73,7 @@ def slow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """All slow runs that are asked for, in one process."""
     asked = {item.name for item in request.session.items if item.path == Path(__file__)}
     names = [name for name in SLOW if f"test_every_other_run_ends_as_on_the_cpu[{name}]" in asked]
+    assert names
     return compare(tmp_path_factory.mktemp("slow"), names)
 
 

@@ -54,8 +54,9 @@ class RunSections(Section):
     )
     deterministic: bool = Field(
         default=False,
-        description="On a GPU, use only algorithms that repeat to the bit (torch.use_deterministic_algorithms); "
-        "some are slower, and an operation that has none fails. A CPU needs no such setting.",
+        description="On a GPU, use only deterministic algorithms (torch.use_deterministic_algorithms): reruns are "
+        "bitwise equal. Some are slower, and an operation without one fails. In a deployment it applies to the server "
+        "and the nodes. It has no effect on a CPU, where reruns are bitwise equal anyway.",
     )
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig

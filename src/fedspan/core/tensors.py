@@ -111,7 +111,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def sum_rows(rows_SD: Tensor, numbers_S: Tensor, count: int) -> Tensor:
-    """Sum up rows by number, in the same order every time.
+    """Sum rows by number, in a deterministic order.
 
     Args:
         rows_SD: The rows, (S, D).
@@ -124,7 +124,7 @@ def sum_rows(rows_SD: Tensor, numbers_S: Tensor, count: int) -> Tensor:
     sums = rows_SD.new_zeros(count, rows_SD.shape[1])
     if rows_SD.device.type == "cpu":
         return sums.index_add_(0, numbers_S, rows_SD)
-    return sums.index_put_((numbers_S,), rows_SD, accumulate=True)  # CUDA's index_add_ adds in an order of chance
+    return sums.index_put_((numbers_S,), rows_SD, accumulate=True)  # CUDA's index_add_ sums in a nondeterministic order
 
 
 def compute_norm(tensors: Tensors) -> float:

@@ -168,9 +168,10 @@ def load_pretrained(
 
 
 class _DrawsOnCpu(TorchDispatchMode):
-    """Draws random values of tensors on other devices on the CPU, so that they do not depend on the device.
+    """Fills tensors on other devices with random values from the CPU's generator.
 
-    Quantized and offloaded models are loaded straight onto their devices, new heads included.
+    Quantized and offloaded models are loaded straight onto their devices, new heads included, and heads must not
+    depend on the device. Only in-place operators (``normal_``, ``uniform_``) are covered, which initialization uses.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -179,7 +180,7 @@ class _DrawsOnCpu(TorchDispatchMode):
         if (
             not isinstance(target, Tensor)
             or target.device.type in ("cpu", "meta")
-            or not func._schema.is_mutable
+            or not func._schema.name.endswith("_")
             or torch.Tag.nondeterministic_seeded not in func.tags
         ):
             return func(*args, **options)

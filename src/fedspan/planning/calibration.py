@@ -28,7 +28,7 @@ from fedspan.planning.compute import PlannedPasses, Trains
 from fedspan.planning.layer_counts import Computation
 from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.model_setup import empty_model, get_pooling
-from fedspan.runs.setup import choose_device, compute_max_length
+from fedspan.runs.setup import choose_device, compute_max_length, set_algorithms
 from fedspan.runs.task_setup import collect_task_settings
 from fedspan.tasks.encoding import Ragged
 from fedspan.tasks.images import EncodedImages
@@ -76,6 +76,7 @@ def measure_speed(
         problem = f"a base in {config.model.quantization} cannot be timed without its weights"
         raise FedspanError("--device", HERE, "a GPU's name", problem=problem)
     device, threads, depth = choose_device(config.device), torch.get_num_threads(), None
+    set_algorithms(config.deterministic, device)
     if base > _WHOLE:
         depth = _BLOCKS
         all_layers = config.model.model_copy(update={"layers_to_transform": None, "layers_pattern": None})

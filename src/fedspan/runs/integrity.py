@@ -42,7 +42,7 @@ _END = "\n...\n"
 """YAML's mark of the end of a document: a config.yaml without it lost its end."""
 
 _CHANGEABLE = {
-    *("device", "threads", "engine", "baselines", "centralized_lr"),
+    *("device", "threads", "deterministic", "engine", "baselines", "centralized_lr"),
     *("model.name", "model.adapter", "model.gradient_checkpointing", "data.train", "data.test"),
     *(
         f"federation.{name}"

@@ -36,7 +36,14 @@ from fedspan.runs.model_card import RunReport
 from fedspan.runs.model_setup import build_model
 from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.session import load_partition
-from fedspan.runs.setup import Prepared, choose_device, compute_max_length, prepare, require_private_model
+from fedspan.runs.setup import (
+    Prepared,
+    choose_device,
+    compute_max_length,
+    prepare,
+    require_private_model,
+    set_algorithms,
+)
 from fedspan.runs.task_setup import collect_task_settings
 from fedspan.training.stages import Stages
 from fedspan.transports.in_process import simulate
@@ -89,7 +96,9 @@ def prepare_server(config: RunConfig, key: bytes | None = None, stages: Stages |
         problem = "the examples are on the nodes, and the server has no held-out set to score by value"
         raise FedspanError("evaluation.by", config.evaluation.by, problem=problem)
     with stages.stage("model"):
-        model = build_model(config, labels, choose_device(config.device))
+        device = choose_device(config.device)
+        set_algorithms(config.deterministic, device)
+        model = build_model(config, labels, device)
     require_private_model(config, model.adapted)
     task_settings = collect_task_settings(
         config, labels, compute_max_length(config, model.processor, model.adapted.model), model.pooling

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -100,6 +100,10 @@ class Prepared:
     test_parts: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
+_FILLING: Any = torch.utils.deterministic
+_restricts_torch = False  # whether the last run of this process has restricted torch
+
+
 def choose_device(name: str) -> torch.device:
     """Return the named device; ``auto``: CUDA, then Apple's MPS, then the CPU.
 
@@ -121,10 +125,22 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def _use_deterministic_algorithms() -> None:
-    """Have torch use only algorithms that repeat to the bit, in this process."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it; cuBLAS reads it at its start
-    torch.use_deterministic_algorithms(True)
+def set_algorithms(deterministic: bool, device: torch.device) -> None:
+    """Restrict torch to deterministic algorithms in this process, or undo what an earlier run restricted.
+
+    Args:
+        deterministic: Whether the run asks for it.
+        device: Device of the run; a CPU needs no restriction.
+    """
+    global _restricts_torch
+    if deterministic and device.type != "cpu":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS at its start
+        _FILLING.fill_uninitialized_memory = False  # only finds mistakes, and takes time
+        torch.use_deterministic_algorithms(True)
+        _restricts_torch = True
+    elif _restricts_torch:
+        torch.use_deterministic_algorithms(False)
+        _restricts_torch = False
 
 
 @dataclass(frozen=True)
@@ -272,8 +288,7 @@ def build_trainer(
         FedspanError: If anything in the config does not fit the model.
     """
     stages = stages or Stages()
-    if config.deterministic:
-        _use_deterministic_algorithms()
+    set_algorithms(config.deterministic, device)
     with stages.stage("model"):
         built = build_model(config, labels, device, objects, targets)
     adapted = built.adapted

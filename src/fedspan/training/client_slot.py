@@ -20,7 +20,11 @@ __all__ = ["ClientSlot", "SharedTensors", "perturb", "select_group", "stack_froz
 
 
 class SharedTensors:
-    """Tensors that do not train and are equal in many clients: one copy of each on the device."""
+    """Tensors that do not train and are equal in many clients: one copy of each on the device.
+
+    The first client's tensors are the shared ones. Of each, a copy remains where it came from, for comparison: on an
+    accelerator, that takes as much of the host's memory.
+    """
 
     def __init__(self) -> None:
         self._tensors: dict[str, tuple[Tensor, Tensor]] = {}  # in the memory that they came from, and on the device
@@ -31,8 +35,10 @@ class SharedTensors:
             source, copied = self._tensors[name]
             if source.device == value.device and source.dtype == value.dtype and torch.equal(source, value):
                 return copied
-        copied = _own(value, device)
-        self._tensors.setdefault(name, (copied if copied.device == value.device else _own(value, value.device), copied))
+            return _copy_to(device, value)
+        copied = _copy_to(device, value)
+        source = copied if copied.device == value.device else value.detach().clone()
+        self._tensors[name] = source, copied
         return copied
 
     def clear(self) -> None:
@@ -40,7 +46,7 @@ class SharedTensors:
         self._tensors.clear()
 
 
-def _own(value: Tensor, device: torch.device) -> Tensor:
+def _copy_to(device: torch.device, value: Tensor) -> Tensor:
     """Return a copy on a device."""
     detached = value.detach()
     moved = to_device(detached, device)
@@ -83,7 +89,7 @@ class ClientSlot:
         self.steps = 0  # optimizer steps so far
         self.values = layout.copy_row(job.tensors, device)
         self.frozen = {
-            name: _own(value, device) if name in job.buffers else shared.get(name, value, device)
+            name: _copy_to(device, value) if name in job.buffers else shared.get(name, value, device)
             for name, value in _order(job.tensors).items()
             if name not in layout.names
         }
