@@ -237,9 +237,11 @@ def _find_test_parts(test: datasets.Dataset | None, by: str | None) -> dict[str,
         return {}
     if test is None:
         raise FedspanError("evaluation.by", by, "data.test, or a data.test_fraction", problem="there is no test set")
-    names, numbers = np.unique(read_required_names(test, by, "evaluation.by"), return_inverse=True)
-    rows = np.split(np.argsort(numbers, kind="stable"), np.cumsum(np.bincount(numbers))[:-1])
-    parts = dict(zip(names.tolist(), rows, strict=True))
+    # An array of text pads every name to the longest one and drops trailing NULs, so a dictionary numbers the names.
+    numbers: dict[str, int] = {}
+    row_numbers = [numbers.setdefault(name, len(numbers)) for name in read_required_names(test, by, "evaluation.by")]
+    rows = np.split(np.argsort(row_numbers, kind="stable"), np.cumsum(np.bincount(row_numbers))[:-1])
+    parts = dict(zip(numbers, rows, strict=True))
     return {value: parts[value] for value in sort_names(parts)}
 
 
