@@ -105,7 +105,8 @@ def test_a_router_of_experts_is_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("key", NO_HEAD)
 def test_a_family_without_a_head_for_the_task_is_refused(key: str, folder: Path) -> None:
-    problem = f"is a {key}, for which Transformers has no AutoModelForSequenceClassification. A task of your own"
+    missing = "AutoModelForSequenceClassification"
+    problem = f"has the architecture '{key}', for which Transformers has no {missing}. A task of your own"
     for changes in ({}, {"pretrained": False}):
         values = tiny_families.settings(folder, key, **changes)
         with pytest.raises(FedspanError, match=problem) as caught:

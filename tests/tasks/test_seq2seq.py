@@ -309,7 +309,9 @@ def test_a_file_is_evaluated_with_and_without_generated_texts(tmp_path: Path) ->
 
 def test_what_cannot_be_trained_is_refused(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = tiny_seq2seq.settings(tmp_path)
-    with pytest.raises(FedspanError, match="is a bert, for which Transformers has no AutoModelForSeq2SeqLM"):
+    with pytest.raises(
+        FedspanError, match="has the architecture 'bert', for which Transformers has no AutoModelForSeq2SeqLM"
+    ):
         prepare(parse_config({**values, "model": {**values["model"], "name": str(tiny_folder / "bert")}}))
     with pytest.raises(FedspanError, match=r"`task_options\.num_beams`: 0 is not accepted"):
         parse_config({**values, "task_options": {"num_beams": 0}})

@@ -373,8 +373,9 @@ def _require_head(error: Exception, name: str, config: Any, head: Head) -> None:
     if "for this kind of AutoModel" not in str(error):
         return
     problem = (
-        f"{name!r} is a {config.model_type}, for which Transformers has no {head.auto_class}. A task of your own "
-        "(fedspan.run with model= and task=) or a trainer of your own (fedspan.simulate) can train it"
+        f"{name!r} has the architecture {config.model_type!r}, for which Transformers has no {head.auto_class}. "
+        "A task of your own (fedspan.run with model= and task=) or a trainer of your own (fedspan.simulate) can train "
+        "it"
     )
     raise FedspanError("model.name", name, problem=problem) from error
 
