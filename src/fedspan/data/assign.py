@@ -269,8 +269,8 @@ def _assign_by_value(
                 f"This is about the examples with {config.column}: {value} ({len(rows)}), which {share} of the "
                 f"{config.clients} clients share"
             )
-            given = config.clients if error.field == f"{field}.clients" else None
-            raise error.relocate(error.field, given, note) from None
+            requested_clients = config.clients if error.field == f"{field}.clients" else None
+            raise error.relocate(error.field, requested_clients, note) from None
         owners[rows[part.rows]] = len(ids) + np.repeat(np.arange(share), np.diff(part.bounds))
         ids += [f"{value}-{id.removeprefix(_ID)}" for id in part.ids]
     return Shares.from_owners(ids, owners)

@@ -246,8 +246,8 @@ class OrderTerms:
             clip = STATISTICS_CLIP
         elif privacy is not None and privacy.mechanism == "central":
             clip = privacy.clip
-        agreed = {"config": self.digest, "clip": clip, "bits": secure.bits}
-        for name, value in agreed.items():
+        agreements = {"config": self.digest, "clip": clip, "bits": secure.bits}
+        for name, value in agreements.items():
             if getattr(agreement, name) != value:
                 raise FedspanError(f"message.agreement.{name}", getattr(agreement, name), f"the run's, {value}")
         self.require_rate(agreement.lr, agreement.round)

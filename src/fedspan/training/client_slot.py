@@ -63,8 +63,8 @@ class ClientSlot:
         seed: Seed of the batches.
         examples: The data set that its indices point into.
         device: Device of the model.
-        class_terms: What the loss has for each class, (labels,), by the key of a batch's rows; all clients have
-            the same keys.
+        class_terms: Per-class inputs of the loss (weights, logit offsets), (labels,), by the key of a batch's rows;
+            all clients have the same keys.
         shared: Tensors that do not train, which clients with equal ones share; the slot adds its own.
     """
 

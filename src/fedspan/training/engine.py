@@ -278,7 +278,7 @@ class Trainer:
         return batch
 
     def compute_class_terms(self, assignment: Assignment, examples: Examples) -> dict[str, Tensor]:
-        """Compute what the loss of an assignment's examples has for each class, (K,), by the key of a batch's rows.
+        """Compute per-class inputs of the loss (weights, logit offsets), (labels,), by the key of a batch's rows.
 
         It is the same for all batches of a job.
         """
