@@ -467,8 +467,22 @@ def test_arguments_without_effect_are_named_once_for_all_clients_that_set_them(
     }
     TrainerRuns(adopt_trainers(trainers)).close()
     (note,) = notes_of(caplog)
-    assert "of east, south without effect" in note
+    assert note.startswith("these trainer arguments of east, south have no effect, because ")
     assert note.endswith(": weight_decay, warmup_steps")
+
+
+@pytest.mark.parametrize(
+    ("count", "named"),
+    [(5, "bank-0, bank-1, bank-2, bank-3, bank-4 have"), (7, "bank-0, bank-1, bank-2, bank-3, bank-4 and 2 more have")],
+)
+def test_arguments_without_effect_name_five_clients(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int, named: str
+) -> None:
+    args = arguments(tmp_path, weight_decay=0.1)
+    trainers = {f"bank-{number}": make_trainer(tiny_folder, "east", args=args) for number in range(count)}
+    TrainerRuns(adopt_trainers(trainers)).close()
+    (note,) = notes_of(caplog)
+    assert f"arguments of {named} no effect" in note
 
 
 def make_loop(model: Any, rows: Any, targets: Mapping[str, int]) -> fedspan.TorchTrainer:

@@ -36,6 +36,9 @@ __all__ = ["TrainerRuns", "adopt_trainer", "adopt_trainers", "require_used"]
 
 log = logging.getLogger(__name__)
 
+_NAMED_CLIENTS = 5
+"""Number of clients that a warning names; it counts the others."""
+
 _TASK_TYPES = {
     "ForCausalLM": "CAUSAL_LM",
     "LMHeadModel": "CAUSAL_LM",
@@ -177,9 +180,12 @@ def _report_unused_arguments(trainers: Mapping[str, LocalTrainer]) -> None:
         if isinstance(trainer, TransformersTrainer) and trainer.unused_arguments:
             clients.setdefault(trainer.unused_arguments, []).append(id)
     for names, ids in clients.items():
+        shown = ", ".join(ids[:_NAMED_CLIENTS])
+        if (rest := len(ids) - _NAMED_CLIENTS) > 0:
+            shown += f" and {rest} more"
         log.warning(
-            "trainer arguments of %s without effect, because the run's config sets them: %s",
-            *(", ".join(ids), ", ".join(names)),
+            "these trainer arguments of %s have no effect, because the run's config sets them: %s",
+            *(shown, ", ".join(names)),
         )
 
 
