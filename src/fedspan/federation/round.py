@@ -271,8 +271,9 @@ def compute_mean_loss(replies: Iterable[Reply], ratio: float | None) -> float:
 
     Args:
         replies: The accepted replies.
-        ratio: Maximum number of examples that counts for a phase of one client, as a multiple of the median; None: no
-            limit.
+        ratio: Maximum number of examples that counts for a phase of one client, as a multiple of the median (the lower
+            middle number if there is an even number of phases); None: no limit. There is none either if that median
+            is 0.
     """
     parts = [part for reply in replies for part in reply.parts]
     counts = [part.examples for part in parts]
