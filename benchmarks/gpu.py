@@ -1,6 +1,7 @@
 """Training many clients on one GPU: tokens a second, memory, equality with the CPU, and server steps.
 
     python benchmarks/gpu.py --page docs/results/gpu.md           (one GPU, at most 30 minutes)
+    python benchmarks/gpu.py --rounding                           (no GPU, minutes; a section of that page)
     python benchmarks/gpu.py --smoke --device cpu                 (tiny shapes, seconds; nothing is judged)
 
 The models have random weights in the shapes of RoBERTa-large, Llama-3.2-1B and Llama-2-7B, in bfloat16, with FedIT at
@@ -301,6 +302,36 @@ def check_agreement(shape: Shape, device: torch.device) -> Agreement:
     return Agreement(float(max(gaps)), repeats)
 
 
+def measure_rounding(shape: Shape) -> float:
+    """Measure the greatest relative distance of the CPU's own float32 from float64, in the job of `check_agreement`."""
+    model, cpu = build(shape, torch.float32, torch.device("cpu"), depth=2), torch.device("cpu")
+    narrow, wide = (
+        Bench.prepare(shape, adapt(shape, copy.deepcopy(model).to(cpu, dtype)), 1, 2).train()["c00"].tensors
+        for dtype in (torch.float32, torch.float64)
+    )
+    return max(float((narrow[name] - value).norm() / value.norm().clamp(min=1e-3)) for name, value in wide.items())
+
+
+def format_rounding(shapes: Sequence[Shape], smoke: bool) -> str:
+    """Return a section about the CPU's own rounding, to be read beside the distances from it."""
+    return "\n".join(
+        [
+            "## Rounding of the CPU",
+            "",
+            "What the distances above can be compared with: the same job on the CPU in float32, relative to float64. A "
+            "device that is no farther from the CPU than a few times this rounds differently and is not wrong.",
+            "",
+            f"Command: `python benchmarks/gpu.py --rounding{' --smoke' if smoke else ''}`  ",
+            f"Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, torch {torch.__version__}.",
+            "",
+            "| shape | relative distance |",
+            "|---|---|",
+            *(f"| {shape.name} | {measure_rounding(shape):.1e} |" for shape in shapes),
+            "",
+        ]
+    )
+
+
 def measure_server_step(size: int, clients: int, device: torch.device) -> float:
     """Seconds of the truncated SVD of one layer's aggregate, from the clients' factors."""
     rng = torch.Generator().manual_seed(0)
@@ -461,11 +492,14 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny shapes")
     parser.add_argument("--clients", type=int, nargs="+", default=None)
     parser.add_argument("--batches", type=int, nargs="+", default=None)
+    parser.add_argument("--rounding", action="store_true", help="print the CPU's own rounding instead; needs no GPU")
     parser.add_argument("--page", type=Path, help="write the tables to this file")
     args = parser.parse_args()
     args.clients = args.clients or ([1, 3] if args.smoke else [1, 8, 50])
     args.batches = args.batches or ([1, 2] if args.smoke else [1, 2, 4, 8])
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
+    if args.rounding:
+        text = format_rounding(SMOKE if args.smoke else SHAPES, args.smoke)
+    elif args.device.startswith("cuda") and not torch.cuda.is_available():
         text = NOT_MEASURED
     else:
         text = page(args, torch.device(args.device))
