@@ -22,7 +22,7 @@ def test_the_page_and_its_heading_are_there(field: str) -> None:
 
 
 def test_every_section_of_a_config_has_a_page() -> None:
-    alone = {"seed", "device", "threads", "centralized_lr"}
+    alone = {"seed", "device", "threads", "deterministic", "centralized_lr"}
     assert set(RunConfig.model_fields) - alone <= PAGES.keys()
 
 
