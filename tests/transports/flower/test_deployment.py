@@ -27,7 +27,7 @@ from helpers.sites import SITES, local_values, run_values, site_files
 from helpers.watched_rounds import differences
 
 pytestmark = pytest.mark.slow
-STEPS = 800
+STEPS = 400
 """Of a client's round, so that there is time to kill somebody in it."""
 TRAINED = 0.3
 """Seconds of CPU time after which a node is surely training: far less than a round's training takes."""
@@ -214,7 +214,7 @@ def test_nodes_join_and_leave_a_run_under_way(tiny_folder: Path, tmp_path: Path)
     files = site_files(tiny_folder / "corpus.csv", tmp_path, sites)
     plan = config(tiny_folder, tmp_path, rounds=24, late_joiners=True)
     values = yaml.safe_load(plan.read_text())
-    values["training"]["local_steps"] = STEPS // 4
+    values["training"]["local_steps"] = STEPS // 2
     values["engine"] = {"name": "loop"}  # in the batched one, the bits depend on how many clients share a pass
     plan.write_text(yaml.safe_dump(values))
     run = tmp_path / "run"
