@@ -13,11 +13,11 @@ FAMILIES = ("fedit", "rolora", "flora", "flexlora", "fedsa-lora", "fedgalore", "
 """Averaged, alternating, stacked, decomposed and personal factors, projected gradients, accumulated updates, two
 phases."""
 UNLIKE = ("flora", "fedgalore", "fedsa-lora")
-"""Those that differ most: a base that moves, projectors with moments, factors that stay on the client.
+"""The methods that differ most: a base that moves, projectors with moments, factors that stay on the client.
 
 For tests that run whole federations of each method."""
 
 
 def methods_by_family(keys: Iterable[str] = METHODS, quick: Collection[str] = FAMILIES) -> list[Any]:
-    """Return the keys of all or some methods, as parameters of a test; those that are not ``quick`` are marked slow."""
+    """Return the keys of all or some methods, as parameters of a test; those not in ``quick`` are marked slow."""
     return [pytest.param(key, marks=() if key in quick else pytest.mark.slow) for key in sorted(keys)]

@@ -18,7 +18,7 @@ GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 
 @pytest.fixture
 def modes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What torch is told, in order."""
+    """The values passed to ``torch.use_deterministic_algorithms``, in order."""
     found: list[bool] = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", found.append)
     monkeypatch.setattr(setup, "_restricts_torch", False)

@@ -20,14 +20,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fedspan
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.models.layout import TokenLayout
 from fedspan.runs.setup import prepare
-from helpers import tiny, tiny_decoders
+from helpers import planned_memory, tiny, tiny_decoders
 from helpers.device_runs import ENGINES, RUNS, WAITS, inner_waits, result, save_models
 from helpers.trainer_clients import with_trainers
 from helpers.watched_rounds import OPTIONS
@@ -234,49 +234,18 @@ def test_compiled_blocks_train_as_others(kind: str, folder: Path) -> None:
     require_close(compiled, plain, CLOSE)
 
 
-PLANNED: dict[str, dict[str, Any]] = {
-    "lora": {},
-    "recomputed": {"model": {"gradient_checkpointing": True}},
-    "upper-layers": {"model": {"layers_to_transform": [4, 5]}},
-    "whole-weights": {"method": {"name": "fedavg"}},
-    "decoder": {"task": "causal-lm", "data": {"prompt": "{text}", "answer": "text"}, "model": {"name": "llama"}},
-}
-
-
 @pytest.fixture(scope="module")
-def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models of some 45 MB, and texts longer than they take."""
-    place = tmp_path_factory.mktemp("larger")
-    shape: dict[str, Any] = {
-        "hidden_size": 384,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 12,
-        "intermediate_size": 1536,
-    }
-    words: dict[str, Any] = {"vocab_size": 2000, "max_position_embeddings": 64}
-    BertModel(BertConfig(**words, **shape)).save_pretrained(place / "bert")
-    LlamaForCausalLM(LlamaConfig(**words, **shape)).save_pretrained(place / "llama")
-    for name in ("bert", "llama"):
-        tiny.save_tokenizer(place / name, pairs=name != "llama")
-    rows = [f"{' '.join(['word1'] * 60)},{'ab'[number % 2]}" for number in range(48)]
-    (place / "texts.csv").write_text("\n".join(["text,label", *rows]), encoding="utf-8")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models and texts of the runs whose memory is planned."""
+    place = tmp_path_factory.mktemp("planned")
+    planned_memory.save_models(place)
     return place
 
 
-@pytest.mark.parametrize("name", PLANNED)
-def test_memory_of_a_client_is_what_the_gpu_holds(name: str, larger: Path) -> None:
-    values: dict[str, Any] = {
-        "device": CUDA,
-        "data": {"train": str(larger / "texts.csv"), "test_fraction": 0},
-        "model": {"name": "bert", "max_length": 32},
-        "partition": {"partitioner": "iid", "clients": 1, "validation": 0, "test": 0},
-        "training": {"batch_size": 48, "local_steps": 2},
-        "federation": {"rounds": 1},
-        "engine": {"name": "loop"},
-    }
-    for section, change in PLANNED[name].items():
-        values[section] = {**values.get(section, {}), **change} if isinstance(change, dict) else change
-    values["model"]["name"] = str(larger / values["model"]["name"])
+@pytest.mark.parametrize("name", planned_memory.CASES)
+def test_memory_of_a_client_is_what_the_gpu_holds(name: str, planned: Path) -> None:
+    changes = {**planned_memory.CASES[name], "engine": {"name": "loop"}, "device": CUDA}
+    values = planned_memory.settings(planned, changes)
     peaks: list[int] = []
     for _ in range(2):  # the first run also loads what libraries keep
         gc.collect()
@@ -286,6 +255,6 @@ def test_memory_of_a_client_is_what_the_gpu_holds(name: str, larger: Path) -> No
         prepared.federation.run_round(prepared.federation.begin())
         peaks.append(torch.cuda.max_memory_allocated() - before)
         del prepared
-    labels = None if values.get("task") else 2
-    planned = fedspan.plan(values, labels=labels, examples=48, device="H100").client
-    assert peaks[-1] == pytest.approx(planned.total, rel=0.15), planned
+    labels, examples = None if values.get("task") else 2, planned_memory.EXAMPLES
+    estimate = fedspan.plan(values, labels=labels, examples=examples, device="H100").client
+    assert peaks[-1] == pytest.approx(estimate.total, rel=planned_memory.TOLERANCE), estimate
