@@ -140,6 +140,7 @@ def set_algorithms(deterministic: bool, device: torch.device) -> None:
         _restricts_torch = True
     elif _restricts_torch:
         torch.use_deterministic_algorithms(False)
+        _FILLING.fill_uninitialized_memory = True  # torch's default
         _restricts_torch = False
 
 
