@@ -56,7 +56,8 @@ class RunSections(Section):
         default=False,
         description="On a GPU, use only deterministic algorithms (torch.use_deterministic_algorithms): reruns are "
         "bitwise equal. Some are slower, and an operation without one fails. It lasts in a process until the next run "
-        "without it. In a deployment it applies to the server and the nodes. It has no effect on a CPU, where reruns are bitwise equal anyway.",
+        "without it. In a deployment it applies to the server and the nodes. It has no effect on a CPU, where reruns "
+        "are bitwise equal anyway.",
     )
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig
