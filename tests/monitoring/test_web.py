@@ -184,6 +184,18 @@ def test_connections_without_the_token_are_bounded(page: WebPage) -> None:
             time.sleep(0.05)
 
 
+def test_no_header_names_another_connection(page: WebPage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection that sent the token is the one that may stay."""
+    connections = pytest.importorskip("fedspan.transports.flower.connections")
+    cookie, clients = log_in(page), list[Any]()
+    monkeypatch.setattr(connections.Connections, "accept", lambda self, client, *_: clients.append(client))
+    with socket.create_connection(("127.0.0.1", page.port), 10) as viewer:
+        forged = f"X-Forwarded-For: 127.0.0.1:7\r\nCookie: {cookie['Cookie']}\r\n"
+        viewer.sendall(f"GET /state.json HTTP/1.1\r\nHost: 127.0.0.1\r\n{forged}\r\n".encode())
+        assert viewer.recv(100).startswith(b"HTTP/1.1 200")
+        assert clients == [viewer.getsockname()]
+
+
 def test_large_requests_are_refused(page: WebPage) -> None:
     cookie = log_in(page)
     assert request(page, "/" + "x" * (1 << 12), headers=cookie)[0] == 404

@@ -248,6 +248,7 @@ class WebPage:
         )
         config = uvicorn.Config(
             app,
+            proxy_headers=False,  # connections are counted by their real address
             loop="asyncio",
             http=protocol,
             ws="none",

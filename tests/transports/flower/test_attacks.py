@@ -22,6 +22,7 @@ import pytest
 
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
+from helpers.another_user import as_another_user
 from helpers.hostile_node import HostileNode, connect, id_of, name_of, send_unauthenticated, tree_of
 from helpers.reply_transport import exchanged
 
@@ -298,20 +299,23 @@ def test_refused_upgrades_take_no_place_for_good(scene: Scene) -> None:
     scene.require_work()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
 def test_another_user_of_the_machine_commands_nothing(scene: Scene) -> None:
+    """Neither under its own address nor under that of a connection of the operator, in a header for proxies."""
     code = """
 import ssl, sys, http.client
 context = ssl._create_unverified_context()
 host, port = sys.argv[1].split(":")
-for path in ("/v1/control/list-nodes", "/v1/control/start-run", "/v1/runtime/acquire-task", "/docs", "/health"):
-    line = http.client.HTTPSConnection(host, int(port), context=context, timeout=30)
-    line.request("POST", path, body=b"", headers={"content-type": "application/protobuf"})
-    print(line.getresponse().status)
+for header in ({}, {"x-forwarded-for": "127.0.0.1:" + sys.argv[2]}):
+    for path in ("/v1/control/list-nodes", "/v1/control/start-run", "/v1/runtime/acquire-task", "/docs", "/health"):
+        line = http.client.HTTPSConnection(host, int(port), context=context, timeout=30)
+        line.request("POST", path, body=b"", headers={"content-type": "application/protobuf", **header})
+        print(line.getresponse().status)
 """
-    python = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else sys.executable
-    done = subprocess.run([python, "-c", code, scene.address], user=65534, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["403"] * 5, done.stderr
+    with connect(scene.address, scene.authority) as operator:
+        own = str(operator.getsockname()[1])
+        command = [*as_another_user(), "-c", code, scene.address, own]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["403"] * 10, done.stderr
 
 
 def test_a_message_that_the_server_did_not_sign_is_not_carried_out(scene: Scene) -> None:

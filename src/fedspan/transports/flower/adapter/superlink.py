@@ -104,9 +104,12 @@ def run_superlink(
     extensions.get_middleware = lambda: (*middleware, *original())
 
     def run(**options: Any) -> None:
-        # An upgrade would leave the protocol, and its bounds; another loop than asyncio's would not call `accept`.
+        # By default, uvicorn lets a client of this machine name its own address and port in a header, by which the door
+        # recognizes the operator. An upgrade would leave the protocol, and its bounds; another loop than asyncio's
+        # would not call `accept`.
         config = uvicorn.Config(
             **options,
+            proxy_headers=False,
             http=protocol,
             ws="none",
             loop="asyncio",
