@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedspan.tasks.label_scores import compute_f1, compute_matthews
 from fedspan.tasks.losses import (
     CLASS_OPTIONS,
     OFFSETS,
@@ -98,21 +97,20 @@ class SingleLabelClassification(ABC):
         With two labels also ``f1``, of the second one, as GLUE measures MRPC. The Matthews correlation is 0 if all
         predictions or all labels are the same, as in scikit-learn.
         """
+        # its import takes a second, which commands that evaluate nothing do without
+        from sklearn.metrics import f1_score, matthews_corrcoef
+
         targets = examples.labels[np.asarray(indices, dtype=np.int64)]
         predicted = predictions.argmax(1).numpy()
-        counts = [
-            np.bincount(labels, minlength=len(self.labels))
-            for labels in (targets[predicted == targets], predicted, targets)
-        ]
-        f1 = compute_f1(*counts)
         scores = {
             "loss": float(F.cross_entropy(predictions.float(), torch.from_numpy(targets))),
             "accuracy": float((predicted == targets).mean()),
-            "macro_f1": float(f1[(counts[1] + counts[2]) > 0].mean()),
-            "matthews": compute_matthews(*counts),
+            "macro_f1": float(f1_score(targets, predicted, average="macro", zero_division=0)),  # pyright: ignore
+            # for a single label scikit-learn returns 0 with a warning
+            "matthews": float(matthews_corrcoef(targets, predicted)) if len({*targets, *predicted}) > 1 else 0.0,
         }
         if len(self.labels) == 2:
-            scores["f1"] = float(f1[1])
+            scores["f1"] = float(f1_score(targets, predicted, average="binary", zero_division=0))  # pyright: ignore
         return scores
 
     def decode_predictions(self, predictions: Tensor) -> list[str]:
