@@ -117,7 +117,7 @@ def test_a_new_key_takes_over_its_name_while_the_revoked_one_is_online(
     handshakes.process(8, reply, grid)
     assert (handshakes.nodes, handshakes.undecided) == ({}, {8})  # it is invited again
     assert notes.notes == [f"{CLIENT} does not participate yet: another node has this id, and is online (node 7)"]
-    revoked[7] = None
+    revoked[7] = admissions.Admission(CLIENT, "old key")
     handshakes.process(8, reply, grid)
     assert {id: one.node for id, one in handshakes.nodes.items()} == handshakes.owners == {CLIENT: 8}
 
@@ -213,6 +213,37 @@ def test_a_node_neither_refuses_nor_waits_in_the_name_of_another(
     with pytest.raises(FedspanError, match="this node was admitted as twin") as refused:
         met(tiny_folder, tmp_path, monkeypatch, [{"refused": "clinic has left the study"}])
     assert "left the study" not in str(refused.value)
+    assert f"{CLIENT}:" not in str(refused.value)
+
+
+@pytest.mark.parametrize("is_revoked", [False, True])
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_the_name_of_an_admitted_node_is_no_other_node_s(
+    is_listed: bool, is_revoked: bool, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 7 was admitted without a name, or not by ``fedspan admit``; it is the first to introduce itself."""
+    named = admissions.Admission(CLIENT, "key 8")
+    admitted = {7: admissions.Admission("", "key 7")} if is_listed else {}
+    monkeypatch.setattr(admissions, "read_admissions", lambda link: admitted if is_revoked else {**admitted, 8: named})
+    monkeypatch.setattr(admissions, "read_revocations", lambda link: {8: named} if is_revoked else {})
+    monkeypatch.setattr(submission, "compute_base_digest", lambda model: "b")
+    prepared: Any = SimpleNamespace(config=build_server_config(values(tiny_folder)), model=None)
+    link: Any = SimpleNamespace(authority=tmp_path / "ca.crt", folder=tmp_path)
+    grid: Any = SimpleNamespace(get_node_ids=lambda: [7, 8])
+    notes = Notes()
+    handshakes = submission.Handshakes(prepared, notes, link)
+    reply = Introduction(id=CLIENT, version=__version__, examples=5, base="b")
+    for changes in ({}, {"refused": "has left the study", "waiting": True}):
+        handshakes.process(7, reply.model_copy(update=changes).to_envelope(), grid)
+    assert handshakes.nodes == handshakes.owners == {}
+    assert (list(handshakes.refused), handshakes.undecided) == (["node 7"], set())
+    assert notes.notes == [
+        f"node 7 does not participate: it calls itself {CLIENT}, a name under which another key was admitted (--as)"
+    ]
+    handshakes.process(7, reply.model_copy(update={"id": "another"}).to_envelope(), grid)
+    if not is_revoked:
+        handshakes.process(8, reply.to_envelope(), grid)
+    assert handshakes.owners == {"another": 7} | ({} if is_revoked else {CLIENT: 8})
 
 
 def test_a_node_that_declares_no_examples_takes_no_part(

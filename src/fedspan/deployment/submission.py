@@ -244,10 +244,14 @@ class Handshakes:
             reply: The reply, or the reason for a missing one.
             grid: Flower's grid, which is asked for the nodes that are online.
         """
-        from fedspan.transports.flower.admissions import read_admissions
+        from fedspan.transports.flower.admissions import read_admissions, read_revocations
 
-        admitted = read_admissions(self._link).get(node)  # a node may be admitted while others are waited for
-        introduction, reason = _read_introduction(reply, self._base, admitted, self._federation)
+        admissions = read_admissions(self._link)  # a node may be admitted while others are waited for
+        admitted = admissions.get(node)
+        has_keys = self._link.authority is not None
+        owned = (admissions | read_revocations(self._link)).values() if has_keys else ()
+        names = {admission.name for admission in owned}
+        introduction, reason = _read_introduction(reply, self._base, admitted, names, self._federation)
         is_taken = False
         if introduction is not None and reason is None and self.owners.get(introduction.id, node) != node:
             is_taken = self._may_replace(introduction.id, admitted)
@@ -329,14 +333,18 @@ def _read_introduction(
     reply: Envelope | str,
     base: str,
     admitted: Admission | None,
+    names: Collection[str],
     federation: FederationConfig,
 ) -> tuple[Introduction | None, str | None]:
     """Decode a node's reply to an invitation, and return it with the reason if the node cannot participate.
+
+    A reply under an id that is not the node's own is not returned, so that nothing of it counts for that id.
 
     Args:
         reply: The reply, or the reason for a missing one.
         base: Digest of the frozen model and its tokenizer.
         admitted: What the operator decided about the node; None without keys.
+        names: All names under which nodes were ever admitted.
         federation: What the run requires of nodes.
     """
     if isinstance(reply, str):
@@ -345,9 +353,12 @@ def _read_introduction(
         introduction = read_header(Introduction, reply)
     except ValueError as error:
         return None, str(error)
-    if admitted is not None and admitted.name and introduction.id != admitted.name:
-        # else one data owner's node could replace another, or refuse in its name
-        return introduction, f"this node was admitted as {admitted.name}"
+    # else one data owner's node could replace another, or refuse in its name
+    own = "" if admitted is None else admitted.name
+    if own and introduction.id != own:
+        return None, f"it calls itself {introduction.id}; this node was admitted as {own}"
+    if not own and introduction.id in names:
+        return None, f"it calls itself {introduction.id}, a name under which another key was admitted (--as)"
     if introduction.refused is not None:
         return introduction, introduction.refused
     if introduction.version != __version__:
