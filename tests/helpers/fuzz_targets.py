@@ -13,6 +13,7 @@ import json
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -42,7 +43,7 @@ from fedspan.federation.secagg.messages import (
     UnmaskReply,
     decode_request,
 )
-from helpers.hostile_node import name_of, tree_of
+from helpers.hostile_node import make_strange_keys, name_of, to_pem, tree_of
 
 __all__ = ["TARGETS", "Codec", "Refusing", "Target"]
 
@@ -331,6 +332,7 @@ class Door(Target):
         tree = tree_of("m", [tree_of(name) for name in "abc"])
         request.message_object_trees.append(tree)
         self.seeds = (request.SerializeToString(), b"", bytes(200))
+        self._keys = [key for key in make_strange_keys() if key.startswith(b"-----BEGIN")]
 
     def mutate(self, data: bytes, draws: random.Random) -> bytes:
         """``Target.mutate``."""
@@ -366,10 +368,14 @@ class Door(Target):
 
         draws = random.Random(data[:64])
         names = [adapter.FLEET_HTTP_PUBLIC_KEY_HEADER, adapter.FLEET_HTTP_SIGNATURE_HEADER, adapter.TIMESTAMP_HEADER]
+        key = to_pem(mangled(base64.b64decode(b"".join(draws.choice(self._keys).splitlines()[1:-1])), draws))
         values = (data[:80], base64.b64encode(data[:80]), b"2026-01-01T00:00:00+00:00", b"", b"\xff")
         headers = [(name.lower().encode(), draws.choice(values)) for name in names]
-        if adapter.verify_node_headers(dict(headers)) is not None:
-            raise AssertionError("headers that nobody signed are valid")
+        likely = (base64.b64encode(key), base64.b64encode(data[:80]), values[2])  # the key is read before the signature
+        headers = draws.choice((headers, [(name, value) for (name, _), value in zip(headers, likely, strict=True)]))
+        with patch.object(adapter.superlink, "now", lambda: datetime(2026, 1, 1, tzinfo=UTC)):
+            if adapter.verify_node_headers(dict(headers)) is not None:
+                raise AssertionError("headers that nobody signed are valid")
         lengths = (str(len(data)).encode(), b"-1", b"9" * 40, b"", b"1e3", "٣".encode())
         headers.append((b"content-length", draws.choice((lengths[0], lengths[0], *lengths))))
         path = draws.choice(("push-messages", "push-messages", "push-object", "pull-messages", "../x", ""))

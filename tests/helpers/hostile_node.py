@@ -111,6 +111,32 @@ class HostileNode:
         self._client.close()
 
 
+def make_strange_keys() -> list[bytes]:
+    """Return public keys as PEM that are no node's: of every kind, of an unknown kind or curve, and very long."""
+    from cryptography.hazmat.primitives.asymmetric import dsa, ec, ed448, ed25519, rsa, x25519
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    modulus = (1 << 2047) + 1
+    keys: list[Any] = [
+        *(ec.derive_private_key(7, curve).public_key() for curve in (ec.SECP256R1(), ec.SECP521R1(), ec.SECP256K1())),
+        ed25519.Ed25519PrivateKey.from_private_bytes(bytes(32)).public_key(),
+        ed448.Ed448PrivateKey.from_private_bytes(bytes(57)).public_key(),
+        x25519.X25519PrivateKey.from_private_bytes(bytes(32)).public_key(),
+        rsa.RSAPublicNumbers(65537, modulus).public_key(),
+        dsa.DSAPublicNumbers(4, dsa.DSAParameterNumbers((1 << 1023) + 1, (1 << 159) + 1, 2)).public_key(),
+    ]
+    encoded = [key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo) for key in keys]
+    unknown = encoded[0].replace(bytes.fromhex("2a8648ce3d030107"), bytes.fromhex("2a8648ce3d03017f"))
+    kindless = encoded[0].replace(bytes.fromhex("2a8648ce3d0201"), bytes.fromhex("2a8648ce3d027f"))
+    long = b"a" * 2**14 + b"\n" + to_pem(encoded[0])  # text before the key is allowed in PEM
+    return [*map(to_pem, (*encoded, unknown, kindless, b"", b"0")), long]
+
+
+def to_pem(key: bytes) -> bytes:
+    """Return a public key in DER as PEM."""
+    return b"-----BEGIN PUBLIC KEY-----\n" + base64.encodebytes(key) + b"-----END PUBLIC KEY-----\n"
+
+
 def tree_of(id: str, children: Sequence[Any] = ()) -> Any:
     """Return a tree of objects."""
     return name_of(_MESSAGES, "ObjectTree")(object_id=id, children=children)

@@ -5,9 +5,11 @@ Each attack happens while an honest node participates in exchanges, which must e
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -23,7 +25,7 @@ import pytest
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from helpers.another_user import as_another_user
-from helpers.hostile_node import HostileNode, connect, id_of, name_of, send_unauthenticated, tree_of
+from helpers.hostile_node import HostileNode, connect, id_of, make_strange_keys, name_of, send_unauthenticated, tree_of
 from helpers.reply_transport import exchanged
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
@@ -228,6 +230,26 @@ def test_a_body_without_credentials_is_not_read(scene: Scene) -> None:
         answer, sent = send_unauthenticated(scene.address, scene.authority, declared, 32 * 2**20)
         assert " 401 " in answer or " 413 " in answer or not answer
         assert sent < 16 * 2**20
+    scene.require_work()
+
+
+def test_strangers_write_little_into_the_log_whatever_they_send(scene: Scene) -> None:
+    """Keys of every kind, and long paths: each is refused with one short line."""
+    before = scene.log.stat().st_size
+    authority = ssl.create_default_context(cafile=str(scene.authority))
+    with httpx.Client(base_url=f"https://{scene.address}", verify=authority) as stranger:
+        keys = make_strange_keys()
+        for key in keys:
+            headers = {**scene.hostile.headers(), "flwr-public-key": base64.b64encode(key).decode()}
+            assert stranger.post("/v1/fleet/pull-messages", headers=headers).status_code == 401, key
+        for _ in range(20):
+            assert stranger.post("/" + "a" * 15_000).status_code == 403
+    time.sleep(1)
+    with scene.log.open("rb") as log:
+        log.seek(before)
+        written = log.read()
+    assert b"Traceback" not in written
+    assert len(written) < 400 * (len(keys) + 20)
     scene.require_work()
 
 

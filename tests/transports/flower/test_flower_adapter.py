@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import base64
 import importlib
 import inspect
 import json
+import logging
 import re
 import socket
 import sqlite3
@@ -24,6 +26,7 @@ import pytest
 
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
+from helpers.hostile_node import make_strange_keys
 from helpers.reply_transport import exchanged
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
@@ -460,6 +463,46 @@ def test_a_registered_node_is_found_in_the_superlink_s_database(tmp_path: Path) 
         connection.execute("UPDATE node SET status = 'unregistered'")
     assert read_node_id(database, public) == (2**64 - 2, False)
     assert read_node_id(database, make_node_key(tmp_path / "other.key").read_bytes()) == (None, False)
+
+
+def test_the_headers_of_strangers_are_refused_whatever_their_key_is() -> None:
+    from fedspan.transports.flower import adapter
+
+    asymmetric = importlib.import_module(KEYS)
+    private, public = asymmetric.generate_key_pairs()
+    own, stamp = asymmetric.public_key_to_bytes(public), lookup("flwr.supercore.date", "now", "a time")().isoformat()
+
+    def verify(key: bytes, signature: bytes, stamp: str) -> bytes | None:
+        values = (base64.b64encode(key), base64.b64encode(signature), stamp.encode())
+        names = (adapter.FLEET_HTTP_PUBLIC_KEY_HEADER, adapter.FLEET_HTTP_SIGNATURE_HEADER, adapter.TIMESTAMP_HEADER)
+        return adapter.verify_node_headers({name.encode(): value for name, value in zip(names, values, strict=True)})
+
+    signature = asymmetric.sign_message(private, stamp.encode())
+    assert verify(own, signature, stamp) == own
+    for key in make_strange_keys():
+        assert verify(key, signature, stamp) is None, key
+    assert verify(own + b" " * 2**10, signature, stamp) is None
+    for time in ("", "x" * 2**15, "0001-01-01T00:00:00+23:59", "9999-12-31T23:59:59-23:59", stamp[:19], f"{stamp} "):
+        assert verify(own, asymmetric.sign_message(private, time.encode()), time) is None, time
+    assert adapter.verify_node_headers({}) is None
+
+
+def test_strangers_write_short_entries_into_the_access_log() -> None:
+    from fedspan.transports.flower.adapter import superlink
+
+    def shorten(method: str, path: str, status: int) -> tuple[bool, str]:
+        values = ("192.0.2.1:7", method, path, "1.1", status)
+        record = logging.LogRecord("uvicorn.access", logging.INFO, "", 0, '%s - "%s %s HTTP/%s" %d', values, None)
+        return superlink._shorten_remarkable(record), record.getMessage()
+
+    assert shorten("POST", "/fedspan/node/take-order", 200)[0] is False
+    assert shorten("POST", "/v1/control/list-nodes", 200) == (
+        True, '192.0.2.1:7 - "POST /v1/control/list-nodes HTTP/1.1" 200'
+    )  # fmt: skip
+    for method, path in (("POST", "/" + "a" * 2**15), ("A" * 2**15, "/"), ("POST", "/fedspan/node/" + "a" * 2**15)):
+        is_logged, text = shorten(method, path, 403)
+        assert is_logged
+        assert len(text) < 300
 
 
 def test_the_superlink_is_run_by_the_uvicorn_of_its_module() -> None:

@@ -85,6 +85,22 @@ def test_no_header_names_another_client(monkeypatch: pytest.MonkeyPatch) -> None
         thread.join(20)
 
 
+def test_a_large_log_is_moved_while_the_superlink_has_it_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(superlink_process, "_LOG_BYTES", 100)
+    path = tmp_path / "superlink.log"
+    superlink_process._rotate_log(path)
+    with path.open("ab", buffering=0) as log:
+        log.write(b"a" * 100)
+        superlink_process._rotate_log(path)
+        assert path.stat().st_size == 100
+        for line in (b"b", b"c"):
+            log.write(line * 101)
+            superlink_process._rotate_log(path)
+            log.write(b"next")
+            assert path.read_bytes() == b"next"
+    assert path.with_name("superlink.log.1").read_bytes() == b"next" + b"c" * 101
+
+
 @pytest.mark.slow
 def test_a_running_server_takes_renewed_certificates(tmp_path: Path) -> None:
     """A node that trusts the new authority alone is let in some seconds later; the old one is not presented again."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import socket
 import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 
@@ -67,6 +69,8 @@ def _allow_connections() -> None:
 _OFFERS = "FEDSPAN_OFFERS"
 """Variable of the SuperLink's environment with the folder of the offered base models."""
 _LOG = "superlink.log"
+_LOG_BYTES = 1 << 24
+"""Size of the log in bytes above which it becomes ``superlink.log.1``, in place of the one before."""
 _CHECK = 60.0
 """Seconds between two checks for admissions that have ended."""
 _STARTING = 60.0
@@ -114,6 +118,7 @@ def supervise(folder: Path, link: ServerLink, host: str, stop: Event, on_ready: 
                 if link.authority is not None and time.monotonic() - checked >= _CHECK:
                     checked = time.monotonic()
                     _end_admissions(link)
+                _rotate_log(folder / _LOG)
                 stop.wait(0.5)
         finally:
             process.terminate()
@@ -130,6 +135,18 @@ def _read_certificate(folder: Path) -> int | None:
         return (folder / CERTIFICATE).stat().st_mtime_ns
     except OSError:
         return None
+
+
+def _rotate_log(path: Path) -> None:
+    """Move the content of a log that is too large, since strangers' refused requests are entries, too.
+
+    The SuperLink has the file open and appends to it, so it stays in place; lines that are written meanwhile are lost.
+    """
+    with suppress(FileNotFoundError):  # the operator removed it
+        if path.stat().st_size > _LOG_BYTES:
+            with suppress(OSError):  # on a full disk, the old lines are given up
+                shutil.copy(path, path.with_name(f"{path.name}.1"))
+            os.truncate(path, 0)
 
 
 def _end_admissions(link: ServerLink) -> None:
