@@ -107,6 +107,16 @@ def test_the_base_moves_every_round_where_claimed(key: str, run_method: RunMetho
     assert METHODS[key].claims.moves_base == all(one.after.state.base.round == one.after.state.round for one in rounds)
 
 
+@pytest.mark.parametrize("key", METHODS)
+def test_messages_change_the_base_where_claimed(key: str, run_method: RunMethod) -> None:
+    """Clients of the other methods refuse a message that does."""
+    method, rounds = METHODS[key], run_method(key).rounds
+    sent = [method.sync(one.before.state, None).base for one in rounds]
+    sent.append(method.sync(rounds[-1].after.state, None).base)
+    assert method.claims.sends_base or sent == [None] * len(sent)
+    assert any(sent) or not method.claims.sends_base
+
+
 @pytest.mark.parametrize(
     ("key", "training"),
     [

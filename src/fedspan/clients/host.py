@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedspan.clients.job_checkpoints import JobCheckpoints
+from fedspan.clients.job_checkpoints import JobCheckpoints, compute_order_key
 from fedspan.clients.mappings import OverlayMapping, copy_on_write
 from fedspan.clients.refusals import refuse
 from fedspan.clients.second_exchange import build_second_reply, delete_first, store_first
 from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics, parse_statistics_order
-from fedspan.clients.store import ClientState, ClientStore
+from fedspan.clients.store import ClientState, ClientStore, compute_state_digest
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Memory, Method
 from fedspan.core.values import Client, Contribution, Job, Message, OptimizerState, ServerState, Trained
@@ -57,6 +57,7 @@ class _Training:
         stored: The client's state of the round that the order continues from.
         job: The first job.
         noise: Noise multiplier of DP-SGD: standard deviation over the clipping norm.
+        origin: Digest of the order and the stored state, for the samples of DP-SGD with a secret key.
         memory: The method's current memory.
         moments: Optimizer states by phase: the stored ones, replaced by those of this order.
         parts: Losses of the completed phases.
@@ -68,6 +69,7 @@ class _Training:
     stored: ClientState
     job: Job
     noise: float
+    origin: str
     memory: Memory
     moments: dict[str, tuple[OptimizerState, int]] | OverlayMapping[tuple[OptimizerState, int]]
     parts: list[Part] = field(default_factory=list)
@@ -77,7 +79,10 @@ class _Training:
         moments, generation = self.moments.get(job.phase, (None, None))
         if not use_moments or generation != job.generation:  # moments of an older generation have other coordinates
             moments = None
-        return Assignment(self.order.to, self.order.round, job, self.data.train, self.order.lr, moments, self.noise)
+        order = self.order
+        return Assignment(
+            order.to, order.round, job, self.data.train, order.lr, moments, self.noise, origin=self.origin
+        )
 
 
 class Host:
@@ -253,7 +258,14 @@ class Host:
         return replace(message, tensors=dict(message.tensors))
 
     def _start_job(self, order: Order, message: Message) -> tuple[Job, ClientState]:
-        """Return the job of an order, and the client's state with the model's current base."""
+        """Return the job of an order, and the client's state with the model's current base.
+
+        Raises:
+            FedspanError: If the message changes the base and the run's method sends no such message.
+        """
+        if message.base is not None and not self.method.declare_claims().sends_base:
+            problem = "messages of this run's method change no base (its claims have no sends_base)"
+            raise FedspanError("message.base", message.base.round, problem=problem)
         stored = self._load_state(order.to, None if order.client is None else order.client.last_round)
         if self._shared is None:
             # The message of a secure sum is the same for all clients, so its patch is one of the pretrained base.
@@ -271,13 +283,15 @@ class Host:
         self._require_secure(order)
         message = self._decode_message(order)
         job, stored = self._start_job(order, message)
-        noise = 0.0
+        noise, origin = 0.0, ""
         if settings.privacy is not None and settings.privacy.mechanism == "dp-sgd":
             trusted = _set_true_examples(client, data)
             noise = compute_training_noise(
                 settings, settings.privacy, self.method, message, trusted, order.round, stored.memory
             )
-        return _Training(order, client, data, stored, job, noise, stored.memory, copy_on_write(stored.moments))
+            if settings.privacy.secret:
+                origin = f"{compute_order_key(order)} {compute_state_digest(stored)}"
+        return _Training(order, client, data, stored, job, noise, origin, stored.memory, copy_on_write(stored.moments))
 
     def _finish_training(self, training: _Training, trained: Trained, reply: Message) -> Reply:
         order, privacy = training.order, self.engine.settings.privacy

@@ -11,13 +11,15 @@ from typing import Protocol
 from fedspan.clients.second_exchange import TRAINED, FirstExchange, FirstExchangeStore
 from fedspan.clients.stored_values import Kind, read_moments, write_moments
 from fedspan.core.base import BaseUpdate
+from fedspan.core.lowrank import LowRank
 from fedspan.core.method import Memory
+from fedspan.core.noise import compute_tensor_digest
 from fedspan.core.values import OptimizerState
 from fedspan.errors import FedspanError
 from fedspan.federation.serialization import Reader, Writer, expect
 from fedspan.files import DamagedFileError, convert_disk_errors, fsync_folder, read_checkpoint_file, write_atomic
 
-__all__ = ["STATE", "ClientState", "ClientStore", "DiskClientStore", "LostStateError"]
+__all__ = ["STATE", "ClientState", "ClientStore", "DiskClientStore", "LostStateError", "compute_state_digest"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,23 @@ class ClientState:
     memory: Memory = field(default_factory=dict)
     moments: Mapping[str, tuple[OptimizerState, int]] = field(default_factory=dict)
     base: BaseUpdate = BaseUpdate()
+
+
+def compute_state_digest(state: ClientState) -> str:
+    """Compute a digest of everything in a client's state that training depends on."""
+    tensors = {f"memory {name}": value for name, value in state.memory.items()}
+    facts: list[object] = [state.base.round, state.base.rho]
+    for phase, (moments, generation) in sorted(state.moments.items()):
+        facts.append((phase, generation, sorted(moments.steps.items())))
+        for kind, values in moments.moments.items():
+            tensors.update({f"moments {phase} {kind} {name}": value for name, value in values.items()})
+    for layer, delta in state.base.total.items():
+        if isinstance(delta, LowRank):
+            facts.append((layer, delta.scale))
+            tensors.update({f"base {layer} B": delta.B, f"base {layer} A": delta.A})
+        else:
+            tensors[f"base {layer}"] = delta
+    return hashlib.sha256(f"{facts!r} {compute_tensor_digest(tensors)}".encode()).hexdigest()
 
 
 class LostStateError(FedspanError):

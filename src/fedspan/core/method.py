@@ -62,6 +62,7 @@ class Claims:
         shrinks: Whether a client may reply with fewer slots than it received, for ``contribute`` to check.
         budgets: Whether a client's rank is a budget (of the model's slots that it trains and sends), not a shape.
         moves_base: Whether each round's replies also move the base (so their average alone is not a step).
+        sends_base: Whether messages to clients may change the base; clients of other methods refuse such a message.
         sends: ``values``: a reply holds new values of tensors that all clients of the round start from alike, under
             their names, and where replies sum, ``contribute`` passes them on unchanged; ``other``: it also holds
             anything else (the client's own tensors, changes, sketches, moments); ``nothing``.
@@ -84,6 +85,7 @@ class Claims:
     shrinks: bool = False
     budgets: bool = False
     moves_base: bool = False
+    sends_base: bool = False
     sends: Literal["values", "other", "nothing"] = "values"
     directions: tuple[str, ...] = ()
     adaptive_rank: bool = False

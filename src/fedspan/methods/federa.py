@@ -43,6 +43,7 @@ class FeDeRA(RegisteredMethod):
         paper="FeDeRA: Efficient Fine-tuning of Language Models in Federated Learning Leveraging Weight Decomposition "
         "(arXiv:2404.18848)",
         exact=False,
+        sends_base=True,
     )
 
     aggregation: Literal["factors", "product_svd"] = "factors"

@@ -42,6 +42,7 @@ class FedExLoRA(RegisteredMethod):
         exact=True,
         reduction="stack",
         moves_base=True,
+        sends_base=True,
     )
 
     residual_rank: int | None = None

@@ -120,6 +120,7 @@ class FedGaLore(RegisteredMethod):
         reduction="stack",
         reinitialises=True,
         moves_base=True,
+        sends_base=True,
         sends="other",
         directions=("P",),
     )

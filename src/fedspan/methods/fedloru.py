@@ -61,6 +61,7 @@ class FedLoRU(RegisteredMethod):
         paper="Communication-Efficient Federated Low-Rank Update Algorithm and its Connection to Implicit "
         "Regularization (arXiv:2409.12371)",
         exact=False,
+        sends_base=True,
     )
 
     tau: int = 5

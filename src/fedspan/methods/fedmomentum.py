@@ -47,6 +47,7 @@ class FedMomentum(RegisteredMethod):
         reduction="stack",
         reinitialises=True,
         moves_base=True,
+        sends_base=True,
     )
 
     def init(self, weights: Weights) -> ServerState:

@@ -48,6 +48,7 @@ class FLoRA(RegisteredMethod):
         reduction="stack",
         reinitialises=True,
         moves_base=True,
+        sends_base=True,
         sends="other",
     )
 

@@ -76,7 +76,9 @@ class FLoRG(RegisteredMethod):
         gram_sums: Whether replies contribute Gram matrices, which can be summed, instead of factors, which cannot.
     """
 
-    claims: ClassVar[Claims] = Claims(paper="FLoRG (ICLR 2026, arXiv:2602.17095)", exact=False, reduction="stack")
+    claims: ClassVar[Claims] = Claims(
+        paper="FLoRG (ICLR 2026, arXiv:2602.17095)", exact=False, reduction="stack", sends_base=True
+    )
 
     alignment: Literal["paper", "untruncated", "none"] = "paper"
     bases: Literal["structured", "dense"] = "structured"

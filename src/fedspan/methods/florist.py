@@ -58,6 +58,7 @@ class FLoRIST(RegisteredMethod):
         reduction="stack",
         reinitialises=True,
         moves_base=True,
+        sends_base=True,
         sends="other",
         adaptive_rank=True,
     )

@@ -48,6 +48,7 @@ class FRLoRA(RegisteredMethod):
         exact=False,
         reinitialises=True,
         moves_base=True,
+        sends_base=True,
     )
 
     train: Literal["both", "B"] = "both"

@@ -78,14 +78,15 @@ def release_of(privacy: Privacy, settings: TrainingSettings, jobs: Sequence[Job]
 def draw_poisson_batches(privacy: Privacy, settings: TrainingSettings, assignment: Assignment) -> Iterator[np.ndarray]:
     """Yield the samples of a job, drawing each example independently; a sample may be empty.
 
-    With a secret key they depend on the job's tensors and the rate as well, as its noise does on its scale: a server
-    that repeats an order with another model does not learn two sums over one sample, which no accountant allows.
+    With a secret key they depend on everything that a server can choose as well, as the noise does on its scale: a
+    server that repeats an order with another model, base or learning rate, or from another stored state, does not learn
+    two sums over one sample, which no accountant allows.
     """
     count = len(assignment.indices)
     label = ("poisson", assignment.round, assignment.client, assignment.job.phase)
     rate = compute_expected_batch(settings, count) / max(1, count)
     if privacy.secret:
-        label = (*label, compute_tensor_digest(assignment.job.tensors), repr(rate))
+        label = (*label, assignment.origin, compute_tensor_digest(assignment.job.tensors), repr(rate))
     for step in range(compute_private_steps(settings, assignment.job, count)):
         yield assignment.indices[draw_poisson_sample(privacy.key, rate, count, *label, step).numpy()]
 

@@ -209,6 +209,7 @@ class Assignment:
         moments: Moments of the client's earlier rounds, if the run stores them.
         noise: Noise of DP-SGD over the clipping norm.
         checkpoint: Storage of the job's progress; None: an interrupted job starts over.
+        origin: Digest of the order and of the client's stored state, from which the job was computed.
     """
 
     client: str
@@ -219,6 +220,7 @@ class Assignment:
     moments: OptimizerState | None = None
     noise: float = 0.0
     checkpoint: JobCheckpoint | None = None
+    origin: str = ""
 
 
 def build_not_finite_error(assignment: Assignment, value: float) -> FedspanError:
