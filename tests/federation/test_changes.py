@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -11,13 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from fedspan.core.values import Client, Contribution, Message
-from fedspan.federation.changes import ChangeSize, compute_norm_limits, measure_change, rebase_change, shrink_reply
+from fedspan.core.tensors import compute_norm, select, subtract
+from fedspan.core.values import Client, Contribution, Message, ServerState
+from fedspan.federation.changes import (
+    MODEL,
+    Change,
+    ChangeSize,
+    compute_norm_limits,
+    measure_change,
+    rebase_change,
+    shrink_reply,
+)
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import RoundResult
 from fedspan.federation.protocol import Order
 from fedspan.federation.serialization import encode_state
-from fedspan.federation.validation import build_untrained_reply
+from fedspan.federation.validation import build_untrained_reply, find_outliers
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.transports.in_process import InProcess
@@ -76,20 +86,25 @@ def test_a_long_change_counts_as_one_of_the_allowed_norm_in_every_method(
     assert VICTIM in result.clipped
     federation = federated(prepared, tiny_folder, key, clip_ratio=2.0)
     method, state = federation.method, federation.begin().state
-    sizes: dict[str, ChangeSize] = {}
+    changes: dict[str, Change] = {}
     for id, reply in replies.items():
         client = federation.clients[id].client
         expected = build_untrained_reply(method, method.sync(state, client), client, 0)
-        sizes[id] = measure_change(reply, method.contribute(reply, client), expected, method, client)
-    limits = compute_norm_limits({**sizes, VICTIM: replace(sizes[VICTIM], norm=1000 * sizes[VICTIM].norm)}, 2.0)
+        if id == VICTIM:
+            reply = boosted(reply, expected, 1000.0, method.declare_claims().directions)
+        changes[id] = measure_change(reply, method.contribute(reply, client), expected, method, client)
+    limits, sizes = compute_norm_limits(changes, 2.0)[VICTIM], changes[VICTIM]
+    factors = {name: limits[name] / size.norm for name, size in sizes.items() if size.norm > limits[name]}
+    assert factors.keys() == {name for name, size in sizes.items() if size.entries}
+    assert result.clipped[VICTIM] == pytest.approx(min(factors.values()), rel=1e-3)
     client = federation.clients[VICTIM].client
     expected = build_untrained_reply(method, method.sync(state, client), client, 0)
     long = boosted(replies[VICTIM], expected, 1000.0, method.declare_claims().directions)
-    contribution = method.contribute(long, client)
-    factor = result.clipped[VICTIM]
-    shrunk = shrink_reply(method, long, contribution, expected, client, factor)
-    message = boosted(long, expected, factor, method.declare_claims().directions) if shrunk.stack else long
-    assert measure_change(message, shrunk, expected, method, client).norm == pytest.approx(limits[VICTIM], rel=0.02)
+    shrunk = shrink_reply(method, long, method.contribute(long, client), expected, client, factors)
+    scaled = {**shrunk.sum, **shrunk.stack}
+    message = Message({name: scaled.get(name, value) for name, value in long.tensors.items()}, long.scalars)
+    after = measure_change(message, shrunk, expected, method, client)
+    assert {name: after[name].norm for name in factors} == pytest.approx({n: limits[n] for n in factors}, rel=0.02)
     assert all(bool(value.isfinite().all()) for value in result.progress.state.tensors.values())
 
 
@@ -113,7 +128,7 @@ def test_by_default_a_boosted_change_counts_as_one_and_a_half_times_the_median(
     for id, reply in replies.items():
         client = federation.clients[id].client
         expected = build_untrained_reply(method, method.sync(state, client), client, 0)
-        norms[id] = measure_change(reply, method.contribute(reply, client), expected, method, client).norm
+        norms[id] = measure_change(reply, method.contribute(reply, client), expected, method, client)[MODEL].norm
     norms[VICTIM] *= 8
     limit = 1.5 * median(norms.values())
     assert result.clipped == pytest.approx({id: limit / norm for id, norm in norms.items() if norm > limit}, rel=1e-3)
@@ -121,12 +136,80 @@ def test_by_default_a_boosted_change_counts_as_one_and_a_half_times_the_median(
 
 
 def test_limits_are_multiples_of_the_median_by_number_of_entries() -> None:
-    sizes = {"a": ChangeSize(1.0, 100), "b": ChangeSize(2.0, 100), "c": ChangeSize(9.0, 100)}
-    assert compute_norm_limits(sizes, 2.0) == pytest.approx({"a": 4.0, "b": 4.0, "c": 4.0})
-    wide = {"a": ChangeSize(1.0, 100), "b": ChangeSize(1.0, 100), "c": ChangeSize(2.0, 400)}
-    assert compute_norm_limits(wide, 2.0) == pytest.approx({"a": 2.0, "b": 2.0, "c": 4.0})
-    assert compute_norm_limits({"a": sizes["a"], "c": sizes["c"]}, 2.0) == {}
-    assert compute_norm_limits({id: ChangeSize(0.0, 10) for id in "abc"}, 2.0) == {}
+    def compute(**sizes: tuple[float, int]) -> dict[str, float]:
+        limits = compute_norm_limits({id: {MODEL: ChangeSize(*size)} for id, size in sizes.items()}, 2.0)
+        return {id: limit[MODEL] for id, limit in limits.items()}
+
+    assert compute(a=(1.0, 100), b=(2.0, 100), c=(9.0, 100)) == pytest.approx({"a": 4.0, "b": 4.0, "c": 4.0})
+    assert compute(a=(1.0, 100), b=(1.0, 100), c=(2.0, 400)) == pytest.approx({"a": 2.0, "b": 2.0, "c": 4.0})
+    assert compute(a=(1.0, 100), c=(9.0, 100)) == {}
+    assert compute(a=(0.0, 10), b=(0.0, 10), c=(0.0, 10)) == {}
+
+
+def test_a_quantity_that_most_replies_leave_at_zero_has_no_room_for_the_others() -> None:
+    changes = {id: {MODEL: ChangeSize(1.0, 9), "other": ChangeSize(float(id == "c"), 9)} for id in "abc"}
+    assert compute_norm_limits(changes, 2.0)["c"] == {MODEL: 2.0, "other": 0.0}
+    assert list(find_outliers(changes, 10.0)) == ["c"]
+
+
+def compare_attack(
+    federation: Federation, is_target: Callable[[str], bool]
+) -> tuple[ServerState, ServerState, ServerState, list[float]]:
+    """Run a round in which a client moves the norm that its whole reply may have into one part of it.
+
+    Args:
+        federation: The federation.
+        is_target: Whether the client adds to a tensor of this name; the others stay untrained.
+
+    Returns:
+        The states after it, after a round in which the client sends the untrained reply, and after an honest one, with
+        the norms of the honest changes in this part.
+    """
+    states: list[ServerState] = []
+    honest, replies = attacked(federation, 1.0)
+    method, state, client = federation.method, federation.begin().state, federation.clients[VICTIM].client
+    start = build_untrained_reply(method, method.sync(state, client), client, 0)
+    names = [name for name in start.tensors if is_target(name)]
+    fixed = method.declare_claims().directions
+
+    def measure(reply: Message, names: Collection[str]) -> float:
+        measured = [name for name in names if name.rpartition("/")[2] not in fixed]
+        return compute_norm(subtract(select(reply.tensors, measured), start.tensors))
+
+    norm = 1.4 * median(measure(reply, start.tensors) for reply in replies.values())
+    step = norm / math.sqrt(sum(start.tensors[name].numel() for name in names))
+    hostile = {name: value + step if name in names else value for name, value in start.tensors.items()}
+    for reply in (replace(start, tensors=hostile), start):
+        assert isinstance(federation.transport, InProcess)
+        federation.transport.host.tamper = lambda order, _, honest, reply=reply: reply if order.to == VICTIM else honest
+        states.append(federation.run_round(federation.begin()).progress.state)
+    return states[0], states[1], honest.progress.state, [measure(reply, names) for reply in replies.values()]
+
+
+def test_control_variates_hide_no_long_change(tiny_folder: Path, prepared: Prepared) -> None:
+    """SCAFFOLD's variates are changes over lr * steps, and in one norm with the changes they would hide them."""
+    config = method_config(
+        tiny_folder,
+        "fedit",
+        method={"wrappers": [{"name": "scaffold"}]},
+        training={"optimizer": "sgd", "lr": 0.005},
+        federation={"clients_per_round": None, "clip_ratio": 1.5},
+    )
+    federation = tiny.variant(prepared, config).federation
+    hostile, without, _, norms = compare_attack(federation, lambda name: not name.startswith("scaffold/"))
+    weights = {id: data.client.weight for id, data in federation.clients.items()}
+    share = weights[VICTIM] / sum(weights.values())
+    assert compute_norm(subtract(hostile.tensors, without.tensors)) <= 1.5 * max(norms) * share
+
+
+def test_second_moments_have_no_room_for_the_norm_of_a_change(tiny_folder: Path, prepared: Prepared) -> None:
+    """FedGaLore's second moments are squares of gradients; a larger one divides the steps of all clients."""
+    hostile, _, honest, _ = compare_attack(
+        federated(prepared, tiny_folder, "fedgalore", clip_ratio=1.5), lambda name: name.endswith("/v")
+    )
+    moments = [name for name in honest.memory if name.endswith("/v")]
+    totals = [sum(float(state.memory[name].sum()) for name in moments) for state in (hostile, honest)]
+    assert totals[0] <= 4 * totals[1]
 
 
 def test_a_fixed_norm_takes_the_place_of_the_median(tiny_folder: Path, prepared: Prepared) -> None:
@@ -144,8 +227,8 @@ def test_a_shorter_tensor_is_compared_with_the_leading_slots() -> None:
     reply = Message({"layer/A": start.tensors["layer/A"][:2] + 1.0, "layer/n": torch.tensor([7])})
     client = Client("a", 2, 1.0, 5, 1.0)
     contribution = method.contribute(reply, client)
-    assert measure_change(reply, contribution, start, method, client) == ChangeSize(math.sqrt(6), 6)
-    shrunk = shrink_reply(method, reply, contribution, start, client, 0.5).stack
+    assert measure_change(reply, contribution, start, method, client) == {MODEL: ChangeSize(math.sqrt(6), 6)}
+    shrunk = shrink_reply(method, reply, contribution, start, client, {MODEL: 0.5}).stack
     assert torch.equal(shrunk["layer/A"], start.tensors["layer/A"][:2] + 0.5)
     assert shrunk["layer/n"].tolist() == [7]
 

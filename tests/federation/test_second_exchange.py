@@ -20,7 +20,7 @@ from fedspan.core.values import Client, Message, Reduced
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.aggregation.aggregation import PlaintextAggregation, RoundContext, Tally
-from fedspan.federation.changes import ChangeSize
+from fedspan.federation.changes import MODEL, ChangeSize
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import RoundResult
 from fedspan.federation.protocol import Envelope, Order, Reply, decode_order
@@ -315,7 +315,7 @@ def test_an_outlier_of_the_second_exchange_is_measured_as_it_counts(built: Prepa
 def find_outlying(context: RoundContext, norms: Mapping[str, float]) -> set[str]:
     """The clients whose changes are too far, if the others' norms are 1."""
     aggregation = PlaintextAggregation(context, Tally())
-    aggregation._changes = {id: ChangeSize(norms.get(id, 1.0), 9) for id in context.ids}
+    aggregation._changes = {id: {MODEL: ChangeSize(norms.get(id, 1.0), 9)} for id in context.ids}
     return set(aggregation._find_outliers())
 
 

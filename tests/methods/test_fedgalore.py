@@ -15,6 +15,7 @@ from fedspan.core.method import Memory
 from fedspan.core.tensors import join_tensor_name, select_slots
 from fedspan.core.values import Client, Job, Message, Spec, Trained
 from fedspan.errors import FedspanError
+from fedspan.federation.validation import build_untrained_reply
 from fedspan.methods.fedgalore import FedGaLore
 from fedspan.planning.shape_inference import count_traffic
 from fedspan.tasks.task import Examples
@@ -310,6 +311,27 @@ def test_a_client_that_claims_to_have_decayed_the_whole_base_shrinks_it_little(
     federation.round()
     assert federation.state.base.rho >= min(honest.values()) ** 4
     assert federation.state.base.rho <= max(honest.values())
+
+
+def test_a_projector_that_lengthens_a_change_is_refused() -> None:
+    """Equal rows of norm 1 make acc P as long as r^0.5 times acc, which is all that a limit on norms sees."""
+    problem = Problem(clients=2)
+    method, client = made(problem, steps=4, period=2), Client("a", RANK, 1.0, 9, 1.0)
+    start = method.sync(method.init(problem.adapted()), client)
+    reply = build_untrained_reply(method, start, client, 0)
+    method.contribute(reply, client)
+    name = "fc1/P"
+    rows, columns = reply.tensors[name].shape
+    assert rows == 2 * RANK  # of two segments, whose projectors may be equal
+    orthonormal = torch.eye(RANK, columns).repeat(2, 1)
+    equal_rows = torch.eye(1, columns).repeat(rows, 1)
+    for projector, is_honest in ((orthonormal, True), (equal_rows, False), (1.1 * orthonormal, False)):
+        message = replace(reply, tensors={**reply.tensors, name: projector.to(reply.tensors[name])})
+        if is_honest:
+            method.contribute(message, client)
+        else:
+            with pytest.raises(ValueError, match="longer than 1 or not orthogonal"):
+                method.contribute(message, client)
 
 
 def test_what_does_not_decay_keeps_the_base() -> None:

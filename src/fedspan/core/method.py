@@ -34,6 +34,7 @@ __all__ = [
     "Claims",
     "Memory",
     "Method",
+    "Quantity",
     "RegisteredMethod",
     "Traffic",
     "compute_scaling",
@@ -43,6 +44,30 @@ __all__ = [
 
 Memory = Tensors
 """Tensors that stay on a client between rounds, by name. They are never transmitted."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A part of replies in a unit of its own, whose size is compared and limited separately from the model's change.
+
+    In one norm, the part with the larger numbers would hide any change of the other one.
+
+    Args:
+        name: What it is, in the plural ("second moments").
+        prefix: Beginning of the names of its tensors.
+        slots: Slots of its tensors; empty: any.
+        is_squared: Whether it holds squares; its size is then measured, and scaled, in the unit of their roots.
+    """
+
+    name: str
+    prefix: str = ""
+    slots: tuple[str, ...] = ()
+    is_squared: bool = False
+
+    def contains(self, tensor_name: str) -> bool:
+        """Return whether a tensor of a reply is part of the quantity."""
+        has_slot = not self.slots or tensor_name.rpartition("/")[2] in self.slots
+        return tensor_name.startswith(self.prefix) and has_slot
 
 
 @dataclass(frozen=True)
@@ -68,6 +93,7 @@ class Claims:
             anything else (the client's own tensors, changes, sketches, moments); ``nothing``.
         directions: Slots of a reply that hold directions of norm 1 at most (projectors), which ``contribute`` checks;
             scaling a reply's change down leaves them as they are.
+        quantities: Parts of a reply in other units than those of the model's tensors.
         adaptive_rank: Whether the rank of what clients receive depends on the replies' values, so that plans, which
             have none, count the largest.
         second_exchange: Whether a round has a second exchange of orders and replies after training
@@ -88,6 +114,7 @@ class Claims:
     sends_base: bool = False
     sends: Literal["values", "other", "nothing"] = "values"
     directions: tuple[str, ...] = ()
+    quantities: tuple[Quantity, ...] = ()
     adaptive_rank: bool = False
     second_exchange: bool = False
 

@@ -13,22 +13,33 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from fedspan.core.method import Method
+from fedspan.core.method import Claims, Method, Quantity
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message
 
-__all__ = ["ENOUGH_REPLIES", "ChangeSize", "compute_norm_limits", "measure_change", "rebase_change", "shrink_reply"]
+__all__ = [
+    "ENOUGH_REPLIES",
+    "MODEL",
+    "Change",
+    "ChangeSize",
+    "compute_norm_limits",
+    "measure_change",
+    "rebase_change",
+    "shrink_reply",
+]
 
 ENOUGH_REPLIES = 3
 """Minimum number of replies that are compared with each other."""
+MODEL = "change"
+"""Name of what a reply holds in the unit of the model's tensors; others are a method's ``Claims.quantities``."""
 
 
 @dataclass(frozen=True)
 class ChangeSize:
-    """The size of a reply's change from the untrained reply.
+    """The size of a reply's change from the untrained reply, in one unit.
 
     Args:
-        norm: L2 norm over all entries.
+        norm: L2 norm over all entries; of squares, the norm of their roots.
         entries: Number of entries; clients with other ranks have other numbers.
     """
 
@@ -41,9 +52,13 @@ class ChangeSize:
         return math.sqrt(max(1, self.entries))
 
 
+Change = Mapping[str, ChangeSize]
+"""The sizes of a reply's change by the name of the quantity: ``MODEL``, and those of ``Claims.quantities``."""
+
+
 def measure_change(
     message: Message, contribution: Contribution, expected: Message, method: Method, client: Client
-) -> ChangeSize:
+) -> dict[str, ChangeSize]:
     """Measure a reply's change; a tensor whose number of dimensions differs from the untrained one counts as a whole.
 
     It is measured on what is summed, because what is transmitted may be compressed; where the server needs replies one
@@ -59,39 +74,56 @@ def measure_change(
     measured, untrained = message.tensors, expected.tensors
     if not _is_stacked(contribution):
         measured, untrained = contribution.sum, method.contribute(expected, client).sum
-    directions = method.declare_claims().directions
-    total, entries = 0.0, 0
+    claims = method.declare_claims()
+    totals: dict[str, tuple[float, int]] = {MODEL: (0.0, 0), **{one.name: (0.0, 0) for one in claims.quantities}}
     for name, value in measured.items():
-        if not value.is_floating_point() or _get_slot(name) in directions:
+        if not value.is_floating_point() or _get_slot(name) in claims.directions:
             continue
-        total += float((value.double() - _start(value, untrained[name])).square().sum())
-        entries += value.numel()
-    return ChangeSize(math.sqrt(total), entries)
+        quantity = _get_quantity(name, claims)
+        change = value.double() - _start(value, untrained[name])
+        squares = change.abs() if quantity is not None and quantity.is_squared else change.square()
+        key = MODEL if quantity is None else quantity.name
+        total, entries = totals[key]
+        totals[key] = total + float(squares.sum()), entries + value.numel()
+    return {key: ChangeSize(math.sqrt(total), entries) for key, (total, entries) in totals.items()}
 
 
-def compute_norm_limits(sizes: Mapping[str, ChangeSize], ratio: float) -> dict[str, float]:
-    """Return the norm that each client's change may have, by client.
+def compute_norm_limits(changes: Mapping[str, Change], ratio: float) -> dict[str, dict[str, float]]:
+    """Return the norms that each client's change may have, by client and quantity.
 
-    It is ``ratio`` times the median of the cohort's norms; of clients with more entries, as many times the square root
-    of their number.
+    A norm is ``ratio`` times the median of the cohort's norms of this quantity; of clients with more entries, as many
+    times the square root of their number.
 
     Args:
-        sizes: The sizes of the changes by client.
+        changes: The changes by client.
         ratio: Multiple of the median.
 
     Returns:
         The limits; none if there are too few replies to compare, or most changes are zero.
     """
-    if len(sizes) < ENOUGH_REPLIES:
+    if len(changes) < ENOUGH_REPLIES:
         return {}
-    median = statistics.median(size.norm / size.scale for size in sizes.values())
-    return {id: ratio * median * size.scale for id, size in sizes.items()} if median > 0 else {}
+    medians = {
+        quantity: statistics.median(change[quantity].norm / change[quantity].scale for change in changes.values())
+        for quantity in next(iter(changes.values()))
+    }
+    if not any(median > 0 for median in medians.values()):
+        return {}
+    return {
+        id: {quantity: ratio * medians[quantity] * size.scale for quantity, size in change.items()}
+        for id, change in changes.items()
+    }
 
 
 def shrink_reply(
-    method: Method, message: Message, contribution: Contribution, expected: Message, client: Client, factor: float
+    method: Method,
+    message: Message,
+    contribution: Contribution,
+    expected: Message,
+    client: Client,
+    factors: Mapping[str, float],
 ) -> Contribution:
-    """Return a contribution whose change is scaled by a factor.
+    """Return a contribution whose change is scaled.
 
     Contributions that sum are scaled as they are summed. Where the server needs replies one by one, the reply itself is
     scaled, factor by factor, so that its products with the others' stay of the same rank.
@@ -102,20 +134,23 @@ def shrink_reply(
         contribution: Its contribution.
         expected: The untrained reply.
         client: The client.
-        factor: Factor on the change, from 0 to 1.
+        factors: Factors on the change by quantity, from 0 to 1; quantities that are left out stay as they are.
     """
+    claims = method.declare_claims()
+
+    def shrink(name: str, value: Tensor, untrained: Tensor) -> Tensor:
+        quantity = _get_quantity(name, claims)
+        factor = factors.get(MODEL if quantity is None else quantity.name, 1.0)
+        if factor == 1 or _get_slot(name) in claims.directions:
+            return value
+        return _scale(value, untrained, factor**2 if quantity is not None and quantity.is_squared else factor)
+
     if _is_stacked(contribution):
-        directions = method.declare_claims().directions
-        tensors = {
-            name: value if _get_slot(name) in directions else _scale(value, expected.tensors[name], factor)
-            for name, value in message.tensors.items()
-        }
+        tensors = {name: shrink(name, value, expected.tensors[name]) for name, value in message.tensors.items()}
         return method.contribute(replace(message, tensors=tensors), client)
     untrained = method.contribute(expected, client).sum
-    return replace(
-        contribution,
-        sum={name: _scale(value, untrained[name], factor) for name, value in contribution.sum.items()},
-    )
+    scaled = {name: shrink(name, value, untrained[name]) for name, value in contribution.sum.items()}
+    return replace(contribution, sum=scaled)
 
 
 def rebase_change(contribution: Contribution, start: Tensors, target: Tensors, factor: float) -> Contribution:
@@ -143,6 +178,10 @@ def _is_stacked(contribution: Contribution) -> bool:
 
 def _get_slot(name: str) -> str:
     return name.rpartition("/")[2]
+
+
+def _get_quantity(name: str, claims: Claims) -> Quantity | None:
+    return next((quantity for quantity in claims.quantities if quantity.contains(name)), None)
 
 
 def _start(value: Tensor, untrained: Tensor) -> Tensor | float:

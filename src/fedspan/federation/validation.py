@@ -17,7 +17,7 @@ from fedspan.core.method import Memory, Method
 from fedspan.core.tensors import Tensors, compute_norm, is_extra
 from fedspan.core.values import Client, Contribution, Job, Message, OptimizerState, Trained
 from fedspan.errors import FedspanError
-from fedspan.federation.changes import ChangeSize, compute_norm_limits, measure_change
+from fedspan.federation.changes import MODEL, Change, compute_norm_limits, measure_change
 from fedspan.federation.protocol import Reply
 from fedspan.training.projector_refresh import build_untrained_tensors
 
@@ -122,11 +122,11 @@ class ValidatedReply:
 
     Args:
         contribution: The reply in the form in which replies are combined.
-        change: Size of its change from the untrained reply.
+        change: Sizes of its change from the untrained reply.
     """
 
     contribution: Contribution
-    change: ChangeSize
+    change: Change
 
 
 def validate_reply(method: Method, message: Message, client: Client, expected: Message) -> ValidatedReply:
@@ -214,15 +214,20 @@ def _require_structure(message: Message, expected: Message, shrinks: bool) -> No
             raise ValueError(f"{name} is {actual}, not {required}")
 
 
-def find_outliers(changes: Mapping[str, ChangeSize], factor: float | None) -> dict[str, str]:
+def find_outliers(changes: Mapping[str, Change], factor: float | None) -> dict[str, str]:
     """Return the clients whose replies are too far from the untrained one, compared with the others, with reasons."""
     limits = {} if factor is None else compute_norm_limits(changes, factor)
-    return {
-        id: f"its change has a norm of {change.norm:.3g}; the cohort's median is {limits[id] / (factor or 1):.3g}, the "
-        f"limit {limits[id]:.3g}"
-        for id, change in changes.items()
-        if limits and not change.norm <= limits[id]
-    }
+    outliers: dict[str, str] = {}
+    for id, allowed in limits.items():
+        for quantity, limit in allowed.items():
+            norm = changes[id][quantity].norm
+            if not norm <= limit:
+                subject = "its change has" if quantity == MODEL else f"its {quantity} have"
+                outliers[id] = (
+                    f"{subject} a norm of {norm:.3g}; the cohort's median is {limit / (factor or 1):.3g}, the limit "
+                    f"{limit:.3g}"
+                )
+    return outliers
 
 
 def compute_origin(method: Method, sent: Message, client: Client, round: int) -> Tensors:

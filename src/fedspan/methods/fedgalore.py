@@ -39,7 +39,7 @@ from torch import Tensor
 from fedspan.core.base import Delta, Increment
 from fedspan.core.factors import list_tensor_names
 from fedspan.core.lowrank import LowRank, concatenate
-from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounded
+from fedspan.core.method import Claims, Memory, Quantity, RegisteredMethod, declare_bounded
 from fedspan.core.parametrization import Projected
 from fedspan.core.projectors import choose_side, draw_projector
 from fedspan.core.second_moments import MomentSynchroniser
@@ -69,7 +69,8 @@ _MOST_DECAY = 4
 """Largest number of times that a client may decay the base, in multiples of the median: the norm of a change, which is
 limited, does not contain it. Honest decays differ by the clients' numbers of steps alone."""
 _LONGEST = 1.01
-"""Largest squared norm of a projector's row; honest ones have norm 1 to rounding."""
+"""Largest eigenvalue of P P^T for a projector P; the rows of honest ones are orthonormal to rounding. So acc P is no
+longer than acc, whose norm is limited; a round's J products together are at most J^0.5 times as long."""
 _ROUND = "round"
 """Layer name of the counts of a round in a reply."""
 
@@ -123,6 +124,7 @@ class FedGaLore(RegisteredMethod):
         sends_base=True,
         sends="other",
         directions=("P",),
+        quantities=(Quantity("second moments", slots=("v",), is_squared=True),),
     )
 
     projectors: Literal["rsvd", "svd"] = "rsvd"
@@ -229,9 +231,10 @@ class FedGaLore(RegisteredMethod):
         if not 0.0 <= decay <= 1.0 or not 0 <= steps <= (self.steps or _MOST_STEPS):
             raise ValueError(f"a decay of {decay:g} after {steps} steps")
         for layer in self.spec.layers:
-            P = message.tensors.get(join_tensor_name(layer.name, "P"))
-            if P is not None and P.numel() and not float(P.double().square().sum(1).max()) <= _LONGEST:
-                raise ValueError(f"a projector of {layer.name} whose rows are longer than 1")
+            rank = min(self.r, *layer.shape)
+            for P in message.tensors.get(join_tensor_name(layer.name, "P"), torch.empty(0, 1)).double().split(rank):
+                if len(P) and not float(torch.linalg.eigvalsh(P @ P.T)[-1]) <= _LONGEST:
+                    raise ValueError(f"a projector of {layer.name} whose rows are longer than 1 or not orthogonal")
         counts = {name: torch.tensor(float(message.scalars[name]), dtype=torch.float64) for name in ("decay", "steps")}
         return Contribution(stack={**message.tensors, **{f"{_ROUND}/{name}": value for name, value in counts.items()}})
 

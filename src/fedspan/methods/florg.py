@@ -76,9 +76,7 @@ class FLoRG(RegisteredMethod):
         gram_sums: Whether replies contribute Gram matrices, which can be summed, instead of factors, which cannot.
     """
 
-    claims: ClassVar[Claims] = Claims(
-        paper="FLoRG (ICLR 2026, arXiv:2602.17095)", exact=False, reduction="stack", sends_base=True
-    )
+    claims: ClassVar[Claims] = Claims(paper="FLoRG (ICLR 2026, arXiv:2602.17095)", exact=False, reduction="stack")
 
     alignment: Literal["paper", "untruncated", "none"] = "paper"
     bases: Literal["structured", "dense"] = "structured"
@@ -88,7 +86,7 @@ class FLoRG(RegisteredMethod):
     gram_sums: bool = False
 
     def declare_claims(self) -> Claims:
-        claims = replace(self.claims, reinitialises=self.alignment == "none")
+        claims = replace(self.claims, reinitialises=self.alignment == "none", sends_base=self.center)
         return replace(claims, reduction="sum", sends="other") if self.gram_sums else claims
 
     def draw_first_A(self, layer: LayerSpec) -> Tensor:

@@ -28,7 +28,7 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from fedspan.core.method import Claims, Memory
+from fedspan.core.method import Claims, Memory, Quantity
 from fedspan.core.smoothing import smooth_groups
 from fedspan.core.tensors import Tensors, is_extra
 from fedspan.core.values import (
@@ -72,7 +72,8 @@ class Scaffold(RegisteredWrapper):
     variate: Literal["option-I", "option-II", "gradient"] = "option-II"
 
     def declare_claims(self) -> Claims:
-        return replace(self.inner.declare_claims(), sends="other")
+        claims = self.inner.declare_claims()
+        return replace(claims, sends="other", quantities=(*claims.quantities, Quantity("control variates", PREFIX)))
 
     def explain_refusal(self, claims: Claims) -> str | None:
         if claims.reinitialises:

@@ -15,7 +15,15 @@ from fedspan.federation import serialization
 from fedspan.federation.aggregation.reducers import create_reducer
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
-from fedspan.federation.changes import ChangeSize, compute_norm_limits, measure_change, rebase_change, shrink_reply
+from fedspan.federation.changes import (
+    MODEL,
+    Change,
+    ChangeSize,
+    compute_norm_limits,
+    measure_change,
+    rebase_change,
+    shrink_reply,
+)
 from fedspan.federation.progress import ClientData, Failure, Purpose, TooFew, Transfer
 from fedspan.federation.protocol import Masking, Reply
 from fedspan.federation.settings import RoundSettings
@@ -144,7 +152,7 @@ class Aggregation(Protocol):
     replies: dict[str, Reply]
     """The accepted replies without their bodies, by client."""
     clipped: Mapping[str, float]
-    """The factors by which changes were scaled down, by client."""
+    """The factors by which changes were scaled down, by client; of several quantities, the smallest one."""
     lowered: Mapping[str, float]
     """The factors by which weights were lowered, by client."""
 
@@ -227,8 +235,9 @@ class PlaintextAggregation:
         self.quorum = context.rules.compute_quorum(context.target)
         self.replies: dict[str, Reply] = {}
         self.clipped: Mapping[str, float] = {}
-        self._changes: dict[str, ChangeSize] = {}
-        self._measures: dict[str, ChangeSize] = {}
+        self._changes: dict[str, Change] = {}
+        self._measures: dict[str, Change] = {}
+        self._factors: Mapping[str, Mapping[str, float]] = {}
         self._buffer = ReplyBuffer()
         self._expected: dict[tuple[str, int], Message] = {}
         self._reply_bytes = dict[int, int]()
@@ -278,21 +287,21 @@ class PlaintextAggregation:
         else:
             self._changes[client.id] = self._measure_change(message, client)
             if context.measure is not None:
-                self._measures[client.id] = context.measure(message)
+                self._measures[client.id] = {MODEL: context.measure(message)}
             self._buffer.store(client.id, reply.body)
         self.replies[client.id] = replace(reply, body=b"")
         size, payload = len(reply.body), serialization.compute_payload_size(message)
         self.tally.transfers.append(Transfer(client.id, "up", size, payload, context.purpose))
         return not self._folds and len(self.get_counted()) >= context.target
 
-    def _measure_change(self, message: Message, client: Client) -> ChangeSize:
-        """Validate a reply, if the rules ask for it, and return the size of its change."""
+    def _measure_change(self, message: Message, client: Client) -> Change:
+        """Validate a reply, if the rules ask for it, and return the sizes of its change."""
         method = self.context.method
         expected = self._get_untrained_reply(client, self._get_sent_state(client))
         if self.context.rules.validate:
             return validate_reply(method, message, client, expected).change
         change = measure_change(message, method.contribute(message, client), expected, method, client)
-        if self.context.settings.clips and not math.isfinite(change.norm):
+        if self.context.settings.clips and not all(math.isfinite(size.norm) for size in change.values()):
             raise ValueError("the norm of its change is not finite, so the change cannot be scaled down")
         return change
 
@@ -334,11 +343,11 @@ class PlaintextAggregation:
             return {}  # under central privacy one client must not decide whether others count; replies are clipped
         return find_outliers(self._get_scaled_changes(), rules.norm_factor)
 
-    def _get_scaled_changes(self) -> dict[str, ChangeSize]:
+    def _get_scaled_changes(self) -> dict[str, Change]:
         """Return the sizes of the changes; in a second exchange, after scaling by the first one's factors."""
         factors = self.context.factors
         return {
-            id: replace(change, norm=factors[id] * change.norm) if id in factors else change
+            id: {name: replace(size, norm=factors.get(id, 1.0) * size.norm) for name, size in change.items()}
             for id, change in self._changes.items()
         }
 
@@ -356,26 +365,30 @@ class PlaintextAggregation:
             raise TooFew
         for id in [id for id in context.draw_order if id in changes][context.target :]:
             self._drop(id)
-        self.clipped = self._clip_factors()
+        self._factors = self._clip_factors()
+        self.clipped = {id: min(factors.values()) for id, factors in self._factors.items()}
         reduced = self._reduce(changes)
         self._buffer.close()
         return reduced
 
-    def _clip_factors(self) -> dict[str, float]:
-        """Return the factors by which changes have to be scaled down, by client."""
-        settings, factors = self.context.settings, {id: self.context.factors.get(id, 1.0) for id in self._changes}
+    def _clip_factors(self) -> dict[str, dict[str, float]]:
+        """Return the factors below 1 by which changes have to be scaled down, by client and quantity."""
+        settings = self.context.settings
         if not settings.clips:
             return {}
         changes = self._get_scaled_changes() if self.context.measure is None else self._measures
-        if settings.max_norm is not None:
-            limits = dict.fromkeys(changes, settings.max_norm)
-        else:
-            assert settings.clip_ratio is not None
-            limits = compute_norm_limits(changes, settings.clip_ratio)
+        limits = {} if settings.clip_ratio is None else compute_norm_limits(changes, settings.clip_ratio)
+        if settings.max_norm is not None:  # in the model's unit
+            limits = {id: {**limits.get(id, {}), MODEL: settings.max_norm} for id in changes}
+        factors: dict[str, dict[str, float]] = {}
         for id, change in changes.items():
-            if limits and limits[id] < change.norm:
-                factors[id] *= limits[id] / change.norm
-        return {id: factor for id, factor in factors.items() if factor < 1}
+            for name, size in change.items():
+                limit, factor = limits.get(id, {}).get(name, math.inf), self.context.factors.get(id, 1.0)
+                if limit < size.norm:
+                    factor *= limit / size.norm
+                if factor < 1:
+                    factors.setdefault(id, {})[name] = factor
+        return factors
 
     def _build_contribution(self, id: str) -> Contribution:
         """Return a buffered reply's contribution, scaled down if its change is too large."""
@@ -383,9 +396,9 @@ class PlaintextAggregation:
         client = replace(context.clients[id].client, last_round=None)
         message = serialization.decode(self._buffer.load(id))
         contribution = context.method.contribute(message, client)
-        if id in self.clipped:
+        if id in self._factors:
             expected = self._get_untrained_reply(client, self._get_sent_state(client))
-            contribution = shrink_reply(context.method, message, contribution, expected, client, self.clipped[id])
+            contribution = shrink_reply(context.method, message, contribution, expected, client, self._factors[id])
         return self._rebase(contribution, client)
 
     def _reduce(self, ids: Collection[str]) -> Reduced:
