@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -211,3 +212,45 @@ def test_honest_replies_of_pruned_clients_are_accepted(tiny_folder: Path, prepar
         assert result.failures == ()
         progress = result.progress
     assert min(int(value) for name, value in progress.state.scalars.items() if name.startswith("rank/")) < 4
+
+
+@pytest.mark.parametrize("size", [0.1, 0.5])
+def test_a_norm_of_one_layer_gives_a_client_little_weight(size: float) -> None:
+    """Norms are of products, which an update in one layer and one direction makes far larger than one of equal length
+    that is spread, as honest ones are. A limit on the update's norm does not see it."""
+    layers, width, rank = 16, 48, 4
+    method = HetLoRA(spec=Spec(tuple(LayerSpec(f"l{k}", width, width) for k in range(layers))), r=rank)
+    state, rng = method.init(Problem().adapted()), torch.Generator().manual_seed(1)
+    replies: list[tuple[Client, dict[str, Tensor]]] = []
+    for k in range(9):
+        changes = {name: torch.randn(value.shape, generator=rng) for name, value in state.tensors.items()}
+        tensors = {name: value + size * changes[name] / changes[name].norm() for name, value in state.tensors.items()}
+        replies.append((Client(f"c{k}", rank, method.get_scaling(None), 9, 9.0), tensors))
+    left, right = torch.linalg.svd(state.tensors["l0/A"])[0][:, :1], torch.linalg.svd(state.tensors["l0/A"])[2][:1]
+    half = 1.5 * size * math.sqrt(2 * layers) / math.sqrt(2)
+    hostile = dict(state.tensors)
+    hostile["l0/A"] = hostile["l0/A"] + half * left @ right
+    hostile["l0/B"] = hostile["l0/B"] + half * torch.ones(width, 1) / math.sqrt(width) @ left.T
+    replies.append((Client("c9", rank, method.get_scaling(None), 9, 9.0), hostile))
+    reduced = _reduced(method, replies)
+    limited, unlimited = (method._compute_norms(replace(reduced, max_weight_ratio=ratio)) for ratio in (4.0, None))
+    assert limited[:9] == unlimited[:9]
+    assert unlimited[9] > 3 * max(unlimited[:9])
+    assert limited[9] <= 1.1 * max(limited[:9])  # four times one layer's share of sixteen
+
+
+@pytest.mark.parametrize("ratio", [4.0, None])
+def test_the_limit_on_weights_reaches_the_norms(
+    ratio: float | None, tiny_folder: Path, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update, ratios = HetLoRA.update, list[float | None]()
+
+    def noted(self: HetLoRA, state: ServerState, reduced: Reduced) -> ServerState:
+        ratios.append(reduced.max_weight_ratio)
+        return update(self, state, reduced)
+
+    monkeypatch.setattr(HetLoRA, "update", noted)
+    config = method_config(tiny_folder, "hetlora", federation={"max_weight_ratio": ratio})
+    federation = tiny.variant(prepared, config).federation
+    federation.run_round(federation.begin())
+    assert ratios == [ratio]

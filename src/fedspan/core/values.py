@@ -309,8 +309,11 @@ class Reduced:
         mean: Weighted mean of every ``sum`` tensor (weights normalised over the replies).
         stack: Every client's ``stack`` tensors.
         count: Number of replies; under central privacy the expected number, because the true one is not protected.
+        max_weight_ratio: Largest weight that a method may derive from a reply, as a multiple of the replies' median;
+            None: no limit.
     """
 
     mean: Tensors = field(default_factory=dict)
     stack: tuple[StackItem, ...] = ()
     count: float = 0
+    max_weight_ratio: float | None = None

@@ -15,11 +15,14 @@ rank ``r``, and a client is sent (s / s_i) B, so cutting slots does not rescale 
 s_i. A norm is taken over all layers together, one weight a client. A slot that no client of the cohort has stays as
 it is: averaging only zeros would make A = B = 0 there, which never trains again. Where all updates are 0, and under
 ``weighting: examples``, the round's own weights stand in. The defaults of gamma and lambda are ours.
+``federation.max_weight_ratio`` limits the norms: in every layer, one counts as that multiple of the cohort's median at
+most, so that a client does not gain weight by an update that is concentrated in one layer; null: as in the paper.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
@@ -40,7 +43,6 @@ from fedspan.core.values import (
     Message,
     Reduced,
     ServerState,
-    StackItem,
     Trained,
     Weights,
 )
@@ -140,7 +142,7 @@ class HetLoRA(RegisteredMethod):
         return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        sizes = [self._compute_norm(item) for item in reduced.stack]
+        sizes = self._compute_norms(reduced)
         if self.weighting == "examples" or not sum(sizes) > 0:
             sizes = [item.weight for item in reduced.stack]
         total, scaling = sum(sizes), self.get_scaling(None)
@@ -162,11 +164,15 @@ class HetLoRA(RegisteredMethod):
         }
         return state.advance_round(tensors=tensors, scalars={**state.scalars, **pruned})
 
-    def _compute_norm(self, item: StackItem) -> float:
-        """Compute ``||s_i B_i A_i||_F`` over all layers."""
-        square = 0.0
+    def _compute_norms(self, reduced: Reduced) -> list[float]:
+        """Compute ``||s_i B_i A_i||_F`` over all layers, by client; in each layer, the cohort's median is a limit."""
+        squares = [0.0] * len(reduced.stack)
         for layer in self.spec.layers:
             a, b = join_tensor_name(layer.name, "A"), join_tensor_name(layer.name, "B")
-            pair = LowRank(item.tensors[b], item.tensors[a], self.get_scaling(item.client))
-            square += float(compute_inner_product(pair, pair))
-        return math.sqrt(max(square, 0.0))
+            pairs = [LowRank(item.tensors[b], item.tensors[a], self.get_scaling(item.client)) for item in reduced.stack]
+            own = [max(float(compute_inner_product(pair, pair)), 0.0) for pair in pairs]
+            if reduced.max_weight_ratio is not None:
+                limit = reduced.max_weight_ratio**2 * statistics.median_low(own)
+                own = [min(square, limit) for square in own]
+            squares = [sum(both) for both in zip(squares, own, strict=True)]
+        return [math.sqrt(square) for square in squares]

@@ -411,7 +411,7 @@ class PlaintextAggregation:
             for id in self.context.ids:
                 if id in ids or id not in self.replies:
                     self._reducer.add(id, self._build_contribution(id) if id in ids else None)
-            return self._reducer.compute_result()
+            return replace(self._reducer.compute_result(), max_weight_ratio=self.context.settings.max_weight_ratio)
         except ValueError as error:
             reduction = self.context.settings.reduction
             raise FedspanError(
