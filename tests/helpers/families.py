@@ -1,4 +1,4 @@
-"""Methods as parameters of tests: one of each family in ``make test``, every other one in a step of .ci/run."""
+"""Parameters of tests, such as methods: one of each family in ``make test``, every other one in a step of .ci/run."""
 
 from __future__ import annotations
 
@@ -20,4 +20,9 @@ For tests that run whole federations of each method."""
 
 def methods_by_family(keys: Iterable[str] = METHODS, quick: Collection[str] = FAMILIES) -> list[Any]:
     """Return the keys of all or some methods, as parameters of a test; those not in ``quick`` are marked slow."""
-    return [pytest.param(key, marks=() if key in quick else pytest.mark.slow) for key in sorted(keys)]
+    return others_slow(sorted(keys), quick)
+
+
+def others_slow(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Return values as parameters of a test; those not in ``quick`` are marked slow."""
+    return [pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in values]
