@@ -128,6 +128,7 @@ def test_a_record_that_does_not_fit_is_refused(tiny_folder: Path, recorded: Path
         session.run(make_config(tiny_folder, replay=str(changed)), tmp_path / "third")
 
 
+@pytest.mark.slow
 def test_a_stopped_replay_goes_on_with_its_record_alone(tiny_folder: Path, recorded: Path, tmp_path: Path) -> None:
     place, other, folder = tmp_path / "record", tmp_path / "other", tmp_path / "run"
     shutil.copytree(recorded, place)
@@ -262,7 +263,7 @@ def list_outliers(run: Path) -> list[str]:
     return [failure["client"] for failure in failures if "cohort's median" in failure["reason"]]
 
 
-@pytest.mark.parametrize("elsewhere", [True, False])
+@pytest.mark.parametrize("elsewhere", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_record_with_rejected_replies_repeats_the_run(elsewhere: bool, tiny_folder: Path, tmp_path: Path) -> None:
     """A rejected reply moved the median of the norms, and is not in the record."""
     host, _ = make_machines()

@@ -66,7 +66,7 @@ def test_classifiers_start_from_lda(kind: str, tiny_folder: Path) -> None:
     assert float((discriminants.argmax(1) == truth).float().mean()) > 0.5  # of four labels, on the examples themselves
 
 
-@pytest.mark.parametrize("kind", ["vit", "resnet"])
+@pytest.mark.parametrize("kind", ["vit", pytest.param("resnet", marks=pytest.mark.slow)])
 def test_image_classifiers_start_from_lda(kind: str, images: Path, tmp_path: Path) -> None:
     values = tiny_images.settings(images, kind)
     values["model"] = {**values["model"], "head_init": "auto"}
@@ -120,7 +120,7 @@ def test_models_from_scratch_and_trained_heads_stay_as_they_are(tiny_folder: Pat
     assert prepare(named).head is not None
 
 
-@pytest.mark.parametrize("stop", [0, 1])
+@pytest.mark.parametrize("stop", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_interrupted_run_has_the_bits_of_an_uninterrupted_one(stop: int, tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny.settings(tiny_folder, model={"head_init": "lda"}, method={"name": "fedsa-lora"})
     whole = fedspan.run(values, tmp_path / "whole")

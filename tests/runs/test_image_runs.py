@@ -27,6 +27,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.session import write_adapters
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny, tiny_decoders, tiny_images
+from helpers.families import others_slow
 
 Load = Callable[[Path], nn.Module]
 
@@ -56,7 +57,10 @@ def close(one: Tensor, other: Tensor) -> bool:
     return float((one - other).abs().max()) < 1e-4
 
 
-@pytest.mark.parametrize("method", ["fedit", "ffa-lora", "fedloru", "flora", "fedavg"])
+@pytest.mark.parametrize(
+    "method",
+    others_slow(["fedit", "ffa-lora", "fedloru", "flora", "fedavg"], ["fedit", "flora", "fedavg"]),
+)
 @pytest.mark.parametrize("kind", ["vit", "resnet"])
 def test_an_adapter_reloads_in_peft(kind: str, method: str, images: Path, tmp_path: Path) -> None:
     """Linear layers and a patch projection; convolutions with trained norms and their statistics."""
@@ -86,7 +90,7 @@ def test_every_client_s_own_model_reloads(images: Path, tmp_path: Path) -> None:
     assert not close(logits["east"], logits["west"])
 
 
-@pytest.mark.parametrize("method", ["fedit", "fedloru", "fedavg"])
+@pytest.mark.parametrize("method", others_slow(["fedit", "fedloru", "fedavg"], ["fedit", "fedavg"]))
 def test_a_model_from_scratch_is_exported_whole(method: str, images: Path, tmp_path: Path) -> None:
     made, progress = run_rounds(tiny_images.config(images, "builtin:resnet-8", method={"name": method}))
     folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
@@ -100,7 +104,7 @@ def test_a_model_from_scratch_is_exported_whole(method: str, images: Path, tmp_p
     assert mine.shape[-2:] == (9, 9)
 
 
-@pytest.mark.parametrize("kind", ["vit", "resnet"])
+@pytest.mark.parametrize("kind", ["vit", pytest.param("resnet", marks=pytest.mark.slow)])
 def test_only_the_architecture_is_taken(kind: str, images: Path, tmp_path: Path) -> None:
     """Nothing of the checkpoint is left, all that is no target trains, and the seed decides the weights."""
     model = {"pretrained": False, "modules_to_save": [], "target_modules": tiny_images.TARGETS[kind][:1]}
@@ -125,7 +129,7 @@ def test_only_the_architecture_is_taken(kind: str, images: Path, tmp_path: Path)
     assert {name for name in before if "k_proj.bias" not in name} <= set(moved)
 
 
-@pytest.mark.parametrize("method", ["fedit", "fedavg"])
+@pytest.mark.parametrize("method", ["fedit", pytest.param("fedavg", marks=pytest.mark.slow)])
 def test_a_text_model_from_scratch(method: str, tiny_folder: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"model": {"pretrained": False}, "method": {"name": method}}
     made, progress = run_rounds(tiny.config(tiny_folder, "bert", **changes))
@@ -147,7 +151,7 @@ def test_a_language_model_from_scratch_keeps_its_weights_tied(decoders: Path, tm
     assert close(theirs(made, model), ours(made, progress))
 
 
-@pytest.mark.parametrize("method", ["fedit", "flora", "fedavg"])
+@pytest.mark.parametrize("method", others_slow(["fedit", "flora", "fedavg"], ["fedit", "flora"]))
 def test_an_embedding_of_a_language_model(method: str, decoders: Path, tmp_path: Path) -> None:
     model = {"target_modules": ["embed_tokens", "q_proj"]}
     values = tiny_decoders.settings(decoders, "llama", model=model, method={"name": method, "r": 2})
@@ -169,7 +173,7 @@ def test_embeddings_of_an_encoder(tiny_folder: Path, tmp_path: Path) -> None:
     assert close(theirs(made, model), ours(made, progress))
 
 
-@pytest.mark.parametrize("method", ["fedit", "fedavg"])
+@pytest.mark.parametrize("method", ["fedit", pytest.param("fedavg", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", ["convolutions", "embeddings"])
 def test_starting_from_an_adapter(what: str, method: str, images: Path, decoders: Path, tmp_path: Path) -> None:
     """PEFT's own factors of convolutions, norms with statistics, and of an embedding, whose weight PEFT saves too."""
@@ -256,7 +260,7 @@ def test_merged_exports(name: str, images: Path, image_runs: Path, tmp_path: Pat
             fedspan.export(image_runs / name, tmp_path / "adapter")
 
 
-@pytest.mark.parametrize("name", ["resnet", "scratch"])
+@pytest.mark.parametrize("name", ["resnet", pytest.param("scratch", marks=pytest.mark.slow)])
 def test_a_run_that_was_stopped_ends_with_the_same_bits(
     name: str, images: Path, image_runs: Path, tmp_path: Path
 ) -> None:
@@ -290,7 +294,7 @@ def factorised(made: Prepared, progress: Progress) -> Job:
     return Job({layer.name: Factorised() for layer in made.engine.adapted.spec.layers}, tensors, ())
 
 
-@pytest.mark.parametrize("what", ["factors", "decay"])
+@pytest.mark.parametrize("what", [pytest.param("factors", marks=pytest.mark.slow), "decay"])
 @pytest.mark.parametrize("kind", ["vit", "resnet"])
 def test_what_is_no_change_of_the_base_is_written_whole(kind: str, what: str, images: Path, tmp_path: Path) -> None:
     """Factors in place of the weights, and a base that was scaled: the model on disk computes what the engine does."""

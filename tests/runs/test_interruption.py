@@ -68,6 +68,7 @@ def assert_sound(path: Path) -> int:
     return round
 
 
+@pytest.mark.slow  # below, a run is killed at every change
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     draws = random.Random(0)
@@ -126,9 +127,13 @@ class Interruption:
         return counted
 
 
-def test_killed_at_every_change_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("finished", "least"), [(6, 25), pytest.param(5, 50, marks=pytest.mark.slow)])
+def test_killed_at_every_change_of_the_file_system(
+    finished: int, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a round, and in two of them."""
     end = uninterrupted(tmp_path / "reference", 7)
-    uninterrupted(tmp_path / "begun", 5)
+    uninterrupted(tmp_path / "begun", finished)
     changes = 0
     while True:
         path = shutil.copytree(tmp_path / "begun", tmp_path / str(changes))
@@ -143,17 +148,17 @@ def test_killed_at_every_change_of_the_file_system(tmp_path: Path, monkeypatch: 
             finally:
                 interruption.left = 10**9
                 run.close()
-        assert assert_sound(path) >= 5
+        assert assert_sound(path) >= finished
         with begin(path) as run:
             go_on(run, 7)
         assert tree(path) == end, f"killed after {changes} changes"
         if not interruption.struck:  # it got through before the strike
             break
         changes += 1
-    assert changes > 50
+    assert changes > least
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("code", [errno.ENOSPC, pytest.param(errno.EIO, marks=pytest.mark.slow)])
 def test_disk_refuses_at_every_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     end = uninterrupted(tmp_path / "reference", 3)
     uninterrupted(tmp_path / "begun", 2)

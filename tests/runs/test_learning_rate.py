@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_a_range_test_tries_rates_around_the_default_and_is_repeatable(tiny_fold
     assert prepared.federation.training.compute_lr(0, 3) == default
 
 
-@pytest.mark.parametrize("engine", ["loop", "batched"])
+@pytest.mark.parametrize("engine", ["loop", pytest.param("batched", marks=pytest.mark.slow)])
 def test_a_run_trains_with_the_chosen_rate_and_stores_the_test(engine: str, tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny.settings(tiny_folder, training=AUTO, engine={"name": engine})
     report = fedspan.run(values, tmp_path / "run")
@@ -68,34 +69,41 @@ def test_a_run_trains_with_the_chosen_rate_and_stores_the_test(engine: str, tiny
     assert fedspan.run(fixed, tmp_path / "fixed").scores == report.scores
 
 
-def test_a_resumed_run_uses_the_stored_rate(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "run"
+@pytest.fixture(scope="module")
+def interrupted(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was interrupted after its first round, not to be changed."""
+    folder = tmp_path_factory.mktemp("interrupted") / "run"
     with pytest.raises(KeyboardInterrupt):
         fedspan.run(tiny.settings(tiny_folder, training=AUTO), folder, listener=Interrupted())
+    return folder
+
+
+def test_a_resumed_run_uses_the_stored_rate(interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(shutil.copytree(interrupted, tmp_path / "run"))
     (chosen,) = rates(folder)
     monkeypatch.setattr("fedspan.runs.session.run_range_test", None)  # it is not run again
     fedspan.resume(folder)
     assert rates(folder) == [chosen] * 3
 
 
-def test_a_stored_rate_that_was_damaged_is_an_error(tiny_folder: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        fedspan.run(tiny.settings(tiny_folder, training=AUTO), folder, listener=Interrupted())
+def test_a_stored_rate_that_was_damaged_is_an_error(interrupted: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(interrupted, tmp_path / "run"))
     for content in ("{}", '{"lr": -1}', '{"lr": true}', '{"lr": Infinity}', "[1]", "not json"):
         (folder / "learning_rate.json").write_text(content)
         with pytest.raises(FedspanError, match=r"learning_rate\.json"):
             fedspan.resume(folder)
 
 
+@pytest.mark.slow
 def test_centralized_training_has_a_range_test_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
-    values = tiny.settings(tiny_folder, training=AUTO) | {"baselines": ["centralized", "local"]}
+    values = tiny.settings(tiny_folder, training=AUTO, federation={"rounds": 1})
+    values["baselines"] = ["centralized", "local"]
     report = fedspan.run(values, tmp_path / "run")
     own = report.baselines["centralized"]["learning_rate"]
     assert own["losses"] != report.learning_rate["losses"]
     assert "learning_rate" not in report.baselines["local"]
     assert {entry.name for entry in (tmp_path / "run" / "baselines" / "centralized").iterdir()} == {"report.json"}
-    named = fedspan.run(values | {"centralized_lr": 0.01}, tmp_path / "named")
+    named = fedspan.run(values | {"centralized_lr": 0.01, "baselines": ["centralized"]}, tmp_path / "named")
     assert "learning_rate" not in named.baselines["centralized"]
 
 

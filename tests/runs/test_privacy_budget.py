@@ -24,6 +24,7 @@ from fedspan.runs.callbacks import Listener
 from fedspan.runs.privacy_budget import Budget
 from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, compute_epsilon
 from helpers import tiny
+from helpers.families import others_slow
 
 DP_SGD = {"mechanism": "dp-sgd", "epsilon": 3.0}
 
@@ -58,7 +59,7 @@ class Notes(Listener):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("mechanism", ["central", "local", "dp-sgd"])
+@pytest.mark.parametrize("mechanism", others_slow(["central", "local", "dp-sgd"], ["central", "local"]))
 def test_a_budget_is_spent_by_the_last_round_and_written_down(
     mechanism: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -94,7 +95,13 @@ def test_a_run_ends_before_it_exceeds_its_budget(tiny_folder: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("mechanism", "randomness"), [("central", "secret"), ("local", "seed"), ("dp-sgd", "seed"), ("dp-sgd", "secret")]
+    ("mechanism", "randomness"),
+    [
+        ("central", "secret"),
+        ("local", "seed"),
+        pytest.param("dp-sgd", "seed", marks=pytest.mark.slow),
+        pytest.param("dp-sgd", "secret", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
     mechanism: str, randomness: str, tiny_folder: Path, tmp_path: Path
@@ -138,7 +145,11 @@ class Killed(Listener):
 
 @pytest.mark.parametrize(
     ("mechanism", "randomness", "twice"),
-    [("local", "seed", False), ("central", "seed", False), ("central", "secret", True)],
+    [
+        pytest.param("local", "seed", False, marks=pytest.mark.slow),
+        ("central", "seed", False),
+        ("central", "secret", True),
+    ],
 )
 def test_a_round_that_was_not_finished_has_paid(
     mechanism: str, randomness: str, twice: bool, tiny_folder: Path, tmp_path: Path
@@ -202,7 +213,9 @@ def test_asking_again_stays_within_the_budget(tiny_folder: Path, tmp_path: Path)
 
 
 def test_baselines_are_without_privacy(tiny_folder: Path, tmp_path: Path) -> None:
-    given = {**run_values(tiny_folder, {"mechanism": "dp-sgd", "noise": 500.0}), "baselines": ["centralized"]}
+    federation = {"rounds": 2}
+    given = run_values(tiny_folder, {"mechanism": "dp-sgd", "noise": 500.0}, federation=federation)
+    given["baselines"] = ["centralized"]
     report = fedspan.run(given, tmp_path / "run")
     assert report.baselines["centralized"]["scores"]["test"]["loss"] < report.scores["test"]["loss"] - 0.1
 

@@ -48,7 +48,7 @@ def changes(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("task", ["sequence-classification", "causal-lm"])
+@pytest.mark.parametrize("task", ["sequence-classification", pytest.param("causal-lm", marks=pytest.mark.slow)])
 @settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(change=changes(), seed=st.integers(0, 2**63 - 1))
 def test_a_repeated_run_has_the_same_bits(
@@ -76,6 +76,7 @@ def test_another_seed_gives_other_bits(tiny_folder: Path, tmp_path: Path) -> Non
     assert files[0] != files[1]
 
 
+@pytest.mark.slow  # a process that imports everything
 def test_another_process_with_another_hash_seed(tiny_folder: Path, tmp_path: Path) -> None:
     """Sets and dicts of strings come in another order there."""
     values = tiny.settings(tiny_folder, federation={"rounds": 2})
