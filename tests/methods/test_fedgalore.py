@@ -156,18 +156,23 @@ CASES: dict[str, dict[str, Any]] = {
     "bias correction": {"adaptive_refreshes": 0, "steps": 3, "bias_correction": True, "rounds_per_seed": 9},
     "scale": {"adaptive_refreshes": 1, "steps": 3, "scale": 0.25},
 }
-DECAYING = ("average", "scale", "bias correction")
-"""Cases that are run with weight decay, too; with it, the others are slow."""
+QUICK = (
+    "seeded, renewed",
+    "gradients, then seeds",
+    "gradients throughout, keep",
+    "one joint direction",
+    "average and svd",
+)
+DECAYING = ("average", "no synchronisation", "bias correction", "scale")
+"""Cases that are run without and with weight decay; the others are slow."""
 
 
 @pytest.mark.parametrize(
     ("options", "decay"),
     [
-        *(pytest.param(options, 0.0, id=name) for name, options in CASES.items()),
-        *(
-            pytest.param(options, 0.1, id=f"{name}-decay", marks=() if name in DECAYING else pytest.mark.slow)
-            for name, options in CASES.items()
-        ),
+        pytest.param(options, decay, id=f"{name}{end}", marks=() if name in quick else pytest.mark.slow)
+        for decay, end, quick in ((0.0, "", QUICK), (0.1, "-decay", DECAYING))
+        for name, options in CASES.items()
     ],
 )
 def test_rounds_match_dense_galore_and_dense_ajive(options: dict[str, Any], decay: float) -> None:
@@ -352,10 +357,12 @@ def test_what_does_not_decay_keeps_the_base() -> None:
     "options",
     [
         {"adaptive_refreshes": 0},
-        {"adaptive_refreshes": 2},
-        {"adaptive_refreshes": 9, "moments": "keep"},
-        {"adaptive_refreshes": 3, "steps": 4, "period": 2},
-        {"adaptive_refreshes": 1, "adaptive_in": "round", "steps": 5, "period": 2},
+        pytest.param({"adaptive_refreshes": 2}, marks=pytest.mark.slow),
+        pytest.param({"adaptive_refreshes": 9, "moments": "keep"}, marks=pytest.mark.slow),
+        pytest.param({"adaptive_refreshes": 3, "steps": 4, "period": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"adaptive_refreshes": 1, "adaptive_in": "round", "steps": 5, "period": 2}, marks=pytest.mark.slow
+        ),
         {"synchronisation": "none"},
     ],
 )

@@ -27,7 +27,7 @@ def _split(W: Tensor) -> tuple[Tensor, Tensor]:
     return U * S.sqrt(), S.sqrt()[:, None] * Vt
 
 
-@pytest.mark.parametrize("keep_global", [False, True])
+@pytest.mark.parametrize("keep_global", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_matches_a_dense_oracle(decay: float, keep_global: bool) -> None:
     """Four rounds of gradient descent on the factors; the old weight joins where asked and nobody is of full rank."""

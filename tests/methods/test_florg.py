@@ -57,7 +57,7 @@ def next_A(Q: Tensor, before: Tensor, alignment: str) -> Tensor:
 
 
 @pytest.mark.parametrize("center", [False, True], ids=["plain", "centered"])
-@pytest.mark.parametrize("bases", ["structured", "dense"])
+@pytest.mark.parametrize("bases", ["structured", pytest.param("dense", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("alignment", ALIGNMENTS)
 def test_rounds_match_dense_gram_matrices(alignment: str, bases: str, center: bool) -> None:
     problem = Problem()
@@ -158,7 +158,7 @@ def test_the_paper_s_alignment_has_the_nearest_gram_matrix_of_its_rank() -> None
 
 
 @pytest.mark.parametrize("bases", ["structured", "dense"])
-@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("center", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_only_A_is_transmitted(bases: str, center: bool) -> None:
     """And, once, what ``center`` takes off the base. k is 5 for the 8 x 5 layer and 6 for the 6 x 8 one."""
     problem = Problem()
@@ -212,7 +212,7 @@ def test_a_client_s_moments_do_not_outlive_a_rotation(alignment: str) -> None:
 
 
 @pytest.mark.parametrize("alignment", ALIGNMENTS)
-@pytest.mark.parametrize("r", [2, 7])
+@pytest.mark.parametrize("r", [2, pytest.param(7, marks=pytest.mark.slow)])
 def test_gram_sums_give_what_stacked_factors_give(alignment: str, r: int) -> None:
     """To the rounding of squares: three rounds, cohorts that change, non-square layers, also with r > k."""
     found: dict[bool, Federation] = {}

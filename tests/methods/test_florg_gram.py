@@ -9,6 +9,7 @@ import pytest
 import test_method_claims as claims
 import test_method_messages as messages
 
+from helpers.families import others_slow
 from helpers.watched_rounds import MethodRun, RunMethod
 
 KEY = "florg"
@@ -40,7 +41,7 @@ def test_claims(gram: RunMethod) -> None:
     claims.test_frozen_tensors_never_move(KEY, {}, gram)
 
 
-@pytest.mark.parametrize("policy", messages.POLICIES)
+@pytest.mark.parametrize("policy", others_slow(messages.POLICIES, ["frozen"]))
 def test_messages(policy: str, gram: RunMethod) -> None:
     messages.test_bytes_counted_are_bytes_sent_and_bytes_declared(KEY, policy, gram)
     messages.test_extras_follow_their_policy(KEY, policy, gram)

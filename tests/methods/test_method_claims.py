@@ -18,7 +18,7 @@ from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from helpers.claim_measures import errors, relative
-from helpers.families import FAMILIES, methods_by_family
+from helpers.families import FAMILIES, UNLIKE, methods_by_family
 from helpers.watched_rounds import MethodRun, Round, RunMethod, differences, method_config
 
 GLOBAL = [key for key, cls in METHODS.items() if not cls.claims.personal]
@@ -29,7 +29,7 @@ RANKS = {"east": 1, "north": 2, "south": 3, "west": 5}
 SGD = {"optimizer": "sgd", "momentum": 0.9, "lr": 0.1}
 
 
-@pytest.mark.parametrize("key", GLOBAL)
+@pytest.mark.parametrize("key", methods_by_family(GLOBAL))
 def test_aggregation_is_exact_where_claimed_and_measurably_not_elsewhere(key: str, run_method: RunMethod) -> None:
     """1e-6 is a few roundings of float32 (6e-8 each): of the average, of the products folded into the base."""
     run = run_method(key)
@@ -41,7 +41,7 @@ def test_aggregation_is_exact_where_claimed_and_measurably_not_elsewhere(key: st
         assert max(min(layers.values()) for layers in found) > 1e-3
 
 
-@pytest.mark.parametrize("key", PERSONAL)
+@pytest.mark.parametrize("key", methods_by_family(PERSONAL))
 def test_what_a_personal_method_shares_is_the_mean_and_the_rest_stays_on_the_client(
     key: str, run_method: RunMethod
 ) -> None:
@@ -95,13 +95,13 @@ def split_messages(round: Round) -> dict[str, Tensors]:
     return {one.client: split_extras(message.tensors)[0] for one, message in pairs if one.direction == "up"}
 
 
-@pytest.mark.parametrize("key", METHODS)
+@pytest.mark.parametrize("key", methods_by_family())
 def test_replies_hold_what_is_claimed_of_them(key: str, run_method: RunMethod) -> None:
     """Wrappers rely on it: new values of tensors that all start from alike, under their names, or something else."""
     assert sends(run_method(key)) == METHODS[key].claims.sends
 
 
-@pytest.mark.parametrize("key", METHODS)
+@pytest.mark.parametrize("key", methods_by_family())
 def test_the_base_moves_every_round_where_claimed(key: str, run_method: RunMethod) -> None:
     rounds = run_method(key).rounds
     assert METHODS[key].claims.moves_base == all(one.after.state.base.round == one.after.state.round for one in rounds)
@@ -119,11 +119,9 @@ def test_messages_change_the_base_where_claimed(key: str, run_method: RunMethod)
 @pytest.mark.parametrize(
     ("key", "training"),
     [
-        *(pytest.param(key, {}, id=f"{key}-adamw") for key in METHODS),
-        *(
-            pytest.param(key, SGD, id=f"{key}-sgd", marks=() if key in FAMILIES else pytest.mark.slow)
-            for key in METHODS
-        ),
+        pytest.param(key, training, id=f"{key}-{name}", marks=() if key in quick else pytest.mark.slow)
+        for name, training, quick in (("adamw", {}, FAMILIES), ("sgd", SGD, UNLIKE))
+        for key in METHODS
     ],
 )
 def test_frozen_tensors_never_move(key: str, training: dict[str, object], run_method: RunMethod) -> None:
@@ -143,7 +141,9 @@ def test_frozen_tensors_never_move(key: str, training: dict[str, object], run_me
     assert moved == {name for local in stepped for name in local.job.trainable_names}
 
 
-@pytest.mark.parametrize("key", [key for key, cls in METHODS.items() if cls.claims.reinitialises])
+@pytest.mark.parametrize(
+    "key", methods_by_family((key for key, cls in METHODS.items() if cls.claims.reinitialises), ["flora", "fr-lora"])
+)
 def test_moments_do_not_outlive_the_factors_that_they_belong_to(key: str, run_method: RunMethod) -> None:
     """Where factors start again or are turned, two steps a round are all that moments have seen, but for those that the
     job itself hands over."""
@@ -156,7 +156,7 @@ def test_moments_do_not_outlive_the_factors_that_they_belong_to(key: str, run_me
             assert steps
 
 
-@pytest.mark.parametrize("key", METHODS)
+@pytest.mark.parametrize("key", methods_by_family())
 def test_the_order_of_replies_does_not_matter(key: str, run_method: RunMethod) -> None:
     run = run_method(key)
     for round in run.rounds[:3]:
@@ -179,7 +179,7 @@ def _reduce(replies: Sequence[tuple[Client, Contribution]]) -> Reduced:
     return reducer.compute_result()
 
 
-@pytest.mark.parametrize("key", METHODS)
+@pytest.mark.parametrize("key", methods_by_family())
 def test_nobody_writes_to_what_it_is_given(key: str, run_method: RunMethod) -> None:
     """Neither the method's functions nor training, a round or an evaluation."""
     run = run_method(key)
@@ -225,7 +225,7 @@ def test_clients_of_different_budgets_train_one_model(key: str, run_method: RunM
             assert max(errors(run, round).values()) < 1e-6
 
 
-@pytest.mark.parametrize("key", [key for key in METHODS if key not in HETEROGENEOUS])
+@pytest.mark.parametrize("key", methods_by_family(key for key in METHODS if key not in HETEROGENEOUS))
 def test_different_ranks_are_refused_elsewhere(key: str, tiny_folder: Path, prepared: Prepared) -> None:
     with pytest.raises(FedspanError) as caught:
         prepare(method_config(tiny_folder, key, federation={"ranks": {"south": 5}}), prepared.partition)

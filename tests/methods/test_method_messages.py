@@ -18,7 +18,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.claim_measures import require_declared_traffic
-from helpers.families import UNLIKE, methods_by_family
+from helpers.families import FAMILIES, UNLIKE, methods_by_family
 from helpers.watched_rounds import MethodRun, RunMethod, method_config
 
 POLICIES = ("average", "local", "frozen")
@@ -31,13 +31,15 @@ both = pytest.mark.parametrize(
         pytest.param(
             key,
             policy,
-            marks=() if key in UNLIKE or policy == METHODS[key].claims.extras else pytest.mark.slow,
+            marks=()
+            if key == "fedsa-lora" or (key in FAMILIES and policy == METHODS[key].claims.extras)
+            else pytest.mark.slow,
         )
         for key in METHODS
         for policy in POLICIES
     ],
 )
-"""The policy that a method prefers, and for the methods that differ most all policies; the others are slow."""
+"""One method of each family under the policy that it prefers, and FedSA-LoRA under all; the others are slow."""
 
 
 def with_policy(run_method: RunMethod, key: str, policy: str) -> MethodRun:
@@ -68,7 +70,9 @@ def test_bytes_counted_are_bytes_sent_and_bytes_declared(key: str, policy: str, 
     require_declared_traffic(with_policy(run_method, key, policy), policy)
 
 
-@pytest.mark.parametrize("key", methods_by_family(key for key in HETEROGENEOUS if not METHODS[key].claims.budgets))
+@pytest.mark.parametrize(
+    "key", methods_by_family((key for key in HETEROGENEOUS if not METHODS[key].claims.budgets), ["flora", "flexlora"])
+)
 def test_declared_for_unequal_ranks_too(key: str, run_method: RunMethod) -> None:
     """What comes down may be made of all ranks of the round before; cohorts of three of four change them."""
     run = run_method(key, federation={"ranks": RANKS})
@@ -108,7 +112,7 @@ def test_extras_follow_their_policy(key: str, policy: str, run_method: RunMethod
             assert torch.allclose(value.double(), expected, rtol=1e-7, atol=1e-8)
 
 
-@pytest.mark.parametrize("key", methods_by_family())
+@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_a_local_head_makes_every_client_s_model_its_own(key: str, run_method: RunMethod) -> None:
     """There is no one model to evaluate then, whatever the method does with its factors."""
     run = with_policy(run_method, key, "local")
@@ -121,7 +125,7 @@ def test_a_local_head_makes_every_client_s_model_its_own(key: str, run_method: R
         assert equal(extras_of(models[id,].tensors), head)
 
 
-@pytest.mark.parametrize("key", methods_by_family(GLOBAL))
+@pytest.mark.parametrize("key", methods_by_family(GLOBAL, UNLIKE))
 def test_a_client_that_was_away_catches_up_exactly(key: str, run_method: RunMethod) -> None:
     """From its messages alone: the base that it holds plus what it is sent is the server's, and so is its model."""
     # At rank 2 two rounds' increments are smaller than the layers: some clients replay them, some are sent the whole.

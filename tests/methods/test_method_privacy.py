@@ -28,7 +28,7 @@ from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from fedspan.training.stacking import StackingRequest
 from helpers import tiny
-from helpers.families import UNLIKE, methods_by_family
+from helpers.families import UNLIKE, methods_by_family, others_slow
 
 GRADIENTS = {"fed-sb", "fedgalore"}
 """Methods whose clients use raw gradients beside their steps."""
@@ -86,7 +86,7 @@ def run_rounds(run: Any, rounds: int = 2) -> tuple[list[RoundResult], Progress]:
     return results, progress
 
 
-@pytest.mark.parametrize("mechanism", ["central", "local", "dp-sgd"])
+@pytest.mark.parametrize("mechanism", others_slow(["central", "local", "dp-sgd"], ["central", "dp-sgd"]))
 @pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_a_mechanism_fits_or_is_refused_with_the_reason(
     key: str, mechanism: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path

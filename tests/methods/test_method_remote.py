@@ -89,7 +89,7 @@ def test_rounds_between_machines_have_the_bits_of_those_on_one(
             assert mine.pooled["accuracy"] == pytest.approx(found.pooled["accuracy"])
 
 
-@pytest.mark.parametrize("adaptive", [0, 99])
+@pytest.mark.parametrize("adaptive", [pytest.param(0, marks=pytest.mark.slow), 99])
 def test_replies_with_several_projectors_are_accepted(
     adaptive: int, prepared: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:

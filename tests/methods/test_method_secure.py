@@ -22,7 +22,7 @@ from fedspan.federation.settings import SecureSettings
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared
 from helpers import secure_rounds, tiny
-from helpers.families import FAMILIES
+from helpers.families import others_slow
 
 SUMS = sorted(key for key, cls in METHODS.items() if cls.claims.reduction == "sum" and cls.claims.sends != "nothing")
 STACKS = sorted(key for key, cls in METHODS.items() if cls.claims.reduction == "stack")
@@ -38,13 +38,9 @@ WRAPPED: Mapping[str, tuple[dict[str, Any], Mapping[str, Any]]] = {
     "scaffold I": ({"name": "rolora", "wrappers": [{"name": "scaffold", "variate": "option-I"}]},
                    {**SGD, "max_grad_norm": 0}),
 }  # fmt: skip
-by_family = pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.slow if kind in METHODS and kind not in FAMILIES else ())
-        for kind in WRAPPED
-    ],
-)
+QUICK = ("rolora", "fedsa-lora", "florg, Gram sums", "scaffold II")
+"""Alternating and personal factors, sums of matrices, and variates."""
+by_family = pytest.mark.parametrize("kind", others_slow(WRAPPED, QUICK))
 
 
 def secure_and_plain(

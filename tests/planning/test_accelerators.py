@@ -93,7 +93,7 @@ def test_what_is_computed_once_is_paid_once_and_its_weights_are_read_once(tiny_f
 
 
 @pytest.mark.parametrize("engine", ["loop", "batched"])
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+@pytest.mark.parametrize("kind", ["bert", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_this_machine_is_timed(engine: str, kind: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSPAN_CACHE", str(tiny_folder / f"cache-{engine}-{kind}"))
     found = fedspan.plan(
@@ -108,6 +108,7 @@ def test_this_machine_is_timed(engine: str, kind: str, tiny_folder: Path, monkey
         assert (found.start, found.simulated) == (0.0, pytest.approx(3 * 3 * found.client))
 
 
+@pytest.mark.slow
 def test_a_pooled_encoder_is_timed_too(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSPAN_CACHE", str(tiny_folder / "cache-pooled"))
     values = tiny.settings(tiny_folder, model={"pooling": "mean"}, engine={"name": "loop"})
@@ -116,6 +117,7 @@ def test_a_pooled_encoder_is_timed_too(tiny_folder: Path, monkeypatch: pytest.Mo
     assert found.step is not None
 
 
+@pytest.mark.slow
 def test_images_are_timed_too() -> None:
     values = {
         "task": "image-classification",

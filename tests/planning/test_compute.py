@@ -14,10 +14,10 @@ from fedspan import FedspanError
 from fedspan.core.parametrization import MultiHeadCore
 from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Client, Job
-from fedspan.methods.registry import METHODS
 from fedspan.planning.plan import Plan, PlannedModel, plan_run, prepare_model
 from fedspan.runs.setup import Prepared
 from helpers import tiny
+from helpers.families import UNLIKE, methods_by_family
 
 RANK, BATCH, LENGTH = 3, 8, 11
 LLAMA = {
@@ -71,7 +71,7 @@ def count_cores(job: Job) -> int:
     )
 
 
-@pytest.mark.parametrize("key", METHODS)
+@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_flops_of_a_step_are_those_of_a_real_one(
     key: str, prepared: Prepared, planned: PlannedModel, tiny_folder: Path
 ) -> None:

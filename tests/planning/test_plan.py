@@ -16,6 +16,7 @@ from fedspan.runs.head_setup import begin
 from fedspan.runs.ledger import Ledger, Totals
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
+from helpers.families import UNLIKE, methods_by_family, others_slow
 
 ROUNDS, RANK = 4, 3
 
@@ -52,7 +53,7 @@ def test_an_empty_model_has_the_layers_extras_and_parameters_of_the_loaded_one(
     assert planned.adapted.device.type == "meta"
 
 
-@pytest.mark.parametrize("kind", ["class-means", "lda", "random"])
+@pytest.mark.parametrize("kind", others_slow(["class-means", "lda", "random"], ["lda"]))
 def test_the_heads_statistics_are_planned(kind: str, tiny_folder: Path) -> None:
     config = tiny.config(tiny_folder, model={"head_init": kind})
     prepared = prepare(config)
@@ -62,7 +63,7 @@ def test_the_heads_statistics_are_planned(kind: str, tiny_folder: Path) -> None:
     assert (up or {0}) == {planned.head_up}
 
 
-@pytest.mark.parametrize("key", METHODS)
+@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_bytes_are_the_ledger_s(
     key: str, prepared: Prepared, planned: PlannedModel, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -83,7 +84,15 @@ def test_bytes_are_the_ledger_s(
     assert plan.first_down * plan.clients == totals.count_round("down", 1).payload
 
 
-@pytest.mark.parametrize("wrapper", ["scaffold", {"name": "fedpaq", "bits": 5}, "fedprox", "fedadam"])
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        "scaffold",
+        {"name": "fedpaq", "bits": 5},
+        pytest.param("fedprox", marks=pytest.mark.slow),
+        pytest.param("fedadam", marks=pytest.mark.slow),
+    ],
+)
 def test_wrappers_are_planned_too(
     wrapper: Any, prepared: Prepared, planned: PlannedModel, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -110,7 +119,7 @@ def test_ranks_and_sampled_cohorts(
     assert plan.cohort == 2
 
 
-@pytest.mark.parametrize("key", METHODS)
+@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_what_trains_is_what_moves(key: str, prepared: Prepared, planned: PlannedModel, tiny_folder: Path) -> None:
     """The largest number of elements that any job of the first two rounds moves (a probing first round aside)."""
     config = tiny.config(tiny_folder, method={"name": key, "r": RANK, "lora_alpha": 6})

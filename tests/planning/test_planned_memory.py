@@ -13,9 +13,10 @@ import pytest
 import fedspan
 from helpers.planned_memory import CASES, EXAMPLES, TOLERANCE, save_models, settings
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux' /proc")
-
-QUICK = ("upper-layers",)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux' /proc"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize("names", [QUICK, pytest.param(tuple(CASES), marks=pytest.mark.slow)], ids=["quick", "all"])
-def test_memory_of_a_client_is_what_its_process_takes(names: tuple[str, ...], folder: Path) -> None:
-    configs = [settings(folder, CASES[name]) for name in names]
+def test_memory_of_a_client_is_what_its_process_takes(folder: Path) -> None:
+    configs = [settings(folder, changes) for changes in CASES.values()]
     script = Path(__file__).parents[1] / "helpers" / "measured_client.py"
     run = subprocess.run(
         [sys.executable, str(script), json.dumps([settings(folder, {"model": {"name": "small"}}), *configs])],
@@ -39,9 +39,9 @@ def test_memory_of_a_client_is_what_its_process_takes(names: tuple[str, ...], fo
     )
     assert run.returncode == 0, run.stderr
     ratios: dict[str, float] = {}
-    for (name, values), line in zip(zip(names, configs, strict=True), run.stdout.splitlines(), strict=True):
+    for (name, values), line in zip(zip(CASES, configs, strict=True), run.stdout.splitlines(), strict=True):
         real, examples = map(int, line.split())
         assert examples == EXAMPLES
         labels = None if values.get("task") else 2
         ratios[name] = fedspan.plan(values, labels=labels, examples=EXAMPLES).client.total / real
-    assert ratios == {name: pytest.approx(1, abs=TOLERANCE) for name in names}
+    assert ratios == {name: pytest.approx(1, abs=TOLERANCE) for name in CASES}

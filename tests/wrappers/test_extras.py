@@ -29,6 +29,7 @@ from fedspan.training.jobs import Assignment
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.extras import WithExtras
 from helpers import tiny_images
+from helpers.families import others_slow
 
 EPOCHS = {"local_steps": None, "local_epochs": 1, "batch_size": 5}
 
@@ -96,7 +97,7 @@ def test_training_moves_them_as_the_model_itself_does(images: Path) -> None:
         assert not torch.equal(value, before.tensors[join_extra_name(name)]), name
 
 
-@pytest.mark.parametrize("weights", ["examples", "uniform"])
+@pytest.mark.parametrize("weights", ["examples", pytest.param("uniform", marks=pytest.mark.slow)])
 def test_averaged_statistics_are_means_and_counts_the_largest(resnet: Prepared, weights: str) -> None:
     """Two rounds without clipping; clients of different sizes take different numbers of steps."""
     federation = under(resnet, "average")
@@ -161,7 +162,7 @@ def test_frozen_statistics_move_nowhere(resnet: Prepared) -> None:
     assert not any(m.training for m in resnet.engine.adapted.model.modules() if isinstance(m, nn.BatchNorm2d))
 
 
-@pytest.mark.parametrize("method", ["pfedloru", "pfedlora", "lora-a2", "fed-sb"])
+@pytest.mark.parametrize("method", others_slow(["pfedloru", "pfedlora", "lora-a2", "fed-sb"], ["pfedlora", "fed-sb"]))
 def test_norms_are_in_training_mode_where_the_extras_rest(method: str, images: Path) -> None:
     """One batch of all examples: the statistics are those of a plain model in training mode, and nothing trains."""
     training = {"local_steps": 1, "batch_size": 100}

@@ -98,7 +98,7 @@ class OnFactors(Textbook):
 
 @pytest.mark.parametrize("uniform", [True, False], ids=["uniform", "by examples"])
 @pytest.mark.parametrize("variate", VARIATES)
-@pytest.mark.parametrize("method", ["fedavg", "fedit"])
+@pytest.mark.parametrize("method", [pytest.param("fedavg", marks=pytest.mark.slow), "fedit"])
 def test_matches_the_textbook(method: str, variate: str, uniform: bool) -> None:
     problem = Problem()
     if method == "fedavg":

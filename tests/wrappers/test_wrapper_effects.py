@@ -19,7 +19,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.wrappers.registry import WRAPPERS
 from helpers import tiny
-from helpers.families import UNLIKE, methods_by_family
+from helpers.families import methods_by_family
 from helpers.wrapped_configs import wrapped_config
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -43,13 +43,14 @@ def _accepts(wrapper: str, key: str) -> bool:
     return WRAPPERS[wrapper](inner=inner, **OPTIONS.get(wrapper, {})).explain_refusal(METHODS[key].claims) is None
 
 
+QUICK = [("fedprox", "flora"), ("fedadagrad", "fedsa-lora"), ("scaffold", "fedsa-lora"), ("fedprox", "fedgalore")]
 PAIRS = [
-    pytest.param(wrapper, key, marks=() if key in ("fedit", *UNLIKE) else pytest.mark.slow)
+    pytest.param(wrapper, key, marks=() if key == "fedit" or (wrapper, key) in QUICK else pytest.mark.slow)
     for wrapper in WRAPPERS
     for key in METHODS
     if _accepts(wrapper, key)
 ]
-"""Wrappers around FedIT and the methods that differ most; around the others they are slow."""
+"""Wrappers around FedIT, and a few around the methods that differ most; around the others they are slow."""
 
 
 def _forget(progress: Progress) -> Progress:
