@@ -21,6 +21,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny
+from helpers.families import others_slow
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", {"r": 3, "lora_alpha": 5}),
@@ -59,7 +60,7 @@ def engine_logits(prepared: Prepared, progress: Any) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
-@pytest.mark.parametrize("method", ["fedit", "flora", "fedavg"])
+@pytest.mark.parametrize("method", others_slow(["fedit", "flora", "fedavg"], ["flora"]))
 @pytest.mark.parametrize("case", OPTIONS)
 def test_round_0_is_the_adapter_and_the_export_includes_it(
     case: str, method: str, tiny_folder: Path, prepared: Prepared, tmp_path: Path

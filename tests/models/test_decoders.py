@@ -79,7 +79,7 @@ def test_padding_does_not_change_what_a_decoder_s_classifier_says(family: str, d
     assert torch.allclose(together, alone, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_run_of_a_language_model_from_config_to_answers(family: str, decoders: Path, tmp_path: Path) -> None:
     """Loss falls, the best round has the least, and an exported model answers as the run's report says."""
     changes = {"federation": {"rounds": 4}, "training": {"lr": 0.02, "local_steps": None, "batch_size": 8}}

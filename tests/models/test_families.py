@@ -18,9 +18,10 @@ from fedspan.models.heads import get_head
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny_families
+from helpers.families import others_slow
 from helpers.tiny_families import FAMILIES, IMAGES, LANGUAGE, PAIRS
 
-FAST = ("bert", "deberta-v2", "modernbert", "t5", "falcon", "mamba", "swin", "mobilenet_v2", "m2m100-seq2seq")
+FAST = ("bert", "deberta-v2", "t5", "mamba", "swin")
 ALONE = {"deberta-v2": "attention.self.query_proj is given one input for all examples of a batch"}
 """Families whose clients train one by one with PEFT's default target modules, and why."""
 NO_HEAD = ("whisper",)
@@ -43,9 +44,7 @@ REFUSED = {
 SHARED = ("value_proj", "dense")
 """Target modules with which clients of a DeBERTa-v3 share passes: those that no relative positions enter."""
 
-trainable = pytest.mark.parametrize(
-    "key", [pytest.param(key, marks=() if key in FAST else pytest.mark.slow) for key in FAMILIES if key not in NO_HEAD]
-)
+trainable = pytest.mark.parametrize("key", others_slow([key for key in FAMILIES if key not in NO_HEAD], FAST))
 methods = pytest.mark.parametrize("method", ["fedit", pytest.param("rolora", marks=pytest.mark.slow)])
 
 
@@ -73,7 +72,7 @@ def test_a_family_trains_equally_on_both_engines(key: str, method: str, folder: 
         assert outcome.gap == 0.0
 
 
-@pytest.mark.parametrize("key", REFUSED)
+@pytest.mark.parametrize("key", others_slow(REFUSED, ["modernbert", "mamba", "clip"]))
 def test_the_error_names_modules_that_can_be_targets(key: str, folder: Path) -> None:
     with pytest.raises(FedspanError, match="PEFT has no default for the architecture") as caught:
         tiny_families.compare(folder, key)

@@ -40,12 +40,12 @@ def state(prepared: Prepared) -> Mapping[str, Tensor]:
     ("kind", "changes"),
     [
         ("bert", {}),
-        ("bert", {"model": {"gradient_checkpointing": True}}),
+        pytest.param("bert", {"model": {"gradient_checkpointing": True}}, marks=pytest.mark.slow),
         ("bert", {"model": {"layers_to_transform": [1]}}),
-        ("bert", {"model": {"pooling": "mean"}}),
-        ("bert", {"method": {"name": "fed-sb"}}),
+        pytest.param("bert", {"model": {"pooling": "mean"}}, marks=pytest.mark.slow),
+        pytest.param("bert", {"method": {"name": "fed-sb"}}, marks=pytest.mark.slow),
         ("bert", {"method": {"name": "flora"}}),  # moves the base
-        ("gpt2", {}),
+        pytest.param("gpt2", {}, marks=pytest.mark.slow),
         ("llama-lm", {}),
     ],
 )

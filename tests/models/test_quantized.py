@@ -17,6 +17,7 @@ from fedspan.errors import FedspanError
 from fedspan.models import quantized
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny_decoders
+from helpers.families import others_slow
 
 pytest.importorskip("bitsandbytes", reason="the extra fedspan[quantization] is not installed")
 kinds = pytest.mark.parametrize("kind", ["nf4", "int8"])
@@ -62,7 +63,10 @@ def test_weights_are_the_numbers_that_the_layer_computes_with(kind: str, family:
 
 
 @kinds
-@pytest.mark.parametrize("method", ["fedit", "flora", "fedloru", "fedavg"])
+@pytest.mark.parametrize(
+    "method",
+    others_slow(["fedit", "flora", "fedloru", "fedavg"], ["flora"]),
+)
 def test_nothing_is_written_to_a_quantised_base(kind: str, method: str, decoders: Path) -> None:
     """Neither by training nor by methods that move the base; what trains is float32, and the loss falls."""
     options = {"tau": 1} if method == "fedloru" else {}

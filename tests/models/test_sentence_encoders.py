@@ -229,11 +229,11 @@ def test_a_run_starts_from_an_exported_adapter(encoders: Path, runs: dict[str, P
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model": {"gradient_checkpointing": True}},
-        {"model": {"dtype": "bfloat16"}},
+        pytest.param({"model": {"gradient_checkpointing": True}}, marks=pytest.mark.slow),
+        pytest.param({"model": {"dtype": "bfloat16"}}, marks=pytest.mark.slow),
         {"model": {"layers_to_transform": [1]}},
-        {"model": {"pretrained": False, "head_init": "random"}},
-        {"method": {"name": "fedavg"}},
+        pytest.param({"model": {"pretrained": False, "head_init": "random"}}, marks=pytest.mark.slow),
+        pytest.param({"method": {"name": "fedavg"}}, marks=pytest.mark.slow),
         {"method": {"name": "fedsa-lora"}, "model": {"modules_to_save": ["LayerNorm"]}},
     ],
 )

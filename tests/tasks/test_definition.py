@@ -22,6 +22,7 @@ from fedspan.runs.setup import prepare
 from fedspan.tasks import metrics, registry
 from fedspan.tasks.registry import BUILT_IN, get_task
 from fedspan.tasks.settings import TaskSettings
+from helpers.families import others_slow
 from helpers.task_cases import CASES, OWN, REFUSED, folders_of
 
 NAMES = sorted(CASES)
@@ -66,7 +67,12 @@ def test_losses_by_client_are_the_losses_alone(name: str, request: pytest.Fixtur
     assert len({round(float(loss), 6) for loss in losses_C}) == len(owners)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    others_slow(
+        NAMES, ["sequence-classification", "regression", "causal-lm", "token-classification", "image-classification"]
+    ),
+)
 def test_batched_engine_equals_the_loop_and_the_export_predicts_the_same(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -362,7 +362,7 @@ def test_a_merged_model_is_compared_with_a_base_from_python(decoders: Path, tmp_
     assert stored["reward_margin"] != pytest.approx(expected["reward_margin"], rel=1e-2)
 
 
-@pytest.mark.parametrize("engine", ["loop", "batched"])
+@pytest.mark.parametrize("engine", [pytest.param("loop", marks=pytest.mark.slow), "batched"])
 def test_a_resumed_run_ends_with_the_same_bits(engine: str, decoders: Path, tmp_path: Path) -> None:
     class Stop(fedspan.Listener):
         def on_round_finish(self, row: Mapping[str, Any]) -> None:

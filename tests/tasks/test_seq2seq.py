@@ -28,6 +28,7 @@ from fedspan.tasks.seq2seq import Seq2Seq, Seq2SeqOptions
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.prefix import PrefixCache
 from helpers import tiny, tiny_seq2seq
+from helpers.families import others_slow
 
 CPU = torch.device("cpu")
 FAMILIES = sorted(tiny_seq2seq.FAMILIES)
@@ -63,7 +64,7 @@ def test_the_loss_is_transformers_own_and_predictions_add_up_to_it(kind: str, tm
     assert predictions[:, 1].tolist() == is_target.sum(1).tolist()
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", others_slow(FAMILIES, ["t5"]))
 def test_clients_share_passes_with_the_results_of_the_loop(kind: str, tmp_path: Path) -> None:
     values = tiny_seq2seq.settings(tmp_path, kind, federation={"rounds": 2}, training={"label_smoothing": 0.1})
     tensors = {}
@@ -207,7 +208,7 @@ def test_a_prefix_that_leaves_no_room_for_a_source_is_refused() -> None:
     assert examples.sources.lengths.tolist() == [12, 12, 12, 12]
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", others_slow(FAMILIES, ["t5"]))
 def test_dp_sgd_without_noise_and_clipping_is_sgd(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("opacus", reason="needs fedspan[privacy]")
     training = {"optimizer": "sgd", "lr": 0.05, "batch_size": 1000, "local_steps": 1, "max_grad_norm": 0}
@@ -260,7 +261,7 @@ def test_sources_have_the_prefix_and_cut_targets_end() -> None:
     assert tokenizer.convert_ids_to_tokens(examples.sources[1]) == ["say:", "der4"]
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", others_slow(FAMILIES, ["marian"]))
 def test_exports_generate_what_transformers_and_peft_generate(kind: str, tmp_path: Path) -> None:
     training = {"lr": 0.02, "local_steps": 3, "batch_size": 8}
     values = tiny_seq2seq.settings(tmp_path, kind, federation={"rounds": 1}, training=training)

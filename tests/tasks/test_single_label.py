@@ -21,6 +21,7 @@ from fedspan.tasks.classification import SEQUENCE_CLASSIFICATION, SequenceClassi
 from fedspan.tasks.losses import CLASS_WEIGHTS, SMOOTHING
 from fedspan.tasks.single_label import compute_class_weights
 from helpers import tiny
+from helpers.families import others_slow
 
 NONE: Any = None
 CASES = [
@@ -64,7 +65,7 @@ def test_balanced_weights_are_scikit_learns() -> None:
     assert weights[[1, 4]].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("training", CASES)
+@pytest.mark.parametrize("training", others_slow(CASES, CASES[2:]))
 def test_engines_train_alike_and_other_than_without(training: dict[str, Any], tiny_folder: Path) -> None:
     def train(engine: str, **changes: Any) -> Any:
         # SGD, since AdamW divides rounding by rounding where a gradient is nearly zero.

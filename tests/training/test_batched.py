@@ -22,6 +22,7 @@ from fedspan.training import stacking, worker
 from fedspan.training.batched import BatchedEngine, balance, run_parallel
 from fedspan.training.jobs import Assignment
 from helpers import tiny, tiny_decoders, tiny_images
+from helpers.families import others_slow
 
 SGD: Mapping[str, Any] = {"optimizer": "sgd", "lr": 0.02}
 EVERYBODY: Mapping[str, Any] = {"rounds": 2, "clients_per_round": None}
@@ -90,7 +91,9 @@ def test_too_little_memory_for_a_pass_names_the_setting(tiny_folder: Path, monke
 KINDS = ("bert", "roberta", "distilbert", "gpt2", *(f"{family}-lm" for family in tiny_decoders.FAMILIES), "vit")
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "resnet", "builtin:resnet-8"])
+@pytest.mark.parametrize(
+    "kind", others_slow([*KINDS, "resnet", "builtin:resnet-8"], ["bert", "gpt2", "llama-lm", "resnet"])
+)
 def test_every_family_of_models(kind: str, tiny_folder: Path, decoders: Path, images: Path, passes: list[int]) -> None:
     gap, engine = same(values(kind, tiny_folder, decoders, images))
     assert gap < 1e-5
@@ -102,19 +105,21 @@ def test_every_family_of_models(kind: str, tiny_folder: Path, decoders: Path, im
     "changes",
     [
         {"training": {"lora_dropout": 0.4}},
-        {"training": {"gradient_accumulation_steps": 3, "local_steps": None}},
+        pytest.param({"training": {"gradient_accumulation_steps": 3, "local_steps": None}}, marks=pytest.mark.slow),
         {"training": {"batch_size": 7, "local_steps": None}},
-        {"training": {"logit_adjustment": 1.0, "local_steps": None}},
-        {"training": {"head_updates": "own-classes", "weight_decay": 0.1}},
+        pytest.param({"training": {"logit_adjustment": 1.0, "local_steps": None}}, marks=pytest.mark.slow),
+        pytest.param({"training": {"head_updates": "own-classes", "weight_decay": 0.1}}, marks=pytest.mark.slow),
         {"training": {"momentum": 0.9, "weight_decay": 0.1, "optimizer_state": "keep"}},
-        {"model": {"modules_to_save": ["LayerNorm", "pooler"]}},
+        pytest.param({"model": {"modules_to_save": ["LayerNorm", "pooler"]}}, marks=pytest.mark.slow),
         {"model": {"target_modules": ["word_embeddings", "query"]}},
-        {"model": {"pretrained": False}},
-        {"model": {"gradient_checkpointing": True}},
+        pytest.param({"model": {"pretrained": False}}, marks=pytest.mark.slow),
+        pytest.param({"model": {"gradient_checkpointing": True}}, marks=pytest.mark.slow),
         {"model": {"layers_to_transform": [1]}},
-        {"method": {"wrappers": [{"name": "fedprox", "mu": 0.1}]}},
+        pytest.param({"method": {"wrappers": [{"name": "fedprox", "mu": 0.1}]}}, marks=pytest.mark.slow),
         {"method": {"wrappers": [{"name": "scaffold"}]}},
-        {"method": {"name": "hetlora", "r": 3}, "federation": {"ranks": [1, 2, 3]}},
+        pytest.param(
+            {"method": {"name": "hetlora", "r": 3}, "federation": {"ranks": [1, 2, 3]}}, marks=pytest.mark.slow
+        ),
     ],
     ids=lambda changes: json.dumps(changes)[:60],
 )

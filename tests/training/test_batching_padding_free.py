@@ -170,7 +170,7 @@ def test_pytorch_has_the_attention_that_is_used() -> None:
     assert {"scale", "window_size", "enable_gqa"} <= set(known)
 
 
-@pytest.mark.parametrize("layers", [None, [1]])
+@pytest.mark.parametrize("layers", [pytest.param(None, marks=pytest.mark.slow), [1]])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_several_clients_at_once(
     layers: list[int] | None, workers: int, tiny_folder: Path, decoders: Path, packed: list[TokenLayout]

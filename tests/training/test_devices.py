@@ -45,11 +45,8 @@ OTHER_KERNELS = {"task causal-lm", "task causal-lm packed", "conv1d", "fused att
 """Runs in which PyTorch takes other CPU kernels where it does not see that a tensor is on the CPU."""
 DIFFERENCES = {"task preference"}
 """Runs whose loss and metrics are small differences of log-probabilities, with as much rounding as these have."""
-QUICK = [
-    *("method fedit/batched", "method fedgalore/batched", "wrapper scaffold/loop", "privacy dp-sgd/loop"),
-    *("secure sums/batched", "task causal-lm/batched", "prefix cache/batched"),
-]
-"""What differs most: averaged factors, projected gradients, state of a wrapper, noise, masks; the others are slow."""
+QUICK = ["method fedgalore/batched", "wrapper scaffold/loop", "secure sums/batched", "task causal-lm/batched"]
+"""What differs most: projected gradients, state of a wrapper, masks, texts; the others are slow."""
 SLOW = [name for name in ALL if name not in QUICK]
 
 

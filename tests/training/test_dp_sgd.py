@@ -96,7 +96,15 @@ def relative(found: Trained, right: Mapping[str, Tensor], start: Mapping[str, Te
 
 
 @pytest.mark.parametrize(
-    ("key", "accumulate"), [("fedit", 1), ("fedit", 3), ("ffa-lora", 1), ("florg", 1), ("mfedloru", 1), ("pfedlora", 3)]
+    ("key", "accumulate"),
+    [
+        pytest.param("fedit", 1, marks=pytest.mark.slow),
+        ("fedit", 3),
+        ("ffa-lora", 1),
+        ("florg", 1),
+        pytest.param("mfedloru", 1, marks=pytest.mark.slow),
+        pytest.param("pfedlora", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_it_is_the_paper_s_algorithm(key: str, accumulate: int, prepared: Prepared, tiny_folder: Path) -> None:
     changes = {"training": {"gradient_accumulation_steps": accumulate}, "method": {"name": key}}

@@ -23,6 +23,7 @@ from fedspan.training.jobs import Assignment, PrefixSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix import PrefixCache
 from helpers import tiny, tiny_decoders, tiny_images
+from helpers.families import others_slow
 
 MEMORY = PrefixSettings()
 LAST: Mapping[str, Any] = {"layers_to_transform": [1]}
@@ -94,7 +95,7 @@ def uses(adapted: AdaptedModel) -> Generator[list[int]]:
         handle.remove()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", others_slow(KINDS, ["bert", "gpt2", "llama-lm"]))
 def test_a_job_in_float64_is_the_same(kind: str, folders: Mapping[str, Path]) -> None:
     """1e-9; padding alone moves more where a model computes softmax and norms in float32 whatever its format."""
     prepared = built(kind, folders, training={"local_steps": None, "local_epochs": 2, "batch_size": 4})
@@ -134,7 +135,7 @@ def test_a_job_on_examples_of_one_length_is_the_same_in_every_model(kind: str, f
     assert apart(results[0].tensors, results[1].tensors) < 1e-9
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", others_slow(KINDS, ["roberta", "gpt2-lm"]))
 def test_predictions_are_the_same_in_float32(kind: str, folders: Mapping[str, Path]) -> None:
     prepared = built(kind, folders)
     id = next(iter(prepared.federation.clients))

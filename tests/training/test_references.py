@@ -18,11 +18,15 @@ from fedspan.tasks.preference import PreferenceTuning
 from fedspan.training.references import References, fill_reference, has_reference
 from fedspan.training.stages import Stages
 from helpers import tiny, tiny_decoders, tiny_preferences
+from helpers.families import others_slow
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("method", ["flora", "fedloru", "fedit", "fedavg"])
+@pytest.mark.parametrize(
+    "method",
+    others_slow(["flora", "fedloru", "fedit", "fedavg"], ["flora", "fedit"]),
+)
 @pytest.mark.parametrize("engine", ["loop", "batched"])
 def test_the_reference_is_the_start_of_the_federation(method: str, engine: str, decoders: Path, tmp_path: Path) -> None:
     values = tiny_preferences.settings(decoders, tmp_path, method={"name": method}, engine={"name": engine})

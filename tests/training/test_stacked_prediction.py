@@ -22,6 +22,7 @@ from fedspan.training import worker
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.stacked_prediction import ModelInputs, build_prediction_key, split_windows, stack_models
 from helpers import tiny, tiny_decoders, tiny_images
+from helpers.families import others_slow
 
 
 @pytest.fixture
@@ -80,7 +81,9 @@ def largest_gap(prepared: Prepared, models: Sequence[ModelInputs], batch_size: i
     return max(float((one - other).norm() / other.norm()) for one, other in zip(stacked, alone, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama-lm", "vit", "resnet"])
+@pytest.mark.parametrize(
+    "kind", others_slow(["bert", "gpt2", "llama-lm", "vit", "resnet"], ["bert", "llama-lm", "resnet"])
+)
 def test_models_predict_together_what_they_predict_alone(
     kind: str, tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
 ) -> None:
@@ -94,10 +97,10 @@ def test_models_predict_together_what_they_predict_alone(
     "changes",
     [
         {"model": {"layers_to_transform": [1]}},
-        {"model": {"modules_to_save": ["LayerNorm", "pooler"]}},
-        {"training": {"lora_dropout": 0.4}},
+        pytest.param({"model": {"modules_to_save": ["LayerNorm", "pooler"]}}, marks=pytest.mark.slow),
+        pytest.param({"training": {"lora_dropout": 0.4}}, marks=pytest.mark.slow),
         {"method": {"name": "fedsa-lora", "r": 3}},
-        {"method": {"name": "pfedlora", "r": 2}},
+        pytest.param({"method": {"name": "pfedlora", "r": 2}}, marks=pytest.mark.slow),
     ],
     ids=lambda changes: json.dumps(changes)[:60],
 )

@@ -87,7 +87,7 @@ class Recorder(Listener):
         return [(one.done, one.total) for one in self.stages if one.name == name]
 
 
-@pytest.mark.parametrize("engine", ["loop", "batched"])
+@pytest.mark.parametrize("engine", ["loop", pytest.param("batched", marks=pytest.mark.slow)])
 def test_the_long_work_of_a_run_is_counted_to_its_end(engine: str, tiny_folder: Path, tmp_path: Path) -> None:
     """Prefix cache, statistics, training, evaluation and baselines: every example that is announced is counted."""
     model: dict[str, Any] = {"target_modules": ["query"], "layers_to_transform": [1], "head_init": "lda"}
