@@ -322,7 +322,15 @@ def cpu_seconds(*arguments: str, enough: float = 0.0) -> float:
     return quickest
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["methods"], ["run", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        pytest.param(["methods"], marks=pytest.mark.slow),
+        ["run", "--help"],
+        pytest.param(["--version"], marks=pytest.mark.slow),
+    ],
+)
 def test_quick_commands_are_quick(arguments: list[str]) -> None:
     assert cpu_seconds("-m", "fedspan", *arguments, enough=1) < 1
     script = "import sys; from fedspan.cli import app; app(sys.argv[1:], standalone_mode=False); print(*sys.modules)"

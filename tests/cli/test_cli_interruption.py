@@ -9,11 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import Result
 
+from fedspan.cli.live import RunView
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.folder import RunFolder
 
@@ -109,6 +112,7 @@ def wait_for_checkpoint(folder: Path, rounds: int) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.slow  # commands are forked from a process that imports everything
 def test_killed_at_random_moments(commands: Commands, config: Path, expected: bytes, tmp_path: Path) -> None:
     """In the first round, while loading, or after so many rounds and a while that is drawn."""
     draws, folder = random.Random(0), tmp_path / "run"
@@ -131,6 +135,32 @@ def test_killed_at_random_moments(commands: Commands, config: Path, expected: by
     assert adapter(folder) == expected
 
 
+def test_ctrl_c_between_rounds_says_how_to_continue(
+    config: Path, call: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, without a signal."""
+    whole, folder, finished = tmp_path / "whole", tmp_path / "my run", RunView.on_round_finish
+    assert call("run", config, "--out", whole).exit_code == 0
+
+    def interrupt(self: RunView, row: Mapping[str, Any]) -> None:
+        finished(self, row)
+        if row["round"] == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunView, "on_round_finish", interrupt)
+        stopped = call("run", config, "--out", folder)
+    assert stopped.exit_code == 130, stopped.output
+    done = int(stopped.stderr.partition("stopped; ")[2].partition(f" of {ROUNDS} rounds are saved")[0])
+    assert done in (2, 3)
+    assert stopped.stderr.endswith(f"Resume with:\n  fedspan run --resume '{folder}'\n")
+    resumed = call("run", "--resume", folder)
+    assert resumed.exit_code == 0, resumed.output
+    assert f"resumed after round {done} of {ROUNDS}" in resumed.output
+    assert adapter(folder) == adapter(whole)
+
+
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_continue(commands: Commands, config: Path, expected: bytes, tmp_path: Path) -> None:
     folder = tmp_path / "my run"
     pid = commands.start("run", config, "--out", folder, waits=2)

@@ -155,6 +155,7 @@ def test_a_swept_field_that_is_set_is_not_swept(preset: Path, tmp_path: Path) ->
     assert [config.training.lr for config in configs] == [0.003, 0.003]
 
 
+@pytest.mark.slow
 def test_a_table_is_stopped_resumed_and_judged(preset: Path, tmp_path: Path, call: Call) -> None:
     folder = tmp_path / "table"
     with pytest.raises(Stop):
@@ -220,6 +221,7 @@ def test_runs_of_other_versions_are_rerun(finished_table: Finished, tmp_path: Pa
     assert not finished_table.is_reused(one, tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_runs_that_are_timed_are_all_run(
     tiny_preset: Preset, preset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.session import load_partition
+from helpers.families import others_slow
 
 Call = Callable[..., Any]
 ROWS = 60
@@ -44,7 +45,7 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", others_slow(FILES, ["headerless.csv", "excel.csv"]))
 def test_from_a_file_to_a_prediction(name: str, call: Call, tiny_folder: Path, tmp_path: Path) -> None:
     data, config, run = tmp_path / name, tmp_path / "config.yaml", tmp_path / "run"
     data.write_bytes(FILES[name])

@@ -22,6 +22,7 @@ from fedspan.federation.protocol import Envelope, Order
 from fedspan.training.jobs import TrainingProgress, TrainingTotals
 from fedspan.training.loop import LoopEngine
 from helpers import tiny
+from helpers.families import others_slow
 from helpers.node_service import Direct, node, served
 
 STEPS = 5
@@ -105,7 +106,10 @@ def train(prepared: Any) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in tiny.final_tensors(prepared).items()}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    others_slow(CASES, ["plain", "memory", "drawn projectors", "offset and penalty"]),
+)
 def test_a_node_that_was_killed_in_a_round_continues_with_the_same_bits(
     case: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +126,12 @@ def test_a_node_that_was_killed_in_a_round_continues_with_the_same_bits(
     assert passes.count <= whole + accumulated  # only the passes of the interrupted step were repeated
 
 
-@pytest.mark.parametrize("case", ["epochs with an incomplete group", "two jobs a round", "accumulated gradients"])
+@pytest.mark.parametrize(
+    "case",
+    others_slow(
+        ["epochs with an incomplete group", "two jobs a round", "accumulated gradients"], ["accumulated gradients"]
+    ),
+)
 def test_a_reply_that_was_lost_is_sent_again_with_the_same_bits(
     case: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

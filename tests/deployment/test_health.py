@@ -77,6 +77,7 @@ def test_every_batch_renews_the_heartbeat_of_a_node(
     assert renewed.count("evaluation") >= 2
 
 
+@pytest.mark.slow  # a process that imports torch
 def test_a_training_process_that_hangs_lets_the_heartbeat_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process is stopped while the supervisor waits for it: nothing renews the heartbeat."""
     monkeypatch.setattr("fedspan.deployment.supervisor._STEP", 0.05)

@@ -24,6 +24,7 @@ from fedspan.federation.secagg.messages import Agreement, SharesOrder, UnmaskRep
 from fedspan.runs.remote import build_method
 from fedspan.runs.setup import prepare
 from helpers import tiny
+from helpers.families import others_slow
 
 VICTIM = CLINICS[0]
 
@@ -77,16 +78,22 @@ def both(**changes: Any) -> Any:
     ("change", "why"),
     [
         (of_order(lr=0.0), "the order has lr 0.0"),
-        (of_order(client={"weight": 0.0}), "the order has client.weight 0.0"),
-        (of_order(client={"scaling": 0.0}), "the order has client.scaling 0.0"),
+        pytest.param(of_order(client={"weight": 0.0}), "the order has client.weight 0.0", marks=pytest.mark.slow),
+        pytest.param(of_order(client={"scaling": 0.0}), "the order has client.scaling 0.0", marks=pytest.mark.slow),
         (of_order(body=b"another model"), "the order's model differs from the agreement of the sum's clients"),
-        (both(lr=0.0), "the order has lr 0.0"),
+        pytest.param(both(lr=0.0), "the order has lr 0.0", marks=pytest.mark.slow),
         (of_agreement(clip=1e-9), "`message.agreement.clip`: 1e-09 is not accepted"),
-        (of_agreement(bits=64), "message.agreement.bits"),
-        (of_agreement(config="0" * 64), "message.agreement.config"),
+        pytest.param(of_agreement(bits=64), "message.agreement.bits", marks=pytest.mark.slow),
+        pytest.param(of_agreement(config="0" * 64), "message.agreement.config", marks=pytest.mark.slow),
         (of_agreement(top=1e3), "have another agreement than this client"),
-        (of_agreement(top=1e9), "`message.agreement.top`: with 3 clients and weights up to 1e+09, this node's change"),
-        (of_agreement(clients=10**6), "`message.agreement.clients`: 1000000 is not accepted"),
+        pytest.param(
+            of_agreement(top=1e9),
+            "`message.agreement.top`: with 3 clients and weights up to 1e+09, this node's change",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            of_agreement(clients=10**6), "`message.agreement.clients`: 1000000 is not accepted", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_others_are_told_to_contribute_nothing(change: Any, why: str, tiny_folder: Path, tmp_path: Path) -> None:
@@ -114,9 +121,13 @@ def test_the_others_are_told_to_contribute_nothing(change: Any, why: str, tiny_f
     ("change", "why"),
     [
         ({"top": 1e7}, "would be rounded to"),
-        ({"clients": 2**24 - 1}, "a number of clients of which 3 are a neighbourhood"),
+        pytest.param(
+            {"clients": 2**24 - 1}, "a number of clients of which 3 are a neighbourhood", marks=pytest.mark.slow
+        ),
         ({"clients": 2}, "a number of clients of which 3 are a neighbourhood"),
-        ({"top": 1e9, "clients": 10**6}, "a number of clients of which 3 are a neighbourhood"),
+        pytest.param(
+            {"top": 1e9, "clients": 10**6}, "a number of clients of which 3 are a neighbourhood", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_all_nodes_are_told_the_same_steps_that_round_changes_to_zero(
@@ -173,7 +184,7 @@ def test_the_weights_at_which_a_node_still_joins_an_honest_sum(
             terms.require_agreement(agreement, peers)
 
 
-@pytest.mark.parametrize("top", [1e-9, 1.0, 1e3])
+@pytest.mark.parametrize("top", others_slow([1e-9, 1.0, 1e3], [1e3]))
 def test_the_largest_weight_that_counts_is_part_of_what_the_nodes_agree_on(
     top: float, tiny_folder: Path, tmp_path: Path
 ) -> None:

@@ -261,7 +261,7 @@ def test_a_node_without_a_key_comes_back_under_another_flower_id(scene: Scene, t
     ]
 
 
-@pytest.mark.parametrize("online", [{1, 3, 5}, {1, 2, 3, 5}])
+@pytest.mark.parametrize("online", [{1, 3, 5}, pytest.param({1, 2, 3, 5}, marks=pytest.mark.slow)])
 def test_a_recorded_id_is_taken_over_only_from_a_node_that_is_gone(
     online: set[int], scene: Scene, tmp_path: Path
 ) -> None:

@@ -21,13 +21,31 @@ ORDER = Order("train", 0, 0, 0.1, "a", None, b"", run="none", serial=1).to_envel
 
 @pytest.fixture(scope="module")
 def supervised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
-    """The tests share a supervisor, since its processes take seconds to start."""
+    """The tests share a supervisor and, in this order, a process: each takes seconds to start."""
     folder = tmp_path_factory.mktemp("node")
     node = {"id": "a", "server": "h:1", "data": {"train": "own.csv"}, "folder": str(folder / "state")}
     (folder / "node.yaml").write_text(yaml.safe_dump(node))
     supervisor = Supervisor(folder / "node.yaml", 120)
     yield supervisor
     supervisor.close()
+
+
+def test_a_process_that_dies_is_reported_and_replaced(supervised: Supervisor) -> None:
+    def kill() -> None:
+        process = supervised._process
+        assert process is not None
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(0.5, kill)
+    timer.start()
+    assert "the node's process ended" in (decode_reply(supervised.answer(ORDER)).failed or "")
+    timer.join()
+    assert "invited" in (decode_reply(supervised.answer(ORDER)).failed or "")
+    process = supervised._process
+    assert process is not None
+    assert "invited" in (decode_reply(supervised.answer(ORDER)).failed or "")
+    assert supervised._process is process
 
 
 def test_an_order_that_takes_too_long_is_given_up_and_its_process_killed(
@@ -46,23 +64,3 @@ def test_an_order_that_takes_too_long_is_given_up_and_its_process_killed(
     assert not process.is_alive()
     assert not progress.exists()  # its repetition may not take the same time again
     progress.parent.rmdir()  # the node was not invited to this run
-
-
-def test_a_process_that_dies_is_reported_and_replaced(supervised: Supervisor) -> None:
-    supervised.close()
-
-    def kill() -> None:
-        process = supervised._process
-        assert process is not None
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-
-    timer = threading.Timer(0.5, kill)
-    timer.start()
-    assert "the node's process ended" in (decode_reply(supervised.answer(ORDER)).failed or "")
-    timer.join()
-    assert "invited" in (decode_reply(supervised.answer(ORDER)).failed or "")
-    process = supervised._process
-    assert process is not None
-    assert "invited" in (decode_reply(supervised.answer(ORDER)).failed or "")
-    assert supervised._process is process

@@ -23,10 +23,9 @@ from fedspan.methods.registry import METHODS
 from fedspan.transports.flower.server import link_of
 from helpers.sites import SITES, local_values, run_values, site_files
 
+pytestmark = pytest.mark.slow  # minutes of processes that import torch
 FAMILIES = ("fedit", "flora", "fedsa-lora", "fedgalore")
 """One method of each family: averaged factors, stacked factors, personal factors, projected gradients."""
-QUICK = "fedsa-lora"
-"""Its clients receive averaged factors and store factors of their own; Ray's processes for each method take seconds."""
 OTHERS = tuple(key for key in sorted(METHODS) if key not in FAMILIES)
 SINGULAR = ("fedask", "fedavg", "federa", "fedhm", "fedmomentum", "fedsvd", "flexlora", "fr-lora", "pfedlora")
 """Their factors are singular vectors, which amplify rounding by the inverse of the gaps between singular values."""
@@ -65,10 +64,7 @@ def references(tiny_folder: Path, tmp_path: Path) -> Any:
     return files, made
 
 
-@pytest.mark.parametrize(
-    "method",
-    [pytest.param(method, marks=() if method == QUICK else pytest.mark.slow) for method in (*FAMILIES, *OTHERS)],
-)
+@pytest.mark.parametrize("method", [*FAMILIES, *OTHERS])
 def test_flower_s_simulation_gives_the_loop_s_adapter(method: str, references: Any) -> None:
     pytest.importorskip("ray", reason="the extra fedspan[flower-sim] is not installed")
     _, made = references
@@ -80,7 +76,6 @@ def test_flower_s_simulation_gives_the_loop_s_adapter(method: str, references: A
         require_equal(loop / "adapter", other / "adapter", method)
 
 
-@pytest.mark.slow  # a minute and more of processes that import torch
 @pytest.mark.parametrize("methods", [FAMILIES, OTHERS], ids=["families", "others"])
 def test_a_deployment_with_tls_and_keys_gives_the_loop_s_adapters(
     methods: tuple[str, ...], references: Any, tmp_path: Path

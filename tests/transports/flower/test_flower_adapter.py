@@ -558,6 +558,7 @@ serve(Link(sys.argv[1], None, None, 2**22), lambda envelope: envelope, threading
 """
 
 
+@pytest.mark.slow  # processes of Flower's own
 def test_a_message_goes_to_a_node_and_back_through_a_superlink(tmp_path: Path) -> None:
     """The SuperLink's arguments, Flower's commands, the run that is taken over, both ends of the messages."""
     from fedspan.transports.flower.grid import attach

@@ -26,6 +26,7 @@ from fedspan.runs.setup import prepare
 from fedspan.transports.ray.sharing import share_teams
 from fedspan.transports.ray.worker import BaseVersion, Worker
 from helpers import tiny, tiny_decoders, tiny_images, tiny_preferences, tiny_seq2seq
+from helpers.families import others_slow
 from helpers.run_content import content
 
 pytest.importorskip("ray", reason="the extra fedspan[cluster] is not installed")
@@ -79,11 +80,11 @@ SAME: dict[str, dict[str, Any]] = {
 }
 
 
-OFTEN = ("base-moves", "two-phases-and-memory", "dp-sgd")
+OFTEN = ("base-moves", "two-phases-and-memory")
 """What differs most between a worker and this process; the others are slow."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in SAME])
+@pytest.mark.parametrize("name", others_slow(SAME, OFTEN))
 def test_the_loop_engine_has_the_same_bits_on_workers(name: str, tiny_folder: Path, tmp_path: Path) -> None:
     require_same(tiny.settings(tiny_folder, **SAME[name]), tmp_path)
 
@@ -208,17 +209,6 @@ def test_data_may_be_passed_and_a_model_may_not(tiny_folder: Path, tmp_path: Pat
         fedspan.run({**settings, "model": {"target_modules": tiny.BERT}}, tmp_path / "refused", data=rows, model=model)
 
 
-def test_an_error_in_training_ends_the_run_as_it_does_here(tiny_folder: Path, tmp_path: Path) -> None:
-    settings = tiny.settings(tiny_folder, training={"lr": 1e30, "optimizer": "sgd", "max_grad_norm": 0.0})
-    errors: list[str] = []
-    for name, more in (("here", {}), ("there", WORKERS)):
-        with pytest.raises(FedspanError) as refused:
-            fedspan.run({**settings, **more}, tmp_path / name, progress=False)
-        assert refused.value.field == "training.lr"
-        errors.append(str(refused.value).replace("client", "").split("became")[1])
-    assert errors[0] == errors[1]
-
-
 def test_a_message_enters_the_object_store_once(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,3 +233,14 @@ def test_a_message_enters_the_object_store_once(
     fedspan.run({**settings, **WORKERS}, tmp_path / "run", progress=False)
     assert sum(made.values()) == len(made) == 2  # one of each round
     assert sum(orders.values()) == 2 * len(tiny.SITES)
+
+
+def test_an_error_in_training_ends_the_run_as_it_does_here(tiny_folder: Path, tmp_path: Path) -> None:
+    settings = tiny.settings(tiny_folder, training={"lr": 1e30, "optimizer": "sgd", "max_grad_norm": 0.0})
+    errors: list[str] = []
+    for name, more in (("here", {}), ("there", WORKERS)):
+        with pytest.raises(FedspanError) as refused:
+            fedspan.run({**settings, **more}, tmp_path / name, progress=False)
+        assert refused.value.field == "training.lr"
+        errors.append(str(refused.value).replace("client", "").split("became")[1])
+    assert errors[0] == errors[1]
