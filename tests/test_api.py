@@ -197,6 +197,7 @@ def test_an_adapter_is_cut_to_its_best_approximation_of_a_rank(
     assert fedspan.evaluate(cut, data=tiny_folder / "corpus.csv")["examples"] == 120
 
 
+@pytest.mark.slow  # a process that imports everything
 def test_extras_are_optional() -> None:
     """Without the packages of the extras everything imports that a run on the loop or batched engine uses."""
     extras = ("opacus", "flwr", "ray", "cryptography", "Crypto", "bitsandbytes", "plotly", "lm_eval", "tensorboard")

@@ -186,7 +186,7 @@ def test_views_given_as_factors_are_their_dense_matrices(
         assert torch.allclose(view.lift(one.means[number]), other.means[number], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("noise", [0.02, 0.1])
+@pytest.mark.parametrize("noise", [0.02, pytest.param(0.1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_the_two_bounds_find_the_joint_rank(rank: int, noise: float) -> None:
     """Planted: ``rank`` common directions and two of each view's own, under noise."""

@@ -17,7 +17,7 @@ from fedspan.data.plot import plot_partition
 from fedspan.errors import FedspanError
 
 
-@pytest.mark.parametrize(("labels", "clients"), [(2, 1), (12, 50), (13, 8)])
+@pytest.mark.parametrize(("labels", "clients"), [(2, 1), pytest.param(12, 50, marks=pytest.mark.slow), (13, 8)])
 def test_a_picture_is_drawn(tmp_path: Path, labels: int, clients: int) -> None:
     rows = 20 * clients
     data = datasets.Dataset.from_dict({"text": ["t"] * rows, "label": np.arange(rows) % labels})

@@ -32,6 +32,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.transports.in_process import InProcess
 from helpers import tiny
+from helpers.families import others_slow
 from helpers.watched_rounds import method_config
 
 VICTIM = "west"
@@ -108,7 +109,9 @@ def test_a_long_change_counts_as_one_of_the_allowed_norm_in_every_method(
     assert all(bool(value.isfinite().all()) for value in result.progress.state.tensors.values())
 
 
-@pytest.mark.parametrize("key", [*SENDING, "local-only"])
+@pytest.mark.parametrize(
+    "key", others_slow([*SENDING, "local-only"], ["flora", "fedsa-lora", "fedit", "fedgalore", "local-only"])
+)
 def test_a_limit_that_nothing_exceeds_changes_no_bit(key: str, tiny_folder: Path, prepared: Prepared) -> None:
     states = [
         encode_state(attacked(federated(prepared, tiny_folder, key, clip_ratio=ratio), 1.0)[0].progress.state)

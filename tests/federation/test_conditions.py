@@ -295,8 +295,11 @@ def test_conditions_that_fit_nothing_are_refused(values: dict[str, Any], field: 
     "changes",
     [
         {"federation": {"reduction": "mean"}},
-        {"federation": {"reduction": "flame"}},
-        {"federation": {"weights": "uniform"}, "privacy": {"mechanism": "central", "noise": 1.0}},
+        pytest.param({"federation": {"reduction": "flame"}}, marks=pytest.mark.slow),
+        pytest.param(
+            {"federation": {"weights": "uniform"}, "privacy": {"mechanism": "central", "noise": 1.0}},
+            marks=pytest.mark.slow,
+        ),
         {"federation": {"secure": {}}},
     ],
     ids=["clipped", "flame", "central", "secure"],

@@ -102,6 +102,7 @@ def test_a_state_that_cannot_be_read_is_shown_with_its_reason(browser: Any) -> N
         view.context.close()
 
 
+@pytest.mark.slow
 def test_losses_that_differ_by_less_than_a_tick_do_not_stop_the_page(
     browser: Any, pretend_run: PretendRun, collect: Callable[[], Mapping[str, Any]]
 ) -> None:

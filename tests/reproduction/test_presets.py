@@ -17,10 +17,10 @@ from fedspan.reproduction.presets import SCALES, list_presets, load_preset, merg
 from fedspan.reproduction.rehearsal import dry_run
 
 IDS = [preset.id for preset in list_presets()]
-LONG = {"fedgalore-pacs", "fedloru-table5", "fedloru-table12"}
-"""Layers of twenty shapes, or many ranks in other cohorts every round: seconds of a dry run even when small."""
+SHORT = {"fedgalore-figure4", "fedloru-figure3", "florg-bytes", "rolora-table6"}
+"""One of each paper whose dry run takes less than a second when small."""
 SIZES = [
-    pytest.param(id, scale, marks=[pytest.mark.slow] if scale == "full" or id in LONG else [])
+    pytest.param(id, scale, marks=() if scale == "small" and id in SHORT else pytest.mark.slow)
     for id in IDS
     for scale in SCALES
 ]
