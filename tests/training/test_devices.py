@@ -22,6 +22,7 @@ import pytest
 from fedspan.methods.registry import METHODS
 from fedspan.wrappers.registry import WRAPPERS
 
+pytestmark = pytest.mark.slow  # a process that imports everything, and minutes of runs
 ENGINES = ("loop", "batched")
 WAYS = (
     *("privacy central", "privacy local", "privacy dp-sgd", "secure sums", "median"),
@@ -45,9 +46,6 @@ OTHER_KERNELS = {"task causal-lm", "task causal-lm packed", "conv1d", "fused att
 """Runs in which PyTorch takes other CPU kernels where it does not see that a tensor is on the CPU."""
 DIFFERENCES = {"task preference"}
 """Runs whose loss and metrics are small differences of log-probabilities, with as much rounding as these have."""
-QUICK = ["method fedgalore/batched", "wrapper scaffold/loop", "secure sums/batched", "task causal-lm/batched"]
-"""What differs most: projected gradients, state of a wrapper, masks, texts; the others are slow."""
-SLOW = [name for name in ALL if name not in QUICK]
 
 
 def compare(folder: Path, names: list[str]) -> dict[str, Any]:
@@ -61,50 +59,34 @@ def compare(folder: Path, names: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return compare(tmp_path_factory.mktemp("quick"), QUICK)
-
-
-@pytest.fixture(scope="module")
-def slow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All slow runs that are asked for, in one process."""
+def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All runs that are asked for, in one process."""
     asked = {item.name for item in request.session.items if item.path == Path(__file__)}
-    names = [name for name in SLOW if f"test_every_other_run_ends_as_on_the_cpu[{name}]" in asked]
-    assert names
-    return compare(tmp_path_factory.mktemp("slow"), names)
+    names = [name for name in ALL if f"test_a_run_ends_as_on_the_cpu[{name}]" in asked]
+    return compare(tmp_path_factory.mktemp("compared"), names or ALL[:1])  # without names it would run all
 
 
-def require_same(found: dict[str, Any], name: str) -> None:
-    gap = found["runs"][name]["gap"]
+@pytest.mark.parametrize("name", ALL)
+def test_a_run_ends_as_on_the_cpu(name: str, compared: dict[str, Any]) -> None:
+    gap = compared["runs"][name]["gap"]
     assert not isinstance(gap, str), gap
     run = name.partition("/")[0]
     assert gap <= (1e-3 if run in DIFFERENCES else 1e-5 if run in OTHER_KERNELS else 0.0)
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_a_run_ends_as_on_the_cpu(name: str, quick: dict[str, Any]) -> None:
-    require_same(quick, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_every_other_run_ends_as_on_the_cpu(name: str, slow: dict[str, Any]) -> None:
-    require_same(slow, name)
-
-
-def test_the_device_refuses_what_accelerators_refuse(quick: dict[str, Any]) -> None:
-    refusals = quick["refusals"]
+def test_the_device_refuses_what_accelerators_refuse(compared: dict[str, Any]) -> None:
+    refusals = compared["refusals"]
     assert refusals["sum"] == "aten::add: a CPU tensor of shape (2, 2) beside tensors on pretend:0"
     assert all(refusals.values())
 
 
-def test_the_host_waits_for_no_step(quick: dict[str, Any]) -> None:
+def test_the_host_waits_for_no_step(compared: dict[str, Any]) -> None:
     """More steps, no more waits: batches are copied from pinned memory, and losses are read when a job has ended."""
-    waits = quick["waits"]
+    waits = compared["waits"]
     assert waits["task causal-lm"] == waits["task images"] == {}
     assert waits["clock"] == {"synchronize": 1}
     assert set(waits["method fedit"]) <= {"_local_scalar_dense"}  # Transformers' mask of a pass with little padding
 
 
-def test_the_table_holds_every_run(quick: dict[str, Any]) -> None:
-    assert quick["names"] == NAMES
+def test_the_table_holds_every_run(compared: dict[str, Any]) -> None:
+    assert compared["names"] == NAMES
