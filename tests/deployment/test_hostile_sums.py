@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
@@ -142,6 +143,25 @@ def test_all_nodes_are_told_the_same_steps_that_round_changes_to_zero(
     with pytest.raises(FedspanError, match=why):
         run.federation.run_round(run.federation.begin())
     assert not any('"task":"train"' in one.header for one in transport.came)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [32, 64])
+def test_a_clip_beyond_all_changes_silences_no_node(bits: int, tiny_folder: Path, tmp_path: Path) -> None:
+    """The server chooses ``clip`` and with it the steps; four times as large as any entry, they would round all changes
+    to zero, and slightly smaller ones all but the heaviest."""
+
+    def run_round(folder: str, secure: dict[str, Any]) -> torch.Tensor:
+        federation = served(tiny_folder, tmp_path / folder, secure=secure)[0].federation
+        begin = federation.begin()
+        after = federation.run_round(begin).progress.state.tensors
+        return torch.cat([(after[name] - value).flatten() for name, value in begin.state.tensors.items()])
+
+    exact = run_round("exact", {})
+    clip = 4 * float(exact.abs().max()) * (2 ** (bits - 1) // 3 - 1)
+    coarse = run_round("coarse", {"clip": clip, "bits": bits})
+    assert float(coarse.abs().max()) > float(exact.abs().max())  # whole steps, of which most entries have none
+    assert float(torch.cosine_similarity(coarse, exact, dim=0)) > 0.2
 
 
 @pytest.mark.parametrize(

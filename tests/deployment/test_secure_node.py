@@ -61,9 +61,13 @@ class Direct(ReplyingTransport):
 
 
 def served(
-    tiny_folder: Path, folder: Path, lost: Callable[[Any], bool] = lambda asked: False, **limits: Any
+    tiny_folder: Path,
+    folder: Path,
+    lost: Callable[[Any], bool] = lambda asked: False,
+    secure: Mapping[str, Any] | None = None,
+    **limits: Any,
 ) -> tuple[Prepared, Direct]:
-    given = values(tiny_folder, secure={})
+    given = values(tiny_folder, secure=secure or {})
     prepared = prepare_server(build_server_config(given))
 
     def make(id: str) -> NodeService:

@@ -1,8 +1,13 @@
-"""Real numbers as integers of a ring, so that they can be summed under masks without rounding or overflow.
+"""Real numbers as integers of a ring, so that they can be summed under masks without overflow.
 
-    x in [-c, c]  ->  round(x / c L) mod 2^b,   L = floor(2^(b - 1) / m) - 1   for at most m addends
+    x in [-c, c]  ->  floor(x / c L + u) mod 2^b,   L = floor(2^(b - 1) / m) - 1   for at most m addends,   u in [0, 1)
 
 A sum of m encodings is within +- m L < 2^(b - 1), so its sign is unambiguous.
+
+The rounding is stochastic: its mean is x, whatever the step c / L is. With rounding to the nearest integer, whoever
+chooses coarse steps (by c, m or the weights) would round all addends but the largest one to zero and receive that one
+alone. Here the others' entries stay in the sum, as rare whole steps. The draws u follow from the addend itself, so that
+equal runs have equal bits, and nobody can predict them without the addend.
 
 Masks: uniform integers of a ring, from a 32-byte seed.
 
@@ -12,6 +17,8 @@ ring are equally likely, and guessing a mask means guessing 256 bits.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +71,11 @@ class Ring:
         Args:
             values: Numbers within +- ``clip``; excess from rounding is clipped.
         """
-        signed = np.rint(values / self.clip * self.levels)
+        steps = values / self.clip * self.levels
+        seed = hashlib.sha256(b"fedspan rounding" + np.ascontiguousarray(values).tobytes()).digest()
+        for part, drawn in _draw_keystream(steps, seed, np.dtype("<u4")):
+            part += drawn * 2.0**-32
+        signed = np.floor(steps)
         # In 64 bits a float may round to 2^62, above L: the bound is enforced on integers.
         bounded = np.clip(signed, -float(self.levels), float(self.levels)).astype(np.int64)
         return np.clip(bounded, -self.levels, self.levels).astype(self.dtype)
@@ -76,17 +87,17 @@ class Ring:
     def bound_error(self, count: int) -> float:
         """Bound the error of a decoded sum of encodings, in any entry.
 
-        Every addend has an error of at most half a step, plus float64 rounding errors, which matter where steps are as
+        Every addend has an error of at most one step, plus float64 rounding errors, which matter where steps are as
         small as these: at most 2^-49 of ``clip``.
 
         Args:
             count: Number of addends.
         """
-        return count * self.clip * (0.5 / self.levels + 2.0**-49)
+        return count * self.clip * (1 / self.levels + 2.0**-49)
 
 
-_CHUNK = 1 << 20
-"""Bytes of keystream per step; a whole number of any ring's integers."""
+_CHUNK = 1 << 18
+"""Numbers that are drawn in one step."""
 
 
 def add_mask(total: Integers, seed: bytes, sign: int = 1) -> None:
@@ -97,12 +108,19 @@ def add_mask(total: Integers, seed: bytes, sign: int = 1) -> None:
         seed: Seed of 32 bytes, used for one mask only.
         sign: 1, or -1 to remove the mask.
     """
-    stream = Cipher(AES256(seed), CTR(bytes(16))).encryptor()
-    step, zeros = _CHUNK // total.itemsize, bytes(_CHUNK)
-    for start in range(0, len(total), step):
-        part = total[start : start + step]
-        drawn = np.frombuffer(stream.update(zeros[: part.nbytes]), total.dtype)
+    for part, drawn in _draw_keystream(total, seed, total.dtype):
         if sign > 0:
             part += drawn
         else:
             part -= drawn
+
+
+def _draw_keystream(
+    values: NDArray[Any], seed: bytes, dtype: np.dtype[Any]
+) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """Yield the parts of a vector, as views, with as many integers of a seed's keystream."""
+    stream = Cipher(AES256(seed), CTR(bytes(16))).encryptor()
+    zeros = bytes(_CHUNK * dtype.itemsize)
+    for start in range(0, len(values), _CHUNK):
+        part = values[start : start + _CHUNK]
+        yield part, np.frombuffer(stream.update(zeros[: len(part) * dtype.itemsize]), dtype)

@@ -225,9 +225,8 @@ class OrderTerms:
     def require_agreement(self, agreement: Agreement, peers: int) -> None:
         """Check what the clients of a secure sum are to agree on.
 
-        Number of clients and largest weight decide the steps to which changes are rounded. If these are so coarse that
-        most clients' changes become zero, the sum is that of the remaining ones, so a node whose own steps are too
-        coarse does not participate.
+        Number of clients and largest weight decide the steps to which changes are rounded. A node whose own steps are
+        so coarse that the rounding would hide its change does not participate.
 
         Args:
             agreement: The agreement.

@@ -356,5 +356,5 @@ def test_plain_orders_are_refused_in_a_run_that_is_secure_and_secure_ones_elsewh
 
 
 def test_a_ring_of_many_clients_has_room_for_them(built: Prepared) -> None:
-    assert Ring(32, 100.0, 1000).bound_error(1000) / 1000 == pytest.approx(100 * 1000 / 2**32, rel=1e-3)
+    assert Ring(32, 100.0, 1000).bound_error(1000) / 1000 == pytest.approx(100 * 1000 / 2**31, rel=1e-3)
     assert built.federation.clients
