@@ -43,7 +43,7 @@ from fedspan.federation.secagg.messages import (
     create_initial_values,
     unflatten_change,
 )
-from fedspan.federation.secagg.session import Masked, unmask
+from fedspan.federation.secagg.session import Masked, SharesError, unmask
 from fedspan.federation.validation import clip_change, compute_change
 
 IDS = ("a", "b", "c", "d")
@@ -340,6 +340,29 @@ def test_whose_shares_were_not_what_they_should_be_is_passed_over() -> None:
     assert isinstance(answer, UnmaskReply)
     assert set(answer.shares) == {"a", "b", "d"}
     assert set(vectors) == set(IDS)
+
+
+@pytest.mark.parametrize("stayed", [IDS, IDS[:3]], ids=["all stay", "one is gone"])
+def test_whose_secret_no_shares_give_is_named(stayed: tuple[str, ...]) -> None:
+    """Against the public keys, for a client that stays and for one that is gone. Without a spare share nobody is."""
+    made = sums()
+    made.give_keys(*IDS)
+    made.give_shares(*IDS)
+    vectors = {id: made.vector(id, START) for id in stayed}
+    liar = IDS[3]
+    opened = {id: made.opened(id, set(vectors)) for id in stayed}
+    made.keys[liar] = made.keys[liar].model_copy(update={"own": bytes(32), "masking": made.keys["a"].masking})
+    with pytest.raises(SharesError, match=f"of '{liar}': shares that are not of its secret") as raised:
+        unmask_with(made, vectors, opened)
+    assert raised.value.client == (liar if len(stayed) == len(IDS) else None)
+
+
+def unmask_with(made: Sums, vectors: Mapping[str, Any], opened: Mapping[str, Any]) -> Mapping[str, str]:
+    ring = Ring(made.bits, made.clip, len(made.keys))
+    total = np.zeros(sum(value.numel() for value in made.start.values()), ring.dtype)
+    present, needed = {id: made.present(id) for id in made.sealed}, {id: made.threshold(id) for id in made.around}
+    transcript = made.agreement().build_transcript(build_session_context("run", made.session))
+    return unmask(total, Masked(transcript, present, needed, made.keys, set(vectors)), opened)
 
 
 def test_too_few_shares_open_nothing() -> None:

@@ -250,7 +250,7 @@ _AGREEMENT = Agreement(
     layout="0" * 64,
 )
 _CLIENT = Client("a", 2, 1.0, 5, 1.0, None)
-_KEYS = PublicKeys(sealing=bytes(32), masking=bytes(32), identity="ecdsa", signature=bytes(90))
+_KEYS = PublicKeys(sealing=bytes(32), masking=bytes(32), own=bytes(32), identity="ecdsa", signature=bytes(90))
 _FACTS: dict[str, Any] = {"run": "run", "serial": 5, "round": 1, "attempt": 0, "to": "a", "session": 1}
 
 

@@ -31,7 +31,7 @@ from pydantic import Field, ValidationError
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Contribution, Message
 from fedspan.crypto.identity import Identity, compute_fingerprint, verify_signature
-from fedspan.crypto.keys import Keys, derive_pair_seed, draw_secret, open_sealed, seal
+from fedspan.crypto.keys import Keys, compute_commitment, derive_pair_seed, draw_secret, open_sealed, seal
 from fedspan.crypto.masks import Integers, Ring, add_mask
 from fedspan.crypto.shares import SHARE, split
 from fedspan.errors import FedspanError
@@ -370,7 +370,7 @@ def _compute_digest(body: bytes) -> str:
 
 
 def _get_public_keys(keys: Keys) -> PublicKeys:
-    return PublicKeys(sealing=keys.sealing_public, masking=keys.masking_public)
+    return PublicKeys(sealing=keys.sealing_public, masking=keys.masking_public, own=compute_commitment(keys.own))
 
 
 def _reinterpret_as_signed(total: Integers) -> Integers:

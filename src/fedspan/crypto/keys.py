@@ -9,6 +9,7 @@ shared out and may become known, which must not open content sealed with the fir
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from dataclasses import dataclass
 
@@ -18,7 +19,16 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-__all__ = ["SECRET", "Keys", "compute_masking_public", "derive_pair_seed", "draw_secret", "open_sealed", "seal"]
+__all__ = [
+    "SECRET",
+    "Keys",
+    "compute_commitment",
+    "compute_masking_public",
+    "derive_pair_seed",
+    "draw_secret",
+    "open_sealed",
+    "seal",
+]
 
 SECRET = 32
 """Bytes of every secret and key."""
@@ -83,6 +93,11 @@ class Keys:
     def masking_public(self) -> bytes:
         """Public key for pairwise masks with other clients."""
         return _compute_public_key(self.masking)
+
+
+def compute_commitment(own: bytes) -> bytes:
+    """Compute what a client commits itself to as the seed of its own mask: the SHA-256, which does not reveal it."""
+    return hashlib.sha256(b"fedspan own mask" + own).digest()
 
 
 def compute_masking_public(private: bytes) -> bytes:

@@ -20,7 +20,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.federation import Federation
 from fedspan.federation.protocol import Envelope, Order, decode_reply
-from fedspan.federation.secagg.messages import MASKED, Phase, UnmaskReply
+from fedspan.federation.secagg.messages import MASKED, Phase, SharesReply, UnmaskReply
 from fedspan.federation.settings import SecureSettings
 from fedspan.runs.setup import Prepared
 from fedspan.transports.in_process import simulate
@@ -229,8 +229,50 @@ def test_shares_that_do_not_fit_end_the_attempt(built: Prepared, tmp_path: Path)
     lose = secure_rounds.gone_at("train", "south", attempts=1)
     federation, _ = secure_rounds.secured(built, tmp_path, lose=lose, spoil=spoil)
     result = federation.run_round(federation.begin())
-    assert any("not of its key" in one.reason or "a norm of" in one.reason for one in result.failures)
+    assert any("not of its secret" in one.reason or "a norm of" in one.reason for one in result.failures)
     assert set(result.progress.last_rounds) == set(ALL)
+
+
+def test_wrong_shares_of_one_client_are_left_out(built: Prepared, tmp_path: Path) -> None:
+    """It replies to train, and then gives shares that are not those it was sent."""
+
+    def spoil(asked: Order | Phase, back: Envelope) -> Envelope:
+        if asked.task != "unmask" or asked.to != "east":
+            return back
+        answer = UnmaskReply.model_validate_json(back.header)
+        wrong = {id: share[:2] + bytes(32) for id, share in answer.shares.items()}
+        return answer.model_copy(update={"shares": wrong}).to_envelope()
+
+    federation, stage = secure_rounds.secured(built, tmp_path, spoil=spoil)
+    begin = federation.begin()
+    result = federation.run_round(begin)
+    hidden = reduced(federation)
+    (failure,) = result.failures
+    assert failure.client == "east"
+    assert "its share of 'east' is wrong, and was not needed" in failure.reason
+    assert max(attempt for _, attempt, _ in stage.asked) == 0
+    secure_rounds.among(built.federation, *ALL).run_round(begin)
+    secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, ALL, ALL))
+
+
+def test_a_client_whose_secrets_nobody_can_open_is_left_out_of_the_retry(built: Prepared, tmp_path: Path) -> None:
+    """It seals noise for the others, in every attempt; the round does not wait for it to be honest."""
+
+    def spoil(asked: Order | Phase, back: Envelope) -> Envelope:
+        if asked.task != "shares" or asked.to != "south":
+            return back
+        answer = SharesReply.model_validate_json(back.header)
+        return answer.model_copy(update={"sealed": dict.fromkeys(answer.sealed, bytes(100))}).to_envelope()
+
+    federation, stage = secure_rounds.secured(built, tmp_path, spoil=spoil)
+    begin = federation.begin()
+    result = federation.run_round(begin)
+    hidden = reduced(federation)
+    assert {failure.client for failure in result.failures if failure.attempt == 0} == {"south"}
+    assert {id for task, attempt, id in stage.asked if attempt == 1} == set(OTHERS)
+    assert set(result.progress.last_rounds) == set(OTHERS)
+    secure_rounds.among(built.federation, *OTHERS).run_round(begin)
+    secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, OTHERS, OTHERS))
 
 
 def test_the_clip_holds_where_the_reply_is_made(built: Prepared, tmp_path: Path) -> None:

@@ -194,7 +194,13 @@ def seeds() -> list[str]:
 
 def phases() -> list[str]:
     session: dict[str, Any] = {"round": 0, "attempt": 0, "to": "a", "session": 7}
-    keys = PublicKeys(sealing=bytes(range(32)), masking=bytes(range(100, 132)), identity="a b", signature=b"signed")
+    keys = PublicKeys(
+        sealing=bytes(range(32)),
+        masking=bytes(range(100, 132)),
+        own=bytes(range(60, 92)),
+        identity="a b",
+        signature=b"signed",
+    )
     agreement = Agreement(
         config="", task="train", round=0, lr=0.1, model="0" * 64, clients=3, clip=1.5, bits=32, top=2.0, layout="0" * 64
     )

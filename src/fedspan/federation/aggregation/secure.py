@@ -3,7 +3,8 @@
 An attempt of a round has four exchanges: keys, shares, training, unmasking (``federation.secagg.session``). All clients
 are sent the same complete message, whatever they store, so that they can agree on it before they train. A client
 that drops out before the third is excluded from the sum; one that drops out after it is included. If too few clients
-remain, the attempt ends and the next one starts a new session with the whole cohort, because masks are used once.
+remain, the attempt ends and the next one starts a new session with the whole cohort, because masks are used once;
+only clients that sent wrong shares of their secrets are left out.
 """
 
 from __future__ import annotations
@@ -80,10 +81,11 @@ class SecureAggregation:
             id: self._limit / data.client.weight for id, data in members.items() if data.client.weight > self._limit
         }
         self._note: str | None = None
+        self._wrong = set[str]()
 
     def get_missing(self) -> tuple[str, ...]:
-        """``Aggregation.get_missing``: masks are used once, so every attempt involves the whole cohort."""
-        return self.context.ids
+        """``Aggregation.get_missing``: masks are used once, so every attempt involves all with right shares."""
+        return tuple(id for id in self.context.ids if id not in self._wrong)
 
     def open(self, clients: Mapping[str, Client], attempt: int) -> Mapping[str, Masking | None]:
         """``Aggregation.open``: exchange keys and shares."""
@@ -160,7 +162,10 @@ class SecureAggregation:
         assert session is not None
         with self._record_exchanges(session):
             session.require(replies)
-            session.end(self._total, replies.keys())
+            try:
+                session.end(self._total, replies.keys())
+            finally:
+                self._wrong |= session.wrong
             share = sum(compute_share(self._clients[id].weight, self._top) for id in replies)
             if not share > 0:
                 raise FedspanError("federation.secure", share, "replies of positive weight")

@@ -1,6 +1,6 @@
 """The messages between a server and its clients in a round under secure aggregation, besides the training orders.
 
-    keys:    server -> all: a session begins;                client -> server: its two public keys, signed
+    keys:    server -> all: a session begins;                client -> server: its public keys, signed
     shares:  server -> client: its neighbours' keys and      client -> server: shares of two secrets, sealed for each
              the agreement on the round
     (train:  ``protocol.Order`` with its ``secure`` part;    client -> server: a masked vector)
@@ -97,18 +97,20 @@ class PublicKeys(BinaryPart):
     Args:
         sealing: Key with which other clients seal shares for this client.
         masking: Key of its pairwise masks.
+        own: Commitment to the seed of its own mask, with which shares of it are checked.
         identity: The client's lasting public key in OpenSSH's format; empty: it has none.
         signature: Signature by the lasting key (``crypto.identity``).
     """
 
     sealing: _Key
     masking: _Key
+    own: _Key
     identity: Annotated[str, Field(max_length=1024)] = ""
     signature: Annotated[bytes, Field(max_length=256)] = b""
 
     def build_statement(self, context: str, id: str) -> bytes:
         """Return what the signature covers: the keys, the client, and the session in which they are used."""
-        parts = (context.encode(), id.encode(), self.sealing, self.masking)
+        parts = (context.encode(), id.encode(), self.sealing, self.masking, self.own)
         return b"".join(len(part).to_bytes(8, "big") + part for part in (b"fedspan session keys 1", *parts))
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, combinations, islice
 from typing import Any, TypeVar
 
 from fedspan.crypto.graph import compute_threshold, select_neighbourhoods
-from fedspan.crypto.keys import compute_masking_public, derive_pair_seed
+from fedspan.crypto.keys import compute_commitment, compute_masking_public, derive_pair_seed
 from fedspan.crypto.masks import Integers, add_mask
 from fedspan.crypto.shares import combine
 from fedspan.federation.absences import Awaited
@@ -30,7 +31,11 @@ from fedspan.federation.secagg.messages import (
 from fedspan.federation.settings import SecureSettings
 from fedspan.federation.transport import Orders, Transport
 
-__all__ = ["Masked", "SecureSession", "unmask"]
+__all__ = ["Masked", "SecureSession", "SharesError", "unmask"]
+
+_MOST_COMBINATIONS = 128
+"""Largest number of combinations of a client's shares that are tried: with 100 neighbours, which take a twentieth of a
+second each, all combinations without one share."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,24 @@ class Masked:
     survivors: Collection[str]
 
 
-def unmask(total: Integers, masked: Masked, revealed: Mapping[str, Mapping[str, bytes]]) -> None:
+class SharesError(ValueError):
+    """Shares that do not reveal a client's secret.
+
+    Args:
+        reason: What is wrong.
+        client: The client that sent such shares to the others; None: one of them may have changed its share.
+    """
+
+    def __init__(self, reason: str, client: str | None = None) -> None:
+        super().__init__(reason)
+        self.client = client
+
+
+def unmask(total: Integers, masked: Masked, revealed: Mapping[str, Mapping[str, bytes]]) -> dict[str, str]:
     """Remove all masks from a sum, in place.
+
+    Wrong shares are left out, as long as enough right ones remain: every secret is checked with its client's public
+    keys.
 
     Args:
         total: Sum of the survivors' vectors.
@@ -61,26 +82,60 @@ def unmask(total: Integers, masked: Masked, revealed: Mapping[str, Mapping[str, 
         revealed: Shares by the client that stored them and the client whose secret they share: a survivor's own mask, a
             dropout's masking key.
 
+    Returns:
+        The clients that revealed a wrong share, with the client whose secret it is of: one of the two changed it.
+
     Raises:
-        ValueError: If the shares of a client are too few or inconsistent; the sum is then unusable.
+        SharesError: If the shares of a client are too few or inconsistent; the sum is then unusable.
     """
+    wrong = dict[str, str]()
     for id, neighbours in sorted(masked.present.items()):
         partners = [peer for peer in neighbours if peer in masked.survivors and peer != id]
         if id not in masked.survivors and not partners:
             continue  # no mask in the sum is shared with this client
-        shares = [revealed[holder][id] for holder in neighbours if holder in revealed and id in revealed[holder]]
-        try:
-            secret = combine(shares, masked.needed[id])
-        except ValueError as error:
-            raise ValueError(f"of {id!r}: {error}") from error
+        holders = [holder for holder in neighbours if holder in revealed]
+        shares = {holder: revealed[holder][id] for holder in holders if id in revealed[holder]}
+        if len(shares) < masked.needed[id]:
+            sender = id if len(holders) >= masked.needed[id] else None
+            raise SharesError(f"of {id!r}: {len(shares)} shares; it takes {masked.needed[id]}", sender)
+        secret = _reveal(id, shares, masked, wrong)
         if id in masked.survivors:
             add_mask(total, secret, -1)
             continue
-        if compute_masking_public(secret) != masked.keys[id].masking:
-            raise ValueError(f"of {id!r}: shares that are not of its key")
         for peer in partners:
             seed = derive_pair_seed(secret, masked.keys[peer].masking, masked.transcript)
             add_mask(total, seed, -1 if peer < id else 1)
+    return wrong
+
+
+def _reveal(id: str, shares: Mapping[str, bytes], masked: Masked, wrong: dict[str, str]) -> bytes:
+    """Return a client's secret, and add the clients whose shares of it are wrong to ``wrong``.
+
+    Raises:
+        SharesError: If no combination that was tried gives the secret.
+    """
+    needed, keys = masked.needed[id], masked.keys[id]
+    holders = sorted(shares, key=lambda holder: (holder in wrong, holder))
+
+    def open_with(chosen: Sequence[str]) -> bytes | None:
+        try:
+            secret = combine([shares[holder] for holder in chosen], needed)
+        except ValueError:  # of another length, or with the number of another one
+            return None
+        if id in masked.survivors:
+            return secret if compute_commitment(secret) == keys.own else None
+        return secret if compute_masking_public(secret) == keys.masking else None
+
+    spare = len(holders) - needed
+    exclusions = chain.from_iterable(combinations(holders[:needed], count) for count in range(spare + 1))
+    for excluded in islice(exclusions, _MOST_COMBINATIONS):
+        chosen = [holder for holder in holders if holder not in excluded][:needed]
+        if (secret := open_with(chosen)) is not None:
+            for holder in excluded:
+                if open_with([holder, *chosen[1:]]) is None:
+                    wrong.setdefault(holder, id)
+            return secret
+    raise SharesError(f"of {id!r}: shares that are not of its secret", id if spare else None)
 
 
 A = TypeVar("A", bound=PhaseReply)
@@ -119,6 +174,8 @@ class SecureSession:
         self._sealed: dict[str, Mapping[str, bytes]] = {}
         self._transcript = ""
         self.present: dict[str, tuple[str, ...]] = {}
+        self.wrong = set[str]()
+        """Clients that sent the others wrong shares of their secrets."""
 
     def fail(self, client: str, reason: str) -> None:
         """Record why a client's reply is rejected."""
@@ -187,6 +244,8 @@ class SecureSession:
 
         Raises:
             TooFew: If too few clients replied, or their shares are inconsistent.
+
+        Clients whose own secret nobody can open are added to ``wrong``.
         """
         orders = {
             id: self._order(
@@ -202,12 +261,15 @@ class SecureSession:
         revealed = {id: reply.shares for id, reply in self._exchange(UnmaskReply, orders).items()}
         masked = Masked(self._transcript, self.present, self._needed, self._keys, survivors)
         try:
-            unmask(total, masked, revealed)
-        except ValueError as error:
-            for id in sorted(revealed):
+            wrong = unmask(total, masked, revealed)
+        except SharesError as error:
+            for id in sorted(revealed) if error.client is None else (error.client,):
                 self.fail(id, f"unmask: the shares {error}")
+            self.wrong |= set() if error.client is None else {error.client}
             raise TooFew from error
         del self.failures[failures_before:]
+        for id, sender in sorted(wrong.items()):
+            self.fail(id, f"unmask: its share of {sender!r} is wrong, and was not needed; one of the two changed it")
 
     def _order(self, kind: Callable[..., Phase], to: str, **parts: Any) -> Phase:
         return kind(
