@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,10 +26,12 @@ __all__ = [
     "from_json",
     "fsync_folder",
     "is_temporary",
+    "make_private_folder",
     "read_bytes",
     "read_checkpoint_file",
     "remove",
     "require_no_link",
+    "restrict_new_files",
     "to_json",
     "write_all",
     "write_atomic",
@@ -91,6 +94,36 @@ def require_no_link(path: Path) -> None:
         target = os.readlink(path)
         problem = f"it is a link to {target!r}, and a run deletes and replaces what is below it. Put the files here"
         raise FedspanError(str(path), target, problem=problem)
+
+
+def make_private_folder(folder: Path, field: str) -> None:
+    """Create a folder that no other user can enter, or check that an existing one is such; an empty one becomes it.
+
+    Args:
+        folder: The folder; its parents are created, too, with the user's umask.
+        field: The field that an error names.
+
+    Raises:
+        FedspanError: If other users may enter a folder that has files, or it cannot be created.
+    """
+    with convert_disk_errors(folder, "choose another folder", field):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.name != "posix" or not folder.stat().st_mode & 0o077:
+            return
+        if any(folder.iterdir()):  # who shares them with whom, and why, is not known here
+            problem = f"other users can read what is in {folder}. Run: chmod 700 {shlex.quote(str(folder))}"
+            raise FedspanError(field, str(folder), problem=problem)
+        folder.chmod(0o700)
+
+
+@contextmanager
+def restrict_new_files() -> Generator[None]:
+    """Allow no other user to read or write the files that this process creates within this context."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def delete_temporary_files(folder: Path) -> None:

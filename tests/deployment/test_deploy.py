@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from fedspan.cli.app import app
 from fedspan.deployment import deploy
 from fedspan.errors import FedspanError
 from helpers import tiny
@@ -50,6 +54,53 @@ def test_a_node_receives_base_models_only_if_its_file_says_so(links: list[Any], 
     deploy.join(write_node(tmp_path), insecure=True)
     deploy.join(write_node(tmp_path, limits={"accept_base": True}), insecure=True)
     assert [before_order is not None for _, before_order in links] == [False, True]
+
+
+def test_a_node_s_folder_is_not_for_other_users(
+    links: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from fedspan.transports.flower import reachability
+
+    monkeypatch.setattr(reachability, "check_server", lambda *_: "reached")
+    path = write_node(tmp_path)
+    deploy.check_node(path, insecure=True)
+    assert not (tmp_path / "state").exists()
+    deploy.join(path, insecure=True)
+    assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "state").chmod(0o755)
+    for use in (deploy.check_node, deploy.join):
+        with pytest.raises(FedspanError, match=r"`folder`: other users can read .*chmod 700"):
+            use(path, insecure=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "arguments"),
+    [
+        ("fedspan.transports.flower.superlink", "supervise", ["server", "--insecure", "--folder", "server"]),
+        ("fedspan.deployment.deploy", "join", ["join", "node.yaml", "--insecure"]),
+        ("fedspan.deployment.deploy", "submit", ["submit", "config.yaml", "--server", "server"]),
+    ],
+)
+def test_no_other_user_reads_what_the_commands_write(
+    module: str, function: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from fedspan.transports.flower.server import prepare_folder
+
+    def write(*_: Any, **__: Any) -> None:
+        Path("written").touch()
+        raise FedspanError("test", None, problem="the file is written")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.import_module(module), function, write)
+    prepare_folder(Path("server"), 9092, [], insecure=True)
+    before = os.umask(0o022)
+    try:
+        result = CliRunner().invoke(app, arguments)
+        assert "the file is written" in result.output
+        assert Path("written").stat().st_mode & 0o777 == 0o600
+        assert os.umask(0o022) == 0o022  # of a process that calls the command's function
+    finally:
+        os.umask(before)
 
 
 def test_the_check_of_a_node_says_where_its_models_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -170,6 +170,7 @@ class Events(fedspan.Listener):
 
 def test_a_run_with_fixed_nodes_is_the_simulation(scene: Scene, tmp_path: Path) -> None:
     submit(scene.values, tmp_path / "run", scene.link, wait=30.0)
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
     assert not (tmp_path / "run" / "participants.json").exists()
     assert all(row["cohort"] == list(SITES) for row in read_rows(tmp_path / "run"))
     (tmp_path / "all").mkdir()

@@ -16,7 +16,7 @@ import torch
 
 import fedspan
 from fedspan.errors import FedspanError
-from fedspan.files import write_atomic
+from fedspan.files import make_private_folder, write_atomic
 from fedspan.runs.environment import record_environment
 from fedspan.runs.folder import RunFolder, read_process_start
 
@@ -49,6 +49,24 @@ def test_the_start_of_a_process_is_its_own() -> None:
 def test_an_empty_folder_will_do(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path, CONFIG) as run:
         assert run.read_config_text() == CONFIG
+
+
+@pytest.mark.skipif(os.name != "posix", reason="only POSIX has modes")
+def test_a_private_folder_is_new_empty_or_private_already(tmp_path: Path) -> None:
+    new, empty, own, shared = (tmp_path / name for name in ("a/new", "empty", "own", "a shared one"))
+    for path, mode in ((empty, 0o755), (own, 0o700), (shared, 0o750)):
+        path.mkdir()
+        path.chmod(mode)
+    for path in (own, shared):
+        (path / "flower.db").touch()
+    for path in (new, empty, own):
+        make_private_folder(path, "--folder")
+        assert path.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(FedspanError, match=r"`--folder`: other users can read .*Run: chmod 700 '.*a shared one'"):
+        make_private_folder(shared, "--folder")
+    assert shared.stat().st_mode & 0o777 == 0o750  # whoever shares it decides
+    with pytest.raises(FedspanError, match="`folder`"):
+        make_private_folder(own / "flower.db", "folder")
 
 
 def test_what_a_killed_creation_leaves_is_no_hindrance(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
     assert key.is_file() == (randomness == "secret")
     if randomness == "secret":
         assert key.stat().st_mode & 0o777 == 0o600
+        assert cut.stat().st_mode & 0o777 == 0o700  # its files name the secret samples
         kept = key.read_bytes()
         key.unlink()
         with pytest.raises(FedspanError, match=r"noise\.key"):

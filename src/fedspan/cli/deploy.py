@@ -17,6 +17,7 @@ from fedspan.cli.admission import warn_of_expiry
 from fedspan.cli.commands import MACHINES, SERVER, Overrides, ServerFolder, register_command
 from fedspan.cli.live_run import describe_interruption, find_unused_folder
 from fedspan.errors import FedspanError
+from fedspan.files import restrict_new_files
 
 if TYPE_CHECKING:
     from fedspan.monitoring.web import WebPage
@@ -31,6 +32,7 @@ __all__ = ["join", "server", "submit"]
     "fedspan server --name fl.example.org --bundle clinic-a",
     panel=MACHINES,
 )
+@restrict_new_files()
 def server(
     folder: Annotated[
         Path, typer.Option("--folder", help="Folder of the certificates, the secret, the database and the log.")
@@ -171,6 +173,7 @@ def _write_bundles(folder: Path, ids: Sequence[str], names: Sequence[str], port:
     "fedspan join node.yaml",
     panel=MACHINES,
 )
+@restrict_new_files()
 def join(
     node: Annotated[Path | None, typer.Argument(metavar="NODE", help="The node's YAML file.")] = None,
     new_key: Annotated[
@@ -230,6 +233,7 @@ def join(
 @register_command(
     "submit", "fedspan submit config.yaml --out runs/first", "fedspan submit --resume runs/first", panel=MACHINES
 )
+@restrict_new_files()
 def submit(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of a new run.")] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Folder of the run.")] = None,

@@ -25,7 +25,7 @@ from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import describe_few_nodes
 from fedspan.federation.protocol import Envelope
-from fedspan.files import convert_disk_errors, read_bytes, write_atomic
+from fedspan.files import convert_disk_errors, make_private_folder, read_bytes, write_atomic
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener, Listeners
 from fedspan.runs.folder import RunFolder
@@ -83,6 +83,8 @@ def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
             raise FedspanError(missing, None, "ca.crt of the server and the node's key, or --insecure for a test")
         load_node_key(Path(node.key))
         lines.append(f"key: {node.key}")
+    if Path(node.folder).exists():
+        make_private_folder(Path(node.folder), "folder")
     for name in [*node.models, *(name for name in node.limits.models or () if not set(name) & set("*?["))]:
         if not name.startswith("builtin:"):
             lines.append(f"model {name}: {describe_base(node, name)}")
@@ -121,8 +123,8 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
         stop: Event that ends the function when set.
 
     Raises:
-        FedspanError: If the file has an error, the record of what servers have used is missing or damaged, the server
-            refuses this node, or one of several processes failed.
+        FedspanError: If the file has an error, other users may enter the node's folder, the record of what servers have
+            used is missing or damaged, the server refuses this node, or one of several processes failed.
     """
     require()
     from fedspan.transports.flower.keys import SOON, compute_days_left, load_node_key
@@ -137,6 +139,7 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
     authority = None if insecure or node.authority is None else Path(node.authority)
     if authority is not None and (days := compute_days_left(authority)) < SOON:
         log.warning("%s expires in %.0f days: ask the server's operator for a new one (fedspan renew)", authority, days)
+    make_private_folder(Path(node.folder), "folder")
     stop, heartbeat = stop or Event(), Heartbeat(Path(node.folder))
     up, down = (
         None if mbit is None else mbit * _MBIT_BYTES for mbit in (node.bandwidth.up_mbit, node.bandwidth.down_mbit)

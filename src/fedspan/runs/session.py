@@ -142,6 +142,10 @@ def _run(
     host: Host | None = None,
     build: Build = prepare,
 ) -> RunReport:
+    is_secret = config.privacy is not None and config.privacy.randomness == "secret"
+    if is_secret or host is not None:  # it has cohorts, and clients' updates
+        with convert_disk_errors(run_folder.path, "choose another folder"):
+            run_folder.path.chmod(0o700)
     stored = checkpoints.resume(run_folder)
     if prepared is None:
         require_same_run(run_folder, config, stored)

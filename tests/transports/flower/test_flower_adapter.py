@@ -575,6 +575,11 @@ def test_a_message_goes_to_a_node_and_back_through_a_superlink(tmp_path: Path) -
     node = subprocess.Popen([sys.executable, "-c", NODE, link.address])  # it tries until there is a server
     try:
         assert ready.wait(60), (tmp_path / "server" / "superlink.log").read_text()
+        written = {path.name: path.stat().st_mode & 0o077 for path in (tmp_path / "server").iterdir()}
+        assert {name: mode for name, mode in written.items() if name != "server.json"} == dict.fromkeys(
+            written.keys() - {"server.json"}, 0
+        )
+        assert {"flower.db", "superlink.log"} <= written.keys()
         with attach(link, 2**23) as grid:
             [(id, reply)] = [next(invite(grid, Envelope("hello"), 60.0))]
             assert reply == Envelope("hello")

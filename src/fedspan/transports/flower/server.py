@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedspan.errors import FedspanError
+from fedspan.files import make_private_folder
 from fedspan.transports.flower.adapter import build_flwr_command
 from fedspan.transports.flower.keys import AUTHORITY, ensure_authority
 
@@ -73,15 +74,15 @@ def prepare_folder(folder: Path, port: int, hosts: Sequence[str], *, insecure: b
     """Create the missing files of a server's folder.
 
     Args:
-        folder: The server's folder, created with mode 0700.
+        folder: The server's folder, which no other user may enter.
         port: Port on which the server listens.
         hosts: Host names and addresses under which nodes reach the server.
         insecure: Whether to run without TLS and keys.
 
     Raises:
-        FedspanError: If the folder's certificate is not valid for a host.
+        FedspanError: If other users may enter the folder, or its certificate is not valid for a host.
     """
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private_folder(folder, "--folder")
     if not insecure:
         ensure_authority(folder, hosts)
     if not (folder / _SECRET).exists():

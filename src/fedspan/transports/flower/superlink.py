@@ -104,8 +104,8 @@ def supervise(folder: Path, link: ServerLink, host: str, stop: Event, on_ready: 
     environment = {**os.environ, "FLWR_HOME": str(folder / "flower"), _OFFERS: str(folder / "bases")}
     first = True
     while not stop.is_set():
-        with (folder / _LOG).open("ab") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        with os.fdopen(os.open(folder / _LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, umask=0o077)
         try:
             _wait_for_start(link, process, folder)
             if first:
