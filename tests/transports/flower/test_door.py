@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -666,6 +667,64 @@ def test_bytes_of_a_base_model_leave_in_pieces_and_a_node_that_does_not_read_hol
             assert len(await run(2)) == 3
 
     asyncio.run(run_all())
+
+
+@pytest.mark.parametrize("name", [f"{wire.NODE_PATH}take-order", f"{door.NODE_API}pull-object"])
+def test_a_large_answer_that_nobody_reads_is_neither_buffered_nor_kept(name: str) -> None:
+    """On real connections: more than the node has slots, each with a large answer, none of which it reads."""
+    uvicorn = pytest.importorskip("uvicorn")
+    content, bounds = bytes(8 * 2**20), connections.Connections()
+    limits = door.DoorLimits(body_seconds=0.5, parallel=2, rate=1e6)
+    body = wire.pack([b"7", b""])
+
+    class Full(Exchange):
+        async def take_order(self, *arguments: Any) -> bytes:
+            await super().take_order(*arguments)
+            return content
+
+    async def behind(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": content})
+
+    made = door.Door(behind, limits, bounds, exchange=Full())
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await made({**scope, "app": SimpleNamespace(keyed=True)}, receive, send)
+
+    async def open_request(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        made = socket.socket()
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**14)
+        made.connect((host, port))
+        reader, writer = await asyncio.open_connection(sock=made, limit=2**14)  # reads no more on its own
+        head = f"POST {name} HTTP/1.1\r\nHost: a\r\nkey: {KEY.decode()}\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        return reader, writer
+
+    async def run() -> None:
+        protocol = type("Protocol", (connections.BoundedProtocol,), {"bounds": bounds})
+        server = uvicorn.Server(uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None))
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            serving = asyncio.create_task(server.serve([listening]))
+            address = listening.getsockname()
+            silent = [await open_request(*address) for _ in range(5)]
+            await asyncio.sleep(0.3)
+            open_ones = list(bounds._open.values())
+            assert len(open_ones) == 5
+            waiting = [one.transport.get_write_buffer_size() for one in open_ones]
+            assert 0 < max(waiting) <= 2 * 2**16 + 2**10
+            assert sum(size > 0 for size in waiting) == limits.parallel
+            reader, own = await open_request(*address)
+            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert await asyncio.wait_for(reader.readexactly(len(content)), 20) == content
+            await asyncio.sleep(1)  # the last of the others had its slot beside this one
+            assert not any(one in bounds._open.values() for one in open_ones)
+            for _, writer in (*silent, (reader, own)):
+                writer.close()
+            server.should_exit = True
+            await serving
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("path", ["own", "flower"])

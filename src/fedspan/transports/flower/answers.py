@@ -1,9 +1,9 @@
-"""Answers of the door to nodes: in pieces, from an offset on, and observed on their way."""
+"""Answers of the door to nodes: in pieces that wait for their reader, from an offset on, and observed on their way."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 from starlette.responses import Response
@@ -15,7 +15,7 @@ from fedspan.transports.flower.wire import RESUMABLE_BYTES, compute_tag, parse_o
 __all__ = ["ResumableAnswer", "observe_answer", "send_answer", "split_answer"]
 
 _PIECE_BYTES = 2**16
-"""Size in bytes of the pieces in which the bytes of a base model are sent."""
+"""Size in bytes of the pieces in which answers are sent."""
 
 
 async def send_answer(content: bytes, scope: Scope, receive: Receive, send: Send, tag: str = "") -> None:
@@ -29,28 +29,46 @@ async def send_answer(content: bytes, scope: Scope, receive: Receive, send: Send
     await Response(content, status, headers, "application/octet-stream")(scope, receive, send)
 
 
-def split_answer(send: Send, limits: DoorLimits) -> Send:
+def split_answer(send: Send, limits: DoorLimits, abort: Callable[[], None]) -> Send:
     """Return a function that sends an answer in pieces, each after those before it have left for the node.
 
-    A node that reads too slowly, or not at all, loses its connection: the answer ends without its last bytes.
+    Args:
+        send: Sends the messages of an answer.
+        limits: How long a piece, and the whole answer, may take.
+        abort: Closes the connection at once, with what has not left yet: of a node that reads too slowly, or not at
+            all.
     """
+    is_lost = False
 
     async def send_split(message: MutableMapping[str, Any]) -> None:
-        content = message.get("body", b"")
-        if message["type"] != "http.response.body" or len(content) <= _PIECE_BYTES:
-            await send(message)
+        nonlocal is_lost
+        if is_lost:
             return
+        seconds = limits.body_seconds + len(message.get("body", b"")) / limits.slowest
         try:
-            async with asyncio.timeout(limits.body_seconds + len(content) / limits.slowest):
-                for start in range(0, len(content), _PIECE_BYTES):
-                    more = start + _PIECE_BYTES < len(content)
-                    piece = {**message, "body": content[start : start + _PIECE_BYTES], "more_body": more}
+            async with asyncio.timeout(seconds):
+                for piece in _split(message):
                     async with asyncio.timeout(limits.body_seconds):
                         await send(piece)
         except TimeoutError:
-            return  # the server closes a connection whose answer is incomplete
+            is_lost = True
+            abort()
 
     return send_split
+
+
+def _split(message: MutableMapping[str, Any]) -> Iterator[MutableMapping[str, Any]]:
+    content = message.get("body", b"")
+    if len(content) <= _PIECE_BYTES:
+        yield message
+        return
+    for start in range(0, len(content), _PIECE_BYTES):
+        end = start + _PIECE_BYTES
+        yield {
+            **message,
+            "body": content[start:end],
+            "more_body": end < len(content) or message.get("more_body", False),
+        }
 
 
 def observe_answer(send: Send, keep: Callable[[bytes], None]) -> Send:

@@ -35,6 +35,7 @@ class ConnectionLimits:
         seconds: Time until the end of the TLS handshake, and from there until the first accepted request, in seconds.
         bytes: Bytes that are read before the first accepted request.
         per_sender: Connections of one node; the oldest one is closed for a new one.
+        buffer: Bytes of an answer that may wait for the peer to read, above which its sender waits, too.
     """
 
     per_address: int = 64
@@ -42,6 +43,7 @@ class ConnectionLimits:
     seconds: float = 10.0
     bytes: int = 1 << 20
     per_sender: int = 8
+    buffer: int = 1 << 16
 
 
 class Closable(Protocol):
@@ -145,6 +147,11 @@ class Connections:
             self._open[oldest].abort()
             self.remove(oldest)
 
+    def abort(self, client: Address | None) -> None:
+        """Close a connection at once; one that is not registered is ignored."""
+        if client is not None and (connection := self._open.get((client[0], client[1]))) is not None:
+            connection.abort()
+
     def remove(self, client: Address) -> None:
         """Forget a connection that is closed."""
         if self._open.pop(client, None) is not None:
@@ -223,6 +230,7 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Register the connection, or close it."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(self.bounds.limits.buffer)
         self.allowance: int | None = self.bounds.limits.bytes
         self._address: Address | None = None
         client = self.client

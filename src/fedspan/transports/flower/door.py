@@ -220,6 +220,8 @@ class Door:
         if most is None or scope["method"] != "POST":
             raise Refused(403, "not a path for nodes")
         length, part = read_declared_length(headers, most), read_declared_part(headers, most)
+        # A request's slot is held until nearly all of the answer has left.
+        send = split_answer(send, self.limits, partial(self.connections.abort, scope.get("client")))
         sender: Sender | None = None
         key: bytes | None = None
         slot: Slot | None = None
@@ -253,7 +255,6 @@ class Door:
             elif name == FETCH_BASE:
                 answer = await self._fetch_base(body)
                 tag = compute_tag(body, len(answer)) if len(answer) >= RESUMABLE_BYTES else ""
-                send = split_answer(send, self.limits)  # the node's slot is held until nearly all has left
             elif name == UPLOAD_OFFSET:
                 answer = await self._find_offset(body, key)
             elif name == SEND_REPLY:
