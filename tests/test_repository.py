@@ -105,6 +105,13 @@ def test_every_slow_test_is_of_a_step_of_ci() -> None:
     assert [file for file in sorted(slow_files()) if not is_run(file)] == sorted(BY_HAND)
 
 
+def test_every_attack_on_a_running_server_is_replayed_for_every_commit() -> None:
+    text = (ROOT / ".ci" / "run").read_text(encoding="utf-8").replace("\\\n", "")
+    (step,) = (line for line in text.splitlines() if line.startswith("step attacks "))
+    assert steps()["attacks"] == (["tests/transports/flower/test_attacks.py"], [])
+    assert "--part" not in step
+
+
 def test_every_path_of_a_step_holds_a_slow_test() -> None:
     slow = slow_files()
     assert steps()
