@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -167,6 +168,17 @@ def test_this_machine_s_other_users_reach_the_node_api_only(owner: int | None, m
     monkeypatch.setattr(door, "get_peer_uid", lambda *_: owner)
     for client in (HERE, ("::1", 7), ("::ffff:127.0.0.1", 7)):
         assert status("/v1/control/start-run", client=client) == (200 if owner == 0 else 403)
+
+
+@pytest.mark.parametrize("name", [b"origin", b"sec-fetch-site"])
+def test_no_web_site_commands_through_the_operator_s_browser(name: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A browser is a process of the operator, and sends a web page's requests to this machine, too."""
+    monkeypatch.setattr(door, "get_peer_uid", lambda *_: os.getuid())
+    for path in ("/v1/control/start-run", f"{wire.RUN_PATH}send-orders", f"{door.NODE_API}register-node"):
+        for value in (b"https://example.org", b"null", b"same-origin"):
+            assert status(path, client=HERE, keyed=False, headers=((name, value),)) == 403
+    assert status("/v1/control/start-run", client=HERE) == 200
+    assert status(f"{door.NODE_API}register-node", client=HERE, keyed=False) == 200
 
 
 def test_a_body_is_read_only_from_a_node_whose_key_was_admitted() -> None:

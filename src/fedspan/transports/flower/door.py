@@ -112,6 +112,9 @@ _PULL_OBJECT, _PUSH_OBJECT = "pull-object", "push-object"
 _PUSH_ORDERS = "/v1/runtime/push-messages"
 """Flower's own path for orders, which a process of the operator may use."""
 
+_BROWSER = b"origin", b"sec-fetch-site"
+"""Headers that a browser adds to the requests of a web page; nodes and Flower's commands send none."""
+
 _KEYLESS = {"register-node": SMALL_BYTES, "unregister-node": SMALL_BYTES}
 """Further paths of a server without keys, at which nodes register themselves."""
 
@@ -160,6 +163,8 @@ class Door:
         try:
             if scope["type"] != "http":
                 raise Refused(403, "only HTTP")
+            if any(name in _BROWSER for name, _ in scope["headers"]):
+                raise Refused(403, "not from a browser, where web sites send requests as its user")
             path = str(scope["path"])
             if path.startswith((NODE_API, NODE_PATH)):
                 await self._serve_node(scope, receive, send)
