@@ -12,6 +12,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
@@ -171,4 +172,33 @@ def make_trainer(folder: Path, owner: str, **changes: Any) -> Trainer:
         processing_class=tokenizer,
         data_collator=DataCollatorWithPadding(tokenizer),
         **changes,
+    )
+
+
+def sentence_encoder(folder: Path, dense: int | None = None) -> Any:
+    """A sentence-transformers model without dropout around the tiny encoder; ``dense`` seeds a layer on top of it."""
+    models = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+    encoder = models.Transformer(str(folder / "bert"), max_seq_length=16)
+    encoder.model.eval()
+    for module in encoder.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    library = pytest.importorskip("sentence_transformers")
+    modules = [encoder, models.Pooling(16)]
+    if dense is not None:
+        torch.manual_seed(dense)
+        modules.append(models.Dense(16, 8))
+    return library.SentenceTransformer(modules=modules, device="cpu")
+
+
+def make_sentence_trainer(loss: str, model: Any, args: Any) -> Any:
+    """A trainer of scored pairs of words, whose loss is a mean over pairs: ``plain``, or ``nested`` in another."""
+    library = pytest.importorskip("sentence_transformers")
+    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
+    words = [f"{label}{number}" for label in tiny.LABELS for number in range(8)]
+    pairs = [{"first": words[at], "second": words[at + 9], "score": at % 3 / 2} for at in range(8)]
+    train, cosine = datasets.Dataset.from_list(pairs), losses.CosineSimilarityLoss(model)
+    chosen = cosine if loss == "plain" else losses.MatryoshkaLoss(model, cosine, [16, 8])
+    return library.SentenceTransformerTrainer(
+        model=model, args=args, loss=chosen, train_dataset=train, eval_dataset=train.select(range(4))
     )

@@ -1,7 +1,7 @@
 """A node whose trainer trains in two processes: rank 0 serves runs of two rounds, and writes what came out.
 
 RANK=... WORLD_SIZE=2 ... python -m helpers.two_processes TINY_FOLDER OUT METHOD [--fail RANK] [--interrupt] [--fewer]
-    [--dropout RATE] [--runs COUNT]
+    [--dropout RATE] [--runs COUNT] [--sentences LOSS]
 
 An evaluation follows each round. result-0.safetensors has the final tensors and the losses of the first run, and so on;
 draws-RANK.safetensors has the examples and the dropout masks of each pass of a process, if there is dropout.
@@ -14,18 +14,23 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
+from fedspan.config import parse_config
 from fedspan.core.base import to_dense
+from fedspan.data.files import FROM_TRAINERS
 from fedspan.deployment.trainer_node import TrainerNode, adopt_node_trainer, follow
 from fedspan.federation.progress import TooFewReplies
+from fedspan.runs.own_trainers import TrainerRuns, adopt_trainer
+from fedspan.runs.setup import Prepared
 from fedspan.training.trainers.processes import Processes, count_processes
 from helpers import tiny
 from helpers.node_service import node, served
-from helpers.trainer_clients import arguments, make_trainer
+from helpers.trainer_clients import QUIET, arguments, make_sentence_trainer, make_trainer, sentence_encoder
 
 GLOBAL_BATCH = 4
 
@@ -106,8 +111,13 @@ def serve(
 
 
 def serve_run(tiny_folder: Path, worker: TrainerNode, method: dict[str, Any], file: Path) -> None:
-    """Serve one run, and write its final tensors and its losses to a file, unless a round failed."""
+    """Serve one run of two rounds (``run_rounds``)."""
     prepared, _ = served(tiny_folder, worker.service, method=method)
+    run_rounds(prepared, file)
+
+
+def run_rounds(prepared: Prepared, file: Path) -> None:
+    """Run two rounds, and write the final tensors and the losses to a file, unless a round failed."""
     progress, losses = prepared.federation.begin(), list[float]()
     for _ in range(2):
         try:
@@ -123,6 +133,34 @@ def serve_run(tiny_folder: Path, worker: TrainerNode, method: dict[str, Any], fi
     save_file({**tensors, **base, "numbers": torch.tensor(losses, dtype=torch.float64)}, file)
 
 
+def simulate_sentences(tiny_folder: Path, out: Path, method: dict[str, Any], loss: str) -> None:
+    """Run two rounds of a sentence-transformers trainer in one process or in those of this script, without a server."""
+    torch.set_num_threads(1)
+    count = count_processes()
+    args = pytest.importorskip("sentence_transformers").SentenceTransformerTrainingArguments(
+        **QUIET | {"per_device_train_batch_size": GLOBAL_BATCH // count, "per_device_eval_batch_size": 1},
+        output_dir=str(out / "trainer"),
+        **({} if count == 1 else {"ddp_backend": "gloo"}),
+    )
+    trainer = adopt_trainer(make_sentence_trainer(loss, sentence_encoder(tiny_folder), args))
+    processes = Processes() if count > 1 else None
+    if processes is not None and not processes.is_leader:
+        follow(node(tiny_folder, out / "node", id="east"), trainer, processes)
+        return
+    values = {
+        "model": {"name": str(tiny_folder / "bert"), "target_modules": ["query", "value"]},
+        "method": {"r": 2, **method},
+        "training": {"optimizer": "sgd", "lr": 0.5, "local_epochs": 1},
+        "task": "trainer",
+        "data": {"train": FROM_TRAINERS},
+        "partition": {"partitioner": "natural", "column": "owner"},
+    }
+    with closing(TrainerRuns({"east": trainer}, processes)) as runs:
+        run_rounds(runs.prepare(parse_config(values)), out / "result-0.safetensors")
+        if processes is not None:
+            processes.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("tiny_folder", type=Path)
@@ -133,8 +171,12 @@ def main() -> None:
     parser.add_argument("--fewer", action="store_true")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--sentences")
     args = parser.parse_args()
     method = {"name": args.method}
+    if args.sentences is not None:
+        simulate_sentences(args.tiny_folder, args.out, method, args.sentences)
+        return
     serve(args.tiny_folder, args.out, method, args.fail, args.interrupt, args.fewer, args.dropout, args.runs)
 
 

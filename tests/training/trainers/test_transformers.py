@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -19,9 +20,9 @@ from fedspan.deployment.trainer_node import TrainerNode
 from fedspan.errors import FedspanError
 from fedspan.training.trainers.local import RoundPlan
 from fedspan.training.trainers.optimizer import JobOptimizer
-from fedspan.training.trainers.transformers import TransformersTrainer, list_unused_arguments
+from fedspan.training.trainers.transformers import TransformersTrainer, _restore_losses, list_unused_arguments
 from helpers import tiny_decoders
-from helpers.trainer_clients import QUIET, spare_the_collector
+from helpers.trainer_clients import QUIET, sentence_encoder, spare_the_collector
 
 OWNERS = (0, 1)
 ROWS = 6
@@ -90,21 +91,6 @@ def seq2seq(folder: Path, owner: int, model: Any) -> Any:
     args = transformers.Seq2SeqTrainingArguments(**QUIET, output_dir=str(folder / "trainer"))
     table = [{"input_ids": [owner + 2 + at, 3, 4], "labels": [owner + 5 + at, 1]} for at in range(ROWS)]
     return transformers.Seq2SeqTrainer(model=model, args=args, **split(table))
-
-
-def sentence_encoder(folder: Path, dense: int | None = None) -> Any:
-    models = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
-    encoder = models.Transformer(str(folder / "bert"), max_seq_length=16)
-    encoder.model.eval()
-    for module in encoder.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    library = pytest.importorskip("sentence_transformers")
-    modules = [encoder, models.Pooling(16)]
-    if dense is not None:
-        torch.manual_seed(dense)
-        modules.append(models.Dense(16, 8))
-    return library.SentenceTransformer(modules=modules, device="cpu")
 
 
 def sentences(folder: Path, owner: int, model: Any) -> Any:
@@ -265,6 +251,17 @@ def test_weights_outside_of_the_transformers_model_are_compared(tiny_folder: Pat
     config_of_node = NodeConfig.model_validate({"id": "a", "server": "localhost:1", "folder": str(tmp_path / "node")})
     with pytest.raises(fedspan.FedspanError, match="outside of the Transformers model"):
         TrainerNode(config_of_node, trainers["0"])
+
+
+def test_losses_in_a_dict_and_in_other_losses_hold_the_model_again() -> None:
+    model, wrapper = torch.nn.Linear(3, 2), torch.nn.Sequential()
+    inner, outer = torch.nn.Module(), torch.nn.Module()
+    inner.model = outer.model = model
+    outer.loss = inner
+    with _restore_losses(SimpleNamespace(loss={"pairs": outer}), model):  # pyright: ignore[reportArgumentType]
+        inner.model = outer.model = wrapper
+    assert inner.model is outer.model is model
+    assert outer.loss is inner
 
 
 def test_an_evaluator_without_evaluation_examples_is_refused(tiny_folder: Path) -> None:

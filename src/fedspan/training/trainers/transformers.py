@@ -100,6 +100,7 @@ class TransformersTrainer:
             with (
                 _set_round_arguments(trainer, plan),
                 _restore_model(self.root),
+                _restore_losses(trainer, self.root),
                 _count_examples(trainer, optimizer),
                 _draw_by_process(trainer, plan.seed),
             ):
@@ -118,7 +119,7 @@ class TransformersTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """``LocalTrainer.evaluate``: means of the evaluation sets, weighted by their numbers of examples."""
-        with _restore_model(self.root):
+        with _restore_model(self.root), _restore_losses(self.trainer, self.root):
             try:
                 measured = self.trainer.evaluate()
             finally:
@@ -309,6 +310,25 @@ def _restore_model(model: nn.Module) -> Generator[None]:
         for name in names:
             vars(model).pop(name, None)
         vars(model).update(before)
+
+
+@contextmanager
+def _restore_losses(trainer: Trainer, model: nn.Module) -> Generator[None]:
+    """Have the losses of a trainer hold its model again after this context.
+
+    sentence-transformers puts the model's wrapper (DDP, ``torch.compile``) into a loss that holds the model, and does
+    not replace one wrapper by another: the next round's loss would go through that of this round, whose gradients
+    nothing averages.
+    """
+    loss = getattr(trainer, "loss", None)
+    losses = loss.values() if isinstance(loss, Mapping) else [loss]
+    modules = [module for part in losses if isinstance(part, nn.Module) for module in part.modules()]
+    holders = [(module, name) for module in modules for name, child in module.named_children() if child is model]
+    try:
+        yield
+    finally:
+        for module, name in holders:
+            setattr(module, name, model)
 
 
 class _RandomStream:
