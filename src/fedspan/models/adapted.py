@@ -1,7 +1,8 @@
 """A pretrained model whose target layers compute as a parametrization defines.
 
 The module tree is unchanged: only the ``forward`` of the target layers is replaced, so names, hooks and exports are
-those of the original model. Shapes: O output features, I input features, R rank.
+those of the original model. Torch's transformer layers are kept from passing over it (``BlockedFastPaths``). Shapes: O
+output features, I input features, R rank.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import Parametrization
 from fedspan.core.tensors import EXTRAS, group_by_layer, join_extra_name
 from fedspan.core.values import Spec
+from fedspan.models.fast_paths import BlockedFastPaths
 from fedspan.models.layer import AdaptedLayer, Dropout
 from fedspan.models.offload import get_device
 from fedspan.models.operators import Operator
@@ -50,6 +52,7 @@ class AdaptedModel:
         self.spec: Spec = make_spec(targets, extras, buffers)
         self.layers = {name: AdaptedLayer(name, module) for name, module in targets.items()}
         self.extras = dict(extras)
+        self._fast_paths = BlockedFastPaths(model)
         self._norms = {name: module for name, module in model.named_modules() if is_batch_norm(module)}
         self._initial_extras = {path: value.detach().clone() for path, value in self.get_values().items()}
         self._base = BaseUpdate()
@@ -166,6 +169,7 @@ class AdaptedModel:
         self.install({}, {}, frozenset())
         for layer in self.layers.values():
             layer.restore()
+        self._fast_paths.restore()
 
     def get_values(self) -> dict[str, Tensor]:
         """Return the live extras and their buffers; buffers are looked up, since a module may have replaced its own."""

@@ -39,10 +39,7 @@ def read_dtype(model: Any) -> str:
 
 
 def adopt_module(model: nn.Module, device: torch.device | None = None) -> nn.Module:
-    """Return a copy of a module, in eval mode, whose target layers are called in every forward pass.
-
-    Dropout of its layers is 0, since the frozen base runs without it. In eval mode torch's transformer layers use the
-    weights of their linear layers without calling them; a hook prevents that, as torch documents.
+    """Return a copy of a module, in eval mode. Dropout of its layers is 0, since the frozen base runs without it.
 
     Args:
         model: The module; it is not changed.
@@ -54,15 +51,7 @@ def adopt_module(model: nn.Module, device: torch.device | None = None) -> nn.Mod
             module.p = 0.0
         elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
             module.dropout = 0.0
-        elif isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False
-        elif isinstance(module, nn.TransformerEncoderLayer):
-            module.register_forward_pre_hook(_do_nothing)
     return (model if device is None else model.to(device)).eval()
-
-
-def _do_nothing(module: nn.Module, inputs: Any) -> None:
-    """Be a hook, whose presence makes a layer call the layers within it."""
 
 
 def write_state_dict(folder: Path, weights: Mapping[str, Tensor]) -> None:

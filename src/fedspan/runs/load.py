@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.export import NOTES
+from fedspan.models.fast_paths import BlockedFastPaths
 from fedspan.models.loading import Loaded, Processor, adopt_loaded, load_pretrained
 from fedspan.models.plain import STATE_DICT, read_state_dict
 from fedspan.models.sentence_encoders import DENSE, PooledClassifier, read_output_layer
@@ -250,6 +251,7 @@ def _load_adapter(model: Any, adapter_path: Path) -> Any:
     from peft import PeftModel
 
     if not isinstance(model, PooledClassifier):
+        BlockedFastPaths(model)
         return _copy_attributes(PeftModel.from_pretrained(model, str(adapter_path)))
     model.replace_encoder(PeftModel.from_pretrained(model.encoder, str(adapter_path)))
     _load_output_layer(model, adapter_path)

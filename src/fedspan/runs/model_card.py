@@ -273,6 +273,9 @@ def _write_pooling_code(base: str, pooling: Pooling) -> str:
     )
 
 
+_MERGE = ".merge_and_unload()  # torch's transformer layers pass over adapters in evaluation"
+
+
 def _use(task: str, base: str, adapter: bool, *, pooled: Pooling | None = None) -> str:
     if pooled is not None and get_task(task).is_embedding:
         return _VECTORS
@@ -284,7 +287,7 @@ def _use(task: str, base: str, adapter: bool, *, pooled: Pooling | None = None) 
     if definition.columns is None:
         return (
             f"```python\nfrom peft import PeftModel\n\n# base: the model `{base}` as the clients' trainers had it\n"
-            'model = PeftModel.from_pretrained(base, "FOLDER")\n```\n'
+            f'model = PeftModel.from_pretrained(base, "FOLDER"){_MERGE}\n```\n'
             if adapter
             else "The folder holds the weights of the model as the clients' trainers had it (`from_pretrained`).\n"
         )
@@ -311,7 +314,7 @@ def _describe_plain_use(base: str, adapter: bool) -> str:
     text = f"```python\nfrom safetensors.torch import load_file\n\n{built}\n{load}\n```\n"
     if not adapter:
         return text
-    peft = 'from peft import PeftModel\n\nmodel = PeftModel.from_pretrained(base, "FOLDER")'
+    peft = f'from peft import PeftModel\n\nmodel = PeftModel.from_pretrained(base, "FOLDER"){_MERGE}'
     return f"{text}\nor, with the weights that the run began with in `base`:\n\n```python\n{peft}\n```\n"
 
 
