@@ -101,6 +101,8 @@ def test_an_installed_package_s_is_found_by_its_entry_point(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(tmp_path, {"packaged": "own_package:Packaged", "lost": "own_package:Nothing"}, monkeypatch)
+    with pytest.raises(FedspanError, match="'packaged' is already the key of own_package:Packaged"):
+        register("packaged", Own)  # also before anything has asked for the package's
     fedspan.run(tiny.settings(tiny_folder, method={"name": "packaged"}, federation={"rounds": 1}), tmp_path / "run")
     assert get_method_class("packaged").__module__ == "own_package"
     with pytest.raises(

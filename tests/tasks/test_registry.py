@@ -71,9 +71,10 @@ OWN = replace(
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
-    tasks, installed, known = dict(TASKS), dict(registry._installed), dict(METRICS)
+    contents: list[dict[str, Any]] = [registry._tasks, registry._installed, registry._metric_owners, metrics._metrics]
+    copies = [dict(content) for content in contents]
     yield
-    for content, before in ((registry._tasks, tasks), (registry._installed, installed), (metrics._metrics, known)):
+    for content, before in zip(contents, copies, strict=True):
         content.clear()
         content.update(before)
 
@@ -146,7 +147,10 @@ def test_an_installed_package_s_is_found_by_its_entry_point(tmp_path: Path, monk
     (info / "entry_points.txt").write_text("\n".join(["[fedspan.tasks]", *lines]), encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "own_tasks", raising=False)
+    with pytest.raises(FedspanError, match="'packaged' is already the name of another task"):
+        register_task(replace(OWN, name="packaged"))  # also before anything has asked for the package's
     assert get_task("packaged").target_type == "number"
+    register_task(get_task("packaged"))
     with pytest.raises(FedspanError, match=r"`task`: own_tasks:NOTHING cannot be imported"):
         get_task("lost")
     with pytest.raises(FedspanError, match=r"own_tasks:OTHER is not the definition of a task of this name"):
@@ -181,6 +185,19 @@ def test_a_task_of_one_s_own_is_replaced_when_it_is_registered_again() -> None:
     changed = replace(OWN, lr=0.5)
     register_task(changed)
     assert TASKS["sharpened"] is changed
+
+
+def test_a_task_changes_only_the_metrics_that_it_registered() -> None:
+    narrow, wide = ({"own_metric": Metric("own", True, maximum=maximum)} for maximum in (1.0, 9.0))
+    owner = replace(OWN, name="owner", metrics=("own_metric",), custom_metrics=narrow)
+    register_task(owner)
+    register_task(replace(owner, name="other"))  # the same metric in another task
+    with pytest.raises(FedspanError, match="'own_metric' is already the name of another metric"):
+        register_task(replace(owner, name="other", custom_metrics=wide))
+    register_task(replace(owner, custom_metrics=wide))
+    assert METRICS["own_metric"] == wide["own_metric"]
+    with pytest.raises(FedspanError, match="'loss' is already the name of another metric"):
+        register_task(replace(owner, custom_metrics=wide | {"loss": Metric("x", True)}))
 
 
 def test_metrics_are_registered_together_or_not_at_all() -> None:

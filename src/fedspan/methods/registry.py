@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any
 
@@ -46,6 +45,7 @@ from fedspan.methods.pfedloru import PFedLoRU
 from fedspan.methods.ravan import RAVAN
 from fedspan.methods.rolora import RoLoRA
 from fedspan.methods.slora import SLoRA
+from fedspan.packages import load_installed
 
 __all__ = ["GROUP", "METHODS", "get_method_class", "register"]
 
@@ -98,7 +98,8 @@ def register(key: str, cls: type[RegisteredMethod]) -> None:
             fields are the options of ``method:``.
 
     Raises:
-        FedspanError: If the key is invalid or belongs to another class, or the class is not a method.
+        FedspanError: If the key is invalid or belongs to another class, here or in an installed package, or the class
+            is not a method.
     """
     if not _KEY.fullmatch(key) or key in _RESERVED:
         raise FedspanError(
@@ -108,6 +109,9 @@ def register(key: str, cls: type[RegisteredMethod]) -> None:
         )
     if _methods.get(key, cls) is not cls:
         raise FedspanError("method.name", key, problem=f"{key!r} is already the key of {_methods[key].__qualname__}")
+    installed = None if key in _methods else load_installed(GROUP, key, "method.name")
+    if installed is not None and installed[1] is not cls:
+        raise FedspanError("method.name", key, problem=f"{key!r} is already the key of {installed[0]}")
     _require_method(key, cls)
     _methods[key] = cls
 
@@ -135,13 +139,9 @@ def get_method_class(key: str, field: str = "method.name") -> type[RegisteredMet
         FedspanError: If the key is unknown (the message lists the nearest known ones) or its package cannot be loaded.
     """
     if key not in METHODS:
-        for entry_point in entry_points(group=GROUP, name=key):
-            try:
-                cls: Any = entry_point.load()
-            except Exception as error:  # a package's import may raise anything
-                reason = f"{type(error).__name__}: {error}"
-                raise FedspanError(field, key, problem=f"{entry_point.value} cannot be imported ({reason})") from error
-            register(key, cls)
-            return cls
+        installed = load_installed(GROUP, key, field)
+        if installed is not None:
+            register(key, installed[1])
+            return METHODS[key]
         raise FedspanError(field, key, problem=f"no method is named {key!r}. {suggest_nearest(key, METHODS)}")
     return METHODS[key]

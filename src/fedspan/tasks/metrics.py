@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -17,6 +17,7 @@ __all__ = [
     "is_metric_name",
     "order_metrics",
     "register_metrics",
+    "replace_metrics",
 ]
 
 
@@ -84,10 +85,23 @@ def register_metrics(metrics: Mapping[str, Metric]) -> None:
     Raises:
         FedspanError: If a name is no identifier, or belongs to another metric.
     """
+    replace_metrics(metrics, frozenset())
+
+
+def replace_metrics(metrics: Mapping[str, Metric], own: Set[str]) -> None:
+    """Add metrics, or change those of a task that is registered again (``register_metrics``).
+
+    Args:
+        metrics: Title, direction and bounds by the name in reports.
+        own: Names of the metrics that may change.
+
+    Raises:
+        FedspanError: If a name is no identifier, or belongs to another metric.
+    """
     for name, metric in metrics.items():
         if not is_metric_name(name):
             raise FedspanError("metric", name, "a Python identifier in lower case")
-        if _metrics.get(name, metric) != metric:
+        if name not in own and _metrics.get(name, metric) != metric:
             raise FedspanError("metric", name, problem=f"{name!r} is already the name of another metric")
     _metrics.update(metrics)
 

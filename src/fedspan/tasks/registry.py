@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from types import MappingProxyType
-from typing import Any
 
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.heads import HEADS, Head
+from fedspan.packages import load_installed
 from fedspan.tasks.causal import CAUSAL_LM
 from fedspan.tasks.classification import SEQUENCE_CLASSIFICATION
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.images import IMAGE_CLASSIFICATION
 from fedspan.tasks.masked_lm import MASKED_LM
-from fedspan.tasks.metrics import METRICS, register_metrics
+from fedspan.tasks.metrics import METRICS, replace_metrics
 from fedspan.tasks.multi_label import MULTI_LABEL_CLASSIFICATION
 from fedspan.tasks.preference import PREFERENCE
 from fedspan.tasks.regression import REGRESSION
@@ -56,7 +55,9 @@ BUILT_IN = (
 _tasks: dict[str, TaskDefinition] = {}
 TASKS: Mapping[str, TaskDefinition] = MappingProxyType(_tasks)
 _installed: dict[str, TaskDefinition] = {}
-"""fedspan's own tasks and those of installed packages, whose names no other task may take."""
+"""fedspan's own tasks and the loaded ones of installed packages, whose names no other task may take."""
+_metric_owners: dict[str, str] = {}
+"""The task that registered a metric, which it may change, by the metric's name."""
 
 
 def register_task(definition: TaskDefinition) -> None:
@@ -79,7 +80,10 @@ def _register(definition: TaskDefinition, *, is_installed: bool = False) -> None
     name = definition.name
     if not _NAME.fullmatch(name):
         raise FedspanError("task", name, "lower case letters and digits, with hyphens between words")
-    if _installed.get(name, definition) is not definition:
+    known = _installed.get(name, definition)
+    if not is_installed and name not in _installed and (installed := load_installed(GROUP, name, "task")) is not None:
+        known = installed[1]
+    if known is not definition:
         raise FedspanError("task", name, problem=f"{name!r} is already the name of another task")
     if not isinstance(definition.head, Head) and definition.head not in HEADS:
         expected = f"a fedspan.models.heads.Head, or one of {', '.join(HEADS)}"
@@ -88,7 +92,10 @@ def _register(definition: TaskDefinition, *, is_installed: bool = False) -> None
     if unknown:
         problem = f"{name} names the metric {unknown[0]!r}, which is neither in custom_metrics nor known. "
         raise FedspanError("task", unknown[0], problem=problem + suggest_nearest(unknown[0], METRICS))
-    register_metrics(definition.custom_metrics)
+    new = [metric for metric in definition.custom_metrics if metric not in METRICS]
+    own = {metric for metric, owner in _metric_owners.items() if owner == name}
+    replace_metrics(definition.custom_metrics, own)
+    _metric_owners.update(dict.fromkeys(new, name))
     _tasks[name] = definition
     if is_installed:
         _installed[name] = definition
@@ -106,14 +113,11 @@ def get_task(name: str, field: str = "task") -> TaskDefinition:
             loaded or holds no task of this name.
     """
     if name not in _tasks:
-        for entry_point in entry_points(group=GROUP, name=name):
-            try:
-                definition: Any = entry_point.load()
-            except Exception as error:  # a package's import may raise anything
-                reason = f"{type(error).__name__}: {error}"
-                raise FedspanError(field, name, problem=f"{entry_point.value} cannot be imported ({reason})") from error
+        installed = load_installed(GROUP, name, field)
+        if installed is not None:
+            source, definition = installed
             if getattr(definition, "name", None) != name:
-                problem = f"{entry_point.value} is not the definition of a task of this name"
+                problem = f"{source} is not the definition of a task of this name"
                 raise FedspanError(field, name, problem=problem)
             _register(definition, is_installed=True)
             return definition

@@ -1,0 +1,33 @@
+"""What installed packages add to fedspan: methods and tasks that they declare as entry points."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any
+
+from fedspan.errors import FedspanError
+
+__all__ = ["load_installed"]
+
+
+def load_installed(group: str, name: str, field: str) -> tuple[str, Any] | None:
+    """Load what an installed package declares under a name; None: no package declares it.
+
+    Args:
+        group: Group of the entry points.
+        name: Name of the entry point.
+        field: Config field of the name, for error messages.
+
+    Returns:
+        Where the package has it (``module:attribute``), and the object.
+
+    Raises:
+        FedspanError: If the package cannot be imported.
+    """
+    for entry_point in entry_points(group=group, name=name):
+        try:
+            return entry_point.value, entry_point.load()
+        except Exception as error:  # a package's import may raise anything
+            reason = f"{type(error).__name__}: {error}"
+            raise FedspanError(field, name, problem=f"{entry_point.value} cannot be imported ({reason})") from error
+    return None
