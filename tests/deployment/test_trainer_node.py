@@ -15,8 +15,8 @@ from fedspan.deployment import deploy
 from fedspan.deployment.trainer_node import TrainerNode
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import TooFewReplies
-from helpers.node_service import node, served
-from helpers.trainer_clients import make_trainer
+from helpers.node_service import introduced, node, served, values
+from helpers.trainer_clients import arguments, make_trainer
 
 
 def test_a_node_trains_and_evaluates_with_its_owners_trainer(tiny_folder: Path, tmp_path: Path) -> None:
@@ -58,6 +58,38 @@ def test_a_plain_loop_in_several_processes_is_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(FedspanError, match="runs in 2 processes, and a plain loop trains in one"):
         TrainerNode(node(tiny_folder, tmp_path / "node", data={}), loop)
+
+
+@pytest.mark.parametrize(
+    ("training", "accumulated", "limit", "field"),
+    [
+        ({"local_steps": None, "local_epochs": 3}, 1, 6, None),  # 8 examples in the trainer's batches of 4
+        ({"local_steps": None, "local_epochs": 3}, 1, 5, "local_epochs: 3"),
+        ({"local_steps": None, "local_epochs": 3, "batch_size": 64}, 1, 5, "local_epochs: 3"),
+        ({"local_steps": 2}, 2, 4, None),
+        ({"local_steps": 2}, 2, 3, "local_steps: 2"),
+    ],
+)
+def test_steps_are_limited_by_the_trainers_own_batches(
+    training: dict[str, Any], accumulated: int, limit: int, field: str | None, tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = node(tiny_folder, tmp_path / "node", data={}, limits={"train_examples": 1, "batch": 64, "steps": limit})
+    args = arguments(tmp_path / "trainer", gradient_accumulation_steps=accumulated)
+    with closing(TrainerNode(config, make_trainer(tiny_folder, "east", args=args))) as worker:
+        refused = introduced(worker.service, values(tiny_folder, training=training)).refused
+    if field is None:
+        assert refused is None
+    else:
+        assert f"`limits.steps`: training.{field} takes more passes than this node allows ({limit})" in (refused or "")
+
+
+def test_a_plain_loop_counts_the_batches_that_it_names_or_its_examples() -> None:
+    model = torch.nn.Linear(3, 2)
+    assert fedspan.TorchTrainer(model, lambda round: None, 8).count_passes(3, None) == 24
+    named = fedspan.TorchTrainer(model, lambda round: None, 8, batches=2)
+    assert (named.count_passes(3, None), named.count_passes(3, 5)) == (6, 5)
+    with pytest.raises(FedspanError, match="the number of batches of an epoch, at least 1"):
+        fedspan.TorchTrainer(model, lambda round: None, 8, batches=0)
 
 
 class ChangesOnce(TrainerCallback):

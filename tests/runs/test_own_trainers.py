@@ -23,6 +23,8 @@ from transformers import (
 )
 
 import fedspan
+from fedspan.config.federation import SecureConfig
+from fedspan.crypto.masks import Ring
 from fedspan.errors import FedspanError
 from fedspan.runs.own_trainers import TrainerRuns, adopt_trainers
 from fedspan.tasks import metrics
@@ -140,12 +142,24 @@ def test_a_run_is_resumed_with_its_trainers_only(finished: Path, tiny_folder: Pa
         fedspan.resume(finished, overrides=["federation.rounds=3"])
 
 
-def test_secure_sums_end_where_plain_ones_do(finished: Path, tiny_folder: Path, tmp_path: Path) -> None:
+def test_secure_sums_end_where_plain_ones_do(tiny_folder: Path, tmp_path: Path) -> None:
+    """To half a step of quantization per client, and the rounding of float32."""
     pytest.importorskip("Crypto")
-    simulate(tiny_folder, tmp_path / "run", federation={"secure": {}})
-    plain, secure = weights(finished), weights(tmp_path / "run")
-    for name in (name for name in plain if "classifier" in name):
-        assert torch.allclose(plain[name], secure[name], atol=1e-3), name
+    secure = SecureConfig()
+    changes: dict[str, dict[str, Any]] = {
+        "start": {"training": {"lr": 1e-12}, "federation": {"rounds": 1}},
+        "plain": {"federation": {"rounds": 1}},
+        "secure": {"federation": {"rounds": 1, "secure": secure.model_dump()}},
+    }
+    for name, change in changes.items():
+        simulate(tiny_folder, tmp_path / name, **change)
+    start, plain, summed = (weights(tmp_path / name) for name in changes)
+    bound = Ring(secure.bits, secure.clip, len(OWNERS)).bound_error(len(OWNERS)) / len(OWNERS)
+    assert plain.keys() == summed.keys()
+    for name, value in plain.items():
+        rounding = 4 * torch.finfo(torch.float32).eps * float(value.abs().max())
+        assert float((value - summed[name]).abs().max()) <= bound + rounding, name
+        assert float((value - start[name]).abs().max()) > 1e4 * bound, name
 
 
 def test_clients_with_models_of_their_own_are_evaluated_with_them(tiny_folder: Path, tmp_path: Path) -> None:
@@ -330,6 +344,16 @@ def test_a_plain_loop_ends_where_a_trainer_does(training: dict[str, Any], tiny_f
     assert all(torch.allclose(value, found[name], rtol=1e-4, atol=1e-5) for name, value in expected.items())
     scores = [fedspan.read_report(tmp_path / name).scores["validation"]["loss"] for name in made]
     assert scores[0] == pytest.approx(scores[1], rel=1e-4)
+
+
+def test_a_metric_of_a_plain_loop_that_is_not_a_number_is_missing(tiny_folder: Path, tmp_path: Path) -> None:
+    loop = torch_trainer(tiny_folder, "east")
+    loss = loop.evaluate
+    measured = fedspan.TorchTrainer(
+        loop.model, loop._train, 8, evaluate=lambda: {**loss(), "accuracy": math.nan}, validation_examples=3
+    )
+    problem = refusal(tiny_folder, tmp_path, measured, evaluation={"metric": "accuracy"})
+    assert "has no finite accuracy; it has loss" in problem
 
 
 def test_a_plain_loop_that_names_an_unknown_metric_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
@@ -552,6 +576,40 @@ def plain_loop(tiny_folder: Path, counted: int, **changes: Any) -> fedspan.Torch
             round.step(loss, counted)
 
     return fedspan.TorchTrainer(model, train, 8, **changes)
+
+
+@pytest.mark.parametrize(("count", "batches"), [(2, 1000), (1500, 1500)])
+def test_a_plain_loop_that_never_steps_ends_with_the_reason(
+    count: int, batches: int, tiny_folder: Path, tmp_path: Path
+) -> None:
+    def train(round: fedspan.TrainingRound) -> None:
+        for _ in round.batches(range(count)):
+            pass
+
+    trainer = fedspan.TorchTrainer(tiny.fresh_classifier(tiny_folder / "bert"), train, 8)
+    problem = refusal(tiny_folder, tmp_path, trainer, training={"local_steps": 3})
+    assert f"client east in round 1 took no step in {batches} batches. Call round.step" in problem
+
+
+def test_a_plain_loop_may_accumulate_a_step_over_several_epochs(tiny_folder: Path, tmp_path: Path) -> None:
+    source = make_trainer(tiny_folder, "east")
+    model = source.model
+    assert model is not None
+    loader = DataLoader(source.train_dataset, batch_size=4, collate_fn=source.data_collator)
+    passes: list[int] = []
+
+    def train(round: fedspan.TrainingRound) -> None:
+        for number, batch in enumerate(round.batches(loader), 1):
+            loss = model(**batch).loss / 5
+            loss.backward()
+            passes.append(number)
+            if number % 5 == 0:
+                round.step(loss * 5, 8)
+
+    trainers = {"east": fedspan.TorchTrainer(model, train, 8)}
+    config = settings(training={"local_steps": 2}, federation={"rounds": 1})
+    assert fedspan.simulate(config, tmp_path / "run", trainers=trainers).rounds == 1
+    assert passes == list(range(1, 11))
 
 
 @pytest.mark.parametrize(

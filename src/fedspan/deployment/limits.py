@@ -7,7 +7,7 @@ compared with what the node computes from that config and from its own examples,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -147,13 +147,17 @@ def _list_whole_numbers(value: Any) -> Iterator[int]:
         yield value
 
 
-def require_workload(config: RunConfig, examples: int, limits: NodeLimits) -> None:
+def require_workload(
+    config: RunConfig, examples: int, limits: NodeLimits, count_passes: Callable[[], int] | None = None
+) -> None:
     """Check the work of one order on this node's examples, which only the node knows.
 
     Args:
         config: Config of the run on this node.
         examples: Number of its training examples.
         limits: The node's limits.
+        count_passes: Returns the number of passes of a round by the owner's own trainer, which draws its own batches;
+            None: the config's batches are used.
 
     Raises:
         FedspanError: If there are too few examples, or they take too many passes.
@@ -161,12 +165,15 @@ def require_workload(config: RunConfig, examples: int, limits: NodeLimits) -> No
     if examples < limits.train_examples:
         problem = "this node has fewer training examples than it needs to participate"
         raise FedspanError("limits.train_examples", limits.train_examples, problem=problem)
-    training = config.training
-    if training.local_steps is None:
-        passes = training.local_epochs * math.ceil(examples / training.batch_size)
-        if passes > limits.steps:
-            problem = f"training.local_epochs: {training.local_epochs} takes more passes than this node allows"
-            raise FedspanError("limits.steps", limits.steps, problem=f"{problem} ({limits.steps})")
+    training, field = config.training, "local_epochs" if config.training.local_steps is None else "local_steps"
+    if count_passes is not None:
+        passes = count_passes()
+    else:  # steps are compared before anything is loaded
+        passes = training.local_epochs * math.ceil(examples / training.batch_size) if field == "local_epochs" else 0
+    if passes > limits.steps:
+        # The number of passes would show the server that of the examples.
+        problem = f"training.{field}: {getattr(training, field)} takes more passes than this node allows"
+        raise FedspanError("limits.steps", limits.steps, problem=f"{problem} ({limits.steps})")
 
 
 def list_config_ranks(config: RunConfig, method: RegisteredMethod, id: str) -> frozenset[int]:

@@ -84,6 +84,10 @@ class LocalTrainer(Protocol):
         """Number of examples that ``evaluate`` measures; 0: the trainer has no evaluation of its own."""
         ...
 
+    def count_passes(self, epochs: int, steps: int | None) -> int:
+        """Return the number of forward and backward passes of a process in some steps; ``steps`` None: some epochs."""
+        ...
+
     def train(self, plan: RoundPlan, optimizer: JobOptimizer) -> float:
         """Train the installed tensors with ``optimizer`` and return the mean loss.
 

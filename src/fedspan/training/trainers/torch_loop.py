@@ -18,6 +18,10 @@ __all__ = ["TorchTrainer", "TrainingRound"]
 
 Batch = TypeVar("Batch")
 
+_FEWEST_BATCHES = 1000
+"""Number of batches whose gradients a loop may accumulate over several epochs: a client may have fewer than a step
+takes."""
+
 
 class TrainingRound:
     """One round of a plain PyTorch loop.
@@ -38,19 +42,30 @@ class TrainingRound:
 
         Args:
             loader: Batches of one epoch; torch's random state is that of the round, so shuffled orders differ.
+
+        Raises:
+            FedspanError: If steps are planned, and the loop took none in a whole epoch of ``_FEWEST_BATCHES`` batches,
+                or in several smaller ones with so many.
         """
         self._module.train()
-        epoch = 0
+        epoch = idle = steps = 0  # batches since the last step
         while self.plan.steps is not None or epoch < self.plan.epochs:
             is_empty = True
             for batch in loader:
                 if self.plan.steps is not None and self.optimizer.steps >= self.plan.steps:
                     return
                 is_empty = False
+                idle, steps = (idle + 1 if self.optimizer.steps == steps else 1), self.optimizer.steps
                 yield batch
             if is_empty:
                 return
             epoch += 1
+            if self.plan.steps is not None and self.optimizer.steps == steps and idle >= _FEWEST_BATCHES:
+                problem = (
+                    f"the loop of client {self.plan.client} in round {self.plan.round + 1} took no step in {idle} "
+                    "batches. Call round.step(loss, examples) after loss.backward()"
+                )
+                raise FedspanError("trainer", self.plan.client, problem=problem)
 
     def step(self, loss: Tensor, examples: int) -> None:
         """Step the optimizer after ``loss.backward()``, and clear the gradients.
@@ -82,9 +97,12 @@ class TorchTrainer:
             (``loss``, ``accuracy``, ...). None: the client has no evaluation.
         validation_examples: Number of examples that ``evaluate`` measures.
         processor: The tokenizer or image processor that is exported with the model; None: there is none.
+        batches: Number of batches of an epoch, by which a node limits a round (``limits.steps``); None: one for each
+            example.
 
     Raises:
-        FedspanError: If there are no examples, or ``evaluate`` and ``validation_examples`` do not fit together.
+        FedspanError: If there are no examples or batches, or ``evaluate`` and ``validation_examples`` do not fit
+            together.
     """
 
     def __init__(
@@ -96,15 +114,22 @@ class TorchTrainer:
         evaluate: Callable[[], Mapping[str, float]] | None = None,
         validation_examples: int = 0,
         processor: object | None = None,
+        batches: int | None = None,
     ) -> None:
         if examples < 1:
             raise FedspanError("examples", examples, "the number of training examples, at least 1")
+        if batches is not None and batches < 1:
+            raise FedspanError("batches", batches, "the number of batches of an epoch, at least 1")
         if (evaluate is None) != (validation_examples == 0):
             expected = "the number of examples that evaluate= measures, and 0 without evaluate="
             raise FedspanError("validation_examples", validation_examples, expected)
         self.root = self.model = model
         self.examples, self.validation_examples, self.processor = examples, validation_examples, processor
-        self._train, self._evaluate = train, evaluate
+        self._train, self._evaluate, self._batches = train, evaluate, batches or examples
+
+    def count_passes(self, epochs: int, steps: int | None) -> int:
+        """``LocalTrainer.count_passes``; accumulation is the loop's own, so a step counts as one pass."""
+        return epochs * self._batches if steps is None else steps
 
     def train(self, plan: RoundPlan, optimizer: JobOptimizer) -> float:
         """``LocalTrainer.train``.

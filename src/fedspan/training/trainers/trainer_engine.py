@@ -154,7 +154,7 @@ class TrainerEngine(Trainer):
             self._run_in_processes("evaluate", client, job),
         ):
             try:
-                metrics = owner.trainer.evaluate()
+                measured = owner.trainer.evaluate()
             except FedspanError:
                 raise
             except Exception as error:
@@ -162,6 +162,7 @@ class TrainerEngine(Trainer):
                 problem = f"the evaluation of client {client} failed {when} ({type(error).__name__}: {error})"
                 raise FedspanError("trainer", client, problem=problem) from error
             self._require_frozen(owner, live, "in an evaluation")
+        metrics = {name: value for name, value in measured.items() if math.isfinite(value)}
         # Only rank 0 refuses the order, as a single process would: the others have finished it and wait for the next.
         is_leader = self._processes is None or self._processes.is_leader
         if is_leader and isinstance(owner.trainer, TransformersTrainer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Generator, Iterable, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
@@ -89,6 +88,16 @@ class TransformersTrainer:
             return {f"eval_{name}_": _get_length(part) for name, part in dataset.items()}
         return {} if dataset is None else {"eval_": _get_length(dataset)}
 
+    def count_passes(self, epochs: int, steps: int | None) -> int:
+        """``LocalTrainer.count_passes``, by the length of the trainer's loader."""
+        if steps is not None:
+            return steps * self.trainer.args.gradient_accumulation_steps
+        try:
+            loader = self.trainer.get_train_dataloader()
+            return epochs * (len(loader) if has_length(loader) else self.examples)
+        finally:
+            self.trainer.accelerator.free_memory()
+
     def train(self, plan: RoundPlan, optimizer: JobOptimizer) -> float:
         """``LocalTrainer.train``.
 
@@ -130,7 +139,7 @@ class TransformersTrainer:
         metrics: dict[str, float] = {}
         for name in METRICS:
             values = [(measured[prefix + name], size) for prefix, size in sizes.items() if prefix + name in measured]
-            if values and all(math.isfinite(value) for value, _ in values):
+            if values:
                 total = sum(size for _, size in values)
                 metrics[name] = float(sum(value * (size / total) for value, size in values))
         return metrics
