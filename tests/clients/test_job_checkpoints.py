@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,18 @@ import torch
 from fedspan.clients.host import Host
 from fedspan.clients.job_checkpoints import DiskJobCheckpoint, JobCheckpoints
 from fedspan.core.values import Client, OptimizerState
+from fedspan.deployment.handshake import build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import RemoteEvaluator
 from fedspan.federation.protocol import Envelope, Order
+from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders
+from fedspan.runs.remote import build_server_clients, connect, prepare_server
 from fedspan.training.jobs import TrainingProgress, TrainingTotals
 from fedspan.training.loop import LoopEngine
 from helpers import tiny
 from helpers.families import others_slow
-from helpers.node_service import Direct, node, served
+from helpers.node_service import Direct, introduced, node, served, values
 
 STEPS = 5
 """Optimizer steps of a round."""
@@ -73,16 +76,21 @@ class Restarting(Direct):
 
     killed = 0
 
+    def __init__(self, service: NodeService, on_kill: Callable[[], object] = lambda: None) -> None:
+        super().__init__(service)
+        self.on_kill = on_kill
+
     def replies(self, envelopes: Any, seconds: float, *, wait_for_offline: bool = False) -> Iterator[Any]:
         for id, envelope in envelopes.items():
             yield id, self.answer(envelope)
 
     def answer(self, envelope: Envelope) -> Envelope:
-        """Return the node's reply; that of a node which was killed is a refusal, since the order came before."""
+        """Return the node's reply; a node that was killed is delivered the order again."""
         try:
             return self.service.answer(envelope)
         except Killed:
             self.killed += 1
+            self.on_kill()
             self.service = NodeService(self.service.node)
             return self.service.answer(envelope)
 
@@ -124,6 +132,66 @@ def test_a_node_that_was_killed_in_a_round_continues_with_the_same_bits(
     assert all(torch.equal(disturbed[name], value) for name, value in undisturbed.items())
     accumulated = CASES[case].get("training", {}).get("gradient_accumulation_steps", 1)
     assert passes.count <= whole + accumulated  # only the passes of the interrupted step were repeated
+
+
+class Clinics(AsynchronousTransport):
+    """Three nodes that carry out their orders one after the other; whichever is killed is started again."""
+
+    def __init__(self, nodes: dict[str, Restarting]) -> None:
+        self.nodes, self.open = nodes, dict[str, Envelope]()
+        self.replied = list[str]()
+
+    def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
+        for id in orders:
+            self.replied.append(id)
+            on_reply(id, self.nodes[id].answer(orders[id]))
+
+    def send_orders(self, orders: Orders, seconds: float, *, wait_for_offline: bool = False) -> None:
+        self.open |= {id: orders[id] for id in orders}
+
+    def receive_reply(self) -> tuple[str, Envelope | str] | None:
+        for id in self.open:
+            self.replied.append(id)
+            return id, self.nodes[id].answer(self.open.pop(id))
+        return None
+
+    def retain_orders(self, ids: Collection[str]) -> frozenset[str]:
+        self.open = {id: order for id, order in self.open.items() if id in ids}
+        return frozenset(self.open)
+
+    def list_training(self) -> frozenset[str]:
+        return frozenset(self.open)
+
+    def list_stalled(self) -> frozenset[str]:
+        return frozenset()
+
+    def assume_training(self, ids: Collection[str]) -> None:
+        assert not ids, "no order is lost"
+
+
+@pytest.mark.parametrize("federation", [{}, {"clients_per_round": 2, "buffered": {"concurrency": 2}}])
+def test_a_node_that_was_killed_counts_in_the_same_round_without_another_attempt(
+    federation: dict[str, Any], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quorum is the default one, which the other nodes reach: the server sends no second order in the round."""
+    given = values(tiny_folder, federation=federation, training={"local_steps": STEPS, "checkpoint_steps": 1})
+    prepared = prepare_server(build_server_config(given))
+    services = {id: NodeService(node(tiny_folder, tmp_path / id, id=id)) for id in ("east", "north", "west")}
+    examples = {id: introduced(service, given).examples for id, service in services.items()}
+    clients = build_server_clients(prepared.config, prepared.engine.adapted.spec, examples)
+    transport = Clinics({id: Restarting(service) for id, service in services.items()})
+    rules = prepared.config.federation.build_reply_rules()
+    assert rules.min_replies is None
+    prepared = connect(prepared, transport, rules, clients=clients, run="run")
+    passes = Passes(monkeypatch)
+    passes.killed_at = STEPS - 1
+    result = prepared.federation.run_round(prepared.federation.begin())
+    killed = transport.replied[0]
+    assert transport.nodes[killed].killed == 1
+    assert result.failures == ()
+    assert killed in result.progress.last_rounds
+    assert len(result.progress.last_rounds) == len(result.cohort)
+    assert passes.count == STEPS * len(result.cohort) + 1  # the interrupted step was repeated
 
 
 @pytest.mark.parametrize(
@@ -196,17 +264,12 @@ def test_progress_on_other_data_is_not_used(tiny_folder: Path, tmp_path: Path, m
     passes = Passes(monkeypatch)
     passes.killed_at = STEPS
     prepared, transport = run(tiny_folder, tmp_path / "b", "plain", {"train": str(path)}, checkpoint_steps=1)
-    answer = transport.answer
 
-    def withdraw(envelope: Envelope) -> Envelope:
-        killed, reply = transport.killed, answer(envelope)
-        if transport.killed > killed:
-            lines = path.read_text().splitlines()
-            path.write_text("\n".join([lines[0], lines[2], *lines[2:]]) + "\n")
-            transport.service = NodeService(transport.service.node)
-        return reply
+    def withdraw() -> None:
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join([lines[0], lines[2], *lines[2:]]) + "\n")
 
-    monkeypatch.setattr(transport, "answer", withdraw)
+    transport.on_kill = withdraw
     train(prepared)
     assert transport.killed == 1
     assert passes.count == 4 * STEPS
@@ -219,18 +282,14 @@ def test_a_damaged_checkpoint_is_named_and_not_used(
     undisturbed = train(run(tiny_folder, tmp_path / "a", "plain")[0])
     passes.count, passes.killed_at = 0, STEPS
     prepared, transport = run(tiny_folder, tmp_path / "b", "plain", checkpoint_steps=1)
-    answer = transport.answer
 
-    def damage(envelope: Envelope) -> Envelope:
-        reply = answer(envelope)
-        if transport.killed == 1 and passes.count == STEPS:
-            (path,) = (tmp_path / "b").rglob("training/*.safetensors")
-            data = bytearray(path.read_bytes())
-            data[-5] ^= 1
-            path.write_bytes(data)
-        return reply
+    def damage() -> None:
+        (path,) = (tmp_path / "b").rglob("training/*.safetensors")
+        data = bytearray(path.read_bytes())
+        data[-5] ^= 1
+        path.write_bytes(data)
 
-    monkeypatch.setattr(transport, "answer", damage)
+    transport.on_kill = damage
     with caplog.at_level(logging.WARNING, logger="fedspan.node"):
         disturbed = train(prepared)
     assert "the training starts over" in caplog.text

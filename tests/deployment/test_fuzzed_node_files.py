@@ -18,7 +18,8 @@ from fedspan.config.node import load_node
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.values import OptimizerState
 from fedspan.deployment.handshake import Invitation
-from fedspan.deployment.node import load_invitation, read_last_serial
+from fedspan.deployment.last_order import LastOrder, load_last_order
+from fedspan.deployment.node import load_invitation
 from fedspan.errors import FedspanError
 
 NODE = {
@@ -88,8 +89,9 @@ def test_invitations(place: Path) -> None:
     fuzz(place / "invitation.json", good.model_dump_json().encode(), load_invitation, 6_000, 1)
 
 
-def test_serials(place: Path) -> None:
-    fuzz(place / "serial", b"1763780000000000", read_last_serial, 3_000, 2)
+def test_last_orders(place: Path) -> None:
+    good = LastOrder(serial=1763780000000000, digest="0" * 64, starts=1)
+    fuzz(place / "serial", good.model_dump_json().encode(), load_last_order, 3_000, 2)
 
 
 def test_node_files(place: Path) -> None:

@@ -10,9 +10,12 @@ import pytest
 import yaml
 
 from fedspan import __version__
+from fedspan.clients.host import Host
 from fedspan.config.node import load_node
 from fedspan.deployment.handshake import Introduction, Invitation, build_server_config
+from fedspan.deployment.last_order import LastOrderFile
 from fedspan.deployment.node import NodeService
+from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import (
     Envelope,
@@ -25,6 +28,8 @@ from fedspan.federation.protocol import (
     read_header,
 )
 from helpers.node_service import CLIENT, introduced, node, served, values
+
+LOCAL = {"mechanism": "local", "clip": 1.0, "noise": 4.0, "randomness": "secret"}
 
 
 def test_a_node_trains_evaluates_and_continues_after_a_restart(tiny_folder: Path, tmp_path: Path) -> None:
@@ -58,6 +63,56 @@ def test_what_was_sent_before_is_refused(tiny_folder: Path, tmp_path: Path) -> N
         assert "arrived before" in answer.failed
     older = replace(decode_order(envelope), serial=decode_order(envelope).serial - 1)
     assert "arrived before" in (decode_reply(service.answer(older.to_envelope())).failed or "")
+
+
+class Killed(BaseException):
+    """The end of a node's process."""
+
+
+def test_an_order_that_was_interrupted_is_carried_out_and_charged_once(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the order as it was delivered: one with the same serial is refused, and so is the order once answered."""
+    config = node(tiny_folder, tmp_path)
+    run, transport = served(tiny_folder, NodeService(config), privacy=LOCAL)
+    original = Host.reply
+
+    def kill(host: Host, order: Order) -> Envelope:
+        raise Killed
+
+    monkeypatch.setattr(Host, "reply", kill)
+    with pytest.raises(Killed):
+        run.federation.run_round(run.federation.begin())
+    (envelope,) = transport.sent
+    charged = UsageBook(config).get_account()
+    assert (charged.rounds, len(charged.releases)) == (1, 1)
+    monkeypatch.setattr(Host, "reply", original)
+    service = NodeService(config)
+    other = replace(decode_order(envelope), lr=0.5).to_envelope()
+    assert "arrived before" in (decode_reply(service.answer(other)).failed or "")
+    assert decode_reply(service.answer(envelope)).failed is None
+    assert UsageBook(config).get_account() == charged
+    for one in (service, NodeService(config)):
+        assert "arrived before" in (decode_reply(one.answer(envelope)).failed or "")
+
+
+def test_an_order_that_kills_the_node_is_refused_at_last(tmp_path: Path) -> None:
+    path, envelope = tmp_path / "serial", Envelope("{}", b"order")
+    for _ in range(16):
+        LastOrderFile(path).begin(envelope, 3)
+    with pytest.raises(FedspanError, match="order 3 was interrupted 16 times"):
+        LastOrderFile(path).begin(envelope, 3)
+    LastOrderFile(path).begin(envelope, 4)
+
+
+def test_an_order_that_was_refused_is_not_carried_out_later(tiny_folder: Path, tmp_path: Path) -> None:
+    """The owner's limits have changed since: the server has to send another order."""
+    run, transport = served(tiny_folder, NodeService(node(tiny_folder, tmp_path)))
+    transport.service = NodeService(node(tiny_folder, tmp_path, limits={"methods": ["rolora"]}))
+    with pytest.raises(FedspanError, match="this node does not allow 'fedit'"):
+        run.federation.run_round(run.federation.begin())
+    answer = decode_reply(NodeService(node(tiny_folder, tmp_path)).answer(transport.sent[-1]))
+    assert "arrived before" in (answer.failed or "")
 
 
 def test_an_order_of_a_run_to_which_it_was_not_invited_is_refused(tiny_folder: Path, tmp_path: Path) -> None:

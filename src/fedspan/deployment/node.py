@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
@@ -29,6 +28,7 @@ from fedspan.deployment.base_files import BaseMissingError, find_received_base, 
 from fedspan.deployment.base_offers import find_local_base
 from fedspan.deployment.handshake import Introduction, Invitation, build_node_values, compute_base_digest
 from fedspan.deployment.health import Heartbeat
+from fedspan.deployment.last_order import LastOrderFile
 from fedspan.deployment.limits import OrderTerms, list_config_ranks, require_config, require_workload
 from fedspan.deployment.node_folder import TRAINING, get_run_folder
 from fedspan.deployment.usage import UsageBook
@@ -45,9 +45,9 @@ from fedspan.runs.setup import prepare
 from fedspan.runs.trained_models import write_model
 from fedspan.training.stages import StageName, Stages
 
-__all__ = ["NodeService", "load_invitation", "read_last_serial"]
+__all__ = ["NodeService", "load_invitation"]
 
-_INVITATION, _SERIAL = "invitation.json", "serial"
+_INVITATION, _LAST_ORDER = "invitation.json", "serial"
 
 _STAGES: Mapping[str, StageName] = {"statistics": "statistics", "evaluate": "evaluation", "export": "export"}
 """The stage of each kind of order; training and the exchanges of secure aggregation are one."""
@@ -74,7 +74,8 @@ class NodeService:
     """Replies to servers on behalf of one client.
 
     The state that a run needs after a restart is in a separate folder: the invitation, the client's stored state, and
-    the serial of the last order, so that a repeated order is not executed twice.
+    what has become of the last order. So an order that has been answered is not executed again, and one whose execution
+    was interrupted is when it is delivered again.
 
     Args:
         node: Config of the node, from the operator's file.
@@ -106,27 +107,31 @@ class NodeService:
             request = decode_request(envelope)
         except ValueError:
             return self._introduce(read_header(Invitation, envelope)).to_envelope()
-        name = escape_controls(request.run)
+        name, last = escape_controls(request.run), LastOrderFile(self._run_folder(request.run) / _LAST_ORDER)
         try:
             self._audit.write("asked", run=name, **describe_envelope(envelope))
             if len(envelope.body) > self.node.limits.message_bytes:
                 self._require_small("message", envelope.body)
-            self._require_new(request)
+            last.begin(envelope, request.serial)
             if self.node.limits.approve == "ask" and (stored := self._run_folder(request.run) / _INVITATION).is_file():
                 self._approvals.require(load_invitation(stored))
             run = self._run(request.run)
             if isinstance(request, Order):
                 run.terms.require(request)
-                self._usage.record_order(request, run.host.compute_charges(request))
+                if not last.is_recorded:
+                    self._usage.record_order(request, run.host.compute_charges(request))
+                    last.mark_recorded()
             with self._stages.stage(_STAGES.get(request.task, "training")):
                 reply = self._coarsen(run.host.reply(request), request)
             self._require_small("reply", reply.body)
+            last.close()
             self._audit.write("answered", run=name, **describe_envelope(reply))
             log.info("round %d: %s done", request.round + 1, request.task)
         except Exception as error:
             log.exception("round %d: %s failed", request.round + 1, request.task)
             reply = refuse_any(request, error)
             with suppress(FedspanError):  # a full disk is the reason already
+                last.close()
                 self._audit.write(
                     "refused", run=name, task=request.task, round=request.round, reason=describe_error(error)
                 )
@@ -315,41 +320,8 @@ class NodeService:
         if use.other_servers:
             self._audit.write("data used by another server", **details, servers=list(use.other_servers))
 
-    def _require_new(self, order: Order | Phase) -> None:
-        """Refuse an order that was sent before.
-
-        Raises:
-            FedspanError: If the order is not newer than the last one of its run, or the disk cannot be written.
-        """
-        path = self._run_folder(order.run) / _SERIAL
-        last = read_last_serial(path)
-        if order.serial <= last:
-            raise FedspanError(
-                "serial", order.serial, problem=f"order {order.serial} arrived before, or is older than order {last}"
-            )
-        if path.parent.is_dir():
-            with convert_disk_errors(self.folder, "free some space on the node"):
-                write_atomic(path, str(order.serial).encode())
-
     def _run_folder(self, run: str) -> Path:
         return get_run_folder(self.folder, run)
-
-
-def read_last_serial(path: Path) -> int:
-    """Read the serial of the last order from its file; 0: there was none.
-
-    Raises:
-        FedspanError: If the file does not contain a number.
-    """
-    if not path.is_file():
-        return 0
-    try:
-        serial = json.loads(read_bytes(path))
-    except (ValueError, RecursionError):
-        serial = None
-    if type(serial) is not int or serial < 0:
-        raise FedspanError(str(path), serial, problem="the file is damaged. Remove its folder")
-    return serial
 
 
 def load_invitation(path: Path) -> Invitation:

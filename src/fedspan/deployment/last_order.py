@@ -1,0 +1,119 @@
+"""The last order of a run on a node: what was sent before is refused, unless the node was killed before it replied."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedspan.errors import FedspanError
+from fedspan.federation.protocol import Count, Envelope
+from fedspan.files import convert_disk_errors, read_bytes, write_atomic
+
+__all__ = ["LastOrder", "LastOrderFile", "load_last_order"]
+
+_MAX_STARTS = 16
+"""Number of times that a node starts to carry out one order: it may be the order that kills the process."""
+
+
+class LastOrder(BaseModel):
+    """The last order of a run.
+
+    Args:
+        serial: Its serial.
+        digest: SHA-256 of its envelope, as long as no reply has been given out; empty from then on.
+        starts: Number of times that the node has started to carry it out.
+        is_recorded: Whether the node's record of usage has it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    serial: Count = 0
+    digest: str = Field(default="", max_length=64)
+    starts: Count = 0
+    is_recorded: bool = False
+
+
+def load_last_order(path: Path) -> LastOrder:
+    """Load the last order of a run from its file; if there is none, every serial is new.
+
+    Raises:
+        FedspanError: If the file is damaged.
+    """
+    if not path.is_file():
+        return LastOrder()
+    try:
+        return LastOrder.model_validate_json(read_bytes(path))
+    except (ValidationError, ValueError, RecursionError) as error:
+        raise FedspanError(str(path), None, problem="the file is damaged. Remove its folder") from error
+
+
+class LastOrderFile:
+    """The last order of a run, from its arrival to the reply, on the disk.
+
+    Args:
+        path: The file; its folder is that of the run. Without this folder, the node does not participate in the run,
+            and nothing is stored.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._order: LastOrder | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the record of usage has the order, from an interrupted start."""
+        return self._order is not None and self._order.is_recorded
+
+    def begin(self, envelope: Envelope, serial: int) -> None:
+        """Store that an order arrived: a new one, or the last one, if it was interrupted before its reply.
+
+        Args:
+            envelope: The order as it was received.
+            serial: Its serial.
+
+        Raises:
+            FedspanError: If the order was answered, is older than the last one, differs from it with the same serial,
+                or was started too often, or the disk cannot be written.
+        """
+        last, digest = load_last_order(self.path), _compute_digest(envelope)
+        order = LastOrder(serial=serial, digest=digest)
+        if serial == last.serial and digest == last.digest:
+            order = last
+        elif serial <= last.serial:
+            problem = f"order {serial} arrived before, or is older than order {last.serial}"
+            raise FedspanError("serial", serial, problem=problem)
+        if order.starts >= _MAX_STARTS:
+            raise FedspanError("serial", serial, problem=f"order {serial} was interrupted {order.starts} times")
+        self._order = order
+        self._update(starts=order.starts + 1)
+
+    def mark_recorded(self) -> None:
+        """Store that the record of usage has the order, which must not be charged twice.
+
+        Raises:
+            FedspanError: If the disk cannot be written.
+        """
+        self._update(is_recorded=True)
+
+    def close(self) -> None:
+        """Store that the order is answered, before its reply leaves the node: it is never carried out again.
+
+        Raises:
+            FedspanError: If the disk cannot be written.
+        """
+        self._update(digest="")
+
+    def _update(self, **changes: Any) -> None:
+        if self._order is None:
+            return
+        self._order = self._order.model_copy(update=changes)
+        if self.path.parent.is_dir():
+            with convert_disk_errors(self.path.parent, "free some space on the node"):
+                write_atomic(self.path, self._order.model_dump_json().encode())
+
+
+def _compute_digest(envelope: Envelope) -> str:
+    return hashlib.sha256(hashlib.sha256(envelope.header.encode()).digest() + envelope.body).hexdigest()
