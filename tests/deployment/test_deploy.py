@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,10 @@ from typer.testing import CliRunner
 
 from fedspan.cli.app import app
 from fedspan.deployment import deploy
+from fedspan.deployment.handshake import Invitation
 from fedspan.errors import FedspanError
 from helpers import tiny
+from helpers.node_service import values
 
 supernode = pytest.importorskip(
     "fedspan.transports.flower.supernode", reason="the extra fedspan[flower] is not installed"
@@ -113,6 +116,33 @@ def test_the_check_of_a_node_says_where_its_models_are(monkeypatch: pytest.Monke
     assert [line.partition(":")[0] for line in lines] == ["model ours", "model clinic/encoder"]
     assert lines[0].endswith(str(tmp_path))
     assert "not on this machine" in lines[1]
+
+
+def test_a_resumed_run_offers_the_base_that_it_offered_before(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A received model is used only while it is offered, and its files are part of the job that an owner approved."""
+    invitations = list[Invitation]()
+
+    class Interrupted:
+        def __init__(self, link: Any, run_folder: Any, prepared: Any, invitation: Invitation, *_: Any) -> None:
+            invitations.append(invitation)
+
+        def gather(self, grid: Any) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(deploy, "Submission", Interrupted)
+    monkeypatch.setattr("fedspan.transports.flower.grid.attach", lambda *_: nullcontext())
+    link: Any = SimpleNamespace(folder=tmp_path, authority=None)
+    for name, offer in (("offered", True), ("plain", False)):
+        with pytest.raises(KeyboardInterrupt):
+            deploy.submit(values(tiny_folder), tmp_path / name, link, offer=offer)
+        with pytest.raises(KeyboardInterrupt):
+            deploy.submit(None, tmp_path / name, link, resume=True)
+    first, resumed, *others = invitations
+    assert first.base_files
+    assert resumed == first
+    assert [invitation.base_files for invitation in others] == [(), ()]
 
 
 def test_a_base_that_is_no_folder_of_the_server_cannot_be_offered(tiny_folder: Path) -> None:

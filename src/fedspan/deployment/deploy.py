@@ -49,6 +49,8 @@ log = logging.getLogger("fedspan.node")
 
 _NAME = "federation-name"
 """The file in a run's folder with the run's name, as its nodes know it."""
+_OFFER = "federation-offer"
+"""The empty file in the folder of a run that offers its base model to nodes."""
 
 
 def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
@@ -194,7 +196,8 @@ def submit(
         resume: Whether to continue the run in the folder after its last finished round; a finished run returns its
             report.
         wait: Seconds to wait for all nodes.
-        offer: Whether to offer the files of the base model to nodes that have no copy of it.
+        offer: Whether to offer the files of the base model to nodes that have no copy of it; a resumed run offers them
+            if it has offered them before.
         listener: Listener for the events of the run.
 
     Raises:
@@ -224,7 +227,7 @@ def submit(
         if (note := describe_few_nodes(evaluated)) is not None:
             events.on_note(note)
         files, offered = list[BaseFile](), nullcontext()
-        if offer:
+        if _read_offer(run_folder, offer):
             base_folder = _find_offered_base(config)
             events.on_note(f"hashing the files of the base model that is offered to the nodes: {base_folder}")
             files = list_base_files(base_folder)
@@ -261,6 +264,15 @@ def _read_run_name(folder: RunFolder) -> str:
         with convert_disk_errors(folder.path):
             write_atomic(path, secrets.token_hex(16).encode())
     return read_bytes(path).decode()
+
+
+def _read_offer(folder: RunFolder, offer: bool) -> bool:
+    """Return whether a run offers its base model, and store that it does: nodes that received it need the offer."""
+    path = folder.path / _OFFER
+    if offer and not path.is_file():
+        with convert_disk_errors(folder.path):
+            write_atomic(path, b"")
+    return path.is_file()
 
 
 def _find_offered_base(config: RunConfig) -> Path:
