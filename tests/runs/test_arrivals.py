@@ -118,8 +118,13 @@ def test_a_record_that_does_not_fit_is_refused(tiny_folder: Path, recorded: Path
         session.run(make_config(tiny_folder, replay=str(tmp_path / "none")), tmp_path / "first")
     config = make_config(tiny_folder, replay=str(recorded))
     longer = config.model_copy(update={"federation": config.federation.model_copy(update={"rounds": 7})})
-    with pytest.raises(FedspanError, match="the record has the arrivals of 6 rounds, and this is round 7"):
+    with pytest.raises(FedspanError, match=r"the record has the arrivals of 6 rounds, and federation\.rounds is 7"):
         session.run(longer, tmp_path / "second")
+    assert not RunFolder(tmp_path / "second").metrics.exists()  # before any training
+    update = {"rounds": 7, "early_stopping": 7}  # the recorded run may have stopped early, and this one as well
+    stopping = config.model_copy(update={"federation": config.federation.model_copy(update=update)})
+    with pytest.raises(FedspanError, match="the record has the arrivals of 6 rounds, and this is round 7"):
+        session.run(stopping, tmp_path / "stopping")
     changed = tmp_path / "changed"
     changed.mkdir()
     text = RunFolder(recorded).metrics.read_text()

@@ -18,7 +18,8 @@ def read_arrivals(federation: FederationConfig, settings: RoundSettings) -> Roun
     """Return the settings of rounds with the arrivals of the run that the config repeats, if it repeats one.
 
     Raises:
-        FedspanError: If the folder holds no run with asynchronous rounds, or its metrics were changed.
+        FedspanError: If the folder holds no run with asynchronous rounds, it has fewer rounds than the config requests,
+            or its metrics were changed.
     """
     if federation.buffered is None or federation.buffered.replay is None:
         return settings
@@ -29,6 +30,9 @@ def read_arrivals(federation: FederationConfig, settings: RoundSettings) -> Roun
     if not rounds or not all("arrivals" in row for row in rounds):
         expected = "the folder of a run with federation.buffered"
         raise FedspanError("federation.buffered.replay", str(run.path), expected)
+    if len(rounds) < federation.rounds and federation.early_stopping is None:  # with it, the run may end as early
+        problem = f"the record has the arrivals of {len(rounds)} rounds, and federation.rounds is {federation.rounds}"
+        raise FedspanError("federation.buffered.replay", str(run.path), problem=problem)
     arrivals: Arrivals = tuple(_parse_row(cast(Any, row)) for row in rounds)
     return replace(settings, buffered=replace(settings.buffered, arrivals=arrivals))
 
