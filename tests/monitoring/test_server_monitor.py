@@ -11,7 +11,7 @@ from typing import Any
 
 from fedspan.deployment.status import store_named_run
 from fedspan.errors import FedspanError
-from fedspan.monitoring.run_monitor import clean_text
+from fedspan.monitoring.run_monitor import MAX_CLIENTS, clean_text
 from fedspan.monitoring.server_monitor import INTERVAL, ServerMonitor
 from fedspan.transports.flower.server import Node
 from helpers.clock import Clock
@@ -43,6 +43,19 @@ def test_a_server_without_a_run_shows_its_nodes(tmp_path: Path) -> None:
     assert rows[1][:2] == ("north", "offline")
     assert re.fullmatch(r"2:\d\d:\d\d ago", rows[1][2])
     assert rows[2:] == [("south", "registered", "never"), ("west", "revoked", "never")]
+
+
+def test_nodes_of_a_large_run_are_not_listed_as_if_they_were_not_in_it(tmp_path: Path, pretend_run: PretendRun) -> None:
+    named = {f"client-{number:04d}": number for number in range(1000)}
+    pretend_run.add(1, cohort=sorted(named))
+    store_named_run(tmp_path, pretend_run.folder.path, named)
+    nodes = [Node(str(id), name, "online", 1.0, None) for name, id in named.items()]
+    guests = [Node(str(number), f"guest-{number}", "online", 1.0, None) for number in range(2000, 2600)]
+    rows = collect_listed(ServerMonitor(tmp_path, lambda: [*nodes, *guests]))["clients"]
+    assert len(rows) == MAX_CLIENTS
+    assert {row["rounds"] for row in rows} == {1}
+    rows = collect_listed(ServerMonitor(tmp_path / "none", lambda: guests))["clients"]
+    assert [row["name"] for row in rows] == [node.name for node in guests[:MAX_CLIENTS]]
 
 
 def test_clients_of_the_run_have_the_status_of_their_nodes(tmp_path: Path, pretend_run: PretendRun) -> None:

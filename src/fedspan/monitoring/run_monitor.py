@@ -20,7 +20,7 @@ from fedspan.runs.curves import get_score
 from fedspan.runs.folder import RunFolder
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["RunMonitor", "build_client", "build_page_state", "clean_text"]
+__all__ = ["MAX_CLIENTS", "RunMonitor", "build_client", "build_page_state", "clean_text"]
 
 _MAX_TEXT = 500
 """Longest text that the page shows, in characters."""
@@ -30,7 +30,7 @@ _MAX_INTEGER = 1 << 53
 """Largest integer that a browser represents exactly."""
 _MAX_POINTS = 400
 """Points of a curve that the page receives; longer curves are thinned out."""
-_MAX_CLIENTS = 500
+MAX_CLIENTS = 500
 """Clients that the page lists."""
 _MAX_FAILURES = 50
 """Newest failures that the page lists."""
@@ -175,7 +175,7 @@ class RunMonitor:
                 status = "replied" if id in replied else "no reply yet" if id in cohort else "not selected"
             rows.append({**entry, "name": id, "status": status if progress else "", "loss": _to_float(losses.get(id))})
         rows.sort(key=lambda row: (row["status"] in ("", "not selected"), not row["failures"], row["name"]))
-        return [{**row, "name": clean_text(row["name"], 200)} for row in rows[:_MAX_CLIENTS]]
+        return [{**row, "name": clean_text(row["name"], 200)} for row in rows[:MAX_CLIENTS]]
 
     def _choose_metric(self, report: Mapping[str, Any], progress: Mapping[str, Any]) -> str:
         """Return the run's metric; of a run that names none, the first that was measured."""

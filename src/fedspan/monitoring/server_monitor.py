@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedspan.deployment.status import NamedRun, load_named_run
 from fedspan.errors import FedspanError
-from fedspan.monitoring.run_monitor import RunMonitor, build_client, clean_text
+from fedspan.monitoring.run_monitor import MAX_CLIENTS, RunMonitor, build_client, clean_text
 from fedspan.runs.formatting import format_duration
 
 if TYPE_CHECKING:
@@ -74,14 +74,18 @@ class ServerMonitor:
 
 
 def _merge(clients: list[dict[str, Any]], nodes: Sequence[Node], named: NamedRun | None) -> list[dict[str, Any]]:
-    """Return the run's clients with the status of their nodes, followed by the nodes that are not in the run."""
+    """Return the run's clients with the status of their nodes, followed by the nodes that are not in the run.
+
+    There are at most ``MAX_CLIENTS`` rows; the run may have clients without one.
+    """
     by_id = {node.id: node for node in nodes}
     ids = {} if named is None else {clean_text(client, 200): id for client, id in named.nodes.items()}
     rows: list[dict[str, Any]] = []
     for client in clients:
         node = by_id.pop(ids.get(client["name"], ""), None)
         rows.append({**client, **_describe(node)})
-    for node in by_id.values():
+    others = [node for id, node in by_id.items() if id not in ids.values()]
+    for node in others[: max(0, MAX_CLIENTS - len(rows))]:
         name = clean_text(node.name or f"node {node.id}", 200)
         rows.append({**build_client(), "name": name, "status": "", "loss": None, **_describe(node)})
     return rows
