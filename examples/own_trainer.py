@@ -1,12 +1,12 @@
-"""Two offices fine-tune a language model with TRL's SFTTrainer, and federate it in five lines.
+"""Two offices fine-tune a language model with TRL's SFTTrainer, and federate it in ten lines.
 
     pip install 'fedspan[trl]'
     python examples/own_trainer.py                     # a Llama of 15 million parameters, from the hub
     python examples/own_trainer.py --model FOLDER      # any decoder of Transformers
     python examples/own_trainer.py --alone north       # the script as it was: one office, without fedspan
 
-``make_trainer`` is an ordinary TRL script. The lines that federate it are marked; everything else about training (data,
-batch size, precision, evaluation, callbacks) stays as its owner wrote it.
+``make_trainer`` is an ordinary TRL script. The lines that federate it are those of ``federate``; everything else about
+training (data, batch size, precision, evaluation, callbacks) stays as its owner wrote it.
 """
 
 from __future__ import annotations
@@ -60,19 +60,17 @@ def make_trainer(office: str, name: str, out: Path, count: int) -> SFTTrainer:
 
 
 def federate(args: argparse.Namespace) -> None:
-    import fedspan  # 1
+    import fedspan
 
-    config = {**METHOD, "federation": {"rounds": args.rounds}}  # 2
-    trainers: dict[str, Any] = {o: make_trainer(o, args.model, args.out, args.texts) for o in OFFICES}  # 3
-    report = fedspan.simulate(config, args.out / "run", trainers=trainers, resume=True)  # 4
-    print(f"best round {report.best_round}: loss {report.scores['validation']['loss']:.3f} on held-out letters")  # 5
-
-
-METHOD: dict[str, Any] = {
-    "model": {"target_modules": "all-linear"},
-    "method": {"name": "rolora", "r": 8, "lora_alpha": 16},
-    "training": {"lr": 5e-3, "local_epochs": 1},
-}
+    config = {
+        "model": {"target_modules": "all-linear"},
+        "method": {"name": "rolora", "r": 8, "lora_alpha": 16},
+        "federation": {"rounds": args.rounds},
+        "training": {"lr": 5e-3, "local_epochs": 1},
+    }
+    trainers: dict[str, Any] = {o: make_trainer(o, args.model, args.out, args.texts) for o in OFFICES}
+    report = fedspan.simulate(config, args.out / "run", trainers=trainers, resume=True)
+    print(f"best round {report.best_round}: loss {report.scores['validation']['loss']:.3f} on held-out letters")
 
 
 def main() -> None:
