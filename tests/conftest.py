@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fedspan.runs.setup import Prepared
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # with Ray's default its workers starve on a busy machine
 LONGEST = [
     f"tests/{path}.py"
     for path in (
@@ -36,6 +37,7 @@ LONGEST = [
         "transports/flower/test_attacks",
         "examples/test_examples",
         "docs/test_blocks",
+        "cli/test_cli_commands",
         "cli/test_cli_reproduce",
         "claims/test_claims",
         "wrappers/test_wrapper_conformance",
@@ -43,6 +45,8 @@ LONGEST = [
         "methods/test_method_messages",
         "methods/test_method_claims",
         "cli/test_cli_interruption",
+        "errors/test_mistakes",
+        "runs/test_image_runs",
         "reproduction/test_presets",
     )
 ]

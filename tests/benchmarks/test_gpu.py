@@ -44,6 +44,7 @@ def test_every_part_is_measured(script: ModuleType, tmp_path: Path, monkeypatch:
     assert "FAIL" not in text
 
 
+@pytest.mark.slow
 def test_time_that_is_over_leaves_cells_open(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,7 @@ def test_resume_of_a_finished_run_shows_its_report_again(call: Call, finished: P
     assert (finished / "report.json").stat().st_mtime_ns == began
 
 
+@pytest.mark.slow  # a step of its own in .ci/run, too
 def test_demo(call: Call, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     changes = [

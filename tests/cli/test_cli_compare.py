@@ -111,7 +111,7 @@ def test_a_sweep_without_a_winner_shows_why(call: Call, config: Path, tmp_path: 
     )
 
 
-@pytest.mark.parametrize("command", ["compare", "sweep"])
+@pytest.mark.parametrize("command", ["compare", pytest.param("sweep", marks=pytest.mark.slow)])
 def test_ctrl_c_says_how_to_continue(
     command: str, call: Call, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def test_mistakes_in_a_config(
     assert remedy in said
 
 
+@pytest.mark.slow  # a process of its own
 def test_a_wrong_config_is_refused_before_transformers_are_loaded(write: Write, tmp_path: Path) -> None:
     config, out = str(write(federation={"rounds": -1})), ["--out", str(tmp_path / "out")]
     commands = {

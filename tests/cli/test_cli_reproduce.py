@@ -122,6 +122,7 @@ def finished_table(tiny_preset: Preset, tiny_folder: Path, tmp_path_factory: pyt
         return Finished(folder, reproduce.reproduce("tiny-table1", folder, data=tiny_folder, listener=watcher), watcher)
 
 
+@pytest.mark.slow
 def test_all_rows_share_a_rate_under_the_matched_protocol(
     tiny_preset: Preset, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +287,7 @@ def test_noise_that_is_secret_has_no_equal(preset: Path, tmp_path: Path) -> None
     assert not known.copy(other_threads, tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_what_was_started_before_there_was_reuse_is_resumed(
     preset: Path, finished_table: Finished, tmp_path: Path
 ) -> None:

@@ -116,7 +116,7 @@ def train(prepared: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "case",
-    others_slow(CASES, ["plain", "memory", "drawn projectors", "offset and penalty"]),
+    others_slow(CASES, ["memory", "drawn projectors", "offset and penalty"]),
 )
 def test_a_node_that_was_killed_in_a_round_continues_with_the_same_bits(
     case: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

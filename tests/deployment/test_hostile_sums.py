@@ -125,7 +125,7 @@ def test_the_others_are_told_to_contribute_nothing(change: Any, why: str, tiny_f
         pytest.param(
             {"clients": 2**24 - 1}, "a number of clients of which 3 are a neighbourhood", marks=pytest.mark.slow
         ),
-        ({"clients": 2}, "a number of clients of which 3 are a neighbourhood"),
+        pytest.param({"clients": 2}, "a number of clients of which 3 are a neighbourhood", marks=pytest.mark.slow),
         pytest.param(
             {"top": 1e9, "clients": 10**6}, "a number of clients of which 3 are a neighbourhood", marks=pytest.mark.slow
         ),

@@ -138,7 +138,7 @@ def test_a_server_cannot_leave_the_masks_out_later(tiny_folder: Path, tmp_path: 
     assert not answer.body
 
 
-@pytest.mark.parametrize(("least", "stands"), [(3, False), (2, True)])
+@pytest.mark.parametrize(("least", "stands"), [pytest.param(3, False, marks=pytest.mark.slow), (2, True)])
 def test_a_node_says_in_how_small_a_sum_it_is(least: int, stands: bool, tiny_folder: Path, tmp_path: Path) -> None:
     """One of three is gone before its vector came: the other two give what removes the masks only if they agree."""
     run, transport = served(

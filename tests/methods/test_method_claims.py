@@ -190,7 +190,7 @@ def test_nobody_writes_to_what_it_is_given(key: str, run_method: RunMethod) -> N
     assert run.written == ()
 
 
-@pytest.mark.parametrize("key", methods_by_family(key for key in HETEROGENEOUS if key not in BUDGETS))
+@pytest.mark.parametrize("key", methods_by_family((key for key in HETEROGENEOUS if key not in BUDGETS), ["flora"]))
 def test_clients_of_different_ranks_train_together(key: str, run_method: RunMethod) -> None:
     """Each its own rank and, where B A is its own, its own scaling; exact where the method is."""
     largest = max(RANKS.values())
