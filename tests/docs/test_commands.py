@@ -9,7 +9,7 @@ import pytest
 from typer.main import get_command
 
 from fedspan.cli.app import app
-from helpers.code_blocks import PAGES, ROOT
+from helpers.code_blocks import PAGES, ROOT, blocks_of
 
 COMMANDS = get_command(app).commands
 OPTIONS = {
@@ -56,3 +56,8 @@ def test_the_scan_finds_an_option_that_its_command_lacks(text: str, unknown: set
 def test_every_option_of_a_page_exists(page: Path) -> None:
     unknown = find_unknown_options((ROOT / page).read_text(encoding="utf-8"))
     assert unknown == OF_SCRIPTS.get(page, set())
+
+
+def test_the_page_of_commands_has_an_example_of_each() -> None:
+    examples = [block.text for block in blocks_of(Path("docs/commands.md")) if block.language == "bash"]
+    assert set(re.findall(r"(?m)^fedspan (\S+)", "".join(examples))) == COMMANDS.keys()
