@@ -82,7 +82,7 @@ Nothing has been trained yet. The table shows each client's traffic and memory i
 In a terminal, progress bars show the round, the stage and the time left; elsewhere, as here, long stages print a line
 from time to time. Before the first round, every client sends statistics from which the head starts, and the outputs of
 the layers below the adapters are computed once. The row `start` is the model before training. A terminal shows the best
-rounds in bold; early stopping ends the run after four rounds without a better score.
+rounds in bold; early stopping ends the run after four rounds without a lower validation loss.
 
 `fedspan run --resume runs/first` resumes an interrupted run.
 

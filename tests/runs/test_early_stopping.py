@@ -131,6 +131,14 @@ def test_a_run_stops_and_exports_its_best_round(tiny_folder: Path, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("scored")
+def test_the_note_names_the_loss_where_it_decides(tiny_folder: Path, tmp_path: Path) -> None:
+    listener = Notes()
+    fedspan.run(values(tiny_folder, evaluation={"best_by": "loss"}), tmp_path / "run", listener=listener)
+    expected = "the validation loss has not fallen since round 2 (federation.early_stopping)"
+    assert f"stopped after round 4: {expected}" in listener.notes
+
+
+@pytest.mark.usefixtures("scored")
 @pytest.mark.parametrize("stop", others_slow([1, 3, 4], [3]))
 def test_an_interrupted_run_stops_at_the_same_round(stop: int, tiny_folder: Path, tmp_path: Path) -> None:
     whole = fedspan.run(values(tiny_folder), tmp_path / "whole")

@@ -125,8 +125,8 @@ class FederationConfig(Section):
     early_stopping: int | None = Field(
         default=None,
         ge=1,
-        description="Stop after this many rounds without a better score on the clients' validation parts; "
-        "default: run all rounds. Baselines stop by the same rule.",
+        description="Stop after this many rounds without a better metric on the clients' validation parts (a lower "
+        "loss if evaluation.best_by is loss); default: run all rounds. Baselines stop by the same rule.",
     )
     clients_per_round: int | None = Field(
         default=None, ge=1, description="Number of clients selected per round; default: all."

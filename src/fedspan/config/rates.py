@@ -25,7 +25,7 @@ class TrainingDefaults:
         batch_size: Number of examples of a pass.
         local_epochs: Passes over a client's examples in a round.
         rounds: Maximum number of rounds.
-        early_stopping: Rounds without a better validation score after which the run stops.
+        early_stopping: Rounds without a lower validation loss after which the run stops.
         logit_adjustment: Strength of the adjustment of logits to a client's own classes.
     """
 

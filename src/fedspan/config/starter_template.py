@@ -119,7 +119,7 @@ def render_config(
         "",
         "federation:",
         f"  rounds: {defaults.rounds} # maximum",
-        f"  early_stopping: {defaults.early_stopping} # stop after this many rounds without a better validation score",
+        f"  early_stopping: {defaults.early_stopping} # stop after this many rounds without a lower validation loss",
         "",
         "evaluation:",
         "  best_by: loss # selects the best round; accuracy is noisy on small validation parts",

@@ -285,7 +285,9 @@ class _Session:
         if improved is not None and has_stalled(self.prepared.config, number, improved):
             if not improved.round:
                 return "no round is better than the start by validation (federation.early_stopping)"
-            return f"the validation score has not improved since round {improved.round} (federation.early_stopping)"
+            metric = self.prepared.config.evaluation.get_selection_metric(self.prepared.task.metric)
+            problem = "loss has not fallen" if metric == "loss" else "score has not improved"
+            return f"the validation {problem} since round {improved.round} (federation.early_stopping)"
         if self.budget.limited and not self.budget.can_spend(federation.compute_next_charges(progress)):
             return "the next one would exceed privacy.epsilon"
         return None
