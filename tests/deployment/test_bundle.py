@@ -48,7 +48,7 @@ def test_every_file_has_the_id_and_the_address(id: str, authority: Path, tmp_pat
     assert re.fullmatch(r"[a-z0-9][a-z0-9_-]*", compose["name"])
     assert compose["services"]["node"]["image"].endswith(__version__)
     readme = (bundle / "README.md").read_text()
-    assert f"'fedspan[flower,secagg,privacy]=={__version__}'" in readme
+    assert f"'fedspan-{__version__}-py3-none-any.whl[flower,secagg,privacy]'" in readme
     assert not re.search(r"\$[a-z{]", readme.replace(id, ""))
 
 
