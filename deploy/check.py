@@ -60,6 +60,12 @@ def check_chart() -> None:
             for one in objects:
                 kubernetes_validate.validate(one, KUBERNETES, strict=True)
             print(f"chart as {role}: {', '.join(kinds)}", flush=True)
+        problem = ""
+        try:
+            chart.render({"server": {"names": []}}, name="fl")
+        except Exception as error:  # the class is the engine's own
+            problem = str(error)
+        assert "server.names" in problem, f"a chart without server.names is not refused: {problem!r}"
 
 
 def main() -> None:
