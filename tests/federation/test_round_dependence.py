@@ -13,6 +13,8 @@ from fedspan.core.values import Client, Job, LayerSpec, Message, Spec
 from fedspan.federation.round_dependence import explain_round_dependence
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
+from fedspan.wrappers.fedpaq import FedPAQ
+from fedspan.wrappers.low_precision import LowPrecision
 from fedspan.wrappers.wrapper import Wrapper
 
 SPEC = Spec((LayerSpec("layer", 14, 11),), clients=1)
@@ -34,6 +36,8 @@ class Redrawing(Wrapper):
     ("method", "rounds", "reason"),
     [
         (FedIT(spec=SPEC, r=2), 9, None),
+        (FedPAQ(inner=FedIT(spec=SPEC, r=2)), 9, None),
+        (LowPrecision(inner=FedIT(spec=SPEC, r=2), uplink="int8", error_feedback=True), 9, None),
         (FedLoRU(spec=SPEC, r=2, tau=4), 3, None),  # it is FedIT until then
         (FedLoRU(spec=SPEC, r=2, tau=4), 4, "it re-initializes its factors after round 4"),
         (Redrawing(inner=FedIT(spec=SPEC, r=2)), 3, None),

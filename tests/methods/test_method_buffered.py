@@ -55,11 +55,13 @@ WRAPPERS: dict[str, str | None] = {
     "fedadagrad": None,
     "fedadam": None,
     "fedavgm": None,
-    "fedpaq": OTHER,
+    "fedpaq": None,
     "fedprox": None,
     "fedyogi": None,
-    "low-precision": OTHER,
+    "low-precision": None,
+    "scaffold": OTHER,
 }
+OPTIONS = {"scaffold": {"variate": "gradient"}}
 
 
 def federation_of(clients: int) -> dict[str, Any]:
@@ -105,7 +107,8 @@ def test_a_method_is_refused_with_the_reason_or_runs(key: str, tiny_folder: Path
 def test_wrappers_are_refused_with_the_reason_or_fit(wrapper: str) -> None:
     values = {
         "data": {"train": "x.csv"},
-        "method": {"name": "fedit", "wrappers": [wrapper]},
+        "method": {"name": "fedit", "wrappers": [{"name": wrapper, **OPTIONS.get(wrapper, {})}]},
+        "training": {"max_grad_norm": 0.0},
         "federation": federation_of(2),
         "simulation": {"speed": {}},
     }

@@ -89,8 +89,9 @@ class Claims:
         moves_base: Whether each round's replies also move the base (so their average alone is not a step).
         sends_base: Whether messages to clients may change the base; clients of other methods refuse such a message.
         sends: ``values``: a reply holds new values of tensors that all clients of the round start from alike, under
-            their names, and where replies sum, ``contribute`` passes them on unchanged; ``other``: it also holds
-            anything else (the client's own tensors, changes, sketches, moments); ``nothing``.
+            their names, and where replies sum, ``contribute`` passes them on unchanged; ``changes``: ``contribute``
+            returns the changes of such tensors, which are 0 of a client that trained nothing; ``other``: it also holds
+            anything else (the client's own tensors, sketches, moments); ``nothing``.
         directions: Slots of a reply that hold directions of norm 1 at most (projectors), which ``contribute`` checks;
             scaling a reply's change down leaves them as they are.
         quantities: Parts of a reply in other units than those of the model's tensors.
@@ -112,7 +113,7 @@ class Claims:
     budgets: bool = False
     moves_base: bool = False
     sends_base: bool = False
-    sends: Literal["values", "other", "nothing"] = "values"
+    sends: Literal["values", "changes", "other", "nothing"] = "values"
     directions: tuple[str, ...] = ()
     quantities: tuple[Quantity, ...] = ()
     adaptive_rank: bool = False

@@ -45,7 +45,8 @@ def explain_round_dependence(method: Method, rounds: int) -> str | None:
         "its rounds have a second exchange, with the clients that replied in the first": claims.second_exchange,
         "its server needs the single replies of a round, and not their sum": claims.reduction != "sum",
         "its clients send nothing": claims.sends == "nothing",
-        "its clients also send something other than new values of what they started from": claims.sends == "other",
+        "its clients also send something other than new values, or changes, of what they started from": claims.sends
+        == "other",
         "its factors are re-initialized in every round, so that changes of two rounds have other coordinates": (
             claims.reinitialises
         ),

@@ -52,7 +52,7 @@ class Compression(RegisteredWrapper):
         """Decompress transmitted changes (server). They may be flat, with surplus entries at the end."""
 
     def declare_claims(self) -> Claims:
-        return replace(self.inner.declare_claims(), exact=False, sends="other")
+        return replace(self.inner.declare_claims(), exact=False, sends="changes")  # of values, or it is refused
 
     def explain_refusal(self, claims: Claims) -> str | None:
         if claims.reduction == "stack":
