@@ -130,6 +130,38 @@ def test_one_client_at_a_time_starts_from_the_newest_state(max_staleness: int | 
     assert [result.failures for result in results] == [()] * 8
 
 
+def test_orders_replies_and_failures_are_reported_when_they_happen(tiny_folder: Path) -> None:
+    """A client whose reply is rejected is replaced in the round."""
+    simulation = {"faults": {"share": 0.25, "kind": "nan"}}
+    federation = federated(tiny_folder, {}, concurrency=4, simulation=simulation)
+    progress = federation.begin()
+    for _ in range(3):
+        orders, replied, failed = list[str](), list[str](), dict[str, str]()
+        carried = [order.client for order in progress.open.orders]
+        result = federation.run_round(
+            progress,
+            lambda id, loss, replied=replied: replied.append(id),
+            on_failure=lambda id, reason, failed=failed: failed.update({id: reason}),
+            on_order=lambda id, orders=orders: orders.append(id),
+        )
+        progress = result.progress
+        assert orders[: len(carried)] == carried
+        assert set(orders) == {*result.cohort, *(order.client for order in progress.open.orders), *failed}
+        assert sorted(replied) == sorted({*(id for id, _ in result.arrivals or ()), *failed})  # a loss arrives with nan
+        assert failed == {failure.client: failure.reason for failure in result.failures}
+
+
+def test_compressed_changes_of_earlier_states_count_as_uncompressed_ones(tiny_folder: Path) -> None:
+    """In float32 nothing is rounded off, so the wrapper's way of sending changes is all that could differ."""
+    wrapper = {"name": "low-precision", "uplink": "float32", "downlink": "float32"}
+    plain = run(federated(tiny_folder, {"rounds": 3}))
+    compressed = run(federated(tiny_folder, {"rounds": 3}, method={"name": "fedit", "wrappers": [wrapper]}))
+    assert any(staleness for result in plain for _, staleness in result.arrivals or ())
+    assert [result.arrivals for result in compressed] == [result.arrivals for result in plain]
+    for name, value in plain[-1].progress.state.tensors.items():
+        torch.testing.assert_close(compressed[-1].progress.state.tensors[name], value, rtol=0, atol=1e-6)
+
+
 def test_states_whose_replies_will_not_count_are_not_stored(tiny_folder: Path) -> None:
     buffered = {"concurrency": 4, "max_staleness": 1}
     for number, result in enumerate(run(federated(tiny_folder, {"buffered": buffered, "rounds": 8})), 1):

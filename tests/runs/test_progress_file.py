@@ -12,6 +12,7 @@ import pytest
 
 import fedspan
 from fedspan.errors import FedspanError
+from fedspan.runs.callbacks import Listeners
 from fedspan.runs.progress_file import INTERVAL, ProgressFile
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
@@ -60,6 +61,27 @@ def test_clients_and_stages_of_a_round(prepared: Prepared, tmp_path: Path) -> No
         file.on_baseline_round("local", 2, 0.5)
         wait_for(path, baseline={"name": "local only", "round": 2, "rounds": 5})
     assert not path.exists()
+
+
+def test_clients_with_an_order_are_those_of_an_asynchronous_round(tiny_folder: Path, tmp_path: Path) -> None:
+    """None of them is drawn before; the live page shows who replied, and who failed, within the round."""
+    federation = {"rounds": 2, "clients_per_round": 2, "buffered": {"concurrency": 2}}
+    orders = list[tuple[int, list[str], list[str]]]()
+
+    class Watcher(fedspan.Listener):
+        def on_client_finish(self, round: int, client: str, loss: float) -> None:
+            orders.append((round, [*file._state["cohort"]], [*file._losses]))
+
+    simulation = {"speed": {"distribution": "uniform", "median": 10, "spread": 3}}
+    settings = tiny.settings(tiny_folder, federation=federation, simulation=simulation)
+    with ProgressFile(tmp_path / "progress.json") as file:
+        fedspan.run(settings, tmp_path / "run", listener=Listeners(file, Watcher()))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    by_round = {row["round"]: [id for id, _ in row["arrivals"]] for row in rows if row["round"]}
+    for round, arrived in by_round.items():
+        seen = [entry for entry in orders if entry[0] == round]
+        assert sorted(seen[-1][2]) == sorted(arrived)
+        assert set(arrived) <= set(seen[-1][1])
 
 
 def test_many_changes_are_few_writes(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,10 @@ from fedspan.federation.protocol import Envelope
 from fedspan.federation.settings import BufferedSettings
 from fedspan.federation.transport import AsynchronousTransport, Orders, TimedTransport
 
-__all__ = ["Arrival", "ArrivalSource", "NodeArrivals", "RecordedArrivals", "SimulatedArrivals"]
+__all__ = ["Arrival", "ArrivalSource", "NodeArrivals", "OnOrder", "RecordedArrivals", "SimulatedArrivals"]
+
+OnOrder = Callable[[str], object]
+"""Takes the id of a client that has an order, or receives one."""
 
 
 class Arrival(NamedTuple):
@@ -41,7 +44,7 @@ class ArrivalSource(Protocol):
     """The orders of a round in the order in which their replies arrive."""
 
     def take(self, count: int, attempt: int) -> list[Arrival]:
-        """Return the next orders whose replies arrive; fewer than ``count`` if there are no more."""
+        """Return the next orders whose replies arrive, ``count`` at most; none if there are no more."""
         ...
 
     def release(self, ids: Collection[str]) -> None:
@@ -64,15 +67,18 @@ class _TrainingClients:
         context: The round.
         orders: The orders that were sent before the round.
         number: Number of orders sent so far.
+        on_order: Called with each client that has an order, or receives one.
     """
 
-    def __init__(self, context: RoundContext, orders: Iterable[OpenOrder], number: int) -> None:
+    def __init__(self, context: RoundContext, orders: Iterable[OpenOrder], number: int, on_order: OnOrder) -> None:
         assert context.settings.buffered is not None
         self._context, self._settings = context, context.settings.buffered
         self._ids = tuple(context.clients)
         self._arrived = set[str]()
         self.open = {order.client: order for order in orders}
-        self.number = number
+        self.number, self._on_order = number, on_order
+        for id in self.open:
+            on_order(id)
 
     def has_room(self, stalled: Collection[str] = ()) -> bool:
         """Return whether fewer clients than the requested number train, and another one can.
@@ -97,6 +103,7 @@ class _TrainingClients:
         order = OpenOrder(id, self._context.state.round, attempt, self.number, arrival, absence)
         self.open[id] = order
         self.number += 1
+        self._on_order(id)
         return order
 
     def end_order(self, id: str) -> OpenOrder:
@@ -123,11 +130,14 @@ class SimulatedArrivals:
         context: The round.
         transport: Knows how long each client takes.
         open: The orders that were sent before the round.
+        on_order: Called with each client that has an order, or receives one.
     """
 
-    def __init__(self, context: RoundContext, transport: TimedTransport, open: OpenOrders) -> None:
+    def __init__(
+        self, context: RoundContext, transport: TimedTransport, open: OpenOrders, on_order: OnOrder = lambda _: None
+    ) -> None:
         self._context, self._transport = context, transport
-        self._clients = _TrainingClients(context, open.orders, open.number)
+        self._clients = _TrainingClients(context, open.orders, open.number, on_order)
         self._clock = open.clock
 
     def take(self, count: int, attempt: int) -> list[Arrival]:
@@ -172,6 +182,7 @@ class NodeArrivals:
         open: The orders that were sent before the round.
         create_order: Creates the envelope of an order.
         compute_reply_bytes: Returns the maximum size of the body of a client's reply, in bytes.
+        on_order: Called with each client that has an order, or receives one.
     """
 
     def __init__(
@@ -181,6 +192,7 @@ class NodeArrivals:
         open: OpenOrders,
         create_order: Callable[[OpenOrder], Envelope],
         compute_reply_bytes: Callable[[str], int],
+        on_order: OnOrder = lambda _: None,
     ) -> None:
         self._context, self._transport = context, transport
         self._create_order, self._compute_reply_bytes = create_order, compute_reply_bytes
@@ -190,19 +202,18 @@ class NodeArrivals:
         retained = transport.retain_orders([order.client for order in open.orders if order not in too_old])
         transport.assume_training([order.client for order in open.orders if order.client not in retained])
         orders = [order for order in open.orders if order.client in retained or order in too_old]
-        self._clients = _TrainingClients(context, orders, open.number)
+        self._clients = _TrainingClients(context, orders, open.number, on_order)
         self._too_old = [Arrival(self._clients.end_order(order.client), None) for order in too_old]
 
     def take(self, count: int, attempt: int) -> list[Arrival]:
-        """``ArrivalSource.take``."""
+        """``ArrivalSource.take``; a reply is returned as soon as it arrives."""
         arrivals, self._too_old = self._too_old, list[Arrival]()
-        while len(arrivals) < count:
+        if not arrivals and count > 0:
             self._send(attempt)  # not after the last reply: the next order is of the state that it updates
             received = self._transport.receive_reply()
-            if received is None:
-                break
-            id, reply = received
-            arrivals.append(Arrival(self._clients.end_order(id), reply))
+            if received is not None:
+                id, reply = received
+                arrivals.append(Arrival(self._clients.end_order(id), reply))
         return arrivals
 
     def release(self, ids: Collection[str]) -> None:
@@ -244,12 +255,19 @@ class RecordedArrivals:
         context: The round.
         settings: Settings with the recorded arrivals.
         states: The states of the server up to this round, by round.
+        on_order: Called with each client whose reply the round takes.
 
     Raises:
         FedspanError: If the record does not fit the federation.
     """
 
-    def __init__(self, context: RoundContext, settings: BufferedSettings, states: Collection[int]) -> None:
+    def __init__(
+        self,
+        context: RoundContext,
+        settings: BufferedSettings,
+        states: Collection[int],
+        on_order: OnOrder = lambda _: None,
+    ) -> None:
         assert settings.arrivals is not None
         number = context.state.round
         if number >= len(settings.arrivals):
@@ -267,6 +285,7 @@ class RecordedArrivals:
                 )
                 raise FedspanError("federation.buffered.replay", id, problem=problem)
             self._orders.append(OpenOrder(id, round, 0, position, 0.0))
+            on_order(id)
 
     def take(self, count: int, attempt: int) -> list[Arrival]:
         """``ArrivalSource.take``."""

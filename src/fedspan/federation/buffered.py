@@ -26,13 +26,14 @@ from fedspan.federation.arrival_sources import (
     Arrival,
     ArrivalSource,
     NodeArrivals,
+    OnOrder,
     RecordedArrivals,
     SimulatedArrivals,
 )
 from fedspan.federation.plausibility import drop_impossible_losses
 from fedspan.federation.progress import Failure, OpenOrder, OpenOrders, Progress, RoundResult
 from fedspan.federation.protocol import ClientLostState, Envelope, OrderEncoder, open_reply
-from fedspan.federation.round import OnClient, build_too_few_error, compute_mean_loss, create_order_transfer
+from fedspan.federation.round import OnClient, OnFailure, build_too_few_error, compute_mean_loss, create_order_transfer
 from fedspan.federation.transport import AsynchronousTransport, Orders, TimedTransport
 
 __all__ = ["BufferedRound"]
@@ -52,6 +53,8 @@ class BufferedRound:
         progress: The progress before the round.
         best: Round of the stored state of each client at the best progress so far.
         on_client: Called with a client's id and training loss when its reply arrives.
+        on_failure: Called with a client's id and a reason when its reply does not arrive, or is rejected.
+        on_order: Called with each client that has an order, or receives one.
 
     Raises:
         FedspanError: If the transport cannot run asynchronous rounds, or recorded arrivals do not fit the federation.
@@ -64,12 +67,18 @@ class BufferedRound:
         progress: Progress,
         best: Mapping[str, int],
         on_client: OnClient | None = None,
+        on_failure: OnFailure | None = None,
+        on_order: OnOrder | None = None,
     ) -> None:
         assert context.settings.buffered is not None
         self._settings, self._start = context.settings.buffered, progress.open
         if self._settings.arrivals is not None:  # accepted ones: without the rejected ones the median is another
             context = replace(context, rules=replace(context.rules, norm_factor=None))
-        self.context, self.on_client, self._new_aggregation, self._best = context, on_client, new_aggregation, best
+        self.context, self._new_aggregation, self._best = context, new_aggregation, best
+        self._on_client, self._on_failure = on_client or (lambda *_: None), on_failure or (lambda *_: None)
+        self._on_order = on_order or (lambda _: None)
+        self._failed = set[str]()
+        """The clients whose replies do not count, by what is known in this attempt."""
         self._last_rounds, self._last_replies = dict(progress.last_rounds), dict(progress.last_replies)
         self._states = {**progress.open.states, context.state.round: context.state}
         self.note: str | None = None
@@ -91,6 +100,7 @@ class BufferedRound:
                 open,
                 self._create_order,
                 lambda id: limits.compute_reply_bytes(context.clients[id].client),
+                self._on_order,
             )
         if not isinstance(transport, TimedTransport):
             problem = (
@@ -99,8 +109,8 @@ class BufferedRound:
             )
             raise FedspanError("federation.buffered", type(transport).__name__, problem=problem)
         if self._settings.arrivals is not None:
-            return RecordedArrivals(context, self._settings, self._states.keys())
-        return SimulatedArrivals(context, transport, open)
+            return RecordedArrivals(context, self._settings, self._states.keys(), self._on_order)
+        return SimulatedArrivals(context, transport, open, self._on_order)
 
     def run(self) -> RoundResult:
         """Run the round.
@@ -113,9 +123,7 @@ class BufferedRound:
             aggregation, tally = self._aggregate()
             counted = aggregation.get_counted()
             missing = self.context.target - len(counted)
-            arrivals = self._source.take(missing, attempt) if missing > 0 else []
-            if arrivals:
-                self._receive(arrivals)
+            if missing > 0 and self._take(missing, attempt):
                 continue
             if len(counted) >= aggregation.quorum:
                 return self._build_result(aggregation, tally)
@@ -130,7 +138,16 @@ class BufferedRound:
             self._tally.transfers += [transfer for transfer in tally.transfers if transfer.client in failed]
             for id in failed:
                 del self._replies[id]
+            self._failed -= failed
             self._source.release(failed)
+
+    def _take(self, count: int, attempt: int) -> int:
+        """Take further replies, and return their number, which is below ``count`` only if there are no more."""
+        taken = 0
+        while taken < count and (arrivals := self._source.take(count - taken, attempt)):
+            self._receive(arrivals)
+            taken += len(arrivals)
+        return taken
 
     def _receive(self, arrivals: Sequence[Arrival]) -> None:
         """Store the replies that have arrived; where clients train only now, those of one state train together."""
@@ -139,10 +156,10 @@ class BufferedRound:
         for order, reply in arrivals:
             staleness = context.state.round - order.round
             if isinstance(reply, str):
-                self._replies[order.client] = order, reply
+                self._store_reply(order, reply)
             elif limit is not None and staleness > limit:
                 reason = f"its order is {staleness} rounds old, and federation.buffered.max_staleness is {limit}"
-                self._replies[order.client] = order, reason
+                self._store_reply(order, reason)
             elif reply is not None:
                 self._store_reply(order, reply)
             else:
@@ -160,6 +177,13 @@ class BufferedRound:
             context.transport.carry_out(Orders("train", together, create), list(together), receive)
 
     def _store_reply(self, order: OpenOrder, reply: Envelope | str) -> None:
+        """Store a reply, or the reason why there is none, and report it."""
+        try:
+            decoded = open_reply(reply)
+        except ValueError as error:
+            self._report_failure(order.client, str(error))
+        else:
+            self._on_client(order.client, decoded.parts[-1].loss if decoded.parts else float("nan"))
         if isinstance(reply, Envelope):
             self._bodies.store(order.client, reply.body)
             reply = replace(reply, body=b"")
@@ -198,6 +222,7 @@ class BufferedRound:
                 aggregation.add(clients[id], decoded, order.attempt)
             except ValueError as error:
                 tally.failures.append(Failure(id, order.attempt, str(error)))
+                self._report_failure(id, str(error))
                 if isinstance(error, ClientLostState):
                     tally.lost.add(id)
         return aggregation, tally
@@ -216,9 +241,6 @@ class BufferedRound:
             failures += [Failure(id, self._replies[id][0].attempt, reason) for id, reason in impossible]
         self._tally.lost |= tally.lost
         self._forget_lost()
-        if self.on_client is not None:
-            for id, reply in replies.items():
-                self.on_client(id, reply.parts[-1].loss if reply.parts else float("nan"))
         memories, optimizers = context.transport.accept_replies(replies)
         open = self._source.close(self._states)
         collected = Tally([*self._tally.transfers, *tally.transfers], failures)
@@ -246,6 +268,11 @@ class BufferedRound:
         """Return the accepted replies in their order of arrival, each with the age of its order in rounds."""
         round = self.context.state.round
         return tuple((id, round - order.round) for id, (order, _) in self._replies.items() if id in accepted)
+
+    def _report_failure(self, id: str, reason: str) -> None:
+        if id not in self._failed:  # else it was reported when it arrived, or when the replies were added up before
+            self._failed.add(id)
+            self._on_failure(id, reason)
 
     def _forget_lost(self) -> None:
         """Record for the clients that lost what they stored that their next order needs a complete message."""

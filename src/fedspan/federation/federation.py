@@ -13,6 +13,7 @@ from fedspan.core.tensors import create_generator
 from fedspan.core.values import Client
 from fedspan.federation.absences import Absences
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext
+from fedspan.federation.arrival_sources import OnOrder
 from fedspan.federation.buffered import BufferedRound
 from fedspan.federation.presence import Presence
 from fedspan.federation.privacy import compute_round_charges, draw_poisson_cohort
@@ -195,23 +196,25 @@ class Federation:
         on_trained: OnTrained | None = None,
         on_charge: OnCharge | None = None,
         on_failure: OnFailure | None = None,
+        on_order: OnOrder | None = None,
     ) -> RoundResult:
         """Run one round; if too few replies are accepted, retry failed clients as often as the rules allow.
 
         Args:
             progress: The progress before the round, which is not modified.
-            on_client: Called with a client's id and training loss when its reply is accepted.
+            on_client: Called with a client's id and training loss when its reply is accepted; in asynchronous rounds,
+                when it arrives.
             on_trained: Called with every job that a client in this process trained.
             on_charge: Called with the privacy cost of each attempt before its orders are sent.
-            on_failure: Called with a client's id and a reason when its reply is rejected on arrival or does not arrive;
-                not in asynchronous rounds.
+            on_failure: Called with a client's id and a reason when its reply is rejected or does not arrive.
+            on_order: Called in asynchronous rounds with each client that has an order, or receives one.
 
         Raises:
             FedspanError: If too few replies are accepted after all attempts; the progress is unchanged.
         """
         self.begin_round(progress.state.round)
         if self.settings.buffered is not None:
-            return self._run_buffered_round(progress, on_client, on_trained)
+            return self._run_buffered_round(progress, on_trained, on_client, on_failure, on_order)
         context = self._build_context(progress)
         units = {id: self.training.compute_workload(self.clients[id].client.examples) for id in context.ids}
         with open_clients_stage(self.engine.stages, "training", units) as finished:
@@ -228,13 +231,18 @@ class Federation:
         return result
 
     def _run_buffered_round(
-        self, progress: Progress, on_client: OnClient | None, on_trained: OnTrained | None
+        self,
+        progress: Progress,
+        on_trained: OnTrained | None,
+        on_client: OnClient | None,
+        on_failure: OnFailure | None,
+        on_order: OnOrder | None,
     ) -> RoundResult:
         """Run one asynchronous round (``run_round``)."""
         context = self._build_context(progress, ())
         with self.engine.stages.stage("training"):  # it is not known which clients will reply
             self.transport.begin(progress, on_trained)
-            round = BufferedRound(context, self.new_aggregation, progress, self._best, on_client)
+            round = BufferedRound(context, self.new_aggregation, progress, self._best, on_client, on_failure, on_order)
             result = round.run()
         self._note = round.note
         return result

@@ -37,6 +37,9 @@ class Listener:
     def on_round_start(self, round: int) -> None:
         """Handle the start of a round; rounds count from 1."""
 
+    def on_client_order(self, round: int, client: str) -> None:
+        """Handle that a client has an order in an asynchronous round, from an earlier round or since now."""
+
     def on_client_finish(self, round: int, client: str, loss: float) -> None:
         """Handle the end of a client's training; rounds count from 1."""
 
@@ -78,6 +81,10 @@ class Listeners(Listener):
     def on_round_start(self, round: int) -> None:
         for listener in self._listeners:
             listener.on_round_start(round)
+
+    def on_client_order(self, round: int, client: str) -> None:
+        for listener in self._listeners:
+            listener.on_client_order(round, client)
 
     def on_client_finish(self, round: int, client: str, loss: float) -> None:
         for listener in self._listeners:

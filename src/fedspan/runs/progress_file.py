@@ -117,8 +117,16 @@ class ProgressFile(Listener):
     def on_round_start(self, round: int) -> None:
         with self._lock:
             assert self._prepared is not None
-            cohort = list(self._prepared.federation.draw_cohort(round - 1))
+            federation = self._prepared.federation
+            # Asynchronous rounds have no cohort; their clients are reported by and by.
+            cohort = [] if federation.settings.buffered is not None else list(federation.draw_cohort(round - 1))
             self._set_round({"round": round, "round_started": time.time(), "cohort": cohort})
+
+    def on_client_order(self, round: int, client: str) -> None:
+        with self._lock:
+            if client not in self._state["cohort"]:
+                self._state["cohort"] = [*self._state["cohort"], client]
+            self._request_write()
 
     def on_client_finish(self, round: int, client: str, loss: float) -> None:
         with self._lock:
@@ -132,6 +140,7 @@ class ProgressFile(Listener):
 
     def on_client_failure(self, round: int, client: str, reason: str) -> None:
         with self._lock:
+            self._losses.pop(client, None)  # of a reply that is rejected after its arrival
             self._failures[client] = reason[:_LONGEST_REASON]
             self._request_write()
 

@@ -233,10 +233,13 @@ class _Session:
                 self.listener.on_client_finish(number, client, loss)
 
             report_failure = partial(self.listener.on_client_failure, number)
+            report_order = partial(self.listener.on_client_order, number)
             announce = partial(self.budget.announce, progress.state.round)
             self.listener.on_round_start(number)
             if self.diagnostics is None:
-                result = federation.run_round(progress, report_loss, on_charge=announce, on_failure=report_failure)
+                result = federation.run_round(
+                    progress, report_loss, on_charge=announce, on_failure=report_failure, on_order=report_order
+                )
                 diagnosis = None
             else:
                 result, diagnosis = self.diagnostics.run_round(progress, report_loss, announce, report_failure)
