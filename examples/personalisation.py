@@ -58,7 +58,6 @@ def main() -> None:
         "partition": {"partitioner": "dirichlet", "alpha": 0.2, "clients": 10, "test": 0.3, "min_examples": 8},
         "method": {"r": 8, "lora_alpha": 16},
         "federation": {"rounds": 1 if args.smoke else args.rounds},
-        "training": {"lr": 8e-3, "batch_size": 16},
     }
     # Every method gets the same division, and is an ordinary run in a folder of its own.
     fedspan.compare(config, args.out, METHODS, seeds=[0], listener=Progress())

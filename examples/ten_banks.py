@@ -50,16 +50,15 @@ def build_config(args: argparse.Namespace) -> dict[str, Any]:
             "target_modules": ["query", "value"],
             # One layer alone: what lies below it never changes, and is computed once for every text.
             "layers_to_transform": args.layer,
-            # Transformers' own classifier, so that PEFT alone loads the result; it trains its pooler like the head.
-            "pooling": "stock",
-            "modules_to_save": ["pooler"],
+            "pooling": "stock",  # Transformers' own classifier, so that PEFT alone loads the result
         },
         "data": {**data, "max_examples": 120 if args.smoke else args.examples},
         # The smaller alpha, the less the banks have in common: sizes differ, and so does what they are asked.
         "partition": {"partitioner": "dirichlet", "alpha": 0.5, "clients": 10},
         "method": {"r": 8, "lora_alpha": 16},
         "federation": {"rounds": 1 if args.smoke else args.rounds},
-        "training": {"lr": 8e-3, "batch_size": 16},
+        # The default learning rate; the adjustment is what `fedspan init` writes, for clients with different classes.
+        "training": {"logit_adjustment": 1},
     }
 
 

@@ -137,7 +137,6 @@ def main() -> None:
             "partition": {"clients": len(HOLDERS)},
             "method": {"name": "fedit", "r": 8, "lora_alpha": 16},
             "federation": {"rounds": 1 if args.smoke else args.rounds},
-            "training": {"lr": 8e-3, "batch_size": 16},
         }
         (out / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
         call("submit", out / "config.yaml", "--out", run, "--server", server)
