@@ -2,8 +2,9 @@
 
     python examples/own_task.py
 
-A few long waits dominate a squared error. The task ``median-regression`` minimises the absolute error and is judged by
-the mean absolute error in minutes. Encoding, columns and predictions are those of the built-in regression.
+A few long waits dominate a squared error. The task ``median-regression`` minimises the absolute error, by which its
+rounds are compared; encoding, columns and predictions are those of the built-in regression. The script prints both
+tasks' mean absolute error on another hospital's visits.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from torch import Tensor, nn
@@ -90,16 +92,19 @@ def main() -> None:
 
     fedspan.register_task(MEDIAN_REGRESSION)
     visits = {f"hospital-{number}": make_visits(number, 40 if args.smoke else 240) for number in range(5)}
+    test = make_visits(5, 40 if args.smoke else 400)
     config: dict[str, Any] = {
         "model": {"name": args.model, "target_modules": ["query", "value"], "layers_to_transform": args.layer},
         "federation": {"rounds": 1 if args.smoke else args.rounds},
         "training": {"lr": 3e-3, "batch_size": 16},
     }
     for task in ("regression", "median-regression"):
-        report = fedspan.run({**config, "task": task}, args.out / task, data=visits)
-        hours = fedspan.predict(args.out / task, ["patient 7 with chest pain", "patient 8 with sore throat"])
-        shown = ", ".join(f"{60 * value:.0f} min" for value in hours)
-        print(f"{task}: Pearson {report.scores['test'].get('pearson', 0.0):.2f}; chest pain, sore throat: {shown}")
+        run = args.out / task
+        report = fedspan.run({**config, "task": task}, run, data={"train": visits, "test": test})
+        hours = fedspan.predict(run, [visit["text"] for visit in test])
+        error = mean(abs(predicted - visit["label"]) for predicted, visit in zip(hours, test, strict=True))
+        pearson = report.scores["test"].get("pearson", 0.0)
+        print(f"{task}: Pearson {pearson:.2f}, mean absolute error {60 * error:.0f} min")
 
 
 if __name__ == "__main__":
