@@ -1,4 +1,4 @@
-# make demo     install into .venv and train on the built-in corpus
+# make demo     install into .venv and train on the built-in banking queries
 # make test     the tests, side by side (PYTEST_ARGS="-m slow -n 0" for the slow ones, PYTEST_ARGS=tests/data for some)
 # make lint     ruff, codespell, proselint: rules, format, spelling, words, style       make format   fix what ruff can
 # make types    pyright                         make imports  import rules between packages

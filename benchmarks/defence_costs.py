@@ -2,10 +2,10 @@
 
     python benchmarks/defence_costs.py --page docs/results/defence-costs.md
 
-The simulator runs ten clients with unlike data (Dirichlet 0.1) on the built-in corpus, once without defences, once with
-the defaults (clipping, limited weights) and once with the validation of replies, too; a round of each after the other.
-Deployments on this machine run the benchmark of benchmarks/deployment.py: with TLS, keys, signatures and the defaults,
-without clipping and limits, and without TLS, keys and signatures, which can only be switched off together.
+The simulator runs ten clients with unlike data (Dirichlet 0.1) on the patients' messages, once without defences, once
+with the defaults (clipping, limited weights) and once with the validation of replies, too; a round of each after the
+other. Deployments on this machine run the benchmark of benchmarks/deployment.py: with TLS, keys, signatures and the
+defaults, without clipping and limits, and without TLS, keys and signatures, which can only be switched off together.
 """
 
 from __future__ import annotations
@@ -137,10 +137,10 @@ What the defences achieve against an attack is in [robustness-moderate.md](robus
 
 ## In the simulator
 
-Ten clients, Dirichlet 0.1, FedIT of rank 8 on query and value of layer 5 of all-MiniLM-L6-v2, the built-in corpus, six
-steps of eight examples a round, {rounds} rounds. The variants take turns, round by round; the ratio is the median over
-rounds, after the first, of a round's time over that of the same round without defences. Replies are validated between
-machines always, and in the simulator under `simulation`.
+Ten clients, Dirichlet 0.1, FedIT of rank 8 on query and value of layer 5 of all-MiniLM-L6-v2, builtin:patient-messages,
+six steps of eight examples a round, {rounds} rounds. The variants take turns, round by round; the ratio is the
+median over rounds, after the first, of a round's time over that of the same round without defences. Replies are
+validated between machines always, and in the simulator under `simulation`.
 
 | variant | seconds a round | ratio | test accuracy, % | replies clipped a round | weights lowered a round |
 |---|---|---|---|---|---|

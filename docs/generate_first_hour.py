@@ -50,7 +50,7 @@ eleven rows without a concern.
 {inbox}
 ```
 
-The repository makes it from the built-in corpus: `python docs/generate_first_hour.py inbox.csv`.
+The repository makes it from the built-in patients' messages: `python docs/generate_first_hour.py inbox.csv`.
 
 ## A config
 """,
@@ -143,7 +143,7 @@ END = """## Next
 
 
 def save_inbox(path: Path) -> None:
-    """Write the csv file: the built-in corpus as an export of five clinics."""
+    """Write the csv file: the built-in patients' messages as an export of five clinics."""
     draws, rows = random.Random(0), list[Mapping[str, str]]()
     for split in ("train", "test"):
         corpus = files("fedspan.data").joinpath("corpus", "patient_messages", f"{split}.csv")

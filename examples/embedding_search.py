@@ -2,7 +2,7 @@
 
     python examples/embedding_search.py
 
-The desks share the messages of the built-in corpus: each has pairs of its own subjects, marked 1 if both messages are
+The desks share the built-in patients' messages: each has pairs of its own subjects, marked 1 if both messages are
 about one subject and 0 if not. The script trains one embedding model of all desks, compares it with those of single
 desks, and finds the messages of the test part that are nearest to a new one. All desks are simulated on one machine.
 """

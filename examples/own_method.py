@@ -1,4 +1,4 @@
-"""A federated method of your own, in forty lines, beside FedIT on the built-in corpus.
+"""A federated method of your own, in forty lines, beside FedIT on the built-in patients' messages.
 
     python examples/own_method.py
 

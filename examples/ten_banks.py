@@ -1,6 +1,6 @@
 """Ten banks with unequal data train one text classifier, by three methods on the same division, and one table says how.
 
-    python examples/ten_banks.py                                           # the built-in corpus, without a network
+    python examples/ten_banks.py                                           # the patients' messages, without a network
     python examples/ten_banks.py --dataset banking77                       # Banking77 from the Hugging Face hub
     python examples/ten_banks.py --dataset banking77 --data FOLDER         # FOLDER/train.csv and FOLDER/test.csv
 

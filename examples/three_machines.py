@@ -70,7 +70,7 @@ def wait_for(words: str, log: Path, process: subprocess.Popen[bytes], seconds: f
 
 
 def write_partition(folder: Path, most: int | None) -> list[str]:
-    """A csv file for each holder, of the built-in corpus; returns its labels, which all must know."""
+    """A csv file for each holder, of the built-in patients' messages; returns their labels, which all must know."""
     text = find_corpus_file("builtin:patient-messages", "train", "data.train").read_text(encoding="utf-8")
     rows = list(csv.DictReader(text.splitlines()))[:most]
     for number, holder in enumerate(HOLDERS):

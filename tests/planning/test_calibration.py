@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def settings(**changes: dict[str, Any]) -> dict[str, Any]:
-    """MiniLM on the built-in corpus, all of which trains; nothing is evaluated."""
+    """MiniLM on the built-in patients' messages, all of which trains; nothing is evaluated."""
     values: dict[str, Any] = {
         "device": "cpu",
         "threads": 1,
