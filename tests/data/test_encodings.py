@@ -54,6 +54,38 @@ def test_a_short_word_in_latin_1() -> None:
     assert decode("text;label\né;a\n".encode("latin-1")) == ("text;label\né;a\n", "cp1252")
 
 
+SPARSE = {
+    "price": ("text,label\nWhy was I charged £5 for a transfer?,a\nWhere is my card?,b\n", "cp1252"),
+    "euro": ("text,label\nI paid €1 more,a\nIt’s “great” – really,b\n", "cp1252"),
+    "rights": ("text,label\n© 2020 Acme,a\nAcme® products…,b\nwait … what,a\n", "cp1252"),
+    "celsius": ("text,label\nThe oven was at 180°C,a\n,b\n", "cp1252"),
+    "dutch": ("text,label\néén keer geïnstalleerd,a\nHet hele idee is één grote ramp,b\n", "cp1252"),
+    "turkish": (
+        "text,label\nBu ürün çok kötü, iade ettim,kötü\nKargo hızlı geldi, teşekkürler,iyi\n"
+        "Fiyatına göre iyi bir ürün değil,kötü\nGüzel ama küçük geldi,iyi\n",
+        "cp1254",
+    ),
+    "polish": (
+        "text,label\nDlaczego mój przelew się nie udał?,a\nJak mogę zwiększyć limit karty płatniczej,b\n",
+        "cp1250",
+    ),
+    "macintosh": (TEXTS["cp1252"], "mac_roman"),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_few_characters_beyond_ascii_are_enough(name: str) -> None:
+    """Signs alone are those of cp1252: other encodings have them in other places or not at all."""
+    text, encoding = SPARSE[name]
+    assert decode(text.encode(encoding)) == (text, encoding)
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "latin-1"])
+def test_english_queries_with_a_few_currency_signs(real_data: Path, encoding: str) -> None:
+    content = (real_data / "banking77" / "train.csv").read_text(encoding="utf-8").encode(encoding, errors="ignore")
+    assert decode(content) == (content.decode("cp1252"), "cp1252")
+
+
 def test_the_beginning_of_a_file_may_end_inside_a_character() -> None:
     for encoding in ("utf-8", "utf-16", "gb18030"):
         content = TEXTS["gb18030"].encode(encoding)

@@ -1,7 +1,8 @@
 """Text encodings of files: set by the user, marked in the file, or detected.
 
 UTF-8 and UTF-16 are recognized by their own rules. Older encodings of one or two bytes a character are ranked by
-charset-normalizer, among those that are in use: of two that fit equally well, the more common one is selected.
+charset-normalizer, among those that are in use: of two that fit about equally well, the more common one is selected.
+Windows' quotation marks, dashes, and signs such as £ and © do not distinguish encodings, and are not ranked.
 """
 
 from __future__ import annotations
@@ -27,6 +28,22 @@ _LEGACY = (
     *("shift_jis", "gb18030", "euc_kr", "big5", "euc_jp", "koi8_r", "tis_620", "cp1258", "mac_roman"),
 )
 """Encodings that are tried for files that are not Unicode, the most common first."""
+_TOLERANCE = 0.02
+"""Difference of charset-normalizer's shares, from 0 to 1, below which they are equal."""
+_MAX_CHAOS = 0.3
+"""Share of unlikely characters from which a file is no text in an encoding."""
+_QUOTES = rb"\x80\x82\x84-\x87\x8b\x91-\x97\x99\x9b\xa2\xa7\xa9\xab\xae\xb0\xb1\xb7\xbb\xbd\xd7\xf7"
+_SIGNS = re.compile(
+    # Not inside a word, where these bytes are letters of Mac OS, nor beside another byte beyond ASCII.
+    rb"(?<![A-Za-z\x80-\xff])[" + _QUOTES + rb"](?![\x80-\xff])"
+    rb"|(?<![\x80-\xff])[" + _QUOTES + rb"](?![A-Za-z\x80-\xff])"
+    rb"|(?<=[A-Za-z])[\x85\x92](?=[A-Za-z])"
+    # Not beside a word either, where they are letters of cp1250: L and l with stroke, A with ogonek, z with dot.
+    rb"|(?<![A-Za-z\x80-\xff])[\xa1\xa3\xa5\xb2\xb3\xbc\xbe\xbf](?![A-Za-z\x80-\xff])"
+)
+"""Signs of cp1252 where they are hardly letters of another encoding."""
+_SIGN_IN_WORD = re.compile(r"(?<=[^\W\d_])[^\w\s\x00-\x7f\u2013-\u2026\xab\xbb\xae\u2122\xa9]")
+"""A sign that follows a letter, such as a superscript three."""
 _SAMPLE = 1 << 16
 """Number of bytes that the ranking examines."""
 _PIECE = 1 << 20
@@ -147,17 +164,13 @@ def _is_damaged_utf8(content: bytes) -> bool:
 
 def _detect_legacy_encoding(content: bytes) -> str:
     # Only lines with non-ASCII characters distinguish the candidates.
-    lines = (line for line in content.splitlines(keepends=True) if not line.isascii())
+    lines = (line for line in _SIGNS.sub(b" ", content).splitlines(keepends=True) if not line.isascii())
     sample = bytearray()
     for line in lines:
         sample += line
         if len(sample) >= _SAMPLE:
             break
-    ranked: list[tuple[float, float, int, str]] = []
-    for match in from_bytes(bytes(sample), cp_isolation=list(_LEGACY)):
-        candidates = [name for name in match.could_be_from_charset if name in _LEGACY]
-        ranked += [(match.chaos, -match.coherence, _LEGACY.index(name), name) for name in candidates]
-    for *_, name in sorted(ranked):
+    for name in _rank_encodings(bytes(sample)) if sample else _LEGACY:
         try:
             content.decode(name)
         except UnicodeDecodeError as error:
@@ -165,6 +178,28 @@ def _detect_legacy_encoding(content: bytes) -> str:
                 continue
         return name
     raise ValueError("no encoding fits: the file may not be text")
+
+
+def _rank_encodings(sample: bytes) -> list[str]:
+    """Rank the encodings of a text with letters beyond ASCII, the best first; those that cannot decode it are missing.
+
+    The criteria are charset-normalizer's share of unlikely characters (chaos), how much the letters are those of a
+    language (coherence), the number of signs in words, and the order of `_LEGACY`.
+    """
+    chaos: dict[str, float] = {}
+    coherence: dict[str, float] = {}
+    for name in _LEGACY:  # one at a time: of several, those similar to one that does not fit are left out
+        for match in from_bytes(sample, cp_isolation=[name], threshold=_MAX_CHAOS, enable_fallback=False):
+            chaos[name], coherence[name] = match.chaos, match.coherence
+    signs = {name: len(_SIGN_IN_WORD.findall(sample.decode(name, errors="ignore"))) for name in chaos}
+    ranked: list[str] = []
+    while remaining := [name for name in chaos if name not in ranked]:
+        best = min(chaos[name] for name in remaining)
+        near = [name for name in remaining if chaos[name] <= best + _TOLERANCE]
+        most = max(coherence[name] for name in near)
+        near = [name for name in near if coherence[name] >= most - _TOLERANCE]
+        ranked.append(min(near, key=lambda name: signs[name]))  # the first of equal ones
+    return ranked
 
 
 def _describe_position(error: UnicodeError, name: str, content: bytes) -> str:
