@@ -25,7 +25,7 @@ import httpx
 import uvicorn
 from flwr.app import Message
 
-from fedspan.transports.flower import door, transfers, wire
+from fedspan.transports.flower import answers, door, transfers, wire
 from fedspan.transports.flower.adapter import (
     NodeConnection,
     OutgoingReply,
@@ -235,6 +235,30 @@ def test_progress_is_logged_after_some_seconds_and_then_now_and_then(
         progress.show(5_000_000)
     assert caplog.messages == ["reply sent: 10.0 of 20.0 MB", "reply sent: 12.0 of 20.0 MB", "reply sent: 5.0 MB"]
     assert len(blocks) == 6  # every block renews the node's heartbeat
+
+
+def test_an_order_on_its_way_is_logged_on_both_sides(
+    server: tuple[Server, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in (transfers, answers):
+        monkeypatch.setattr(module, "_SHOWN_EVERY", 0.0)
+    monkeypatch.setattr(transfers, "_FIRST_SHOWN", 0.0)
+    with (
+        caplog.at_level(logging.INFO),
+        SlowLink(server[1], RATE, CUT_AFTER) as link,
+        connect(link.port) as connection,
+    ):
+        connection.transfers.received.begin(len(server[0].order))
+        connection.take_order("")
+        assert link.cuts >= 2
+    lines = {"fedspan.node": list[str](), "fedspan.server": list[str]()}
+    for record in caplog.records:
+        if record.name in lines:
+            lines[record.name].append(record.getMessage())
+    size = f"{len(server[0].order) / 1e6:.1f}"
+    assert any(line.startswith("order received: 0.5 of") for line in lines["fedspan.node"])
+    assert f"node {NODE}: order sent: 0.5 of {size} MB" in lines["fedspan.server"]
+    assert lines["fedspan.server"][-1] == f"node {NODE}: order sent: {size} of {size} MB"  # of an answer that went on
 
 
 def test_little_is_remembered() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
@@ -12,10 +14,14 @@ from fedspan.transports.flower.bodies import Receive, Scope, Send
 from fedspan.transports.flower.limits import DoorLimits
 from fedspan.transports.flower.wire import RESUMABLE_BYTES, compute_tag, parse_offset
 
-__all__ = ["ResumableAnswer", "observe_answer", "send_answer", "split_answer"]
+__all__ = ["ResumableAnswer", "log_answer", "observe_answer", "send_answer", "split_answer"]
 
 _PIECE_BYTES = 2**16
 """Size in bytes of the pieces in which answers are sent."""
+_SHOWN_EVERY = 5.0
+"""Seconds between two lines of the log about the progress of one answer."""
+
+log = logging.getLogger("fedspan.server")
 
 
 async def send_answer(content: bytes, scope: Scope, receive: Receive, send: Send, tag: str = "") -> None:
@@ -69,6 +75,31 @@ def _split(message: MutableMapping[str, Any]) -> Iterator[MutableMapping[str, An
             "body": content[start:end],
             "more_body": end < len(content) or message.get("more_body", False),
         }
+
+
+def log_answer(send: Send, describe: Callable[[], str]) -> Send:
+    """Return a function that sends the pieces of an answer, and logs the progress now and then.
+
+    Args:
+        send: Sends the messages of an answer.
+        describe: Returns what is sent, and to which node.
+    """
+    total, done, shown_at = 0, 0, time.monotonic()
+
+    async def send_logged(message: MutableMapping[str, Any]) -> None:
+        nonlocal total, done, shown_at
+        if message["type"] == "http.response.start":
+            headers = dict(message["headers"])
+            left = int(headers.get(b"content-length", b"0"))
+            total = int(headers.get(b"content-range", b"/%d" % left).rpartition(b"/")[2])
+            done, shown_at = total - left, time.monotonic()  # a node that waited for an order received nothing so far
+        await send(message)
+        done += len(message.get("body", b""))
+        if (now := time.monotonic()) - shown_at >= _SHOWN_EVERY:
+            shown_at = now
+            log.info("%s: %.1f of %.1f MB", describe(), done / 1e6, max(done, total) / 1e6)
+
+    return send_logged
 
 
 def observe_answer(send: Send, keep: Callable[[bytes], None]) -> Send:

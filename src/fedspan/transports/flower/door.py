@@ -45,7 +45,7 @@ from fedspan.transports.flower.adapter import (
     read_pushed_reply,
     verify_node_headers,
 )
-from fedspan.transports.flower.answers import ResumableAnswer, observe_answer, send_answer, split_answer
+from fedspan.transports.flower.answers import ResumableAnswer, log_answer, observe_answer, send_answer, split_answer
 from fedspan.transports.flower.bodies import (
     App,
     Receive,
@@ -115,6 +115,8 @@ _PUSH_ORDERS = "/v1/runtime/push-messages"
 _BROWSER = b"origin", b"sec-fetch-site"
 """Headers that a browser adds to the requests of a web page; nodes and Flower's commands send none."""
 
+_SENT = {TAKE_ORDER: "order", _PULL_OBJECT: "order", FETCH_BASE: "base model"}
+"""What the answers are whose progress is logged."""
 _KEYLESS = {"register-node": SMALL_BYTES, "unregister-node": SMALL_BYTES}
 """Further paths of a server without keys, at which nodes register themselves."""
 
@@ -225,9 +227,11 @@ class Door:
         if most is None or scope["method"] != "POST":
             raise Refused(403, "not a path for nodes")
         length, part = read_declared_length(headers, most), read_declared_part(headers, most)
+        sender: Sender | None = None
+        if name in _SENT:
+            send = log_answer(send, lambda: f"node {'' if sender is None else sender.node}: {_SENT[name]} sent")
         # A request's slot is held until nearly all of the answer has left.
         send = split_answer(send, self.limits, partial(self.connections.abort, scope.get("client")))
-        sender: Sender | None = None
         key: bytes | None = None
         slot: Slot | None = None
         with ExitStack() as stack:
