@@ -4,7 +4,7 @@
 ``--image-model`` one with an image classifier; what lacks its own is left out, and said.
 
 Each is a process of its own, whose page goes to ``--work`` first and to ``--out`` when it is finished. Stopped, the
-same command goes on: pages that are in ``--work`` are not made again, and runs that were started go on. ``--one-seed``
+same command continues: pages in ``--work`` are not made again, and runs that were started continue. ``--one-seed``
 runs the first ones on one seed, one on each core, to see that they run; verdicts need more.
 """
 

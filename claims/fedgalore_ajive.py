@@ -38,7 +38,7 @@ READINGS = {
 def compute_joint(
     views: Sequence[Tensor], rank: int, view_rank: int = 0, center: bool = True, means: bool = True
 ) -> Tensor:
-    """The mean over clients of J_k, with the column means that AJIVE took off unless told otherwise."""
+    """The mean over clients of J_k, with the column means that AJIVE took off by default."""
     decomposition = compute_ajive(views, rank, view_rank or rank, center=center)
     parts = [
         decomposition.compute_joint(number) + (mean if means else 0.0)

@@ -280,7 +280,7 @@ def describe_setting(args: argparse.Namespace, minutes: float) -> str:
     return f"""## Setting
 
 sigma = 1, Gaussian noise, s_N = {SERVER} at the server, s_M = {CLIENTS[-1]} at a client ({CLIENTS[0]} where it has more
-examples), R = {max(args.sizes)} where nothing else is said, {len(args.seeds)} seeds, {args.clients} clients for Theorem
+examples), R = {max(args.sizes)} by default, {len(args.seeds)} seeds, {args.clients} clients for Theorem
 3.3. B_N in (4) is all but the outliers. {minutes:.1f} minutes of one core in all.
 
 ## Why

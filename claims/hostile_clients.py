@@ -376,7 +376,7 @@ def main() -> None:
         "`federation.max_norm_ratio` (10 by default) times the cohort's median; *ratio 2* is a lower limit. The "
         "reductions run without validation; trimmed-mean drops 30 % at each end, clipped-mean clips to the median "
         "norm. *diverged*: a loss was not finite. *stopped*: clipped-mean refused a change that is not finite; since "
-        "commit b91bca9 such a reply fails its own client and the round goes on. "
+        "commit b91bca9 such a reply fails its own client and the round continues. "
         "Blank: not run, as NaN replies fail under any limit. Red crosses in the figure are runs without a result. "
         "Comparisons are paired by method and seed; a run without a result counts as 0 % there."
     )

@@ -153,7 +153,7 @@ def page(reproduction: Reproduction, preset: Preset, folder: Path) -> None:
 
 
 def main() -> None:
-    """Run, or go on; page."""
+    """Run, or continue; page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("id", help="a preset of fedspan reproduce")
     parser.add_argument("--data", type=Path, help="folder with data sets")

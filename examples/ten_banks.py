@@ -1,11 +1,11 @@
-"""Ten banks with unequal data train one text classifier, by three methods on the same division, and one table says how.
+"""Ten banks with unequal data train one text classifier, by three methods on the same partition; a table compares them.
 
     python examples/ten_banks.py                                           # the patients' messages, without a network
     python examples/ten_banks.py --dataset banking77                       # Banking77 from the Hugging Face hub
     python examples/ten_banks.py --dataset banking77 --data FOLDER         # FOLDER/train.csv and FOLDER/test.csv
 
 What it shows: ``fedspan.compare``, ``fedspan.predict``, and that the result is an ordinary adapter, which PEFT loads
-without fedspan. Stopped and started again, it goes on where it was. Times: examples/README.md.
+without fedspan. Stopped and started again, it continues where it was. Times: examples/README.md.
 """
 
 from __future__ import annotations

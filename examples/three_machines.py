@@ -4,7 +4,7 @@
     python examples/three_machines.py
 
 Every command that the script runs is one that an operator or a data owner types; it prints them all. Here they run on
-one machine, over the loopback interface; between machines they are the same, with the server's name in place of
+one machine, over the loopback interface; between machines they are the same, with the server's name instead of
 127.0.0.1. In the end all processes are ended, whatever happened. Times: examples/README.md.
 """
 
@@ -30,7 +30,7 @@ import fedspan
 from fedspan.data.builtin import find_corpus_file
 
 FEDSPAN = (sys.executable, "-m", "fedspan")  # what `fedspan` runs, by this very Python
-HOLDERS = ("clinic-a", "clinic-b", "clinic-c")
+OWNERS = ("clinic-a", "clinic-b", "clinic-c")
 
 
 def call(*arguments: str | Path) -> None:
@@ -70,14 +70,14 @@ def wait_for(words: str, log: Path, process: subprocess.Popen[bytes], seconds: f
 
 
 def write_partition(folder: Path, most: int | None) -> list[str]:
-    """A csv file for each holder, of the built-in patients' messages; returns their labels, which all must know."""
+    """A csv file for each data owner, of the built-in patients' messages; returns their labels, which all must know."""
     text = find_corpus_file("builtin:patient-messages", "train", "data.train").read_text(encoding="utf-8")
     rows = list(csv.DictReader(text.splitlines()))[:most]
-    for number, holder in enumerate(HOLDERS):
-        with (folder / f"{holder}.csv").open("w", encoding="utf-8", newline="") as file:
+    for number, owner in enumerate(OWNERS):
+        with (folder / f"{owner}.csv").open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, ["text", "label"])
             writer.writeheader()
-            writer.writerows(rows[number :: len(HOLDERS)])
+            writer.writerows(rows[number :: len(OWNERS)])
     return sorted({row["label"] for row in rows})
 
 
@@ -113,28 +113,28 @@ def main() -> None:
             run_command(out / "server.log", "server", "--folder", server, "--host", "127.0.0.1", "--port", str(port))
         )
         wait_for("listening on", out / "server.log", listening)
-        for holder in HOLDERS:
-            # A holder makes a key and sends its public half to the operator, who admits it under one name.
-            call("join", "--new-key", out / f"{holder}.key")
-            call("admit", out / f"{holder}.key.pub", "--as", holder, "--server", server)
+        for owner in OWNERS:
+            # A data owner makes a key and sends its public half to the operator, who admits it under one name.
+            call("join", "--new-key", out / f"{owner}.key")
+            call("admit", out / f"{owner}.key.pub", "--as", owner, "--server", server)
             small = {"evaluation_examples": 1} if args.smoke else {}  # few examples would be measured by nobody
             node: dict[str, Any] = {
-                "id": holder,
+                "id": owner,
                 "server": f"127.0.0.1:{port}",
                 "authority": str(server / "ca.crt"),
-                "key": str(out / f"{holder}.key"),
-                "folder": str(out / f"{holder}-state"),
-                "data": {"train": str(out / f"{holder}.csv")},  # neither the file nor its path leaves the holder
+                "key": str(out / f"{owner}.key"),
+                "folder": str(out / f"{owner}-state"),
+                "data": {"train": str(out / f"{owner}.csv")},  # neither the file nor its path leaves the owner
                 "threads": 1,
                 "limits": {"models": [args.model], "methods": ["fedit", "rolora"], "rounds": 50, **small},
             }
-            (out / f"{holder}.yaml").write_text(yaml.safe_dump(node), encoding="utf-8")
-            stack.enter_context(run_command(out / f"{holder}.log", "join", out / f"{holder}.yaml"))
+            (out / f"{owner}.yaml").write_text(yaml.safe_dump(node), encoding="utf-8")
+            stack.enter_context(run_command(out / f"{owner}.log", "join", out / f"{owner}.yaml"))
 
         config: dict[str, Any] = {
             "model": {"name": args.model, "target_modules": ["query", "value"], "layers_to_transform": args.layer},
             "data": {"labels": labels},
-            "partition": {"clients": len(HOLDERS)},
+            "partition": {"clients": len(OWNERS)},
             "method": {"name": "fedit", "r": 8, "lora_alpha": 16},
             "federation": {"rounds": 1 if args.smoke else args.rounds},
         }
@@ -143,8 +143,8 @@ def main() -> None:
         call("status", "--server", server)
 
     report = fedspan.resume(run)  # of a finished run: its report
-    for holder, scores in report.by_client.items():
-        print(f"{holder}: {scores['accuracy']:.1%} on its own test part")
+    for owner, scores in report.by_client.items():
+        print(f"{owner}: {scores['accuracy']:.1%} on its own test part")
     print(f"adapter: {run / report.adapters['global']}")
 
 

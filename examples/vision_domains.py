@@ -1,4 +1,4 @@
-"""Three holders of pictures, each with a style of its own, train one image classifier from scratch.
+"""Three data owners with pictures, each with a style of its own, train one image classifier from scratch.
 
     python examples/vision_domains.py
     python examples/vision_domains.py --pictures FOLDER          # your own: FOLDER/domain/class/picture.png
