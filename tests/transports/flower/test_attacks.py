@@ -243,7 +243,7 @@ def test_strangers_write_little_into_the_log_whatever_they_send(scene: Scene) ->
             headers = {**scene.hostile.headers(), "flwr-public-key": base64.b64encode(key).decode()}
             assert stranger.post("/v1/fleet/pull-messages", headers=headers).status_code == 401, key
         for _ in range(20):
-            assert stranger.post("/" + "a" * 15_000).status_code == 403
+            assert stranger.post("/v1/fleet/" + "a" * 15_000).status_code == 403
     time.sleep(1)
     with scene.log.open("rb") as log:
         log.seek(before)
