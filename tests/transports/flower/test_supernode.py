@@ -56,7 +56,7 @@ class Connection:
         self.contents: dict[str, bytes] = {}
         self.transfers = Transfers()
         self.messages: list[tuple[Message, Any]] = []
-        self.received, self.confirmed, self.sent = list[str](), list[str](), list[Message]()
+        self.received, self.sent = list[str](), list[Message]()
         for header in ("first", "second"):
             sealed = UnsignedSigner().seal(Envelope(header), 1)
             message = Message(to_records(sealed, draw_salt()), dst_node_id=1, message_type="train")
@@ -82,10 +82,6 @@ class Connection:
         self.at("pull")
         return self.contents[id]
 
-    def confirm(self, run: int, id: str) -> None:
-        self.at("confirm")
-        self.confirmed.append(id)
-
     def send_reply(self, reply: OutgoingReply) -> None:
         self.at("send")
         self.sent.append(reply.reply)
@@ -106,27 +102,22 @@ def answer(connection: Connection, received: Any = None) -> list[str]:
     return answered
 
 
-@pytest.mark.parametrize("where", ["pull", "confirm", "send", "take"])
+@pytest.mark.parametrize("where", ["pull", "send", "take"])
 @pytest.mark.parametrize("error", [gone, lost])
 def test_a_run_that_ended_does_not_end_the_node(where: str, error: Callable[[], BaseException]) -> None:
     connection = Connection(where, error)
-    assert answer(connection) == (["second"] if where in ("pull", "confirm") else ["first", "second"])
+    assert answer(connection) == (["second"] if where == "pull" else ["first", "second"])
     assert len(connection.sent) == (2 if where == "take" else 1)
 
 
-def test_an_order_whose_objects_came_along_is_not_confirmed_and_counts_as_received() -> None:
-    connection = Connection(along=9)
+@pytest.mark.parametrize("along", [9, 2, 0])
+def test_an_order_counts_as_received_only_with_the_request_after_its_reply(along: int) -> None:
+    """A node that is killed before its reply is sent the order again, however large the order is."""
+    connection = Connection(along=along)
     first, second = (message.metadata.message_id for message, _ in connection.messages)
     received = supernode._Received()
     assert answer(connection, received) == ["first", "second"]
-    assert (connection.confirmed, connection.received, received.id) == ([], ["", first], second)
-
-
-def test_an_order_of_which_some_objects_are_fetched_is_confirmed() -> None:
-    connection = Connection(along=2)
-    ids = [message.metadata.message_id for message, _ in connection.messages]
-    assert answer(connection) == ["first", "second"]
-    assert connection.confirmed == ids
+    assert (connection.received, received.id) == (["", first], second)
 
 
 def test_an_order_that_a_broken_connection_lost_has_not_been_received() -> None:
@@ -134,12 +125,6 @@ def test_an_order_that_a_broken_connection_lost_has_not_been_received() -> None:
     with pytest.raises(httpx.ReadError):
         answer(Connection("pull", lambda: httpx.ReadError("lost")), received)
     assert received.id == ""
-
-
-def test_an_order_whose_confirmation_is_lost_is_carried_out() -> None:
-    connection = Connection("confirm", lambda: httpx.ReadError("lost"))
-    assert answer(connection) == ["first", "second"]
-    assert len(connection.sent) == 2
 
 
 def test_a_node_that_waits_for_an_order_stops_at_once() -> None:

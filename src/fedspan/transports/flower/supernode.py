@@ -276,7 +276,6 @@ def _process_order(
     message, run, id = order.message, order.message.metadata.run_id, order.message.metadata.message_id
     set_identity(1, run, connection.node_id)
     started = time.monotonic()
-    inline_count = len(order.contents)
     if received.partial_id != id:
         received.partial_id, received.contents = id, {}
     received.contents |= order.contents
@@ -296,9 +295,6 @@ def _process_order(
         received.id, received.contents = id, {}
         raise
     received.id, received.contents = id, {}
-    if contents is None or len(contents) > inline_count:  # a large order is deleted at once, a small one with its reply
-        with suppress(httpx.HTTPError):  # the next request confirms it again
-            connection.confirm(run, id)
     reply = _make_reply(message, contents, limit, connection.node_id, signer, answer)
     received.reply = OutgoingReply(run, reply, time.monotonic() - started, connection.node_id, message)
     _send_reply(connection, received)

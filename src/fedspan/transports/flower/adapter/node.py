@@ -28,7 +28,7 @@ from flwr.proto.fleet_pb2 import (
     UnregisterNodeFleetRequest,
 )
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest, SendNodeHeartbeatResponse
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PullObjectResponse, PushObjectResponse
+from flwr.proto.message_pb2 import ObjectTree, PullObjectResponse, PushObjectResponse
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.date import now
@@ -303,12 +303,6 @@ class NodeConnection:
         """
         request = pack([offer.encode(), file.encode(), b"%d" % offset])
         return self._post(f"{NODE_PATH}{FETCH_BASE}", request, BASE_BYTES)
-
-    def confirm(self, run: int, id: str) -> None:
-        """Confirm a run's message by id. The SuperLink deletes it."""
-        request = ConfirmMessageReceivedRequest(node=Node(node_id=self.node_id), run_id=run, message_object_id=id)
-        with _translate_errors():
-            self._call("confirm-message-received", request)
 
     def renew(self) -> bool:
         """Send a heartbeat, and return whether the SuperLink took it: then the connection may go on."""
