@@ -205,6 +205,7 @@ def test_nodes_join_leave_and_come_back_and_a_killed_run_resumes_with_the_same_b
     assert named == {site: str(number) for site, number in NODES.items()}
 
 
+@pytest.mark.slow
 def test_a_run_in_which_nodes_join_and_leave_is_the_simulation(scene: Scene, tmp_path: Path) -> None:
     scene.values["federation"]["late_joiners"] = True
     listener = Events(scene.grid, {2: {1, 2, 3, 4}, 3: {1, 3, 4}})

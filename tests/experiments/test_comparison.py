@@ -179,6 +179,7 @@ def test_with_another_reference_no_run_is_rerun(
         assert rows[name].difference == pytest.approx(mean - other)
 
 
+@pytest.mark.slow
 def test_stopped_it_continues_to_the_same_table(
     made: tuple[Path, CompareReport, RecordingWatcher], tiny_folder: Path, tmp_path: Path
 ) -> None:

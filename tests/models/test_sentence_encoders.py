@@ -123,6 +123,7 @@ class Notes(Listener):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_pooling_of_its_start(encoders: Path, runs: dict[str, Path], tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(encoders / "bert", model)

@@ -150,6 +150,7 @@ def test_names_and_reasons_of_others_do_not_run(
         view.context.close()
 
 
+@pytest.mark.slow
 def test_a_stage_after_the_last_round_and_a_silent_run(
     browser: Any, pretend_run: PretendRun, collect: Callable[[], Mapping[str, Any]]
 ) -> None:
@@ -168,6 +169,7 @@ def test_a_stage_after_the_last_round_and_a_silent_run(
         view.context.close()
 
 
+@pytest.mark.slow
 def test_the_filter_finds_a_client_among_many(
     browser: Any, pretend_run: PretendRun, collect: Callable[[], Mapping[str, Any]]
 ) -> None:

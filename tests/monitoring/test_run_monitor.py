@@ -176,6 +176,7 @@ def test_values_of_any_kind_do_not_stop_the_page(
         assert (run["state"], run["result"]["score"], run["result"]["worst"]) == ("finished", None, None)
 
 
+@pytest.mark.slow
 def test_long_runs_and_many_clients_are_thinned_out(pretend_run: PretendRun, collect: Collect) -> None:
     for number in range(1, 904):
         pretend_run.add(number, cohort=[f"client-{number:04}"])

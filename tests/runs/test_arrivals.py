@@ -81,6 +81,7 @@ def get_arrivals(folder: Path) -> list[object]:
     return [row["arrivals"] for row in read_lines(RunFolder(folder).metrics)]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_ends_as_one_that_was_not(tiny_folder: Path, recorded: Path, tmp_path: Path) -> None:
     """Stopped twice, while orders are open whose states are older than the run's newest."""
     config, folder = make_config(tiny_folder), tmp_path / "run"
@@ -268,7 +269,8 @@ def list_outliers(run: Path) -> list[str]:
     return [failure["client"] for failure in failures if "cohort's median" in failure["reason"]]
 
 
-@pytest.mark.parametrize("elsewhere", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("elsewhere", [True, False])
 def test_a_record_with_rejected_replies_repeats_the_run(elsewhere: bool, tiny_folder: Path, tmp_path: Path) -> None:
     """A rejected reply moved the median of the norms, and is not in the record."""
     host, _ = make_machines()
@@ -287,6 +289,7 @@ def test_a_record_of_larger_rounds_is_refused(tiny_folder: Path, recorded: Path,
         session.run(config, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_server_that_starts_again_sends_new_orders(tiny_folder: Path, tmp_path: Path) -> None:
     host, machines = make_machines(2)
     with pytest.raises(Stopped):

@@ -18,7 +18,7 @@ from fedspan.runs.baselines import build_local_only, build_pooled, train_baselin
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
-from helpers.families import UNLIKE, methods_by_family
+from helpers.families import methods_by_family
 
 
 class RecordingListener(Listener):
@@ -90,7 +90,8 @@ def test_a_baseline_takes_the_federation_s_rounds_and_tells_of_each(prepared: Pr
     assert result["scores"]["test"]["worst"]["accuracy"] <= result["scores"]["test"]["accuracy"]
 
 
-@pytest.mark.parametrize("engine", ["loop", pytest.param("batched", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["loop", "batched"])
 def test_baselines_share_hidden_states_with_the_run_and_have_the_same_bits_without_it(
     engine: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -132,7 +133,7 @@ def test_a_baseline_that_was_stopped_continues_to_the_same_scores(
     assert set(straight["by_client"]) == set(tiny.SITES)
 
 
-@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
+@pytest.mark.parametrize("key", methods_by_family(quick=["flora", "fedsa-lora"]))
 def test_peft_gives_the_accuracy_that_the_run_reports(key: str, tiny_folder: Path, tmp_path: Path) -> None:
     """For personal methods one adapter a client, whose mean the report gives."""
     values = tiny.settings(tiny_folder, method={"name": key}, federation={"clients_per_round": None})

@@ -156,6 +156,7 @@ def test_it_needs_validation_parts(tiny_folder: Path) -> None:
     assert refused.value.field == "federation.early_stopping"
 
 
+@pytest.mark.slow
 def test_rounds_can_be_compared_by_the_validation_loss(tiny_folder: Path, tmp_path: Path) -> None:
     def run(name: str, **evaluation: Any) -> tuple[int, list[dict[str, Any]]]:
         given = tiny.settings(tiny_folder, federation={"rounds": 8}, training={"lr": 0.3}, evaluation=evaluation)

@@ -55,7 +55,7 @@ def assert_same(one: Path, other: Path) -> None:
     assert [name for name in left if left[name] != right[name]] == []
 
 
-@pytest.mark.parametrize("case", others_slow(CASES, ["head", "moments"]))
+@pytest.mark.parametrize("case", others_slow(CASES, ["moments"]))
 def test_an_extended_run_has_the_bits_of_one_that_was_planned_so(case: str, tiny_folder: Path, tmp_path: Path) -> None:
     fedspan.run(values(tiny_folder, 4, case), tmp_path / "planned")
     short = fedspan.run(values(tiny_folder, 2, case), tmp_path / "extended")
@@ -70,6 +70,7 @@ def test_an_extended_run_has_the_bits_of_one_that_was_planned_so(case: str, tiny
     assert again == long, "nothing is left to do"
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_gets_another_number_of_rounds(tiny_folder: Path, tmp_path: Path) -> None:
     """Fewer, too; and an extended run can be interrupted like any other."""
     fedspan.run(values(tiny_folder, 2), tmp_path / "planned")
@@ -164,6 +165,7 @@ def test_noise_for_a_number_of_rounds_is_for_that_number(tiny_folder: Path, tmp_
         fedspan.resume(tmp_path / "epsilon", overrides=["federation.rounds=2"])
 
 
+@pytest.mark.slow
 def test_a_range_test_of_fewer_rounds_is_another_test(tiny_folder: Path, tmp_path: Path) -> None:
     auto: dict[str, Any] = {"training": {"lr": "auto"}, "federation": {"clients_per_round": None}}
     fedspan.run(values(tiny_folder, 1, **auto), tmp_path / "run")
@@ -171,6 +173,7 @@ def test_a_range_test_of_fewer_rounds_is_another_test(tiny_folder: Path, tmp_pat
         fedspan.resume(tmp_path / "run", overrides=["federation.rounds=3"])
 
 
+@pytest.mark.slow
 def test_early_stopping_ends_an_extended_run_unless_it_gets_more_patience(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -260,7 +260,8 @@ def test_merged_exports(name: str, images: Path, image_runs: Path, tmp_path: Pat
             fedspan.export(image_runs / name, tmp_path / "adapter")
 
 
-@pytest.mark.parametrize("name", ["resnet", pytest.param("scratch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet", "scratch"])
 def test_a_run_that_was_stopped_ends_with_the_same_bits(
     name: str, images: Path, image_runs: Path, tmp_path: Path
 ) -> None:
@@ -276,6 +277,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(
     assert bits[0] == bits[1] == bits[2]
 
 
+@pytest.mark.slow
 def test_the_baselines_train_from_scratch_too(images: Path, tmp_path: Path) -> None:
     values = tiny_images.settings(images, "builtin:resnet-8", federation={"rounds": 1})
     report = fedspan.run({**values, "baselines": ["local", "centralized"]}, tmp_path / "run")

@@ -59,7 +59,7 @@ class Notes(Listener):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("mechanism", others_slow(["central", "local", "dp-sgd"], ["central", "local"]))
+@pytest.mark.parametrize("mechanism", others_slow(["central", "local", "dp-sgd"], ["central"]))
 def test_a_budget_is_spent_by_the_last_round_and_written_down(
     mechanism: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -98,7 +98,7 @@ def test_a_run_ends_before_it_exceeds_its_budget(tiny_folder: Path, tmp_path: Pa
     ("mechanism", "randomness"),
     [
         ("central", "secret"),
-        ("local", "seed"),
+        pytest.param("local", "seed", marks=pytest.mark.slow),
         pytest.param("dp-sgd", "seed", marks=pytest.mark.slow),
         pytest.param("dp-sgd", "secret", marks=pytest.mark.slow),
     ],

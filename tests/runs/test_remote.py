@@ -122,6 +122,7 @@ class Forgetful(Here):
                 yield id, reply_as(self.run, torch.get_num_threads(), self.ids.index(id), envelopes[id])
 
 
+@pytest.mark.slow
 def test_a_client_that_lost_its_state_is_absent_from_the_round_of_the_loss_only(
     tiny_folder: Path, tmp_path: Path
 ) -> None:

@@ -79,7 +79,9 @@ class Noting(Listener):
         self.notes.append(text)
 
 
-@pytest.mark.parametrize("call", ["start", "log", "finish"])
+@pytest.mark.parametrize(
+    "call", [pytest.param("start", marks=pytest.mark.slow), "log", pytest.param("finish", marks=pytest.mark.slow)]
+)
 def test_a_tracker_that_fails_does_not_end_the_run(
     call: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

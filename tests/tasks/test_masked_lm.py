@@ -103,6 +103,7 @@ def test_the_loss_is_transformers_own_and_predictions_add_up_to_it(tmp_path: Pat
     assert task.decode_predictions(predictions) == names
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     values = tiny_masked.settings(tmp_path, federation={"rounds": 3})
     report = fedspan.run(values, tmp_path / "whole")

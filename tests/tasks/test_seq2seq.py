@@ -367,6 +367,7 @@ def test_init_takes_classes_and_numbers_for_no_targets(tmp_path: Path) -> None:
         assert found.config.task != "seq2seq"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     values = tiny_seq2seq.settings(tmp_path, federation={"rounds": 2})
     fedspan.run(values, tmp_path / "whole")

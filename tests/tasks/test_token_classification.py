@@ -238,6 +238,7 @@ def test_columns_of_the_run_are_read_in_evaluations(tiny_folder: Path, tmp_path:
     assert "`--role`" in result.output
 
 
+@pytest.mark.slow
 def test_it_is_planned_and_timed(tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny_tags.settings(tiny_folder, tmp_path, data={"labels": ["O", "B-admin", "I-admin", "B-lab", "I-lab"]})
     plan = fedspan.plan(values, clients=3, examples=60, length=6, device="here")

@@ -170,6 +170,7 @@ def test_what_the_next_run_does_not_need_is_let_go(tiny_folder: Path) -> None:
         assert kept.computed.any()
 
 
+@pytest.mark.slow
 def test_a_series_has_the_bits_of_its_runs_alone(tiny_folder: Path, tmp_path: Path, computed: list[int]) -> None:
     values = tiny.settings(tiny_folder, model=LAST, federation={"rounds": 2})
     fedspan.compare(values, tmp_path / "series", ["fedit", "ffa-lora"], [3, 4])
