@@ -19,8 +19,9 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny_decoders
+from helpers.families import others_slow
 
-families = pytest.mark.parametrize("family", tiny_decoders.FAMILIES)
+families = pytest.mark.parametrize("family", others_slow(tiny_decoders.FAMILIES, ["llama", "gpt2"]))
 
 
 def classifier(folder: Path, family: str, **changes: Any) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from fedspan.runs import selection
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.selection import Best, has_stalled
 from helpers import tiny
-from helpers.families import others_slow
 
 SCORES = {1: 0.2, 2: 0.5, 3: 0.4, 4: 0.1, 5: 0.3, 6: 0.9}
 
@@ -138,8 +137,9 @@ def test_the_note_names_the_loss_where_it_decides(tiny_folder: Path, tmp_path: P
     assert f"stopped after round 4: {expected}" in listener.notes
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scored")
-@pytest.mark.parametrize("stop", others_slow([1, 3, 4], [3]))
+@pytest.mark.parametrize("stop", [1, 3, 4])
 def test_an_interrupted_run_stops_at_the_same_round(stop: int, tiny_folder: Path, tmp_path: Path) -> None:
     whole = fedspan.run(values(tiny_folder), tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):

@@ -56,7 +56,8 @@ def test_a_range_test_tries_rates_around_the_default_and_is_repeatable(tiny_fold
     assert prepared.federation.training.compute_lr(0, 3) == default
 
 
-@pytest.mark.parametrize("engine", ["loop", pytest.param("batched", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["loop", "batched"])
 def test_a_run_trains_with_the_chosen_rate_and_stores_the_test(engine: str, tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny.settings(tiny_folder, training=AUTO, engine={"name": engine})
     report = fedspan.run(values, tmp_path / "run")

@@ -148,7 +148,7 @@ class Killed(Listener):
     ("mechanism", "randomness", "twice"),
     [
         pytest.param("local", "seed", False, marks=pytest.mark.slow),
-        ("central", "seed", False),
+        pytest.param("central", "seed", False, marks=pytest.mark.slow),
         ("central", "secret", True),
     ],
 )
