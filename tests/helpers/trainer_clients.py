@@ -191,14 +191,13 @@ def sentence_encoder(folder: Path, dense: int | None = None) -> Any:
     return library.SentenceTransformer(modules=modules, device="cpu")
 
 
-def make_sentence_trainer(loss: str, model: Any, args: Any) -> Any:
-    """A trainer of scored pairs of words, whose loss is a mean over pairs: ``plain``, or ``nested`` in another."""
+def make_sentence_trainer(model: Any, args: Any) -> Any:
+    """A trainer of scored pairs of words, whose loss is a mean over pairs."""
     library = pytest.importorskip("sentence_transformers")
     losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
     words = [f"{label}{number}" for label in tiny.LABELS for number in range(8)]
     pairs = [{"first": words[at], "second": words[at + 9], "score": at % 3 / 2} for at in range(8)]
-    train, cosine = datasets.Dataset.from_list(pairs), losses.CosineSimilarityLoss(model)
-    chosen = cosine if loss == "plain" else losses.MatryoshkaLoss(model, cosine, [16, 8])
+    train, loss = datasets.Dataset.from_list(pairs), losses.CosineSimilarityLoss(model)
     return library.SentenceTransformerTrainer(
-        model=model, args=args, loss=chosen, train_dataset=train, eval_dataset=train.select(range(4))
+        model=model, args=args, loss=loss, train_dataset=train, eval_dataset=train.select(range(4))
     )

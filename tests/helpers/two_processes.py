@@ -1,7 +1,7 @@
 """A node whose trainer trains in two processes: rank 0 serves runs of two rounds, and writes what came out.
 
 RANK=... WORLD_SIZE=2 ... python -m helpers.two_processes TINY_FOLDER OUT METHOD [--fail RANK] [--interrupt] [--fewer]
-    [--dropout RATE] [--runs COUNT] [--sentences LOSS]
+    [--dropout RATE] [--runs COUNT] [--sentences]
 
 An evaluation follows each round. result-0.safetensors has the final tensors and the losses of the first run, and so on;
 draws-RANK.safetensors has the examples and the dropout masks of each pass of a process, if there is dropout.
@@ -133,7 +133,7 @@ def run_rounds(prepared: Prepared, file: Path) -> None:
     save_file({**tensors, **base, "numbers": torch.tensor(losses, dtype=torch.float64)}, file)
 
 
-def simulate_sentences(tiny_folder: Path, out: Path, method: dict[str, Any], loss: str) -> None:
+def simulate_sentences(tiny_folder: Path, out: Path, method: dict[str, Any]) -> None:
     """Run two rounds of a sentence-transformers trainer in one process or in those of this script, without a server."""
     torch.set_num_threads(1)
     count = count_processes()
@@ -142,7 +142,7 @@ def simulate_sentences(tiny_folder: Path, out: Path, method: dict[str, Any], los
         output_dir=str(out / "trainer"),
         **({} if count == 1 else {"ddp_backend": "gloo"}),
     )
-    trainer = adopt_trainer(make_sentence_trainer(loss, sentence_encoder(tiny_folder), args))
+    trainer = adopt_trainer(make_sentence_trainer(sentence_encoder(tiny_folder), args))
     processes = Processes() if count > 1 else None
     if processes is not None and not processes.is_leader:
         follow(node(tiny_folder, out / "node", id="east"), trainer, processes)
@@ -171,11 +171,11 @@ def main() -> None:
     parser.add_argument("--fewer", action="store_true")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--sentences")
+    parser.add_argument("--sentences", action="store_true")
     args = parser.parse_args()
     method = {"name": args.method}
-    if args.sentences is not None:
-        simulate_sentences(args.tiny_folder, args.out, method, args.sentences)
+    if args.sentences:
+        simulate_sentences(args.tiny_folder, args.out, method)
         return
     serve(args.tiny_folder, args.out, method, args.fail, args.interrupt, args.fewer, args.dropout, args.runs)
 

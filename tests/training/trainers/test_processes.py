@@ -88,14 +88,13 @@ def test_two_processes_train_what_one_trains(method: str, tiny_folder: Path, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["plain", "nested"])
-def test_two_processes_train_a_sentence_encoder_as_one_does(loss: str, tiny_folder: Path, tmp_path: Path) -> None:
+def test_two_processes_train_a_sentence_encoder_as_one_does(tiny_folder: Path, tmp_path: Path) -> None:
     """In every round: its trainer leaves the round's wrapper (DDP) in the loss."""
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
-    two_processes.simulate_sentences(tiny_folder, one, {"name": "fedit"}, loss)
-    for status, output in run_two(tiny_folder, two, "fedit", "--sentences", loss):
+    two_processes.simulate_sentences(tiny_folder, one, {"name": "fedit"})
+    for status, output in run_two(tiny_folder, two, "fedit", "--sentences"):
         assert status == 0, output
     expected, found = load_file(one / "result-0.safetensors"), load_file(two / "result-0.safetensors")
     assert expected.keys() == found.keys()
