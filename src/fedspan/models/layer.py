@@ -6,6 +6,7 @@ Shapes: O output features, I input features.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,7 @@ class AdaptedLayer:
         self.dropout: Dropout | None = None
         self.stacked: Callable[[Tensor], Tensor] | None = None  # while several clients train in one pass
         self.capture: Callable[[str, LowRank], None] | None = None
+        self.observe: Callable[[], AbstractContextManager[None]] | None = None  # is entered for each call
         self._captured: list[LowRank] = []
         self._expected = 0  # uses in forward passes since the last gradient was handed over
         self.base_forward = module.forward
@@ -111,6 +113,12 @@ class AdaptedLayer:
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output under the installed parametrization, in the base's compute dtype."""
+        if self.observe is None:
+            return self._compute(x)
+        with self.observe():
+            return self._compute(x)
+
+    def _compute(self, x: Tensor) -> Tensor:
         if self.stacked is not None:
             return self.stacked(x)
         if self.parametrization is None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.digest import hash_frozen
+from fedspan.models.direct_uses import forbid_direct_uses
 from fedspan.tasks.metrics import is_metric_name
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.engine import Trainer, train_one_by_one
@@ -88,6 +90,7 @@ class TrainerEngine(Trainer):
         self._round: int | None = None
         self._unknown_metrics: set[str] = set()
         self._violations: dict[nn.Module, str] = {}
+        self._checked: set[nn.Module] = set()
 
     def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
         """``Engine.prepare``: nothing, because examples are the trainers' own."""
@@ -107,7 +110,8 @@ class TrainerEngine(Trainer):
 
         Raises:
             FedspanError: If the trainer cannot honour the job, took no step, changed the frozen base, or ended with
-                values that are not finite; or if an earlier order changed the frozen base.
+                values that are not finite; if the model uses a target layer's weight without calling the layer; or if
+                an earlier order changed the frozen base.
         """
         job = assignment.job
         if job.refresh is not None:
@@ -121,7 +125,10 @@ class TrainerEngine(Trainer):
             before = self._require_frozen(owner, live, f"before round {assignment.round + 1}")
             self._set_dropout(owner.adapted)
             optimizer = JobOptimizer(services, assignment, live, self._processes)
-            with self._run_in_processes("train", assignment.client, job, round=assignment.round, lr=assignment.lr):
+            with (
+                self._run_in_processes("train", assignment.client, job, round=assignment.round, lr=assignment.lr),
+                self._require_calls(owner.adapted),
+            ):
                 loss = owner.trainer.train(plan, optimizer)
                 if self._processes is not None:
                     loss = self._processes.compute_mean(loss, "loss of a round")
@@ -218,6 +225,34 @@ class TrainerEngine(Trainer):
             self._processes.announce_job(task, job, self.adapted.base, client=client, **header)
         with self._processes.run_together():
             yield
+
+    @contextmanager
+    def _require_calls(self, adapted: AdaptedModel) -> Generator[None]:
+        """Check within this context, in its first pass, that a model calls its target layers (``forbid_direct_uses``).
+
+        The pass is repeated in evaluation mode, which changes neither its own numbers nor the order of random draws.
+
+        Raises:
+            FedspanError: If the model uses the weight of one otherwise; from the pass.
+        """
+        model, device = adapted.model, adapted.device
+        if model in self._checked:
+            yield
+            return
+
+        def check(module: nn.Module, args: Any, options: Any) -> None:
+            hook.remove()
+            self._checked.add(module)
+            devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
+            with torch.random.fork_rng(devices, device_type=kind), forbid_direct_uses(adapted):
+                module(*args, **options)
+
+        uncompiled: Any = torch.compiler.disable(check)
+        hook = model.register_forward_pre_hook(uncompiled, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _get_owner(self, client: str) -> Owner:
         if client not in self.owners:

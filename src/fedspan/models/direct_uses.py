@@ -1,0 +1,94 @@
+"""Whether a model uses the weights of its target layers only by calling the layers, as adapters need it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fedspan.errors import FedspanError
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.calls import enter_evaluation
+from fedspan.models.offload import is_offloaded
+
+__all__ = ["forbid_direct_uses"]
+
+
+class _DirectUses(TorchDispatchMode):
+    """Records the target layers whose weights a forward pass uses outside of a call of the layer.
+
+    Args:
+        adapted: The model. Offloaded layers are not observed.
+    """
+
+    def __init__(self, adapted: AdaptedModel) -> None:
+        super().__init__()
+        self.layers: dict[str, None] = {}  # in the order of the uses
+        self.is_in_model = False
+        self._weights = {
+            id(layer.stored_weight): name for name, layer in adapted.layers.items() if not is_offloaded(layer.module)
+        }
+
+    def enter_model(self, module: nn.Module, args: object) -> None:
+        self.is_in_model = True
+
+    def leave_model(self, module: nn.Module, args: object, output: object) -> None:
+        self.is_in_model = False
+
+    @contextmanager
+    def call_layer(self) -> Generator[None]:
+        """Use a layer's weight by a call within this context."""
+        before, self.is_in_model = self.is_in_model, False
+        try:
+            yield
+        finally:
+            self.is_in_model = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_in_model:
+            names = (self._weights.get(id(value)) for value in tree_leaves((args, kwargs)))
+            self.layers.update((name, None) for name in names if name is not None)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def forbid_direct_uses(adapted: AdaptedModel) -> Generator[None]:
+    """Run forward passes in evaluation mode, without gradients, in which layers' weights are only used by calls.
+
+    A weight that a model uses as ``F.linear(x, layer.weight)`` has no adapter there, and merging would add it. Layers
+    that a pass does not use at all, such as experts without tokens, are no such case. Compiled code runs as Python
+    within this context.
+
+    Args:
+        adapted: The model.
+
+    Raises:
+        FedspanError: On exit, if a target layer's weight was used otherwise.
+    """
+    uses, layers = _DirectUses(adapted), adapted.layers.values()
+    hooks = [
+        adapted.model.register_forward_pre_hook(uses.enter_model),
+        adapted.model.register_forward_hook(uses.leave_model, always_call=True),
+    ]
+    try:
+        for layer in layers:
+            layer.observe = uses.call_layer
+        with torch.compiler.set_stance("force_eager"), enter_evaluation(adapted.model), uses:
+            yield
+    finally:
+        for layer in layers:
+            layer.observe = None
+        for hook in hooks:
+            hook.remove()
+    if uses.layers:
+        name = next(iter(uses.layers))
+        problem = (
+            f"the model uses the weight of {name!r} without calling the layer (as F.linear(x, layer.weight) does), so "
+            "that an adapter would have no effect there"
+        )
+        raise FedspanError("model.target_modules", name, "other modules", problem=problem)

@@ -1,0 +1,95 @@
+"""Target layers whose weights a model uses without calling them are refused; layers without a use are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fedspan
+from fedspan.errors import FedspanError
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.direct_uses import forbid_direct_uses
+
+
+class Parts(nn.Module):
+    """A model that calls ``called``, uses the weight of ``read`` or of ``both``, and has an expert without inputs."""
+
+    def __init__(self, used: str) -> None:
+        super().__init__()
+        self.called, self.read, self.both, self.expert = (nn.Linear(6, 6) for _ in range(4))
+        self.norm, self.noise, self.used = nn.BatchNorm1d(6), nn.Dropout(0.5), used
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.noise(self.norm(self.both(self.called(x))))
+        return x if self.used == "none" else F.linear(x, getattr(self, self.used).weight)
+
+
+TARGETS = ["called", "read", "both", "expert"]
+
+
+def adapt(model: nn.Module) -> AdaptedModel:
+    return AdaptedModel(model, {name: model.get_submodule(name) for name in TARGETS}, {})
+
+
+@pytest.mark.parametrize("used", ["read", "both"])
+def test_a_weight_that_is_used_without_a_call_is_refused_by_name(used: str) -> None:
+    adapted = adapt(Parts(used).train())
+    with (
+        pytest.raises(FedspanError, match=f"the model uses the weight of '{used}' without calling the layer") as caught,
+        forbid_direct_uses(adapted),
+    ):
+        adapted.model(torch.randn(4, 6))
+    assert caught.value.field == "model.target_modules"
+    assert adapted.model.training
+    assert not adapted.model._forward_hooks
+
+
+def test_calls_and_layers_without_a_use_are_accepted_and_leave_no_trace() -> None:
+    adapted = adapt(Parts("none").train())
+    mean = adapted.model.norm.running_mean.clone()
+    with forbid_direct_uses(adapted):
+        adapted.model(torch.randn(4, 6))
+        adapted.model.read.weight.norm()  # a penalty of the loss is outside of the model
+    assert torch.equal(adapted.model.norm.running_mean, mean)
+    assert all(layer.observe is None for layer in adapted.layers.values())
+
+
+def make_trainer(used: str) -> fedspan.TorchTrainer:
+    torch.manual_seed(2)
+    model = Parts(used)
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+
+    def train(round: fedspan.TrainingRound) -> None:
+        for rows in round.batches(torch.arange(8).split(4)):
+            loss = (model(x[rows]) - y[rows]).square().mean()
+            loss.backward()
+            round.step(loss, len(rows))
+
+    return fedspan.TorchTrainer(model, train, 8)
+
+
+@pytest.mark.parametrize("used", ["read", "both"])
+def test_a_trainer_s_model_is_checked_in_its_first_pass(used: str, tmp_path: Path) -> None:
+    config: dict[str, Any] = {"model": {"target_modules": TARGETS}, "method": {"r": 2}, "federation": {"rounds": 1}}
+    with pytest.raises(FedspanError, match=f"uses the weight of '{used}' without calling the layer"):
+        fedspan.simulate(config, tmp_path / "run", trainers={"a": make_trainer(used)})
+
+
+def test_the_check_of_a_trainer_s_model_changes_no_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import load_file
+
+    from fedspan.training.trainers.trainer_engine import TrainerEngine
+
+    config: dict[str, Any] = {"model": {"target_modules": TARGETS}, "method": {"r": 2}, "federation": {"rounds": 1}}
+    fedspan.simulate(config, tmp_path / "checked", trainers={"a": make_trainer("none")})
+    monkeypatch.setattr(TrainerEngine, "_require_calls", lambda self, adapted: torch.enable_grad())
+    fedspan.simulate(config, tmp_path / "unchecked", trainers={"a": make_trainer("none")})
+    checked, unchecked = (
+        load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("checked", "unchecked")
+    )
+    assert all(torch.equal(value, unchecked[name]) for name, value in checked.items())
