@@ -95,3 +95,13 @@ def test_what_is_no_data(value: Any, words: str) -> None:
     with pytest.raises(FedspanError, match=r"^`data`") as caught:
         read_objects(value, 2)
     assert words in str(caught.value)
+
+
+def test_nan_in_a_column_of_texts_is_a_missing_value() -> None:
+    """pandas' NaN in ``to_dict`` of columns of texts became the class 'nan', or could not be read."""
+    nan = float("nan")
+    columns = {"text": ["one", nan, "three"], "label": ["a", "b", nan]}
+    records = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    for data in (columns, records):
+        read = read_objects(data, 1).sources["train"].dataset
+        assert read.to_dict() == {"text": ["one", None, "three"], "label": ["a", "b", None]}

@@ -12,7 +12,7 @@ import pyarrow as pa
 from fedspan.data.encodings import decode
 from fedspan.data.reading import ReadTable, read_beginning
 
-__all__ = ["make_table", "read_json"]
+__all__ = ["convert_nan", "make_table", "read_json"]
 
 
 def read_json(path: Path, kind: str, encoding: str | None, limit: int | None = None) -> ReadTable:
@@ -93,14 +93,19 @@ def _parse_beginning(text: str) -> list[Any]:
 
 
 def make_table(records: Iterable[Mapping[str, Any]]) -> pa.Table:
-    """Return records as a table; a column of mixed types becomes text, and a key that a record lacks null."""
+    """Return records as a table; a column of mixed types becomes text, and NaN or a key that a record lacks null."""
     records = list(records)
     columns: dict[str, pa.Array] = {}
     for name in dict.fromkeys(key for record in records for key in record):
-        values = [record.get(name) for record in records]
+        values = [convert_nan(record.get(name)) for record in records]
         try:
             columns[str(name)] = pa.array(values)
         # A column that mixes types, such as the labels 1 and "other", or contains integers of more than 64 bits.
         except (pa.ArrowException, OverflowError):
             columns[str(name)] = pa.array([None if value is None else str(value) for value in values])
     return pa.table(columns)
+
+
+def convert_nan(value: Any) -> Any:
+    """Return None for NaN, which is pandas' missing value in columns of text, too."""
+    return None if isinstance(value, float) and value != value else value

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from fedspan.data.assign import make_client_ids
 from fedspan.data.files import flatten, make_plain_dataset
-from fedspan.data.json_files import make_table
+from fedspan.data.json_files import convert_nan, make_table
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 
@@ -129,7 +129,11 @@ def _convert(value: Any, argument: str) -> datasets.Dataset:
         index = [name for name in table.column_names if name.startswith("__index_level_")]
         return make_plain_dataset(_convert_to_strings(table.drop_columns(index)))
     if isinstance(value, Mapping):
-        return datasets.Dataset.from_dict(dict(value))
+        columns = {
+            name: [convert_nan(cell) for cell in column] if isinstance(column, list | tuple) else column
+            for name, column in value.items()
+        }
+        return datasets.Dataset.from_dict(columns)
     if isinstance(value, Sequence) and all(isinstance(record, Mapping) for record in value):
         records = cast(Sequence[Mapping[str, Any]], value)
         if any(isinstance(cell, PIL.Image.Image | np.ndarray) for record in records[:1] for cell in record.values()):
