@@ -48,6 +48,17 @@ def test_signs_of_divergence(made: list[dict[str, Any]], words: list[str]) -> No
     assert [word for word in words if word not in " ".join(found)] == []
 
 
+def test_divergence_in_the_first_round() -> None:
+    """All training losses are those of a diverged model, so they do not rise."""
+    (note,) = find_divergence(rows([7e12, 6e12, 5e12]), "accuracy", 0.01, classes=3)
+    assert "the training loss is 5e+12 in round 3, and that of the untrained model 1.099" in note
+    start = {"round": 0, "validation": {"accuracy": 0.5, "loss": 0.3}}
+    (note,) = find_divergence([start, *rows([7e12], [0.5])], "accuracy", 0.01)
+    assert "that of the untrained model 0.3" in note
+    assert find_divergence([start, *rows([0.9], [0.5])], "accuracy", 0.01) == ()  # an average over the round
+    assert find_divergence(rows([3.0, 2.9]), "accuracy", 0.01, classes=3) == ()
+
+
 def test_a_diverged_run_is_reported_in_the_api_and_on_the_last_screen(tiny_folder: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"optimizer": "sgd", "lr": 30.0, "max_grad_norm": 0.0}
     report = fedspan.run(tiny.settings(tiny_folder, training=changes, federation={"rounds": 3}), tmp_path / "run")

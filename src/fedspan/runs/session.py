@@ -52,6 +52,7 @@ from fedspan.runs.selection import Selection, has_stalled
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.suspects import find_limited
 from fedspan.runs.trained_models import write_adapters
+from fedspan.tasks.single_label import SingleLabelClassification
 from fedspan.training.stages import Stages
 
 __all__ = ["Build", "Host", "load_partition", "run", "write_adapters"]
@@ -457,7 +458,10 @@ class _Session:
             learning_rate=read_range_test(run_folder.learning_rate),
             warnings=(
                 *find_divergence(
-                    read_lines(run_folder.metrics), prepared.task.metric, prepared.federation.training.optimizer.lr
+                    read_lines(run_folder.metrics),
+                    prepared.task.metric,
+                    prepared.federation.training.optimizer.lr,
+                    len(prepared.task.labels) if isinstance(prepared.task, SingleLabelClassification) else 0,
                 ),
                 *find_limited(read_lines(run_folder.metrics)),
             ),
