@@ -559,8 +559,9 @@ serve(Link(sys.argv[1], None, None, 2**22), lambda envelope: envelope, threading
 
 
 @pytest.mark.slow  # processes of Flower's own
-def test_a_message_goes_to_a_node_and_back_through_a_superlink(tmp_path: Path) -> None:
+def test_a_message_goes_to_a_node_and_back_through_a_superlink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The SuperLink's arguments, Flower's commands, the run that is taken over, both ends of the messages."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in the kernel of a notebook
     from fedspan.transports.flower.grid import attach
     from fedspan.transports.flower.server import call_flower, list_nodes, prepare_folder
     from fedspan.transports.flower.superlink import supervise

@@ -136,7 +136,8 @@ def call_flower(link: ServerLink, *arguments: str) -> Any:
             _NAME if argument == "@" else str(bundle) if argument == "%" else argument for argument in arguments
         ]
         command = build_flwr_command(*expanded, "--format", "json")
-        environment = {**os.environ, "FLWR_HOME": home}
+        # On a dumb terminal JSON has no colors, even if FORCE_COLOR is set, as in the kernel of a notebook.
+        environment = {**os.environ, "FLWR_HOME": home, "TERM": "dumb"}
         completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     return _parse_response(completed, expanded)
 
