@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import socket
 import ssl
 import subprocess
@@ -33,56 +32,6 @@ def test_a_port_that_is_taken_is_named(insecure: bool, tmp_path: Path) -> None:
     with pytest.raises(FedspanError, match="--host"):
         superlink_process.supervise(tmp_path, link, "192.0.2.1", Event(), lambda: None)
     assert not (tmp_path / "superlink.log").exists()
-
-
-def test_no_header_names_another_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default, uvicorn believes a header of this machine's clients; the door trusts the connections of its user."""
-    uvicorn = pytest.importorskip("uvicorn")
-    command = importlib.import_module("flwr.superlink.cli.flower_superlink")
-    from flwr.supercore.corestate import sql_corestate
-    from flwr.superlink import extensions
-
-    from fedspan.transports.flower.adapter import run_superlink
-    from fedspan.transports.flower.connections import BoundedProtocol, BoundedSocket
-
-    for module, name in ((extensions, "get_middleware"), (sql_corestate, "OBJECT_PUSH_SESSION_TTL_SECONDS")):
-        monkeypatch.setattr(module, name, getattr(module, name))  # restored with the others
-    monkeypatch.setattr(command, "uvicorn", None)
-    clients, servers = list[Any](), list[Any]()
-
-    class Server(uvicorn.Server):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            servers.append(self)
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        clients.append((scope["client"], scope["scheme"], scope["root_path"]))
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
-        await send({"type": "http.response.body", "body": b""})
-
-    monkeypatch.setattr(uvicorn, "Server", Server)
-    monkeypatch.setattr(
-        command, "flower_superlink", lambda: command.uvicorn.run(app=app, host="127.0.0.1", port=0, lifespan="off")
-    )
-    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
-    thread = Thread(target=run_superlink, args=([], BoundedProtocol, BoundedSocket.take_over))
-    thread.start()
-    try:
-        until = time.monotonic() + 30
-        while not (servers and servers[0].started):
-            assert time.monotonic() < until
-            time.sleep(0.02)
-        address = servers[0].servers[0].sockets[0].getsockname()
-        with socket.create_connection(address, 10) as attacker:
-            forged = "X-Forwarded-For: 127.0.0.1:7\r\nForwarded: for=127.0.0.1:7\r\nX-Real-IP: 127.0.0.1\r\n"
-            forged += "X-Forwarded-Proto: https\r\nX-Forwarded-Prefix: /a\r\n"
-            attacker.sendall(f"POST /v1/control/list-nodes HTTP/1.1\r\nHost: a\r\n{forged}\r\n".encode())
-            assert attacker.recv(100).startswith(b"HTTP/1.1 200")
-            assert clients == [(attacker.getsockname(), "http", "")]
-    finally:
-        for server in servers:
-            server.should_exit = True
-        thread.join(20)
 
 
 def test_a_large_log_is_moved_while_the_superlink_has_it_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

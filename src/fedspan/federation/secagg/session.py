@@ -263,7 +263,8 @@ class SecureSession:
         try:
             wrong = unmask(total, masked, revealed)
         except SharesError as error:
-            for id in sorted(revealed) if error.client is None else (error.client,):
+            explained = {failure.client for failure in self.failures[failures_before:]}  # by the clients themselves
+            for id in sorted(revealed) if error.client is None else {error.client} - explained:
                 self.fail(id, f"unmask: the shares {error}")
             self.wrong |= set() if error.client is None else {error.client}
             raise TooFew from error
