@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import codecs
+import random
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedspan.data import encodings
+from fedspan.data.builtin import find_corpus_file
 from fedspan.data.config import DataConfig
 from fedspan.data.encodings import convert_to_utf8, decode
 from fedspan.data.loading import load
@@ -78,6 +80,16 @@ def test_few_characters_beyond_ascii_are_enough(name: str) -> None:
     """Signs alone are those of cp1252: other encodings have them in other places or not at all."""
     text, encoding = SPARSE[name]
     assert decode(text.encode(encoding)) == (text, encoding)
+
+
+def test_english_texts_with_names_of_swiss_towns() -> None:
+    """The names alone fit cp1250, too, and the frequencies of English letters differ by chance."""
+    rows = find_corpus_file("builtin:patient-messages", "train", "data.train").read_text(encoding="utf-8").splitlines()
+    draws, towns = random.Random(0), ("Gen\u00e8ve", "Z\u00fcrich S\u00fcd", "Basel", "Bern", "Chur")
+    lines = [f"{draws.choices(towns, (5, 4, 3, 2, 1))[0]};{row}\n" for row in rows if row.isascii()]
+    content = "".join(lines).encode("cp1252")
+    found = {length: decode(content[:length])[1] for length in range(2**13, len(content), 2**13)}
+    assert set(found.values()) == {"cp1252"}, found
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "latin-1"])

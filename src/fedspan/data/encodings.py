@@ -30,6 +30,9 @@ _LEGACY = (
 """Encodings that are tried for files that are not Unicode, the most common first."""
 _TOLERANCE = 0.02
 """Difference of charset-normalizer's shares, from 0 to 1, below which they are equal."""
+_LEAD = 0.3
+"""Difference in coherence that another encoding needs against the most common one if that one has only usual letters:
+English texts with a few French names differ by up to 0.23, by chance."""
 _MAX_CHAOS = 0.3
 """Share of unlikely characters from which a file is no text in an encoding."""
 _QUOTES = rb"\x80\x82\x84-\x87\x8b\x91-\x97\x99\x9b\xa2\xa7\xa9\xab\xae\xb0\xb1\xb7\xbb\xbd\xd7\xf7"
@@ -42,8 +45,10 @@ _SIGNS = re.compile(
     rb"|(?<![A-Za-z\x80-\xff])[\xa1\xa3\xa5\xb2\xb3\xbc\xbe\xbf](?![A-Za-z\x80-\xff])"
 )
 """Signs of cp1252 where they are hardly letters of another encoding."""
-_SIGN_IN_WORD = re.compile(r"(?<=[^\W\d_])[^\w\s\x00-\x7f\u2013-\u2026\xab\xbb\xae\u2122\xa9]")
+_SIGN_IN_WORD = re.compile(r"(?<=[^\W\d_])(?:[^\w\s\x00-\x7f\u2013-\u2026\xab\xbb\xae\u2122\xa9]|[\xb2\xb3\xb9])")
 """A sign that follows a letter, such as a superscript three."""
+_RARE = re.compile("[\u00d0\u00dd\u00de\u00f0\u00fd\u00fe\u0152\u0153\u0160\u0161\u0178\u017d\u017e]")
+"""Letters of cp1252 that are more likely Turkish, Polish or Czech letters of other encodings."""
 _SAMPLE = 1 << 16
 """Number of bytes that the ranking examines."""
 _PIECE = 1 << 20
@@ -184,7 +189,8 @@ def _rank_encodings(sample: bytes) -> list[str]:
     """Rank the encodings of a text with letters beyond ASCII, the best first; those that cannot decode it are missing.
 
     The criteria are charset-normalizer's share of unlikely characters (chaos), how much the letters are those of a
-    language (coherence), the number of signs in words, and the order of `_LEGACY`.
+    language (coherence), the number of signs in words, and the order of `_LEGACY`. If a text has only usual
+    letters in the most common encoding, another one needs a clear lead in coherence.
     """
     chaos: dict[str, float] = {}
     coherence: dict[str, float] = {}
@@ -192,12 +198,14 @@ def _rank_encodings(sample: bytes) -> list[str]:
         for match in from_bytes(sample, cp_isolation=[name], threshold=_MAX_CHAOS, enable_fallback=False):
             chaos[name], coherence[name] = match.chaos, match.coherence
     signs = {name: len(_SIGN_IN_WORD.findall(sample.decode(name, errors="ignore"))) for name in chaos}
+    common = sample.decode(_LEGACY[0], errors="ignore")
+    usual = {_LEGACY[0]} if not _SIGN_IN_WORD.search(common) and not _RARE.search(common) else set[str]()
     ranked: list[str] = []
     while remaining := [name for name in chaos if name not in ranked]:
         best = min(chaos[name] for name in remaining)
         near = [name for name in remaining if chaos[name] <= best + _TOLERANCE]
         most = max(coherence[name] for name in near)
-        near = [name for name in near if coherence[name] >= most - _TOLERANCE]
+        near = [name for name in near if coherence[name] >= most - (_LEAD if name in usual else _TOLERANCE)]
         ranked.append(min(near, key=lambda name: signs[name]))  # the first of equal ones
     return ranked
 
