@@ -15,7 +15,7 @@ pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
 from stage import Deployment
-from test_deployment import finish, rounds, submitted, wait_for_round
+from test_deployment import finish, rounds, submitted, wait_for_round, was_asked_twice
 
 import fedspan
 from helpers.sites import SITES, local_values, run_values, site_files
@@ -94,7 +94,7 @@ def test_a_deployment_gives_the_plain_adapter_and_a_node_that_is_killed_costs_no
         assert done.returncode == 2
         assert "limits.secure_only" in done.stdout + done.stderr
 
-        # Between the shares and the vector: while it trains, a node goes, and comes back for the next round.
+        # Between the shares and the vector: while it trains, a node goes; back, it gets its order again.
         values["training"] = {**values["training"], "local_steps": 1000}
         config.write_text(yaml.safe_dump(values))
         run = tmp_path / "killed"
@@ -106,4 +106,5 @@ def test_a_deployment_gives_the_plain_adapter_and_a_node_that_is_killed_costs_no
         finish(process, made)
         assert [row["round"] for row in rounds(run)] == [1, 2, 3]
         failures = [one for row in rounds(run) for one in row.get("failures", [])]
-        assert {one["client"] for one in failures} == {SITES[0]}
+        assert {one["client"] for one in failures} <= {SITES[0]}
+        assert failures or was_asked_twice(made, SITES[0])
