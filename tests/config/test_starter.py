@@ -221,3 +221,27 @@ def test_incomplete_rows_are_skipped_in_the_config(tmp_path: Path) -> None:
     assert config.data.invalid == "skip"
     assert "rows left out (data.invalid: skip): 15 without a text, a label or an answer" in found
     assert "45 examples" in found
+
+
+def test_a_file_without_a_header_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("".join(f"{text},{'ab'[number % 2]}\n" for number, text in enumerate(TEXTS)))
+    config, found = config_of(path)
+    assert config.data.header is False
+    assert "the first line looks like an example: the columns are named column_1, column_2" in found
+
+
+def test_a_file_whose_rows_all_differ_from_the_header(tmp_path: Path) -> None:
+    """As R's write.table writes it: the row names have no header."""
+    path = tmp_path / "t.csv"
+    path.write_text("text,label\n" + "".join(f"{number},{text},a\n" for number, text in enumerate(TEXTS)))
+    refused("DATA", "Expected 2 columns, got 3", path)
+    refused("DATA", "data.delimiter or data.quoting or data.columns (the names of all columns)", path)
+
+
+def test_lists_of_texts_are_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    rows = [{"sentences": text.split(), "label": "ab"[number % 2]} for number, text in enumerate(TEXTS)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    config, _ = config_of(path, task="sequence-classification")
+    assert (config.data.text, config.data.label) == ("sentences", "label")

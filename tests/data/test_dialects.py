@@ -51,6 +51,14 @@ def test_single_quotes_in_a_tsv_are_text() -> None:
     assert found.quoting == "none"
 
 
+def test_fields_in_single_quotes() -> None:
+    rows = [["text", "label"], *([text, label] for text, label in zip(REVIEWS, LABELS, strict=True))]
+    found = detect_dialect("text,label\n'a, b',x\n'c, d, e',y\n'f',x\n", tabs=False)
+    assert (found.delimiter, found.quoting) == (",", "single")
+    assert detect_dialect(written(rows, ","), tabs=False).quoting == "double"
+    assert detect_dialect("text,label\nit's late,x\nwe don't know,y\n", tabs=False).quoting == "double"
+
+
 def test_a_csv_whose_quotes_are_text() -> None:
     found = detect_dialect('text,label\n"one,a\ntwo,b\nthree,a\nfour,b\n', tabs=False)
     assert (found.delimiter, found.quoting) == (",", "none")
@@ -124,3 +132,33 @@ def test_rows_written_in_quotes_are_read_again(
     )
     train = load(DataConfig(train=str(path), test_fraction=0)).train
     assert train["text"][:] == [row[0] for row in rows[1:]]
+
+
+@pytest.mark.parametrize("titles", ["Survey 2026, part 1;;\n", "# exported by «tool»\n\n", "One;;\nTwo;;\n"])
+def test_title_rows_above_the_header(titles: str) -> None:
+    table = "id;comment;category\n1;good;a\n2;bad;b\n3;so so;a\n"
+    found = detect_dialect(titles + table, tabs=False)
+    assert (found.delimiter, found.header, found.names) == (";", True, ("id", "comment", "category"))
+    assert found.titles == tuple(line.rstrip(";") for line in titles.split("\n") if line)
+    assert (titles + table).encode()[found.skip :].strip() == table.encode().strip()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "late,\nearly,a\nlate,b\nearly,a\nlate,b\n",  # a first example without a label
+        "On Monday it was late,\n" + "On Tuesday it was early,a\nOn Friday it was late,b\n" * 20,
+        "text,\nlate,a\nearly,b\nlate,a\n",  # an unnamed column
+        ",text\n0,late\n1,early\n",  # an index
+        "Survey,\nlate,\n",
+    ],
+)
+def test_a_first_row_with_one_value_that_is_no_title(text: str) -> None:
+    assert detect_dialect(text, tabs=False).titles == ()
+
+
+def test_the_columns_that_a_user_names_are_no_title() -> None:
+    text = "remark,\nid,label\n1,a\n2,b\n"
+    assert detect_dialect(text, tabs=False).titles == ("remark",)
+    assert detect_dialect(text, tabs=False, requested={"remark"}).titles == ()
+    assert detect_dialect(text, tabs=False, header=True).names == ("remark", "")

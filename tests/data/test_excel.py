@@ -84,3 +84,13 @@ def test_a_file_that_is_no_workbook(tmp_path: Path, refused: Refused) -> None:
     path = tmp_path / "t.xlsx"
     path.write_text("no workbook")
     refused("data.train", str(path), ["cannot be read as xlsx"], load, DataConfig(train=str(path)))
+
+
+def test_title_rows_above_the_column_names(tmp_path: Path, refused: Refused) -> None:
+    path = workbook(tmp_path / "t.xlsx", S=[("Survey 2026", None), ("confidential",), (), *ROWS])
+    source = read_source(DataConfig(train=str(path)), "train", "data")
+    assert source.dataset.column_names == ["note", "stars"]
+    assert "left out above the column names: 'Survey 2026', 'confidential'" in source.notes[0]
+    assert source.row(0) == f"row 4 of {path}"
+    named = read_source(DataConfig(train=str(path), header=True), "train", "data")
+    assert named.dataset.column_names == ["Survey 2026", "column_2"]

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from fedspan.data.dialects import describe_missing_header
 from fedspan.data.images import PICTURES
-from fedspan.data.names import describe_missing_column, get_arrow_column, read_names
+from fedspan.data.names import describe_missing_column, get_arrow_column, is_list, read_names
 from fedspan.data.path_patterns import has_placeholders, list_placeholders
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
@@ -310,7 +310,7 @@ def _list_label_candidates(sample: datasets.Dataset, columns: Sequence[str]) -> 
 
 def _has_single_element_lists(sample: datasets.Dataset, column: str) -> bool:
     values = get_arrow_column(sample, column)
-    if not pa.types.is_list(values.type) or pa.types.is_nested(values.type.value_type):
+    if not is_list(values.type) or pa.types.is_nested(values.type.value_type):
         return False
     return all(value is not None and len(value) == 1 for value in values.to_pylist())
 
@@ -327,7 +327,13 @@ def _find_score_column(sample: datasets.Dataset, columns: Sequence[str]) -> str 
 
 
 def _compute_mean_text_length(sample: datasets.Dataset, column: str) -> float:
-    """Compute the mean number of characters of a column; 0 if the column is not text."""
+    """Compute the mean number of characters of a column of texts, or of lists of texts; 0 of others."""
+    kind = get_arrow_column(sample, column).type
+    if is_list(kind) and (pa.types.is_string(kind.value_type) or pa.types.is_large_string(kind.value_type)):
+        if _has_single_element_lists(sample, column):
+            return 0.0  # a list of one label
+        lengths = [len(" ".join(filter(None, value))) for value in sample[column] if value]
+        return sum(lengths) / max(1, len(lengths))
     if str(getattr(sample.features[column], "dtype", "")) not in ("string", "large_string"):
         return 0.0
     values = [value for value in sample[column] if isinstance(value, str)]

@@ -103,6 +103,8 @@ def write_starter_config(
         names = ", ".join(loaded.labels[:6]) + (", ..." if len(loaded.labels) > 6 else "")
         scope = "" if loaded.is_complete else " in the rows that were read"
         findings.append(f"{len(loaded.labels)} labels{scope}: {names}")
+    location = f"{rows.name}: "
+    findings += [f"{location}{note}" for note in rows.notes if f"{location}{note}" not in loaded.notes]
     findings += loaded.notes
     with convert_disk_errors(path.parent, "choose another file", "--out"):
         write_atomic(path, content.encode())
@@ -116,6 +118,11 @@ def _read_sample(location: str, option: str) -> Source:
     except FedspanError as error:
         if error.field != "data.train":
             raise
+        if error.__cause__ is None:  # of a file without a single valid row, the first error says what is wrong
+            try:
+                read_source(config.model_copy(update={"invalid": "error"}), "train", "data", _SAMPLE_BYTES)
+            except FedspanError as first:
+                raise first.relocate(option) from first
         raise error.relocate(option) from error
 
 

@@ -163,7 +163,8 @@ class DataConfig(BaseModel):
     header: bool | None = Field(
         default=None,
         description="Whether the first line of a .csv, .tsv, .txt or Excel file names the columns. false names "
-        "them by position: column_1, column_2. Default: detected.",
+        "them by position: column_1, column_2. Default: detected; rows above the names with a title in the first "
+        "column and nothing else are left out.",
     )
     columns: list[str] | None = Field(
         default=None,

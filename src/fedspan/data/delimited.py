@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from fedspan.data.config import DataConfig
-from fedspan.data.dialects import DELIMITERS, Dialect, describe_missing_header, detect_dialect
+from fedspan.data.dialects import DELIMITERS, Dialect, describe_missing_header, describe_titles, detect_dialect
 from fedspan.data.encodings import convert_to_utf8
 from fedspan.data.reading import ReadTable, read_beginning
 
@@ -37,13 +37,14 @@ def read_delimited(path: Path, kind: str, config: DataConfig, limit: int | None 
         content = content[: content.rfind(b"\n") + 1]
     dialect = _detect_file_dialect(content, kind, config)
     table, invalid_lines = _parse(content, dialect, skip_invalid=config.invalid == "skip" or not is_complete)
+    if invalid_lines and not len(table):  # no row matches the header: the error of the first one describes the problem
+        _parse(content, dialect, skip_invalid=False)
     table = table.rename_columns(_fill_names(table.column_names))
     notes = _describe_format(encoding, kind, dialect, config)
     # A sample that ends inside a quoted text ends in one malformed row, which is not an error in the file.
     positions = None if not invalid_lines or not is_complete else _list_valid_rows(len(table), invalid_lines)
-    return ReadTable(
-        table, dialect.header, tuple(notes), positions, len(invalid_lines) if is_complete else 0, is_complete
-    )
+    skipped = len(invalid_lines) if is_complete else 0
+    return ReadTable(table, dialect.header + len(dialect.titles), tuple(notes), positions, skipped, is_complete)
 
 
 def read_column_names(path: Path, kind: str) -> list[str]:
@@ -135,6 +136,8 @@ def _describe_format(encoding: str, kind: str, dialect: Dialect, config: DataCon
         detected.append(f"quoting {dialect.quoting} (data.quoting)")
     if detected:
         notes.append(f"detected {', '.join(detected)}")
+    if dialect.titles:
+        notes.append(describe_titles(dialect.titles))
     if config.header is None and config.columns is None and not dialect.header:
         notes.append(describe_missing_header(dialect.names))
     return notes

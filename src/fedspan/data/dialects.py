@@ -12,13 +12,16 @@ import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 __all__ = [
     "DELIMITERS",
     "Dialect",
     "Quoting",
+    "count_title_rows",
     "describe_missing_header",
+    "describe_titles",
     "detect_dialect",
     "has_header",
     "make_positional_names",
@@ -43,7 +46,8 @@ class Dialect:
         quoting: The character that encloses fields with delimiters or line ends in them.
         header: Whether the first row names the columns.
         names: Names of the columns.
-        skip: Number of characters before the first row (Excel's line ``sep=;``).
+        skip: Number of bytes in UTF-8 before the first row (Excel's line ``sep=;``, title rows).
+        titles: Title rows above the header, which are left out.
     """
 
     delimiter: str
@@ -51,6 +55,7 @@ class Dialect:
     header: bool
     names: tuple[str, ...]
     skip: int = 0
+    titles: tuple[str, ...] = ()
 
     @property
     def quote(self) -> str | None:
@@ -82,20 +87,26 @@ def detect_dialect(
     excel_line = _EXCEL_LINE.match(sample)
     skip = 0
     if excel_line is not None and delimiter in (None, excel_line[1]):
-        delimiter, skip = excel_line[1], excel_line.end()
-        sample = sample[skip:]
+        delimiter, skip = excel_line[1], len(excel_line[0].encode())
+        sample = sample[excel_line.end() :]
     default = "\t" if tabs else ","
     candidates: list[tuple[str, Quoting]] = []
     for character in [delimiter] if delimiter else sorted(DELIMITERS, key=lambda separator: separator != default):
         for kind in _list_quotings(quoting, tabs and character == "\t"):
             candidates.append((character, kind))
     parsed = {candidate: _split_rows(sample, *candidate) for candidate in candidates}
-    best = max(candidates, key=lambda candidate: _measure_fit(parsed[candidate]))  # the first of equally good ones
-    if quoting is None and best[1] == "none" and _is_enclosed(parsed[best]):
+    # The first of equally good ones.
+    best = max(candidates, key=lambda candidate: _measure_fit(parsed[candidate].rows))
+    if quoting is None and best[1] == "none" and _is_enclosed(parsed[best].rows):
         best = (best[0], "double")
-    rows = parsed[best]
+    rows = parsed[best].rows
     if names is not None:
         return Dialect(*best, False, tuple(names), skip)
+    titles = count_title_rows(rows, requested) if header is None else 0
+    if titles:
+        skip += len(sample[: parsed[best].ends[titles - 1]].encode())
+        names = tuple(rows[titles])
+        return Dialect(*best, True, names, skip, tuple(row[0].strip() for row in rows[:titles]))
     first = tuple(rows[0]) if rows else ()
     header = has_header(rows, requested) if header is None else header
     return Dialect(*best, header, first if header else make_positional_names(len(first)), skip)
@@ -105,24 +116,36 @@ def _list_quotings(named: Quoting | None, plain: bool) -> list[Quoting]:
     """List the candidate quotings, the likelier first: tsv files often have literal quotes, csv files quote fields."""
     if named is not None:
         return [named]
-    return ["none", "double"] if plain else ["double", "none"]
+    return ["none", "double", "single"] if plain else ["double", "none", "single"]
 
 
-def _split_rows(sample: str, delimiter: str, quoting: Quoting) -> list[list[str]]:
+@dataclass(frozen=True)
+class _ParsedRows:
+    """The rows of a sample that are not blank, and the position in the sample after each of them."""
+
+    rows: list[list[str]]
+    ends: list[int]
+
+
+def _split_rows(sample: str, delimiter: str, quoting: Quoting) -> _ParsedRows:
     quote = _CHARACTERS.get(quoting)
     style: dict[str, Any] = {"quotechar": quote} if quote else {"quoting": csv.QUOTE_NONE}
     # Not splitlines: texts may contain other line separators than the file's.
     lines = re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$", sample)
+    line_ends = [*accumulate(map(len, lines))]
     rows: list[list[str]] = []
+    ends: list[int] = []
+    reader = csv.reader(lines, delimiter=delimiter, **style)
     try:
-        for row in csv.reader(lines, delimiter=delimiter, **style):
+        for row in reader:
             if row:
                 rows.append(row)
+                ends.append(line_ends[reader.line_num - 1])
             if len(rows) == _ROWS or sum(map(len, row)) > _LONGEST:
                 break
     except csv.Error:  # a field beyond the limit of the csv module
         pass
-    return rows
+    return _ParsedRows(rows, ends)
 
 
 def _measure_fit(rows: Sequence[Sequence[str]]) -> tuple[float, int]:
@@ -152,6 +175,31 @@ def describe_missing_header(names: Sequence[str]) -> str:
     return f"the first line looks like an example: the columns are named {shown} (data.header: true if it names them)"
 
 
+def count_title_rows(rows: Sequence[Sequence[str]], requested: Collection[str] = ()) -> int:
+    """Count the rows above the header that hold a title in their first cell and nothing else; 0 if there is no header.
+
+    Args:
+        rows: The first rows.
+        requested: Names of columns that the user requested; a row with one of them is no title.
+    """
+    count = 0
+    while count < len(rows) and not any(map(str.strip, rows[count][1:])):
+        count += 1
+    titles, table = rows[:count], rows[count:]
+    if not titles or len(table) < 2 or any(_is_usual_name(row[0]) or row[0].strip() in requested for row in titles):
+        return 0
+    width = Counter(map(len, table)).most_common(1)[0][0]
+    names = [name.strip() for name in table[0]]
+    is_full = len(names) == width > 1 and all(names)
+    return count if is_full and (set(names) & set(requested) or _weigh_names(names, table[1:]) > 0) else 0
+
+
+def describe_titles(titles: Sequence[str]) -> str:
+    """Return the note on title rows that are left out."""
+    shown = ", ".join(map(repr, filter(None, titles)))
+    return f"left out above the column names: {shown} (data.header: true if the first line names the columns)"
+
+
 def make_positional_names(count: int) -> tuple[str, ...]:
     """Return the names of columns without a header: ``column_1`` and so on."""
     return tuple(f"column_{number}" for number in range(1, count + 1))
@@ -173,12 +221,22 @@ def has_header(rows: Sequence[Sequence[str]], requested: Collection[str] = ()) -
         return True
     if list(first) == [str(number) for number in range(len(first))]:  # the names that pandas assigns to unnamed columns
         return True
+    evidence = _weigh_names(first, body)
+    return evidence > 0 or (evidence == 0 and not any(map(_is_sentence, first)))
+
+
+def _weigh_names(first: Sequence[str], body: Sequence[Sequence[str]]) -> int:
+    """Return a positive number if a first row looks like names, a negative one if it looks like an example, else 0."""
     votes = sum(
         _vote(name.strip(), [row[index].strip() for row in body if index < len(row)])
         for index, name in enumerate(first)
     )
-    usual_names = sum(name.strip().lower() in _COMMON_NAMES for name in first)
-    return usual_names > 1 or votes > 0 or (votes == 0 and (usual_names == 1 or not any(map(_is_sentence, first))))
+    usual_names = sum(map(_is_usual_name, first))
+    return 1 if usual_names > 1 else votes or usual_names
+
+
+def _is_usual_name(name: str) -> bool:
+    return name.strip().lower() in _COMMON_NAMES
 
 
 _COMMON_NAMES = {

@@ -10,10 +10,16 @@ from typing import Any
 import pyarrow as pa
 
 from fedspan.data.config import DataConfig
-from fedspan.data.dialects import describe_missing_header, has_header, make_positional_names
+from fedspan.data.dialects import (
+    count_title_rows,
+    describe_missing_header,
+    describe_titles,
+    has_header,
+    make_positional_names,
+)
 from fedspan.data.json_files import make_table
 from fedspan.data.reading import ReadTable
-from fedspan.errors import FedspanError, build_install_command, suggest_nearest
+from fedspan.errors import FedspanError, suggest_nearest
 
 __all__ = ["SUFFIXES", "read_excel"]
 
@@ -37,8 +43,9 @@ def read_excel(path: Path, user_path: str, config: DataConfig, field: str, optio
     try:
         import python_calamine
     except ImportError:
-        command = build_install_command("excel")
-        problem = f"{user_path} is an Excel file. To read it, run {command}, or save the sheet as a .csv file"
+        problem = (
+            f"{user_path} is an Excel file. To read it, pip install 'fedspan[excel]', or save the sheet as a .csv file"
+        )
         raise FedspanError(option, user_path, problem=problem) from None
     try:
         with python_calamine.CalamineWorkbook.from_path(str(path)) as book:
@@ -63,9 +70,13 @@ def _build_table(rows: list[list[Any]], config: DataConfig, notes: tuple[str, ..
     if not rows:
         return ReadTable(pa.table({}), notes=notes)
     texts = [["" if value is None else str(value) for value in row] for row in rows[:1000]]
-    header = config.header
+    header, requested = config.header, {config.text, config.label or "label"}
+    titles = count_title_rows(texts, requested) if header is None and config.columns is None else 0
+    if titles:
+        notes = (*notes, describe_titles([row[0].strip() for row in texts[:titles]]))
+        rows, texts = rows[titles:], texts[titles:]
     if header is None:
-        header = config.columns is None and has_header(texts, {config.text, config.label or "label"})
+        header = config.columns is None and has_header(texts, requested)
         if config.columns is None and not header:
             notes = (*notes, describe_missing_header(make_positional_names(len(rows[0]))))
     by_position = make_positional_names(len(rows[0]))
@@ -81,7 +92,7 @@ def _build_table(rows: list[list[Any]], config: DataConfig, notes: tuple[str, ..
         duplicate = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the column {duplicate!r} occurs twice")
     body = rows[1:] if header else rows
-    return ReadTable(make_table(dict(zip(names, row, strict=True)) for row in body), header, notes)
+    return ReadTable(make_table(dict(zip(names, row, strict=True)) for row in body), header + titles, notes)
 
 
 def _convert_cell(value: Any) -> Any:

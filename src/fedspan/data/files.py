@@ -226,6 +226,9 @@ def _suggest_remedy(kind: str, reason: str, config: DataConfig, field: str) -> s
         return ""
     if "columns, got" in reason:
         unset_options = [f"{field}.{name}" for name in ("delimiter", "quoting") if getattr(config, name) is None]
+        if config.invalid == "skip":  # no row is left
+            unset_options += [] if config.columns is not None else [f"{field}.columns (the names of all columns)"]
+            return f" No row matches the first one. Set the file's dialect: {' or '.join(unset_options)}."
         advice = f", or set the file's dialect: {' and '.join(unset_options)}" if unset_options else ""
         return f" To leave such rows out, set {field}.invalid: skip{advice}."
     return f" Set the file's dialect with {field}.delimiter, {field}.quoting and {field}.encoding."

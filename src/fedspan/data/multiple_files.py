@@ -32,8 +32,7 @@ def read_multiple(user_path: str, option: str, read: Callable[[Path], Source]) -
         problem = f"no file matches {user_path!r}, where each pair of braces stands for a part of a name"
         raise FedspanError(option, user_path, problem=problem)
     sources = {path: read(path) for path in matches}
-    headers = {source.header for source in sources.values()}
-    if len(headers) > 1:
+    if len({bool(source.header) for source in sources.values()}) > 1:
         kinds = sorted({"".join(path.suffixes) for path in matches})
         raise FedspanError(option, user_path, problem=f"the files have several formats: {', '.join(kinds)}")
     try:
@@ -41,11 +40,11 @@ def read_multiple(user_path: str, option: str, read: Callable[[Path], Source]) -
     except ValueError as error:
         problem = f"the files do not go together: {str(error).splitlines()[0][:300]}"
         raise FedspanError(option, user_path, problem=problem) from error
-    files = tuple((source.name, len(source.dataset) + source.skipped) for source in sources.values())
+    files = tuple((source.name, len(source.dataset) + source.skipped, source.header) for source in sources.values())
     return Source(
         dataset,
         user_path,
-        headers.pop(),
+        max(source.header for source in sources.values()),
         positions=_align_positions(list(sources.values())),
         files=files,
         notes=tuple(dict.fromkeys(note for source in sources.values() for note in source.notes)),

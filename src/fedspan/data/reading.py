@@ -17,7 +17,7 @@ class ReadTable:
 
     Attributes:
         table: Its columns.
-        header: Whether its first row names the columns.
+        header: Number of rows above the first example: the column names and titles.
         notes: What was detected, one clause each.
         positions: Positions of the rows in the file if malformed ones were skipped; None: all rows are there.
         skipped: Number of malformed rows.
@@ -25,7 +25,7 @@ class ReadTable:
     """
 
     table: pa.Table
-    header: bool = False
+    header: int = 0
     notes: tuple[str, ...] = ()
     positions: Sequence[int] | None = None
     skipped: int = 0

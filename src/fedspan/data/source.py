@@ -20,9 +20,10 @@ class Source:
     Attributes:
         dataset: All its columns, unchanged.
         name: Name in messages: a path, or a hub id with the split.
-        header: Whether its first row names the columns; examples then count from 2, as in a spreadsheet.
+        header: Number of rows above the first example, the column names and titles, which count as in a spreadsheet.
         positions: Original positions of the rows if some were left out; None: all rows are there.
-        files: Paths and numbers of rows of the files that the source was joined from; else none.
+        files: The files that the source was joined from: path, number of rows, and number of rows above them; else
+            none.
         notes: What was detected in the file, one clause each.
         skipped: Number of malformed rows that were left out in reading.
         is_complete: Whether all rows were read, and not only those at the beginning.
@@ -30,26 +31,26 @@ class Source:
 
     dataset: datasets.Dataset
     name: str
-    header: bool = False
+    header: int = 0
     positions: Sequence[int] | None = None
-    files: tuple[tuple[str, int], ...] = ()
+    files: tuple[tuple[str, int, int], ...] = ()
     notes: tuple[str, ...] = ()
     skipped: int = 0
     is_complete: bool = True
 
     def place(self, index: int) -> tuple[str, int]:
-        """Return the file of an example, and its position there (blank lines are not counted)."""
+        """Return the file of an example, and the number of its row there, from 1 (blank lines are not counted)."""
         position = index if self.positions is None else self.positions[index]
-        for name, rows in self.files:
+        for name, rows, header in self.files:
             if position < rows:
-                return name, position
+                return name, 1 + header + position
             position -= rows
-        return self.name, position
+        return self.name, 1 + self.header + position
 
     def row(self, index: int) -> str:
         """Return the reference to one example in messages."""
-        name, position = self.place(index)
-        return f"row {1 + self.header + position} of {name}"
+        name, row = self.place(index)
+        return f"row {row} of {name}"
 
     def select(self, rows: Sequence[int]) -> Source:
         """Return some of the rows, which keep their positions in messages."""
