@@ -21,6 +21,7 @@ import numpy as np
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "float32": [],
     "bfloat16": [{"name": "low-precision"}],
+    "float16": [{"name": "low-precision", "uplink": "float16", "downlink": "float16"}],
     "int8 up, bfloat16 down": [{"name": "low-precision", "uplink": "int8"}],
     "int8": [{"name": "low-precision", "uplink": "int8", "downlink": "int8"}],
     "int8, error feedback": [{"name": "low-precision", "uplink": "int8", "downlink": "int8", "error_feedback": True}],

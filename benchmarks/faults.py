@@ -847,6 +847,55 @@ def wait_for_size(folder: Path, name: str, size: int) -> int:
         time.sleep(0.05)
 
 
+LARGE, LARGE_RANK = "large", 512
+"""Folder of a model whose adapter has 20 MB, and the adapter's rank."""
+
+
+@register_fault(
+    "large-messages",
+    "an order and a reply of 20 MB over a link of 1 Mbit/s that is cut every 4 s (a proxy; every cut is a reset); "
+    "1 round",
+)
+def large_messages(stage: Stage) -> Outcome:
+    import transformers
+
+    folder = stage.folder / LARGE
+    config = transformers.BertConfig.from_pretrained(
+        stage.folder / "bert", hidden_size=LARGE_RANK, intermediate_size=LARGE_RANK
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        transformers.BertModel(config).save_pretrained(folder)
+    tiny.save_tokenizer(folder)
+    method = {"name": "fedit", "r": LARGE_RANK}
+    fields = {"steps": 1, "base": str(folder), "rounds": 1, "deadline": WAIT}
+    for site in SITES:
+        stage.leave(site)
+        stage.join(site, stage.node(site, models={LARGE: str(folder)}))
+    expected_run = stage.submit("large-messages-clean", method, **fields)
+    expected_run.end()
+    expected = stage.finished(expected_run, [], 1)
+    stage.leave(NORTH)
+    with SlowLink(stage.made.port, 1e6 / 8, 4.0) as slow:
+        path = stage.node(NORTH, server=f"127.0.0.1:{slow.port}", models={LARGE: str(folder)})
+        stage.join(NORTH, path)
+        run = stage.submit("large-messages", method, **fields)
+        output = run.end()
+        sent, received, cuts = slow.up, slow.received, slow.cuts
+        stage.leave(NORTH)
+    for site in SITES:
+        stage.leave(site)
+        stage.join(site, stage.node(site))
+    size = (run.out / "adapter" / "adapter_model.safetensors").stat().st_size
+    require(size > 20e6, f"the adapter has {size} bytes")
+    require(cuts > 50, f"the link was cut {cuts} times")
+    require(max(sent, received) < 1.25 * size, f"{received} bytes for an order and {sent} for a reply of {size}")
+    require("no reply" not in output, "a reply was not waited for")
+    stage.finished(run, [], 1).require_same(expected)
+    seen = f"nothing: the link was cut {cuts} times, and {max(sent, received) / size:.2f} times the bytes passed it"
+    return Outcome(seen, ALL)
+
+
 LATE, LATE_ROUNDS = "east", 16
 
 

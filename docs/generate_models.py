@@ -69,6 +69,8 @@ with its expected arguments. The run trains a copy.
   `classifier`, `score`, `qa_outputs` and `model.modules_to_save` train whole where the task's head is new.
 - Dropout of layers is 0, as for all models. Dropout in the forward itself (`F.dropout`) stays, and clients then train
   one by one.
+- A target layer whose weight the forward uses without calling the layer, as in `F.linear(x, self.embed.weight)`, is
+  refused before the first round: an adapter would have no effect there.
 - The folder `adapter` holds a PEFT adapter and `state_dict.safetensors` with all weights: without fedspan,
   `model.load_state_dict(load_file("adapter/state_dict.safetensors"))` loads them.
 - `resume=True` continues an interrupted run. `predict`, `evaluate` and `export` take the module

@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--model", default="builtin:all-minilm-l6-v2", help="an encoder: hub id or folder")
     parser.add_argument("--layer", type=int, default=5, help="the layer to adapt; MiniLM's last one is 5")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--pairs", type=int, default=300, help="of each desk")
+    parser.add_argument("--pairs", type=int, default=150, help="of each desk")
     parser.add_argument("--out", type=Path, help="left out: runs/embedding_search, or runs/embedding_search-smoke")
     parser.add_argument("--smoke", action="store_true", help="a few seconds: one round of a tenth of the pairs")
     args = parser.parse_args()

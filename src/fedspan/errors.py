@@ -7,7 +7,14 @@ import unicodedata
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = ["FedspanError", "escape_controls", "find_similar", "require_printable", "suggest_nearest"]
+__all__ = [
+    "FedspanError",
+    "build_install_command",
+    "escape_controls",
+    "find_similar",
+    "require_printable",
+    "suggest_nearest",
+]
 
 
 class FedspanError(Exception):
@@ -103,6 +110,18 @@ def require_printable(name: str) -> str:
     if escaped != name:
         raise ValueError(f"a name without invisible characters, not {escaped}")
     return name
+
+
+def build_install_command(extra: str | None = None) -> str:
+    """Return the command that installs missing packages beside the installed fedspan.
+
+    pip accepts the installed fedspan as this requirement, be it from a checkout, a wheel or an index, and installs only
+    what it lacks. ``--upgrade`` would look for another fedspan on the index.
+
+    Args:
+        extra: The extra that needs the packages; None: fedspan itself needs them.
+    """
+    return "pip install fedspan" if extra is None else f"pip install 'fedspan[{extra}]'"
 
 
 def find_similar(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:

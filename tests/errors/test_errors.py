@@ -15,7 +15,14 @@ from pydantic import BaseModel
 import fedspan
 from fedspan.clients.store import LostStateError
 from fedspan.deployment.handshake import Introduction
-from fedspan.errors import FedspanError, escape_controls, find_similar, require_printable, suggest_nearest
+from fedspan.errors import (
+    FedspanError,
+    build_install_command,
+    escape_controls,
+    find_similar,
+    require_printable,
+    suggest_nearest,
+)
 from fedspan.federation.protocol import _ReplyHeader
 from fedspan.files import DamagedFileError
 
@@ -134,3 +141,9 @@ def test_what_is_expected_can_follow_the_word_expected() -> None:
     found = phrases()
     assert len(found) > 80
     assert [f"{place} {phrase}" for place, phrase in found if wrong.search(phrase)] == []
+
+
+def test_one_function_writes_how_to_install_an_extra() -> None:
+    assert build_install_command("web") == "pip install 'fedspan[web]'"
+    written = {path for path in SOURCE.rglob("*.py") if "pip install 'fedspan" in path.read_text(encoding="utf-8")}
+    assert written == {SOURCE / "errors.py"}

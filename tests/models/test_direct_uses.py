@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 import fedspan
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.direct_uses import forbid_direct_uses
+from helpers import tiny
 
 
 class Parts(nn.Module):
@@ -93,3 +96,46 @@ def test_the_check_of_a_trainer_s_model_changes_no_bits(tmp_path: Path, monkeypa
         load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("checked", "unchecked")
     )
     assert all(torch.equal(value, unchecked[name]) for name, value in checked.items())
+
+
+class ReadingConfig(PretrainedConfig):
+    model_type = "reading-encoder"
+
+
+class ReadingEncoder(PreTrainedModel):
+    """A text classifier that uses the weight of ``read`` without a call."""
+
+    config_class = ReadingConfig
+    base_model_prefix = "encoder"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embed, self.called, self.read = nn.Embedding(tiny.VOCABULARY_SIZE, 6), nn.Linear(6, 7), nn.Linear(7, 5)
+        self.classifier = nn.Linear(5, config.num_labels)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **_: Any) -> Any:
+        logits = self.classifier(F.linear(self.called(self.embed(input_ids)[:, 0]), self.read.weight))
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+def test_an_engine_checks_a_model_before_it_trains(tiny_folder: Path, tmp_path: Path, engine: str) -> None:
+    objects: dict[str, Any] = {
+        "model": ReadingEncoder(ReadingConfig(num_labels=len(tiny.LABELS))),
+        "tokenizer": AutoTokenizer.from_pretrained(tiny_folder / "bert"),
+    }
+
+    def run(*targets: str) -> None:
+        settings = tiny.settings(tiny_folder, model={"target_modules": list(targets)}, engine={"name": engine})
+        del settings["model"]["name"]
+        fedspan.run(settings, tmp_path / targets[-1], **objects)
+
+    with pytest.raises(FedspanError, match="the model uses the weight of 'read' without calling the layer"):
+        run("called", "read")
+    assert not (tmp_path / "read" / "metrics.jsonl").read_text()  # no round is done
+    run("called")

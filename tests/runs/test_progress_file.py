@@ -14,7 +14,7 @@ import fedspan
 from fedspan.errors import FedspanError
 from fedspan.runs.callbacks import Listeners
 from fedspan.runs.progress_file import INTERVAL, ProgressFile
-from fedspan.runs.setup import Prepared
+from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.stages import Stage
 from helpers import tiny
 
@@ -82,6 +82,22 @@ def test_clients_with_an_order_are_those_of_an_asynchronous_round(tiny_folder: P
         seen = [entry for entry in orders if entry[0] == round]
         assert sorted(seen[-1][2]) == sorted(arrived)
         assert set(arrived) <= set(seen[-1][1])
+
+
+def test_a_reply_to_an_order_of_an_earlier_asynchronous_round_adds_its_client_alone(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    federation = {"rounds": 2, "clients_per_round": 2, "buffered": {"concurrency": 2}}
+    with ProgressFile(tmp_path / "progress.json") as file:
+        file.on_start(prepare(tiny.config(tiny_folder, federation=federation)), 0, False)
+        file.on_round_start(1)
+        file.on_client_order(1, "west")
+        file.on_client_finish(1, "west", 0.5)
+        file.on_round_finish({"round": 1})
+        file.on_round_start(2)
+        file.on_client_order(2, "east")
+        file.on_client_finish(2, "north", 0.25)
+        wait_for(tmp_path / "progress.json", round=2, cohort=["east", "north"], losses={"north": 0.25})
 
 
 def test_many_changes_are_few_writes(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

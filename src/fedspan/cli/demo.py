@@ -12,6 +12,7 @@ import typer
 
 from fedspan.cli.commands import Overrides, register_command
 from fedspan.cli.live_run import find_unused_folder, show_run
+from fedspan.errors import build_install_command
 
 if TYPE_CHECKING:
     from fedspan.runs.session import RunReport
@@ -61,7 +62,8 @@ def _show_result(report: RunReport, folder: Path) -> None:
         "statistics."
     )
     if importlib.util.find_spec("plotly") is None:
-        out.print(f"A page with curves: pip install 'fedspan[report]', then fedspan report {shlex.quote(str(folder))}")
+        install = build_install_command("report")
+        out.print(f"A page with curves: {install}, then fedspan report {shlex.quote(str(folder))}")
         return
     with out.status("writing the page"):
         import fedspan

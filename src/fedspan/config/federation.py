@@ -79,8 +79,10 @@ class SecureConfig(Section):
         default=100.0,
         gt=0,
         allow_inf_nan=False,
-        description="Norm to which a client's whole change is clipped. A smaller norm gives finer quantization: "
-        "the error of an entry of the mean is about clip times clients over 2^bits.",
+        description="Norm to which each client clips its whole change; the server cannot enforce it. A smaller norm "
+        "gives finer quantization: with equal weights, an entry of the mean is off by at most about "
+        "2 * clip * clients / 2^bits, and by more with unequal ones. Without effect under central privacy, which has "
+        "its own clip.",
     )
     bits: Literal[32, 64] = Field(default=32, description="Bits of the integers that are sent instead of floats.")
     threshold: float = Field(

@@ -8,7 +8,7 @@ primitives are those of ``cryptography`` and PyCryptodome (the extra ``fedspan[s
 
 import importlib.util
 
-from fedspan.errors import FedspanError
+from fedspan.errors import FedspanError, build_install_command
 
 __all__ = ["require_packages"]
 
@@ -22,5 +22,5 @@ def require_packages() -> None:
     for package, name in (("cryptography", "cryptography"), ("Crypto", "pycryptodome")):
         if importlib.util.find_spec(package) is None:
             raise FedspanError(
-                name, None, problem="federation.secure needs this package. Run: pip install 'fedspan[secagg]'"
+                name, None, problem=f"federation.secure needs this package. Run: {build_install_command('secagg')}"
             )

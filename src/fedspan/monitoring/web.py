@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
-from fedspan.errors import FedspanError
+from fedspan.errors import FedspanError, build_install_command
 from fedspan.files import to_json
 from fedspan.monitoring.run_monitor import clean_text
 
@@ -67,7 +67,7 @@ def require_web() -> None:
     """
     for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
-            problem = f"the web page needs {package}, which is not installed. Run: pip install 'fedspan[web]'"
+            problem = f"the web page needs {package}, which is not installed. Run: {build_install_command('web')}"
             raise FedspanError("web", None, problem=problem)
 
 

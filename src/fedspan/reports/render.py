@@ -14,7 +14,7 @@ from fedspan.data.loading import load
 from fedspan.data.partition import ClientRow, Partition
 from fedspan.diagnostics.round_diagnosis import Diagnosis
 from fedspan.diagnostics.updates import compute_singular_values
-from fedspan.errors import FedspanError
+from fedspan.errors import FedspanError, build_install_command
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.reports.groups import Group, group_runs
 from fedspan.reports.run_data import RunData, read_runs
@@ -50,7 +50,7 @@ def report(
         import plotly  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ImportError as error:
         raise FedspanError(
-            "report", None, problem=f"a report needs plotly ({error}). Run: pip install 'fedspan[report]'"
+            "report", None, problem=f"a report needs plotly ({error}). Run: {build_install_command('report')}"
         ) from None
     data_of_runs = read_runs([runs] if isinstance(runs, str | Path) else runs)
     for run in data_of_runs:

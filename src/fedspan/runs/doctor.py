@@ -14,6 +14,8 @@ from typing import Literal
 
 from packaging.requirements import Requirement
 
+from fedspan.errors import FedspanError, build_install_command
+
 __all__ = ["Check", "run_checks"]
 
 _LEAST_MEMORY = 4.0
@@ -74,9 +76,7 @@ def _check_packages() -> Iterator[Check]:
         "; ".join(mismatches)
         or f"{version('fedspan')} with torch {version('torch')}, Python {platform.python_version()}"
     )
-    yield Check(
-        "fedspan", "missing" if mismatches else "ok", versions, "pip install --upgrade fedspan" if mismatches else ""
-    )
+    yield Check("fedspan", "missing" if mismatches else "ok", versions, build_install_command() if mismatches else "")
     for name, requirements in sorted(extras.items()):
         mismatches = _describe_wrong(requirements)
         versions = "; ".join(mismatches) or ", ".join(
@@ -87,7 +87,7 @@ def _check_packages() -> Iterator[Check]:
             f"extra {name}",
             "note" if mismatches else "ok",
             versions,
-            f"pip install 'fedspan[{name}]'" if mismatches else "",
+            build_install_command(name) if mismatches else "",
         )
 
 
@@ -175,7 +175,6 @@ def _check_port() -> Check:
 
 def _check_model() -> Check:
     """Check the model of the demo and of configs that name no model."""
-    from fedspan.errors import FedspanError
     from fedspan.models.names import resolve_model
 
     try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedspan.errors import FedspanError, suggest_nearest
+from fedspan.errors import FedspanError, build_install_command, suggest_nearest
 from fedspan.runs.load import load_served
 from fedspan.tasks.registry import get_task
 
@@ -61,7 +61,7 @@ def harness(
         raise FedspanError(
             "tasks",
             list(tasks),
-            problem=f"the package lm-eval is missing ({error}). Run: pip install 'fedspan[harness]'",
+            problem=f"the package lm-eval is missing ({error}). Run: {build_install_command('harness')}",
         ) from None
     manager: Any = None
     if include is not None:  # without the harness's own, whose thousands of files take seconds to read

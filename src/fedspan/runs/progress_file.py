@@ -53,6 +53,8 @@ class ProgressFile(Listener):
         """Held while the file is written, which may take long, and never waited for while holding ``_lock``."""
         self._is_open = False
         self._is_changed = False
+        self._is_drawn = True
+        """Whether a round has a cohort; the clients of asynchronous rounds are reported by and by."""
         self._is_redrawn = False
         self._next_write = 0.0
         self._timer: Timer | None = None
@@ -118,25 +120,30 @@ class ProgressFile(Listener):
         with self._lock:
             assert self._prepared is not None
             federation = self._prepared.federation
-            # Asynchronous rounds have no cohort; their clients are reported by and by.
-            cohort = [] if federation.settings.buffered is not None else list(federation.draw_cohort(round - 1))
+            self._is_drawn = federation.settings.buffered is None
+            cohort = list(federation.draw_cohort(round - 1)) if self._is_drawn else []
             self._set_round({"round": round, "round_started": time.time(), "cohort": cohort})
 
     def on_client_order(self, round: int, client: str) -> None:
         with self._lock:
-            if client not in self._state["cohort"]:
-                self._state["cohort"] = [*self._state["cohort"], client]
+            self._add_client(client)
             self._request_write()
 
     def on_client_finish(self, round: int, client: str, loss: float) -> None:
         with self._lock:
             self._losses[client] = loss
             self._failures.pop(client, None)  # that of an attempt before
-            if client not in self._state.get("cohort", ()) and not self._is_redrawn and self._prepared is not None:
+            if not self._is_drawn:  # the order may have been of a round before
+                self._add_client(client)
+            elif client not in self._state.get("cohort", ()) and not self._is_redrawn and self._prepared is not None:
                 # A client that joined after the last round has finished is known once the round has begun.
                 self._state["cohort"] = list(self._prepared.federation.draw_cohort(round - 1))
                 self._is_redrawn = True
             self._request_write()
+
+    def _add_client(self, client: str) -> None:
+        if client not in self._state["cohort"]:
+            self._state["cohort"] = [*self._state["cohort"], client]
 
     def on_client_failure(self, round: int, client: str, reason: str) -> None:
         with self._lock:

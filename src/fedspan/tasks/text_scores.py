@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, Literal
 
-from fedspan.errors import FedspanError
+from fedspan.errors import FedspanError, build_install_command
 from fedspan.tasks.metrics import Metric
 
 __all__ = ["TEXT_METRICS", "BleuTokenizer", "compute_text_scores", "require_text_scores"]
@@ -40,7 +40,8 @@ def require_text_scores() -> None:
         for package in ("sacrebleu", "rouge_score.rouge_scorer"):
             import_module(package)
     except ImportError as error:
-        problem = f"a package that scores generated texts is missing ({error}). Run: pip install 'fedspan[seq2seq]'"
+        command = build_install_command("seq2seq")
+        problem = f"a package that scores generated texts is missing ({error}). Run: {command}"
         raise FedspanError("evaluation.generate", True, problem=problem) from None
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from fedspan.errors import FedspanError
+from fedspan.errors import FedspanError, build_install_command
 
 __all__ = ["Accounting", "Charge", "Mechanism", "PrivacySpend", "calibrate_noise", "compute_epsilon", "require_opacus"]
 
@@ -122,7 +122,7 @@ def require_opacus() -> None:
         raise FedspanError(
             "privacy",
             "on",
-            problem=f"privacy needs a package that is missing ({error}). Run: pip install 'fedspan[privacy]'",
+            problem=f"privacy needs a package that is missing ({error}). Run: {build_install_command('privacy')}",
         ) from None
 
 

@@ -17,6 +17,7 @@ from fedspan.core.tensors import create_generator, join_extra_name, to_device
 from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.adapted import AdaptedModel
+from fedspan.models.direct_uses import forbid_direct_uses
 from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_output_layer
 from fedspan.tasks.losses import CLASS_OPTIONS, CLASS_WEIGHTS, OFFSETS, SMOOTHING
 from fedspan.tasks.single_label import compute_class_offsets, compute_class_weights
@@ -236,6 +237,7 @@ class Trainer:
         _require_loss_options(task, settings)
         self._labels: tuple[str, ...] = tuple(getattr(task, "labels", None) or ())
         self._restricted_layer = None if settings.head_updates == "all" else _find_restricted_layer(adapted, settings)
+        self._is_checked = False
         self.references = References(adapted, task, self.stages, settings.batch_size)
         self.prefixes = prefix if isinstance(prefix, PrefixCaches) else PrefixCaches(adapted, task, prefix, self.stages)
         refusals = {
@@ -249,8 +251,25 @@ class Trainer:
     def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
         """``Engine.prepare``."""
         self.references.ensure(examples, parts)
+        self._require_calls(examples, parts)
         self.padding.ensure(examples)
         self.prefixes.ensure(examples, parts)
+
+    @torch.no_grad()
+    def _require_calls(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
+        """Check once, on one example, that the model uses the weights of its target layers only by calling them.
+
+        Raises:
+            FedspanError: If it uses one otherwise (``forbid_direct_uses``).
+        """
+        first = next((int(part[0]) for part in parts if len(part)), None)
+        if self._is_checked or first is None:
+            return
+        self.adapted.install({}, {}, frozenset())
+        batch = self.task.collate(examples, [first], self.adapted.device)
+        with forbid_direct_uses(self.adapted):
+            self.task.predict(self.adapted.model, batch)
+        self._is_checked = True
 
     def make_batch(
         self, examples: Examples, parts: Sequence[tuple[Assignment, int, Sequence[int]]]

@@ -7,7 +7,7 @@ dependencies at run time. Set the variables below beforehand to enable them.
 import importlib.util
 import os
 
-from fedspan.errors import FedspanError
+from fedspan.errors import FedspanError, build_install_command
 
 __all__ = ["require"]
 
@@ -35,5 +35,5 @@ def require(*, simulation: bool = False) -> None:
     for package, extra in extras.items():
         if importlib.util.find_spec(package) is None:
             raise FedspanError(
-                package, None, problem=f"the package is not installed. Run: pip install 'fedspan[{extra}]'"
+                package, None, problem=f"the package is not installed. Run: {build_install_command(extra)}"
             )

@@ -9,7 +9,7 @@ user's own machines, on a network of their own.
 import importlib.util
 import os
 
-from fedspan.errors import FedspanError
+from fedspan.errors import FedspanError, build_install_command
 
 __all__ = ["require"]
 
@@ -25,5 +25,5 @@ def require() -> None:
     """
     if importlib.util.find_spec("ray") is None:
         raise FedspanError(
-            "ray", None, problem="the config's cluster needs this package. Run: pip install 'fedspan[cluster]'"
+            "ray", None, problem=f"the config's cluster needs this package. Run: {build_install_command('cluster')}"
         )
