@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, get_type_hints
 
 import pydantic
@@ -44,21 +45,30 @@ def validate_wrapper_options(position: int, name: str, values: Mapping[str, Any]
 
 
 def _validate_options(cls: type[Any], name: str, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    hints = get_type_hints(cls)
-    options = [option for option in dataclasses.fields(cls) if option.name not in _HIDDEN]
-    fields = {option.name: (hints[option.name], option.default) for option in options}
+    model = _build_model(cls)
     for option in values:
-        if option not in fields:
-            problem = f"{name} has no such option. Its options are {', '.join(fields)}"
+        if option not in model.model_fields:
+            problem = f"{name} has no such option. Its options are {', '.join(model.model_fields)}"
             raise FedspanError(f"{prefix}.{option}", values[option], problem=problem)
-    model = pydantic.create_model("options", __config__=ConfigDict(extra="forbid"), **fields)  # pyright: ignore
     try:
         validated = model(**values).model_dump()
     except pydantic.ValidationError as error:
         raise convert_validation_error(error, prefix) from None
-    for option in options:
+    for option in _list_options(cls):
         _require_range(f"{prefix}.{option.name}", validated[option.name], option.metadata)
     return validated
+
+
+def _list_options(cls: type[Any]) -> list[dataclasses.Field[Any]]:
+    return [option for option in dataclasses.fields(cls) if option.name not in _HIDDEN]
+
+
+@cache
+def _build_model(cls: type[Any]) -> type[pydantic.BaseModel]:
+    """Build the model that validates the options of a class; once, because it takes milliseconds."""
+    hints = get_type_hints(cls)
+    fields: dict[str, Any] = {option.name: (hints[option.name], option.default) for option in _list_options(cls)}
+    return pydantic.create_model("options", __config__=ConfigDict(extra="forbid"), **fields)
 
 
 def _require_range(field: str, value: object, bounds: Mapping[str, float]) -> None:
