@@ -47,7 +47,7 @@ def body(text: str) -> str:
 
 
 def figures(text: str) -> list[dict[str, Any]]:
-    found = re.search(r"const figures = (\[.*?\]);\n\nconst options", text, re.DOTALL)
+    found = re.search(r"const figures = (\[.*?\]);\n\n", text, re.DOTALL)
     assert found is not None
     return json.loads(found[1])
 
@@ -160,6 +160,10 @@ def test_a_run_at_work_and_data_that_are_gone(series: Path, tmp_path: Path) -> N
     assert "Labels by client" not in text
     assert "Singular values" not in text
     assert "<b>run" not in body(text)
+    (run / "metrics.jsonl").write_text("")
+    text = fedspan.report(run, tmp_path / "page.html").read_text()
+    assert "after round 0" in text
+    assert "nan" not in re.findall(r"\w+", body(text))
 
 
 def test_mistakes(series: Path, tiny_folder: Path, tmp_path: Path, refused: Callable[..., str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +66,39 @@ def test_charts_are_drawn_and_buttons_work(width: int, page: Path, browser: Any)
     assert wrong == []
     assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
     seen.close()
+
+
+def test_a_dark_page_has_light_text(page: Path, browser: Any) -> None:
+    """Also if the reader changes the scheme while the page is open."""
+    seen = browser.new_page(color_scheme="dark")
+    seen.goto(page.as_uri())
+    for scheme in ("dark", "light", "dark"):
+        seen.emulate_media(color_scheme=scheme)
+        seen.wait_for_function(
+            "dark => matchMedia('(prefers-color-scheme: dark)').matches == dark", arg=scheme == "dark"
+        )
+        seen.wait_for_selector("#figure-0 .xtitle")
+        ground = brightness(seen, "body", "backgroundColor")
+        texts = [brightness(seen, place, "color") for place in ("body", "footer", "td")]
+        texts += [brightness(seen, f"#figure-0 {place}", "fill") for place in (".xtick text", ".xtitle", ".legendtext")]
+        assert all(abs(ground - text) > 120 for text in texts), (scheme, ground, texts)
+        buttons = seen.locator("#figure-0 .updatemenu-button")
+        assert buttons.count() == 3
+        for at in range(3):
+            button = f"#figure-0 .updatemenu-button:nth-of-type({at + 1})"
+            grounds, labels = (brightness(seen, f"{button} {part}", "fill") for part in ("rect", "text"))
+            assert abs(grounds - labels) > 120, (scheme, at, grounds, labels)
+        assert (ground < 64) == (scheme == "dark")
+    seen.close()
+
+
+def brightness(seen: Any, place: str, property: str) -> float:
+    """Mean of red, green and blue of an element's colour, from 0 to 255; of the page behind it if it has none."""
+    read = "([place, names]) => names.map(name => getComputedStyle(document.querySelector(place))[name])"
+    colour, opacity = seen.evaluate(read, [place, [property, "fillOpacity"]])
+    if property == "fill" and float(opacity) == 0:
+        return brightness(seen, "body", "backgroundColor")
+    return sum(float(value) for value in re.findall(r"[\d.]+", colour)[:3]) / 3
 
 
 def boxes(seen: Any, count: int) -> list[dict[str, float]]:

@@ -19,8 +19,10 @@ from fedspan.reports.run_data import RunData
 from fedspan.tasks.metrics import METRICS
 
 __all__ = [
+    "ABSENT",
     "COLOURS",
     "MAX_LISTED_CLIENTS",
+    "ON_DARK",
     "Figure",
     "build_menu",
     "compute_tick_step",
@@ -38,9 +40,15 @@ __all__ = [
 Figure = go.Figure
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8f7a00", "#56b4e9", "#6b4c9a", "#444444")
 """Okabe and Ito's colours, which most colour-blind people can distinguish, darkened where they were pale."""
+ABSENT = "#eeeeee"
+"""Colour of a client's cell in a round without it."""
+ON_DARK = {"#6b4c9a": "#a98be0", "#444444": "#bbbbbb", ABSENT: "#2a313a"}
+"""Colours that are hard to see on a dark page, or too bright for it, and what replaces them there."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 MARKS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "triangle-down")
 PATTERNS = ("", "/", "x", ".", "-", "|", "+", "\\")
+SHARES = ".2~%"
+"""Format of an axis of shares, with as many of two decimals as its ticks need."""
 MAX_LISTED_CLIENTS = 60
 """Number of clients above which individual clients are not readable."""
 
@@ -120,7 +128,7 @@ def draw_course(
     titles = {"rounds": "round", "bytes": "megabytes transmitted, both ways", "time": "seconds of rounds"}
     tick = compute_tick_step(max((summary.rounds[-1] for summary in curves if summary.rounds), default=1))
     figure.update_xaxes(title=titles["rounds"], dtick=tick)
-    figure.update_yaxes(title=title, tickformat=".0%" if percent else None)
+    figure.update_yaxes(title=title, tickformat=SHARES if percent else None)
     buttons: list[dict[str, Any]] = []
     for name, x in axes.items():
         axis = {"xaxis.title.text": titles[name], "xaxis.dtick": tick if name == "rounds" else None}
@@ -172,7 +180,7 @@ def draw_clients(groups: Sequence[Group], metric: str) -> Figure | None:
             )
         figure.update_layout(barmode="overlay")
         figure.update_yaxes(title="clients")
-        figure.update_xaxes(title=METRICS[metric].title, tickformat=".0%" if percent else None)
+        figure.update_xaxes(title=METRICS[metric].title, tickformat=SHARES if percent else None)
         return style(figure)
     ids.sort(key=lambda id: first.get(id, float("-inf")) * (1 if METRICS[metric].greater_is_better else -1))
     for index, (label, client_scores) in enumerate(scores.items()):
@@ -184,7 +192,7 @@ def draw_clients(groups: Sequence[Group], metric: str) -> Figure | None:
             mode="markers",
             marker={"color": COLOURS[index % len(COLOURS)], "symbol": MARKS[index % len(MARKS)], "size": 10},
         )
-    figure.update_xaxes(title=METRICS[metric].title, tickformat=".0%" if percent else None)
+    figure.update_xaxes(title=METRICS[metric].title, tickformat=SHARES if percent else None)
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=ids)
     return style(figure, height=max(300, 22 * len(ids) + 140))
 
@@ -213,7 +221,7 @@ def draw_traffic(groups: Sequence[Group]) -> Figure:
             text=[f"{value:.3g}" for value in means],
         )
     figure.update_layout(barmode="group")
-    figure.update_xaxes(title="megabytes of a run, as sent")
+    figure.update_xaxes(title="megabytes sent")
     figure.update_yaxes(type="category", autorange="reversed")
     return style(figure, height=max(240, 60 * len(groups) + 140))
 

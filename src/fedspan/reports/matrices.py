@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from fedspan.data.partition import ClientRow
 from fedspan.diagnostics.measures import MEASURES
-from fedspan.reports.charts import MAX_LISTED_CLIENTS, Figure, build_menu, compute_tick_step, style
+from fedspan.reports.charts import ABSENT, MAX_LISTED_CLIENTS, Figure, build_menu, compute_tick_step, style
 from fedspan.reports.run_data import RunData
 
 __all__ = ["draw_participation", "draw_rounds", "partition"]
@@ -60,7 +60,7 @@ def draw_participation(run: RunData) -> Figure:
             xgap=1,
             ygap=1,
             showscale=False,
-            colorscale=[[0, "#eeeeee"], [0.5, "#d55e00"], [1, "#0072b2"]],
+            colorscale=[[0, ABSENT], [0.5, "#d55e00"], [1, "#0072b2"]],
             customdata=marks,
             text=[["x" if mark == "failed" else "" for mark in line] for line in marks],
             texttemplate="%{text}",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import plotly.io
+import plotly.utils
 from plotly.offline import get_plotlyjs
 
 from fedspan.data.partition import ClientRow
@@ -93,7 +96,7 @@ def render_page(groups: Sequence[Group], events: OutOfRoundEvents, title: str, v
     participated = [group.runs[0] for group in groups if any("cohort" in row for row in group.runs[0].rows)]
     if participated:
         figure = matrices.draw_participation(participated[0])
-        note = f"<p>{html.escape(participated[0].name)}; dark: participated, x: its reply did not count.</p>"
+        note = f"<p>{html.escape(participated[0].name)}; blue: participated, x: its reply did not count.</p>"
         sections.add_section("Participation", note, sections.add_figure(figure, "participation of clients by round"))
     _add_diagnostics(sections, groups, events.diagnoses)
     if events.spectra is not None and (figure := charts.draw_spectra(events.spectra[1])) is not None:
@@ -135,11 +138,12 @@ def _render_summary(groups: Sequence[Group]) -> str:
             state = "finished" if run.report is not None else f"after round {run.rounds}"
             best = "-" if run.report is None else str(run.report.best_round)
             worst = _format_worst(run, metric)
-            cells = (format_score(metric, run.final), worst, best, format_size(run.bytes), f"{run.seconds:.0f} s")
+            seconds = "-" if math.isnan(run.seconds) else f"{run.seconds:.0f} s"
+            cells = (format_score(metric, run.final), worst, best, format_size(run.bytes), seconds)
             rows.append((group.label, str(run.config.seed), *cells, _format_epsilon(run), state))
     title = METRICS[metric].title
     return _render_table(
-        ("run", "seed", title, "worst client", "best round", "bytes", "rounds' time", "epsilon", ""), rows
+        ("run", "seed", title, "worst client", "best round", "bytes", "rounds' time", "epsilon", "state"), rows
     )
 
 
@@ -204,20 +208,52 @@ def _escape_script(text: str | None) -> str:
 
 
 _STYLE = """
-:root { color-scheme: light; }
+:root {
+  color-scheme: light dark; --page: #ffffff; --text: #1a1a1a; --quiet: #595959; --rule: #dddddd; --mark: #0072b2;
+}
+@media (prefers-color-scheme: dark) {
+  :root { --page: #15181c; --text: #e8eaed; --quiet: #a8b0ba; --rule: #39414b; --mark: #56b4e9; }
+}
 * { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 72rem; padding: 1rem; font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; }
+body {
+  margin: 0 auto; max-width: 72rem; padding: 1rem; font: 16px/1.5 system-ui, sans-serif;
+  background: var(--page); color: var(--text);
+}
 h1 { font-size: 1.5rem; margin: 0 0 .5rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
-.verdict { font-size: 1.05rem; border-left: 4px solid #0072b2; padding: .25rem 0 .25rem 1rem; }
+.verdict { font-size: 1.05rem; border-left: 4px solid var(--mark); padding: .25rem 0 .25rem 1rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
-th, td { text-align: left; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid #ddd; vertical-align: top; }
+th, td { text-align: left; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
 .figure { width: 100%; } pre { overflow-x: auto; font-size: .8rem; } summary { cursor: pointer; margin: .5rem 0; }
-footer { margin: 3rem 0 1rem; color: #595959; font-size: .85rem; }
+footer { margin: 3rem 0 1rem; color: var(--quiet); font-size: .85rem; }
 """
 _SCRIPT = """
 const options = {responsive: true, displaylogo: false, displayModeBar: false};
-figures.forEach((figure, number) => Plotly.newPlot("figure-" + number, figure.data, figure.layout, options));
+const dark = matchMedia("(prefers-color-scheme: dark)");
+function draw() {
+  figures.forEach((figure, number) => {
+    let text = JSON.stringify(figure);
+    if (dark.matches) for (const [light, pale] of Object.entries(onDark)) text = text.replaceAll(light, pale);
+    const {data, layout} = JSON.parse(text);
+    if (dark.matches) layout.template = darkTemplate;
+    Plotly.react("figure-" + number, data, layout, options);
+  });
+}
+draw();
+dark.addEventListener("change", draw);
 """
+
+
+def _build_dark_template() -> str:
+    """Return Plotly's template for a dark page, on the page's own background, as JSON."""
+    template = plotly.io.templates["plotly_dark"].to_plotly_json()
+    template["layout"]["plot_bgcolor"] = "rgba(0,0,0,0)"
+    # Plotly paints a pressed button pale in every theme, so all buttons have dark text on a pale ground.
+    template["layout"]["updatemenudefaults"] = {
+        "bgcolor": "#aab8c8",
+        "bordercolor": "#506784",
+        "font": {"color": "#15181c"},
+    }
+    return _escape_script(json.dumps(template, cls=plotly.utils.PlotlyJSONEncoder))
 
 
 def _render_html(sections: _Page, title: str, version: str) -> str:
@@ -232,6 +268,8 @@ def _render_html(sections: _Page, title: str, version: str) -> str:
             *sections.parts,
             f"<footer>fedspan {html.escape(version)}. Nothing on this page is loaded from elsewhere.</footer>",
             f"<script>{get_plotlyjs()}</script>",
-            f"<script>\nconst figures = [{figures}];\n{_SCRIPT}</script>\n</body>\n</html>\n",
+            f"<script>\nconst figures = [{figures}];\n",
+            f"const onDark = {json.dumps(charts.ON_DARK)};\nconst darkTemplate = {_build_dark_template()};",
+            f"{_SCRIPT}</script>\n</body>\n</html>\n",
         )
     )
