@@ -78,7 +78,9 @@ def test_what_a_killed_creation_leaves_is_no_hindrance(tmp_path: Path) -> None:
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, CONFIG).close()
-    with pytest.raises(FedspanError, match=r"already holds a run. Choose another folder or use --resume"):
+    with pytest.raises(
+        FedspanError, match=r"already holds a run. Choose another folder, or continue this run with --resume"
+    ):
         RunFolder.create(tmp_path, "seed: 2\n")
     assert RunFolder(tmp_path).read_config_text() == CONFIG
 

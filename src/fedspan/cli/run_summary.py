@@ -82,7 +82,7 @@ def _describe_traffic(report: RunReport) -> list[str]:
     """Describe the training's bytes, and the other bytes."""
     parts = [f"{format_size(report.bytes['down'])} down, {format_size(report.bytes['up'])} up"]
     for purpose, count in report.other_bytes.items():
-        parts.append(f"to {purpose}: {format_size(count['down'])} down, {format_size(count['up'])} up")
+        parts.append(f"{purpose}: {format_size(count['down'])} down, {format_size(count['up'])} up")
     return parts
 
 

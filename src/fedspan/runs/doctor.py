@@ -22,7 +22,7 @@ _LEAST_MEMORY = 4.0
 """Free memory in GiB: torch, Transformers and a small model."""
 _LEAST_DISK = 5.0
 """Free disk space in GiB: a model of a few hundred million parameters, and checkpoints."""
-_NOT_FOR_USERS = {"dev"}
+_NOT_FOR_USERS = {"dev", "docs", "fuzz"}
 _PORT = 9092
 
 

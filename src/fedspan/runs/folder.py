@@ -169,7 +169,10 @@ class RunFolder:
             raise FedspanError(
                 "run folder",
                 str(self.path),
-                problem=f"{str(self.path)!r} already holds a run. Choose another folder or use --resume",
+                problem=(
+                    f"{str(self.path)!r} already holds a run. Choose another folder, or continue this run with "
+                    "--resume, in Python with fedspan.resume"
+                ),
             )
         entries = sorted(entry.name for entry in self.path.iterdir()) if self.path.exists() else []
         # A process that is killed while it creates the folder leaves these files: no reason to reject the folder.
