@@ -105,3 +105,13 @@ def test_mistakes(arguments: list[str], said: str, refused: Callable[..., str], 
         words += ["--out", str(tmp_path / "c.yaml")]
     assert said in refused("init", *words)
     assert not (tmp_path / "c.yaml").exists()
+
+
+def test_options_of_data_are_set_and_others_are_not(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("note^kind\n" + "".join(f"{text}, so^{'ab'[at % 2]}\n" for at, text in enumerate(TEXTS)))
+    config, _ = written(call, path, tmp_path / "c.yaml", "--set", "data.delimiter=^")
+    assert (config.data.delimiter, config.data.label) == ("^", "kind")
+    result = call("init", path, "--out", tmp_path / "d.yaml", "--set", "method.r=4")
+    assert result.exit_code == 2
+    assert "'method.r=4' is none" in result.output

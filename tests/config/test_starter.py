@@ -16,6 +16,7 @@ from PIL import Image
 
 from fedspan.config import RunConfig
 from fedspan.config.starter import write_starter_config
+from fedspan.data.loading import load
 from fedspan.errors import FedspanError
 from fedspan.planning.estimate import plan
 from fedspan.runs.setup import prepare
@@ -42,6 +43,13 @@ def table(path: Path, columns: Mapping[str, Sequence[object]], **style: Any) -> 
 def config_of(path: Path, **options: Any) -> tuple[RunConfig, str]:
     starter = write_starter_config(path, path.parent / "c.yaml", force=True, **options)
     return starter.config, "\n".join(starter.findings)
+
+
+def sizes(config: RunConfig) -> dict[str, tuple[int, int, int]]:
+    """Return the numbers of examples in the parts of each client that a run of the config has."""
+    prepared = prepare(config).partition
+    assert prepared is not None
+    return {part.id: (len(part.train), len(part.validation), len(part.test)) for part in prepared.clients}
 
 
 def pictures(folder: Path) -> Path:
@@ -245,3 +253,94 @@ def test_lists_of_texts_are_a_text(tmp_path: Path) -> None:
     path.write_text("\n".join(map(json.dumps, rows)))
     config, _ = config_of(path, task="sequence-classification")
     assert (config.data.text, config.data.label) == ("sentences", "label")
+
+
+def test_a_client_column_with_blanks_is_not_used_unless_requested(tmp_path: Path) -> None:
+    columns = {"text": TEXTS, "label": ["a", "b"] * 30, "site": ["x", "y", "z", "x", ""] * 12}
+    path = table(tmp_path / "t.csv", columns)
+    config, found = config_of(path)
+    assert (config.partition.partitioner, config.partition.column) == ("iid", None)
+    assert "the column site is not used for clients, unless --by requests it: example 7 has no value" in found
+    assert "clients: the column site" not in found
+    assert sizes(config).keys() == {f"client-{number:02}" for number in range(10)}
+    config, found = config_of(path, by="site")
+    assert (config.partition.column, config.data.invalid) == ("site", "skip")
+    assert "12 without a client in column 'site'" in found
+    assert sizes(config).keys() == {"x", "y", "z"}
+
+
+def test_a_client_column_with_blanks_beyond_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = {"text": TEXTS * 40, "label": ["a", "b"] * 1200, "site": ["x", "y", "z", "x", ""] * 480}
+    monkeypatch.setattr("fedspan.config.starter._SAMPLE_BYTES", 20_000)
+    config, _ = config_of(table(tmp_path / "t.csv", columns))
+    assert config.partition.partitioner == "iid"
+
+
+def test_a_client_column_with_a_tiny_client_is_not_used_unless_requested(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", {"text": TEXTS, "label": ["a", "b"] * 30, "site": [*["x", "y"] * 29, "x", "z"]})
+    config, found = config_of(path)
+    assert config.partition.partitioner == "iid"
+    assert "unless --by requests it: client 'z' has only 1 of the examples" in found
+    refused("partition.min_examples", "client 'z' has only 1", path, by="site")
+
+
+def test_few_examples_have_few_clients(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", {"text": TEXTS[:8], "label": ["a", "b"] * 4})
+    config, found = config_of(path)
+    assert config.partition.clients == 2
+    assert "2 clients, so that each has examples to train on, to validate and to test (--clients)" in found
+    assert sizes(config) == {"client-00": (1, 1, 1), "client-01": (1, 1, 1)}
+    refused("--clients", "at most 6, the number of examples", path, clients=10)
+
+
+def test_options_of_data(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("note^kind\n" + "".join(f"{text}, so^{'ab'[at % 2]}\n" for at, text in enumerate(TEXTS)))
+    refused("DATA", "init takes options of data as --set data.FIELD=VALUE", path)
+    config, _ = config_of(path, options={"delimiter": "^", "max_examples": 20})
+    assert (config.data.text, config.data.label) == ("note", "kind")
+    assert (config.data.delimiter, config.data.max_examples) == ("^", 20)
+    refused("data.delimter", "Did you mean 'delimiter'", path, options={"delimter": "^"})
+    refused("data.text", "--text sets it", path, options={"text": "note"})
+
+
+@pytest.mark.parametrize(
+    ("notes", "field", "more"), [(["Answers"], "DATA", ")."), (["note", "Read me"], "--label", ".")]
+)
+def test_a_workbook_whose_first_sheet_has_no_labels(tmp_path: Path, notes: list[str], field: str, more: str) -> None:
+    import openpyxl
+
+    book = openpyxl.Workbook()
+    book.worksheets[0].title = "About"
+    for note in notes:
+        book.worksheets[0].append([note])
+    sheet = book.create_sheet("Answers")
+    for row in [("note", "kind"), *((text, "ab"[at % 2]) for at, text in enumerate(TEXTS))]:
+        sheet.append(row)
+    path = tmp_path / "t.xlsx"
+    book.save(path)
+    refused(field, f"sheet 'About' of About, Answers (data.sheet){more} init takes options of data as --set", path)
+    config, _ = config_of(path, options={"sheet": "Answers"})
+    assert (config.data.sheet, config.data.text, config.data.label) == ("Answers", "note", "kind")
+
+
+def test_whole_numbers_that_may_be_predicted(tmp_path: Path) -> None:
+    advice = "different numbers, which are labels here; --task regression predicts numbers"
+    columns = {"title": TEXTS, "price": [3 * number + 1 for number in range(60)]}
+    refused("data.train", f"The column price has 60 {advice}", table(tmp_path / "t.csv", columns))
+    columns = {"title": TEXTS * 4, "price": [7 * (number % 30) for number in range(240)]}
+    _, found = config_of(table(tmp_path / "t.csv", columns))
+    assert f"The column price has 30 {advice}" in found
+    columns["price"] = [number % 30 for number in range(240)]  # the numbers of 30 classes
+    _, found = config_of(table(tmp_path / "t.csv", columns))
+    assert advice not in found
+
+
+def test_decimal_commas_are_numbers(tmp_path: Path) -> None:
+    columns = {"review": TEXTS, "score": [f"{number / 7:.2f}".replace(".", ",") for number in range(60)]}
+    config, _ = config_of(table(tmp_path / "t.csv", columns, delimiter=";"))
+    assert (config.task, config.data.label) == ("regression", "score")
+    loaded = load(config.data, task=config.task_columns)
+    assert loaded.test is not None
+    numbers = [*loaded.train["target"], *loaded.test["target"]]
+    assert sorted(numbers) == [round(number / 7, 2) for number in range(60)]

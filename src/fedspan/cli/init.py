@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fedspan.cli.commands import register_command
+from fedspan.errors import FedspanError
 
 __all__ = ["init"]
 
@@ -17,6 +19,7 @@ __all__ = ["init"]
     "init",
     "fedspan init messages.csv --test held-out.csv",
     "fedspan init notes.parquet --text note --label diagnosis --by hospital --out hospitals.yaml",
+    "fedspan init export.xlsx --set data.sheet=Answers",
     "fedspan init dialogues.jsonl --task causal-lm --model Qwen/Qwen2.5-0.5B",
 )
 def init(
@@ -44,8 +47,13 @@ def init(
         str | None, typer.Option("--by", metavar="COLUMN", help="Column that assigns each row to a client.")
     ] = None,
     clients: Annotated[
-        int, typer.Option("--clients", metavar="N", help="Number of clients of a random partition.")
-    ] = 10,
+        int | None,
+        typer.Option(
+            "--clients",
+            metavar="N",
+            help="Number of clients of a random partition. Default: at most 10.",
+        ),
+    ] = None,
     model: Annotated[
         str | None, typer.Option("--model", metavar="ID", help="Base model. Default: a small one.")
     ] = None,
@@ -53,11 +61,16 @@ def init(
         str, typer.Option("--method", metavar="KEY", help="Method; fedspan methods lists them.")
     ] = "fedit",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="data.FIELD=VALUE", help="Set an option of data, such as data.delimiter=^."),
+    ] = None,
 ) -> None:
     """Infer a commented config from the beginning of your own data, and describe the data."""
     from fedspan.cli.formatting import create_console
 
     screen = create_console()
+    options = _parse_options(overrides or ())
     with screen.status("inspecting the data"):
         from fedspan.config.starter import write_starter_config
 
@@ -74,8 +87,20 @@ def init(
             model=model,
             method=method,
             force=force,
+            options=options,
         )
     for line in starter.findings:
         screen.print(line)
     path = shlex.quote(str(starter.path))
     screen.print(f"wrote {starter.path}. Next:\n  fedspan plan {path}\n  fedspan run {path} --out runs/first")
+
+
+def _parse_options(overrides: Sequence[str]) -> dict[str, Any]:
+    """Parse overrides of the section ``data``."""
+    from fedspan.config.reading import override
+
+    for text in overrides:
+        if not text.startswith("data."):
+            problem = f"init sets options of data, and {text!r} is none; other sections are set in the config's file"
+            raise FedspanError("--set", text, "data.FIELD=VALUE", problem=problem)
+    return override({"data": {}}, overrides)["data"]

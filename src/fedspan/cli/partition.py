@@ -41,7 +41,12 @@ def partition(
     from fedspan.data.partition import partition as partition_examples
 
     settings = load_config(config, overrides or ())
-    data = load(settings.data, seed=settings.data_seed, task=settings.task_columns)
+    data = load(
+        settings.data,
+        seed=settings.data_seed,
+        task=settings.task_columns,
+        client_column=settings.partition.column,
+    )
     parts = partition_examples(data.train, settings.partition, settings.data_seed, groups=data.groups)
     labels = data.labels if "label" in data.train.column_names else ()  # one for each example, to be counted
     rows = parts.label_table(labels, data.train)

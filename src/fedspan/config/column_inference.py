@@ -12,6 +12,7 @@ import pyarrow as pa
 from fedspan.data.dialects import describe_missing_header
 from fedspan.data.images import PICTURES
 from fedspan.data.names import describe_missing_column, get_arrow_column, is_list, read_names
+from fedspan.data.numbers import parse_numbers
 from fedspan.data.path_patterns import has_placeholders, list_placeholders
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
@@ -51,6 +52,8 @@ _EXCLUDED_COLUMNS = (
 )
 """Names of columns that are not labels, even with few values."""
 _MAX_LABELS = 500
+_FEW_NUMBERS = 20
+"""Number of different numbers up to which they are classes."""
 _SAMPLE_ROWS = 2000
 """Number of rows that are inspected."""
 
@@ -64,12 +67,14 @@ class InferredData:
         data: Fields of the section ``data``.
         by: Column that assigns each row to a client; None: there is none.
         findings: Descriptions of what was inferred.
+        advice: Sentence on another reading of the labels; empty if there is none.
     """
 
     task: str
     data: Mapping[str, Any]
     by: str | None
     findings: tuple[str, ...]
+    advice: str = ""
 
 
 def infer_data(rows: Source, location: str, task: str | None, options: Mapping[str, str | None]) -> InferredData:
@@ -92,21 +97,20 @@ def infer_data(rows: Source, location: str, task: str | None, options: Mapping[s
     by = options["by"] or (
         list_placeholders(location)[0] if has_placeholders(location) else _find_client_column(sample, options)
     )
-    client_notes = () if by is None else (f"clients: the column {by}",)
     images = _find_image_column(sample, options["text"])
     header = {"header": False} if describe_missing_header(dataset.column_names) in rows.notes else {}
-    inferred_data, alternatives = _infer_by_task(sample, task, options, by, client_notes)
+    inferred_data, alternatives = _infer_by_task(sample, task, options, by)
     if inferred_data is not None:
         inferred = inferred_data
     elif task == "image-classification" or (task is None and images is not None):
         if images is None:
             raise FedspanError("--text", options["text"], f"the column of images: {', '.join(dataset.column_names)}")
-        inferred = _infer_labelled_fields(sample, "image-classification", {**options, "text": images}, by, client_notes)
+        inferred = _infer_labelled_fields(sample, "image-classification", {**options, "text": images}, by)
     elif task in (None, "causal-lm") and (language := _infer_language_fields(sample, task, options)) is not None:
         described = ", ".join(map(str, language.values()))
-        inferred = InferredData("causal-lm", language, by, (f"prompts and answers: {described}", *client_notes))
+        inferred = InferredData("causal-lm", language, by, (f"prompts and answers: {described}",))
     else:
-        inferred = _infer_labelled_fields(sample, task, options, by, client_notes)
+        inferred = _infer_labelled_fields(sample, task, options, by)
     return replace(inferred, data={**header, **inferred.data}, findings=(*inferred.findings, *alternatives))
 
 
@@ -115,7 +119,6 @@ def _infer_by_task(
     task: str | None,
     options: Mapping[str, str | None],
     by: str | None,
-    client_notes: tuple[str, ...],
 ) -> tuple[InferredData | None, list[str]]:
     """Ask the tasks that infer their columns themselves: the requested one, or each of them.
 
@@ -139,7 +142,7 @@ def _infer_by_task(
             alternatives.append(f"{label} may hold several labels a row (--task {name} --label {label})")
             continue
         if inferred is not None:
-            return InferredData(name, inferred.data, by, (f"{name}: {inferred.finding}", *client_notes)), alternatives
+            return InferredData(name, inferred.data, by, (f"{name}: {inferred.finding}",)), alternatives
         if task is not None:
             problem = f"the columns do not fit {name}: {', '.join(sample.column_names)}"
             raise FedspanError("--task", task, problem=problem)
@@ -163,7 +166,7 @@ def _has_plain_answers(
 def _find_client_column(sample: datasets.Dataset, options: Mapping[str, str | None]) -> str | None:
     """Find the column that assigns rows to clients, by its name and its number of values."""
     names = [name for name in _CLIENT_COLUMNS if name not in options.values()]
-    return _find_column(sample, names, lambda name: 2 <= len(set(read_names(sample, name))) < len(sample) / 2)
+    return _find_column(sample, names, lambda name: 2 <= len({*read_names(sample, name)} - {None}) < len(sample) / 2)
 
 
 def _find_image_column(sample: datasets.Dataset, requested: str | None) -> str | None:
@@ -223,7 +226,6 @@ def _infer_labelled_fields(
     task: str | None,
     options: Mapping[str, str | None],
     by: str | None,
-    client_notes: tuple[str, ...],
 ) -> InferredData:
     remaining = [name for name in sample.column_names if name not in (by, options["text"])]
     label = options["label"] or (
@@ -239,7 +241,7 @@ def _infer_labelled_fields(
     )
     if task == "image-classification":
         fields = {"image": options["text"], "label": label}
-        findings = [f"{task}: image {options['text']!r}, label {label!r}", *client_notes]
+        findings = [f"{task}: image {options['text']!r}, label {label!r}"]
         return InferredData(task, fields, by, (*findings, *_list_alternatives(alternatives)))
     remaining = [name for name in remaining if name != label]
     texts = {name: length for name in remaining if (length := _compute_mean_text_length(sample, name))}
@@ -253,13 +255,28 @@ def _infer_labelled_fields(
     if task is None:
         values = len(set(read_names(sample, label)))
         task = (
-            "regression" if _get_numeric_kind(sample, label) == "float" and values > 20 else "sequence-classification"
+            "regression"
+            if _get_numeric_kind(sample, label) == "float" and values > _FEW_NUMBERS
+            else "sequence-classification"
         )
+    advice = "" if task == "regression" else _describe_numbers(sample, label)
     fields = {"text": text, **({"text_pair": pair[1]} if pair else {}), "label": label}
     described = " and ".join(map(repr, pair)) if pair else repr(text)
-    findings = [f"{task}: text {described}, label {label!r}", *client_notes]
+    findings = [f"{task}: text {described}, label {label!r}"]
     findings += _list_alternatives([name for name in alternatives if name not in fields.values()])
-    return InferredData(task, fields, by, tuple(findings))
+    return InferredData(task, fields, by, tuple(findings), advice)
+
+
+def _describe_numbers(sample: datasets.Dataset, label: str) -> str:
+    """Return a sentence on labels that are numbers rather than classes; empty if they are few, or count from 0 or 1."""
+    if _get_numeric_kind(sample, label) is None:
+        return ""
+    names = {name for name in read_names(sample, label) if name is not None}
+    are_numbered = names in ({*map(str, range(start, start + len(names)))} for start in (0, 1))
+    if len(names) <= _FEW_NUMBERS or (are_numbered and len(names) < len(sample) / 3):
+        return ""
+    advice = f"The column {label} has {len(names):,} different numbers, which are labels here; "
+    return f"{advice}--task regression predicts numbers."
 
 
 def _list_alternatives(columns: Sequence[str]) -> list[str]:
@@ -343,11 +360,9 @@ def _compute_mean_text_length(sample: datasets.Dataset, column: str) -> float:
 def _get_numeric_kind(sample: datasets.Dataset, column: str) -> Literal["int", "float"] | None:
     kind = str(getattr(sample.features[column], "dtype", ""))
     if kind in ("string", "large_string"):  # a csv file stores numbers as text
-        try:
-            values = [float(value) for value in sample[column] if value]
-        except ValueError:
+        values = [value.strip() for value in sample[column] if value and value.strip()]
+        numbers = parse_numbers([value for value in values if value.lower() != "nan"])
+        if not numbers or None in numbers:
             return None
-        if not values:
-            return None
-        return "int" if all(value.is_integer() for value in values) else "float"
+        return "int" if all(number is not None and number.is_integer() for number in numbers) else "float"
     return "float" if kind.startswith("float") else "int" if kind.startswith(("int", "uint", "bool")) else None

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import pydantic
 import yaml
 
 from fedspan.config import RunConfig, parse_config
 from fedspan.config.column_inference import infer_data
 from fedspan.config.starter_template import get_default_model, render_config, suggest_target_modules
-from fedspan.data.config import DataConfig
+from fedspan.config.validation_errors import convert_validation_error
+from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.data.files import read_source
 from fedspan.data.loading import LoadedData, load
+from fedspan.data.names import read_required_names
+from fedspan.data.partition import partition
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, write_atomic
@@ -23,6 +29,11 @@ __all__ = ["StarterConfig", "write_starter_config"]
 
 _SMALL_DATASET = 5000
 """Number of examples below which a tenth of them is too small for validation, because the losses are noisy."""
+_CLIENTS = 10
+"""Number of clients of a random partition, unless the user requests another one."""
+_PARTS = 3
+"""Number of parts of a client's examples: training, validation and test."""
+_SET_NOTE = "init takes options of data as --set data.FIELD=VALUE."
 _SAMPLE_BYTES = 8 << 20
 """Number of bytes at the beginning of each file that are read."""
 
@@ -52,10 +63,11 @@ def write_starter_config(
     label: str | None = None,
     answer: str | None = None,
     by: str | None = None,
-    clients: int = 10,
+    clients: int | None = None,
     model: str | None = None,
     method: str = "fedit",
     force: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> StarterConfig:
     """Write a commented config for a file, and validate it against the beginning of the file.
 
@@ -68,13 +80,15 @@ def write_starter_config(
         label: The column of labels or numbers; None: inferred.
         answer: The column of answers; None: inferred.
         by: The column that assigns each row to a client; None: inferred, or else the rows are partitioned at random.
-        clients: Number of clients if the rows are partitioned.
+        clients: Number of clients if the rows are partitioned at random; None: 10, or fewer if the examples are few.
         model: Hub id or folder of the model; None: a small one for the task.
         method: The method's registry key.
         force: Whether an existing file is replaced.
+        options: Further fields of the section ``data``: ``{"delimiter": ";"}``.
 
     Raises:
-        FedspanError: If the data can't be read, columns are missing or can't be inferred, or the config's file exists.
+        FedspanError: If the data can't be read, columns are missing or can't be inferred, the examples can't be
+            partitioned as requested, or the config's file exists.
     """
     path = Path(out)
     if path.exists() and not force:
@@ -82,23 +96,40 @@ def write_starter_config(
     if task is not None and get_task(task, "--task").default_model is None and model is None:
         offered = [name for name, definition in TASKS.items() if definition.default_model is not None]
         raise FedspanError("--task", task, f"one of {', '.join(offered)}")
-    options = {"text": text, "label": label, "answer": answer, "by": by}
-    rows = _read_sample(str(data), "DATA")
-    inferred = infer_data(rows, str(data), task, options)
-    section = {"train": str(data), **({} if test is None else {"test": str(test)}), **inferred.data}
+    columns = {"text": text, "label": label, "answer": answer, "by": by}
+    settings = _check_options(options or {})
+    rows = _read_sample(str(data), "DATA", settings)
+    try:
+        inferred = infer_data(rows, str(data), task, columns)
+    except FedspanError as error:
+        raise error.relocate(note=_describe_detected(rows)) from error
+    section = {"train": str(data), **({} if test is None else {"test": str(test)}), **inferred.data, **settings}
     targets = suggest_target_modules(inferred.task, model)
     name = model or get_default_model(inferred.task)[0]
     is_small = rows.is_complete and len(rows.dataset) < _SMALL_DATASET
-    content = render_config(inferred, section, clients, name, targets, method, is_small=is_small)
-    config = parse_config(yaml.safe_load(content))
-    validated_data = config.data.model_copy(update={"invalid": "skip"})
-    loaded = load(validated_data, seed=config.data_seed, task=config.task_columns, limit=_SAMPLE_BYTES)
-    if loaded.dropped:
-        content = render_config(
-            inferred, {**section, "invalid": "skip"}, clients, name, targets, method, is_small=is_small
+
+    def render(section: Mapping[str, Any], by: str | None, clients: int) -> tuple[str, RunConfig]:
+        selected = replace(inferred, by=by)
+        content = render_config(selected, section, clients, name, targets, method, is_small=is_small)
+        return content, parse_config(yaml.safe_load(content))
+
+    content, config = render(section, inferred.by, clients or _CLIENTS)
+    try:
+        loaded = load(
+            config.data.model_copy(update={"invalid": settings.get("invalid", "skip")}),
+            seed=config.data_seed,
+            task=config.task_columns,
+            limit=_SAMPLE_BYTES,
+            client_column=by,
         )
-        config = parse_config(yaml.safe_load(content))
-    findings = [*inferred.findings, *_describe_counts(loaded, rows, str(data), test)]
+    except FedspanError as error:
+        raise error.relocate(note=inferred.advice) from error
+    if loaded.dropped:
+        section["invalid"] = "skip"
+    assigned_by, count, notes = _select_partition(loaded, config, is_requested=by is not None, clients=clients)
+    content, config = render(section, assigned_by, count)
+    findings = [*inferred.findings[:1], *notes, *inferred.findings[1:], *filter(None, [inferred.advice])]
+    findings += _describe_counts(loaded, rows, str(data), test)
     if loaded.labels:
         names = ", ".join(loaded.labels[:6]) + (", ..." if len(loaded.labels) > 6 else "")
         scope = "" if loaded.is_complete else " in the rows that were read"
@@ -111,19 +142,83 @@ def write_starter_config(
     return StarterConfig(path, config, tuple(findings))
 
 
-def _read_sample(location: str, option: str) -> Source:
-    config = DataConfig(train=location, test_split=None, invalid="skip")
+def _check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of the section ``data``, none of which has an option of its own."""
+    own = {"train": "DATA", "test": "--test", **dict.fromkeys(("text", "image"), "--text")}
+    for field, value in options.items():
+        option = {**own, "label": "--label", "answer": "--answer"}.get(field)
+        if option is not None:
+            raise FedspanError(f"data.{field}", value, problem=f"{option} sets it")
+    return dict(options)
+
+
+def _read_sample(location: str, option: str, settings: Mapping[str, Any]) -> Source:
+    values = {"train": location, "test_split": None, "invalid": "skip", **settings}
+    try:
+        config = DataConfig.model_validate(values)
+    except pydantic.ValidationError as error:
+        raise convert_validation_error(error, "data", DataConfig) from None
     try:
         return read_source(config, "train", "data", _SAMPLE_BYTES)
     except FedspanError as error:
-        if error.field != "data.train":
+        note = _SET_NOTE if "data." in (error.problem or "") else ""
+        field = option if error.field == "data.train" else None
+        raise error.relocate(field, note=note) from error
+
+
+def _describe_detected(rows: Source) -> str:
+    """Return the sentences on what was detected in a file and how to change it; empty if nothing was."""
+    return f"Detected in {rows.name}: {'; '.join(rows.notes)}. {_SET_NOTE}" if rows.notes else ""
+
+
+def _select_partition(
+    loaded: LoadedData, config: RunConfig, *, is_requested: bool, clients: int | None
+) -> tuple[str | None, int, list[str]]:
+    """Select a partition that the examples allow, as far as they were read.
+
+    Args:
+        loaded: The examples.
+        config: The config with the inferred partition.
+        is_requested: Whether the user requested the column that assigns examples to clients.
+        clients: Number of clients that the user requested; None: none.
+
+    Returns:
+        The column that assigns examples to clients, None for a random partition, the number of clients of the latter,
+        and findings about them.
+
+    Raises:
+        FedspanError: If the examples do not allow what the user requested.
+    """
+    column, notes = config.partition.column, list[str]()
+    count = clients or _CLIENTS
+    if column is not None:
+        try:
+            if loaded.is_complete:
+                partition(loaded.train, config.partition, config.data_seed, groups=loaded.groups)
+            else:
+                read_required_names(loaded.train, column, "--by")
+        except FedspanError as error:
+            if is_requested:
+                raise
+            reason = (error.problem or str(error)).partition(". ")[0].rstrip(".")
+            notes.append(f"the column {column} is not used for clients, unless --by requests it: {reason}")
+        else:
+            return column, count, [f"clients: the column {column}"]
+    if not loaded.is_complete:
+        return None, count, notes
+    units = len(loaded.train) if loaded.groups is None else len(set(loaded.groups.tolist()))
+    possible = max(1, min(count, units // _PARTS))
+    if clients is None and possible < count:
+        notes.append(f"{possible} clients, so that each has examples to train on, to validate and to test (--clients)")
+        count = possible
+    at_random = PartitionConfig(clients=count)
+    try:
+        partition(loaded.train, at_random, config.data_seed, groups=loaded.groups)
+    except FedspanError as error:
+        if clients is None:
             raise
-        if error.__cause__ is None:  # of a file without a single valid row, the first error says what is wrong
-            try:
-                read_source(config.model_copy(update={"invalid": "error"}), "train", "data", _SAMPLE_BYTES)
-            except FedspanError as first:
-                raise first.relocate(option) from first
-        raise error.relocate(option) from error
+        raise error.relocate("--clients", clients) from error
+    return None, count, notes
 
 
 def _describe_counts(loaded: LoadedData, rows: Source, location: str, test: str | Path | None) -> list[str]:

@@ -239,7 +239,8 @@ def _assign_pathological(labels: np.ndarray, config: PartitionConfig, seed: int,
 
 
 def _assign_natural(dataset: datasets.Dataset, config: PartitionConfig, field: str) -> Shares:
-    values = read_required_names(dataset, config.column or "", f"{field}.column")
+    advice = "To leave out examples without a client, set data.invalid: skip."
+    values = read_required_names(dataset, config.column or "", f"{field}.column", advice)
     ids = sort_names(values)
     number = {id: index for index, id in enumerate(ids)}
     return Shares.from_owners(ids, np.fromiter((number[value] for value in values), np.int64, len(values)))

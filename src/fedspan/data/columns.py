@@ -24,6 +24,7 @@ from fedspan.data.names import (
     read_names,
     trim,
 )
+from fedspan.data.numbers import is_ambiguous, parse_numbers
 from fedspan.data.source import Source
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
@@ -316,18 +317,18 @@ class ColumnReader:
     def read_numbers(self, column: str) -> pa.ChunkedArray:
         option_field = self.require(column, "label")
         values = read_names(self.source.dataset, column)
-        numbers: list[float] = []
-        for row, value in enumerate(values):
-            try:
-                number = float("nan" if value is None else value)
-            except ValueError:
-                place = self.source.row(row)
-                problem = f"{place} has {value!r} in column {column!r}, which is not a number. {self.skip_advice}"
-                raise FedspanError(option_field, column, problem=problem) from None
-            if not abs(number) < float("inf"):
-                problem = f"{self.source.row(row)} has no number in column {column!r}. {self.skip_advice}"
+        numbers = parse_numbers(values)
+        if None in numbers:
+            row = numbers.index(None)
+            value, place = values[row], self.source.row(row)
+            if value is None or value.lower().lstrip("+-") in ("nan", "inf", "infinity"):
+                problem = f"{place} has no number in column {column!r}. {self.skip_advice}"
                 raise FedspanError(self.file, self.source.name, problem=problem)
-            numbers.append(number)
+            problem = f"{place} has {value!r} in column {column!r}, which is not a number. "
+            if is_ambiguous(value):
+                problem = f"{place} has {value!r} in column {column!r}: a decimal comma, or one between thousands. "
+                problem += "Write decimal points. "
+            raise FedspanError(option_field, column, problem=problem + self.skip_advice)
         return pa.chunked_array([pa.array(numbers, pa.float64())])
 
     def read_images(self, column: str) -> pa.ChunkedArray:

@@ -91,8 +91,9 @@ class DataConfig(BaseModel):
     label: str | None = Field(
         default=None,
         min_length=1,
-        description="Column with the class, as a name or a number; regression: with the number. Default: label. "
-        "causal-lm and seq2seq: column with a category, for partitions by label; default: none.",
+        description="Column with the class, as a name or a number; regression: with the number (decimal "
+        "point or comma). Default: label. causal-lm and seq2seq: column with a category, for partitions by label; "
+        "default: none.",
     )
     label_separator: str | None = Field(
         default=None,
@@ -186,8 +187,8 @@ class DataConfig(BaseModel):
     invalid: Literal["error", "skip"] = Field(
         default="error",
         description="Handling of a row without a text, a label or an answer, with an unknown label, with values that "
-        "do not fit together, or with too many or too few fields. error: refuse the file and name the row. skip: "
-        "exclude such rows and report how many.",
+        "do not fit together, or with too many or too few fields, and of a training row without a value in "
+        "partition.column. error: refuse the file and name the row. skip: exclude such rows and report how many.",
     )
     group: str | None = Field(
         default=None,

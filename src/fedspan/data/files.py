@@ -111,7 +111,8 @@ def read_source(config: DataConfig, part: Literal["train", "test"], field: str, 
     else:
         source = read(_expand_path(location), location)
     if len(source.dataset) == 0:
-        raise FedspanError(option, location, problem=f"{location} holds no examples")
+        detected = f" ({'; '.join(source.notes)})" if source.notes else ""
+        raise FedspanError(option, location, problem=f"{location} holds no examples{detected}")
     return source
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -11,13 +10,14 @@ import pyarrow as pa
 from fedspan.data.columns import FLAGS, TaskColumns, parse_conversation
 from fedspan.data.config import DataConfig
 from fedspan.data.names import get_arrow_column, is_list, read_names
+from fedspan.data.numbers import parse_numbers
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["drop_invalid_rows"]
+__all__ = ["drop_invalid_rows", "drop_rows_without_value"]
 
 
 def drop_invalid_rows(
@@ -46,6 +46,20 @@ def drop_invalid_rows(
     return source if len(valid) == len(dataset) else source.select(valid)
 
 
+def drop_rows_without_value(source: Source, column: str, field: str, part: Literal["train", "test"]) -> Source:
+    """Return the rows that have a value in a column.
+
+    Raises:
+        FedspanError: If no row is left.
+    """
+    names = read_names(source.dataset, column)
+    valid = [row for row, name in enumerate(names) if name is not None]
+    if not valid:
+        problem = f"no row of {source.name} has a value in column {column!r}"
+        raise FedspanError(f"{field}.{part}", source.name, problem=problem)
+    return source if len(valid) == len(names) else source.select(valid)
+
+
 def _get_values(dataset: datasets.Dataset, column: str, task: TaskColumns, config: DataConfig) -> Sequence[object]:
     """Return a column's values, falsy where they cannot be used; images (bytes or path) are not converted to text."""
     values = get_arrow_column(dataset, column)
@@ -63,12 +77,5 @@ def _get_values(dataset: datasets.Dataset, column: str, task: TaskColumns, confi
     if has_label_lists:
         return [True] * len(dataset)  # an empty text is no label
     if task.has_numeric_labels and column == (config.label or "label"):
-        return [name is not None and _is_finite(name) for name in names]
+        return [number is not None for number in parse_numbers(names)]
     return names
-
-
-def _is_finite(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False

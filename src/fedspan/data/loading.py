@@ -17,7 +17,7 @@ from fedspan.data.dataset_defaults import fill_data_defaults
 from fedspan.data.duplicates import encode_groups, find_shared_with_test
 from fedspan.data.files import has_own_splits, read_source
 from fedspan.data.groups import draw_groups
-from fedspan.data.invalid_rows import drop_invalid_rows
+from fedspan.data.invalid_rows import drop_invalid_rows, drop_rows_without_value
 from fedspan.data.keyed import make_generator
 from fedspan.data.list_columns import unwrap_lists
 from fedspan.data.names import get_arrow_column, make_dataset, sort_names, take_rows
@@ -66,6 +66,7 @@ def load(
     task: TaskColumns = LABELLED_TEXTS,
     limit: int | None = None,
     sources: Mapping[str, Source] | None = None,
+    client_column: str | None = None,
 ) -> LoadedData:
     """Read, check and label the examples that `config` names.
 
@@ -76,6 +77,8 @@ def load(
         task: The columns that the task needs (``TaskDefinition.columns``).
         limit: Number of bytes that are read at the beginning of each file; None: all.
         sources: Sources of ``train`` and ``test`` that were passed from Python; None: they are read.
+        client_column: Column that assigns the training examples to clients (``partition.column``), in which
+            ``data.invalid: skip`` requires a value; None: there is none.
 
     Returns:
         `LoadedData`; the order of the rows is that of the files.
@@ -86,7 +89,7 @@ def load(
     """
     config = fill_data_defaults(config, field)
     sources = sources or {}
-    train = _read_part(config, task, field, "train", limit, sources.get("train"))
+    train = _read_part(config, task, field, "train", limit, sources.get("train"), client_column)
     labels = _collect_labels(train.checked, task, config, field)
     labels_in_training = {*(train.checked.names or ()), *chain.from_iterable(train.checked.label_lists or ())}
     data = _encode_labels(train, labels, labels_in_training, config, field, "train")
@@ -138,6 +141,7 @@ def _read_part(
     part: Literal["train", "test"],
     limit: int | None,
     passed_source: Source | None,
+    client_column: str | None = None,
 ) -> _Part:
     passed_source = read_source(config, part, field, limit) if passed_source is None else passed_source
     source = unwrap_lists(passed_source, config, task, field)
@@ -146,6 +150,10 @@ def _read_part(
         complete = drop_invalid_rows(source, config, task, field, part)
         skipped["without a text, a label or an answer"] = len(source.dataset) - len(complete.dataset)
         source = complete
+        if client_column in source.dataset.column_names:
+            with_client = drop_rows_without_value(source, client_column, field, part)
+            skipped[f"without a client in column {client_column!r}"] = len(source.dataset) - len(with_client.dataset)
+            source = with_client
     return _Part(validate_columns(source, config, task, field, part), skipped)
 
 

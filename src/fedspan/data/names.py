@@ -138,13 +138,14 @@ def read_names(dataset: Dataset, column: str) -> list[str | None]:
     return names_by_row
 
 
-def read_required_names(dataset: Dataset, column: str, option: str) -> list[str]:
+def read_required_names(dataset: Dataset, column: str, option: str, advice: str = "") -> list[str]:
     """Return each row's value as text, of a column of the source that has a value in every row.
 
     Args:
         dataset: The examples.
         column: The column's name in the source.
         option: The option that names the column.
+        advice: Sentence on how to leave out rows without a value.
 
     Raises:
         FedspanError: If there is no such column, or a row has no value in it.
@@ -154,7 +155,7 @@ def read_required_names(dataset: Dataset, column: str, option: str) -> list[str]
         raise FedspanError(option, column, problem=describe_missing_column(column, list_source_columns(dataset)))
     names = read_names(dataset, source_column)
     if None in names:
-        problem = f"example {names.index(None) + 1} has no value in column {column!r}"
+        problem = f"example {names.index(None) + 1} has no value in column {column!r}. {advice}"
         raise FedspanError(option, column, problem=problem)
     return [name for name in names if name is not None]
 

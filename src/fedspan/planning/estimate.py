@@ -153,7 +153,12 @@ def _count_local(config: RunConfig) -> tuple[int, int, int] | None:
     train = config.data.train
     if train is None or not (train.startswith("builtin:") or Path(train).exists() or has_placeholders(train)):
         return None
-    data = load(config.data, seed=config.data_seed, task=config.task_columns)
+    data = load(
+        config.data,
+        seed=config.data_seed,
+        task=config.task_columns,
+        client_column=config.partition.column,
+    )
     clients = config.partition.clients
     if config.partition.partitioner == "natural":
         clients = len(partition(data.train, config.partition, config.data_seed, groups=data.groups).clients)

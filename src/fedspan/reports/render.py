@@ -82,7 +82,12 @@ def _read_partition(run: RunData) -> tuple[str, Sequence[ClientRow], Sequence[st
         parts = Partition.from_json(
             read_bytes(run_folder.partition).decode(errors="replace"), str(run_folder.partition)
         )
-        loaded = load(run.config.data, seed=run.config.data_seed, task=run.config.task_columns)
+        loaded = load(
+            run.config.data,
+            seed=run.config.data_seed,
+            task=run.config.task_columns,
+            client_column=run.config.partition.column,
+        )
         return run.name, parts.label_table(loaded.labels, loaded.train), loaded.labels
     except FedspanError:  # the data were moved or changed since
         return None

@@ -186,7 +186,13 @@ def prepare(
     device = choose_device("cpu" if config.cluster is not None else config.device)  # workers have the GPUs
     sources = None if objects.data is None else objects.data.sources
     with stages.stage("data"):
-        data = load(config.data, seed=config.data_seed, task=config.task_columns, sources=sources)
+        data = load(
+            config.data,
+            seed=config.data_seed,
+            task=config.task_columns,
+            sources=sources,
+            client_column=config.partition.column,
+        )
         test_parts = _find_test_parts(data.test, config.evaluation.by)
         parts = given_partition or partition(data.train, config.partition, config.data_seed, groups=data.groups)
     if parts.examples != len(data.train):
