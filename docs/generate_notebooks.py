@@ -15,7 +15,12 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("docs/tour.md",)
-SCRIPTS = ("examples/own_method.py", "examples/own_trainer.py")
+SCRIPTS = (
+    "examples/instruction_tuning.py",
+    "examples/own_method.py",
+    "examples/own_trainer.py",
+    "examples/three_machines.py",
+)
 PARAMETERS = "parameters"
 """Tag of the cell with a script's options, as papermill names it."""
 _FENCE = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)

@@ -41,6 +41,8 @@ FRAGMENTS = {
 """Pages whose Python is a module in pieces, and the modules."""
 TRANSCRIPT = Path("docs/first-hour.md")
 """A page with what its commands print; test_first_hour.py runs it."""
+FRONT = Path("README.md")
+"""A page with what its Python prints."""
 LOOKING = {Path("docs/report.md"), Path("docs/diagnostics.md"), Path("docs/tasks.md")}
 """Pages about runs that are there."""
 NOT_RUN = {"demo", "watch", *DEPLOYED}
@@ -184,12 +186,22 @@ def test_a_page_runs_from_its_first_block_to_its_last(
     monkeypatch.chdir(desk)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub))
     names: dict[str, Any] = {}
-    for block in blocks_of(page):
+    blocks = blocks_of(page)
+    for at, block in enumerate(blocks):
         if block.language == "python":
+            capsys.readouterr()
             exec(compile(block.text, str(block), "exec"), names)
+            if page == FRONT:
+                printed, shown = capsys.readouterr().out.splitlines(), blocks[at + 1].text.splitlines()
+                assert without_scores(printed[-len(shown) :]) == without_scores(shown)
         elif block.language == "bash":
             for command in calls(block.text, desk):
                 called(command, block)
+
+
+def without_scores(lines: list[str]) -> list[str]:
+    """Printed lines without scores and probabilities, which depend on the machine; bytes and labels remain."""
+    return [re.sub(r"\d+\.\d+", "#", line) for line in lines]
 
 
 def called(words: list[str], block: Block) -> None:

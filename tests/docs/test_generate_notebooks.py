@@ -71,3 +71,20 @@ def test_an_own_trainer(decoders: Path, tmp_path: Path) -> None:
     printed = run_notebook(Path("examples/own_trainer.ipynb"), tmp_path, options)
     assert "on held-out letters" in printed
     assert (tmp_path / "runs" / "own_trainer-smoke" / "run" / "adapter").is_dir()
+
+
+@pytest.mark.slow
+def test_instruction_tuning(decoders: Path, tmp_path: Path) -> None:
+    options = ["--smoke", "--model", str(decoders / "llama-lm")]
+    printed = run_notebook(Path("examples/instruction_tuning.ipynb"), tmp_path, options)
+    assert "round 1: held-out loss " in printed
+    assert (tmp_path / "runs" / "instruction_tuning-smoke" / "run" / "adapter").is_dir()
+
+
+@pytest.mark.slow
+def test_three_machines(tiny_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+    options = ["--smoke", "--layer", "1", "--model", str(tiny_folder / "bert")]
+    printed = run_notebook(Path("examples/three_machines.ipynb"), tmp_path, options)
+    assert printed.count(" on its own test part") == 3
+    assert (tmp_path / "runs" / "three_machines-smoke" / "run" / "adapter").is_dir()
