@@ -45,7 +45,7 @@ def run_notebook(path: Path, folder: Path, options: list[str] | None = None) -> 
     for cell in notebook.cells:
         if options is not None and "parameters" in cell.metadata.get("tags", ()):
             cell.source = f"options = {options!r}"
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+    NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(folder)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     return "".join(output["text"] for output in outputs if output["output_type"] == "stream")
 
