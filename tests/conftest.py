@@ -174,14 +174,14 @@ def prepared(tiny_folder: Path) -> Prepared:
 @pytest.fixture(scope="session")
 def call() -> Callable[..., Result]:
     """``fedspan`` with arguments, in 80 columns."""
-    from typer.testing import CliRunner
+    from click.testing import CliRunner
 
-    from fedspan.cli import app
+    from helpers.command_line import get_program
 
     runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
 
     def called(*arguments: object, input: str | None = None) -> Result:
-        return runner.invoke(app, [str(argument) for argument in arguments], input=input)
+        return runner.invoke(get_program(), [str(argument) for argument in arguments], input=input)
 
     return called
 

@@ -16,17 +16,16 @@ import pytest
 import transformers
 import typer
 import yaml
-from click.testing import Result
-from typer.testing import CliRunner
+from click.testing import CliRunner, Result
 
 import fedspan
-from fedspan.cli import app
 from fedspan.cli.live_run import find_unused_folder
 from fedspan.methods.describe import describe
 from fedspan.methods.registry import METHODS
 from fedspan.wrappers.describe import describe as describe_wrappers
 from fedspan.wrappers.registry import WRAPPERS
 from helpers import tiny, tiny_decoders
+from helpers.command_line import get_program
 
 Call = Callable[..., Result]
 Write = Callable[..., Path]
@@ -292,18 +291,18 @@ def test_version_and_help(call: Call) -> None:
 
 def test_help_shows_texts_as_they_are_written() -> None:
     """Rich takes ``[report]`` for markup, unless it is escaped."""
-    runner, program = CliRunner(env={"COLUMNS": "400", "TERM": "dumb"}), typer.main.get_command(app)
+    runner, program = CliRunner(env={"COLUMNS": "400", "TERM": "dumb"}), get_program()
     assert isinstance(program, click.Group)
     bracketed = 0
     for name, command in program.commands.items():
-        shown = " ".join(runner.invoke(app, [name, "--help"]).output.split())
+        shown = " ".join(runner.invoke(get_program(), [name, "--help"]).output.split())
         texts = [command.help or "", *(getattr(option, "help", None) or "" for option in command.params)]
         for text in texts:
             plain = " ".join(text.replace("\\[", "[").split())
             assert plain in shown, (name, plain)
             bracketed += "[" in plain
     assert bracketed
-    assert "fedspan[report]" in runner.invoke(app, ["report", "--help"]).output
+    assert "fedspan[report]" in runner.invoke(get_program(), ["report", "--help"]).output
 
 
 def cpu_seconds(*arguments: str, enough: float = 0.0) -> float:
@@ -340,7 +339,7 @@ def test_quick_commands_are_quick(arguments: list[str]) -> None:
 
 
 def test_help_describes_every_argument_and_option() -> None:
-    group = typer.main.get_command(app)
+    group = get_program()
     assert isinstance(group, typer.core.TyperGroup)
     without = [
         (name, param.name)

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 import fedspan
-from fedspan.cli.app import app
 from fedspan.methods.registry import METHODS
 from helpers import tiny
+from helpers.command_line import get_program
 
 
 def invoked(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["plan", *arguments])
+    return CliRunner().invoke(get_program(), ["plan", *arguments])
 
 
 @pytest.fixture(scope="module")

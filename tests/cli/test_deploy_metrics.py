@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
-from fedspan.cli.app import app
 from fedspan.config import load_config
 from fedspan.federation.protocol import Envelope, decode_order, decode_reply
 from fedspan.logs import read_lines
@@ -27,6 +26,7 @@ from fedspan.runs.results import read_report
 from fedspan.runs.setup import Prepared
 from fedspan.transports.flower.server import prepare_folder
 from helpers import tiny
+from helpers.command_line import get_program
 from helpers.reply_transport import Replies, ReplyingTransport
 
 LIAR = "south"
@@ -75,9 +75,9 @@ def submitted(
 
     monkeypatch.setattr("fedspan.deployment.deploy.submit", submit)
     server = str(folder.with_suffix(".server"))
-    result = CliRunner().invoke(app, ["submit", str(config), "--out", str(folder), "--server", server])
+    result = CliRunner().invoke(get_program(), ["submit", str(config), "--out", str(folder), "--server", server])
     assert result.exit_code == 0, result.output
-    shown = CliRunner().invoke(app, ["report", str(folder)])
+    shown = CliRunner().invoke(get_program(), ["report", str(folder)])
     assert shown.exit_code == 0, shown.output
     return result.output + shown.output, read_report(folder)
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
-from fedspan.cli import app
 from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job_digest
 from fedspan.deployment.audit import AUDIT
 from fedspan.deployment.base_offers import BaseFile, compute_offer_digest
@@ -19,6 +18,7 @@ from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import decode_reply
 from fedspan.logs import AuditLog
+from helpers.command_line import get_program
 from helpers.node_service import introduced, invitation, node, served, values
 
 ASK = {"approve": "ask"}
@@ -163,17 +163,17 @@ def test_the_commands_show_and_decide(tiny_folder: Path, tmp_path: Path) -> None
     hostile["data"] = {**hostile["data"], "labels": [*hostile["data"]["labels"], "\x1b[31mred"]}
     introduced(NodeService(own), hostile)
     runner = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"})
-    shown = runner.invoke(app, ["approve", str(file), "--settings"])
+    shown = runner.invoke(get_program(), ["approve", str(file), "--settings"])
     assert shown.exit_code == 0, shown.output
     for words in ("fedit", "waits for fedspan approve", "local_steps", "secure sums", "lora_alpha"):
         assert words in shown.output
     assert "\x1b" not in shown.output
     (request,) = Approvals(tmp_path / "kept", AuditLog(tmp_path / "kept" / AUDIT)).list_requests()
-    assert runner.invoke(app, ["approve", str(file), "0" * 64]).exit_code == 2
-    assert runner.invoke(app, ["approve", str(file), "--refuse"]).exit_code == 2
-    decided = runner.invoke(app, ["approve", str(file), request.job[:6]])
+    assert runner.invoke(get_program(), ["approve", str(file), "0" * 64]).exit_code == 2
+    assert runner.invoke(get_program(), ["approve", str(file), "--refuse"]).exit_code == 2
+    decided = runner.invoke(get_program(), ["approve", str(file), request.job[:6]])
     assert decided.output.startswith(f"approved job {request.job[:16]}")
-    audited = runner.invoke(app, ["audit", str(tmp_path / "kept")])
+    audited = runner.invoke(get_program(), ["audit", str(tmp_path / "kept")])
     assert audited.exit_code == 0
     assert "job approved" in audited.output
     assert "2 entries, head " in audited.output

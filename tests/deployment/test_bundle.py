@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from fedspan import __version__
-from fedspan.cli import app
 from fedspan.config.node import load_node
 from fedspan.deployment.bundle import FILES, write_bundle
 from fedspan.deployment.deploy import check_node
 from fedspan.errors import FedspanError
 from fedspan.transports.flower.server import prepare_folder
+from helpers.command_line import get_program
 
 IDS = ["clinic-a", "Klinik Süd: 100%", "- {a: b}", 'quote " and $dollar']
 
 
 def call(*arguments: str) -> str:
-    result = CliRunner().invoke(app, list(arguments))
+    result = CliRunner().invoke(get_program(), list(arguments))
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -140,7 +140,7 @@ def test_a_check_knows_all_kinds_of_data(
 def test_bundles_need_a_name_and_tls(tmp_path: Path) -> None:
     pytest.importorskip("flwr", reason="needs fedspan[flower]")
     for more, message in ((["--insecure", "--name", "localhost"], "without TLS"), ([], "--name")):
-        result = CliRunner().invoke(app, ["server", "--folder", str(tmp_path / "s"), "--bundle", "a", *more])
+        result = CliRunner().invoke(get_program(), ["server", "--folder", str(tmp_path / "s"), "--bundle", "a", *more])
         assert result.exit_code == 2
         assert message in result.output
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
-from fedspan.cli.app import app
 from fedspan.deployment import deploy
 from fedspan.deployment.handshake import Invitation
 from fedspan.errors import FedspanError
 from helpers import tiny
+from helpers.command_line import get_program
 from helpers.node_service import values
 
 supernode = pytest.importorskip(
@@ -98,7 +98,7 @@ def test_no_other_user_reads_what_the_commands_write(
     prepare_folder(Path("server"), 9092, [], insecure=True)
     before = os.umask(0o022)
     try:
-        result = CliRunner().invoke(app, arguments)
+        result = CliRunner().invoke(get_program(), arguments)
         assert "the file is written" in result.output
         assert Path("written").stat().st_mode & 0o777 == 0o600
         assert os.umask(0o022) == 0o022  # of a process that calls the command's function

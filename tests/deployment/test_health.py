@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
-from fedspan.cli import app
 from fedspan.deployment.health import Heartbeat, describe_heartbeat, find_problem
 from fedspan.deployment.node import NodeService
 from fedspan.deployment.supervisor import Supervisor
 from fedspan.federation.protocol import Order
 from fedspan.training.stages import Stages
+from helpers.command_line import get_program
 from helpers.node_service import node, served
 
 
@@ -30,7 +30,7 @@ def age(folder: Path, seconds: float) -> None:
 
 
 def call(path: Path, *options: str) -> Any:
-    return CliRunner().invoke(app, ["health", str(path), *options])
+    return CliRunner().invoke(get_program(), ["health", str(path), *options])
 
 
 def test_a_heartbeat_that_is_too_old_is_a_problem(tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
-from fedspan.cli import app
 from fedspan.config.node import NodeConfig, NodeLimits, load_node
 from fedspan.core.values import Client
 from fedspan.deployment.audit import AUDIT
@@ -26,6 +26,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Masking, Order, decode_order, decode_reply
 from fedspan.logs import AuditLog
 from fedspan.training.accounting import Charge, Mechanism
+from helpers.command_line import get_program
 from helpers.node_service import introduced, node, served, values
 
 ORDER = Order("train", 0, 0, 0.1, "clinic", None, b"model", run="first", serial=1)
@@ -260,18 +261,18 @@ def _write_node_file(folder: Path, key: str | None) -> tuple[Path, UsageBook]:
 def test_a_new_key_continues_the_budget_of_the_one_that_it_replaces(tmp_path: Path) -> None:
     pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
     (tmp_path / "keys").mkdir()
-    call = CliRunner().invoke
-    made = call(app, ["join", "--new-key", str(tmp_path / "old.key")])
+    call = partial(CliRunner().invoke, get_program())
+    made = call(["join", "--new-key", str(tmp_path / "old.key")])
     assert made.exit_code == 0, made.output
     _, old = _write_node_file(tmp_path, "old.key")
     old.begin()
     old.record_order(ORDER, CHARGE)
     for arguments in (["--new-key", str(tmp_path / "new.key")], []):  # another key, and no new one
-        refused = call(app, ["join", *arguments, "--replaces", str(tmp_path / "none.key")])
+        refused = call(["join", *arguments, "--replaces", str(tmp_path / "none.key")])
         assert (refused.exit_code, "--replaces" in refused.output) == (2, True)
     assert not (tmp_path / "new.key").exists()
     new_key = tmp_path / "keys" / "new.key"
-    made = call(app, ["join", "--new-key", str(new_key), "--replaces", str(tmp_path / "old.key")])
+    made = call(["join", "--new-key", str(new_key), "--replaces", str(tmp_path / "old.key")])
     assert made.exit_code == 0, made.output
     for number in (1, 2, 3):  # the node runs with the old key until the new one is admitted
         old.record_order(other(number), ())
@@ -282,7 +283,7 @@ def test_a_new_key_continues_the_budget_of_the_one_that_it_replaces(tmp_path: Pa
     (tmp_path / "old.key.budget").unlink()
     new.record_order(other(4), ())
     assert (new.get_account().rounds, new.get_account().releases) == (5, ((1.0, 5.0, 1),))
-    assert call(app, ["budget", str(file), "--replaces", str(tmp_path / "old.key")]).exit_code == 2  # not twice
+    assert call(["budget", str(file), "--replaces", str(tmp_path / "old.key")]).exit_code == 2
 
 
 def test_a_new_key_that_meets_the_book_of_another_one_is_told_the_command(tmp_path: Path) -> None:
@@ -297,9 +298,9 @@ def test_a_new_key_that_meets_the_book_of_another_one_is_told_the_command(tmp_pa
         with pytest.raises(FedspanError) as refused:
             keyed.get_account()
         assert f"run `fedspan budget NODE --replaces {before}`" in str(refused.value)
-        stale = CliRunner().invoke(app, ["budget", str(file), "--replaces", str(tmp_path / "other.key")])
+        stale = CliRunner().invoke(get_program(), ["budget", str(file), "--replaces", str(tmp_path / "other.key")])
         assert (stale.exit_code, "other.key.budget" in stale.output) == (2, True)
-        continued = CliRunner().invoke(app, ["budget", str(file), "--replaces", str(before)])
+        continued = CliRunner().invoke(get_program(), ["budget", str(file), "--replaces", str(before)])
         assert (continued.exit_code, "rounds 1 of 1000" in continued.output) == (0, True), continued.output
         keyed.begin()
         assert keyed.get_account().rounds == 1
@@ -331,18 +332,18 @@ def test_the_operator_sees_the_budget_and_starts_a_new_one_deliberately(tmp_path
     file = tmp_path / "node.yaml"
     file.write_text(yaml.safe_dump({**given, "key": "node.key", "limits": {"epsilon": None, "runs": 7}}))
     book(tmp_path).record_order(ORDER, ())
-    call = CliRunner().invoke
-    shown = call(app, ["budget", str(file)])
+    call = partial(CliRunner().invoke, get_program())
+    shown = call(["budget", str(file)])
     expected = "rounds 1 of 1000, runs 1 of 7, evaluations 0 of 2000, epsilon 0 of no limit"
     assert (shown.exit_code, shown.output) == (0, f"fl.example.org, data set data: {expected}\n")
-    (row,) = json.loads(call(app, ["budget", str(file), "--json"]).output)
+    (row,) = json.loads(call(["budget", str(file), "--json"]).output)
     assert row["rounds"] == [1, 1000]
     (tmp_path / "state" / "budget.json").unlink()
-    lost = call(app, ["budget", str(file)])
+    lost = call(["budget", str(file)])
     assert (lost.exit_code, "is missing" in lost.output) == (2, True)
-    assert call(app, ["budget", str(file), "--new"]).exit_code == 2  # without a reason
-    assert call(app, ["budget", str(file), "--new", "--reason", "the disk failed"]).exit_code == 0
-    assert call(app, ["budget", str(file)]).output == "no server has used this node's data yet\n"
+    assert call(["budget", str(file), "--new"]).exit_code == 2  # without a reason
+    assert call(["budget", str(file), "--new", "--reason", "the disk failed"]).exit_code == 0
+    assert call(["budget", str(file)]).output == "no server has used this node's data yet\n"
     (entry,) = AuditLog(tmp_path / "state" / AUDIT).read()
     assert (entry["event"], entry["reason"]) == ("budget restarted", "the disk failed")
 

@@ -19,16 +19,15 @@ import huggingface_hub.constants
 import pytest
 import torch
 import yaml
+from click.testing import CliRunner
 from torch.utils.data import DataLoader
-from typer.main import get_command
-from typer.testing import CliRunner
 
 import fedspan
-from fedspan.cli.app import app
 from fedspan.config import parse_config
 from fedspan.config.node import NodeConfig
 from helpers import tiny, tiny_decoders
 from helpers.code_blocks import COMMANDS, PAGES, ROOT, Block, blocks_of, calls
+from helpers.command_line import get_program
 from helpers.hub import save_hub
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -207,10 +206,10 @@ def without_scores(lines: list[str]) -> list[str]:
 def called(words: list[str], block: Block) -> None:
     """Do what a command of a page asks for."""
     if words[0] == "fedspan" and words[1] in NOT_RUN:
-        command = get_command(app).commands[words[1]]
+        command = get_program().commands[words[1]]
         command.make_parser(command.context_class(command)).parse_args(words[2:])
     elif words[0] == "fedspan":
-        result = CliRunner().invoke(app, words[1:])
+        result = CliRunner().invoke(get_program(), words[1:])
         assert result.exit_code == 0, f"{block}: {' '.join(words)}\n{result.output}\n{result.exception!r}"
     elif words[0] == "make":
         subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)

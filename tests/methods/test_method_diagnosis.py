@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor
-from typer.testing import CliRunner
 
 import fedspan
 from fedspan import FedspanError
-from fedspan.cli.app import app
 from fedspan.config import parse_config
 from fedspan.diagnostics.measures import MEASURES, get_values, summarize_measures
 from fedspan.diagnostics.round_diagnosis import STEPS, Barrier, Diagnosis, diagnose_round
@@ -29,6 +28,7 @@ from fedspan.runs.callbacks import Listener
 from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.claim_measures import errors
+from helpers.command_line import get_program
 from helpers.families import methods_by_family, others_slow
 from helpers.watched_rounds import MethodRun, Round, RunMethod, differences, snapshot
 
@@ -196,7 +196,7 @@ def test_where_nobody_may_look(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 def invoked(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["diagnose", *arguments])
+    return CliRunner().invoke(get_program(), ["diagnose", *arguments])
 
 
 def test_as_people_read_it_and_as_json(run: Path) -> None:

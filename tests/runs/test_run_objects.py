@@ -8,17 +8,17 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from click.testing import CliRunner
 from peft import AutoPeftModelForSequenceClassification, PeftConfig
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
-from typer.testing import CliRunner
 
 import fedspan
-from fedspan.cli.app import app
 from fedspan.errors import FedspanError
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.integrity import read_config
 from fedspan.runs.results import read_partition
 from helpers import tiny
+from helpers.command_line import get_program
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_a_model_is_copied_and_named_and_resume_needs_it_again(
     assert fedspan.diagnose(tmp_path / "stopped", pairs=0, **objects).round == 3
     exported = export(tmp_path / "stopped", **objects)
     assert weights(tmp_path / "whole") != {path.name: path.read_bytes() for path in exported.glob("*.safetensors")}
-    shown = CliRunner().invoke(app, ["diagnose", str(tmp_path / "stopped")])
+    shown = CliRunner().invoke(get_program(), ["diagnose", str(tmp_path / "stopped")])
     assert shown.exit_code == 2
     assert "pass them again as data= of fedspan.diagnose (the command line has no such option)" in shown.output
 

@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 import fedspan
 from fedspan import FedspanError, Listener
-from fedspan.cli.app import app
 from fedspan.runs.tracking import select_numbers
 from helpers import tiny
 
 pytest.importorskip("tensorboard", reason="tensorboard is not installed")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from helpers.command_line import get_program
 
 
 class Stop(BaseException):
@@ -130,4 +131,4 @@ def test_the_command_takes_what_is_installed(
 
 @pytest.fixture
 def invoke() -> Callable[..., Any]:
-    return lambda *arguments: CliRunner().invoke(app, arguments)
+    return lambda *arguments: CliRunner().invoke(get_program(), arguments)

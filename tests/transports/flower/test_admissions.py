@@ -10,10 +10,10 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
-from fedspan.cli import app
 from fedspan.errors import FedspanError
+from helpers.command_line import get_program
 
 servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is not installed")
 admissions = pytest.importorskip("fedspan.transports.flower.admissions")
@@ -182,9 +182,12 @@ def test_a_limit_on_examples_stays_with_the_name_until_it_is_changed(
     assert most() == 500
     assert {id: one.name for id, one in admissions.read_revocations(link).items()} == {1: "clinic-a"}
     runner, server = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"}), ["--server", str(link.folder)]
-    assert "max examples" in runner.invoke(app, ["status", *server]).output
-    assert json.loads(runner.invoke(app, ["status", "--json", *server]).stdout)["nodes"][0]["max_examples"] == 500
-    done = runner.invoke(app, ["admit", str(key("b")), "--as", "clinic-a", "--max-examples", "20", *server])
+    assert "max examples" in runner.invoke(get_program(), ["status", *server]).output
+    assert (
+        json.loads(runner.invoke(get_program(), ["status", "--json", *server]).stdout)["nodes"][0]["max_examples"]
+        == 500
+    )
+    done = runner.invoke(get_program(), ["admit", str(key("b")), "--as", "clinic-a", "--max-examples", "20", *server])
     assert "with the weight of at most 20 examples" in done.output
     assert most() == 20
     admissions.admit_node(link, key("b"), "clinic-a", max_examples=0)
@@ -225,16 +228,16 @@ def test_a_lost_list_is_read_from_the_audit_log_once(link: Any, monkeypatch: pyt
 
 def test_the_commands_warn_of_expiry_and_say_what_they_did(link: Any, key: Callable[[str], Path]) -> None:
     runner, server = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"}), ["--server", str(link.folder)]
-    done = runner.invoke(app, ["admit", str(key("a")), "--as", "clinic-a", "--days", "3", *server])
+    done = runner.invoke(get_program(), ["admit", str(key("a")), "--as", "clinic-a", "--days", "3", *server])
     assert done.exit_code == 0, done.output
-    shown = runner.invoke(app, ["status", *server])
+    shown = runner.invoke(get_program(), ["status", *server])
     assert "the admission of clinic-a expires in 2 days" in shown.stderr
-    gone = runner.invoke(app, ["revoke", "clinic-a", "--reason", "over", *server])
+    gone = runner.invoke(get_program(), ["revoke", "clinic-a", "--reason", "over", *server])
     assert gone.output == "revoked the key of clinic-a (node 1)\n"
-    shown = runner.invoke(app, ["status", *server])
+    shown = runner.invoke(get_program(), ["status", *server])
     assert "revoked" in next(line for line in shown.stdout.splitlines() if "clinic-a" in line), shown.output
-    audited = runner.invoke(app, ["audit", str(link.folder)])
+    audited = runner.invoke(get_program(), ["audit", str(link.folder)])
     assert "revoked  node=1 name=clinic-a" in audited.output
-    assert runner.invoke(app, ["revoke", "clinic-a", *server]).exit_code == 2
-    runner.invoke(app, ["admit", str(key("new")), "--as", "clinic-a", *server])
-    assert "revoked" not in runner.invoke(app, ["status", *server]).stdout  # the name has another key
+    assert runner.invoke(get_program(), ["revoke", "clinic-a", *server]).exit_code == 2
+    runner.invoke(get_program(), ["admit", str(key("new")), "--as", "clinic-a", *server])
+    assert "revoked" not in runner.invoke(get_program(), ["status", *server]).stdout  # the name has another key

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
-from fedspan.cli import app
 from fedspan.deployment.status import store_named_run
 from fedspan.logs import JsonLines
+from helpers.command_line import get_program
 
 servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is not installed")
 
@@ -54,16 +54,16 @@ def test_status_shows_nodes_and_the_run(server: Path, tmp_path: Path) -> None:
             lines.append(row)
         lines.commit()
     runner = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"})
-    shown = runner.invoke(app, ["status", "--server", str(server)])
+    shown = runner.invoke(get_program(), ["status", "--server", str(server)])
     assert shown.exit_code == 0, shown.output
     assert "round" not in shown.output
     store_named_run(server, run, {"north": 11, "south": 12})
-    shown = runner.invoke(app, ["status", "--server", str(server)])
+    shown = runner.invoke(get_program(), ["status", "--server", str(server)])
     assert shown.exit_code == 0, shown.output
     for words in ("north", "now, for 1:15", "round 2: no reply within 5 s", "2 of 5, stopped", "--resume", "never"):
         assert words in shown.output
-    printed = json.loads(runner.invoke(app, ["status", "--server", str(server), "--json"]).stdout)
+    printed = json.loads(runner.invoke(get_program(), ["status", "--server", str(server), "--json"]).stdout)
     assert [node["client"] for node in printed["nodes"]] == ["north", "south", None]
     assert printed["run"]["round"] == 2
-    done = runner.invoke(app, ["status", "--server", str(server), "--run", str(tmp_path)])
+    done = runner.invoke(get_program(), ["status", "--server", str(server), "--run", str(tmp_path)])
     assert done.exit_code == 2
