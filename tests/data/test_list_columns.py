@@ -6,6 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
 
 from fedspan.data.config import DataConfig
 from fedspan.data.loading import load
@@ -38,3 +41,30 @@ def test_lists_of_several_labels_are_refused_or_skipped(tmp_path: Path, refused:
     data = load(config.model_copy(update={"invalid": "skip"}))
     assert data.train["text"][:] == ["a word0", "a word3"]
     assert data.dropped == 2
+
+
+VIEWS: dict[str, tuple[pa.Array, pa.Array]] = {
+    "views": (pa.array(["one", "two"], pa.string_view()), pa.array(["x", "y"], pa.string_view())),
+    "lists of views": (pa.array([["one"], ["two"]], pa.list_(pa.string_view())), pa.array(["x", "y"])),
+    "list views": (pa.array([["one"], ["two"]], pa.list_view(pa.string())), pa.array(["x", "y"])),
+    "lists of one label": (pa.array(["one", "two"]), pa.array([["x"], ["y"]], pa.list_(pa.string(), 1))),
+    "pairs of texts": (pa.array([["on", "e"], ["tw", "o"]], pa.list_(pa.string(), 2)), pa.array(["x", "y"])),
+    "dictionaries": (pa.array(["one", "two"]).dictionary_encode(), pa.array(["x", "y"]).dictionary_encode()),
+}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_further_types_of_parquet(tmp_path: Path, kind: str) -> None:
+    texts, labels = VIEWS[kind]
+    pyarrow.parquet.write_table(pa.table({"text": texts, "label": labels}), tmp_path / "t.parquet")
+    data = load(DataConfig(train=str(tmp_path / "t.parquet"), test_fraction=0))
+    assert [text.replace(" ", "") for text in data.train["text"]] == ["one", "two"]
+    assert data.labels == ("x", "y")
+    assert list(data.train["label"]) == [0, 1]
+
+
+def test_views_in_nested_columns(tmp_path: Path) -> None:
+    rows = pa.array([{"body": "one"}, {"body": "two"}], pa.struct([("body", pa.string_view())]))
+    pyarrow.parquet.write_table(pa.table({"post": rows, "label": ["x", "y"]}), tmp_path / "t.parquet")
+    data = load(DataConfig(train=str(tmp_path / "t.parquet"), text="post.body", test_fraction=0))
+    assert list(data.train["text"]) == ["one", "two"]

@@ -349,17 +349,29 @@ def _describe_folder(path: Path) -> str:
 
 
 def make_plain_dataset(table: pa.Table) -> datasets.Dataset:
-    """Return a table as a data set; dictionaries become plain columns."""
-    return make_dataset(_decode_dictionaries(table))
-
-
-def _decode_dictionaries(table: pa.Table) -> pa.Table:
-    # pandas writes categorical columns to parquet as dictionaries, which datasets has no feature for.
+    """Return a table as a data set; dictionaries and views become plain columns."""
     for index, column in enumerate(table.schema):
-        if pa.types.is_dictionary(column.type):
-            plain = table.column(index).cast(column.type.value_type)
-            table = table.set_column(index, column.name, plain)
-    return table
+        if (plain := _get_plain_type(column.type)) != column.type:
+            table = table.set_column(index, column.name, table.column(index).cast(plain))
+    return make_dataset(table)
+
+
+def _get_plain_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type, without dictionaries and views, to which Arrow casts a type that datasets may lack."""
+    # pandas writes categorical columns to parquet as dictionaries; polars and DuckDB write views.
+    if pa.types.is_dictionary(kind):
+        return _get_plain_type(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    if pa.types.is_binary_view(kind):
+        return pa.binary()
+    if pa.types.is_list(kind) or pa.types.is_list_view(kind):
+        return pa.list_(_get_plain_type(kind.value_type))
+    if pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind):
+        return pa.large_list(_get_plain_type(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_get_plain_type(field.type)) for field in kind])
+    return kind
 
 
 def _read_hub(hub_id: str, name: str | None, split: str, option: str) -> datasets.Dataset:

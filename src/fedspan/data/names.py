@@ -51,8 +51,8 @@ def get_arrow_table(dataset: Dataset, rows: slice = slice(None)) -> pa.Table:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Check whether a type of Arrow is one of lists of any length."""
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    """Check whether a type of Arrow is one of lists."""
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def make_dataset(table: pa.Table, features: Mapping[str, Any] | None = None) -> Dataset:
