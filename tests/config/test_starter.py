@@ -344,3 +344,16 @@ def test_decimal_commas_are_numbers(tmp_path: Path) -> None:
     assert loaded.test is not None
     numbers = [*loaded.train["target"], *loaded.test["target"]]
     assert sorted(numbers) == [round(number / 7, 2) for number in range(60)]
+
+
+def test_images_that_are_missing_or_damaged(tmp_path: Path) -> None:
+    path = pictures(tmp_path / "p")
+    (tmp_path / "p" / "3.png").unlink()
+    (tmp_path / "p" / "4.png").write_bytes(b"no image")
+    config, found = config_of(path, model="builtin:resnet-8", clients=2)
+    assert config.data.invalid == "skip"
+    assert "2 without a readable image or a label" in found
+    assert sum(sum(parts) for parts in sizes(config).values()) == 8
+    for image in (tmp_path / "p").glob("*.png"):
+        image.unlink()
+    refused("data.image", "0.png', and there is no such file", path, model="builtin:resnet-8")

@@ -18,6 +18,8 @@ from PIL import Image
 
 from fedspan.config import parse_config
 from fedspan.data import DataConfig
+from fedspan.data.files import read_source
+from fedspan.data.images import decode_image, find_readable_images
 from fedspan.data.loading import LoadedData, load
 from fedspan.errors import FedspanError
 from fedspan.tasks.registry import get_task
@@ -382,3 +384,89 @@ def test_the_real_files(key: str, folder: str, real_data: Path) -> None:
     assert data.labels == tuple("0123456789")
     mean = np.mean([image.mean() for image in decoded(data.train)]) / 255
     assert mean == pytest.approx({"mnist": 0.1307, "fashion-mnist": 0.2860}[key], abs=0.006)
+
+
+def test_images_of_more_than_8_bits_are_scaled_from_their_range(tmp_path: Path) -> None:
+    """Pillow clips them: of 16 bits, nearly everything is white."""
+    ramp = np.linspace(0, 1, 35).reshape(5, 7)
+    expected = np.rint(255 * ramp)
+    for name, image in {
+        "16.png": (1000 + 4000 * ramp).astype(np.uint16),
+        "16.tif": (1000 + 4000 * ramp).astype(np.uint16),
+        "32.tif": (-70000 + 140000 * ramp).astype(np.int32),
+        "float.tif": (0.25 + ramp / 2).astype(np.float32),
+    }.items():
+        path = save_png(tmp_path / name, image)
+        found = np.asarray(decode_image({"bytes": path.read_bytes(), "path": None}))
+        assert found.shape == (5, 7, 3)
+        assert np.abs(found - expected[..., None]).max() <= 1, name
+    holes = np.where(ramp > 0.9, np.nan, ramp).astype(np.float32)
+    path = save_png(tmp_path / "nan.tif", holes)
+    assert np.asarray(decode_image({"bytes": None, "path": str(path)})).max() == 255
+    path = save_png(tmp_path / "flat.png", np.full((5, 7), 900, np.uint16))
+    assert not np.asarray(decode_image({"bytes": None, "path": str(path)})).any()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_turned_upright(orientation: int) -> None:
+    marked = Image.Exif()
+    marked[0x0112] = orientation
+    upright = Image.fromarray(np.repeat(np.repeat(pixels(1, 4, 6, 3)[0], 16, 0), 16, 1))
+    # The transpositions by which a camera's image becomes upright, of which 6 and 8 are each other's inverse.
+    turns = {1: None, 2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}
+    turn = turns[orientation]
+    stored = upright if turn is None else upright.transpose(Image.Transpose(turn))
+    file = io.BytesIO()
+    stored.save(file, "JPEG", exif=marked, quality=100, subsampling=0)
+    found = decode_image({"bytes": file.getvalue(), "path": None})
+    assert found.size == upright.size
+    assert np.abs(np.asarray(found, int) - np.asarray(upright, int)).max() < 16
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "1", "LA", "CMYK"])
+def test_images_of_8_bits_are_as_pillow_reads_them(mode: str) -> None:
+    image = Image.fromarray(pixels(1, 9, 13, 3)[0]).convert(mode)
+    file = io.BytesIO()
+    image.save(file, "TIFF")
+    with Image.open(file) as opened:
+        expected = np.asarray(opened.convert("RGB"))
+    assert np.array_equal(decode_image({"bytes": file.getvalue(), "path": None}), expected)
+
+
+def damaged_list(folder: Path) -> Path:
+    """A csv file of images of which one is missing and one was cut; all others are there."""
+    for number in range(6):
+        path = folder / f"{number}.jpg"
+        Image.fromarray(pixels(1, 40, 60, 3)[0]).save(path)
+    (folder / "4.jpg").unlink()
+    (folder / "5.jpg").write_bytes((folder / "0.jpg").read_bytes()[:-500])
+    return table(folder / "t.csv", image=[f"{number}.jpg" for number in range(6)], label=["a", "b"] * 3)
+
+
+def test_missing_and_damaged_images(tmp_path: Path, refused: Refused) -> None:
+    path = damaged_list(tmp_path)
+    words = ["row 6 of", "names the image", "4.jpg", "there is no such file", "data.invalid: skip"]
+    refused("data.image", "image", words, read, path)
+    data = read(path, invalid="skip")
+    assert len(data.train) == 4
+    assert data.dropped == 2
+    assert data.notes == (f"{path}: rows left out (data.invalid: skip): 2 without a readable image or a label",)
+
+
+def test_a_list_without_a_single_image(tmp_path: Path, refused: Refused) -> None:
+    path = table(tmp_path / "t.csv", image=["1.jpg", "2.jpg"], label=["a", "b"])
+    words = ["every row of", "is invalid: row 2 of", "1.jpg", "there is no such file", "relative to the folder of"]
+    error = refused("data.image", "image", words, lambda: read(path, invalid="skip"))
+    assert "data.invalid" not in str(error)
+
+
+def test_damaged_images_in_a_folder_and_the_number_of_bytes_that_are_decoded(tmp_path: Path) -> None:
+    for number in range(6):
+        save_png(tmp_path / "ab"[number % 2] / f"{number}.png", pixels(1, 40, 60, 3)[0])
+    damaged = tmp_path / "b" / "5.png"
+    damaged.write_bytes(damaged.read_bytes()[:500])
+    assert len(read(tmp_path, invalid="skip").train) == 5
+    source = read_source(DataConfig(train=str(tmp_path), image="image"), "train", "data")
+    assert find_readable_images(source, "image") == [True] * 5 + [False]
+    assert find_readable_images(source, "image", 10_000) == [True] * 6  # the first two, of 7 kB each, were decoded
+    assert find_readable_images(source, "gone") == [True] * 6

@@ -128,6 +128,17 @@ def test_images_that_cannot_be_decoded(content: str, tmp_path: Path) -> None:
     assert caught.value.value == "image 2"
 
 
+def test_the_error_of_a_run_names_the_option_for_damaged_images(tmp_path: Path) -> None:
+    tiny_images.save_model("vit", tmp_path)
+    pictures = tiny_images.save_pictures(tmp_path)
+    (pictures / "east" / "red" / "02.png").write_bytes(b"no image")
+    with pytest.raises(FedspanError, match=r"02\.png .*To leave such rows out, set data\.invalid: skip"):
+        prepare(tiny_images.config(tmp_path))
+    prepared = prepare(tiny_images.config(tmp_path, data={"invalid": "skip"}))
+    assert prepared.test is not None
+    assert len(prepared.train) + len(prepared.test) == sum(tiny_images.SITES.values()) - 1
+
+
 def test_processors_that_do_more_are_refused() -> None:
     """EfficientNet's normalises twice; a batch of ours would not be what the model was trained on."""
     task = ImageClassification(transformers.EfficientNetImageProcessorPil(size={"height": 6, "width": 6}), LABELS)

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from fedspan.data.config import DataConfig
 from fedspan.data.dialects import describe_missing_header
-from fedspan.data.images import IMAGES
+from fedspan.data.images import IMAGES, resolve_paths
 from fedspan.data.label_lists import find_separator
 from fedspan.data.names import (
     describe_missing_column,
@@ -28,9 +28,6 @@ from fedspan.data.numbers import is_ambiguous, parse_numbers
 from fedspan.data.source import Source
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
-
-if TYPE_CHECKING:
-    import datasets
 
 __all__ = [
     "FLAGS",
@@ -114,8 +111,10 @@ class TaskColumns:
         is_multi_label: Whether an example has any number of labels: an empty list of labels is a value, and the
             options ``label_separator`` and ``label_columns`` apply.
         complete_labels: Orders and completes the labels that occur; None: they are sorted.
-        find_valid_rows: Returns for every row of a data set whether its values fit together, for
-            ``data.invalid: skip``; a column may be missing. None: nothing but values is required.
+        find_valid_rows: Returns for every row of a source whether its values can be used together, for
+            ``data.invalid: skip``; a column may be missing. The last argument is the number of bytes that may be read
+            for it, None: any number. None: nothing but values is required.
+        required_values: The values without one of which a row is invalid, for messages.
     """
 
     read: Callable[[ColumnReader, DataConfig], ReadColumns]
@@ -131,7 +130,8 @@ class TaskColumns:
     has_numeric_labels: bool = False
     is_multi_label: bool = False
     complete_labels: Callable[[Sequence[str]], list[str]] | None = None
-    find_valid_rows: Callable[[datasets.Dataset, DataConfig], Sequence[bool]] | None = None
+    find_valid_rows: Callable[[Source, DataConfig, int | None], Sequence[bool]] | None = None
+    required_values: str = "a text, a label or an answer"
 
 
 def validate_columns(source: Source, config: DataConfig, task: TaskColumns, field: str, part: str) -> ValidatedColumns:
@@ -150,7 +150,7 @@ def validate_columns(source: Source, config: DataConfig, task: TaskColumns, fiel
     import datasets
     from datasets.features.features import generate_from_arrow_type
 
-    read = task.read(ColumnReader(source, field, part), config)
+    read = task.read(ColumnReader(source, field, part, skips=config.invalid == "skip"), config)
     columns = dict(read.columns)
     features: dict[str, Any] = {
         name: datasets.Image() if column.type == IMAGES else generate_from_arrow_type(column.type)
@@ -173,10 +173,10 @@ def validate_columns(source: Source, config: DataConfig, task: TaskColumns, fiel
 class ColumnReader:
     """Reader of one source's columns; every error names the option and the row."""
 
-    def __init__(self, source: Source, field: str, part: str) -> None:
+    def __init__(self, source: Source, field: str, part: str, *, skips: bool = False) -> None:
         self.source, self.field, self.file = source, field, f"{field}.{part}"
-        self.skip_advice = f"To leave such rows out, set {field}.invalid: skip."
-        """The sentence on how to leave out invalid rows, for errors."""
+        self.skip_advice = "" if skips else f"To leave such rows out, set {field}.invalid: skip."
+        """The sentence on how to leave out invalid rows, for errors; empty if they are left out already."""
 
     def require(self, column: str, option: str, value: str | None = None) -> str:
         """Require a column and return the option's field."""
@@ -334,17 +334,19 @@ class ColumnReader:
     def read_images(self, column: str) -> pa.ChunkedArray:
         option_field = self.require(column, "image")
         images = get_arrow_column(self.source.dataset, column)
-        if _is_text(images.type):  # paths, relative to the file that contains them
-            folders = [os.path.dirname(os.path.expanduser(self.source.place(row)[0])) for row in range(len(images))]
-            pairs = zip(folders, images.to_pylist(), strict=True)
-            paths = [path and os.path.join(folder, path) for folder, path in pairs]
-            images = pa.chunked_array([pa.array([{"bytes": None, "path": path} for path in paths], IMAGES)])
+        has_paths = _is_text(images.type)
+        if has_paths:
+            images = resolve_paths(self.source, column)
         elif not pa.types.is_struct(images.type) or {field.name for field in images.type} != {"bytes", "path"}:
             problem = f"column {column!r} of {self.source.name} holds {images.type}, not images or paths of images"
             raise FedspanError(option_field, column, problem=problem)
-        self._require_values(
-            column, [image is not None and any(image.values()) for image in images.to_pylist()], "image"
-        )
+        rows = images.to_pylist()
+        self._require_values(column, [image is not None and any(image.values()) for image in rows], "image")
+        missing = next((row for row, image in enumerate(rows) if has_paths and not os.path.isfile(image["path"])), None)
+        if missing is not None:
+            problem = f"{self.source.row(missing)} names the image {rows[missing]['path']!r}, and there is no such "
+            problem += f"file. Paths are relative to the folder of {self.source.name}. {self.skip_advice}"
+            raise FedspanError(option_field, column, problem=problem)
         return images.cast(IMAGES)
 
     def read_prompts(self, prompt: str) -> pa.ChunkedArray:

@@ -7,25 +7,37 @@ further columns that the source provides (``domain``, ``coarse_label``).
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import os
 import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from fedspan.data.folders import infer_classes
-from fedspan.data.names import make_dataset
+from fedspan.data.names import get_arrow_column, make_dataset
+from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
     import datasets
+    import PIL.Image
 
-__all__ = ["IMAGES", "PICTURES", "has_images", "make_archived_images", "read_images"]
+__all__ = [
+    "IMAGES",
+    "PICTURES",
+    "decode_image",
+    "find_readable_images",
+    "has_images",
+    "make_archived_images",
+    "read_images",
+    "resolve_paths",
+]
 
 IMAGES = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 """Arrow type of an image, as in ``datasets.Image``."""
@@ -35,6 +47,91 @@ PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", "
 """Suffixes of image files."""
 _SIDE = 32  # rows and columns of CIFAR's images
 _PIXELS = 3 * _SIDE * _SIDE
+
+
+def resolve_paths(source: Source, column: str) -> pa.ChunkedArray:
+    """Return a column of paths, which are relative to the file that contains them, as one of images."""
+    paths = get_arrow_column(source.dataset, column).to_pylist()
+    folders = [os.path.dirname(os.path.expanduser(source.place(row)[0])) for row in range(len(paths))]
+    images = [
+        {"bytes": None, "path": path and os.path.join(folder, path)}
+        for folder, path in zip(folders, paths, strict=True)
+    ]
+    return pa.chunked_array([pa.array(images, IMAGES)])
+
+
+def decode_image(image: Mapping[str, Any]) -> PIL.Image.Image:
+    """Decode an image: upright by its EXIF orientation, in RGB.
+
+    Grayscale images of 16 or 32 bits and of floats are scaled from their own range to 0 .. 255.
+
+    Args:
+        image: Its bytes, or its path.
+
+    Raises:
+        ValueError: If it cannot be decoded.
+    """
+    import PIL.Image
+    import PIL.ImageOps
+
+    try:
+        with PIL.Image.open(io.BytesIO(image["bytes"]) if image["bytes"] else image["path"]) as opened:
+            PIL.ImageOps.exif_transpose(opened, in_place=True)
+            return (_scale(opened) if opened.mode[0] in "IF" else opened).convert("RGB")
+    # Pillow's readers raise many errors on damaged files: SyntaxError, struct.error, IndexError, ...
+    except Exception as error:
+        raise ValueError(str(error) or type(error).__name__) from None
+
+
+def _scale(image: PIL.Image.Image) -> PIL.Image.Image:
+    """Scale an image of one channel to 8 bits; Pillow would clip it."""
+    import PIL.Image
+
+    pixels = np.nan_to_num(np.asarray(image, np.float64), posinf=0, neginf=0)
+    low, high = float(pixels.min()), float(pixels.max())
+    return PIL.Image.fromarray(np.rint((pixels - low) * (255 / ((high - low) or 1))).astype(np.uint8))
+
+
+def find_readable_images(source: Source, column: str, limit: int | None = None) -> list[bool]:
+    """Find the rows whose image can be decoded; all of them if the column holds no images.
+
+    Args:
+        source: The source.
+        column: The column of images or of their paths; it may be missing.
+        limit: Number of bytes after which the existence of files alone is checked; None: every image is decoded.
+    """
+    everything = [True] * len(source.dataset)
+    if column not in source.dataset.column_names:
+        return everything
+    images = get_arrow_column(source.dataset, column)
+    if pa.types.is_string(images.type) or pa.types.is_large_string(images.type):
+        images = resolve_paths(source, column)
+    elif not pa.types.is_struct(images.type) or {field.name for field in images.type} != {"bytes", "path"}:
+        return everything
+    readable: list[bool] = []
+    remaining = math.inf if limit is None else limit
+    for row in images:
+        image = row.as_py()
+        readable.append(_is_readable(image, decode=remaining > 0))
+        if readable[-1]:
+            remaining -= len(image["bytes"]) if image["bytes"] else os.path.getsize(image["path"])
+    return readable
+
+
+def _is_readable(image: Mapping[str, Any] | None, *, decode: bool) -> bool:
+    import PIL.Image
+
+    if image is None or not (image["bytes"] or (image["path"] and os.path.isfile(image["path"]))):
+        return False
+    if not decode:
+        return True
+    try:
+        with PIL.Image.open(io.BytesIO(image["bytes"]) if image["bytes"] else image["path"]) as opened:
+            opened.draft(None, (1, 1))  # JPEG: the whole file, at an eighth of its size
+            opened.load()
+    except Exception:  # as in decode_image
+        return False
+    return True
 
 
 def has_images(path: Path) -> bool:

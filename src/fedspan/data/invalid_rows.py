@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import pyarrow as pa
 
-from fedspan.data.columns import FLAGS, TaskColumns, parse_conversation
+from fedspan.data.columns import FLAGS, TaskColumns, parse_conversation, validate_columns
 from fedspan.data.config import DataConfig
 from fedspan.data.names import get_arrow_column, is_list, read_names
 from fedspan.data.numbers import parse_numbers
@@ -21,9 +21,22 @@ __all__ = ["drop_invalid_rows", "drop_rows_without_value"]
 
 
 def drop_invalid_rows(
-    source: Source, config: DataConfig, task: TaskColumns, field: str, part: Literal["train", "test"]
+    source: Source,
+    config: DataConfig,
+    task: TaskColumns,
+    field: str,
+    part: Literal["train", "test"],
+    limit: int | None = None,
 ) -> Source:
     """Return the rows that have everything that `task` needs.
+
+    Args:
+        source: The source as it was read.
+        config: Options that name the columns.
+        task: The columns that the task needs.
+        field: The user's name of `config`.
+        part: The option that names the source.
+        limit: Number of bytes that may be read to check files that the rows name; None: any number.
 
     Raises:
         FedspanError: If no row is left.
@@ -38,11 +51,16 @@ def drop_invalid_rows(
                 is_invalid or not any(row) for is_invalid, row in zip(invalid, zip(*values, strict=True), strict=True)
             ]
     if task.find_valid_rows is not None:
-        fits = task.find_valid_rows(dataset, config)
+        fits = task.find_valid_rows(source, config, limit)
         invalid = [is_invalid or not is_valid for is_invalid, is_valid in zip(invalid, fits, strict=True)]
     valid = [row for row, is_row_invalid in enumerate(invalid) if not is_row_invalid]
     if not valid:
-        raise FedspanError(f"{field}.{part}", source.name, problem=f"every row of {source.name} is invalid")
+        problem = f"every row of {source.name} is invalid"
+        try:
+            validate_columns(source, config, task, field, part)
+        except FedspanError as first:
+            raise FedspanError(first.field, first.value, problem=f"{problem}: {first.problem}") from first
+        raise FedspanError(f"{field}.{part}", source.name, problem=problem)
     return source if len(valid) == len(dataset) else source.select(valid)
 
 

@@ -147,8 +147,8 @@ def _read_part(
     source = unwrap_lists(passed_source, config, task, field)
     skipped = {"with too many or too few fields": source.skipped}
     if config.invalid == "skip":
-        complete = drop_invalid_rows(source, config, task, field, part)
-        skipped["without a text, a label or an answer"] = len(source.dataset) - len(complete.dataset)
+        complete = drop_invalid_rows(source, config, task, field, part, limit)
+        skipped[f"without {task.required_values}"] = len(source.dataset) - len(complete.dataset)
         source = complete
         if client_column in source.dataset.column_names:
             with_client = drop_rows_without_value(source, client_column, field, part)

@@ -1,12 +1,11 @@
 """Image classification: one label for an image.
 
-Images are decoded, converted to RGB and resized once, by the model's own image processor, and stored as bytes; scaling
-and normalisation happen batch by batch. Shapes: N images, 3 colours, H rows, W columns.
+Images are decoded, turned upright, converted to RGB and resized once, by the model's own image processor, and stored as
+bytes; scaling and normalisation happen batch by batch. Shapes: N images, 3 colours, H rows, W columns.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from fedspan.core.tensors import to_device
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
 from fedspan.data.config import DataConfig
+from fedspan.data.images import decode_image, find_readable_images
 from fedspan.errors import FedspanError
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.encoding import require_processor
@@ -60,10 +60,12 @@ class ImageClassification(SingleLabelClassification):
         processor: The model's image processor.
         labels: Label names by index.
         metric: Metric by which rounds are compared.
+        advice: Sentence on images that cannot be decoded, for errors.
     """
 
-    def __init__(self, processor: Any, labels: Sequence[str], metric: str = "accuracy") -> None:
+    def __init__(self, processor: Any, labels: Sequence[str], metric: str = "accuracy", advice: str = "") -> None:
         super().__init__(labels, metric)
+        self._advice = advice
         require_processor(processor, "images")
         self.processor = processor
         if not all(hasattr(processor, name) for name in ("do_rescale", "do_normalize")):
@@ -86,7 +88,7 @@ class ImageClassification(SingleLabelClassification):
         chunks: list[np.ndarray] = []
         for start in range(0, len(stored), _CHUNK):
             rows = cast(list[Mapping[str, Any]], stored[start : start + _CHUNK]["image"])
-            images = [_decode(row, start + position) for position, row in enumerate(rows)]
+            images = [self._decode(row, start + position) for position, row in enumerate(rows)]
             chunks.append(self._resize(images))
             if start == 0:
                 self._require_equal_scaling(images[0], chunks[0][:1])
@@ -94,6 +96,14 @@ class ImageClassification(SingleLabelClassification):
             raise _build_size_error()
         labels = np.array(dataset["label"], dtype=np.int64)
         return EncodedImages(np.concatenate(chunks), labels, np.ones(len(labels), np.int64))
+
+    def _decode(self, row: Mapping[str, Any], number: int) -> PIL.Image.Image:
+        try:
+            return decode_image(row)
+        except ValueError as error:
+            image = row["path"] or f"image {number + 1}"
+            problem = f"Pillow cannot decode {image} ({error}). {self._advice}"
+            raise FedspanError("data", image, problem=problem) from None
 
     def _resize(self, images: list[PIL.Image.Image]) -> np.ndarray:
         pixels = self.processor(images, do_rescale=False, do_normalize=False)["pixel_values"]
@@ -145,19 +155,6 @@ def _convert_size_error(batch: Mapping[str, Tensor]) -> Generator[None]:
         ) from error
 
 
-def _decode(row: Mapping[str, Any], number: int) -> PIL.Image.Image:
-    import PIL.Image
-
-    try:
-        with PIL.Image.open(io.BytesIO(row["bytes"]) if row["bytes"] else row["path"]) as image:
-            return image.convert("RGB")
-    # Pillow's readers raise many errors on damaged files: SyntaxError, struct.error, IndexError, ...
-    except Exception as error:
-        image = row["path"] or f"image {number + 1}"
-        problem = f"Pillow cannot decode {image} ({str(error) or type(error).__name__})"
-        raise FedspanError("data", image, problem=problem) from None
-
-
 def _build_size_error() -> FedspanError:
     return FedspanError("model.image_size", None, "a number of pixels", problem="the images differ in size")
 
@@ -173,7 +170,8 @@ def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
 
 
 def _build(processor: Any, settings: TaskSettings, data: DataConfig | None) -> ImageClassification:
-    return ImageClassification(processor, settings.labels, settings.metric)
+    advice = "" if data is None else "To leave such rows out, set data.invalid: skip."
+    return ImageClassification(processor, settings.labels, settings.metric, advice)
 
 
 IMAGE_CLASSIFICATION = TaskDefinition(
@@ -188,6 +186,8 @@ IMAGE_CLASSIFICATION = TaskDefinition(
         get_required_columns=lambda config, field: [(config.image,), (config.label or "label",)],
         get_example_column=lambda config: config.image,
         get_joined_columns=lambda config: (),
+        find_valid_rows=lambda source, config, limit: find_readable_images(source, config.image, limit),
+        required_values="a readable image or a label",
     ),
     default_model=("google/vit-base-patch16-224-in21k", "[q_proj, v_proj]"),
     lr=1e-3,

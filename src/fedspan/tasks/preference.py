@@ -31,6 +31,7 @@ from fedspan.core.tensors import to_device
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns, parse_messages
 from fedspan.data.config import DataConfig
 from fedspan.data.names import get_arrow_column, is_list
+from fedspan.data.source import Source
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
 from fedspan.tasks.causal import CausalLM, EncodedPrompts, GenerationOptions
@@ -372,7 +373,8 @@ def _require(config: DataConfig, field: str) -> list[tuple[str, ...]]:
     return [*columns, *((template,) if template else ()), *(() if config.label is None else ((config.label,),))]
 
 
-def _find_valid_rows(dataset: datasets.Dataset, config: DataConfig) -> list[bool]:
+def _find_valid_rows(source: Source, config: DataConfig, limit: int | None) -> list[bool]:
+    dataset = source.dataset
     names = dataset.column_names
     prompt = _get_prompt_column(names, config)
     if not {*(config.roles.get(role, role) for role in _ANSWERS), *([] if prompt is None else [prompt])} <= {*names}:

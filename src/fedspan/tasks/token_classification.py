@@ -23,6 +23,7 @@ from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.data.conll import TAG
 from fedspan.data.names import get_arrow_column, is_list
+from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
 from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, require_processor
@@ -270,8 +271,9 @@ def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
     return ReadColumns({"text": texts, "tokens": tokens}, {words, tags}, label_lists=lists)
 
 
-def _find_valid_rows(dataset: datasets.Dataset, config: DataConfig) -> list[bool]:
+def _find_valid_rows(source: Source, config: DataConfig, limit: int | None) -> list[bool]:
     """Find the sentences with one valid tag for each word."""
+    dataset = source.dataset
     words, tags = config.roles.get("tokens", "tokens"), _get_tag_column(config)
     if words not in dataset.column_names or tags not in dataset.column_names:
         return [True] * len(dataset)  # the check of the columns reports it better
