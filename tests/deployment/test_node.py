@@ -52,17 +52,58 @@ def test_a_node_trains_evaluates_and_continues_after_a_restart(tiny_folder: Path
     assert str(tiny_folder) not in "".join(envelope.header for envelope in transport.sent)
 
 
-def test_what_was_sent_before_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    service = NodeService(node(tiny_folder, tmp_path))
-    run, transport = served(tiny_folder, service)
-    run.federation.run_round(run.federation.begin())
-    (envelope,) = transport.sent
-    for one in (service, NodeService(node(tiny_folder, tmp_path))):
-        answer = decode_reply(one.answer(envelope))
-        assert answer.failed is not None
-        assert "arrived before" in answer.failed
-    older = replace(decode_order(envelope), serial=decode_order(envelope).serial - 1)
-    assert "arrived before" in (decode_reply(service.answer(older.to_envelope())).failed or "")
+def test_an_answered_order_has_the_same_reply_again_and_is_not_carried_out_again(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node may have been killed while it sent the reply. An older order, and one that differs, are refused."""
+    config, replies = node(tiny_folder, tmp_path), list[Envelope]()
+    run, transport = served(tiny_folder, NodeService(config), privacy=LOCAL)
+    original = NodeService.answer
+
+    def keep(service: NodeService, envelope: Envelope) -> Envelope:
+        replies.append(original(service, envelope))
+        return replies[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NodeService, "answer", keep)
+        run.federation.run_round(run.federation.begin())
+    ((envelope,), (reply,)), charged = (transport.sent, replies), UsageBook(config).get_account()
+    assert len(reply.body) > 100
+    monkeypatch.setattr(Host, "reply", None)
+    for one in (transport.service, NodeService(config)):
+        assert one.answer(envelope) == reply
+    assert UsageBook(config).get_account() == charged
+    order = decode_order(envelope)
+    for other in (replace(order, serial=order.serial - 1), replace(order, lr=0.5)):
+        assert "arrived before" in (decode_reply(NodeService(config).answer(other.to_envelope())).failed or "")
+    (kept,) = tmp_path.glob("*/serial-reply")
+    assert kept.stat().st_mode & 0o777 == 0o600
+    for damage in (lambda: kept.write_bytes(kept.read_bytes()[:-1]), kept.unlink):
+        damage()
+        assert "arrived before" in (decode_reply(NodeService(config).answer(envelope)).failed or "")
+
+
+def test_a_reply_is_kept_until_the_next_order_and_is_not_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, order, reply = tmp_path / "serial", Envelope("{}", b"order"), Envelope('{"loss": 1}', b"\n\x00reply")
+    file = LastOrderFile(path)
+    assert file.begin(order, 3) is None
+    file.close(reply)
+    assert LastOrderFile(path).begin(order, 3) == reply
+    next_order = LastOrderFile(path)
+    assert next_order.begin(order, 4) is None
+    assert [one.name for one in tmp_path.iterdir()] == ["serial"]
+
+    def fill(target: Path, data: bytes, mode: int = 0o644) -> None:
+        if target != path:
+            raise OSError("disk full")
+        target.write_bytes(data)
+
+    monkeypatch.setattr("fedspan.deployment.last_order.write_atomic", fill)
+    next_order.close(reply)
+    with pytest.raises(FedspanError, match="order 4 arrived before"):
+        LastOrderFile(path).begin(order, 4)
 
 
 class Killed(BaseException):
@@ -72,7 +113,7 @@ class Killed(BaseException):
 def test_an_order_that_was_interrupted_is_carried_out_and_charged_once(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the order as it was delivered: one with the same serial is refused, and so is the order once answered."""
+    """Only the order as it was delivered: one with the same serial is refused."""
     config = node(tiny_folder, tmp_path)
     run, transport = served(tiny_folder, NodeService(config), privacy=LOCAL)
     original = Host.reply
@@ -90,10 +131,11 @@ def test_an_order_that_was_interrupted_is_carried_out_and_charged_once(
     service = NodeService(config)
     other = replace(decode_order(envelope), lr=0.5).to_envelope()
     assert "arrived before" in (decode_reply(service.answer(other)).failed or "")
-    assert decode_reply(service.answer(envelope)).failed is None
+    reply = service.answer(envelope)
+    assert decode_reply(reply).failed is None
     assert UsageBook(config).get_account() == charged
     for one in (service, NodeService(config)):
-        assert "arrived before" in (decode_reply(one.answer(envelope)).failed or "")
+        assert one.answer(envelope) == reply
 
 
 def test_an_order_that_kills_the_node_is_refused_at_last(tmp_path: Path) -> None:

@@ -70,6 +70,14 @@ def server(
             "--web-host", help="Address of the web page; other than on loopback, it has the server's certificate."
         ),
     ] = "127.0.0.1",
+    reconnect_seconds: Annotated[
+        float,
+        typer.Option(
+            "--reconnect-seconds",
+            min=0,
+            help="Seconds for which an order waits for a node that has gone offline without being stopped.",
+        ),
+    ] = 60.0,
 ) -> None:
     """Run a federation's server: Flower's SuperLink, with TLS and node keys.
 
@@ -111,7 +119,7 @@ def server(
         typer.echo(f"and run here:\n  fedspan submit config.yaml{_format_server_option(folder)}")
 
     with page or nullcontext():
-        supervise(folder, link, host, stop, print_instructions)
+        supervise(folder, link, host, stop, print_instructions, reconnect_seconds)
 
 
 def _create_page(link: ServerLink, host: str, port: int, names: Sequence[str]) -> WebPage:

@@ -1,8 +1,13 @@
-"""The last order of a run on a node: what was sent before is refused, unless the node was killed before it replied."""
+"""The last order of a run on a node: what was sent before is refused, unless the node was killed before it replied.
+
+A node that was killed while it sent its reply is sent the order again. It does not carry it out a second time, but
+gives the same reply.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +28,9 @@ class LastOrder(BaseModel):
 
     Args:
         serial: Its serial.
-        digest: SHA-256 of its envelope, as long as no reply has been given out; empty from then on.
+        digest: SHA-256 of its envelope.
+        reply: SHA-256 of the reply, in its own file; empty: there is none yet, or it could not be stored.
+        is_closed: Whether it is answered.
         starts: Number of times that the node has started to carry it out.
         is_recorded: Whether the node's record of usage has it.
     """
@@ -32,6 +39,8 @@ class LastOrder(BaseModel):
 
     serial: Count = 0
     digest: str = Field(default="", max_length=64)
+    reply: str = Field(default="", max_length=64)
+    is_closed: bool = False
     starts: Count = 0
     is_recorded: bool = False
 
@@ -55,11 +64,11 @@ class LastOrderFile:
 
     Args:
         path: The file; its folder is that of the run. Without this folder, the node does not participate in the run,
-            and nothing is stored.
+            and nothing is stored. The last reply is beside it.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self._reply_path = path, path.with_name(f"{path.name}-reply")
         self._order: LastOrder | None = None
 
     @property
@@ -67,28 +76,36 @@ class LastOrderFile:
         """Whether the record of usage has the order, from an interrupted start."""
         return self._order is not None and self._order.is_recorded
 
-    def begin(self, envelope: Envelope, serial: int) -> None:
+    def begin(self, envelope: Envelope, serial: int) -> Envelope | None:
         """Store that an order arrived: a new one, or the last one, if it was interrupted before its reply.
+
+        Returns:
+            The reply to the order, if it is answered and its reply is there; None: it is to be carried out.
 
         Args:
             envelope: The order as it was received.
             serial: Its serial.
 
         Raises:
-            FedspanError: If the order was answered, is older than the last one, differs from it with the same serial,
-                or was started too often, or the disk cannot be written.
+            FedspanError: If the order was answered and its reply is not there, is older than the last one, differs
+                from it with the same serial, or was started too often, or the disk cannot be written.
         """
         last, digest = load_last_order(self.path), _compute_digest(envelope)
         order = LastOrder(serial=serial, digest=digest)
         if serial == last.serial and digest == last.digest:
+            if last.is_closed and (reply := self._load_reply(last)) is not None:
+                return reply
             order = last
-        elif serial <= last.serial:
+        if serial < last.serial or (serial == last.serial and (digest != last.digest or last.is_closed)):
             problem = f"order {serial} arrived before, or is older than order {last.serial}"
             raise FedspanError("serial", serial, problem=problem)
         if order.starts >= _MAX_STARTS:
             raise FedspanError("serial", serial, problem=f"order {serial} was interrupted {order.starts} times")
         self._order = order
         self._update(starts=order.starts + 1)
+        with suppress(OSError):
+            self._reply_path.unlink(missing_ok=True)
+        return None
 
     def mark_recorded(self) -> None:
         """Store that the record of usage has the order, which must not be charged twice.
@@ -98,13 +115,31 @@ class LastOrderFile:
         """
         self._update(is_recorded=True)
 
-    def close(self) -> None:
+    def close(self, reply: Envelope | None = None) -> None:
         """Store that the order is answered, before its reply leaves the node: it is never carried out again.
+
+        Args:
+            reply: The reply, which is kept until the next order; None: it is not kept. The order fails if the node is
+                killed before the server has the reply and there is no room for it on the disk.
 
         Raises:
             FedspanError: If the disk cannot be written.
         """
-        self._update(digest="")
+        digest = ""
+        if reply is not None and self._order is not None and self.path.parent.is_dir():
+            with suppress(OSError):
+                write_atomic(self._reply_path, reply.header.encode() + b"\n" + reply.body, 0o600)
+                digest = _compute_digest(reply)
+        self._update(reply=digest, is_closed=True)
+
+    def _load_reply(self, order: LastOrder) -> Envelope | None:
+        """Return the reply to an order; None: it is not there, or damaged."""
+        try:
+            header, _, body = read_bytes(self._reply_path).partition(b"\n")
+            reply = Envelope(header.decode(), body)
+        except (FedspanError, ValueError):
+            return None
+        return reply if order.reply and _compute_digest(reply) == order.reply else None
 
     def _update(self, **changes: Any) -> None:
         if self._order is None:

@@ -112,7 +112,11 @@ class NodeService:
             self._audit.write("asked", run=name, **describe_envelope(envelope))
             if len(envelope.body) > self.node.limits.message_bytes:
                 self._require_small("message", envelope.body)
-            last.begin(envelope, request.serial)
+            repeated = last.begin(envelope, request.serial)
+            if repeated is not None:
+                self._audit.write("answered", run=name, **describe_envelope(repeated))
+                log.info("round %d: %s was done before; its reply is sent again", request.round + 1, request.task)
+                return repeated
             if self.node.limits.approve == "ask" and (stored := self._run_folder(request.run) / _INVITATION).is_file():
                 self._approvals.require(load_invitation(stored))
             run = self._run(request.run)
@@ -124,7 +128,7 @@ class NodeService:
             with self._stages.stage(_STAGES.get(request.task, "training")):
                 reply = self._coarsen(run.host.reply(request), request)
             self._require_small("reply", reply.body)
-            last.close()
+            last.close(reply if isinstance(request, Order) else None)  # phases of secure sums may reveal shares
             self._audit.write("answered", run=name, **describe_envelope(reply))
             log.info("round %d: %s done", request.round + 1, request.task)
         except Exception as error:

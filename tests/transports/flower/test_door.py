@@ -72,6 +72,10 @@ class Exchange:
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.asked, self.woken = seconds, list[Any](), list[str]()
         self.error: BaseException | None = None
+        self.left = list[int]()
+
+    def note_departure(self, node: int) -> None:
+        self.left.append(node)
 
     async def acknowledge_heartbeat(self, body: bytes, node: int | None) -> bytes:
         if self.error is not None:
@@ -155,6 +159,13 @@ def test_nodes_reach_the_paths_that_they_need_and_no_others() -> None:
             assert status(f"{door.NODE_API}{name}", method="GET") == 403
     for path in ("register-node", "unregister-node", "get-fab", "", "pull-messages/"):
         assert status(f"{door.NODE_API}{path}") == 403
+
+
+def test_a_node_that_is_stopped_is_noted_and_another_request_is_none() -> None:
+    exchange = Exchange()
+    for name in ("get-run", "deactivate-node"):
+        assert asyncio.run(request(door.Door(Behind(), exchange=exchange), f"{door.NODE_API}{name}")) == 200
+        assert exchange.left == ([7] if name == "deactivate-node" else [])
 
 
 @pytest.mark.parametrize("client", [ELSEWHERE, ("::ffff:192.0.2.1", 7), ("2001:db8::1", 7), ("", 7), None])

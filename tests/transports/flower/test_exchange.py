@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -58,8 +58,9 @@ class Store:
         self.orders[int(node)].append(id)
         return {int(node)}, b"sent"
 
-    def take_replies(self, task: Any, ids: set[str]) -> tuple[Any, bytes]:
+    def take_replies(self, task: Any, ids: set[str], grace: float, stopped: Iterable[int]) -> tuple[Any, bytes]:
         self.asked.append(ids)
+        self.left = set(stopped)
         answer = ",".join(sorted(ids)).encode()
         return adapter.SentReplies(frozenset(ids & self.replied), answer, []), answer
 
@@ -85,6 +86,27 @@ def take(exchange: Any, node: int = 7, received: str = "", gone: Awaitable[Any] 
 
 async def settle() -> None:
     await asyncio.sleep(0.1)
+
+
+def test_the_orders_of_a_node_that_was_stopped_do_not_wait_until_it_is_back() -> None:
+    async def scenario(exchange: Any, store: Store) -> None:
+        await exchange.take_replies(RUN, ["a"], 0.0)
+        assert store.left == set()
+        waiting = asyncio.ensure_future(exchange.take_replies(RUN, ["a"], 20.0))
+        await settle()
+        exchange.note_departure(7)
+        await asyncio.wait_for(waiting, 5)
+        assert store.left == {7}
+        take(exchange).cancel()
+        order = take(exchange)
+        await settle()
+        await exchange.take_replies(RUN, ["a"], 0.0)
+        exchange.wake_runs()
+        await exchange.take_replies(RUN, ["a"], 0.0)
+        assert store.left == set()
+        order.cancel()
+
+    run(scenario)
 
 
 def test_an_order_wakes_up_its_node_and_no_other() -> None:

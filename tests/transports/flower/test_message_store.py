@@ -34,6 +34,7 @@ ObjectTree = name_of("flwr.proto.message_pb2", "ObjectTree")
 Node = name_of("flwr.proto.node_pb2", "Node")
 PullAppMessagesResponse = name_of("flwr.proto.runtime_pb2", "PullAppMessagesResponse")
 PushAppMessagesRequest = name_of("flwr.proto.runtime_pb2", "PushAppMessagesRequest")
+uint64_to_int64 = name_of("flwr.supercore.utils", "uint64_to_int64")
 LinkStateFactory = name_of("flwr.server.superlink.linkstate", "LinkStateFactory")
 ObjectStoreFactory = name_of("flwr.supercore.object_store", "ObjectStoreFactory")
 NoOpFederationManager = name_of("flwr.superlink.federation", "NoOpFederationManager")
@@ -72,6 +73,14 @@ class Scene:
         nodes, _ = self.store.store_orders(self.task, head.SerializeToString(), list(contents.values()))
         assert nodes == {self.node}
         return tree.object_id
+
+    def lose_connection(self, seconds: float) -> None:
+        """Let the node have been offline for so long without having been stopped."""
+        with self.state.session() as session:
+            until = time.time() - seconds
+            session.connection().exec_driver_sql(
+                "UPDATE node SET online_until = ? WHERE node_id = ?", (until, uint64_to_int64(self.node))
+            )
 
     def reply(self, order: Any) -> tuple[Any, list[bytes]]:
         """A node's reply to an order, as the node sends it."""
@@ -216,6 +225,51 @@ def test_the_last_reply_of_a_node_that_goes_offline_counts(scene: Scene) -> None
     unanswered = scene.send_order()
     sent, answer = scene.store.take_replies(scene.task, [unanswered])
     assert PullAppMessagesResponse.FromString(unpack(answer, 64)[0]).messages_list[0].HasField("error")
+
+
+def take_replies(scene: Scene, id: str, grace: float, stopped: tuple[int, ...] = ()) -> bool:
+    """Take the replies to an order; return whether there is Flower's error."""
+    assert scene.task is not None
+    sent, answer = scene.store.take_replies(scene.task, [id], grace, stopped)
+    heads = PullAppMessagesResponse.FromString(unpack(answer, 64)[0]).messages_list
+    assert sent.orders == ({id} if heads else set())
+    return bool(heads) and heads[0].HasField("error")
+
+
+def test_an_order_waits_for_a_node_that_lost_its_connection(scene: Scene) -> None:
+    """Flower lets a node connect again only when it counts as offline, and then makes an error of its order."""
+    id = scene.send_order()
+    taken = scene.store.take_order(scene.node)
+    assert taken is not None
+    assert not scene.state.activate_node(scene.node, 30.0)  # it is killed, and comes back too early
+    for seconds in (1, 58):
+        scene.lose_connection(seconds)
+        assert not take_replies(scene, id, 60.0)
+    assert scene.node not in scene.state.get_nodes(scene.run)
+    assert scene.state.activate_node(scene.node, 30.0)
+    assert scene.store.repeat_order(taken[0]) == taken[1]
+    assert not take_replies(scene, id, 60.0)
+    scene.store.store_reply(*scene.reply(taken[0]))
+    assert scene.store.take_replies(scene.task, [id], 60.0)[0].orders == {id}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["late", "stopped"])
+def test_an_order_that_was_given_up_is_not_carried_out_later(how: str, scene: Scene) -> None:
+    id = scene.send_order()
+    taken = scene.store.take_order(scene.node)
+    assert taken is not None
+    if how == "stopped":
+        assert scene.state.deactivate_node(scene.node)
+        assert take_replies(scene, id, 60.0, (scene.node,))
+    else:
+        scene.lose_connection(61)
+        assert take_replies(scene, id, 60.0)
+    assert scene.state.activate_node(scene.node, 30.0)
+    assert id not in scene.state.object_store
+    assert scene.store.repeat_order(taken[0]) is None
+    scene.store.return_orders(scene.node, "")
+    assert scene.store.take_order(scene.node) is None
+    assert scene.store.store_reply(*scene.reply(taken[0])).reply_to == ""  # of a node that was not restarted
 
 
 def test_an_order_that_was_sent_and_not_received_is_taken_again(scene: Scene) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ import httpx
 import uvicorn
 from flwr.app import Message
 
-from fedspan.transports.flower import answers, door, transfers, wire
+from fedspan.transports.flower import door, progress, transfers, wire
 from fedspan.transports.flower.adapter import (
     NodeConnection,
     OutgoingReply,
@@ -240,8 +241,8 @@ def test_progress_is_logged_after_some_seconds_and_then_now_and_then(
 def test_an_order_on_its_way_is_logged_on_both_sides(
     server: tuple[Server, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for module in (transfers, answers):
-        monkeypatch.setattr(module, "_SHOWN_EVERY", 0.0)
+    monkeypatch.setattr(transfers, "_SHOWN_EVERY", 0.0)
+    monkeypatch.setattr(progress, "SHOWN_EVERY", 0.0)
     monkeypatch.setattr(transfers, "_FIRST_SHOWN", 0.0)
     with (
         caplog.at_level(logging.INFO),
@@ -259,6 +260,24 @@ def test_an_order_on_its_way_is_logged_on_both_sides(
     assert any(line.startswith("order received: 0.5 of") for line in lines["fedspan.node"])
     assert f"node {NODE}: order sent: 0.5 of {size} MB" in lines["fedspan.server"]
     assert lines["fedspan.server"][-1] == f"node {NODE}: order sent: {size} of {size} MB"  # of an answer that went on
+
+
+def test_the_server_logs_the_progress_of_a_message_over_all_answers_with_parts_of_it(
+    server: tuple[Server, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each of them is fast; the second one comes after a pause, and is a part of another message."""
+    id, now = max(server[0].contents, key=lambda name: len(server[0].contents[name])), [0.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with caplog.at_level(logging.INFO, "fedspan.server"), connect(server[1]) as connection:
+        connection.transfers.received.begin(40_000_000, 0)
+        for seconds in (0.0, 60.0, 62.0, 64.0, 66.0):
+            now[0] = seconds
+            connection.pull_object(1, id)
+    size = len(server[0].contents[id])
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "fedspan.server"]
+    done = float(re.fullmatch(rf"node {NODE}: order sent: ([\d.]+) of 40.0 MB", line)[1])  # type: ignore[index]
+    assert 4 * size <= done * 1e6 + 1e5
+    assert done * 1e6 - 1e5 <= 5 * size
 
 
 def test_little_is_remembered() -> None:

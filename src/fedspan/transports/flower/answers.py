@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.responses import Response
 
 from fedspan.transports.flower.bodies import Receive, Scope, Send
 from fedspan.transports.flower.limits import DoorLimits
+from fedspan.transports.flower.progress import ProgressClock
 from fedspan.transports.flower.wire import RESUMABLE_BYTES, compute_tag, parse_offset
 
-__all__ = ["ResumableAnswer", "log_answer", "observe_answer", "send_answer", "split_answer"]
+__all__ = ["Progress", "ResumableAnswer", "log_answer", "observe_answer", "send_answer", "split_answer"]
 
 _PIECE_BYTES = 2**16
 """Size in bytes of the pieces in which answers are sent."""
-_SHOWN_EVERY = 5.0
-"""Seconds between two lines of the log about the progress of one answer."""
 
 log = logging.getLogger("fedspan.server")
 
@@ -77,27 +76,50 @@ def _split(message: MutableMapping[str, Any]) -> Iterator[MutableMapping[str, An
         }
 
 
-def log_answer(send: Send, describe: Callable[[], str]) -> Send:
-    """Return a function that sends the pieces of an answer, and logs the progress now and then.
+@dataclass
+class Progress:
+    """The progress of a message to a node, of which an answer is the whole or a part.
+
+    Args:
+        subject: What is sent.
+        node: Name of the node.
+        clock: Says when it is logged.
+        is_first: Whether the answer is the message's first one.
+        sent: Bytes of the message that were sent with other answers.
+        total: Size of the message in bytes; 0: unknown.
+    """
+
+    subject: str
+    node: str = "node"
+    clock: ProgressClock = field(default_factory=ProgressClock)
+    is_first: bool = True
+    sent: int = 0
+    total: int = 0
+
+
+def log_answer(send: Send, progress: Progress) -> Send:
+    """Return a function that sends the pieces of an answer, and logs the progress of its message now and then.
 
     Args:
         send: Sends the messages of an answer.
-        describe: Returns what is sent, and to which node.
+        progress: The progress, which is known as a whole when the answer begins.
     """
-    total, done, shown_at = 0, 0, time.monotonic()
+    total, done = 0, 0
 
     async def send_logged(message: MutableMapping[str, Any]) -> None:
-        nonlocal total, done, shown_at
+        nonlocal total, done
         if message["type"] == "http.response.start":
             headers = dict(message["headers"])
             left = int(headers.get(b"content-length", b"0"))
             total = int(headers.get(b"content-range", b"/%d" % left).rpartition(b"/")[2])
-            done, shown_at = total - left, time.monotonic()  # a node that waited for an order received nothing so far
+            done = total - left
+            # a node that waited for an order received nothing so far
+            progress.clock.begin(is_first=progress.is_first and not done)
         await send(message)
         done += len(message.get("body", b""))
-        if (now := time.monotonic()) - shown_at >= _SHOWN_EVERY:
-            shown_at = now
-            log.info("%s: %.1f of %.1f MB", describe(), done / 1e6, max(done, total) / 1e6)
+        if progress.clock.is_due():
+            sent, of = progress.sent + done, progress.total or progress.sent + total
+            log.info("%s: %s sent: %.1f of %.1f MB", progress.node, progress.subject, sent / 1e6, max(sent, of) / 1e6)
 
     return send_logged
 

@@ -45,7 +45,14 @@ from fedspan.transports.flower.adapter import (
     read_pushed_reply,
     verify_node_headers,
 )
-from fedspan.transports.flower.answers import ResumableAnswer, log_answer, observe_answer, send_answer, split_answer
+from fedspan.transports.flower.answers import (
+    Progress,
+    ResumableAnswer,
+    log_answer,
+    observe_answer,
+    send_answer,
+    split_answer,
+)
 from fedspan.transports.flower.bodies import (
     App,
     Receive,
@@ -61,9 +68,10 @@ from fedspan.transports.flower.bodies import (
     wait_for_disconnect,
 )
 from fedspan.transports.flower.connections import CONNECTIONS, Connections
-from fedspan.transports.flower.exchange import Exchange
+from fedspan.transports.flower.exchange import Exchange, ExchangeLimits
 from fedspan.transports.flower.limits import KNOWN_SECONDS, SMALL_BYTES, Bucket, DoorLimits, Sender, Slot
 from fedspan.transports.flower.local_peer import get_peer_uid
+from fedspan.transports.flower.progress import ProgressClock
 from fedspan.transports.flower.uploads import Uploads
 from fedspan.transports.flower.wire import (
     BASE_BYTES,
@@ -82,6 +90,7 @@ from fedspan.transports.flower.wire import (
     UPLOAD_OFFSET,
     UploadPart,
     compute_tag,
+    parse_progress,
     read_first,
 )
 
@@ -107,7 +116,7 @@ further one, whose size depends on the limits."""
 _RUN_BYTES = 2 * BATCH_BYTES
 """Maximum size of a request of a run's server, in bytes: orders without content, and their objects."""
 
-_HEARTBEAT, _PUSH_MESSAGES = "send-node-heartbeat", "push-messages"
+_HEARTBEAT, _PUSH_MESSAGES, _DEACTIVATE = "send-node-heartbeat", "push-messages", "deactivate-node"
 _PULL_OBJECT, _PUSH_OBJECT = "pull-object", "push-object"
 _PUSH_ORDERS = "/v1/runtime/push-messages"
 """Flower's own path for orders, which a process of the operator may use."""
@@ -132,6 +141,7 @@ class Door:
         limits: Limits on the requests of one node.
         connections: The server's connections; those that send an accepted request are marked as such.
         exchange: The door's own requests; None: those of the app's database.
+        exchange_limits: How long answers wait; None: the defaults.
         offers: Folder with the offers of base models (``deployment.base_offers``); None: none are offered.
     """
 
@@ -141,10 +151,11 @@ class Door:
         limits: DoorLimits | None = None,
         connections: Connections | None = None,
         exchange: Exchange | None = None,
+        exchange_limits: ExchangeLimits | None = None,
         offers: Path | None = None,
     ) -> None:
         self.app, self.limits, self.connections = app, limits or DoorLimits(), connections or CONNECTIONS
-        self._exchange, self._offers = exchange, offers
+        self._exchange, self._exchange_limits, self._offers = exchange, exchange_limits, offers
         head = self.limits.head_bytes
         self._body_bytes = BODY_BYTES | {_PUSH_MESSAGES: head}
         self._own_body_bytes = {
@@ -193,7 +204,7 @@ class Door:
 
     def _get_exchange(self, scope: Scope) -> Exchange:
         if self._exchange is None:
-            self._exchange = Exchange(MessageStore(scope["app"]))
+            self._exchange = Exchange(MessageStore(scope["app"]), self._exchange_limits)
         return self._exchange
 
     async def _serve_run(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
@@ -228,8 +239,9 @@ class Door:
             raise Refused(403, "not a path for nodes")
         length, part = read_declared_length(headers, most), read_declared_part(headers, most)
         sender: Sender | None = None
+        progress = Progress(_SENT.get(name, ""))
         if name in _SENT:
-            send = log_answer(send, lambda: f"node {'' if sender is None else sender.node}: {_SENT[name]} sent")
+            send = log_answer(send, progress)
         # A request's slot is held until nearly all of the answer has left.
         send = split_answer(send, self.limits, partial(self.connections.abort, scope.get("client")))
         key: bytes | None = None
@@ -251,18 +263,21 @@ class Door:
                     raise Refused(429, "too many heartbeats")
             else:  # a trial on one machine, whose nodes cannot be told apart
                 self.connections.accept(scope.get("client"), b"keyless", None)
+            if sender is not None:
+                progress.node, progress.clock = f"node {sender.node}", sender.clocks[progress.subject]
             if part is None:
                 body = await read_body(receive, length, self.limits)
             else:
-                name_of_sender = f"node {part.digest[:8] if sender is None else sender.node}"
-                body = await self._read_part(receive, length, part, key or part.digest.encode(), name_of_sender)
+                clock = ProgressClock() if sender is None else sender.clocks["reply"]
+                body = await self._read_part(receive, length, part, key, progress.node, clock)
             tag = ""
             if name == TAKE_ORDER:
                 answer = await self._take_order(body, sender, slot, scope, receive)
                 if len(answer) >= RESUMABLE_BYTES:
                     tag = compute_tag(read_first(answer), len(answer))
             elif name == FETCH_BASE:
-                answer = await self._fetch_base(body)
+                answer, progress.sent, progress.total = await self._fetch_base(body)
+                progress.is_first = progress.sent == 0
                 tag = compute_tag(body, len(answer)) if len(answer) >= RESUMABLE_BYTES else ""
             elif name == UPLOAD_OFFSET:
                 answer = await self._find_offset(body, key)
@@ -278,21 +293,28 @@ class Door:
                 elif name == _PUSH_OBJECT:
                     self._require_room(body, sender)
                 if name == _PULL_OBJECT:
+                    progress.is_first = False
+                    progress.sent, progress.total = parse_progress(headers)
                     send = ResumableAnswer(send, headers, body).send
                 async with self._keep_answer(key, part) as keep:
                     observed = send if part is None else observe_answer(send, keep)
                     await self.app(scope, make_replay(body, receive), observed)
                 if name == _PUSH_MESSAGES and self._exchange is not None:
                     self._exchange.wake_runs()
+                elif name == _DEACTIVATE and sender is not None and sender.node is not None:
+                    self._get_exchange(scope).note_departure(sender.node)
                 return
             await send_answer(answer, scope, receive, send, tag)
 
-    async def _read_part(self, receive: Receive, length: int, part: UploadPart, owner: bytes, name: str) -> bytes:
+    async def _read_part(
+        self, receive: Receive, length: int, part: UploadPart, key: bytes | None, name: str, clock: ProgressClock
+    ) -> bytes:
         """Read a part of a body, and return the body when it is complete; otherwise keep what has arrived."""
+        owner = key or part.digest.encode()
         if length != part.total - part.offset:
             raise Refused(400, "a part that does not end with its body")
         try:
-            upload = self._uploads.begin(owner, part, name)
+            upload = self._uploads.begin(owner, part, name, clock)
         except ValueError as error:
             raise Refused(416, "not the part that follows") from error
         request = upload.requests
@@ -308,17 +330,19 @@ class Door:
         except ValueError as error:
             raise Refused(400, "not the body that was declared") from error
 
-    async def _fetch_base(self, body: bytes) -> bytes:
+    async def _fetch_base(self, body: bytes) -> tuple[bytes, int, int]:
+        """Return bytes of a file, their offset, and the file's size."""
         parts = unpack_parts(body, 3)
         if len(parts) != 3 or not parts[2].isdigit() or len(parts[2]) > 16:
             raise Refused(400, "not a request for a base model")
         if any(len(digest) != 64 or not digest.isalnum() for digest in parts[:2]) or self._offers is None:
             raise Refused(404, "not a file of a base model that is offered")
         offer, file = (digest.decode("ascii") for digest in parts[:2])
-        content = await run_sync(_read_offered, self._offers, offer, file, int(parts[2]))
-        if content is None:
+        offset = int(parts[2])
+        found = await run_sync(_read_offered, self._offers, offer, file, offset)
+        if found is None:
             raise Refused(404, "not a file of a base model that is offered")
-        return content
+        return found[0], offset, found[1]
 
     @asynccontextmanager
     async def _keep_answer(self, key: bytes | None, part: UploadPart | None) -> AsyncGenerator[Callable[[bytes], None]]:
@@ -433,14 +457,15 @@ class Door:
         return reply
 
 
-def _read_offered(offers: Path, offer: str, file: str, offset: int) -> bytes | None:
-    """Return bytes of a file of an offer; None: there is no such offer or file, or it ends before the offset."""
+def _read_offered(offers: Path, offer: str, file: str, offset: int) -> tuple[bytes, int] | None:
+    """Return bytes of a file of an offer, and its size; None: there is no such file, or it ends before the offset."""
     for run in sorted(offers.glob(f"{offer}.*.json")):  # each run that offers the model has a file of its own
         try:
             path = json.loads(run.read_bytes())[file]
             with Path(path).open("rb") as source:
                 source.seek(offset)
-                return source.read(BASE_BYTES) or None
+                content = source.read(BASE_BYTES)
+                return (content, os.fstat(source.fileno()).st_size) if content else None
         except (OSError, ValueError, KeyError):
             continue
     return None

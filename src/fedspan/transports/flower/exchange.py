@@ -45,6 +45,7 @@ class ExchangeLimits:
         check: Seconds after which all orders of a run are checked in the database, also for the replies that Flower
             itself makes for nodes that are no longer online.
         heartbeat: Seconds between two heartbeats of a node that are stored.
+        reconnect: Seconds for which an order waits for a node that is offline, unless the node was stopped.
     """
 
     seconds: float = 20.0
@@ -54,6 +55,7 @@ class ExchangeLimits:
     replies: int = 64
     check: float = 5.0
     heartbeat: float = 5.0
+    reconnect: float = 60.0
 
 
 _HEARTBEAT, _OPERATOR, _NODE = 0, 1, 2
@@ -148,6 +150,8 @@ class Exchange:
         self._runs: OrderedDict[int, _Run] = OrderedDict()
         self._turns, self._thread = _Turns(), CapacityLimiter(1)
         self._heartbeats: OrderedDict[int, tuple[float, bytes]] = OrderedDict()
+        self._left: OrderedDict[int, None] = OrderedDict()
+        """The nodes that were stopped and have not come back."""
 
     async def call(self, function: Callable[..., R], *args: Any, urgency: int = _NODE) -> R:
         """Call a method of the store when its turn comes: SQLite has one writer, so further threads would only wait.
@@ -204,6 +208,7 @@ class Exchange:
             The order with its objects; empty: no order arrived in time, or the node has sent another request.
         """
         state = _get_recent(self._nodes, node, _Node, self.limits.nodes)
+        self._left.pop(node, None)
         state.cancellation.set()
         state.cancellation = cancellation = asyncio.Event()
         deadline = time.monotonic() + self.limits.seconds
@@ -339,7 +344,10 @@ class Exchange:
         run.ready_ids -= ids_to_take
         if not ids_to_take:
             return b""
-        sent, answer = await self.call(self.store.take_replies, task, ids_to_take, urgency=_OPERATOR)
+        left = frozenset(self._left)
+        sent, answer = await self.call(
+            self.store.take_replies, task, ids_to_take, limits.reconnect, left, urgency=_OPERATOR
+        )
         run.last_replies = sent if sent.orders else None
         return answer
 
@@ -355,6 +363,11 @@ class Exchange:
         """
         await self.call(self.store.cancel_orders, task, ids, urgency=_OPERATOR)
         return b""
+
+    def note_departure(self, node: int) -> None:
+        """Note that a node was stopped: its orders do not wait until it is back."""
+        _get_recent(self._left, node, lambda: None, self.limits.nodes)
+        self.wake_runs()
 
     def wake_nodes(self) -> None:
         """Let all nodes fetch orders: one may have been stored by Flower's own requests."""

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from fedspan.transports.flower.adapter import PIECE_BYTES
+from fedspan.transports.flower.progress import ProgressClock, ProgressClocks
 
 __all__ = ["KNOWN_SECONDS", "SMALL_BYTES", "Bucket", "DoorLimits", "Sender", "Slot"]
 
@@ -127,5 +128,6 @@ class Sender:
     """Number of objects that it may still send of that reply."""
     counted: set[bytes] = field(default_factory=set)
     """SHA-256 of the objects that were sent: one that is sent again, because an answer was lost, counts once."""
+    clocks: ProgressClocks = field(default_factory=lambda: ProgressClocks(ProgressClock))
     node: int | None = None
     looked_up_at: float = field(default=-KNOWN_SECONDS)

@@ -27,6 +27,7 @@ from fedspan.transports.flower.adapter import run_superlink
 from fedspan.transports.flower.admissions import end_admissions
 from fedspan.transports.flower.connections import BoundedProtocol, BoundedSocket
 from fedspan.transports.flower.door import Door
+from fedspan.transports.flower.exchange import ExchangeLimits
 from fedspan.transports.flower.keys import CERTIFICATE, KEY
 from fedspan.transports.flower.server import DATABASE, ServerLink
 
@@ -37,8 +38,10 @@ def main() -> None:
     """Run ``flower-superlink`` with the door in front."""
     _allow_connections()
     _log_progress()
-    folder = os.environ.get(_OFFERS)
-    door = Middleware(Door, offers=None if folder is None else Path(folder))  # pyright: ignore[reportArgumentType]
+    folder, seconds = os.environ.get(_OFFERS), os.environ.get(_RECONNECT)
+    limits = ExchangeLimits() if seconds is None else ExchangeLimits(reconnect=float(seconds))
+    offers = None if folder is None else Path(folder)
+    door = Middleware(Door, exchange_limits=limits, offers=offers)  # pyright: ignore[reportArgumentType]
     run_superlink([door], BoundedProtocol, BoundedSocket.take_over)  # pyright: ignore[reportArgumentType]
 
 
@@ -68,6 +71,8 @@ def _allow_connections() -> None:
 
 _OFFERS = "FEDSPAN_OFFERS"
 """Variable of the SuperLink's environment with the folder of the offered base models."""
+_RECONNECT = "FEDSPAN_RECONNECT_SECONDS"
+"""Variable of the SuperLink's environment with the seconds for which orders wait for nodes that are offline."""
 _LOG = "superlink.log"
 _LOG_BYTES = 1 << 24
 """Size of the log in bytes above which it becomes ``superlink.log.1``, in place of the one before."""
@@ -79,7 +84,14 @@ _STARTING = 60.0
 log = logging.getLogger("fedspan.server")
 
 
-def supervise(folder: Path, link: ServerLink, host: str, stop: Event, on_ready: Callable[[], None]) -> None:
+def supervise(
+    folder: Path,
+    link: ServerLink,
+    host: str,
+    stop: Event,
+    on_ready: Callable[[], None],
+    reconnect: float = ExchangeLimits.reconnect,
+) -> None:
     """Run a SuperLink until ``stop`` is set, and restart it when it ends by itself.
 
     Args:
@@ -88,6 +100,7 @@ def supervise(folder: Path, link: ServerLink, host: str, stop: Event, on_ready: 
         host: Address to listen on.
         stop: Event that ends the function when set.
         on_ready: Called once, when the SuperLink is reachable for the first time.
+        reconnect: Seconds for which an order waits for a node that is offline, unless the node was stopped.
 
     Raises:
         FedspanError: If the SuperLink does not start, or another process listens on its port.
@@ -102,6 +115,7 @@ def supervise(folder: Path, link: ServerLink, host: str, stop: Event, on_ready: 
         command += ["--ssl-ca-certfile", str(link.authority), "--ssl-certfile", str(folder / CERTIFICATE)]
         command += ["--ssl-keyfile", str(folder / KEY), "--enable-supernode-auth"]
     environment = {**os.environ, "FLWR_HOME": str(folder / "flower"), _OFFERS: str(folder / "bases")}
+    environment[_RECONNECT] = str(reconnect)
     first = True
     while not stop.is_set():
         with os.fdopen(os.open(folder / _LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:

@@ -18,12 +18,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from fedspan.transports.flower.limits import DoorLimits
+from fedspan.transports.flower.progress import ProgressClock
 from fedspan.transports.flower.wire import UploadPart
 
 __all__ = ["Upload", "Uploads"]
-
-_SHOWN_EVERY = 5.0
-"""Seconds between two lines of the log about the progress of one body."""
 
 _ANSWERS, _SENDERS = 4, 4096
 """Maximum number of answers that are kept of a node, and of nodes whose answers are kept."""
@@ -39,12 +37,14 @@ class Upload:
 
     Args:
         total: Size of the body, in bytes.
-        name: Name of the sender for the log; empty: progress is not logged.
+        clock: Says when progress is logged; None: it is not.
+        name: Name of the sender for the log.
         sent: Bytes of the message before the body, for the log.
         message: Size of the message in bytes, for the log.
     """
 
     total: int
+    clock: ProgressClock | None = None
     name: str = ""
     sent: int = 0
     message: int = 0
@@ -54,19 +54,14 @@ class Upload:
     """Number of requests that have sent a part of it. Only the latest one may go on."""
     is_read: bool = False
     """Whether a request sends a part at the moment."""
-    changed_at: float = 0.0
-    shown_at: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.changed_at = self.shown_at = time.monotonic()
+    changed_at: float = field(default_factory=time.monotonic)
 
     def append(self, part: bytes) -> None:
         """Add bytes, and log the progress now and then."""
         self.parts.append(part)
         self.size += len(part)
         self.changed_at = time.monotonic()
-        if self.name and self.changed_at - self.shown_at >= _SHOWN_EVERY:
-            self.shown_at = self.changed_at
+        if self.clock is not None and self.clock.is_due():
             done = self.sent + self.size
             log.info("%s: reply received: %.1f of %.1f MB", self.name, done / 1e6, max(done, self.message) / 1e6)
 
@@ -94,13 +89,14 @@ class Uploads:
         self.interrupt(upload)
         return upload.size if (sender, digest) in self._uploads else 0
 
-    def begin(self, sender: bytes, part: UploadPart, name: str = "") -> Upload:
+    def begin(self, sender: bytes, part: UploadPart, name: str = "", clock: ProgressClock | None = None) -> Upload:
         """Begin or continue a body.
 
         Args:
             sender: The node's key.
             part: The part that a request declares. The caller has checked its size against the path's maximum.
             name: Name of the node for the log.
+            clock: Says when progress is logged; None: it is not.
 
         Raises:
             ValueError: If the part does not begin where the body ends that has arrived, or the size differs.
@@ -111,7 +107,7 @@ class Uploads:
         if part.offset == 0:
             if upload is not None:
                 upload.requests += 1  # ends the request that sends it
-            upload = Upload(part.total, name, part.sent, part.message)
+            upload = Upload(part.total, clock, name, part.sent, part.message)
         if upload is None or (part.offset, part.total) != (upload.size, upload.total):
             if upload is not None:
                 self._uploads[key] = upload
@@ -122,6 +118,8 @@ class Uploads:
             del self._uploads[other]
         upload.requests += 1
         upload.is_read = True
+        if upload.clock is not None:
+            upload.clock.begin(is_first=part.sent == 0 and part.offset == 0)
         return upload
 
     def interrupt(self, upload: Upload) -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "FETCH_BASE",
     "INLINE_BYTES",
     "NODE_PATH",
+    "PROGRESS_HEADER",
     "RESUMABLE_BYTES",
     "RUN_PATH",
     "SEND_ORDERS",
@@ -47,9 +48,11 @@ __all__ = [
     "UPLOAD_OFFSET",
     "UploadPart",
     "compute_tag",
+    "format_progress",
     "format_reply_limit",
     "pack",
     "parse_offset",
+    "parse_progress",
     "parse_reply_limit",
     "parse_upload",
     "read_first",
@@ -75,6 +78,8 @@ RESUMABLE_BYTES = 2**16
 """Size in bytes from which on the body of a request or of an answer can be resumed."""
 UPLOAD_HEADER = "fedspan-upload"
 """Header of a request whose body can be resumed: the fields of an ``UploadPart`` with slashes between."""
+PROGRESS_HEADER = "fedspan-progress"
+"""Header of a request for a part of a message: the bytes that the node has, and the message's size."""
 TAKEN = b"taken:"
 """What stands before the answer to a request whose body has arrived as a whole, in place of an offset."""
 
@@ -82,6 +87,7 @@ _LENGTH = 4
 _REPLY_LIMIT = "reply-bytes:"
 _UPLOAD = re.compile(rb"([0-9a-f]{64})" + 4 * rb"/([0-9]{1,10})")
 _RANGE = re.compile(rb"bytes=([0-9]{1,10})-")
+_PROGRESS = re.compile(rb"([0-9]{1,12})/([0-9]{1,12})")
 
 
 def format_reply_limit(limit: int | None) -> str:
@@ -137,6 +143,21 @@ def parse_upload(headers: Mapping[bytes, bytes]) -> UploadPart | None:
     if match is None or int(match[2]) > int(match[3]):
         raise ValueError("not a SHA-256 and four numbers, of which the first is at most the second")
     return UploadPart(match[1].decode("ascii"), *(int(number) for number in match.groups()[1:]))
+
+
+def format_progress(done: int, total: int) -> str:
+    """Return the value of ``PROGRESS_HEADER``."""
+    return f"{done}/{total}"
+
+
+def parse_progress(headers: Mapping[bytes, bytes]) -> tuple[int, int]:
+    """Return how many bytes of a message a node has, and the message's size (0: unknown), as it says: for the log.
+
+    Args:
+        headers: The headers by name in lower case.
+    """
+    match = _PROGRESS.fullmatch(headers.get(PROGRESS_HEADER.encode(), b""))
+    return (0, 0) if match is None else (int(match[1]), int(match[2]))
 
 
 def parse_offset(headers: Mapping[bytes, bytes], tag: str, total: int) -> int:

@@ -54,6 +54,7 @@ from fedspan.transports.flower.wire import (
     FETCH_BASE,
     INLINE_BYTES,
     NODE_PATH,
+    PROGRESS_HEADER,
     RESUMABLE_BYTES,
     SEND_REPLY,
     TAKE_ORDER,
@@ -61,6 +62,7 @@ from fedspan.transports.flower.wire import (
     UPLOAD_HEADER,
     UPLOAD_OFFSET,
     UploadPart,
+    format_progress,
     pack,
     select_fitting,
     unpack,
@@ -75,6 +77,7 @@ _SECONDS, _CONNECT = 180.0, 30.0
 while; a request that was given up would be processed all the same, and sent again on top of it."""
 _IDLE = 60.0
 """Seconds after which an idle connection is closed; a new one costs a TLS handshake."""
+_PULL_OBJECT = "pull-object"
 _SMALL = 2**20
 """Maximum size of an answer without objects, in bytes."""
 _PAUSE = 1.0
@@ -283,7 +286,7 @@ class NodeConnection:
             ObjectUnavailableError: If it was announced and has not arrived.
             RunNotRunningException: If the run has ended.
         """
-        pull = self._bind_call("pull-object", PullObjectResponse)
+        pull = self._bind_call(_PULL_OBJECT, PullObjectResponse)
         content = make_pull_object_fn_protobuf(pull, Node(node_id=self.node_id), run)(id)
         if compute_object_id(content) != id:
             raise ObjectPullError(id, "its content has another hash")
@@ -397,6 +400,8 @@ class NodeConnection:
             content = transfers.pace_upload(body, part, transfers.sent.show)
         elif download is not None:
             headers |= {"range": f"bytes={download.size}-", "if-range": download.tag}
+        if path.endswith(_PULL_OBJECT):
+            headers[PROGRESS_HEADER] = format_progress(transfers.received.done, transfers.received.total)
         timeout = httpx.Timeout(seconds, connect=min(seconds, _CONNECT))
         with self._client.stream("POST", path, content=content, headers=headers, timeout=timeout) as response:
             if response.status_code == httpx.codes.REQUEST_TIMEOUT:  # the link stalled; what has arrived is kept

@@ -225,20 +225,29 @@ class MessageStore:
             answer.objects_to_push.extend(missing)
         return {message.metadata.dst_node_id for message in request.messages_list}, answer.SerializeToString()
 
-    def take_replies(self, task: Task, ids: Iterable[str]) -> tuple[SentReplies, bytes]:
+    def take_replies(
+        self, task: Task, ids: Iterable[str], grace: float = 0.0, stopped: Iterable[int] = ()
+    ) -> tuple[SentReplies, bytes]:
         """Take the replies to a run's orders. Flower does not list them again; their objects remain.
+
+        Flower's reply for a node that is offline is an error; the objects of that order are deleted, so that a node
+        that comes back later does not carry it out.
 
         Args:
             task: The task of the run's server.
             ids: Ids of the orders.
+            grace: Seconds for which an order waits for a node that is offline.
+            stopped: Flower's ids of the nodes whose orders do not wait, because they went offline themselves.
 
         Returns:
             The replies, and the answer with the objects of those that are complete and fit.
         """
         requested = list(ids)
-        with self._begin() as session, _count_as_online(session.connection(), requested):
+        with self._begin() as session, _count_as_online(session.connection(), requested, grace, stopped):
             request = PullAppMessagesRequest(message_ids=requested)
             answer = self._runtime.pull_messages(request, self._state, task)
+            for message in answer.messages_list:
+                self._objects.delete(message.metadata.reply_to_message_id)
             parts, trees, left = [answer.SerializeToString()], list[ObjectTree](), BATCH_BYTES
             for tree in answer.message_object_trees:
                 contents = self._read_contents(tree, min(left, INLINE_BYTES))
@@ -345,21 +354,32 @@ class MessageStore:
 _GONE = """
 SELECT DISTINCT node.node_id, node.online_until FROM node
 JOIN message_ins ON message_ins.dst_node_id = node.node_id
-JOIN message_res ON message_res.reply_to_message_id = message_ins.message_id
-WHERE node.online_until < ? AND message_ins.message_id IN (SELECT value FROM json_each(?))
+WHERE node.online_until < ? AND message_ins.message_id IN (SELECT value FROM json_each(?)) AND (
+    node.online_until >= ? AND node.node_id NOT IN (SELECT value FROM json_each(?))
+    OR EXISTS (SELECT 1 FROM message_res WHERE reply_to_message_id = message_ins.message_id)
+)
 """
-"""The nodes that are offline and have replied to some orders, and until when they were online."""
+"""The nodes that are offline and have replied to some orders, or have been offline for a short time, and until when
+they were online."""
 
 
 @contextmanager
-def _count_as_online(connection: Any, orders: Sequence[str]) -> Generator[None]:
-    """Count nodes that have replied to orders as online within a transaction.
+def _count_as_online(connection: Any, orders: Sequence[str], grace: float, stopped: Iterable[int]) -> Generator[None]:
+    """Count nodes as online within a transaction that have replied to orders, or have been offline for a short time.
 
     Flower makes an error of an order whose node is offline, even if there is a reply: it would lose the last reply of a
-    node that was stopped and went offline right after it.
+    node that was stopped and went offline right after it. A node that was killed or lost its connection can connect
+    again only when it is offline, and its order would be lost at that moment.
+
+    Args:
+        connection: The transaction's connection.
+        orders: Ids of the orders.
+        grace: The short time, in seconds.
+        stopped: Flower's ids of the nodes that went offline themselves.
     """
     current = now().timestamp()
-    gone = connection.exec_driver_sql(_GONE, (current, json.dumps(list(orders)))).all()
+    left = json.dumps([uint64_to_int64(node) for node in stopped])
+    gone = connection.exec_driver_sql(_GONE, (current, json.dumps(list(orders)), current - grace, left)).all()
     for node, _ in gone:
         connection.exec_driver_sql("UPDATE node SET online_until = ? WHERE node_id = ?", (current + 60, node))
     try:
