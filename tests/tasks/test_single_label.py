@@ -1,4 +1,4 @@
-"""Scores, class weights and label smoothing of classifiers: those of torch and scikit-learn."""
+"""Class weights and label smoothing of classifiers: losses are torch's, balanced weights scikit-learn's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from sklearn.utils.class_weight import compute_class_weight
 from torch import nn
 
@@ -20,7 +19,7 @@ from fedspan.runs.setup import prepare
 from fedspan.tasks import registry
 from fedspan.tasks.classification import SEQUENCE_CLASSIFICATION, SequenceClassification
 from fedspan.tasks.losses import CLASS_WEIGHTS, SMOOTHING
-from fedspan.tasks.single_label import _score_labels, compute_class_weights
+from fedspan.tasks.single_label import compute_class_weights
 from helpers import tiny
 from helpers.families import others_slow
 
@@ -64,26 +63,6 @@ def test_balanced_weights_are_scikit_learns() -> None:
     weights = compute_class_weights(labels, 5)
     assert weights[[0, 2, 3]].tolist() == pytest.approx(expected.tolist())
     assert weights[[1, 4]].tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("labels", [2, 3, 7])
-@pytest.mark.parametrize("examples", [1, 9, 200])
-def test_scores_are_scikit_learns_to_the_bit(labels: int, examples: int) -> None:
-    """Also where all are right or wrong, and where labels occur in neither, or in one alone."""
-    rng = np.random.default_rng(labels * examples)
-    for _ in range(2):
-        truth, guess = rng.integers(labels, size=(2, examples))
-        for predicted in (guess, truth, (truth + 1) % labels, np.full(examples, labels - 1)):
-            scores = _score_labels(truth, predicted, binary=labels == 2)
-            expected = {
-                "accuracy": accuracy_score(truth, predicted),
-                "macro_f1": f1_score(truth, predicted, average="macro", zero_division=0),
-                # scikit-learn warns of a single label, and returns 0
-                "matthews": matthews_corrcoef(truth, predicted) if len({*truth, *predicted}) > 1 else 0.0,
-            }
-            if labels == 2:
-                expected["f1"] = f1_score(truth, predicted, average="binary", zero_division=0)
-            assert scores == expected
 
 
 @pytest.mark.parametrize("training", others_slow(CASES, CASES[2:]))
