@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from fedspan.deployment.base_offers import BaseFile, compute_offer_digest
 from fedspan.deployment.handshake import Invitation
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import decode_reply
+from fedspan.federation.protocol import decode_order, decode_reply
 from fedspan.logs import AuditLog
 from helpers.command_line import get_program
 from helpers.node_service import introduced, invitation, node, served, values
@@ -122,10 +123,12 @@ def test_what_was_asked_and_answered_is_in_the_audit_log(tiny_folder: Path, tmp_
     service = NodeService(node(tiny_folder, tmp_path))
     run, transport = served(tiny_folder, service)
     run.federation.run_round(run.federation.begin())
-    service.answer(transport.sent[0])  # sent again, and refused
+    service.answer(transport.sent[0])  # sent again, and answered with the same reply
+    service.answer(replace(decode_order(transport.sent[0]), lr=0.5).to_envelope())  # changed, and refused
     rows = AuditLog(tmp_path / AUDIT).read()
-    assert [row["event"] for row in rows] == ["joined", "asked", "answered", "asked", "refused"]
+    assert [row["event"] for row in rows] == ["joined", "asked", "answered", "asked", "answered", "asked", "refused"]
     order, reply = rows[1], rows[2]
+    assert reply["sha256"] == rows[4]["sha256"]
     assert (order["task"], order["round"], order["run"]) == ("train", 0, "run")
     assert order["bytes"] == len(transport.sent[0].header.encode()) + len(transport.sent[0].body)
     assert order["sha256"] == rows[3]["sha256"] != reply["sha256"]

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
-from test_secure_node import CLINICS, node, served
+from test_secure_node import CLINICS, node, served, values
 
 from fedspan.crypto.graph import compute_neighbourhood_size
 from fedspan.deployment.limits import OrderTerms
@@ -26,6 +26,7 @@ from fedspan.runs.remote import build_method
 from fedspan.runs.setup import prepare
 from helpers import tiny
 from helpers.families import others_slow
+from helpers.node_service import introduced
 
 VICTIM = CLINICS[0]
 
@@ -73,6 +74,41 @@ def both(**changes: Any) -> Any:
         return of_order(**changes)(of_agreement(**changes)(asked))
 
     return change
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_the_others_are_invited_again_to_train_nothing(
+    is_known: bool, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The config is compared before the mask, too, if a node should take another one for a run that it knows."""
+    run, transport = served(tiny_folder, tmp_path)
+    honest, told = transport.make, list[str]()
+    if not is_known:
+        monkeypatch.setattr(NodeService, "_require_same_run", lambda self, invitation: None)
+
+    def invited(id: str) -> Any:
+        service = honest(id)
+
+        def change(asked: Any) -> Any:
+            if id != VICTIM and isinstance(asked, Order):
+                config = values(tiny_folder, secure={})
+                config["training"] |= {"optimizer": "sgd", "max_grad_norm": 1e-12}
+                introduction = introduced(service, config)
+                told.append(introduction.refused or "")
+            return asked
+
+        lying = Lying(service, change)
+        lying.headers = told
+        return lying
+
+    transport.make = invited
+    if is_known:
+        assert not run.federation.run_round(run.federation.begin()).failures
+        assert "`run`: this node knows this run with another config or base model. Start a new run." in told
+    else:
+        with pytest.raises(FedspanError):
+            run.federation.run_round(run.federation.begin())
+        assert any("`message.agreement.config`: " in header for header in told)
 
 
 @pytest.mark.parametrize(

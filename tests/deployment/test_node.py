@@ -12,6 +12,7 @@ import yaml
 from fedspan import __version__
 from fedspan.clients.host import Host
 from fedspan.config.node import load_node
+from fedspan.deployment.base_offers import BaseFile
 from fedspan.deployment.handshake import Introduction, Invitation, build_server_config
 from fedspan.deployment.last_order import LastOrderFile
 from fedspan.deployment.node import NodeService
@@ -155,6 +156,37 @@ def test_an_order_that_was_refused_is_not_carried_out_later(tiny_folder: Path, t
         run.federation.run_round(run.federation.begin())
     answer = decode_reply(NodeService(node(tiny_folder, tmp_path)).answer(transport.sent[-1]))
     assert "arrived before" in (answer.failed or "")
+
+
+@pytest.mark.parametrize("changes", [{"training": {"local_steps": 3}}, {"training": {"max_grad_norm": 1e-12}}, {"privacy": LOCAL}])
+def test_a_known_run_keeps_its_config(changes: dict[str, Any], tiny_folder: Path, tmp_path: Path) -> None:
+    """One order under several configs would tell more than its one charge, and could leave out the masks of a sum."""
+    run, transport = served(tiny_folder, NodeService(node(tiny_folder, tmp_path)))
+    run.federation.run_round(run.federation.begin())
+    charged = UsageBook(node(tiny_folder, tmp_path)).get_account()
+    for service in (transport.service, NodeService(node(tiny_folder, tmp_path))):
+        told = introduced(service, values(tiny_folder, **changes))
+        assert told.refused == "`run`: this node knows this run with another config or base model. Start a new run."
+        order = replace(decode_order(transport.sent[0]), serial=decode_order(transport.sent[0]).serial + 10**6)
+        assert decode_reply(service.answer(order.to_envelope())).failed is None  # under the config that it agreed to
+    assert UsageBook(node(tiny_folder, tmp_path)).get_account() == charged
+    assert introduced(NodeService(node(tiny_folder, tmp_path)), values(tiny_folder)).refused is None
+    other = introduced(NodeService(node(tiny_folder, tmp_path)), values(tiny_folder, **changes), run="another")
+    assert other.refused is None
+
+
+def test_a_known_run_keeps_its_base_model_which_may_be_offered_later(tiny_folder: Path, tmp_path: Path) -> None:
+    first, second = (
+        (
+            BaseFile(name="config.json", size=2, sha256=digit * 64),
+            BaseFile(name="model.safetensors", size=2, sha256=digit * 64),
+        )
+        for digit in "12"
+    )
+    service = NodeService(node(tiny_folder, tmp_path))
+    for files, is_refused in (((), False), (first, False), (second, True), ((), True), (first, False)):
+        told = introduced(service, values(tiny_folder), base_files=files)
+        assert ((told.refused or "").startswith("`run`")) == is_refused
 
 
 def test_an_order_of_a_run_to_which_it_was_not_invited_is_refused(tiny_folder: Path, tmp_path: Path) -> None:

@@ -55,36 +55,42 @@ def test_rounds_are_counted_over_all_runs(tmp_path: Path) -> None:
     """Run names are free; the rounds of all of them count together, and a repeated order once."""
     limits = {"rounds": 3}
     for run in ("first", "second", "first"):
-        book(tmp_path, **limits).record_order(replace(ORDER, run=run), ())
-    book(tmp_path, **limits).record_order(replace(ORDER, serial=9, attempt=2), ())
+        book(tmp_path, **limits).record_order(replace(ORDER, run=run), (), "job")
+    book(tmp_path, **limits).record_order(replace(ORDER, serial=9, attempt=2), (), "job")
     assert book(tmp_path, **limits).get_account().rounds == 2
     book(tmp_path, **limits).require_run("third", 1)
     with pytest.raises(FedspanError, match="this server has used 2 rounds of this node's data, and 2 more exceed"):
         book(tmp_path, **limits).require_run("third", 2)
-    book(tmp_path, **limits).record_order(replace(ORDER, body=b"another model"), ())
+    book(tmp_path, **limits).record_order(replace(ORDER, body=b"another model"), (), "job")
     assert book(tmp_path, **limits).get_account().rounds == 3
     for order in (replace(ORDER, run="fourth"), replace(ORDER, lr=0.2), ORDER):  # the first body again is not the last
         with pytest.raises(FedspanError, match=r"`limits\.rounds`: this server has used 3 rounds"):
-            book(tmp_path, **limits).record_order(order, ())
+            book(tmp_path, **limits).record_order(order, (), "job")
 
 
 def test_a_second_exchange_is_free_once_a_round(tmp_path: Path) -> None:
     """Differences of two sums of one training tell a single client's reply, so each further sum is a round."""
     limits = {"rounds": 3}
     second = replace(ORDER, task="second", body=b"directions", secure=Masking(session=8, peers=("clinic", "lab")))
-    book(tmp_path, **limits).record_order(ORDER, ())
+    book(tmp_path, **limits).record_order(ORDER, (), "job")
     for order in (second, replace(second, attempt=1, serial=4), ORDER, second):
-        book(tmp_path, **limits).record_order(order, ())
+        book(tmp_path, **limits).record_order(order, (), "job")
         assert book(tmp_path, **limits).get_account().rounds == 1
     assert book(tmp_path, **limits).get_account().evaluations == 0
-    book(tmp_path, **limits).record_order(replace(second, body=b"other directions"), ())
+    book(tmp_path, **limits).record_order(replace(second, body=b"other directions"), (), "job")
     assert book(tmp_path, **limits).get_account().rounds == 2
     session = replace(second, secure=Masking(session=9, peers=("clinic", "lab")))
-    book(tmp_path, **limits).record_order(session, ())
+    book(tmp_path, **limits).record_order(session, (), "job")
     assert book(tmp_path, **limits).get_account().rounds == 3
     for order in (second, replace(session, run="another"), replace(session, secure=None)):
         with pytest.raises(FedspanError, match=r"`limits\.rounds`: this server has used 3 rounds"):
-            book(tmp_path, **limits).record_order(order, ())
+            book(tmp_path, **limits).record_order(order, (), "job")
+
+
+def test_the_same_order_under_another_config_counts_again(tmp_path: Path) -> None:
+    for job in ("a", "b", "b", "a"):
+        book(tmp_path).record_order(ORDER, (), job)
+    assert book(tmp_path).get_account().rounds == 3
 
 
 def test_an_order_with_other_facts_or_of_another_secure_session_counts_again(tmp_path: Path) -> None:
@@ -101,7 +107,7 @@ def test_an_order_with_other_facts_or_of_another_secure_session_counts_again(tmp
         for attempt in range(2):  # a repetition, with another serial, attempt or rest of its neighbours, counts once
             peers = None if order.secure is None else Masking(session=order.secure.session, peers=("clinic",))
             repeated = replace(order, serial=10 * count + attempt, attempt=attempt)
-            book(tmp_path).record_order(replace(repeated, secure=peers) if attempt else repeated, ())
+            book(tmp_path).record_order(replace(repeated, secure=peers) if attempt else repeated, (), "job")
             assert book(tmp_path).get_account().rounds == count
 
 
@@ -122,12 +128,12 @@ def test_a_server_s_runs_and_evaluations_end(tiny_folder: Path, tmp_path: Path) 
 
 
 def test_accounts_are_of_one_server_and_one_data_set(tmp_path: Path) -> None:
-    book(tmp_path).record_order(ORDER, CHARGE)
+    book(tmp_path).record_order(ORDER, CHARGE, "job")
     for server in ("fl.example.org:1", "FL.Example.org:9092", "fl.example.org.:9092"):  # none is another server
         assert book(tmp_path, server=server).get_account().rounds == 1
     for changes in ({"server": "other.example.org:9092"}, {"name": "second"}):
         assert book(tmp_path, **changes).get_account().rounds == 0
-        book(tmp_path, **changes).record_order(ORDER, ())
+        book(tmp_path, **changes).record_order(ORDER, (), "job")
     assert book(tmp_path).get_account().releases == ((1.0, 5.0, 1),)
     assert [(account.server, account.data) for account in book(tmp_path).list_accounts()] == [
         ("fl.example.org", "data"),
@@ -144,7 +150,7 @@ def test_no_other_spelling_copy_or_change_of_the_data_opens_a_new_account(
     file.write_text("text,label\na,b\n")
     first = book(tmp_path, data=str(file))
     content = first.record_run("first").content
-    first.record_order(ORDER, CHARGE)
+    first.record_order(ORDER, CHARGE, "job")
     (tmp_path / "link.csv").symlink_to(file)
     (tmp_path / "linked").symlink_to(file.parent)
     shutil.copy(file, tmp_path / "another name.csv")
@@ -171,8 +177,8 @@ def _remove(path: Path) -> None:
 
 def _roll_back(path: Path) -> None:
     content = path.read_bytes()
-    book(path.parent.parent).record_order(other(7), ())
-    book(path.parent.parent).record_order(other(8), ())
+    book(path.parent.parent).record_order(other(7), (), "job")
+    book(path.parent.parent).record_order(other(8), (), "job")
     path.write_bytes(content)
 
 
@@ -201,10 +207,10 @@ def _edit(path: Path) -> None:
 )
 def test_a_book_that_is_lost_restores_no_budget(harm: Callable[[Path], object], why: str, tmp_path: Path) -> None:
     for number in range(2):
-        book(tmp_path).record_order(other(number), CHARGE)
+        book(tmp_path).record_order(other(number), CHARGE, "job")
     harm(tmp_path / "state" / "budget.json")
     for use in (
-        lambda: book(tmp_path).record_order(other(9), CHARGE),
+        lambda: book(tmp_path).record_order(other(9), CHARGE, "job"),
         lambda: book(tmp_path).record_run("another"),
         lambda: book(tmp_path).require_run("another", 1),
     ):
@@ -241,7 +247,7 @@ def _begin(own: NodeConfig) -> UsageBook:
 
 
 def test_a_key_that_was_copied_or_not_made_for_this_has_no_budget(tmp_path: Path) -> None:
-    book(tmp_path).record_order(ORDER, CHARGE)
+    book(tmp_path).record_order(ORDER, CHARGE, "job")
     (tmp_path / "copy.key").touch()
     (tmp_path / "link.key").symlink_to(tmp_path / "node.key")
     for key in ("copy.key", "link.key"):
@@ -266,7 +272,7 @@ def test_a_new_key_continues_the_budget_of_the_one_that_it_replaces(tmp_path: Pa
     assert made.exit_code == 0, made.output
     _, old = _write_node_file(tmp_path, "old.key")
     old.begin()
-    old.record_order(ORDER, CHARGE)
+    old.record_order(ORDER, CHARGE, "job")
     for arguments in (["--new-key", str(tmp_path / "new.key")], []):  # another key, and no new one
         refused = call(["join", *arguments, "--replaces", str(tmp_path / "none.key")])
         assert (refused.exit_code, "--replaces" in refused.output) == (2, True)
@@ -275,13 +281,13 @@ def test_a_new_key_continues_the_budget_of_the_one_that_it_replaces(tmp_path: Pa
     made = call(["join", "--new-key", str(new_key), "--replaces", str(tmp_path / "old.key")])
     assert made.exit_code == 0, made.output
     for number in (1, 2, 3):  # the node runs with the old key until the new one is admitted
-        old.record_order(other(number), ())
+        old.record_order(other(number), (), "job")
     file, new = _write_node_file(tmp_path, "keys/new.key")
     assert new.get_account().rounds == 4
     new.begin()
     (tmp_path / "old.key").unlink()
     (tmp_path / "old.key.budget").unlink()
-    new.record_order(other(4), ())
+    new.record_order(other(4), (), "job")
     assert (new.get_account().rounds, new.get_account().releases) == (5, ((1.0, 5.0, 1),))
     assert call(["budget", str(file), "--replaces", str(tmp_path / "old.key")]).exit_code == 2
 
@@ -291,7 +297,7 @@ def test_a_new_key_that_meets_the_book_of_another_one_is_told_the_command(tmp_pa
         if key == "first.key":  # a trial without a key
             _, trial = _write_node_file(tmp_path, None)
             trial.begin()
-            trial.record_order(ORDER, ())
+            trial.record_order(ORDER, (), "job")
         allow_first_book(tmp_path / key)
         file, keyed = _write_node_file(tmp_path, key)
         keyed.begin()
@@ -314,7 +320,7 @@ def test_an_older_book_is_not_continued_by_a_new_key(tmp_path: Path) -> None:
     old.begin()
     content = old.path.read_bytes()
     for number in range(3):
-        old.record_order(other(number), ())
+        old.record_order(other(number), (), "job")
     old.path.write_bytes(content)
     allow_first_book(tmp_path / "new.key")
     _, new = _write_node_file(tmp_path, "new.key")
@@ -331,7 +337,7 @@ def test_the_operator_sees_the_budget_and_starts_a_new_one_deliberately(tmp_path
     given = {"id": "clinic", "server": "fl.example.org:9092", "data": {"train": "own.csv"}, "folder": "state"}
     file = tmp_path / "node.yaml"
     file.write_text(yaml.safe_dump({**given, "key": "node.key", "limits": {"epsilon": None, "runs": 7}}))
-    book(tmp_path).record_order(ORDER, ())
+    book(tmp_path).record_order(ORDER, (), "job")
     call = partial(CliRunner().invoke, get_program())
     shown = call(["budget", str(file)])
     expected = "rounds 1 of 1000, runs 1 of 7, evaluations 0 of 2000, epsilon 0 of no limit"
@@ -397,12 +403,12 @@ def test_a_node_whose_book_is_lost_refuses_orders_and_tells_no_path(tiny_folder:
 
 
 def test_a_crash_between_the_two_files_stops_nothing(tmp_path: Path) -> None:
-    book(tmp_path).record_order(ORDER, ())
+    book(tmp_path).record_order(ORDER, (), "job")
     marker = tmp_path / "node.key.budget"
     before = marker.read_bytes()
-    book(tmp_path).record_order(other(1), ())
+    book(tmp_path).record_order(other(1), (), "job")
     marker.write_bytes(before)  # the book was written, the marker not yet
-    book(tmp_path).record_order(other(2), ())
+    book(tmp_path).record_order(other(2), (), "job")
     assert book(tmp_path).get_account().rounds == 3
     content = (tmp_path / "state" / "budget.json").read_bytes()
     assert marker.read_text() == hashlib.sha256(content).hexdigest()
@@ -431,7 +437,7 @@ def test_a_run_is_refused_at_its_start_if_its_rounds_would_exceed_epsilon(
         assert not is_refused or f"would cost an epsilon of {cost:.4g}" in str(refused)
     # Another run of the same rounds does not fit into what one order has left.
     rate, noise, count = account.releases[0]
-    UsageBook(limited.node).record_order(ORDER, (Charge("clinic", Mechanism(rate, noise), count // 3),))
+    UsageBook(limited.node).record_order(ORDER, (Charge("clinic", Mechanism(rate, noise), count // 3),), "job")
     again = introduced(limited, values(tiny_folder, privacy=privacy), run="second").refused
     assert again is not None
     assert "that this server has spent" in again
@@ -458,11 +464,11 @@ def test_a_run_that_ends_at_its_own_epsilon_or_selects_some_nodes_is_not_refused
 def test_epsilon_is_spent_before_the_order_is_carried_out(tmp_path: Path) -> None:
     pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
     with pytest.raises(FedspanError, match=r"`limits\.epsilon`: 10\.0 is not accepted"):  # the default
-        book(tmp_path).record_order(ORDER, tuple(replace(one, count=500) for one in CHARGE))
+        book(tmp_path).record_order(ORDER, tuple(replace(one, count=500) for one in CHARGE), "job")
     limited = book(tmp_path, epsilon=1.5)
-    limited.record_order(ORDER, CHARGE)
-    limited.record_order(ORDER, CHARGE)  # a repeated order is charged again, although it tells the same
+    limited.record_order(ORDER, CHARGE, "job")
+    limited.record_order(ORDER, CHARGE, "job")  # a repeated order is charged again, although it tells the same
     assert limited.get_account().releases == ((1.0, 5.0, 2),)
     with pytest.raises(FedspanError, match=r"`limits\.epsilon`"):
-        limited.record_order(other(1), tuple(replace(one, count=50) for one in CHARGE))
+        limited.record_order(other(1), tuple(replace(one, count=50) for one in CHARGE), "job")
     assert limited.get_account().releases == ((1.0, 5.0, 2),)

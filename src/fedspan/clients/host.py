@@ -103,6 +103,7 @@ class Host:
         reveals_losses: Whether training losses, which are computed from raw data, are reported under local privacy.
         limits: The data owner's limits on statistics for the head's initialization; None: no limits.
         checkpoints: Stores the progress of a client's training within a round; None: an interrupted round starts over.
+        agreed: Digest of the config to which the clients agreed; empty: the host belongs to the server's process.
     """
 
     def __init__(
@@ -119,11 +120,12 @@ class Host:
         reveals_losses: bool = False,
         limits: StatisticsLimits | None = None,
         checkpoints: JobCheckpoints | None = None,
+        agreed: str = "",
     ) -> None:
         self.method, self.engine, self.clients = method, engine, clients
         self.examples, self.store, self.batch_size, self.export = examples, store, batch_size, export
         self.secure, self.reveals_losses, self.limits = secure, reveals_losses, limits or StatisticsLimits()
-        self.checkpoints = checkpoints
+        self.checkpoints, self.agreed = checkpoints, agreed
         self.tamper: Callable[[Order, Message, Message], Message] | None = None
         """Simulated fault of clients: function of an order, its decoded message and the honest reply, which returns
         the reply to send."""
@@ -290,7 +292,7 @@ class Host:
                 settings, settings.privacy, self.method, message, trusted, order.round, stored.memory
             )
             if settings.privacy.secret:
-                origin = f"{compute_order_key(order)} {compute_state_digest(stored)}"
+                origin = f"{self.agreed} {compute_order_key(order)} {compute_state_digest(stored)}"
         return _Training(order, client, data, stored, job, noise, origin, stored.memory, copy_on_write(stored.moments))
 
     def _finish_training(self, training: _Training, trained: Trained, reply: Message) -> Reply:

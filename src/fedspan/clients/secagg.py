@@ -255,6 +255,8 @@ class SecureClient:
             raise FedspanError("message.peers", masking.peers, "this client, and clients to which it sent shares")
         self._require_min_clients(len(present), session.threshold)
         agreement = _get_agreement(session)
+        if self.check is not None:
+            self.check(agreement, len(session.peers))
         ordered = {"task": order.task, "round": order.round, "lr": order.lr, "model": _compute_digest(order.body)}
         for name, value in ordered.items():
             if value != getattr(agreement, name):
@@ -309,6 +311,8 @@ class SecureClient:
 
     def _answer_unmask(self, order: UnmaskOrder) -> UnmaskReply:
         session = self._load_session(order.run, order.session, "masked")
+        if self.check is not None:
+            self.check(_get_agreement(session), len(session.peers))
         survivors, dropped = set(order.survivors), set(order.dropped)
         if survivors & dropped or (survivors | dropped) != set(session.present):
             expected = "each client of the mask exactly once, either as a survivor or as dropped"

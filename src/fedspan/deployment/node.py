@@ -113,17 +113,17 @@ class NodeService:
             if len(envelope.body) > self.node.limits.message_bytes:
                 self._require_small("message", envelope.body)
             repeated = last.begin(envelope, request.serial)
+            if self.node.limits.approve == "ask" and (stored := self._run_folder(request.run) / _INVITATION).is_file():
+                self._approvals.require(load_invitation(stored))
             if repeated is not None:
                 self._audit.write("answered", run=name, **describe_envelope(repeated))
                 log.info("round %d: %s was done before; its reply is sent again", request.round + 1, request.task)
                 return repeated
-            if self.node.limits.approve == "ask" and (stored := self._run_folder(request.run) / _INVITATION).is_file():
-                self._approvals.require(load_invitation(stored))
             run = self._run(request.run)
             if isinstance(request, Order):
                 run.terms.require(request)
                 if not last.is_recorded:
-                    self._usage.record_order(request, run.host.compute_charges(request))
+                    self._usage.record_order(request, run.host.compute_charges(request), run.terms.digest)
                     last.mark_recorded()
             with self._stages.stage(_STAGES.get(request.task, "training")):
                 reply = self._coarsen(run.host.reply(request), request)
@@ -144,6 +144,7 @@ class NodeService:
     def _introduce(self, invitation: Invitation) -> Introduction:
         introduction = Introduction(id=self.node.id, version=__version__, tags=self.node.tags)
         try:
+            self._require_same_run(invitation)
             self._require_allowed(invitation)
             if self.node.limits.approve == "ask":
                 self._approvals.require(invitation)
@@ -176,6 +177,23 @@ class NodeService:
         examples = joined.terms.client.examples
         log.info("joined %s with %d examples", invitation.run, examples)
         return introduction.model_copy(update={"examples": examples, "base": joined.base})
+
+    def _require_same_run(self, invitation: Invitation) -> None:
+        """Check that an invitation to a known run has the config that this node agreed to.
+
+        Otherwise one order could be answered under several configs: differences of such replies tell more than any of
+        them, and the other clients of a secure sum could be made to send nothing.
+
+        Raises:
+            FedspanError: If its config or its offered base model is another.
+        """
+        path = self._run_folder(invitation.run) / _INVITATION
+        if not path.is_file():
+            return
+        known = load_invitation(path)
+        if invitation.config != known.config or (known.base_files and invitation.base_files != known.base_files):
+            problem = "this node knows this run with another config or base model. Start a new run"
+            raise FedspanError("run", invitation.run, problem=problem)
 
     def _coarsen(self, reply: Envelope, request: Order | Phase) -> Envelope:
         """Return a reply whose metrics, if it has any, are those that may leave this node."""
@@ -263,6 +281,7 @@ class NodeService:
             None if secure is None else {self.node.id: secure},
             limits=StatisticsLimits(self.node.limits.head_statistics, self.node.limits.class_examples, announced),
             checkpoints=self._build_checkpoints(folder / TRAINING, config, invitation),
+            agreed=invitation.digest,
         )
         return _Joined(host, compute_base_digest(prepared.model), terms)
 

@@ -263,12 +263,13 @@ class UsageBook:
         others = {other.server for other in accounts.values() if content in other.contents}
         return DataUse(content, bool(account.contents), tuple(sorted(others - {account.server})))
 
-    def record_order(self, order: Order, charges: tuple[Charge, ...]) -> None:
+    def record_order(self, order: Order, charges: tuple[Charge, ...], agreed: str) -> None:
         """Record an order before it is carried out.
 
         Args:
             order: The order.
             charges: Its privacy cost.
+            agreed: Digest of the config under which it is carried out, and of the base model.
 
         Raises:
             FedspanError: If too little is left of a limit, or the disk cannot be written.
@@ -278,7 +279,8 @@ class UsageBook:
         update: dict[str, Any] = {}
         if order.task in ("train", "second"):
             session = None if order.secure is None else order.secure.session
-            run, content = _compute_digest(order.run), _compute_digest(f"{compute_order_key(order)} {session}")
+            run = _compute_digest(order.run)
+            content = _compute_digest(f"{agreed} {compute_order_key(order)} {session}")
             trained, _, second = account.runs.get(run, "").partition(" ")
             if content != (trained if order.task == "train" else second):
                 # The first order of a second exchange is part of the round that was trained. Any other one tells
