@@ -158,7 +158,10 @@ def test_an_order_that_was_refused_is_not_carried_out_later(tiny_folder: Path, t
     assert "arrived before" in (answer.failed or "")
 
 
-@pytest.mark.parametrize("changes", [{"training": {"local_steps": 3}}, {"training": {"max_grad_norm": 1e-12}}, {"privacy": LOCAL}])
+_OTHER = [{"training": {"local_steps": 3}}, {"training": {"max_grad_norm": 1e-12}}, {"privacy": LOCAL}]
+
+
+@pytest.mark.parametrize("changes", _OTHER)
 def test_a_known_run_keeps_its_config(changes: dict[str, Any], tiny_folder: Path, tmp_path: Path) -> None:
     """One order under several configs would tell more than its one charge, and could leave out the masks of a sum."""
     run, transport = served(tiny_folder, NodeService(node(tiny_folder, tmp_path)))
