@@ -151,3 +151,46 @@ def test_a_file_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch, name: str)
     monkeypatch.setattr(encodings, "_PIECE", 7)
     assert convert_to_utf8(content, name) == whole
     assert whole[0].decode() == text
+
+
+HUNGARIAN = """Miért nem érkezett meg a kártyám, amit két hete rendeltem?
+A kártyámat elutasították a boltban, holott van rajta elég pénz.
+Szeretném tudni, mikor írják jóvá az átutalást a számlámon.
+Elveszett a bankkártyám, kérem tiltsák le minél előbb.
+Sürgősen szükségem lenne egy új kártyára, mert a régi lejárt.
+A fűtés díja kétszer lett levonva a számlámról.
+Hűséges ügyfelük vagyok, mégis visszautasították a kérelmemet.
+Mennyi idő alatt ér oda egy nemzetközi átutalás?
+"""
+ROMANIAN = """De ce nu a ajuns încă noul meu card bancar?
+Cardul meu a fost respins în magazin, deşi am destui bani în cont.
+Aş dori să ştiu când va fi creditată plata în contul meu.
+De ce mi s-a perceput o taxă pentru retragerea de numerar?
+Am nevoie urgentă de un card nou, fiindcă cel vechi a expirat.
+"""
+POLISH = """Dlaczego moja karta jeszcze nie dotarła?
+Zgubiłem kartę, proszę ją natychmiast zablokować.
+Jak mogę zmienić kod PIN będąc za granicą?
+"""
+CZECH = """Proč ještě nepřišla moje nová karta?
+Moje karta byla v obchodě zamítnuta, přestože mám dost peněz.
+"""
+PORTUGUESE = """As transações não são exibidas, e a cobrança está pendente.
+Perdi o cartão, por favor bloqueiem-no; há dúvidas, avós e pôr.
+"""
+ESTONIAN = """Miks mu kaart ei ole veel kohale jõudnud? Õigus on kliendil.
+Võib-olla töötab see homme, aga ma ei jõua nii kaua oodata; küsin üle.
+"""
+NAMES = "name,city\nJosé Simões,Lisbon\nBjörn Müller,Köln\nFrançois Lefèvre,Orléans\nSøren Ångström,Malmö\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        *((text, "cp1250") for text in (HUNGARIAN, ROMANIAN, POLISH, CZECH, f"„Így van”, mondta – és…\n{HUNGARIAN}")),
+        *((text, "cp1252") for text in (PORTUGUESE, ESTONIAN, NAMES)),
+    ],
+)
+def test_letters_of_one_language_decide(text: str, encoding: str) -> None:
+    """ő and ű of Hungarian are õ and û in cp1252, which are usual letters on their own."""
+    assert decode(text.encode(encoding))[0] == text

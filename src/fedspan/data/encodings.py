@@ -2,6 +2,7 @@
 
 UTF-8 and UTF-16 are recognized by their own rules. Older encodings of one or two bytes a character are ranked by
 charset-normalizer, among those that are in use: of two that fit about equally well, the more common one is selected.
+An encoding in which all letters beyond ASCII are those of one language precedes cp1252 where they are those of none.
 Windows' quotation marks, dashes, and signs such as £ and © do not distinguish encodings, and are not ranked.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Mapping
 
 from charset_normalizer import from_bytes
@@ -49,6 +50,26 @@ _SIGN_IN_WORD = re.compile(r"(?<=[^\W\d_])(?:[^\w\s\x00-\x7f\u2013-\u2026\xab\xb
 """A sign that follows a letter, such as a superscript three."""
 _RARE = re.compile("[\u00d0\u00dd\u00de\u00f0\u00fd\u00fe\u0152\u0153\u0160\u0161\u0178\u017d\u017e]")
 """Letters of cp1252 that are more likely Turkish, Polish or Czech letters of other encodings."""
+_ALPHABETS: Mapping[str, tuple[str, ...]] = {
+    "cp1252": (
+        *("äöüß", "àâæçéèêëîïôœùûüÿ", "áéíñóúüªº", "áâãàçéêíóôõúüªº", "àèéìíîòóùúªº", "åäöé", "æøåéèêòóô"),
+        *("áéëïíóöúüèê", "áðéíóúýþæö", "àçèéíïòóúü·ºª", "õäöüšž"),
+    ),
+    "cp1250": ("ąćęłńóśźż", "áčďéěíňóřšťúůýž", "áäčďéíĺľňóôŕšťúýž", "áéíóöőúüű", "ăâîşţ", "čćđšž"),
+    "cp1254": ("âçğıîöşüû",),
+    "cp1257": ("ąčęėįšųūž", "āčēģīķļņšūž", "äõöüšž"),
+}
+"""Letters beyond ASCII of the languages that are written in an encoding.
+
+cp1252: German, French, Spanish, Portuguese, Italian, Swedish, Danish, Norwegian, Dutch, Icelandic, Catalan, Estonian.
+cp1250: Polish, Czech, Slovak, Hungarian, Romanian, Croatian. cp1254: Turkish. cp1257: Lithuanian, Latvian, Estonian.
+"""
+_PUNCTUATION = b"\x80\x82\x84\x85\x8b\x91\x92\x93\x94\x95\x96\x97\x9b\xa7\xa9\xab\xae\xb0\xbb".decode("cp1252")
+"""Signs beside letters that all of these encodings have."""
+_COVERED, _UNCOVERED = 0.99, 0.97
+"""Share of a text's letters beyond ASCII from which an alphabet covers it, and below which none of cp1252 does."""
+_DISTINCT = 4
+"""Number of different letters beyond ASCII that show a language."""
 _SAMPLE = 1 << 16
 """Number of bytes that the ranking examines."""
 _PIECE = 1 << 20
@@ -175,7 +196,10 @@ def _detect_legacy_encoding(content: bytes) -> str:
         sample += line
         if len(sample) >= _SAMPLE:
             break
-    for name in _rank_encodings(bytes(sample)) if sample else _LEGACY:
+    ranked = _rank_encodings(bytes(sample)) if sample else list(_LEGACY)
+    if (by_alphabet := _find_by_alphabet(bytes(sample))) is not None and ranked[:1] != [by_alphabet]:
+        ranked.insert(0, by_alphabet)
+    for name in ranked:
         try:
             content.decode(name)
         except UnicodeDecodeError as error:
@@ -208,6 +232,27 @@ def _rank_encodings(sample: bytes) -> list[str]:
         near = [name for name in near if coherence[name] >= most - (_LEAD if name in usual else _TOLERANCE)]
         ranked.append(min(near, key=lambda name: signs[name]))  # the first of equal ones
     return ranked
+
+
+def _find_by_alphabet(sample: bytes) -> str | None:
+    """Find the encoding in which the letters beyond ASCII are those of one language, where cp1252 has none for them.
+
+    Hungarian in cp1250 has the bytes of õ and û for ő and ű: each is a usual letter of cp1252, and no language has
+    them beside á and ö.
+    """
+    uncovered: dict[str, float] = {}
+    for name, alphabets in _ALPHABETS.items():
+        text = sample.decode(name, errors="replace").lower()
+        letters = Counter(char for char in text if not char.isascii() and char not in _PUNCTUATION)
+        if len(letters) < _DISTINCT:
+            return None
+        count = letters.total()
+        missing = min(count - sum(letters[char] for char in alphabet) for alphabet in alphabets)
+        if name == _LEGACY[0] and (missing < 2 or missing <= (1 - _UNCOVERED) * count):
+            return None
+        uncovered[name] = missing / count
+    covered = [name for name, share in uncovered.items() if share <= 1 - _COVERED]
+    return covered[0] if len(covered) == 1 else None
 
 
 def _describe_position(error: UnicodeError, name: str, content: bytes) -> str:
