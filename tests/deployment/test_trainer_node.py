@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 
 import fedspan
 from fedspan.deployment import deploy
@@ -16,7 +16,7 @@ from fedspan.deployment.trainer_node import TrainerNode
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import TooFewReplies
 from helpers.node_service import introduced, node, served, values
-from helpers.trainer_clients import arguments, make_trainer
+from helpers.trainer_clients import arguments, make_trainer, torch_trainer
 
 
 def test_a_node_trains_and_evaluates_with_its_owners_trainer(tiny_folder: Path, tmp_path: Path) -> None:
@@ -40,6 +40,28 @@ def test_a_node_trains_and_evaluates_with_its_owners_trainer(tiny_folder: Path, 
         assert again is not None
         assert again.pooled["loss"] == pytest.approx(validation.pooled["loss"], rel=1e-5)
         assert federation.run_round(progress).progress.state.round == 3
+
+
+def test_a_plain_loop_with_its_tokenizer_has_the_servers_base(tiny_folder: Path, tmp_path: Path) -> None:
+    config = node(tiny_folder, tmp_path / "node", data={}, limits={"train_examples": 1})
+    loop = torch_trainer(tiny_folder, "east", AutoTokenizer.from_pretrained(tiny_folder / "bert"))
+    with closing(TrainerNode(config, loop)) as worker:
+        prepared, _ = served(tiny_folder, worker.service)
+        assert prepared.federation.run_round(prepared.federation.begin()).loss > 0
+
+
+@pytest.mark.parametrize("kind", ["trainer", "loop"])
+def test_a_trainer_without_a_tokenizer_gives_the_reason(
+    kind: str, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer: Any = torch_trainer(tiny_folder, "east")
+    if kind == "trainer":
+        trainer = make_trainer(tiny_folder, "east")
+        trainer.processing_class = None
+    config = node(tiny_folder, tmp_path / "node", data={}, limits={"train_examples": 1})
+    with closing(TrainerNode(config, trainer)) as worker:
+        assert introduced(worker.service, values(tiny_folder)).refused is not None
+    assert "has no tokenizer, whose vocabulary the server compares with its own. Pass processing_class=" in caplog.text
 
 
 def test_a_node_has_data_or_a_trainer(tiny_folder: Path, tmp_path: Path) -> None:

@@ -57,8 +57,12 @@ class Direct(ReplyingTransport):
 
 
 def served(tiny_folder: Path, service: NodeService, **changes: Any) -> tuple[Prepared, Direct]:
-    """A server's run with one node."""
-    given = values(tiny_folder, **changes)
+    """A server's run on the tiny model with one node."""
+    return serve(values(tiny_folder, **changes), service)
+
+
+def serve(given: dict[str, Any], service: NodeService) -> tuple[Prepared, Direct]:
+    """A server's run of a deployment's config with one node, whose base is the server's."""
     prepared = prepare_server(build_server_config(given))
     introduction = introduced(service, given)
     assert introduction.refused is None

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, DataCollatorWithPadding, Trainer, TrainingArguments
 
+import fedspan
 from fedspan.runs.setup import Prepared
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import draw_training_batches
@@ -173,6 +174,26 @@ def make_trainer(folder: Path, owner: str, **changes: Any) -> Trainer:
         data_collator=DataCollatorWithPadding(tokenizer),
         **changes,
     )
+
+
+def torch_trainer(folder: Path, owner: str, processor: Any = None) -> fedspan.TorchTrainer:
+    """The same owner's plain PyTorch loop, with the batches of ``make_trainer`` in their order."""
+    trainer = make_trainer(folder, owner)
+    model = trainer.model
+    assert model is not None
+    loader = DataLoader(trainer.train_dataset, batch_size=4, collate_fn=trainer.data_collator)
+    held_out = trainer.data_collator(list(trainer.eval_dataset))
+
+    def train(round: fedspan.TrainingRound) -> None:
+        for batch in round.batches(loader):
+            loss = model(**batch).loss
+            loss.backward()
+            round.step(loss, len(batch["labels"]))
+
+    def evaluate() -> dict[str, float]:
+        return {"loss": float(model(**held_out).loss)}
+
+    return fedspan.TorchTrainer(model, train, 8, evaluate=evaluate, validation_examples=3, processor=processor)
 
 
 def sentence_encoder(folder: Path, dense: int | None = None) -> Any:

@@ -29,7 +29,7 @@ from fedspan.errors import FedspanError
 from fedspan.runs.own_trainers import TrainerRuns, adopt_trainers
 from fedspan.tasks import metrics
 from helpers import tiny, tiny_decoders
-from helpers.trainer_clients import arguments, make_trainer, spare_the_collector
+from helpers.trainer_clients import arguments, make_trainer, spare_the_collector, torch_trainer
 
 OWNERS = ("east", "north", "south")
 
@@ -309,26 +309,6 @@ def test_a_trainer_with_means_of_its_own_is_refused(
 def test_the_task_of_trainers_is_for_trainers(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FedspanError, match=r"fedspan\.simulate"):
         fedspan.run({**tiny.settings(tiny_folder), "task": "trainer"}, tmp_path / "run")
-
-
-def torch_trainer(tiny_folder: Path, owner: str) -> fedspan.TorchTrainer:
-    """The same owner's plain PyTorch loop, with the batches of ``make_trainer`` in their order."""
-    trainer = make_trainer(tiny_folder, owner)
-    model = trainer.model
-    assert model is not None
-    loader = DataLoader(trainer.train_dataset, batch_size=4, collate_fn=trainer.data_collator)
-    held_out = trainer.data_collator(list(trainer.eval_dataset))
-
-    def train(round: fedspan.TrainingRound) -> None:
-        for batch in round.batches(loader):
-            loss = model(**batch).loss
-            loss.backward()
-            round.step(loss, len(batch["labels"]))
-
-    def evaluate() -> dict[str, float]:
-        return {"loss": float(model(**held_out).loss)}
-
-    return fedspan.TorchTrainer(model, train, 8, evaluate=evaluate, validation_examples=3)
 
 
 @pytest.mark.parametrize("training", [{"local_epochs": 1}, {"local_steps": 3}])

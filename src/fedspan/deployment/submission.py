@@ -366,7 +366,7 @@ def _read_introduction(
     if introduction.base != base:
         return (
             introduction,
-            f"its base model or tokenizer is another (SHA-256 {introduction.base[:12]}, here {base[:12]})",
+            f"its base model, tokenizer or pooling is another (SHA-256 {introduction.base[:12]}, here {base[:12]})",
         )
     if introduction.examples < 1:  # a round in which it alone replies would have no weight, and stop the run
         return introduction, "it declares no training examples"

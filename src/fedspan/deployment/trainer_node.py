@@ -8,15 +8,20 @@ from typing import Any
 
 import numpy as np
 
+from fedspan.config import RunConfig
 from fedspan.config.node import NodeConfig
 from fedspan.core.base import BaseUpdate
 from fedspan.data.files import FROM_TRAINERS
+from fedspan.data.partition import Partition
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
+from fedspan.models.sentence_encoders import read_pooling
 from fedspan.runs.own_trainers import TrainerRuns, adopt_trainer
+from fedspan.runs.setup import Prepared
 from fedspan.tasks.trainer import TrainerExamples
 from fedspan.training.jobs import Assignment
+from fedspan.training.stages import Stages
 from fedspan.training.trainers.local import LocalTrainer
 from fedspan.training.trainers.processes import Processes, count_processes, read_job
 from fedspan.training.trainers.trainer_engine import TrainerEngine
@@ -52,6 +57,9 @@ def adopt_node_trainer(node: NodeConfig, trainer: Any) -> LocalTrainer:
     if outside:
         problem = f"{outside[0]} is outside of the Transformers model, and the server cannot compare it among nodes"
         raise FedspanError("trainer", type(adopted.root).__name__, problem=problem)
+    if adopted.model is not adopted.root and (doubt := read_pooling(adopted.root.children()).doubt) is not None:
+        problem = f"{doubt}, and the server of a federation pools hidden states by mean, cls, max or last"
+        raise FedspanError("trainer", type(adopted.root).__name__, problem=problem)
     return adopted
 
 
@@ -72,9 +80,30 @@ class TrainerNode:
         self, node: NodeConfig, trainer: Any, processes: Processes | None = None, stop: Event | None = None
     ) -> None:
         self._processes, self._stop = processes, stop or Event()
-        self._runs = TrainerRuns({node.id: adopt_node_trainer(node, trainer)}, processes)
+        self._trainer = adopt_node_trainer(node, trainer)
+        self._runs = TrainerRuns({node.id: self._trainer}, processes)
         node_config = node.model_copy(update={"data": {"train": FROM_TRAINERS}})
-        self.service = NodeService(node_config, self._runs.prepare)
+        self.service = NodeService(node_config, self._prepare)
+
+    def _prepare(
+        self,
+        config: RunConfig,
+        given_partition: Partition | None = None,
+        key: bytes | None = None,
+        stages: Stages | None = None,
+    ) -> Prepared:
+        """Build a run (``session.Build``).
+
+        Raises:
+            FedspanError: If the server could not compare the trainer's tokenizer, or the trainer does not fit the run.
+        """
+        if not config.task_definition.has_image_inputs and not hasattr(self._trainer.processor, "get_vocab"):
+            problem = (
+                "it has no tokenizer, whose vocabulary the server compares with its own. Pass processing_class= to the "
+                "Trainer, or processor= to the TorchTrainer"
+            )
+            raise FedspanError("trainer", type(self._trainer.root).__name__, problem=problem)
+        return self._runs.prepare(config, given_partition, key, stages)
 
     def answer(self, envelope: Envelope) -> Envelope:
         """``NodeService.answer``."""

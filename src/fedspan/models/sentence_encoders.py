@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -35,7 +36,9 @@ __all__ = [
     "find_pooling",
     "get_encoder_class",
     "get_encoder_options",
+    "omit_pooler",
     "read_output_layer",
+    "read_pooling",
     "write_modules",
 ]
 
@@ -44,6 +47,8 @@ HEAD = "classifier"
 DENSE = "3_Dense"
 """Folder of the output layer in an export."""
 _WEIGHTS = "model.safetensors"
+_POOLER = "pooler"
+"""The module that ``add_pooling_layer`` of a Transformers encoder adds."""
 _MODES: Mapping[str, PoolingMode] = {"mean": "mean", "cls": "cls", "max": "max", "lasttoken": "last"}
 _FLAGS = {
     "pooling_mode_mean_tokens": "mean",
@@ -233,17 +238,59 @@ def find_pooling(source: str, revision: str | None = None) -> PoolingSearch:
         damaged = modules is not None or os.path.isfile(os.path.join(source, "modules.json"))
         return PoolingSearch(None, "its modules.json cannot be read" if damaged else None)
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules if isinstance(module, dict)]
-    if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
-        return PoolingSearch(None, f"its modules are {', '.join(kinds) or 'unreadable'}")
+    if (problem := _explain_kinds(kinds)) is not None:
+        return PoolingSearch(None, problem)
     path = f"{modules[1].get('path', '1_Pooling')}/config.json"
     settings = _read(source, path, revision)
     if not isinstance(settings, dict):
         return PoolingSearch(None, f"its {path} cannot be read")
     mode = settings.get("pooling_mode", [name for flag, name in _FLAGS.items() if settings.get(flag)] or "mean")
-    names = mode if isinstance(mode, list) else [mode]
+    return _build_search(mode, kinds)
+
+
+def read_pooling(modules: Iterable[nn.Module]) -> PoolingSearch:
+    """Read the pooling of a sentence encoder in memory.
+
+    Args:
+        modules: The modules of a sentence-transformers model, in the order of their calls.
+    """
+    modules = list(modules)
+    kinds = [type(module).__name__ for module in modules]
+    if (problem := _explain_kinds(kinds)) is not None:
+        return PoolingSearch(None, problem)
+    return _build_search(modules[1].pooling_mode, kinds)
+
+
+def _explain_kinds(kinds: Sequence[str]) -> str | None:
+    """Return why modules are no encoder with a pooling and perhaps a normalization; None if they are."""
+    if kinds[:2] == ["Transformer", "Pooling"] and kinds[2:] in ([], ["Normalize"]):
+        return None
+    return f"its modules are {', '.join(kinds) or 'unreadable'}"
+
+
+def _build_search(mode: Any, kinds: Sequence[str]) -> PoolingSearch:
+    names = list(mode) if isinstance(mode, list | tuple) else [mode]
     if len(names) != 1 or names[0] not in _MODES:
         return PoolingSearch(None, f"its pooling is {' and '.join(map(str, names))}")
     return PoolingSearch(Pooling(_MODES[names[0]], "Normalize" in kinds))
+
+
+@contextmanager
+def omit_pooler(encoder: nn.Module) -> Generator[None]:
+    """Omit an encoder's own pooler within this context, as ``get_encoder_options`` does when it is loaded.
+
+    Args:
+        encoder: A Transformers encoder whose hidden states are pooled.
+    """
+    pooler = getattr(encoder, _POOLER, None)
+    if pooler is None or not get_encoder_options(getattr(encoder, "config", None)):
+        yield
+        return
+    setattr(encoder, _POOLER, None)
+    try:
+        yield
+    finally:
+        setattr(encoder, _POOLER, pooler)
 
 
 def _is_unknown(source: str, name: str, revision: str | None) -> bool:

@@ -22,6 +22,7 @@ from fedspan.data.partition import ClientPart, ClientParts, Partition
 from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import ReportedEvaluator
 from fedspan.models.head import find_frozen_heads, find_untrained_head
+from fedspan.models.sentence_encoders import omit_pooler, read_pooling
 from fedspan.runs.model_setup import RunModel, adapt_model, adopt_adapter
 from fedspan.runs.setup import Prepared, RunTrainer, build_simulated_federation, require_private_model
 from fedspan.runs.task_setup import collect_task_settings
@@ -336,6 +337,9 @@ def _adapt_models(
     for id, trainer in trainers.items():
         module = trainer.model
         if module not in built:
+            pooling = None if module is trainer.root else read_pooling(trainer.root.children()).pooling
+            if pooling is not None:
+                restore.enter_context(omit_pooler(module))
             adapted, peft_config = adapt_model(config, module, ())
             restore.callback(adapted.restore)
             assert peft_config is not None, "the target layers were not named"
@@ -348,7 +352,7 @@ def _adapt_models(
             start = adopt_adapter(config, adapted, tuple(config.data.labels or ()))
             restored = {path.rpartition(".")[0] for path in start.extras}
             new = tuple(path for path in find_untrained_head(adapted) if path not in restored)
-            built[module] = RunModel(adapted, trainer.processor, peft_config, start.factors, new)
+            built[module] = RunModel(adapted, trainer.processor, peft_config, start.factors, new, pooling)
         owners[id] = Owner(trainer, built[module].adapted)
     return owners, next(iter(built.values()))
 

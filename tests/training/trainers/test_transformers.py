@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,8 @@ from fedspan.errors import FedspanError
 from fedspan.training.trainers.local import RoundPlan
 from fedspan.training.trainers.optimizer import JobOptimizer
 from fedspan.training.trainers.transformers import TransformersTrainer, _restore_losses, list_unused_arguments
-from helpers import tiny_decoders
+from helpers import tiny_decoders, tiny_seq2seq
+from helpers.node_service import node, serve
 from helpers.trainer_clients import QUIET, sentence_encoder, spare_the_collector
 
 OWNERS = (0, 1)
@@ -90,7 +92,8 @@ def encoder_decoder(folder: Path) -> Any:
 def seq2seq(folder: Path, owner: int, model: Any) -> Any:
     args = transformers.Seq2SeqTrainingArguments(**QUIET, output_dir=str(folder / "trainer"))
     table = [{"input_ids": [owner + 2 + at, 3, 4], "labels": [owner + 5 + at, 1]} for at in range(ROWS)]
-    return transformers.Seq2SeqTrainer(model=model, args=args, **split(table))
+    tokens = tiny_seq2seq.make_tokenizer()
+    return transformers.Seq2SeqTrainer(model=model, args=args, processing_class=tokens, **split(table))
 
 
 def sentences(folder: Path, owner: int, model: Any) -> Any:
@@ -138,6 +141,46 @@ def test_the_adapter_of_a_federation_scores_as_its_trainers_reported(
         trainer.model.load_state_dict(model.state_dict())
     losses = [trainer.evaluate()["eval_loss"] for trainer in trainers.values()]
     assert sum(losses) / len(OWNERS) == pytest.approx(reported, rel=1e-4)
+
+
+def saved_encoder_decoder(folder: Path) -> Any:
+    return transformers.T5ForConditionalGeneration.from_pretrained(folder / "t5", dtype=torch.float32)
+
+
+SERVED: dict[str, tuple[Callable[[Path], Any], Make, dict[str, Any]]] = {
+    "SFTTrainer": (decoder, sft, {"task": "causal-lm", "data": {"prompt": "{text}"}, "model": "llama-lm"}),
+    "DPOTrainer": (decoder, dpo, {"task": "preference", "model": "llama-lm"}),
+    "KTOTrainer": (decoder, kto, {"task": "preference", "model": "llama-lm"}),
+    "Seq2SeqTrainer": (saved_encoder_decoder, seq2seq, {"task": "seq2seq", "model": "t5"}),
+    "SentenceTransformerTrainer": (sentence_encoder, sentences, {"task": "text-embedding", "model": "bert"}),
+}
+"""The task and the model that a server's config names, beside those of ``CASES``."""
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_server_has_the_base_of_each_class_of_trainers(
+    name: str, tiny_folder: Path, decoders: Path, tmp_path: Path
+) -> None:
+    load, make, problem = SERVED[name]
+    folder = {"bert": tiny_folder, "llama-lm": decoders, "t5": tmp_path}[problem["model"]]
+    tiny_seq2seq.save_model("t5", tmp_path / "t5")
+    targets: Any = "all-linear" if name == "SentenceTransformerTrainer" else CASES[name][2]
+    values = {
+        **{"seed": 3, "device": "cpu", "data": {}, "method": {"name": "rolora", "r": 2}, "federation": {"rounds": 1}},
+        **problem,
+        "model": {"name": str(folder / problem["model"]), "target_modules": targets, "max_length": 16},
+        "training": {"lr": 0.05, "local_steps": 2},
+    }
+    limits = {"models": [f"{folder}/*"], "train_examples": 1}
+    trainer = make(folder, 0, load(folder))
+    before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+    with closing(TrainerNode(node(folder, tmp_path / "node", data={}, limits=limits), trainer)) as worker:
+        prepared, _ = serve(values, worker.service)
+        result = prepared.federation.run_round(prepared.federation.begin())
+    assert result.loss > 0
+    after = trainer.model.state_dict()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+    assert before.keys() == after.keys()
 
 
 @pytest.mark.parametrize(
@@ -251,6 +294,13 @@ def test_weights_outside_of_the_transformers_model_are_compared(tiny_folder: Pat
     config_of_node = NodeConfig.model_validate({"id": "a", "server": "localhost:1", "folder": str(tmp_path / "node")})
     with pytest.raises(fedspan.FedspanError, match="outside of the Transformers model"):
         TrainerNode(config_of_node, trainers["0"])
+
+
+def test_a_pooling_that_no_server_has_is_refused_by_a_node(tiny_folder: Path, tmp_path: Path) -> None:
+    model = sentence_encoder(tiny_folder)
+    model[1].pooling_mode = ("mean", "max")
+    with pytest.raises(FedspanError, match=r"its pooling is mean and max, and the server .* by mean, cls, max or last"):
+        TrainerNode(node(tiny_folder, tmp_path / "node", data={}), sentences(tiny_folder, 0, model))
 
 
 def test_losses_in_a_dict_and_in_other_losses_hold_the_model_again() -> None:
