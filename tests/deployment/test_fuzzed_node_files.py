@@ -95,7 +95,7 @@ def test_last_orders(place: Path) -> None:
 
 
 def test_node_files(place: Path) -> None:
-    fuzz(place / "node.yaml", yaml.safe_dump(NODE).encode(), load_node, 400, 3)
+    fuzz(place / "node.yaml", yaml.safe_dump(NODE).encode(), load_node, 200, 3)
 
 
 def test_what_a_client_keeps(place: Path) -> None:

@@ -114,12 +114,14 @@ def test_the_others_are_invited_again_to_train_nothing(
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (of_order(lr=0.0), "the order has lr 0.0"),
+        pytest.param(of_order(lr=0.0), "the order has lr 0.0", marks=pytest.mark.slow),
         pytest.param(of_order(client={"weight": 0.0}), "the order has client.weight 0.0", marks=pytest.mark.slow),
         pytest.param(of_order(client={"scaling": 0.0}), "the order has client.scaling 0.0", marks=pytest.mark.slow),
         (of_order(body=b"another model"), "the order's model differs from the agreement of the sum's clients"),
         pytest.param(both(lr=0.0), "the order has lr 0.0", marks=pytest.mark.slow),
-        (of_agreement(clip=1e-9), "`message.agreement.clip`: 1e-09 is not accepted"),
+        pytest.param(
+            of_agreement(clip=1e-9), "`message.agreement.clip`: 1e-09 is not accepted", marks=pytest.mark.slow
+        ),
         pytest.param(of_agreement(bits=64), "message.agreement.bits", marks=pytest.mark.slow),
         pytest.param(of_agreement(config="0" * 64), "message.agreement.config", marks=pytest.mark.slow),
         (of_agreement(top=1e3), "have another agreement than this client"),

@@ -32,7 +32,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.transports.in_process import InProcess
 from helpers import tiny
-from helpers.families import others_slow
+from helpers.families import methods_by_family, others_slow
 from helpers.watched_rounds import method_config
 
 VICTIM = "west"
@@ -78,7 +78,7 @@ def boosted(reply: Message, start: Message, factor: float, kept: tuple[str, ...]
     return replace(reply, tensors={name: changed(name, value) for name, value in reply.tensors.items()})
 
 
-@pytest.mark.parametrize("key", SENDING)
+@pytest.mark.parametrize("key", methods_by_family(SENDING))
 def test_a_long_change_counts_as_one_of_the_allowed_norm_in_every_method(
     key: str, tiny_folder: Path, prepared: Prepared
 ) -> None:

@@ -22,7 +22,7 @@ from fedspan.core.values import Message
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.federation import Federation
-from fedspan.federation.progress import Failure, Progress
+from fedspan.federation.progress import Failure, Progress, RoundResult
 from fedspan.federation.protocol import Envelope, Order, Reply, decode_order, decode_reply
 from fedspan.federation.validation import ReplyRules
 from fedspan.runs.setup import Prepared, prepare
@@ -121,9 +121,16 @@ def federation(prepared: Prepared, folder: Path, spoil: Spoil, **rules: Any) -> 
     return Federation(here.method, engine, here.clients, here.examples, here.settings, transport, ReplyRules(**rules))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def built(tiny_folder: Path) -> Prepared:
     return prepare(tiny.config(tiny_folder, federation={"clients_per_round": None}))
+
+
+@pytest.fixture(scope="module")
+def without(built: Prepared, tmp_path_factory: pytest.TempPathFactory) -> RoundResult:
+    """The first round of all clients but one."""
+    others = [one for id, one in built.federation.clients.items() if id != BAD]
+    return replace_clients(built, others, tmp_path_factory.mktemp("without")).run_round(built.federation.begin())
 
 
 ESCAPES = "\x1b]0;title\x07\x1b[2J\u202e"
@@ -160,18 +167,17 @@ def test_the_reason_of_a_failure_is_printable_whoever_words_it() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(SPOILT))
-def test_a_reply_that_does_not_count_is_named_and_leaves_no_trace(kind: str, built: Prepared, tmp_path: Path) -> None:
+def test_a_reply_that_does_not_count_is_named_and_leaves_no_trace(
+    kind: str, built: Prepared, without: RoundResult, tmp_path: Path
+) -> None:
     spoil, reason = SPOILT[kind]
     found = federation(built, tmp_path / "spoilt", spoil)
-    begin = found.begin()
-    result = found.run_round(begin)
+    result = found.run_round(found.begin())
     (failure,) = result.failures
     assert (failure.client, failure.attempt) == (BAD, 0)
     assert reason in failure.reason
     assert "patient" not in failure.reason
     assert BAD not in result.progress.last_rounds
-    others = [one for id, one in built.federation.clients.items() if id != BAD]
-    without = replace_clients(built, others, tmp_path / "without").run_round(begin)
     for name, value in without.progress.state.tensors.items():
         assert torch.equal(value, result.progress.state.tensors[name])
     assert result.loss == without.loss

@@ -107,7 +107,7 @@ def test_the_base_moves_every_round_where_claimed(key: str, run_method: RunMetho
     assert METHODS[key].claims.moves_base == all(one.after.state.base.round == one.after.state.round for one in rounds)
 
 
-@pytest.mark.parametrize("key", METHODS)
+@pytest.mark.parametrize("key", methods_by_family())
 def test_messages_change_the_base_where_claimed(key: str, run_method: RunMethod) -> None:
     """Clients of the other methods refuse a message that does."""
     run = run_method(key)

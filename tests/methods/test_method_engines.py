@@ -171,7 +171,7 @@ def loaded(request: pytest.FixtureRequest, tiny_folder: Path, prepared: Prepared
     return layers, prepare(config, prepared.partition)
 
 
-@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
+@pytest.mark.parametrize("key", methods_by_family(quick=["flora", "fedsa-lora"]))
 def test_a_federation_of_every_method_is_the_same_with_several_clients_at_once(
     key: str, loaded: tuple[list[int] | None, Prepared], tiny_folder: Path
 ) -> None:

@@ -19,7 +19,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny
-from helpers.families import UNLIKE, methods_by_family
+from helpers.families import UNLIKE, methods_by_family, others_slow
 from helpers.watched_rounds import method_config
 
 MODELS: Mapping[str, Mapping[str, object]] = {
@@ -30,7 +30,7 @@ MODELS: Mapping[str, Mapping[str, object]] = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=others_slow(MODELS, ["bert", "gpt2", "bert-local-head"]))
 def case(request: pytest.FixtureRequest, tiny_folder: Path, prepared: Prepared) -> tuple[str, Prepared]:
     """A model with the target layers of its case, loaded once for all methods."""
     kind = request.param.partition("-")[0]

@@ -13,7 +13,7 @@ from helpers.families import UNLIKE, methods_by_family
 from helpers.watched_rounds import method_config, run_watched
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float16"])
+@pytest.fixture(scope="module", params=["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def narrow(request: pytest.FixtureRequest, tiny_folder: Path, prepared: Prepared) -> Prepared:
     return prepare(method_config(tiny_folder, "fedit", model={"dtype": request.param}), prepared.partition)
 

@@ -24,7 +24,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.transports.in_process import InProcess
 from helpers import tiny
-from helpers.families import UNLIKE, methods_by_family
+from helpers.families import methods_by_family
 from helpers.reply_transport import Replies, ReplyingTransport
 from helpers.watched_rounds import method_config
 from helpers.wrapped_configs import wrapped_config
@@ -144,7 +144,7 @@ def prepared(tiny_folder: Path) -> Prepared:
     return prepare(tiny.config(tiny_folder, model={"target_modules": ["intermediate.dense"]}))
 
 
-@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
+@pytest.mark.parametrize("key", methods_by_family(quick=["flora", "fedsa-lora"]))
 def test_a_hostile_reply_fails_its_client_alone(key: str, tiny_folder: Path, prepared: Prepared) -> None:
     config = method_config(tiny_folder, key, federation={"clients_per_round": None}, model={"extras": "average"})
     refused = _attacked(tiny.variant(prepared, config).federation)

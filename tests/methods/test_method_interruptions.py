@@ -68,7 +68,7 @@ def one_round_in_a_new_process(folder: Path) -> None:
     checkpoint.save(run, Checkpoint(after.state, after.memories, after.last_rounds, after.optimizers))
 
 
-@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
+@pytest.mark.parametrize("key", methods_by_family(quick=["fedgalore", "fedsa-lora"]))
 def test_a_resumed_run_ends_as_one_that_never_stopped(
     key: str,
     reference_rounds: ReferenceRounds,

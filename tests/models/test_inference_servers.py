@@ -14,9 +14,15 @@ from safetensors.torch import load_file
 
 import fedspan
 from helpers import tiny_decoders
+from helpers.families import others_slow
 
 
-@pytest.fixture(scope="module", params=["fedit", "flora", "fedex-lora", "flexlora", "fedloru", "rolora"])
+@pytest.fixture(
+    scope="module",
+    params=others_slow(
+        ["fedit", "flora", "fedex-lora", "flexlora", "fedloru", "rolora"], ["flora", "flexlora", "fedloru"]
+    ),
+)
 def adapter(request: pytest.FixtureRequest, decoders: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter of rank 3, or of what the method makes of it, on all linear layers of a tiny Llama."""
     changes: dict[str, Any] = {

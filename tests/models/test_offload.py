@@ -39,7 +39,7 @@ def state(prepared: Prepared) -> Mapping[str, Tensor]:
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        ("bert", {}),
+        pytest.param("bert", {}, marks=pytest.mark.slow),
         pytest.param("bert", {"model": {"gradient_checkpointing": True}}, marks=pytest.mark.slow),
         ("bert", {"model": {"layers_to_transform": [1]}}),
         pytest.param("bert", {"model": {"pooling": "mean"}}, marks=pytest.mark.slow),

@@ -92,7 +92,7 @@ def test_what_is_computed_once_is_paid_once_and_its_weights_are_read_once(tiny_f
     assert bound.deployed == pytest.approx(60 + 5 * 4 * bound.step)
 
 
-@pytest.mark.parametrize("engine", ["loop", "batched"])
+@pytest.mark.parametrize("engine", [pytest.param("loop", marks=pytest.mark.slow), "batched"])
 @pytest.mark.parametrize("kind", ["bert", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_this_machine_is_timed(engine: str, kind: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSPAN_CACHE", str(tiny_folder / f"cache-{engine}-{kind}"))

@@ -103,6 +103,7 @@ def llama(**changes: Any) -> dict[str, Any]:
     return values
 
 
+@pytest.mark.slow
 def test_a_thousand_hospitals_with_llama_2_7b_are_planned_without_it() -> None:
     """Kaplan et al. (arXiv:2001.08361): 2 FLOPs a weight and token forwards, and attention beside; of a frozen base as
     much backwards, where whole training takes twice that."""

@@ -136,7 +136,7 @@ def test_a_baseline_that_was_stopped_continues_to_the_same_scores(
 @pytest.mark.parametrize("key", methods_by_family(quick=["flora", "fedsa-lora"]))
 def test_peft_gives_the_accuracy_that_the_run_reports(key: str, tiny_folder: Path, tmp_path: Path) -> None:
     """For personal methods one adapter a client, whose mean the report gives."""
-    values = tiny.settings(tiny_folder, method={"name": key}, federation={"clients_per_round": None})
+    values = tiny.settings(tiny_folder, method={"name": key}, federation={"clients_per_round": None, "rounds": 2})
     report = fedspan.run(values, tmp_path / "run")
     assert set(report.adapters) == (set(tiny.SITES) if METHODS[key].claims.personal else {"global"})
     clients = [None if id == "global" else id for id in report.adapters]

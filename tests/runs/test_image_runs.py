@@ -59,7 +59,7 @@ def close(one: Tensor, other: Tensor) -> bool:
 
 @pytest.mark.parametrize(
     "method",
-    others_slow(["fedit", "ffa-lora", "fedloru", "flora", "fedavg"], ["fedit", "flora", "fedavg"]),
+    others_slow(["fedit", "ffa-lora", "fedloru", "flora", "fedavg"], ["fedit", "fedavg"]),
 )
 @pytest.mark.parametrize("kind", ["vit", "resnet"])
 def test_an_adapter_reloads_in_peft(kind: str, method: str, images: Path, tmp_path: Path) -> None:

@@ -311,7 +311,7 @@ def test_the_task_of_trainers_is_for_trainers(tiny_folder: Path, tmp_path: Path)
         fedspan.run({**tiny.settings(tiny_folder), "task": "trainer"}, tmp_path / "run")
 
 
-@pytest.mark.parametrize("training", [{"local_epochs": 1}, {"local_steps": 3}])
+@pytest.mark.parametrize("training", [{"local_epochs": 1}, pytest.param({"local_steps": 3}, marks=pytest.mark.slow)])
 def test_a_plain_loop_ends_where_a_trainer_does(training: dict[str, Any], tiny_folder: Path, tmp_path: Path) -> None:
     args = arguments(tmp_path / "trainer", train_sampling_strategy="sequential")
     made = {
@@ -362,7 +362,7 @@ def test_mixed_precision_and_checkpointing_last_for_several_rounds(tiny_folder: 
     assert model.forward == forward
 
 
-@pytest.mark.parametrize("kind", ["trainer", "loop"])
+@pytest.mark.parametrize("kind", [pytest.param("trainer", marks=pytest.mark.slow), "loop"])
 def test_a_second_run_with_the_same_trainers_has_the_same_bits(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
     make = make_trainer if kind == "trainer" else torch_trainer
     trainers = {owner: make(tiny_folder, owner) for owner in OWNERS[:2]}

@@ -154,7 +154,11 @@ def test_metrics_are_scikit_learns() -> None:
 
 def test_the_export_is_a_stock_classifier_with_equal_logits_and_loss(tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny_topics.settings(
-        tiny_folder, tmp_path, federation={"rounds": 10}, training={"lr": 0.03, "local_steps": 15, "batch_size": 8}
+        tiny_folder,
+        tmp_path,
+        federation={"rounds": 10},
+        training={"lr": 0.03, "local_steps": 15, "batch_size": 8},
+        evaluation={"every": 5},
     )
     report = fedspan.run({**values, "task_options": {"threshold": 0.4}}, tmp_path / "run")
     assert report.metric == "micro_f1"

@@ -193,7 +193,12 @@ def test_init_infers_words_and_tags(tmp_path: Path) -> None:
 def test_entities_are_predicted_for_texts(tiny_folder: Path, tmp_path: Path) -> None:
     training = {"lr": 0.03, "local_steps": 15, "batch_size": 8}
     values = tiny_tags.settings(
-        tiny_folder, tmp_path, federation={"rounds": 6}, training=training, partition={"validation": 0.0}
+        tiny_folder,
+        tmp_path,
+        federation={"rounds": 6},
+        training=training,
+        partition={"validation": 0.0},
+        evaluation={"every": 6},
     )
     report = fedspan.run(values, tmp_path / "run")
     assert report.metric == "entity_f1"

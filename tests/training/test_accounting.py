@@ -48,7 +48,7 @@ def test_the_figure_of_the_first_paper() -> None:
 
 
 @given(st.floats(0.01, 1.0), st.floats(0.6, 8.0), st.integers(1, 500))
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 def test_rdp_is_opacus_own_or_tighter(rate: float, noise: float, count: int) -> None:
     accountant = RDPAccountant()
     accountant.history = [(noise, rate, count)]
@@ -72,7 +72,7 @@ def test_calibrated_noise_spends_the_target_and_no_more(
 
 @given(st.floats(0.01, 1.0), st.integers(1, 2000), st.floats(0.2, 50.0), st.sampled_from([1e-3, 1e-5, 1e-9]))
 @example(1.0, 1, 0.25, 1e-9)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 def test_the_few_orders_that_calibration_looks_at_leave_nothing_unspent(
     rate: float, count: int, epsilon: float, delta: float
 ) -> None:

@@ -104,7 +104,7 @@ def test_every_family_of_models(kind: str, tiny_folder: Path, decoders: Path, im
     [
         {"training": {"lora_dropout": 0.4}},
         pytest.param({"training": {"gradient_accumulation_steps": 3, "local_steps": None}}, marks=pytest.mark.slow),
-        {"training": {"batch_size": 7, "local_steps": None}},
+        pytest.param({"training": {"batch_size": 7, "local_steps": None}}, marks=pytest.mark.slow),
         pytest.param({"training": {"logit_adjustment": 1.0, "local_steps": None}}, marks=pytest.mark.slow),
         pytest.param({"training": {"head_updates": "own-classes", "weight_decay": 0.1}}, marks=pytest.mark.slow),
         {"training": {"momentum": 0.9, "weight_decay": 0.1, "optimizer_state": "keep"}},
@@ -112,7 +112,7 @@ def test_every_family_of_models(kind: str, tiny_folder: Path, decoders: Path, im
         {"model": {"target_modules": ["word_embeddings", "query"]}},
         pytest.param({"model": {"pretrained": False}}, marks=pytest.mark.slow),
         pytest.param({"model": {"gradient_checkpointing": True}}, marks=pytest.mark.slow),
-        {"model": {"layers_to_transform": [1]}},
+        pytest.param({"model": {"layers_to_transform": [1]}}, marks=pytest.mark.slow),
         pytest.param({"method": {"wrappers": [{"name": "fedprox", "mu": 0.1}]}}, marks=pytest.mark.slow),
         {"method": {"wrappers": [{"name": "scaffold"}]}},
         pytest.param(

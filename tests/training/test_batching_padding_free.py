@@ -171,7 +171,7 @@ def test_pytorch_has_the_attention_that_is_used() -> None:
 
 
 @pytest.mark.parametrize("layers", [pytest.param(None, marks=pytest.mark.slow), [1]])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_several_clients_at_once(
     layers: list[int] | None, workers: int, tiny_folder: Path, decoders: Path, packed: list[TokenLayout]
 ) -> None:

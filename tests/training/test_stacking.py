@@ -167,7 +167,7 @@ def test_a_run_takes_the_plan_of_its_own_size(
         federation.run_round(federation.begin())
         return again.stacking
 
-    shares = [2.0**power for power in range(-8, 20, 2)]
+    shares = [2.0**power for power in range(-8, 20, 4)]
     plans = [chosen(share) for share in shares]
     assert plans[0] == StackingPlan(4, 1)  # nothing can be measured
     assert plans[-1] == StackingPlan(1, 1)

@@ -151,10 +151,10 @@ def resumed(config_text: str, partition: str, stopped: Progress) -> Progress:
     ("wrappers", "key"),
     [
         *(
-            pytest.param([wrapper], "fedit", marks=() if wrapper in UNLIKE else pytest.mark.slow)
+            pytest.param([wrapper], "fedit", marks=() if wrapper in ("fedpaq", "scaffold") else pytest.mark.slow)
             for wrapper in WRAPPERS
         ),
-        *((wrappers, "ffa-lora") for wrappers in STACKED),
+        *((wrappers, "ffa-lora") for wrappers in STACKED),  # with the other two of UNLIKE
     ],
     ids=str,
 )

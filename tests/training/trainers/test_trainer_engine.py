@@ -14,6 +14,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared
 from fedspan.wrappers.registry import WRAPPERS
 from helpers import tiny
+from helpers.families import others_slow
 from helpers.trainer_clients import spare_the_collector, with_trainers
 from helpers.watched_rounds import OPTIONS
 from helpers.wrapped_configs import TRAINING
@@ -56,7 +57,7 @@ def test_every_method_ends_as_with_the_loop_engine_under_sgd(
     require_equal(prepared, tiny.config(tiny_folder, **QUICK, method=method, training=SGD), tmp_path, 1e-5)
 
 
-@pytest.mark.parametrize("key", FAMILIES)
+@pytest.mark.parametrize("key", others_slow(FAMILIES, ["fedit", "florg", "pfedloru"]))
 def test_a_method_of_each_family_ends_as_with_the_loop_engine_under_adamw(
     key: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:

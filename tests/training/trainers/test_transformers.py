@@ -23,6 +23,7 @@ from fedspan.training.trainers.local import RoundPlan
 from fedspan.training.trainers.optimizer import JobOptimizer
 from fedspan.training.trainers.transformers import TransformersTrainer, _restore_losses, list_unused_arguments
 from helpers import tiny_decoders, tiny_seq2seq
+from helpers.families import others_slow
 from helpers.node_service import node, serve
 from helpers.trainer_clients import QUIET, sentence_encoder, spare_the_collector
 
@@ -116,7 +117,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], Make, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_slow(CASES, ["SFTTrainer", "SentenceTransformerTrainer"]))
 def test_the_adapter_of_a_federation_scores_as_its_trainers_reported(
     name: str, tiny_folder: Path, decoders: Path, tmp_path: Path
 ) -> None:
@@ -239,7 +240,10 @@ class Counting(TransformersTrainer):
     [
         (None, {"per_device_train_batch_size": 3, "dataloader_drop_last": True}, None, 2 * 3),
         (None, {"per_device_train_batch_size": 3}, None, 2 * 4),
-        (None, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}, 3, 3 + 1 + 3),
+        pytest.param(
+            *(None, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}, 3, 3 + 1 + 3),
+            marks=pytest.mark.slow,
+        ),
         (
             None,
             {
@@ -250,7 +254,7 @@ class Counting(TransformersTrainer):
             3,
             3 + 1 + 3,
         ),
-        ({"batch_sampler": TwoSizes()}, {}, None, 2 * 7),
+        pytest.param({"batch_sampler": TwoSizes()}, {}, None, 2 * 7, marks=pytest.mark.slow),
         ({"batch_sampler": TwoSizes()}, {"gradient_accumulation_steps": 2}, 3, 4 + 3 + 4),
         ({"batch_sampler": TwoSizes(), "num_workers": 1}, {}, 2, 3 + 1),
     ],
