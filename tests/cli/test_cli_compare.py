@@ -136,6 +136,7 @@ def test_ctrl_c_says_how_to_continue(
     assert (played[0] / "report.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_killed_it_continues(config: Path, call: Call, compared: tuple[Path, str], tmp_path: Path) -> None:
     """By a process of its own that ends in the midst of a round, as ``kill -9`` would end it."""
     folder = tmp_path / "made"

@@ -415,7 +415,7 @@ def test_a_crash_between_the_two_files_stops_nothing(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in (marker, tmp_path / "state" / "budget.json")} == {0o600}
 
 
-@pytest.mark.parametrize("mechanism", ["local", "dp-sgd"])
+@pytest.mark.parametrize("mechanism", [pytest.param("local", marks=pytest.mark.slow), "dp-sgd"])
 def test_a_run_is_refused_at_its_start_if_its_rounds_would_exceed_epsilon(
     mechanism: str, tiny_folder: Path, tmp_path: Path
 ) -> None:

@@ -70,7 +70,7 @@ def rounds(prepared: Prepared, count: int) -> list[RoundResult]:
     return results
 
 
-@pytest.mark.parametrize("secure", [None, {}], ids=["plaintext", "secure"])
+@pytest.mark.parametrize("secure", [None, pytest.param({}, marks=pytest.mark.slow)], ids=["plaintext", "secure"])
 def test_a_silent_client_costs_two_deadlines_and_not_every_round_s(
     secure: dict[str, Any] | None, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

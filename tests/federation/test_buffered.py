@@ -46,7 +46,7 @@ def train_alone(federation: Federation, progress: Progress, client: str) -> dict
     return dict(alone.run_round(Progress(progress.state)).progress.state.tensors)
 
 
-@pytest.mark.parametrize("exponent", [0.5, 0.0])
+@pytest.mark.parametrize("exponent", [0.5, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_rounds_are_those_of_a_loop_over_events(exponent: float, tiny_folder: Path) -> None:
     """All four clients train at any time, so that nothing is drawn; one is six times slower than another."""
     buffered = {"concurrency": 4, "staleness_exponent": exponent}

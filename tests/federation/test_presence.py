@@ -48,7 +48,7 @@ def test_clients_are_present_between_their_first_and_last_round() -> None:
         presence.require_enough(3, 3, 2)
 
 
-@pytest.mark.parametrize("key", ["fedit", "fedsa-lora"])
+@pytest.mark.parametrize("key", [pytest.param("fedit", marks=pytest.mark.slow), "fedsa-lora"])
 def test_a_round_is_a_plain_loop_over_the_clients_present(key: str, tiny_folder: Path) -> None:
     """The oracle trains the present clients one by one and averages by examples; FedSA-LoRA keeps B on the client."""
     prepared = build(tiny_folder, method={"name": key, "r": 2}, engine={"name": "loop"})

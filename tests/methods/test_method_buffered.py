@@ -68,7 +68,10 @@ def federation_of(clients: int) -> dict[str, Any]:
     return {"clients_per_round": clients, "rounds": 4, "buffered": {"concurrency": 4}}
 
 
-@pytest.mark.parametrize("key", methods_by_family(quick=[key for key in FAMILIES if key != "pfedlora"]))  # seconds
+@pytest.mark.parametrize(
+    "key",
+    methods_by_family(quick=[key for key in FAMILIES if key not in ("fedit", "pfedlora")]),  # these take seconds
+)
 def test_a_method_is_refused_with_the_reason_or_runs(key: str, tiny_folder: Path) -> None:
     """If all clients reply in every round, their rounds are synchronous; otherwise replies are of several rounds."""
     simulation = {"speed": {"distribution": "uniform", "median": 10, "spread": 3}}

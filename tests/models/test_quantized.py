@@ -97,7 +97,7 @@ def test_a_narrow_format_beside_a_quantised_base(kind: str, dtype: str, decoders
     assert all(value.dtype == torch.float32 for value in result.progress.state.tensors.values())
 
 
-@kinds
+@pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_run_and_its_export(kind: str, decoders: Path, tmp_path: Path) -> None:
     """PEFT on the same quantised base gives the report's numbers; merged, it is a plain model."""
     report = fedspan.run(settings(decoders, kind, federation={"rounds": 1}), tmp_path / "run")

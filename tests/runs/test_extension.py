@@ -140,7 +140,7 @@ def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", others_slow(REFUSED, REFUSED.keys() - {"linear"}))
 def test_a_change_that_the_finished_rounds_depend_on_is_refused(
     case: str, finished: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from fedspan.tasks.exact_match import is_exact_match
 from fedspan.tasks.losses import SMOOTHING
 from fedspan.tasks.prompts import truncate
 from helpers import tiny_decoders
+from helpers.families import others_slow
 
 CPU = torch.device("cpu")
 ROWS = {
@@ -94,7 +95,9 @@ def test_the_prompt_is_no_part_of_the_loss(family: str, decoders: Path) -> None:
     assert "exact_match" not in metrics
 
 
-@pytest.mark.parametrize("family", [family for family in tiny_decoders.FAMILIES if family != "opt"])
+@pytest.mark.parametrize(
+    "family", others_slow([family for family in tiny_decoders.FAMILIES if family != "opt"], ["llama", "gpt2"])
+)
 def test_packing_changes_no_loss_and_no_gradient(family: str, decoders: Path) -> None:
     """Examples end to end in one row see neither each other nor the row's positions."""
     padded, packed, model = made(), made(packing=True), model_of(family, decoders)

@@ -318,7 +318,11 @@ def test_classes_are_those_of_the_words_that_the_loss_counts(tokenizer: Any) -> 
 
 
 @pytest.mark.parametrize(
-    "training", [{"class_weights": "balanced"}, {"class_weights": {"O": 0.1}, "label_smoothing": 0.1}]
+    "training",
+    [
+        pytest.param({"class_weights": "balanced"}, marks=pytest.mark.slow),
+        {"class_weights": {"O": 0.1}, "label_smoothing": 0.1},
+    ],
 )
 def test_engines_train_alike_with_weights_of_tags_and_other_than_without(
     training: dict[str, Any], tiny_folder: Path, tmp_path: Path

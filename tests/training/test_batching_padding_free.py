@@ -25,6 +25,7 @@ from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from fedspan.training.stacking import StackingRequest
 from helpers import tiny, tiny_decoders
+from helpers.families import others_slow
 
 TEXTS = ("bert", "roberta", "distilbert", "gpt2")
 KINDS = (*TEXTS, *(f"{family}-lm" for family in tiny_decoders.FAMILIES))
@@ -80,7 +81,7 @@ def require_equal_to_padded(prepared: Prepared, limit: float = 1e-6) -> None:
         assert apart < limit, name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", others_slow(KINDS, ["bert", "gpt2", "llama-lm", "gemma-lm"]))
 def test_a_job_ends_where_it_ends_with_padding(
     kind: str, tiny_folder: Path, decoders: Path, packed: list[TokenLayout]
 ) -> None:
@@ -139,7 +140,7 @@ def variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpadded, "varlen_attn", reference_attention)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", others_slow(KINDS, ["bert", "gpt2", "llama-lm", "gemma-lm"]))
 @pytest.mark.usefixtures("variable")
 def test_attention_over_texts_of_variable_length(
     kind: str, tiny_folder: Path, decoders: Path, packed: list[TokenLayout], monkeypatch: pytest.MonkeyPatch

@@ -95,7 +95,7 @@ def uses(adapted: AdaptedModel) -> Generator[list[int]]:
         handle.remove()
 
 
-@pytest.mark.parametrize("kind", others_slow(KINDS, ["bert", "gpt2", "llama-lm"]))
+@pytest.mark.parametrize("kind", others_slow(KINDS, ["bert", "llama-lm"]))
 def test_a_job_in_float64_is_the_same(kind: str, folders: Mapping[str, Path]) -> None:
     """1e-9; padding alone moves more where a model computes softmax and norms in float32 whatever its format."""
     prepared = built(kind, folders, training={"local_steps": None, "local_epochs": 2, "batch_size": 4})

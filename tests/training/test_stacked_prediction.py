@@ -81,9 +81,7 @@ def largest_gap(prepared: Prepared, models: Sequence[ModelInputs], batch_size: i
     return max(float((one - other).norm() / other.norm()) for one, other in zip(stacked, alone, strict=True))
 
 
-@pytest.mark.parametrize(
-    "kind", others_slow(["bert", "gpt2", "llama-lm", "vit", "resnet"], ["bert", "llama-lm", "resnet"])
-)
+@pytest.mark.parametrize("kind", others_slow(["bert", "gpt2", "llama-lm", "vit", "resnet"], ["bert", "resnet"]))
 def test_models_predict_together_what_they_predict_alone(
     kind: str, tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
 ) -> None:

@@ -46,7 +46,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[StackingPl
         ({(4, 1): 5, (1, 1): 4, (2, 1): 4.5}, (1, 1)),  # larger batches than the processor needs
         ({(4, 1): 5, (4, 2): 3, (2, 2): 2.99}, (4, 2)),  # hardly faster is not faster
         ({(4, 1): 5, (4, 2): 3, (2, 2): 2.5, (1, 2): 2}, (1, 2)),
-        ({(4, 1): 5}, (4, 1)),
+        pytest.param({(4, 1): 5}, (4, 1), marks=pytest.mark.slow),
     ],
 )
 def test_as_many_at_once_as_is_fastest(

@@ -26,6 +26,7 @@ from fedspan.runs.setup import Prepared
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.wrapper import Wrapper
 from helpers import secure_rounds, tiny
+from helpers.families import others_slow
 
 ALL = tuple(sorted(tiny.SITES))
 OTHERS = tuple(id for id in ALL if id != "south")
@@ -89,7 +90,7 @@ def test_who_is_gone_after_it_sent_its_vector_is_in_the_sum(built: Prepared, tmp
     secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, ALL, ALL))
 
 
-@pytest.mark.parametrize("phase", [*PHASES, "unmask"])
+@pytest.mark.parametrize("phase", others_slow([*PHASES, "unmask"], ["train", "unmask"]))
 def test_too_few_end_the_attempt_and_the_state_stays(phase: str, built: Prepared, tmp_path: Path) -> None:
     """Two of four are too few for the quorum, or for the shares, of which it takes three."""
     lose = secure_rounds.gone_at(phase, "south", "west")

@@ -90,7 +90,7 @@ def test_every_wrapper_ends_as_with_the_loop_engine(
     [
         {"optimizer_state": "keep", "weight_decay": 0.1, "schedule": "cosine", "warmup_rounds": 1},
         {"local_steps": None, "local_epochs": 2},
-        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.01},
+        pytest.param({"gradient_accumulation_steps": 2, "max_grad_norm": 0.01}, marks=pytest.mark.slow),
     ],
 )
 def test_settings_of_training_are_honoured_as_by_the_loop_engine(
