@@ -162,7 +162,7 @@ class Sums:
         present = {id: self.present(id) for id in self.sealed}
         needed = {id: self.threshold(id) for id in self.around}
         transcript = self.agreement().build_transcript(build_session_context("run", self.session))
-        unmask(total, Masked(transcript, present, needed, self.keys, set(vectors)), given)
+        unmask(total, Masked(transcript, present, needed, self.keys, self.sealed, set(vectors)), given)
         top = self.agreement().top
         share = sum(self.weights[id] / top for id in vectors)
         return unflatten_change(ring.decode(total) / share, self.start), ring.bound_error(len(vectors)) / share
@@ -230,7 +230,7 @@ def test_phases_come_in_their_order_each_once(session_store: SessionStore) -> No
     made.give_keys(*IDS)
     require_refused("a number above 1", made.client("a").answer, KeysOrder(**made.common("a")))
     for id in IDS:
-        made.sealed[id] = dict.fromkeys(IDS, bytes(28))
+        made.sealed[id] = dict.fromkeys(IDS, bytes(92))
     require_refused("phases must come in order", made.client("a").require_maskable, *made.order("a"))
     require_refused("phases must come in order", made.client("a").answer, made.unmask_order("a", IDS))
     made.give_shares(*IDS)
@@ -334,7 +334,7 @@ def test_whose_shares_were_not_what_they_should_be_is_passed_over() -> None:
     made.give_shares(*IDS)
     vectors = {id: made.vector(id, START) for id in IDS}
     sealed = {**{peer: made.sealed[peer]["a"] for peer in IDS}, "c": made.sealed["c"]["d"]}
-    too_few = made.unmask_order("a", IDS, sealed={**sealed, "b": bytes(40)})
+    too_few = made.unmask_order("a", IDS, sealed={**sealed, "b": bytes(200)})
     require_refused("only the shares of 2 of 4 clients can be opened", made.client("a").answer, too_few)
     answer = made.client("a").answer(made.unmask_order("a", IDS, sealed=sealed))
     assert isinstance(answer, UnmaskReply)
@@ -344,25 +344,85 @@ def test_whose_shares_were_not_what_they_should_be_is_passed_over() -> None:
 
 @pytest.mark.parametrize("stayed", [IDS, IDS[:3]], ids=["all stay", "one is gone"])
 def test_whose_secret_no_shares_give_is_named(stayed: tuple[str, ...]) -> None:
-    """Against the public keys, for a client that stays and for one that is gone. Without a spare share nobody is."""
-    made = sums()
-    made.give_keys(*IDS)
-    made.give_shares(*IDS)
-    vectors = {id: made.vector(id, START) for id in stayed}
+    """Against the public keys, for a client that stays and for one that is gone."""
+    made, vectors, opened = revealed(IDS, stayed)
     liar = IDS[3]
-    opened = {id: made.opened(id, set(vectors)) for id in stayed}
     made.keys[liar] = made.keys[liar].model_copy(update={"own": bytes(32), "masking": made.keys["a"].masking})
-    with pytest.raises(SharesError, match=f"of '{liar}': shares that are not of its secret") as raised:
+    with pytest.raises(SharesError, match=f"{liar}: the shares that it sealed are not of its secret") as raised:
         unmask_with(made, vectors, opened)
-    assert raised.value.client == (liar if len(stayed) == len(IDS) else None)
+    assert raised.value.faults.keys() == {liar}
+    assert not raised.value.disputes
+
+
+@pytest.mark.parametrize(
+    ("count", "liars", "victim", "opens"),
+    [
+        (4, (0, 1), 2, False),
+        (5, (1,), 4, True),
+        (5, (0,), 2, True),
+        (12, (4, 5, 6, 7), 3, True),
+        (12, (4, 5, 6, 7, 8), 3, False),
+    ],
+)
+@pytest.mark.parametrize("stays", [True, False])
+def test_clients_that_reveal_wrong_shares_of_another_convict_themselves(
+    count: int, liars: tuple[int, ...], victim: int, opens: bool, stays: bool
+) -> None:
+    """However many agree to, and whichever they are: if enough right shares remain, they are found and used."""
+    ids = tuple(f"c{number:02}" for number in range(count))
+    made, vectors, opened = revealed(ids, tuple(id for id in ids if stays or id != ids[victim]))
+    hostile = {ids[number] for number in liars}
+    spoilt = {
+        id: {**shares, ids[victim]: shares[ids[victim]][:2] + bytes(32)} if id in hostile else shares
+        for id, shares in opened.items()
+    }
+    if len(vectors) - len(hostile) >= made.threshold(ids[0]):
+        assert opens or stays
+        assert unmask_with(made, vectors, spoilt).keys() == hostile
+        return
+    assert not opens or not stays
+    with pytest.raises(SharesError) as raised:
+        unmask_with(made, vectors, spoilt)
+    assert raised.value.faults.keys() == hostile
+    assert not raised.value.disputes
+
+
+@pytest.mark.parametrize(("silent", "convicted"), [(2, False), (3, True)])
+def test_shares_that_are_said_not_to_open_convict_their_owner_by_a_majority_only(silent: int, convicted: bool) -> None:
+    made, vectors, opened = revealed(IDS, IDS)
+    hostile = IDS[:silent]
+    without = {
+        id: {peer: share for peer, share in shares.items() if peer != "d" or id not in hostile}
+        for id, shares in opened.items()
+    }
+    with pytest.raises(SharesError, match=r"do(es)? not open") as raised:
+        unmask_with(made, vectors, without)
+    assert raised.value.faults.keys() == ({"d"} if convicted else set())
+    assert raised.value.disputes.keys() == (set() if convicted else {"d", *hostile})
+
+
+def revealed(
+    ids: tuple[str, ...], stayed: tuple[str, ...]
+) -> tuple[Sums, dict[str, Any], dict[str, Mapping[str, bytes]]]:
+    """Return a session, the vectors of the clients that stay, and the shares that they reveal."""
+    made = Sums(MemorySessionStore(), dict.fromkeys(ids, 1.0), START)
+    made.give_keys(*ids)
+    made.give_shares(*ids)
+    vectors = {id: made.vector(id, START) for id in stayed}
+    return made, vectors, {id: made.opened(id, set(vectors)) for id in stayed}
 
 
 def unmask_with(made: Sums, vectors: Mapping[str, Any], opened: Mapping[str, Any]) -> Mapping[str, str]:
     ring = Ring(made.bits, made.clip, len(made.keys))
     total = np.zeros(sum(value.numel() for value in made.start.values()), ring.dtype)
+    for vector in vectors.values():
+        total += vector.view(ring.dtype)
     present, needed = {id: made.present(id) for id in made.sealed}, {id: made.threshold(id) for id in made.around}
     transcript = made.agreement().build_transcript(build_session_context("run", made.session))
-    return unmask(total, Masked(transcript, present, needed, made.keys, set(vectors)), opened)
+    faults = unmask(total, Masked(transcript, present, needed, made.keys, made.sealed, set(vectors)), opened)
+    limit = ring.bound_error(len(vectors))
+    assert np.abs(ring.decode(total)).max() <= limit, "the changes are zero, so the masks are not"
+    return faults
 
 
 def test_too_few_shares_open_nothing() -> None:
@@ -370,7 +430,7 @@ def test_too_few_shares_open_nothing() -> None:
     made.give_keys(*IDS)
     made.give_shares(*IDS)
     vectors = {id: made.vector(id, START) for id in IDS}
-    with pytest.raises(ValueError, match="of 'a': 2 shares; it takes 3"):
+    with pytest.raises(ValueError, match=r"2 right shares of '.'; it takes 3"):
         made.mean(vectors, IDS[:2])
 
 

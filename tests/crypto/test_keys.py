@@ -8,7 +8,17 @@ import pytest
 
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 
-from fedspan.crypto.keys import Keys, compute_masking_public, derive_pair_seed, draw_secret, open_sealed, seal
+from fedspan.crypto import keys as sealing
+from fedspan.crypto.keys import (
+    Keys,
+    compute_masking_public,
+    compute_share_commitment,
+    derive_pair_seed,
+    draw_secret,
+    open_sealed,
+    read_commitments,
+    seal,
+)
 
 
 def test_two_clients_agree_on_a_seed_that_is_theirs_and_the_session_s() -> None:
@@ -45,8 +55,23 @@ def test_only_the_receiver_opens_what_was_sealed_and_only_as_it_was_sealed() -> 
         (other.sealing, one.sealing_public, "other", "one", "run/1", sealed),
         (other.sealing, one.sealing_public, "one", "other", "run/2", sealed),
         *((other.sealing, one.sealing_public, "one", "other", "run/1", changed) for changed in (
-            sealed[:-1], b"", sealed[:-1] + bytes([sealed[-1] ^ 1]), bytes([sealed[0] ^ 1]) + sealed[1:])),
+            sealed[:-1], b"", sealed[:20], sealed[:12] + bytes(64) + sealed[76:],
+            sealed[:-1] + bytes([sealed[-1] ^ 1]), bytes([sealed[0] ^ 1]) + sealed[1:])),
     ]  # fmt: skip
     for arguments in wrong:
         with pytest.raises(ValueError, match="not what"):
             open_sealed(*arguments)
+
+
+def test_shares_are_those_that_their_sender_committed_itself_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server that forwards them reads the commitments; a sender that seals other shares seals nothing that opens."""
+    one, other = (Keys.derive(draw_secret(), "run/1") for _ in range(2))
+    arguments = one.sealing, other.sealing_public, "one", "other", "run/1"
+    sealed = seal(*arguments, b"own" + b"key")
+    assert read_commitments(sealed) == (compute_share_commitment(b"own"), compute_share_commitment(b"key"))
+    assert b"own" not in sealed
+    with monkeypatch.context() as patch:
+        patch.setattr(sealing, "_commit", lambda _: compute_share_commitment(b"own") + compute_share_commitment(b"no"))
+        wrong = seal(*arguments, b"own" + b"key")
+    with pytest.raises(ValueError, match="not what 'one' sealed for 'other'"):
+        open_sealed(other.sealing, one.sealing_public, "one", "other", "run/1", wrong)

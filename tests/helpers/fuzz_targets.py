@@ -265,7 +265,7 @@ class Orders(_Json):
             Order("evaluate", 3, 1, 0.0, "a", None, b"", run="run", serial=8).to_envelope(),
             KeysOrder(**_FACTS).to_envelope(),
             SharesOrder(**_FACTS, threshold=2, peers={"a": _KEYS, "b": _KEYS}, agreement=_AGREEMENT).to_envelope(),
-            UnmaskOrder(**_FACTS, survivors=("a",), dropped=("b",), sealed={"a": bytes(30)}).to_envelope(),
+            UnmaskOrder(**_FACTS, survivors=("a",), dropped=("b",), sealed={"a": bytes(100)}).to_envelope(),
             Invitation(run="run", version=__version__, config=json.dumps(_CONFIG)).to_envelope(),
         )
         self.seeds = tuple(envelope.header.encode() for envelope in envelopes)
@@ -290,7 +290,7 @@ class Answers(_Json):
             Reply("train", 1, 0, "a", (Part(loss=0.5, examples=4.0),), scores).to_envelope(),
             Reply("train", 1, 0, "a", failed="no memory", lost=True).to_envelope(),
             KeysReply(id="a", session=1, keys=_KEYS).to_envelope(),
-            SharesReply(id="a", session=1, sealed={"b": bytes(30)}).to_envelope(),
+            SharesReply(id="a", session=1, sealed={"b": bytes(100)}).to_envelope(),
             UnmaskReply(id="a", session=1, shares={"b": bytes(34)}, failed="no").to_envelope(),
             Introduction(id="a", version=__version__, examples=5, base="0" * 64).to_envelope(),
         )

@@ -5,6 +5,12 @@
 
 One pair of keys is for sealing shares (AES-256-GCM), one for the pairwise masks. The private key of the second is
 shared out and may become known, which must not open content sealed with the first.
+
+    sealed: nonce (12 bytes), SHA-256 of either share (2 x 32), AES-256-GCM of both shares with the hashes as its header
+
+The server, which forwards sealed shares, reads the hashes, and so can tell a share that its receiver reveals from any
+other. The receiver checks them when it opens the shares. A share is as random as its secret, so its hash does not
+reveal it.
 """
 
 from __future__ import annotations
@@ -24,9 +30,11 @@ __all__ = [
     "Keys",
     "compute_commitment",
     "compute_masking_public",
+    "compute_share_commitment",
     "derive_pair_seed",
     "draw_secret",
     "open_sealed",
+    "read_commitments",
     "seal",
 ]
 
@@ -123,8 +131,23 @@ def _make_cipher(sealing: bytes, public: bytes, sender: str, receiver: str, cont
     return AESGCM(_derive(_agree(sealing, public), "seal", context, sender, receiver))
 
 
-def seal(sealing: bytes, public: bytes, sender: str, receiver: str, context: str, content: bytes) -> bytes:
-    """Seal content so that only the receiver can open it.
+def compute_share_commitment(share: bytes) -> bytes:
+    """Compute what a client commits itself to as a share: the SHA-256, which does not reveal it."""
+    return hashlib.sha256(b"fedspan share" + share).digest()
+
+
+def _commit(shares: bytes) -> bytes:
+    half = len(shares) // 2
+    return compute_share_commitment(shares[:half]) + compute_share_commitment(shares[half:])
+
+
+def read_commitments(sealed: bytes) -> tuple[bytes, bytes]:
+    """Read the commitments to both shares from sealed ones."""
+    return sealed[_NONCE : _NONCE + SECRET], sealed[_NONCE + SECRET : _NONCE + 2 * SECRET]
+
+
+def seal(sealing: bytes, public: bytes, sender: str, receiver: str, context: str, shares: bytes) -> bytes:
+    """Seal two shares so that only the receiver can open them, with commitments to either in plaintext.
 
     Args:
         sealing: Private sealing key of the sender.
@@ -132,25 +155,35 @@ def seal(sealing: bytes, public: bytes, sender: str, receiver: str, context: str
         sender: Id of the sender.
         receiver: Id of the receiver.
         context: Identifier of the run and the session.
-        content: The content to seal.
+        shares: The shares, of equal length.
 
     Raises:
         ValueError: If the public key gives the same secret with every private key.
     """
-    nonce = secrets.token_bytes(_NONCE)
-    return nonce + _make_cipher(sealing, public, sender, receiver, context).encrypt(nonce, content, None)
+    nonce, commitments = secrets.token_bytes(_NONCE), _commit(shares)
+    cipher = _make_cipher(sealing, public, sender, receiver, context)
+    return nonce + commitments + cipher.encrypt(nonce, shares, commitments)
 
 
 def open_sealed(sealing: bytes, public: bytes, sender: str, receiver: str, context: str, sealed: bytes) -> bytes:
-    """Open content that ``seal`` sealed.
+    """Open the two shares that ``seal`` sealed.
 
     Raises:
-        ValueError: If it was sealed by or for another client, in another session, or was changed.
+        ValueError: If they were sealed by or for another client, in another session, were changed, or are not those
+            that the sender committed itself to.
     """
-    lock = _make_cipher(sealing, public, sender, receiver, context)
+    cipher = _make_cipher(sealing, public, sender, receiver, context)
+    nonce, commitments, encrypted = (
+        sealed[:_NONCE],
+        sealed[_NONCE : _NONCE + 2 * SECRET],
+        sealed[_NONCE + 2 * SECRET :],
+    )
     try:
-        if len(sealed) < _NONCE:
+        if len(nonce) < _NONCE:
             raise InvalidTag
-        return lock.decrypt(sealed[:_NONCE], sealed[_NONCE:], None)
+        shares = cipher.decrypt(nonce, encrypted, commitments)
+        if _commit(shares) != commitments:
+            raise InvalidTag
     except InvalidTag as error:
         raise ValueError(f"not what {sender!r} sealed for {receiver!r}") from error
+    return shares

@@ -217,43 +217,53 @@ def test_a_sum_beyond_the_bound_is_refused(built: Prepared, tmp_path: Path) -> N
     assert not federation.run_round(begin).failures
 
 
-def test_shares_that_do_not_fit_end_the_attempt(built: Prepared, tmp_path: Path) -> None:
-    """Of a client who dropped out: what they give is not its key."""
+def wrong_shares(*liars: str, of: str | None = None, attempts: int = 1) -> secure_rounds.Spoil:
+    """Clients that reveal other shares than they were sent: of all clients or of one."""
 
     def spoil(asked: Order | Phase, back: Envelope) -> Envelope:
-        if asked.task != "unmask" or asked.attempt:
+        if asked.task != "unmask" or asked.to not in liars or asked.attempt >= attempts:
             return back
         answer = UnmaskReply.model_validate_json(back.header)
-        wrong = {id: share[:2] + bytes(32) for id, share in answer.shares.items()}
+        wrong = {id: share[:2] + bytes(32) if of in (None, id) else share for id, share in answer.shares.items()}
         return answer.model_copy(update={"shares": wrong}).to_envelope()
 
+    return spoil
+
+
+def test_shares_that_do_not_fit_end_the_attempt(built: Prepared, tmp_path: Path) -> None:
+    """A client dropped out, so that every share counts: the one that reveals wrong shares is left out of the retry."""
     lose = secure_rounds.gone_at("train", "south", attempts=1)
-    federation, _ = secure_rounds.secured(built, tmp_path, lose=lose, spoil=spoil)
+    federation, _ = secure_rounds.secured(built, tmp_path, lose=lose, spoil=wrong_shares("east"))
     result = federation.run_round(federation.begin())
-    assert any("not of its secret" in one.reason or "a norm of" in one.reason for one in result.failures)
-    assert set(result.progress.last_rounds) == set(ALL)
+    assert {one.client for one in result.failures if one.attempt == 0} == {"south", "east"}
+    assert any("is not the one that" in one.reason for one in result.failures)
+    assert set(result.progress.last_rounds) == set(ALL) - {"east"}
 
 
 def test_wrong_shares_of_one_client_are_left_out(built: Prepared, tmp_path: Path) -> None:
     """It replies to train, and then gives shares that are not those it was sent."""
-
-    def spoil(asked: Order | Phase, back: Envelope) -> Envelope:
-        if asked.task != "unmask" or asked.to != "east":
-            return back
-        answer = UnmaskReply.model_validate_json(back.header)
-        wrong = {id: share[:2] + bytes(32) for id, share in answer.shares.items()}
-        return answer.model_copy(update={"shares": wrong}).to_envelope()
-
-    federation, stage = secure_rounds.secured(built, tmp_path, spoil=spoil)
+    federation, stage = secure_rounds.secured(built, tmp_path, spoil=wrong_shares("east"))
     begin = federation.begin()
     result = federation.run_round(begin)
     hidden = reduced(federation)
     (failure,) = result.failures
     assert failure.client == "east"
-    assert "its share of 'east' is wrong, and was not needed" in failure.reason
+    assert "is not the one that" in failure.reason
+    assert "it was not needed" in failure.reason
     assert max(attempt for _, attempt, _ in stage.asked) == 0
     secure_rounds.among(built.federation, *ALL).run_round(begin)
     secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, ALL, ALL))
+
+
+def test_two_clients_cannot_have_a_third_left_out(built: Prepared, tmp_path: Path) -> None:
+    """They reveal wrong shares of its secret: it is they that the retry is without."""
+    liars = ("east", "north")
+    spoil = wrong_shares(*liars, of="south", attempts=9)
+    federation, stage = secure_rounds.secured(built, tmp_path, spoil=spoil, min_replies=2)
+    result = federation.run_round(federation.begin())
+    assert {one.client for one in result.failures} == set(liars)
+    assert {id for _, attempt, id in stage.asked if attempt == 1} == set(ALL) - set(liars)
+    assert set(result.progress.last_rounds) == set(ALL) - set(liars)
 
 
 def test_a_client_whose_secrets_nobody_can_open_is_left_out_of_the_retry(built: Prepared, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ An attempt of a round has four exchanges: keys, shares, training, unmasking (``f
 are sent the same complete message, whatever they store, so that they can agree on it before they train. A client
 that drops out before the third is excluded from the sum; one that drops out after it is included. If too few clients
 remain, the attempt ends and the next one starts a new session with the whole cohort, because masks are used once;
-only clients that sent wrong shares of their secrets are left out.
+only clients that certainly sealed or revealed wrong shares are left out.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class SecureAggregation:
         self._wrong = set[str]()
 
     def get_missing(self) -> tuple[str, ...]:
-        """``Aggregation.get_missing``: masks are used once, so every attempt involves all with right shares."""
+        """``Aggregation.get_missing``: masks are used once, so every attempt involves all without a proven fault."""
         return tuple(id for id in self.context.ids if id not in self._wrong)
 
     def open(self, clients: Mapping[str, Client], attempt: int) -> Mapping[str, Masking | None]:

@@ -80,7 +80,7 @@ MASKED = "masked"
 """Name of the one tensor of a masked reply."""
 
 _Key = Annotated[bytes, Field(min_length=32, max_length=32)]
-_Sealed = Annotated[bytes, Field(min_length=28, max_length=256)]
+_Sealed = Annotated[bytes, Field(min_length=92, max_length=256)]
 _Share = Annotated[bytes, Field(min_length=34, max_length=34)]
 _Digest = Annotated[str, Field(min_length=64, max_length=64)]
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations, islice
 from typing import Any, TypeVar
 
 from fedspan.crypto.graph import compute_threshold, select_neighbourhoods
-from fedspan.crypto.keys import compute_commitment, compute_masking_public, derive_pair_seed
+from fedspan.crypto.keys import (
+    compute_commitment,
+    compute_masking_public,
+    compute_share_commitment,
+    derive_pair_seed,
+    read_commitments,
+)
 from fedspan.crypto.masks import Integers, add_mask
 from fedspan.crypto.shares import combine
 from fedspan.federation.absences import Awaited
@@ -33,10 +38,6 @@ from fedspan.federation.transport import Orders, Transport
 
 __all__ = ["Masked", "SecureSession", "SharesError", "unmask"]
 
-_MOST_COMBINATIONS = 128
-"""Largest number of combinations of a client's shares that are tried: with 100 neighbours, which take a twentieth of a
-second each, all combinations without one share."""
-
 
 @dataclass(frozen=True)
 class Masked:
@@ -47,6 +48,7 @@ class Masked:
         present: The masking partners of every client that was ordered to train, including itself.
         needed: Number of shares that reconstruct a client's secret, by client.
         keys: Public keys of all clients.
+        sealed: The shares that every client sealed for each neighbour, with commitments to them.
         survivors: Clients whose vectors are in the sum.
     """
 
@@ -54,6 +56,7 @@ class Masked:
     present: Mapping[str, tuple[str, ...]]
     needed: Mapping[str, int]
     keys: Mapping[str, PublicKeys]
+    sealed: Mapping[str, Mapping[str, bytes]]
     survivors: Collection[str]
 
 
@@ -61,20 +64,22 @@ class SharesError(ValueError):
     """Shares that do not reveal a client's secret.
 
     Args:
-        reason: What is wrong.
-        client: The client that sent such shares to the others; None: one of them may have changed its share.
+        faults: Clients that certainly broke the protocol, with what they did.
+        disputes: Other clients that are involved, with what happened: each of them may be honest.
     """
 
-    def __init__(self, reason: str, client: str | None = None) -> None:
-        super().__init__(reason)
-        self.client = client
+    def __init__(self, faults: Mapping[str, str], disputes: Mapping[str, str]) -> None:
+        super().__init__("; ".join(f"{id}: {reason}" for id, reason in sorted({**disputes, **faults}.items())))
+        self.faults, self.disputes = faults, disputes
 
 
 def unmask(total: Integers, masked: Masked, revealed: Mapping[str, Mapping[str, bytes]]) -> dict[str, str]:
     """Remove all masks from a sum, in place.
 
-    Wrong shares are left out, as long as enough right ones remain: every secret is checked with its client's public
-    keys.
+    A revealed share counts if it is the one that its owner committed itself to when it sealed the shares. Honest
+    clients open no other shares, so another one convicts the client that revealed it; shares that count and give
+    another secret than that of the owner's public keys convict the owner. A client that reveals no share of an owner
+    claims that it does not open. That convicts the owner if more than half of its neighbourhood claim it.
 
     Args:
         total: Sum of the survivors' vectors.
@@ -83,59 +88,68 @@ def unmask(total: Integers, masked: Masked, revealed: Mapping[str, Mapping[str, 
             dropout's masking key.
 
     Returns:
-        The clients that revealed a wrong share, with the client whose secret it is of: one of the two changed it.
+        The clients that revealed a wrong share, with the reason; the others' sufficed.
 
     Raises:
-        SharesError: If the shares of a client are too few or inconsistent; the sum is then unusable.
+        SharesError: If the shares of a client are too few or not of its secret; the sum is unchanged.
     """
-    wrong = dict[str, str]()
+    secrets, faults, disputes = dict[str, bytes | None](), dict[str, str](), dict[str, str]()
     for id, neighbours in sorted(masked.present.items()):
-        partners = [peer for peer in neighbours if peer in masked.survivors and peer != id]
-        if id not in masked.survivors and not partners:
-            continue  # no mask in the sum is shared with this client
-        holders = [holder for holder in neighbours if holder in revealed]
-        shares = {holder: revealed[holder][id] for holder in holders if id in revealed[holder]}
-        if len(shares) < masked.needed[id]:
-            sender = id if len(holders) >= masked.needed[id] else None
-            raise SharesError(f"of {id!r}: {len(shares)} shares; it takes {masked.needed[id]}", sender)
-        secret = _reveal(id, shares, masked, wrong)
+        if id in masked.survivors or any(peer in masked.survivors for peer in neighbours):
+            secrets[id] = _open(id, masked, revealed, faults, disputes)
+    if None in secrets.values():
+        raise SharesError(faults, disputes)
+    for id, secret in secrets.items():
+        assert secret is not None
         if id in masked.survivors:
             add_mask(total, secret, -1)
             continue
-        for peer in partners:
-            seed = derive_pair_seed(secret, masked.keys[peer].masking, masked.transcript)
-            add_mask(total, seed, -1 if peer < id else 1)
-    return wrong
+        for peer in masked.present[id]:
+            if peer in masked.survivors:
+                seed = derive_pair_seed(secret, masked.keys[peer].masking, masked.transcript)
+                add_mask(total, seed, -1 if peer < id else 1)
+    return faults
 
 
-def _reveal(id: str, shares: Mapping[str, bytes], masked: Masked, wrong: dict[str, str]) -> bytes:
-    """Return a client's secret, and add the clients whose shares of it are wrong to ``wrong``.
-
-    Raises:
-        SharesError: If no combination that was tried gives the secret.
-    """
-    needed, keys = masked.needed[id], masked.keys[id]
-    holders = sorted(shares, key=lambda holder: (holder in wrong, holder))
-
-    def open_with(chosen: Sequence[str]) -> bytes | None:
+def _open(
+    id: str,
+    masked: Masked,
+    revealed: Mapping[str, Mapping[str, bytes]],
+    faults: dict[str, str],
+    disputes: dict[str, str],
+) -> bytes | None:
+    """Return a client's secret, or None, and add what is found to ``faults`` and ``disputes``."""
+    stays, needed, neighbours = id in masked.survivors, masked.needed[id], masked.present[id]
+    holders = [holder for holder in neighbours if holder in revealed]
+    shares = {holder: revealed[holder][id] for holder in holders if id in revealed[holder]}
+    right = list[bytes]()
+    for holder, share in shares.items():
+        of_own_mask, of_masking_key = read_commitments(masked.sealed[id][holder])
+        if compute_share_commitment(share) == (of_own_mask if stays else of_masking_key):
+            right.append(share)
+        else:
+            faults[holder] = f"its share of {id!r} is not the one that {id!r} sealed for it"
+    if len(right) >= needed:
         try:
-            secret = combine([shares[holder] for holder in chosen], needed)
+            secret = combine(right, needed)
         except ValueError:  # of another length, or with the number of another one
-            return None
-        if id in masked.survivors:
-            return secret if compute_commitment(secret) == keys.own else None
-        return secret if compute_masking_public(secret) == keys.masking else None
-
-    spare = len(holders) - needed
-    exclusions = chain.from_iterable(combinations(holders[:needed], count) for count in range(spare + 1))
-    for excluded in islice(exclusions, _MOST_COMBINATIONS):
-        chosen = [holder for holder in holders if holder not in excluded][:needed]
-        if (secret := open_with(chosen)) is not None:
-            for holder in excluded:
-                if open_with([holder, *chosen[1:]]) is None:
-                    wrong.setdefault(holder, id)
+            secret = None
+        public = masked.keys[id].own if stays else masked.keys[id].masking
+        if secret and (compute_commitment if stays else compute_masking_public)(secret) == public:
             return secret
-    raise SharesError(f"of {id!r}: shares that are not of its secret", id if spare else None)
+        faults[id] = "the shares that it sealed are not of its secret"
+        return None
+    unopened = [holder for holder in holders if holder not in shares]
+    reason = f"{len(right)} right shares of {id!r}; it takes {needed}"
+    if unopened:
+        reason += f". It sealed others that do not open, or {', '.join(map(repr, unopened))} withheld theirs"
+    if 2 * len(unopened) > len(neighbours):
+        faults[id] = f"what it sealed for {', '.join(map(repr, unopened))} does not open"
+    elif unopened:
+        disputes.update(dict.fromkeys([id, *unopened], reason))
+    elif len(right) == len(shares):
+        disputes.update(dict.fromkeys(holders, reason))
+    return None
 
 
 A = TypeVar("A", bound=PhaseReply)
@@ -175,7 +189,7 @@ class SecureSession:
         self._transcript = ""
         self.present: dict[str, tuple[str, ...]] = {}
         self.wrong = set[str]()
-        """Clients that sent the others wrong shares of their secrets."""
+        """Clients that certainly revealed or sealed wrong shares."""
 
     def fail(self, client: str, reason: str) -> None:
         """Record why a client's reply is rejected."""
@@ -243,9 +257,9 @@ class SecureSession:
             survivors: Clients whose vectors are in the sum.
 
         Raises:
-            TooFew: If too few clients replied, or their shares are inconsistent.
+            TooFew: If too few clients replied, or their shares are wrong.
 
-        Clients whose own secret nobody can open are added to ``wrong``.
+        Clients that certainly revealed or sealed wrong shares are added to ``wrong``.
         """
         orders = {
             id: self._order(
@@ -259,18 +273,20 @@ class SecureSession:
         }
         failures_before = len(self.failures)
         revealed = {id: reply.shares for id, reply in self._exchange(UnmaskReply, orders).items()}
-        masked = Masked(self._transcript, self.present, self._needed, self._keys, survivors)
+        masked = Masked(self._transcript, self.present, self._needed, self._keys, self._sealed, survivors)
         try:
-            wrong = unmask(total, masked, revealed)
+            faults = unmask(total, masked, revealed)
         except SharesError as error:
             explained = {failure.client for failure in self.failures[failures_before:]}  # by the clients themselves
-            for id in sorted(revealed) if error.client is None else {error.client} - explained:
-                self.fail(id, f"unmask: the shares {error}")
-            self.wrong |= set() if error.client is None else {error.client}
+            self.wrong |= error.faults.keys()
+            for id, reason in sorted({**error.disputes, **error.faults}.items()):
+                if id not in explained:
+                    self.fail(id, f"unmask: {reason}")
             raise TooFew from error
         del self.failures[failures_before:]
-        for id, sender in sorted(wrong.items()):
-            self.fail(id, f"unmask: its share of {sender!r} is wrong, and was not needed; one of the two changed it")
+        self.wrong |= faults.keys()
+        for id, reason in sorted(faults.items()):
+            self.fail(id, f"unmask: {reason}; it was not needed")
 
     def _order(self, kind: Callable[..., Phase], to: str, **parts: Any) -> Phase:
         return kind(
