@@ -64,7 +64,7 @@ def test_only_the_receiver_opens_what_was_sealed_and_only_as_it_was_sealed() -> 
 
 
 def test_shares_are_those_that_their_sender_committed_itself_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server that forwards them reads the commitments; a sender that seals other shares seals nothing that opens."""
+    """The server reads the commitments; a sender that seals other shares seals nothing that opens."""
     one, other = (Keys.derive(draw_secret(), "run/1") for _ in range(2))
     arguments = one.sealing, other.sealing_public, "one", "other", "run/1"
     sealed = seal(*arguments, b"own" + b"key")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from fedspan.core.tensors import compute_norm, select, subtract
+from fedspan.core.quantise import pack, quantise, unpack
+from fedspan.core.tensors import compute_norm, join_extra_name, select, subtract
 from fedspan.core.values import Client, Contribution, Message, ServerState
 from fedspan.federation.changes import (
     MODEL,
@@ -27,11 +28,11 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.progress import RoundResult
 from fedspan.federation.protocol import Order
 from fedspan.federation.serialization import encode_state
-from fedspan.federation.validation import build_untrained_reply, find_outliers
+from fedspan.federation.validation import build_untrained_reply, find_outliers, validate_reply
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.transports.in_process import InProcess
-from helpers import tiny
+from helpers import tiny, tiny_images
 from helpers.families import methods_by_family, others_slow
 from helpers.watched_rounds import method_config
 
@@ -213,6 +214,79 @@ def test_second_moments_have_no_room_for_the_norm_of_a_change(tiny_folder: Path,
     moments = [name for name in honest.memory if name.endswith("/v")]
     totals = [sum(float(state.memory[name].sum()) for name in moments) for state in (hostile, honest)]
     assert totals[0] <= 4 * totals[1]
+
+
+def normalized(images: Path, method: Mapping[str, Any] | None = None, **limits: None) -> Federation:
+    """Federate a residual network whose norms train, with their running statistics."""
+    federation = {"clients_per_round": None, **limits}
+    return prepare(tiny_images.config(images, "resnet", method=method or {}, federation=federation)).federation
+
+
+def test_running_statistics_hide_no_long_change(images: Path) -> None:
+    """They move much farther than the adapter, and in one norm they would hide a change several times an honest one."""
+    federation = normalized(images)
+    buffers = {join_extra_name(path) for path in federation.method.spec.buffers}
+    hostile, without, _, norms = compare_attack(federation, lambda name: name not in buffers)
+    weights = {id: data.client.weight for id, data in federation.clients.items()}
+    share = weights[VICTIM] / sum(weights.values())
+    assert compute_norm(subtract(hostile.tensors, without.tensors)) <= 1.5 * max(norms) * share
+
+
+@pytest.mark.parametrize("wrapper", [None, "fedpaq", "fedavgm"])
+def test_no_client_makes_a_variance_negative(wrapper: str | None, images: Path) -> None:
+    """Its norm would give NaN for all clients. Without any limit on changes, whatever form they are sent in."""
+    wrappers = {"wrappers": [{"name": wrapper}]} if wrapper else {}
+    federation = normalized(images, wrappers, clip_ratio=None, max_norm_ratio=None)
+    variances = [name for name in federation.begin().state.tensors if name.endswith("running_var")]
+
+    def tamper(order: Order, _: Message, reply: Message) -> Message:
+        return lower_variances(reply) if order.to == VICTIM else reply
+
+    assert isinstance(federation.transport, InProcess)
+    federation.transport.host.tamper = tamper
+    progress = federation.begin()
+    for _ in range(3):
+        result = federation.run_round(progress)
+        progress = result.progress
+        assert min(float(progress.state.tensors[name].min()) for name in variances) >= 0
+        # The sum of changes is checked after they are added to what clients start from, all others one by one.
+        assert [failure.client for failure in result.failures] == ([] if wrapper == "fedpaq" else [VICTIM])
+
+
+def lower_variances(reply: Message) -> Message:
+    """Subtract 100 from all variances of a reply, quantized ones included."""
+    changed = dict(reply.tensors)
+    for name, value in reply.tensors.items():
+        if name.startswith("fedpaq/") and name.endswith("running_var"):
+            change = torch.full_like(unpack(value, 8), -100.0)
+            changed[name] = pack(*quantise(change, 8, torch.Generator()), 8)
+        elif name.endswith("running_var"):
+            changed[name] = value - 100
+    return replace(reply, tensors=changed)
+
+
+def test_a_reply_with_a_negative_variance_is_refused(images: Path) -> None:
+    federation = normalized(images)
+    method, client = federation.method, federation.clients[VICTIM].client
+    untrained = build_untrained_reply(method, method.sync(federation.begin().state, client), client, 0)
+    validate_reply(method, untrained, client, untrained)
+    with pytest.raises(ValueError, match=r"extras/.*running_var holds negative variances"):
+        validate_reply(method, lower_variances(untrained), client, untrained)
+
+
+@pytest.mark.parametrize("wrapper", [None, "fedpaq"])
+def test_the_names_of_running_statistics_are_those_of_what_is_summed(wrapper: str | None, images: Path) -> None:
+    """So that the limits of their quantities reach them in every form in which they are sent."""
+    wrappers = {"wrappers": [{"name": wrapper}]} if wrapper else {}
+    federation = normalized(images, wrappers)
+    method, client = federation.method, federation.clients[VICTIM].client
+    untrained = build_untrained_reply(method, method.sync(federation.begin().state, client), client, 0)
+    summed = method.contribute(untrained, client).sum
+    means, variances = method.declare_claims().quantities
+    for quantity, ending in ((means, "running_mean"), (variances, "running_var")):
+        assert (
+            {name for name in summed if quantity.contains(name)} == {n for n in summed if n.endswith(ending)} != set()
+        )
 
 
 def test_a_fixed_norm_takes_the_place_of_the_median(tiny_folder: Path, prepared: Prepared) -> None:

@@ -56,18 +56,21 @@ class Quantity:
         name: What it is, in the plural ("second moments").
         prefix: Beginning of the names of its tensors.
         slots: Slots of its tensors; empty: any.
+        names: Names of its tensors; empty: any.
         is_squared: Whether it holds squares; its size is then measured, and scaled, in the unit of their roots.
     """
 
     name: str
     prefix: str = ""
     slots: tuple[str, ...] = ()
+    names: frozenset[str] = frozenset()
     is_squared: bool = False
 
     def contains(self, tensor_name: str) -> bool:
         """Return whether a tensor of a reply is part of the quantity."""
         has_slot = not self.slots or tensor_name.rpartition("/")[2] in self.slots
-        return tensor_name.startswith(self.prefix) and has_slot
+        has_name = not self.names or tensor_name in self.names
+        return tensor_name.startswith(self.prefix) and has_slot and has_name
 
 
 @dataclass(frozen=True)

@@ -49,12 +49,14 @@ class Spec:
         layers: Target layers.
         extras: Shapes of the parameters that train beside them, and of their buffers, by path.
         buffers: Extras that are buffers: the forward pass updates them, no optimizer does.
+        variances: Buffers that hold variances, which are never negative.
         clients: Number of clients in the federation, selected or not; 0 if unknown.
     """
 
     layers: tuple[LayerSpec, ...]
     extras: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)  # equal specs hash alike without it
     buffers: frozenset[str] = frozenset()
+    variances: frozenset[str] = frozenset()
     clients: int = 0
 
 

@@ -7,14 +7,14 @@ server and client can compute the reference.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedspan.core.method import Memory, Method
-from fedspan.core.tensors import Tensors, compute_norm, is_extra
+from fedspan.core.tensors import Tensors, compute_norm, is_extra, join_extra_name
 from fedspan.core.values import Client, Contribution, Job, Message, OptimizerState, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation.changes import MODEL, Change, compute_norm_limits, measure_change
@@ -145,6 +145,7 @@ def validate_reply(method: Method, message: Message, client: Client, expected: M
         raise ValueError("it holds a change of the base, which only the server sends")
     _require_structure(message, expected, method.declare_claims().shrinks)
     _require_moderate(message.tensors)
+    _require_variances(message.tensors, method.spec.variances)
     try:
         contribution = method.contribute(message, client)
     except (ArithmeticError, FedspanError, LookupError, RuntimeError, TypeError) as error:
@@ -188,6 +189,18 @@ def _require_moderate(tensors: Tensors) -> None:
             raise ValueError(f"{name} holds numbers that are not finite")
         if largest > _LARGEST:
             raise ValueError(f"{name} holds numbers up to {largest:.3g}, above {_LARGEST:g}")
+
+
+def _require_variances(tensors: Tensors, paths: Collection[str]) -> None:
+    """Check that variances are not negative: a root of the mean would otherwise be NaN, for all clients.
+
+    Raises:
+        ValueError: If they are.
+    """
+    for name in map(join_extra_name, sorted(paths)):
+        value = tensors.get(name)
+        if value is not None and value.numel() and float(value.min()) < 0:
+            raise ValueError(f"{name} holds negative variances")
 
 
 def _require_structure(message: Message, expected: Message, shrinks: bool) -> None:

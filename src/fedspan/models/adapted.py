@@ -24,7 +24,7 @@ from fedspan.models.layer import AdaptedLayer, Dropout
 from fedspan.models.offload import get_device
 from fedspan.models.operators import Operator
 from fedspan.models.precision import keep_in_float32
-from fedspan.models.targets import is_batch_norm, make_spec
+from fedspan.models.targets import find_variances, is_batch_norm, make_spec
 
 __all__ = ["AdaptedLayer", "AdaptedModel"]
 
@@ -49,7 +49,7 @@ class AdaptedModel:
         keep_in_float32(model, extras.values())
         self.model = model
         self.buffers = tuple(buffers or ())
-        self.spec: Spec = make_spec(targets, extras, buffers)
+        self.spec: Spec = make_spec(targets, extras, buffers, find_variances(model, self.buffers))
         self.layers = {name: AdaptedLayer(name, module) for name, module in targets.items()}
         self.extras = dict(extras)
         self._fast_paths = BlockedFastPaths(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ __all__ = [
     "find_extras",
     "find_other_parameters",
     "find_targets",
+    "find_variances",
     "is_batch_norm",
     "make_spec",
     "suggest_targets",
@@ -212,8 +213,22 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase)  # pyright: ignore[reportPrivateUsage]
 
 
+def find_variances(model: nn.Module, buffers: Collection[str]) -> frozenset[str]:
+    """Return those of some buffers by whose roots their norms divide."""
+    return frozenset(
+        path
+        for name, module in model.named_modules()
+        if is_batch_norm(module)
+        for buffer, value in module.named_buffers(recurse=False)
+        if value is module.running_var and (path := f"{name}.{buffer}") in buffers
+    )
+
+
 def make_spec(
-    targets: Mapping[str, nn.Module], extras: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor] | None = None
+    targets: Mapping[str, nn.Module],
+    extras: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor] | None = None,
+    variances: Collection[str] = (),
 ) -> Spec:
     """Build the methods' view of the model: target layers as matrices, shapes of the extras, names of their buffers."""
     layers: list[LayerSpec] = []
@@ -222,4 +237,4 @@ def make_spec(
         layers.append(LayerSpec(name, *operator.shape, operator.kernel))
     buffers = buffers or {}
     shapes = {path: tuple(value.shape) for path, value in {**extras, **buffers}.items()}
-    return Spec(tuple(layers), shapes, frozenset(buffers))
+    return Spec(tuple(layers), shapes, frozenset(buffers), frozenset(variances))

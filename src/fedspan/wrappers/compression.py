@@ -52,7 +52,12 @@ class Compression(RegisteredWrapper):
         """Decompress transmitted changes (server). They may be flat, with surplus entries at the end."""
 
     def declare_claims(self) -> Claims:
-        return replace(self.inner.declare_claims(), exact=False, sends="changes")  # of values, or it is refused
+        claims = self.inner.declare_claims()
+        quantities = tuple(
+            replace(quantity, names=frozenset(self._prefix + name for name in quantity.names))
+            for quantity in claims.quantities
+        )
+        return replace(claims, exact=False, sends="changes", quantities=quantities)  # of values, or it is refused
 
     def explain_refusal(self, claims: Claims) -> str | None:
         if claims.reduction == "stack":

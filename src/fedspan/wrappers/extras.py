@@ -6,9 +6,10 @@
 the same on all clients.
 
 Buffers (running statistics of norms) follow their modules and are averaged, local or frozen with them; of integer
-buffers, which count batches, the largest value is used. Unless they are frozen, norms are in training mode in every
-phase of a job, also in one in which the extras rest (``Job.extras``): then their parameters do not train, but they
-normalise by the batch and their statistics move.
+buffers, which count batches, the largest value is used. The changes of running means and of variances are limited
+separately from the adapter's (``Claims.quantities``), and averaged variances are not negative. Unless they are frozen,
+norms are in training mode in every phase of a job, also in one in which the extras rest (``Job.extras``): then their
+parameters do not train, but they normalise by the batch and their statistics move.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Literal, final
 
 import torch
 
-from fedspan.core.method import Claims, Memory
+from fedspan.core.method import Claims, Memory, Quantity
 from fedspan.core.tensors import Tensors, is_extra, join_extra_name, split_extras
 from fedspan.core.values import Client, Contribution, Group, Job, Message, Reduced, ServerState, Trained, Weights
 from fedspan.wrappers.wrapper import Wrapper
@@ -43,8 +44,19 @@ class WithExtras(Wrapper):
 
     def declare_claims(self) -> Claims:
         claims = self.inner.declare_claims()
-        # A client with its own head has its own model.
-        return replace(claims, personal=True) if self.policy == "local" and self.spec.extras else claims
+        if self.policy == "local" and self.spec.extras:
+            return replace(claims, personal=True)  # a client with its own head has its own model
+        if self.policy == "average":
+            quantities = (
+                Quantity(name, names=frozenset(map(join_extra_name, paths)))
+                for name, paths in (
+                    ("running means", self.spec.buffers - self.spec.variances),
+                    ("running variances", self.spec.variances),
+                )
+                if paths
+            )
+            return replace(claims, quantities=(*claims.quantities, *quantities))
+        return claims
 
     def init(self, weights: Weights) -> ServerState:
         state = self.inner.init(weights)
@@ -107,6 +119,9 @@ class WithExtras(Wrapper):
         }
         items = [replace(item, tensors=split_extras(item.tensors)[0]) for item in reduced.stack]
         inner_reduced = replace(reduced, mean=inner_mean, stack=tuple(item for item in items if item.tensors))
+        for name in map(join_extra_name, self.spec.variances):
+            if name in extras_mean:  # a step of a server optimizer, or a decompressed or late change, may overshoot
+                extras_mean[name] = extras_mean[name].clamp(min=0)
         after = self.inner.update(replace(state, tensors=inner_tensors), inner_reduced)
         return replace(after, tensors={**after.tensors, **extras, **extras_mean, **largest})
 
