@@ -71,6 +71,14 @@ def test_an_order_differs_in_nothing_from_what_was_agreed(asked: tuple[Direct, O
         ({"federation": {"rounds": 50}}, "`limits.rounds`: the run's federation.rounds is 50, and this node allows at"),
         ({"method": {"name": "fedgalore", "period": 10**12, "steps": 4}}, "method.period is 1000000000000"),
         ({"method": {"name": "fedgalore", "steps": 10**6}}, "limits.steps"),
+        (
+            {"method": {"name": "fedgalore", "steps": 15000}, "training": {"gradient_accumulation_steps": 2}},
+            "steps is 30000",
+        ),
+        (
+            {"method": {"name": "pfedlora", "personal_epochs": 10**5}},
+            "the method's own epochs (100000) take more passes",
+        ),
         ({"model": {"pretrained": False}}, "`limits.from_scratch`: this node does not train models from scratch"),
         ({"model": {"device_map": "auto"}, "engine": {"name": "loop"}}, "model.device_map"),
         ({"model": {"adapter": "somebody/adapter"}}, "this node does not allow the adapter 'somebody/adapter'"),
@@ -88,7 +96,8 @@ def test_what_a_run_may_cost_is_bounded(
     def reached(*_: object, **__: object) -> None:
         raise AssertionError("the network, or a model")
 
-    if "local_epochs" not in config.get("training", {}):  # for which the node counts its examples
+    # for epochs the node counts its examples
+    if "local_epochs" not in config.get("training", {}) and "personal_epochs" not in config.get("method", {}):
         monkeypatch.setattr("fedspan.deployment.node.prepare", reached)
     models = [str(tiny_folder / "bert")]
     told = introduced(NodeService(node(tiny_folder, tmp_path, limits={"rounds": 40, "models": models})), given)

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, TrainerCallback
+from torch.nn import functional
+from transformers import AutoTokenizer, BertForSequenceClassification, TrainerCallback
 
 import fedspan
 from fedspan.deployment import deploy
 from fedspan.deployment.trainer_node import TrainerNode
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import TooFewReplies
+from helpers import tiny
 from helpers.node_service import introduced, node, served, values
 from helpers.trainer_clients import arguments, make_trainer, torch_trainer
 
@@ -105,6 +107,19 @@ def test_steps_are_limited_by_the_trainers_own_batches(
         assert f"`limits.steps`: training.{field} takes more passes than this node allows ({limit})" in (refused or "")
 
 
+@pytest.mark.parametrize(("epochs", "limit", "is_refused"), [(3, 8, False), (3, 7, True), (10**6, 10**6, True)])
+def test_the_epochs_that_a_method_adds_count_as_steps(
+    epochs: int, limit: int, is_refused: bool, tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = node(tiny_folder, tmp_path / "node", data={}, limits={"train_examples": 1, "steps": limit})
+    with closing(TrainerNode(config, make_trainer(tiny_folder, "east"))) as worker:  # 8 examples in batches of 4
+        method = {"name": "pfedlora", "personal_epochs": epochs}
+        refused = introduced(worker.service, values(tiny_folder, method=method, training={"local_steps": 2})).refused
+    reason = f"local_steps: 2 and the method's own epochs ({epochs}) take more passes than this node allows ({limit})"
+    assert (reason in (refused or "")) == is_refused
+    assert (refused is not None) == is_refused
+
+
 def test_a_plain_loop_counts_the_batches_that_it_names_or_its_examples() -> None:
     model = torch.nn.Linear(3, 2)
     assert fedspan.TorchTrainer(model, lambda round: None, 8).count_passes(3, None) == 24
@@ -112,6 +127,31 @@ def test_a_plain_loop_counts_the_batches_that_it_names_or_its_examples() -> None
     assert (named.count_passes(3, None), named.count_passes(3, 5)) == (6, 5)
     with pytest.raises(FedspanError, match="the number of batches of an epoch, at least 1"):
         fedspan.TorchTrainer(model, lambda round: None, 8, batches=0)
+
+
+class ReadingBert(BertForSequenceClassification):
+    """A classifier that uses the weight of a target layer without a call, too."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:  # pyright: ignore
+        output = super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+        weight = self.bert.encoder.layer[0].attention.self.query.weight
+        output.loss = output.loss + 0 * functional.linear(torch.ones(1, weight.shape[1]), weight).sum()
+        return output
+
+
+def test_a_weight_that_is_used_without_a_call_is_refused_in_every_order(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = node(tiny_folder, tmp_path / "node", data={}, limits={"train_examples": 1})
+    model = ReadingBert.from_pretrained(tiny_folder / "bert", num_labels=len(tiny.LABELS))
+    with closing(TrainerNode(config, make_trainer(tiny_folder, "east", model=model))) as worker:
+        prepared, _ = served(tiny_folder, worker.service)
+        progress = prepared.federation.begin()
+        for _ in range(2):
+            caplog.clear()
+            with pytest.raises(TooFewReplies):
+                prepared.federation.run_round(progress)
+            assert "without calling the layer" in caplog.text
 
 
 class ChangesOnce(TrainerCallback):

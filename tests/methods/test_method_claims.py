@@ -156,6 +156,27 @@ def test_moments_do_not_outlive_the_factors_that_they_belong_to(key: str, run_me
             assert steps
 
 
+def _count_added_epochs(run: MethodRun) -> int:
+    """The most epochs of a client in a round that the method set itself."""
+    return max(
+        sum(1 if local.job.steps == 0 else local.job.epochs or 0 for local in round.trained if local.client == client)
+        for round in run.rounds
+        for client in round.result.cohort
+    )
+
+
+@pytest.mark.parametrize("key", methods_by_family())
+def test_a_method_adds_the_epochs_that_it_declares(key: str, run_method: RunMethod) -> None:
+    run = run_method(key)
+    assert _count_added_epochs(run) == sum(run.federation.method.list_added_epochs())
+
+
+def test_gradients_of_scaffolds_option_1_are_added_epochs(run_method: RunMethod) -> None:
+    wrappers = [{"name": "scaffold", "variate": "option-I"}]
+    run = run_method("fedit", method={"wrappers": wrappers})
+    assert _count_added_epochs(run) == sum(run.federation.method.list_added_epochs()) == 1
+
+
 @pytest.mark.parametrize("key", methods_by_family())
 def test_the_order_of_replies_does_not_matter(key: str, run_method: RunMethod) -> None:
     run = run_method(key)

@@ -542,6 +542,23 @@ def test_a_new_head_that_does_not_train_is_reported(
     assert not run("saved", modules_to_save=["seq_relationship"])
 
 
+def test_a_loop_that_does_not_call_the_model_is_reported_once(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = tiny.fresh_classifier(tiny_folder / "bert")
+
+    def train(round: fedspan.TrainingRound) -> None:
+        for batch in round.batches(DataLoader(ROWS, batch_size=4)):
+            logits = model.classifier(model.bert(**batch).pooler_output)
+            loss = torch.nn.functional.cross_entropy(logits, torch.ones(len(logits), dtype=torch.int64))
+            loss.backward()
+            round.step(loss, len(logits))
+
+    fedspan.simulate(settings(), tmp_path / "run", trainers={"east": fedspan.TorchTrainer(model, train, len(ROWS))})
+    (note,) = notes_of(caplog)
+    assert note.startswith("the loop of client east in round 1 did not call the model itself (model(...))")
+
+
 def plain_loop(tiny_folder: Path, counted: int, **changes: Any) -> fedspan.TorchTrainer:
     """A loop whose loader runs dry after one epoch, and which counts some number of examples in each step."""
     trainer = make_trainer(tiny_folder, "east")

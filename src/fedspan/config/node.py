@@ -68,7 +68,7 @@ class NodeLimits(Section):
         default=20_000,
         ge=1,
         description="Maximum number of forward and backward passes of an order: local_steps, or local_epochs over "
-        "this node's batches, times gradient_accumulation_steps.",
+        "this node's batches, times gradient_accumulation_steps, and the epochs that the method adds.",
     )
     batch: int = Field(default=1024, ge=1, description="Maximum batch size in training (batch_size) and evaluation.")
     tokens: int = Field(default=8192, ge=2, description="Maximum number of tokens of an example (model.max_length).")

@@ -239,6 +239,14 @@ class Method(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} claims a second exchange and lacks build_second_reply")
 
+    def list_added_epochs(self) -> tuple[int, ...]:
+        """Return the local epochs of each phase of a round that the run's own epochs or steps do not set (client).
+
+        A gradient without a step (``Job.steps`` 0) takes one. By their sum a node limits its work. Empty, the default:
+        the run sets all phases.
+        """
+        return ()
+
     def estimate_traffic(self, layer: LayerSpec, rank: int, round: int) -> Traffic | None:
         """Estimate the bytes transmitted for one layer, if their number depends on data.
 

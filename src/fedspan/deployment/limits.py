@@ -16,7 +16,7 @@ from fedspan import __version__
 from fedspan.config import RunConfig
 from fedspan.config.federation import FractionRanks, RandomRanks
 from fedspan.config.node import NodeConfig, NodeLimits
-from fedspan.core.method import RegisteredMethod
+from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import Client
 from fedspan.crypto.graph import compute_neighbourhood_size
 from fedspan.deployment.handshake import Invitation
@@ -125,7 +125,10 @@ def _list_sizes(config: RunConfig, invitation: Invitation, limits: NodeLimits) -
     options = [config.method.options, *(method_options.options for method_options in config.method.wrappers)]
     for name, value in ((name, value) for method_options in options for name, value in method_options.items()):
         if name != "r" and isinstance(value, int):
-            yield f"method.{name}", value, limits.steps if name == "steps" else _LARGEST_OPTION
+            if name == "steps":  # optimizer steps of each round
+                yield "method.steps", value * training.gradient_accumulation_steps, limits.steps
+            else:
+                yield f"method.{name}", value, _LARGEST_OPTION
 
 
 def _get_rank_option(config: RunConfig) -> int:
@@ -148,7 +151,11 @@ def _list_whole_numbers(value: Any) -> Iterator[int]:
 
 
 def require_workload(
-    config: RunConfig, examples: int, limits: NodeLimits, count_passes: Callable[[], int] | None = None
+    config: RunConfig,
+    examples: int,
+    limits: NodeLimits,
+    method: Method,
+    count_passes: Callable[[int, int | None], int] | None = None,
 ) -> None:
     """Check the work of one order on this node's examples, which only the node knows.
 
@@ -156,8 +163,9 @@ def require_workload(
         config: Config of the run on this node.
         examples: Number of its training examples.
         limits: The node's limits.
-        count_passes: Returns the number of passes of a round by the owner's own trainer, which draws its own batches;
-            None: the config's batches are used.
+        method: The run's method with its wrappers, which may add epochs.
+        count_passes: Returns the number of passes by the owner's own trainer, which draws its own batches, in some
+            steps, or in some epochs if these are None. None: the config's batches are used.
 
     Raises:
         FedspanError: If there are too few examples, or they take too many passes.
@@ -166,14 +174,31 @@ def require_workload(
         problem = "this node has fewer training examples than it needs to participate"
         raise FedspanError("limits.train_examples", limits.train_examples, problem=problem)
     training, field = config.training, "local_epochs" if config.training.local_steps is None else "local_steps"
-    if count_passes is not None:
-        passes = count_passes()
-    else:  # steps are compared before anything is loaded
-        passes = training.local_epochs * math.ceil(examples / training.batch_size) if field == "local_epochs" else 0
+    added = sum(method.list_added_epochs())
+    if count_passes is None:
+        count_passes = _count_own_passes(config, examples)
+    passes = count_passes(training.local_epochs, training.local_steps) + (count_passes(added, None) if added else 0)
     if passes > limits.steps:
         # The number of passes would show the server that of the examples.
         problem = f"training.{field}: {getattr(training, field)} takes more passes than this node allows"
+        if added:
+            problem = (
+                f"training.{field}: {getattr(training, field)} and the method's own epochs ({added}) take more passes "
+                "than this node allows"
+            )
         raise FedspanError("limits.steps", limits.steps, problem=f"{problem} ({limits.steps})")
+
+
+def _count_own_passes(config: RunConfig, examples: int) -> Callable[[int, int | None], int]:
+    """Return a function that counts the passes of fedspan's own engines in some steps, or in some epochs."""
+    training = config.training
+
+    def count(epochs: int, steps: int | None) -> int:
+        if steps is not None:
+            return steps * training.gradient_accumulation_steps
+        return epochs * math.ceil(examples / training.batch_size)
+
+    return count
 
 
 def list_config_ranks(config: RunConfig, method: RegisteredMethod, id: str) -> frozenset[int]:

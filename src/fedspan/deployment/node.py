@@ -253,7 +253,8 @@ class NodeService:
             raise FedspanError("data.label_separator", None, expected, problem=problem)
         (data,) = prepared.federation.clients.values()
         data = replace(data, client=replace(data.client, id=self.node.id))
-        require_workload(config, data.client.examples, self.node.limits, prepared.count_passes)
+        whole = prepared.federation.method
+        require_workload(config, data.client.examples, self.node.limits, whole, prepared.count_passes)
         store = DiskClientStore(folder / "kept")
         server_config = parse_config({**invitation.read_values(), "data": config.data.model_dump(mode="json")})
         plain = build_method(server_config, prepared.engine.adapted.spec)

@@ -97,6 +97,9 @@ class FedSB(RegisteredMethod):
             return Message({join_tensor_name(layer, "gradient"): value for layer, value in gradients.items()}), memory
         return reply(job, trained), select(job.tensors, list_tensor_names(self.spec, "A", "B"))
 
+    def list_added_epochs(self) -> tuple[int, ...]:
+        return (1,)  # the first round's gradient
+
     def contribute(self, message: Message, client: Client) -> Contribution:
         return Contribution(sum=message.tensors)
 

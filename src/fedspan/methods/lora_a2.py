@@ -142,6 +142,9 @@ class LoRAA2(RegisteredMethod):
             masks[name] = (flag if active == "B" else flag[:, None]).expand_as(before[name])
         return masks
 
+    def list_added_epochs(self) -> tuple[int, ...]:
+        return (1,)  # the probe
+
     def contribute(self, message: Message, client: Client) -> Contribution:
         active = str(message.scalars["active"])
         axis, sums = _SLOT_AXIS[active], dict[str, Tensor]()

@@ -95,6 +95,9 @@ class PFedLoRA(RegisteredMethod):
         personal = select(trained.tensors, list_tensor_names(self.spec, "L", "U"))
         return Message(select(trained.tensors, list_tensor_names(self.spec, "W"))), personal
 
+    def list_added_epochs(self) -> tuple[int, ...]:
+        return (self.personal_epochs,) if self.variant == 1 else ()
+
     def contribute(self, message: Message, client: Client) -> Contribution:
         return Contribution(sum=message.tensors)
 

@@ -73,3 +73,6 @@ class PFedLoRU(FedLoRU):
             tensors = trained.tensors
             return replace(job, tensors=tensors, trainable=shared, epochs=None, phase="train", extras=True), memory
         return reply(job, trained), select(trained.tensors, list_tensor_names(self.spec, "L", "U"))
+
+    def list_added_epochs(self) -> tuple[int, ...]:
+        return (self.personal_epochs,)

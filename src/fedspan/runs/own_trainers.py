@@ -316,9 +316,8 @@ class TrainerRuns:
             (),
             model,
             base_digest=engine.digest,
-            count_passes=lambda: max(
-                trainer.count_passes(config.training.local_epochs, config.training.local_steps)
-                for trainer in self._trainers.values()
+            count_passes=lambda epochs, steps: max(
+                trainer.count_passes(epochs, steps) for trainer in self._trainers.values()
             ),
         )
 

@@ -79,7 +79,8 @@ class Prepared:
         notes: Notes for the user about the examples (truncated answers).
         head: How the head starts; None: as loaded.
         base_digest: Returns the digest of the frozen weights, which no config names; None: the config names the model.
-        count_passes: Returns the number of forward and backward passes of a round; None: the config decides it.
+        count_passes: Returns the number of forward and backward passes of some steps, or of some epochs if these are
+            None; None: the config decides it.
         test_parts: Indices of the held-out examples of each value of ``evaluation.by``, int64; empty without it.
     """
 
@@ -98,7 +99,7 @@ class Prepared:
     notes: tuple[str, ...] = ()
     head: HeadStart | None = None
     base_digest: Callable[[], str] | None = None
-    count_passes: Callable[[], int] | None = None
+    count_passes: Callable[[int, int | None], int] | None = None
     test_parts: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 

@@ -168,6 +168,10 @@ class Scaffold(RegisteredWrapper):
         reply = replace(result, tensors={**result.tensors, **add_prefix(PREFIX, changes)})
         return reply, {**inner_memory, **add_prefix(PREFIX, own_memory)}
 
+    def list_added_epochs(self) -> tuple[int, ...]:
+        added = self.inner.list_added_epochs()
+        return (*added, *(1 for _ in (*added, "the run's"))) if self.variate == "option-I" else added
+
     def _build_next_phase(self, job: Job, offsets: Tensors, stored: Mapping[str, Tensor], generation: int) -> Job:
         """Add the correction to a phase; under option I, insert a phase that takes the gradient of its new tensors."""
         job = replace(job, scalars={**job.scalars, PREFIX + GENERATION: generation})

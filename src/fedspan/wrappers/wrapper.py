@@ -72,6 +72,9 @@ class Wrapper(Method):
     def build_second_reply(self, order: Message, tensors: Tensors, client: Client, round: int) -> Message:
         return self.inner.build_second_reply(order, tensors, client, round)
 
+    def list_added_epochs(self) -> tuple[int, ...]:
+        return self.inner.list_added_epochs()
+
     def estimate_traffic(self, layer: LayerSpec, rank: int, round: int) -> Traffic | None:
         return self.inner.estimate_traffic(layer, rank, round)
 

@@ -91,6 +91,7 @@ class TrainerEngine(Trainer):
         self._unknown_metrics: set[str] = set()
         self._violations: dict[nn.Module, str] = {}
         self._checked: set[nn.Module] = set()
+        self._unobserved: set[nn.Module] = set()
 
     def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
         """``Engine.prepare``: nothing, because examples are the trainers' own."""
@@ -127,7 +128,7 @@ class TrainerEngine(Trainer):
             optimizer = JobOptimizer(services, assignment, live, self._processes)
             with (
                 self._run_in_processes("train", assignment.client, job, round=assignment.round, lr=assignment.lr),
-                self._require_calls(owner.adapted),
+                self._check_first_pass(assignment, owner.adapted),
             ):
                 loss = owner.trainer.train(plan, optimizer)
                 if self._processes is not None:
@@ -227,10 +228,11 @@ class TrainerEngine(Trainer):
             yield
 
     @contextmanager
-    def _require_calls(self, adapted: AdaptedModel) -> Generator[None]:
+    def _check_first_pass(self, assignment: Assignment, adapted: AdaptedModel) -> Generator[None]:
         """Check within this context, in its first pass, that a model calls its target layers (``forbid_direct_uses``).
 
-        The pass is repeated in evaluation mode, which changes neither its own numbers nor the order of random draws.
+        The pass is repeated in evaluation mode, which changes neither its own numbers nor the order of random draws. A
+        loop that never calls the model itself has no such pass: it may be right, so it is only reported.
 
         Raises:
             FedspanError: If the model uses the weight of one otherwise; from the pass.
@@ -242,10 +244,10 @@ class TrainerEngine(Trainer):
 
         def check(module: nn.Module, args: Any, options: Any) -> None:
             hook.remove()
-            self._checked.add(module)
             devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
             with torch.random.fork_rng(devices, device_type=kind), forbid_direct_uses(adapted):
                 module(*args, **options)
+            self._checked.add(module)
 
         uncompiled: Any = torch.compiler.disable(check)
         hook = model.register_forward_pre_hook(uncompiled, with_kwargs=True)
@@ -253,6 +255,13 @@ class TrainerEngine(Trainer):
             yield
         finally:
             hook.remove()
+        if model not in self._checked and model not in self._unobserved:
+            self._unobserved.add(model)
+            log.warning(
+                "the loop of client %s in round %d did not call the model itself (model(...)), so it is not known "
+                "whether target layers have an effect: a layer whose weight is used without calling it has none",
+                *(assignment.client, assignment.round + 1),
+            )
 
     def _get_owner(self, client: str) -> Owner:
         if client not in self.owners:
