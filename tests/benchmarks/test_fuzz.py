@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
+from fedspan.transports.flower import wire
 from helpers import fuzz_targets
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fuzz.py"
@@ -46,6 +47,22 @@ def test_mutations_keep_some_inputs_valid_and_break_most() -> None:
                 continue
             taken += 1
         assert 1 <= taken < 50, (name, taken)
+
+
+@pytest.mark.parametrize("name", sorted(fuzz_targets.TARGETS))
+def test_unchanged_inputs_are_valid(name: str) -> None:
+    """So that mutated ones reach what lies behind the first check."""
+    target: Any = fuzz_targets.TARGETS[name]()
+    for seed in target.seeds:
+        target.inner.read(seed)
+
+
+def test_the_door_is_fed_all_paths_for_nodes_and_headers_of_its_own() -> None:
+    seeds = b"".join(fuzz_targets.TARGETS["door"]().seeds)
+    for path in (wire.TAKE_ORDER, wire.SEND_REPLY, wire.UPLOAD_OFFSET, wire.FETCH_BASE):
+        assert f"keyless {wire.NODE_PATH}{path}\n".encode() in seeds
+    for header in (wire.UPLOAD_HEADER, wire.PROGRESS_HEADER, "range", "if-range"):
+        assert f"\n{header}: ".encode() in seeds
 
 
 def test_the_script_names_every_target(script: ModuleType) -> None:

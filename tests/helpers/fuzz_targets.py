@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import copy
+import hashlib
 import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -318,24 +321,90 @@ class Answers(_Json):
 
 
 class Door(Target):
-    """Requests at the door: signed headers, the path, the declared length, and the message that a node announces."""
+    """Requests at the door: whether nodes need keys, the path, headers, and a body, as in HTTP.
+
+    Of the headers with which a node signs, an input decides the values; the others it holds.
+    """
 
     name = "door"
 
     def __init__(self) -> None:
+        from fedspan.transports.flower import adapter, wire
+
         self._request = name_of("flwr.proto.fleet_pb2", "PushMessagesRequest")
         request = self._request()
         request.node.node_id = 7
         message = request.messages_list.add()
         message.metadata.src_node_id, message.metadata.dst_node_id = 7, 1
         message.metadata.message_id, message.metadata.reply_to_message_id = "m", "o"
-        tree = tree_of("m", [tree_of(name) for name in "abc"])
-        request.message_object_trees.append(tree)
-        self.seeds = (request.SerializeToString(), b"", bytes(200))
+        request.message_object_trees.append(tree_of("m", [tree_of(name) for name in "abc"]))
+        reply, digest, content = request.SerializeToString(), hashlib.sha256(b"base").hexdigest(), bytes(70_000)
+        self._folder = TemporaryDirectory()
+        base = Path(self._folder.name, "weights")
+        base.write_bytes(content)
+        Path(self._folder.name, f"{digest}.run.json").write_text(json.dumps({digest: str(base)}))
+        part = wire.UploadPart(hashlib.sha256(content).hexdigest(), 0, len(content), 9, len(content))
+        sent = wire.pack((reply, b"a", b"b"))
+        sent_part = wire.UploadPart(hashlib.sha256(sent).hexdigest(), 0, len(sent))
+        flower, own = adapter.NODE_API, wire.NODE_PATH
+        file = wire.pack((digest.encode(), digest.encode(), b"0"))
+        rest = {"range": "bytes=5-", "if-range": wire.compute_tag(file, len(content))}
+        self.seeds = (
+            _request(flower + "push-messages", reply),
+            _request(flower + "push-object", content, {wire.UPLOAD_HEADER: part.to_header()}),
+            _request(flower + "pull-object", b"object", {wire.PROGRESS_HEADER: wire.format_progress(5, 900), **rest}),
+            _request(flower + "pull-messages", b""),
+            _request(flower + "send-node-heartbeat", b"heartbeat"),
+            _request(own + wire.TAKE_ORDER, wire.pack((b"7", b"o")), rest),
+            _request(own + wire.SEND_REPLY, sent),
+            _request(own + wire.SEND_REPLY, sent, {wire.UPLOAD_HEADER: sent_part.to_header()}),
+            _request(own + wire.UPLOAD_OFFSET, part.digest.encode()),
+            _request(own + wire.FETCH_BASE, file, rest),
+        )
         self._keys = [key for key in make_strange_keys() if key.startswith(b"-----BEGIN")]
 
     def mutate(self, data: bytes, draws: random.Random) -> bytes:
-        """``Target.mutate``."""
+        """``Target.mutate``: the body, whose length is declared again in most cases, or a header, or any bytes."""
+        kind, path, headers, body = _read_request(data)
+        if (which := draws.random()) < 0.1:
+            return mangled(data, draws)
+        if which < 0.4 and headers:
+            at = draws.randrange(len(headers))
+            name, value = headers[at]
+            junk = (mangled(value, draws), mangled(value, draws), b"-1", b"9" * 40, b"", b"1e3", "٣".encode(), b"\xff")
+            headers[at] = name, draws.choice(junk).replace(b"\n", b"")
+        elif which < 0.5:
+            kind, path = draws.choice((kind, b"keyed")), draws.choice((path + b"x", mangled(path, draws), path))
+        else:
+            body = self._mutate_body(body, draws)
+            if draws.random() < 0.8:
+                headers = [(name, value) for name, value in headers if name != b"content-length"]
+                headers.append((b"content-length", b"%d" % len(body)))
+        lines = b"\n".join((kind + b" " + path, *(name + b": " + value for name, value in headers)))
+        return lines + b"\n\n" + body
+
+    def _mutate_body(self, body: bytes, draws: random.Random) -> bytes:
+        from fedspan.transports.flower import wire
+
+        try:
+            parts = wire.unpack(body, 100)
+        except ValueError:
+            parts = []
+        if not parts:
+            return self._mutate_reply(body, draws)
+        at = draws.randrange(len(parts))
+        match draws.randrange(4):
+            case 0:
+                parts[at] = self._mutate_reply(parts[at], draws)
+            case 1:
+                parts[at] = draws.choice((b"", b"7", b"9" * 20, b"9" * 21, b"-1", bytes(64), b"a" * 64, b"\xff" * 64))
+            case 2:
+                parts[at:at] = [parts[at]] * draws.choice((1, 3, 300))
+            case _:
+                del parts[at]
+        return wire.pack(parts)
+
+    def _mutate_reply(self, data: bytes, draws: random.Random) -> bytes:
         request = self._request()
         try:
             request.ParseFromString(data)
@@ -363,59 +432,116 @@ class Door(Target):
         return request.SerializeToString()
 
     def read(self, data: bytes) -> None:
-        """``Target.read``; the door answers every request with one status, and passes on what a role allows."""
-        from fedspan.transports.flower import adapter, door
+        """``Target.read``; the door answers every request with one status, and passes on what a role allows.
 
-        draws = random.Random(data[:64])
-        names = [adapter.FLEET_HTTP_PUBLIC_KEY_HEADER, adapter.FLEET_HTTP_SIGNATURE_HEADER, adapter.TIMESTAMP_HEADER]
-        key = to_pem(mangled(base64.b64decode(b"".join(draws.choice(self._keys).splitlines()[1:-1])), draws))
-        values = (data[:80], base64.b64encode(data[:80]), b"2026-01-01T00:00:00+00:00", b"", b"\xff")
-        headers = [(name.lower().encode(), draws.choice(values)) for name in names]
-        likely = (base64.b64encode(key), base64.b64encode(data[:80]), values[2])  # the key is read before the signature
-        headers = draws.choice((headers, [(name, value) for (name, _), value in zip(headers, likely, strict=True)]))
-        with patch.object(adapter.superlink, "now", lambda: datetime(2026, 1, 1, tzinfo=UTC)):
-            if adapter.verify_node_headers(dict(headers)) is not None:
-                raise AssertionError("headers that nobody signed are valid")
-        lengths = (str(len(data)).encode(), b"-1", b"9" * 40, b"", b"1e3", "٣".encode())
-        headers.append((b"content-length", draws.choice((lengths[0], lengths[0], *lengths))))
-        path = draws.choice(("push-messages", "push-messages", "push-object", "pull-messages", "../x", ""))
-        keyed, sent, passed = draws.random() < 0.2, list[Any](), list[bytes]()
+        A request whose body can be resumed is sent twice, as by a node that lost the answer.
+        """
+        from fedspan.transports.flower import adapter, door, wire
+
+        kind, path, headers, body = _read_request(data)
+        self._require_unsigned(data, headers)
+        passed, exchange = list[bytes](), _Exchange()
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             passed.append((await receive())["body"])
             await send({"type": "http.response.start", "status": 200, "headers": []})
-
-        async def receive() -> Any:
-            return {"type": "http.request", "body": data, "more_body": False}
-
-        async def send(event: Any) -> None:
-            sent.append(event)
+            await send({"type": "http.response.body", "body": b"answer"})
 
         scope = {
             "type": "http",
-            "path": f"{adapter.NODE_API}{path}",
+            "path": path.decode("latin-1"),
             "method": "POST",
             "client": ("192.0.2.1", 7),
             "server": ("127.0.0.1", 1),
             "headers": headers,
-            "app": SimpleNamespace(state=SimpleNamespace(enable_supernode_auth=keyed)),
+            "app": SimpleNamespace(state=SimpleNamespace(enable_supernode_auth=kind == b"keyed")),
         }
+
+        async def request() -> list[int]:
+            made = door.Door(app, exchange=exchange, offers=Path(self._folder.name))  # type: ignore[arg-type]
+            statuses = list[int]()
+            for _ in range(2 if wire.UPLOAD_HEADER.encode() in dict(headers) else 1):
+                events, sent = [{"type": "http.request", "body": body, "more_body": False}], list[Any]()
+
+                async def receive(events: list[Any] = events) -> Any:
+                    return events.pop() if events else {"type": "http.disconnect"}
+
+                async def send(event: Any, sent: list[Any] = sent) -> None:
+                    sent.append(event)
+
+                await made(dict(scope), receive, send)
+                statuses += [event["status"] for event in sent if event["type"] == "http.response.start"]
+            return statuses
+
         with patch.object(door, "find_reply_limit", lambda *_: None):  # there is no database behind this door
-            asyncio.run(door.Door(app)(scope, receive, send))
-        status = sent[0]["status"]
-        if keyed and passed:
+            statuses = asyncio.run(request())
+        if kind == b"keyed" and (passed or exchange.heads):
             raise AssertionError("a request without a valid signature passed the door")
-        if passed and path == "push-messages":
-            reply = adapter.read_pushed_reply(data, door.DoorLimits().objects)
+        heads = passed if path == adapter.NODE_API.encode() + b"push-messages" else exchange.heads
+        for head in heads:
+            reply = adapter.read_pushed_reply(head, door.DoorLimits().objects)
             if reply is None or reply.sender != reply.node or not reply.is_to_server or reply.depth > 8:
                 raise AssertionError("a message that is no reply of the node passed the door")
-        if status != 200:
-            raise ValueError(f"refused with {status}")
+        if statuses[0] not in (200, 206):
+            raise ValueError(f"refused with {statuses[0]}")
+
+    def _require_unsigned(self, data: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        """Add the headers with which a node signs, and check that their values are valid for nobody."""
+        from fedspan.transports.flower import adapter
+
+        draws = random.Random(data)
+        names = [adapter.FLEET_HTTP_PUBLIC_KEY_HEADER, adapter.FLEET_HTTP_SIGNATURE_HEADER, adapter.TIMESTAMP_HEADER]
+        key = to_pem(mangled(base64.b64decode(b"".join(draws.choice(self._keys).splitlines()[1:-1])), draws))
+        values = (data[:80], base64.b64encode(data[:80]), b"2026-01-01T00:00:00+00:00", b"", b"\xff")
+        signed = [(name.lower().encode(), draws.choice(values)) for name in names]
+        likely = (base64.b64encode(key), base64.b64encode(data[:80]), values[2])  # the key is read before the signature
+        headers += draws.choice((signed, [(name, value) for (name, _), value in zip(signed, likely, strict=True)]))
+        with patch.object(adapter.superlink, "now", lambda: datetime(2026, 1, 1, tzinfo=UTC)):
+            if adapter.verify_node_headers(dict(headers)) is not None:
+                raise AssertionError("headers that nobody signed are valid")
+
+
+class _Exchange:
+    """The door's own requests without a database; ``heads`` has the announcements of the replies that passed."""
+
+    def __init__(self) -> None:
+        self.heads: list[bytes] = []
+
+    async def take_order(self, node: int, received: str, disconnect: Any, slot: Any = None) -> bytes:
+        disconnect.close()
+        return (70_000).to_bytes(4, "big") + bytes(70_000)
+
+    async def send_reply(self, node: int, request: Any, contents: Sequence[bytes]) -> bytes:
+        self.heads.append(request.SerializeToString())
+        return b"stored"
+
+    async def acknowledge_heartbeat(self, body: bytes, node: int | None) -> bytes:
+        if body != b"heartbeat":
+            raise ValueError("not a heartbeat")
+        return b"acknowledged"
+
+    def wake_runs(self) -> None:
+        pass
+
+
+def _request(path: str, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
+    """An input of the door."""
+    lines = [f"keyless {path}", *(f"{name}: {value}" for name, value in (headers or {}).items())]
+    return "\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body
+
+
+def _read_request(data: bytes) -> tuple[bytes, bytes, list[tuple[bytes, bytes]], bytes]:
+    """Whether nodes need keys, path, headers and body of an input of the door."""
+    head, _, body = data.partition(b"\n\n")
+    first, *lines = head.split(b"\n")
+    kind, _, path = first.partition(b" ")
+    pairs = (line.partition(b": ") for line in lines)
+    return kind, path, [(name.lower(), value) for name, _, value in pairs], body
 
 
 _CONFIG: dict[str, Any] = {
     "task": "sequence-classification",
-    "model": {"name": "bert", "targets": ["query", "value"], "max_length": 32},
+    "model": {"name": "bert", "target_modules": ["query", "value"], "max_length": 32},
     "data": {"labels": ["a", "b"], "train": "t.csv"},
     "partition": {"partitioner": "dirichlet", "clients": 3, "alpha": 0.3, "validation": 0.1},
     "method": {"name": "fedit", "r": 4, "wrappers": [{"name": "fedprox", "mu": 0.1}]},
