@@ -75,6 +75,21 @@ def test_a_node_has_data_or_a_trainer(tiny_folder: Path, tmp_path: Path) -> None
         deploy.join(tmp_path / "node.yaml", insecure=True)
 
 
+def test_fields_that_do_not_bind_a_trainer_are_named(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(tiny_folder, "east")
+    limits = {"tokens": 128, "batch": 4, "steps": 10}
+    TrainerNode(
+        node(tiny_folder, tmp_path / "node", data={}, device="cpu", split_seed=2, limits=limits), trainer
+    ).close()
+    assert caplog.messages == [
+        "these fields of the node's file do not bind the trainer: split_seed, device, limits.batch, limits.tokens"
+    ]
+    with pytest.raises(FedspanError, match=r"accept_base`: the base model of this node is its trainer's own"):
+        TrainerNode(node(tiny_folder, tmp_path / "node", data={}, limits={"accept_base": True}), trainer)
+
+
 def test_a_plain_loop_in_several_processes_is_refused(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -265,6 +265,7 @@ def test_a_trainer_that_takes_no_step_gives_no_reply(tiny_folder: Path, tmp_path
         ({"model": {"adapter": "no-such-folder"}}, "model.adapter"),
         ({"model": {"dtype": "bfloat16"}}, "number format float32"),
         ({"model": {"pretrained": False}}, r"model.pretrained.*no effect"),
+        ({"model": {"max_length": 64}}, r"model.max_length.*no effect"),
         ({"training": {"batch_size": 16}}, r"training.batch_size.*draw their own batches"),
         ({"training": {"gradient_accumulation_steps": 2}}, r"accumulation_steps.*draw their own batches"),
         ({"data": {"text": "note"}}, r"data.text.*no effect"),
@@ -292,6 +293,7 @@ def test_a_model_with_an_adapter_is_refused(tiny_folder: Path, tmp_path: Path) -
     [
         ({"optimizers": (torch.optim.SGD([torch.zeros(1, requires_grad=True)]), None)}, "made with optimizers="),
         ({"args": {"auto_find_batch_size": True}}, "auto_find_batch_size"),
+        ({"args": {"bf16_full_eval": True}}, "bf16_full_eval and fp16_full_eval convert the model"),
         (
             {"args": {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"}},
             "rolls the tensors back",

@@ -31,6 +31,11 @@ __all__ = ["TrainerNode", "adopt_node_trainer", "follow"]
 
 log = logging.getLogger("fedspan.node")
 
+_UNUSED = ("validation", "test", "split_seed", "device", "threads")
+_UNUSED_LIMITS = ("batch", "tokens", "image_size", "round_seconds", "head_statistics", "class_examples")
+"""Fields of a node's file, and of its ``limits``, that do not bind a trainer: it reads its own examples, in its own
+batches, on its own device and in this process."""
+
 
 def adopt_node_trainer(node: NodeConfig, trainer: Any) -> LocalTrainer:
     """Return a user's trainer as a node uses it.
@@ -40,11 +45,15 @@ def adopt_node_trainer(node: NodeConfig, trainer: Any) -> LocalTrainer:
         trainer: The trainer (``own_trainers.adopt_trainer``).
 
     Raises:
-        FedspanError: If the file names data, or the trainer is one that a federation cannot honour.
+        FedspanError: If the file names data or accepts base models, or the trainer is one that a federation cannot
+            honour.
     """
     if node.data:
         problem = "the examples of this node are its trainer's own; leave data out"
         raise FedspanError("data", sorted(node.data), problem=problem)
+    if node.limits.accept_base:
+        problem = "the base model of this node is its trainer's own; leave accept_base out"
+        raise FedspanError("limits.accept_base", True, problem=problem)
     adopted = adopt_trainer(trainer)
     if (count := count_processes()) > 1 and not isinstance(adopted, TransformersTrainer):
         problem = (
@@ -81,6 +90,10 @@ class TrainerNode:
     ) -> None:
         self._processes, self._stop = processes, stop or Event()
         self._trainer = adopt_node_trainer(node, trainer)
+        unused = [name for name in _UNUSED if name in node.model_fields_set]
+        unused += [f"limits.{name}" for name in _UNUSED_LIMITS if name in node.limits.model_fields_set]
+        if unused:
+            log.warning("these fields of the node's file do not bind the trainer: %s", ", ".join(unused))
         self._runs = TrainerRuns({node.id: self._trainer}, processes)
         node_config = node.model_copy(update={"data": {"train": FROM_TRAINERS}})
         self.service = NodeService(node_config, self._prepare)

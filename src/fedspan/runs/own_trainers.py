@@ -63,8 +63,10 @@ _UNUSED: Mapping[str, tuple[str, frozenset[str]]] = {
         ),
     ),
     "model": (
-        "the trainers' models are used as they are",
-        frozenset({"device_map", "max_memory", "attention", "pooling_normalize", "pretrained", "image_size"}),
+        "the trainers' models are used as they are, and their examples as they encode them",
+        frozenset(
+            {"device_map", "max_memory", "attention", "pooling_normalize", "pretrained", "image_size", "max_length"}
+        ),
     ),
     "data": ("the examples are the trainers' own", frozenset(DataConfig.model_fields) - {"train", "labels"}),
     "partition": (

@@ -418,6 +418,8 @@ def _require_supported(trainer: Trainer) -> None:
         "it was made with model_init=, which replaces the model. Pass model=": trainer.model_init is not None,
         "load_best_model_at_end rolls the tensors back to an earlier step, to which the reply's steps and moments "
         "would not belong. The run itself exports its best round": bool(args.load_best_model_at_end),
+        "bf16_full_eval and fp16_full_eval convert the model in an evaluation, and its frozen weights must not change. "
+        "bf16 and fp16 evaluate in mixed precision": args.bf16_full_eval or args.fp16_full_eval,
         "auto_find_batch_size starts a round again in the middle of it": args.auto_find_batch_size,
         "DeepSpeed and FSDP split parameters, and a round has parameters of its own": (
             trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
