@@ -496,7 +496,7 @@ def server_killed(stage: Stage) -> Outcome:
     again = stage.resume(run)
     output = again.end()
     stage.finished(again, before).require_same(expected)
-    return Outcome(line(output, "going on after round"), ALL)
+    return Outcome(line(output, "resumed after round"), ALL)
 
 
 @register_fault(
