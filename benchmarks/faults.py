@@ -657,6 +657,7 @@ def client_disk_full(stage: Stage) -> Outcome:
     usual = stage.made.folder / f"{NORTH}-state"
     with mount_small_disk(folder, 16) as filled:
         shutil.copy2(usual / book, folder / book)
+        folder.chmod(0o700)
         stage.join(NORTH, stage.node(NORTH, folder=str(folder)))
         try:
             run = stage.submit("client-disk-full")
@@ -680,7 +681,10 @@ def same_key(stage: Stage) -> Outcome:
     expected = stage.clean()
     known = yaml.safe_load((stage.made.folder / f"{NORTH}.yaml").read_text())
     path = stage.made.folder / "double.yaml"
-    path.write_text(yaml.safe_dump({**known, "id": "double", "folder": str(stage.folder / "double-state")}))
+    folder = stage.folder / "double-state"
+    folder.mkdir(mode=0o700)
+    shutil.copy2(stage.made.folder / f"{NORTH}-state" / "budget.json", folder)  # without it, the node itself refuses
+    path.write_text(yaml.safe_dump({**known, "id": "double", "folder": str(folder)}))
     stage.join("double", path, until="refused the connection")
     try:
         run = stage.submit("same-key")
