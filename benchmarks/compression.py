@@ -68,11 +68,13 @@ def page(reports: dict[tuple[str, str, int], dict[str, Any]], args: argparse.Nam
     import torch
 
     seeds = " ".join(map(str, args.seeds))
+    chosen = [variant for variant in VARIANTS if variant in args.variants]
+    given = "" if len(chosen) == len(VARIANTS) else "".join(f' "{variant}"' for variant in chosen)
     lines = [
         "# What compressed transfer costs and saves",
         "",
         f"Command: `python benchmarks/compression.py --data PATH/banking77 --labels {args.labels} "
-        f"--rounds {args.rounds} --seeds {seeds}`  ",
+        f"--rounds {args.rounds} --seeds {seeds}{' --variants' + given if given else ''}`  ",
         f"Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, {args.cores} cores, "
         f"torch {torch.__version__}, 1 thread.",
         "",
@@ -85,7 +87,7 @@ def page(reports: dict[tuple[str, str, int], dict[str, Any]], args: argparse.Nam
         "|---|---|---|---|---|---|---|",
     ]
     for method in METHODS:
-        for variant in VARIANTS:
+        for variant in chosen:
             rows = [reports[method, variant, seed] for seed in args.seeds]
             plain = [reports[method, "float32", seed] for seed in args.seeds]
             accuracy, base = (
@@ -118,9 +120,12 @@ def main() -> None:
     parser.add_argument("--labels", type=int, default=20, help="number of intents")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="float32 among them")
     parser.add_argument("--work", type=Path, help="folder for the runs; default: a temporary one")
     parser.add_argument("--page", type=Path, help="file for the page; default: the terminal")
     args = parser.parse_args()
+    if "float32" not in args.variants:
+        parser.error("--variants needs float32, with which the others are compared")
     args.cores = os.cpu_count()
     with tempfile.TemporaryDirectory() as temporary:
         work = args.work or Path(temporary)
@@ -128,7 +133,7 @@ def main() -> None:
             (method, variant, seed): run_variant(method, variant, seed, args, work)
             for seed in args.seeds
             for method in METHODS
-            for variant in VARIANTS
+            for variant in args.variants
         }
     text = page(reports, args)
     if args.page is None:
