@@ -91,6 +91,11 @@ def test_a_model_is_copied_and_named_and_resume_needs_it_again(
         fedspan.resume(tmp_path / "stopped")
     with pytest.raises(FedspanError, match="the model of this run was passed from Python: pass it again as model="):
         fedspan.resume(tmp_path / "stopped", data=frame)
+    changed = AutoModelForSequenceClassification.from_pretrained(name, num_labels=labels)
+    with torch.no_grad():
+        changed.bert.embeddings.word_embeddings.weight[0, 0] += 1
+    with pytest.raises(FedspanError, match=r"`model`: the frozen weights .* not those with which the run began"):
+        fedspan.resume(tmp_path / "stopped", **{**objects, "model": changed})
     report = fedspan.resume(tmp_path / "stopped", **objects)
     assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from fedspan.clients.stored_values import store
 from fedspan.config import RunConfig
+from fedspan.data.files import FROM_TRAINERS
 from fedspan.data.partition import Partition
 from fedspan.diagnostics.measures import DiagnosticsRecorder
 from fedspan.errors import FedspanError
@@ -157,7 +158,8 @@ def _run(
             write_atomic(run_folder.partition, (prepared.partition.to_json() + "\n").encode())
 
     if prepared.base_digest is not None:
-        _require_same_base(run_folder, prepared.base_digest())
+        argument = "trainers" if config.data.train == FROM_TRAINERS else "model"
+        _require_same_base(run_folder, prepared.base_digest(), argument)
 
     settings = prepared.federation.settings.buffered
     if settings is not None and settings.arrivals is not None:
@@ -176,8 +178,13 @@ def _run(
     return run_rounds(prepared) if host is None else host(run_folder, prepared, run_rounds)
 
 
-def _require_same_base(run_folder: RunFolder, digest: str) -> None:
+def _require_same_base(run_folder: RunFolder, digest: str, argument: str) -> None:
     """Store the digest of the frozen weights, or compare it with the stored one.
+
+    Args:
+        run_folder: Folder of the run.
+        digest: SHA-256 of the frozen weights.
+        argument: The Python argument that holds the models, for the error.
 
     Raises:
         FedspanError: If the run began with other weights.
@@ -186,7 +193,7 @@ def _require_same_base(run_folder: RunFolder, digest: str) -> None:
         run_folder.write_json(run_folder.base, {"sha256": digest})
     elif run_folder.read_json(run_folder.base) != {"sha256": digest}:
         problem = "the frozen weights of the models are not those with which the run began. Load the same models"
-        raise FedspanError("trainers", str(run_folder.path), problem=problem)
+        raise FedspanError(argument, str(run_folder.path), problem=problem)
 
 
 class _Session:

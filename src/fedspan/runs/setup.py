@@ -29,6 +29,7 @@ from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData
 from fedspan.federation.settings import FEWEST_SECURE_CLIENTS
 from fedspan.models.adapted import AdaptedModel
+from fedspan.models.digest import hash_frozen
 from fedspan.runs.arrivals import read_arrivals
 from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scaling
 from fedspan.runs.engine_setup import make_engine
@@ -233,8 +234,19 @@ def prepare(
             *notes,
         ),
         head=head,
+        base_digest=_build_base_digest(built.adapted, objects.model),
         test_parts=test_parts,
     )
+
+
+def _build_base_digest(adapted: AdaptedModel, objects: ModelObjects | None) -> Callable[[], str] | None:
+    """Return a function that computes the digest of a model that was passed from Python; None for others.
+
+    None also for one that Accelerate offloaded, whose weights are not in the model.
+    """
+    if objects is None or objects.model is None or any(value.is_meta for value in adapted.model.parameters()):
+        return None
+    return lambda: hash_frozen(adapted.model, adapted).hexdigest()
 
 
 def _find_test_parts(test: datasets.Dataset | None, by: str | None) -> dict[str, np.ndarray]:
