@@ -959,9 +959,9 @@ def open_large_scene(stage: Stage, rate: float, cut_after: float | None = None) 
         stage.join(NORTH, stage.node(NORTH, server=f"127.0.0.1:{link.port}", models={LARGE: str(folder)}))
         expected = stage.finished(undisturbed, [], 1)
         yield LargeScene(lambda: stage.submit("large", method, **fields), link, expected, size)
-        stage.leave(NORTH)
+        for site in SITES:
+            stage.leave(site)
     for site in SITES:
-        stage.leave(site)
         stage.join(site, stage.node(site))
 
 

@@ -171,6 +171,12 @@ def test_a_method_adds_the_epochs_that_it_declares(key: str, run_method: RunMeth
     assert _count_added_epochs(run) == sum(run.federation.method.list_added_epochs())
 
 
+def test_gradients_of_scaffolds_option_1_are_added_epochs(run_method: RunMethod) -> None:
+    wrappers = [{"name": "scaffold", "variate": "option-I"}]
+    run = run_method("fedit", method={"wrappers": wrappers}, training={"max_grad_norm": 0.0})
+    assert _count_added_epochs(run) == sum(run.federation.method.list_added_epochs()) == 1
+
+
 @pytest.mark.parametrize("key", methods_by_family())
 def test_the_order_of_replies_does_not_matter(key: str, run_method: RunMethod) -> None:
     run = run_method(key)
