@@ -198,6 +198,10 @@ class Landscape:
         weights = torch.stack([layer(batch["x"]).T for layer in model.children()])
         return compute_landscape(self.setting, self.trials, weights)
 
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
+        """Compute the loss, summed over trials, (1, 1)."""
+        return self.compute_loss(model, batch).reshape(1, -1)
+
 
 def build_job(method: str, setting: Setting, trials: Trials, W: Tensor, layers: Sequence[str]) -> Job:
     """What a method trains in every layer."""

@@ -21,6 +21,7 @@ import torch
 import yaml
 from click.testing import CliRunner
 from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
 
 import fedspan
 from fedspan.config import parse_config
@@ -152,6 +153,7 @@ def test_the_plain_loop_of_an_own_trainer_trains(tiny_folder: Path, tmp_path: Pa
     rows = [{"input_ids": torch.tensor([5, 6, 7, at]), "labels": torch.tensor(at % 4)} for at in range(5, 13)]
     values = {"fedspan": fedspan, "model": tiny.fresh_classifier(tiny_folder / "bert"), "data": rows, "held_out": rows}
     values |= {"loader": DataLoader(rows, batch_size=4), "evaluate": lambda: {"loss": 1.5}}
+    values["tokenizer"] = AutoTokenizer.from_pretrained(tiny_folder / "bert")
     (loop,) = [block for block in blocks_of(Path("docs/your-trainer.md")) if "def train(round):" in block.text]
     exec(loop.text, values)
     config = {"model": {"target_modules": tiny.BERT}, "method": {"name": "fedit", "r": 2}, "federation": {"rounds": 1}}
