@@ -891,10 +891,10 @@ def large_messages(stage: Stage) -> Outcome:
 
 @register_fault(
     "reply-interrupted",
-    "a node is killed (-9) when it has sent half of a reply of 20 MB (8 Mbit/s), and started again; 1 round",
+    "a node is killed (-9) when it has sent half of a reply of 2.6 MB (1 Mbit/s), and started again; 1 round",
 )
 def reply_interrupted(stage: Stage) -> Outcome:
-    with open_large_scene(stage, 8e6 / 8) as scene:
+    with open_large_scene(stage, 1e6 / 8, rank=64) as scene:
         run = scene.submit()
         end = time.monotonic() + WAIT
         while scene.link.up < scene.message_bytes / 2:
@@ -927,17 +927,20 @@ class LargeScene:
 
 
 @contextlib.contextmanager
-def open_large_scene(stage: Stage, rate: float, cut_after: float | None = None) -> Iterator[LargeScene]:
+def open_large_scene(
+    stage: Stage, rate: float, cut_after: float | None = None, rank: int = LARGE_RANK
+) -> Iterator[LargeScene]:
     """Give all nodes a model with large messages, and one of them a slow link.
 
     Args:
         stage: The deployment.
         rate: Rate of the link, in bytes per second.
         cut_after: Seconds after which it is cut, again and again; None: never.
+        rank: Rank of the adapter, of which each one makes a message of 41 kB.
     """
     import transformers
 
-    folder, method = stage.folder / LARGE, {"name": "fedit", "r": LARGE_RANK}
+    folder, method = stage.folder / LARGE, {"name": "fedit", "r": rank}
     fields: dict[str, Any] = {"steps": 1, "base": str(folder), "rounds": 1, "deadline": WAIT}
     if not folder.exists():
         config = transformers.BertConfig.from_pretrained(
@@ -953,7 +956,7 @@ def open_large_scene(stage: Stage, rate: float, cut_after: float | None = None) 
     undisturbed = stage.submit("large-undisturbed", method, **fields)
     undisturbed.end()
     size = (undisturbed.out / "adapter" / "adapter_model.safetensors").stat().st_size
-    require(size > 20e6, f"the adapter has {size} bytes")
+    require(size > 40e3 * rank, f"the adapter has {size} bytes")
     stage.leave(NORTH)
     with SlowLink(stage.made.port, rate, cut_after) as link:
         stage.join(NORTH, stage.node(NORTH, server=f"127.0.0.1:{link.port}", models={LARGE: str(folder)}))
