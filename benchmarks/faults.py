@@ -901,6 +901,7 @@ def reply_interrupted(stage: Stage) -> Outcome:
             require(time.monotonic() < end and run.process.poll() is None, f"no reply: {run.said()[-3000:]}")
             time.sleep(0.05)
         stage.made.end(NORTH)
+        scene.link.cut()  # with what the system has buffered of the reply
         stage.join(NORTH)
         output = run.end()
         seen = line(stage.made.log(NORTH), "its reply is sent again")
