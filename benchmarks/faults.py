@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version as find_version
 from pathlib import Path
@@ -80,6 +80,7 @@ class Outcome:
         left_out: Clients whose replies did not count.
         seconds: Duration of the scenario.
         call: Time at which the call of this script began.
+        commit: The commit that was checked out.
     """
 
     seen: str
@@ -87,6 +88,7 @@ class Outcome:
     left_out: str = "nobody"
     seconds: float = 0.0
     call: str = ""
+    commit: str = ""
 
 
 @dataclass(frozen=True)
@@ -1028,8 +1030,9 @@ A reply that is dropped leaves its client out of that round; in the other synchr
 (`federation.min_replies: 3`).
 
 Command: `python benchmarks/faults.py{given}`{calls}  
-Date: {date}. Commit: {commit}. Machine: {machine}, {cores} cores, torch {torch}, flwr {flwr}. Load average of the last
-15 minutes at the end: {load:.1f}.
+Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, flwr {flwr}. Load average of the last 15 minutes at the
+end: {load:.1f}.  
+Commit: {commits}.
 
 {table}
 {missing}
@@ -1044,13 +1047,10 @@ def call_git(*arguments: str) -> str:
 
 
 class Record:
-    """Outcomes of one commit, from one or several calls.
+    """Outcomes from one or several calls, each with its commit.
 
     Args:
         path: File that they are stored in; None: they are not stored.
-
-    Raises:
-        SystemExit: If the file is of another commit.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -1064,17 +1064,47 @@ class Record:
         if self.path is None or not self.path.exists():
             return {}
         stored = json.loads(self.path.read_text(encoding="utf-8"))
-        if stored["commit"] != self.commit:
-            sys.exit(f"{self.path} is of commit {stored['commit']}, and this is {self.commit}")
-        return {name: Outcome(**fields) for name, fields in stored["outcomes"].items()}
+        return {name: Outcome(**fields) for name, fields in stored.items()}
 
     def add(self, name: str, outcome: Outcome) -> None:
         """Add an outcome, and store it with those in the file, which another call may have extended."""
-        known = {**self.outcomes, **self._read(), name: replace(outcome, call=self.call)}
+        known = {**self.outcomes, **self._read(), name: replace(outcome, call=self.call, commit=self.commit)}
         self.outcomes = {name: known[name] for name in FAULTS if name in known}
         if self.path is not None:
             stored = {name: asdict(one) for name, one in self.outcomes.items()}
-            self.path.write_text(json.dumps({"commit": self.commit, "outcomes": stored}, indent=1), encoding="utf-8")
+            self.path.write_text(json.dumps(stored, indent=1), encoding="utf-8")
+
+
+def run_scenarios(names: Sequence[str], record: Record, path: Path | None) -> dict[str, str]:
+    """Do faults to one deployment, and return the errors of those that had consequences.
+
+    Args:
+        names: The faults.
+        record: Takes the outcomes.
+        path: File of the page, which is written after every fault, because all of them take long; None: none.
+    """
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="fedspan-faults-") as folder_name:
+        stage = Stage(Path(folder_name))
+        with stage.made:
+            for site in SITES:
+                stage.join(site, stage.node(site))
+            for name in names:
+                began = time.monotonic()
+                try:
+                    outcome = FAULTS[name][1](stage)
+                except AssertionError as error:  # also of who waits for a process in vain
+                    failed[name] = str(error)
+                    print(f"FAILED {name}: {error}", flush=True)
+                    stage.restore()
+                    continue
+                seconds = time.monotonic() - began
+                outcome = replace(outcome, seen=redact(outcome.seen, stage.folder), seconds=seconds)
+                record.add(name, outcome)
+                print(f"{seconds:4.0f} s  {name}: {outcome.seen}", flush=True)
+                if path is not None:
+                    path.write_text(page(record), encoding="utf-8")
+    return failed
 
 
 def main() -> None:
@@ -1088,42 +1118,31 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.faults) - set(FAULTS):
         parser.error(f"no such fault: {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
-    record, failed = Record(args.record), dict[str, str]()
-    with tempfile.TemporaryDirectory(prefix="fedspan-faults-") as folder_name:
-        stage = Stage(Path(folder_name))
-        with stage.made:
-            for site in SITES:
-                stage.join(site, stage.node(site))
-            for name in [name for name in args.faults or FAULTS if name not in record.outcomes]:
-                began = time.monotonic()
-                try:
-                    outcome = FAULTS[name][1](stage)
-                except AssertionError as error:  # also of who waits for a process in vain
-                    failed[name] = str(error)
-                    print(f"FAILED {name}: {error}", flush=True)
-                    stage.restore()
-                    continue
-                seconds = time.monotonic() - began
-                outcome = replace(outcome, seen=redact(outcome.seen, stage.folder), seconds=seconds)
-                record.add(name, outcome)
-                print(f"{seconds:4.0f} s  {name}: {outcome.seen}", flush=True)
-                if args.page:  # a run of all of them is long
-                    args.page.write_text(page(record), encoding="utf-8")
-        print(page(record))
+    record = Record(args.record)
+    missing = [name for name in args.faults or FAULTS if name not in record.outcomes]
+    failed = run_scenarios(missing, record, args.page) if missing else {}
+    text = page(record)
+    print(text)
+    if args.page:
+        args.page.write_text(text, encoding="utf-8")
     if failed:
         sys.exit(f"{len(failed)} of {len(record.outcomes) + len(failed)} faults had consequences: {', '.join(failed)}")
 
 
 def page(record: Record) -> str:
     missing = [name for name in FAULTS if name not in record.outcomes]
-    calls = sorted({outcome.call for outcome in record.outcomes.values()} | {record.call})
+    calls = sorted({outcome.call for outcome in record.outcomes.values()})
+    by_commit: dict[str, list[str]] = {}
+    for name, outcome in record.outcomes.items():
+        by_commit.setdefault(outcome.commit, []).append(f"`{name}`")
+    commits = sorted(by_commit, key=lambda commit: -len(by_commit[commit]))
     return PAGE.format(
         rounds=ROUNDS,
         steps=STEPS,
         given=" " + " ".join(record.outcomes) if missing else "",
         calls=f", in {len(calls)} calls (`--record`)" if len(calls) > 1 else "",
-        date=calls[0].split()[0],
-        commit=record.commit,
+        date=min(calls, default=record.call).split()[0],
+        commits="; ".join([*commits[:1], *(f"{commit} for {', '.join(by_commit[commit])}" for commit in commits[1:])]),
         machine=platform.machine(),
         cores=os.cpu_count(),
         torch=torch.__version__,

@@ -37,16 +37,10 @@ def partition(
     from fedspan.cli.formatting import create_console
     from fedspan.config import load_config
     from fedspan.data.duplicates import describe_shared
-    from fedspan.data.loading import load
     from fedspan.data.partition import partition as partition_examples
 
     settings = load_config(config, overrides or ())
-    data = load(
-        settings.data,
-        seed=settings.data_seed,
-        task=settings.task_columns,
-        client_column=settings.partition.column,
-    )
+    data = settings.load_examples()
     parts = partition_examples(data.train, settings.partition, settings.data_seed, groups=data.groups)
     labels = data.labels if "label" in data.train.column_names else ()  # one for each example, to be counted
     rows = parts.label_table(labels, data.train)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 from pydantic import model_validator
 
@@ -17,6 +18,10 @@ from fedspan.core.values import Spec
 from fedspan.errors import FedspanError
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import ReplyRules
+
+if TYPE_CHECKING:
+    from fedspan.data.loading import LoadedData
+    from fedspan.data.source import Source
 
 __all__ = ["RunConfig"]
 
@@ -74,6 +79,25 @@ class RunConfig(RunSections):
     def data_seed(self) -> int:
         """Seed of the partition."""
         return self.seed if self.partition.seed is None else self.partition.seed
+
+    def load_examples(self, sources: Mapping[str, Source] | None = None) -> LoadedData:
+        """Read, check and label the examples that the config names.
+
+        Args:
+            sources: Sources of ``train`` and ``test`` that were passed from Python; None: they are read.
+
+        Raises:
+            FedspanError: As ``data.loading.load``.
+        """
+        from fedspan.data.loading import load  # here, because it needs the packages that read files
+
+        return load(
+            self.data,
+            seed=self.data_seed,
+            task=self.task_columns,
+            sources=sources,
+            client_column=self.partition.column,
+        )
 
     def build_round_settings(self, key: bytes | None = None) -> RoundSettings:
         """Return the settings of rounds for the engines; ``key`` as in ``build_privacy_settings``."""

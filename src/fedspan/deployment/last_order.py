@@ -79,26 +79,25 @@ class LastOrderFile:
     def begin(self, envelope: Envelope, serial: int) -> Envelope | None:
         """Store that an order arrived: a new one, or the last one, if it was interrupted before its reply.
 
-        Returns:
-            The reply to the order, if it is answered and its reply is there; None: it is to be carried out.
-
         Args:
             envelope: The order as it was received.
             serial: Its serial.
+
+        Returns:
+            The reply to the order, if it is answered and its reply is there; None: it is to be carried out.
 
         Raises:
             FedspanError: If the order was answered and its reply is not there, is older than the last one, differs
                 from it with the same serial, or was started too often, or the disk cannot be written.
         """
         last, digest = load_last_order(self.path), _compute_digest(envelope)
-        order = LastOrder(serial=serial, digest=digest)
-        if serial == last.serial and digest == last.digest:
-            if last.is_closed and (reply := self._load_reply(last)) is not None:
-                return reply
-            order = last
-        if serial < last.serial or (serial == last.serial and (digest != last.digest or last.is_closed)):
+        is_last = (serial, digest) == (last.serial, last.digest)
+        if is_last and last.is_closed and (reply := self._load_reply(last)) is not None:
+            return reply
+        if serial <= last.serial and (not is_last or last.is_closed):
             problem = f"order {serial} arrived before, or is older than order {last.serial}"
             raise FedspanError("serial", serial, problem=problem)
+        order = last if is_last else LastOrder(serial=serial, digest=digest)
         if order.starts >= _MAX_STARTS:
             raise FedspanError("serial", serial, problem=f"order {serial} was interrupted {order.starts} times")
         self._order = order

@@ -8,7 +8,6 @@ from typing import Any
 
 from fedspan.config import ConfigLike, RunConfig, parse_config, to_plain_values
 from fedspan.data.catalogue import DatasetEntry, get_dataset_entry
-from fedspan.data.loading import load
 from fedspan.data.partition import partition
 from fedspan.data.path_patterns import has_placeholders
 from fedspan.errors import FedspanError
@@ -153,12 +152,7 @@ def _count_local(config: RunConfig) -> tuple[int, int, int] | None:
     train = config.data.train
     if train is None or not (train.startswith("builtin:") or Path(train).exists() or has_placeholders(train)):
         return None
-    data = load(
-        config.data,
-        seed=config.data_seed,
-        task=config.task_columns,
-        client_column=config.partition.column,
-    )
+    data = config.load_examples()
     clients = config.partition.clients
     if config.partition.partitioner == "natural":
         clients = len(partition(data.train, config.partition, config.data_seed, groups=data.groups).clients)

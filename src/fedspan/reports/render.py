@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 import fedspan
 from fedspan.core.lowrank import LowRank
-from fedspan.data.loading import load
 from fedspan.data.partition import ClientRow, Partition
 from fedspan.diagnostics.round_diagnosis import Diagnosis
 from fedspan.diagnostics.updates import compute_singular_values
@@ -82,12 +81,7 @@ def _read_partition(run: RunData) -> tuple[str, Sequence[ClientRow], Sequence[st
         parts = Partition.from_json(
             read_bytes(run_folder.partition).decode(errors="replace"), str(run_folder.partition)
         )
-        loaded = load(
-            run.config.data,
-            seed=run.config.data_seed,
-            task=run.config.task_columns,
-            client_column=run.config.partition.column,
-        )
+        loaded = run.config.load_examples()
         return run.name, parts.label_table(loaded.labels, loaded.train), loaded.labels
     except FedspanError:  # the data were moved or changed since
         return None

@@ -170,13 +170,7 @@ def _load_held_out_examples(folder: str | Path, adapter: Path, data: Any) -> dat
     if data is None:
         require_named_data(config, "fedspan.evaluate", "run_data")
     sources = None if data is None else read_objects(data, config.partition.clients).sources
-    loaded = load(
-        config.data,
-        seed=config.data_seed,
-        task=config.task_columns,
-        sources=sources,
-        client_column=config.partition.column,
-    )
+    loaded = config.load_examples(sources)
     if loaded.test is None:
         raise FedspanError(
             "data", None, "a file to measure on", problem="no data are given, and this run has no held-out test set"

@@ -16,7 +16,6 @@ from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client
 from fedspan.crypto import require_packages
 from fedspan.data.duplicates import describe_shared
-from fedspan.data.loading import load
 from fedspan.data.names import read_required_names, sort_names
 from fedspan.data.objects import DataObjects
 from fedspan.data.partition import Partition, partition
@@ -188,13 +187,7 @@ def prepare(
     device = choose_device("cpu" if config.cluster is not None else config.device)  # workers have the GPUs
     sources = None if objects.data is None else objects.data.sources
     with stages.stage("data"):
-        data = load(
-            config.data,
-            seed=config.data_seed,
-            task=config.task_columns,
-            sources=sources,
-            client_column=config.partition.column,
-        )
+        data = config.load_examples(sources)
         test_parts = _find_test_parts(data.test, config.evaluation.by)
         parts = given_partition or partition(data.train, config.partition, config.data_seed, groups=data.groups)
     if parts.examples != len(data.train):
