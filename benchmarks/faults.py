@@ -1030,14 +1030,14 @@ A reply that is dropped leaves its client out of that round; in the other synchr
 (`federation.min_replies: 3`).
 
 Command: `python benchmarks/faults.py{given}`{calls}  
-Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, flwr {flwr}. Load average of the last 15 minutes at the
-end: {load:.1f}.  
+Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, flwr {flwr}.  
 Commit: {commits}.
 
 {table}
 {missing}
 What is seen is the line as it stands in the terminal of `fedspan submit`, or of the process that is concerned. Seconds
-are those of the whole fault: starting `fedspan submit`, all rounds, the export.
+are those of the whole fault: starting `fedspan submit`, all rounds, the export. They depend on what else the machine
+does.
 """
 
 
@@ -1147,7 +1147,6 @@ def page(record: Record) -> str:
         cores=os.cpu_count(),
         torch=torch.__version__,
         flwr=find_version("flwr"),
-        load=os.getloadavg()[2],
         table=format_table(record.outcomes),
         missing="" if not missing else f"\nNot done in this run: {', '.join(missing)}.\n",
     )
