@@ -892,10 +892,10 @@ def large_messages(stage: Stage) -> Outcome:
 
 
 @register_fault(
-    "reply-interrupted",
+    "interrupted-reply",
     "a node is killed (-9) when it has sent half of a reply of 2.6 MB (1 Mbit/s), and started again; 1 round",
 )
-def reply_interrupted(stage: Stage) -> Outcome:
+def interrupted_reply(stage: Stage) -> Outcome:
     with open_large_scene(stage, 1e6 / 8, rank=64) as scene:
         run = scene.submit()
         end = time.monotonic() + WAIT
