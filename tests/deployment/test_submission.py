@@ -299,6 +299,34 @@ def test_a_new_key_takes_over_only_the_name_under_which_it_was_admitted(
     assert f"{NORTH} does not participate: another node has this id" in listener.notes
 
 
+class Renamed:
+    """A node that introduces itself under its own id at first, and under another one at each further invitation."""
+
+    def __init__(self, service: NodeService) -> None:
+        self.service, self.invited = service, 0
+
+    def answer(self, envelope: Envelope) -> Envelope:
+        answer = self.service.answer(envelope)
+        if json.loads(envelope.header)["task"] != "invite":
+            return answer
+        self.invited += 1
+        id = EAST if self.invited == 1 else f"{EAST}-{self.invited}"
+        return Envelope(json.dumps({**json.loads(answer.header), "id": id}), answer.body)
+
+
+def test_a_node_that_comes_back_under_another_id_is_no_further_client(scene: Scene, tmp_path: Path) -> None:
+    scene.grid.services[4] = Renamed(scene.grid.services[4])
+    scene.values["federation"] |= {"late_joiners": True, "rounds": 6}
+    listener = Events(scene.grid, {1: {1, 2, 3, 4}, 2: {1, 2, 3}, 3: {1, 2, 3, 4}, 4: {1, 2, 3}, 5: {1, 2, 3, 4}})
+    submit(scene.values, tmp_path / "run", scene.link, wait=30.0, listener=listener)
+    assert scene.grid.services[4].invited == 3
+    everybody, others = sorted(NODES), sorted(SITES)
+    assert list_cohorts(tmp_path / "run") == [others, everybody, *[others] * 4]
+    assert f"{EAST}-3 does not participate: this node has joined this run as {EAST}. Set id: {EAST} in its file" in (
+        listener.notes
+    )
+
+
 def test_the_quorum_of_a_round_is_that_of_all_clients_at_least() -> None:
     rules = ReplyRules(least=3)
     assert [rules.compute_quorum(cohort) for cohort in (2, 3, 4, 5, 6)] == [2, 3, 3, 3, 4]

@@ -246,6 +246,40 @@ def test_the_name_of_an_admitted_node_is_no_other_node_s(
     assert handshakes.owners == {"another": 7} | ({} if is_revoked else {CLIENT: 8})
 
 
+@pytest.mark.parametrize("late_joiners", [False, True])
+def test_a_node_has_one_id_in_a_run(
+    late_joiners: bool, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes 2 and 7 were admitted without a name; node 7 is invited again, since it was offline for a moment."""
+    admitted = {7: admissions.Admission("", "key 7"), 2: admissions.Admission("", "key 2")}
+    monkeypatch.setattr(admissions, "read_admissions", lambda link: admitted)
+    monkeypatch.setattr(admissions, "read_revocations", lambda link: {})
+    monkeypatch.setattr(submission, "compute_base_digest", lambda model: "b")
+    given = values(tiny_folder)
+    given["federation"]["late_joiners"] = late_joiners
+    prepared: Any = SimpleNamespace(config=build_server_config(given), model=None)
+    link: Any = SimpleNamespace(authority=tmp_path / "ca.crt", folder=tmp_path)
+    grid: Any = SimpleNamespace(get_node_ids=lambda: [2, 7])
+    notes = Notes()
+    handshakes = submission.Handshakes(prepared, notes, link)
+
+    def introduce(node: int, id: str) -> dict[str, int]:
+        introduction = Introduction(id=id, version=__version__, examples=5, base="b")
+        handshakes.process(node, introduction.to_envelope(), grid)
+        return {id: one.node for id, one in handshakes.nodes.items()}
+
+    assert introduce(7, "x1") == {"x1": 7}
+    for id in ("x2", "another", "x3"):
+        assert introduce(7, id) == {}
+    assert handshakes.owners == {"x1": 7}
+    assert notes.notes == [
+        f"{id} does not participate: this node has joined this run as x1. Set id: x1 in its file"
+        for id in ("x2", "another", "x3")
+    ]
+    assert introduce(2, "another") == {"another": 2}  # the id that node 7 tried to take
+    assert introduce(7, "x1") == {"another": 2, "x1": 7}
+
+
 def test_a_node_that_declares_no_examples_takes_no_part(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -253,6 +253,8 @@ class Handshakes:
         names = {admission.name for admission in owned}
         introduction, reason = _read_introduction(reply, self._base, admitted, names, self._federation)
         is_taken = False
+        if introduction is not None and reason is None:
+            reason = self._explain_second_id(introduction.id, node)
         if introduction is not None and reason is None and self.owners.get(introduction.id, node) != node:
             is_taken = self._may_replace(introduction.id, admitted)
             reason = self._explain_taken(introduction.id, is_taken, grid)
@@ -272,6 +274,14 @@ class Handshakes:
         if self.refused.get(id) != reason:
             self.refused[id] = reason or ""
             self._listener.on_note(f"{id} does not participate{' yet' if node in self.undecided else ''}: {reason}")
+
+    def _explain_second_id(self, id: str, node: int) -> str | None:
+        """Return why a node cannot have an id beside the one under which it joined; None: it has no other.
+
+        With several ids one data owner would count as several clients, wherever clients are counted.
+        """
+        other = next((known for known, owner in self.owners.items() if owner == node and known != id), None)
+        return None if other is None else f"this node has joined this run as {other}. Set id: {other} in its file"
 
     def _may_replace(self, id: str, admitted: Admission | None) -> bool:
         """Return whether a node may take over the id of one that is gone: it has its name, or there are no names."""
