@@ -402,17 +402,54 @@ class Stopper(TrainerCallback):
         control.should_training_stop = True
 
 
-@pytest.mark.parametrize(("training", "planned"), [({"local_epochs": 1}, 2), ({"local_steps": 5}, 5)])
+class EpochStopper(TrainerCallback):
+    """Stops each epoch after its first step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop = True
+
+
+class AccumulationStopper(TrainerCallback):
+    """Stops an epoch within its second step."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop = state.global_step == 1
+
+
+@pytest.mark.parametrize(
+    ("stopper", "training", "reason"),
+    [
+        (Stopper, {"local_epochs": 1}, "ended after 1 of 2 planned steps"),
+        (Stopper, {"local_steps": 5}, "ended after 1 of 5 planned steps"),
+        (EpochStopper, {"local_epochs": 1}, "ended after 1 of 2 planned steps"),
+        (EpochStopper, {"local_epochs": 2}, "ended after 2 of 4 planned steps"),
+        (EpochStopper, {"local_steps": 5}, "ended after 3 of 5 planned steps"),
+        (AccumulationStopper, {"local_epochs": 1}, "ended after 1 of 2 planned steps"),
+    ],
+)
 def test_a_callback_that_stops_a_round_early_gives_no_reply(
-    training: dict[str, Any], planned: int, tiny_folder: Path, tmp_path: Path
+    stopper: type[TrainerCallback], training: dict[str, Any], reason: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    trainer = make_trainer(tiny_folder, "east", callbacks=[Stopper()])
-    assert f"after 1 of {planned} planned steps" in refusal(tiny_folder, tmp_path, trainer, training=training)
+    accumulated = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}  # two steps of four examples
+    args = arguments(tmp_path / "trainer", **(accumulated if stopper is AccumulationStopper else {}))
+    trainer = make_trainer(tiny_folder, "east", callbacks=[stopper()], args=args)
+    assert reason in refusal(tiny_folder, tmp_path, trainer, training=training)
 
 
-def test_a_callback_that_stops_with_the_last_step_stops_nothing_early(tiny_folder: Path, tmp_path: Path) -> None:
-    trainer = make_trainer(tiny_folder, "east", callbacks=[Stopper()])
-    report = fedspan.simulate(settings(training={"local_steps": 1}), tmp_path / "run", trainers={"east": trainer})
+@pytest.mark.parametrize(
+    ("stopper", "training", "batch"),
+    [
+        (Stopper, {"local_steps": 1}, 4),
+        (EpochStopper, {"local_epochs": 2}, 8),  # epochs of one batch
+        (EpochStopper, {"local_steps": 1}, 4),
+    ],
+)
+def test_a_callback_that_stops_with_the_last_step_stops_nothing_early(
+    stopper: type[TrainerCallback], training: dict[str, Any], batch: int, tiny_folder: Path, tmp_path: Path
+) -> None:
+    args = arguments(tmp_path / "trainer", per_device_train_batch_size=batch)
+    trainer = make_trainer(tiny_folder, "east", callbacks=[stopper()], args=args)
+    report = fedspan.simulate(settings(training=training), tmp_path / "run", trainers={"east": trainer})
     assert report.rounds == 2
 
 
@@ -613,12 +650,36 @@ def test_a_plain_loop_may_accumulate_a_step_over_several_epochs(tiny_folder: Pat
 
 @pytest.mark.parametrize(
     ("counted", "training", "reason"),
-    [(4, {"local_steps": 5}, "took 2 of 5 planned steps"), (9, {"local_epochs": 1}, "counted 18 examples")],
+    [
+        (4, {"local_steps": 5}, "took 2 of 5 planned steps"),
+        (4, {"local_epochs": 3}, "took 1 of 3 planned epochs. Pass round.batches a loader that can be iterated again"),
+        (9, {"local_epochs": 1}, "counted 18 examples"),
+    ],
 )
 def test_a_plain_loop_trains_what_was_planned(
     counted: int, training: dict[str, Any], reason: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     assert reason in refusal(tiny_folder, tmp_path, plain_loop(tiny_folder, counted), training=training)
+
+
+def test_a_loader_that_ends_with_the_planned_steps_is_complete(tiny_folder: Path, tmp_path: Path) -> None:
+    config = settings(training={"local_steps": 2}, federation={"rounds": 1})
+    assert fedspan.simulate(config, tmp_path / "run", trainers={"east": plain_loop(tiny_folder, 4)}).rounds == 1
+
+
+@pytest.mark.parametrize(
+    ("training", "reason"),
+    [({"local_epochs": 1}, "took no optimizer step"), ({"local_steps": 2}, "took 0 of 2 planned steps")],
+)
+def test_an_empty_loader_gives_no_reply(
+    training: dict[str, Any], reason: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    def train(round: fedspan.TrainingRound) -> None:
+        for _ in round.batches([]):
+            pass
+
+    trainer = fedspan.TorchTrainer(tiny.fresh_classifier(tiny_folder / "bert"), train, 8)
+    assert reason in refusal(tiny_folder, tmp_path, trainer, training=training)
 
 
 def test_an_evaluation_that_fails_is_reported_with_client_and_round(tiny_folder: Path, tmp_path: Path) -> None:

@@ -212,6 +212,16 @@ class TwoSizes:
         return 3
 
 
+class FewerBatches:
+    """A batch sampler of an owner that yields 2 of the 4 batches that its length says."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1, 2], [3]])
+
+    def __len__(self) -> int:
+        return 4
+
+
 class LoaderOfOwner(transformers.Seq2SeqTrainer):
     """A trainer whose owner writes the loader."""
 
@@ -233,6 +243,18 @@ class Counting(TransformersTrainer):
         loss = super().train(plan, optimizer)
         self.counts.append(optimizer.examples)
         return loss
+
+
+def loading_trainer(loading: Mapping[str, Any] | None, arguments: dict[str, Any], tmp_path: Path) -> Any:
+    """A trainer of four examples; ``loading``: how its owner's loader batches them, None: by the arguments."""
+    args = transformers.Seq2SeqTrainingArguments(**{**QUIET, **arguments}, output_dir=str(tmp_path / "trainer"))
+    table = [{"input_ids": [2 + at, 3, 4], "labels": [5 + at, 1]} for at in range(4)]
+    kind = transformers.Seq2SeqTrainer if loading is None else LoaderOfOwner
+    trainer = kind(model=encoder_decoder(tmp_path), args=args, train_dataset=datasets.Dataset.from_list(table))
+    if isinstance(trainer, LoaderOfOwner):
+        assert loading is not None
+        trainer.loading = loading
+    return trainer
 
 
 @pytest.mark.parametrize(
@@ -257,23 +279,25 @@ class Counting(TransformersTrainer):
         pytest.param({"batch_sampler": TwoSizes()}, {}, None, 2 * 7, marks=pytest.mark.slow),
         ({"batch_sampler": TwoSizes()}, {"gradient_accumulation_steps": 2}, 3, 4 + 3 + 4),
         ({"batch_sampler": TwoSizes(), "num_workers": 1}, {}, 2, 3 + 1),
+        ({"batch_sampler": FewerBatches()}, {}, None, 2 * 4),
     ],
 )
 def test_examples_are_counted_as_the_loader_yields_them(
     loading: Mapping[str, Any] | None, arguments: dict[str, Any], steps: int | None, expected: int, tmp_path: Path
 ) -> None:
-    args = transformers.Seq2SeqTrainingArguments(**{**QUIET, **arguments}, output_dir=str(tmp_path / "trainer"))
-    table = [{"input_ids": [2 + at, 3, 4], "labels": [5 + at, 1]} for at in range(4)]
-    kind = transformers.Seq2SeqTrainer if loading is None else LoaderOfOwner
-    trainer = kind(model=encoder_decoder(tmp_path), args=args, train_dataset=datasets.Dataset.from_list(table))
-    if isinstance(trainer, LoaderOfOwner):
-        assert loading is not None
-        trainer.loading = loading
+    counting = Counting(loading_trainer(loading, arguments, tmp_path))
     training = {"lr": 0.01, "local_epochs": 2} if steps is None else {"lr": 0.01, "local_steps": steps}
     config = {"model": {"target_modules": ["q", "v"]}, "federation": {"rounds": 2}, "training": training}
-    counting = Counting(trainer)
     fedspan.simulate(config, tmp_path / "run", trainers={"a": counting})
     assert counting.counts == [expected] * 2
+
+
+def test_a_sampler_with_which_a_trainer_misses_planned_steps_is_refused(tmp_path: Path) -> None:
+    trainer = loading_trainer({"batch_sampler": FewerBatches()}, {}, tmp_path)
+    config = {"model": {"target_modules": ["q", "v"]}, "training": {"lr": 0.01, "local_steps": 6}}
+    with pytest.raises(FedspanError, match="client a in round 1 ended after 4 of 6 planned steps") as caught:
+        fedspan.simulate(config, tmp_path / "run", trainers={"a": trainer})
+    assert "its loader yields fewer batches than its length says" in str(caught.value)
 
 
 def test_an_adapter_of_trl_is_refused_with_its_spelling_in_the_config(decoders: Path, tmp_path: Path) -> None:

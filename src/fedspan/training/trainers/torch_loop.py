@@ -44,8 +44,8 @@ class TrainingRound:
             loader: Batches of one epoch; torch's random state is that of the round, so shuffled orders differ.
 
         Raises:
-            FedspanError: If steps are planned, and the loop took none in a whole epoch of ``_FEWEST_BATCHES`` batches,
-                or in several smaller ones with so many.
+            FedspanError: If the loader is empty before the round's planned end, or steps are planned and the loop took
+                none in a whole epoch of ``_FEWEST_BATCHES`` batches, or in several smaller ones with so many.
         """
         self._module.train()
         epoch = idle = steps = 0  # batches since the last step
@@ -58,7 +58,10 @@ class TrainingRound:
                 idle, steps = (idle + 1 if self.optimizer.steps == steps else 1), self.optimizer.steps
                 yield batch
             if is_empty:
-                return
+                is_complete = epoch == 0 if self.plan.steps is None else self.optimizer.steps >= self.plan.steps
+                if is_complete:  # an empty first epoch is one without a step, which the engine refuses
+                    return
+                raise _build_incomplete_error(self.plan, epoch if self.plan.steps is None else self.optimizer.steps)
             epoch += 1
             if self.plan.steps is not None and self.optimizer.steps == steps and idle >= _FEWEST_BATCHES:
                 problem = (
@@ -140,15 +143,11 @@ class TorchTrainer:
         round = TrainingRound(plan, optimizer, self.root)
         set_seed(plan.seed)
         self._train(round)
-        context = f"of client {plan.client} in round {plan.round + 1}"
         if plan.steps is not None and optimizer.steps != plan.steps:
-            problem = (
-                f"the loop {context} took {optimizer.steps} of {plan.steps} planned steps. Pass round.batches a loader "
-                "that can be iterated again in each epoch, and call round.step once for each of its batches"
-            )
-            raise FedspanError("trainer", plan.client, problem=problem)
+            raise _build_incomplete_error(plan, optimizer.steps)
         limit = self.examples * (plan.epochs if plan.steps is None else plan.steps)
         if optimizer.examples > limit:
+            context = f"of client {plan.client} in round {plan.round + 1}"
             problem = f"the loop {context} counted {optimizer.examples} examples, and at most {limit} were possible"
             raise FedspanError("trainer", plan.client, "round.step(loss, examples of the batch)", problem=problem)
         return round.mean_loss
@@ -170,3 +169,13 @@ class TorchTrainer:
                     "evaluate", name, f"metrics with names of {', '.join(METRICS)}, or of fedspan.register_metrics"
                 )
         return {name: float(value) for name, value in metrics.items()}
+
+
+def _build_incomplete_error(plan: RoundPlan, done: int) -> FedspanError:
+    """Build the error of a round that ended after other steps or epochs than were planned."""
+    planned = f"{plan.epochs} planned epochs" if plan.steps is None else f"{plan.steps} planned steps"
+    problem = (
+        f"the loop of client {plan.client} in round {plan.round + 1} took {done} of {planned}. Pass round.batches a "
+        "loader that can be iterated again in each epoch, and call round.step once for each of its batches"
+    )
+    return FedspanError("trainer", plan.client, problem=problem)

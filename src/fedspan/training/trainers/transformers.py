@@ -102,9 +102,9 @@ class TransformersTrainer:
         """``LocalTrainer.train``.
 
         Raises:
-            FedspanError: If a callback stopped the training before its planned end.
+            FedspanError: If the training ended before its planned end.
         """
-        trainer = self.trainer
+        trainer, epochs = self.trainer, _StoppedEpochs()
         try:
             with (
                 _set_round_arguments(trainer, plan),
@@ -112,12 +112,13 @@ class TransformersTrainer:
                 _restore_losses(trainer, self.root),
                 _count_examples(trainer, optimizer),
                 _draw_by_process(trainer, plan.seed),
+                _add_callback(trainer, epochs),
             ):
                 trainer.optimizer = optimizer
                 trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _get_constant_rate)
                 set_seed(plan.seed)
                 loss = float(trainer.train().training_loss)
-                _require_complete(trainer, plan)
+                _require_complete(trainer, plan, epochs.count)
                 return loss
         finally:
             trainer.optimizer = trainer.lr_scheduler = None
@@ -208,12 +209,11 @@ def _count_examples(trainer: Trainer, optimizer: JobOptimizer) -> Generator[None
         optimizer.count_examples(sum(_pop_examples(batch) for batch in batches))
         return batches, items
 
-    trainer.add_callback(loaders)
     trainer.get_batch_samples = get_batch_samples
     try:
-        yield
+        with _add_callback(trainer, loaders):
+            yield
     finally:
-        trainer.remove_callback(loaders)
         loaders.undo()
         del trainer.get_batch_samples
         if own_method is not None:
@@ -235,22 +235,59 @@ def _pop_examples(batch: Any) -> int:
     return rows
 
 
-def _require_complete(trainer: Trainer, plan: RoundPlan) -> None:
-    """Check that no callback stopped a round's training early.
+class _StoppedEpochs(TrainerCallback):
+    """Counts the epochs that other callbacks stopped before their last batch.
 
-    A sampler that yields fewer batches than its length is no stop: what it yields is an epoch.
+    An epoch of a sampler that yields fewer batches than its length is none of them.
+    """
+
+    def __init__(self) -> None:
+        self.count = self._ended = 0
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._ended += 1
+        self.count += control.should_epoch_stop and state.epoch < self._ended
+
+
+@contextmanager
+def _add_callback(trainer: Trainer, callback: TrainerCallback) -> Generator[None]:
+    """Have a trainer call a callback within this context, after its own ones."""
+    trainer.add_callback(callback)
+    try:
+        yield
+    finally:
+        trainer.remove_callback(callback)
+
+
+def _require_complete(trainer: Trainer, plan: RoundPlan, stopped_epochs: int) -> None:
+    """Check that a round's training did not end early.
+
+    In a round of epochs, a sampler may yield fewer batches than its length: what it yields is an epoch. A round of
+    steps would miss some of them, because the ``Trainer`` plans as many epochs as that length needs.
+
+    Args:
+        trainer: The trainer, after the training.
+        plan: What was planned.
+        stopped_epochs: Number of epochs that callbacks stopped.
 
     Raises:
-        FedspanError: If one did.
+        FedspanError: If it did.
     """
     state = trainer.state
-    if trainer.control.should_training_stop and state.global_step < state.max_steps:
-        problem = (
-            f"a callback stopped the training of client {plan.client} in round {plan.round + 1} after "
-            f"{state.global_step} of {state.max_steps} planned steps. training.local_steps or local_epochs sets the "
-            "length of a round, and federation.early_stopping ends a run"
-        )
-        raise FedspanError("trainer", plan.client, problem=problem)
+    if plan.steps is not None:
+        is_complete = state.global_step == plan.steps
+    else:
+        is_stopped = trainer.control.should_training_stop and state.global_step < state.max_steps
+        is_complete = not is_stopped and not stopped_epochs
+    if is_complete:
+        return
+    problem = (
+        f"the training of client {plan.client} in round {plan.round + 1} ended after {state.global_step} of "
+        f"{plan.steps or state.max_steps} planned steps. A callback stopped it or its epochs, or its loader yields "
+        "fewer batches than its length says. training.local_steps or local_epochs sets the length of a round, and "
+        "federation.early_stopping ends a run"
+    )
+    raise FedspanError("trainer", plan.client, problem=problem)
 
 
 def list_unused_arguments(args: Any) -> tuple[str, ...]:
