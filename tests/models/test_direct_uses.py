@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
@@ -16,6 +18,8 @@ import fedspan
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.direct_uses import forbid_direct_uses
+from fedspan.training.trainers import trainer_engine
+from fedspan.training.trainers.trainer_engine import TrainerEngine
 from helpers import tiny
 
 
@@ -84,18 +88,24 @@ def test_a_trainer_s_model_is_checked_in_its_first_pass(used: str, tmp_path: Pat
 
 
 def test_the_check_of_a_trainer_s_model_changes_no_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from safetensors.torch import load_file
-
-    from fedspan.training.trainers.trainer_engine import TrainerEngine
-
     config: dict[str, Any] = {"model": {"target_modules": TARGETS}, "method": {"r": 2}, "federation": {"rounds": 1}}
+    checked: list[AdaptedModel] = []
+
+    def check(adapted: AdaptedModel) -> AbstractContextManager[None]:
+        checked.append(adapted)
+        return forbid_direct_uses(adapted)
+
+    monkeypatch.setattr(trainer_engine, "forbid_direct_uses", check)
     fedspan.simulate(config, tmp_path / "checked", trainers={"a": make_trainer("none")})
-    monkeypatch.setattr(TrainerEngine, "_require_calls", lambda self, adapted: torch.enable_grad())
+    assert len(checked) == 1
+    monkeypatch.setattr(TrainerEngine, "_check_first_pass", lambda *_: nullcontext())
     fedspan.simulate(config, tmp_path / "unchecked", trainers={"a": make_trainer("none")})
-    checked, unchecked = (
-        load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("checked", "unchecked")
+    assert len(checked) == 1
+    expected, found = (
+        load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("unchecked", "checked")
     )
-    assert all(torch.equal(value, unchecked[name]) for name, value in checked.items())
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
 class ReadingConfig(PretrainedConfig):
