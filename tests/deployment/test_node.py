@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import yaml
 
 from fedspan import __version__
 from fedspan.clients.host import Host
-from fedspan.config.node import load_node
+from fedspan.config.node import NodeConfig, load_node
 from fedspan.deployment.base_offers import BaseFile
 from fedspan.deployment.handshake import Introduction, Invitation, build_server_config
 from fedspan.deployment.last_order import LastOrderFile
@@ -105,6 +106,44 @@ def test_a_reply_is_kept_until_the_next_order_and_is_not_needed(
     next_order.close(reply)
     with pytest.raises(FedspanError, match="order 4 arrived before"):
         LastOrderFile(path).begin(order, 4)
+
+
+def test_a_stored_reply_leaves_the_node_by_its_present_limits_and_from_its_present_data_only(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Refused once, it is deleted: the limits that allowed it do not bring it back."""
+    data = {name: tmp_path / f"{name}.csv" for name in ("train", "test")}
+    rows = (tiny_folder / "corpus.csv").read_text().splitlines(keepends=True)
+    for path in data.values():
+        path.write_text("".join(rows))
+    own = {name: str(path) for name, path in data.items()}
+    folder, copied, marker = tmp_path / "node", tmp_path / "copied", Path(f"{tmp_path / 'node'}.budget")
+    config = node(tiny_folder, folder, data=own)
+    run, transport = served(tiny_folder, NodeService(config))
+    run.federation.run_round(run.federation.begin())
+    (envelope,) = transport.sent
+    shutil.copytree(folder, copied)
+    budget = marker.read_bytes()
+
+    def answer(config: NodeConfig) -> str | None:
+        return decode_reply(NodeService(config).answer(envelope)).failed
+
+    limits = [{"secure_only": True}, {"private_only": True}, {"methods": ["rolora"]}, {"models": ["other"]}]
+    limits += [{"train_examples": 10**6}, {"steps": 1}, {"evaluation_examples": 11}, {"approve": "ask"}]
+    changes: list[dict[str, Any]] = [*({"limits": one} for one in limits), {"split_seed": 1}, {"validation": 0.2}]
+    for change in [*changes, "train", "test"]:
+        shutil.rmtree(folder)
+        shutil.copytree(copied, folder)
+        marker.write_bytes(budget)
+        assert answer(config) is None
+        if isinstance(change, str):  # an owner withdraws an example
+            data[change].write_text("".join(rows[:-1]))
+            assert "answered with other data" in (answer(config) or ""), change
+            data[change].write_text("".join(rows))
+        else:
+            assert answer(node(tiny_folder, folder, data=own, **change)) is not None, change
+        assert not list(folder.glob("*/serial-reply")), change
+        assert "arrived before" in (answer(config) or ""), change
 
 
 class Killed(BaseException):

@@ -16,6 +16,7 @@ from fedspan.deployment import deploy
 from fedspan.deployment.trainer_node import TrainerNode
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import TooFewReplies
+from fedspan.federation.protocol import decode_reply
 from helpers import tiny
 from helpers.node_service import introduced, node, served, values
 from helpers.trainer_clients import arguments, make_trainer, torch_trainer
@@ -42,6 +43,18 @@ def test_a_node_trains_and_evaluates_with_its_owners_trainer(tiny_folder: Path, 
         assert again is not None
         assert again.pooled["loss"] == pytest.approx(validation.pooled["loss"], rel=1e-5)
         assert federation.run_round(progress).progress.state.round == 3
+
+
+def test_the_stored_reply_of_a_trainer_does_not_outlive_its_process(tiny_folder: Path, tmp_path: Path) -> None:
+    """The next process may read other examples, which nothing shows."""
+    config = node(tiny_folder, tmp_path / "node", data={}, limits={"train_examples": 1})
+    with closing(TrainerNode(config, make_trainer(tiny_folder, "east"))) as worker:
+        prepared, transport = served(tiny_folder, worker.service)
+        prepared.federation.run_round(prepared.federation.begin())
+        (envelope,) = transport.sent
+        assert decode_reply(worker.answer(envelope)).failed is None
+    with closing(TrainerNode(config, make_trainer(tiny_folder, "east"))) as restarted:
+        assert "answered with other data" in (decode_reply(restarted.answer(envelope)).failed or "")
 
 
 def test_a_plain_loop_with_its_tokenizer_has_the_servers_base(tiny_folder: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The last order of a run on a node: what was sent before is refused, unless the node was killed before it replied.
 
 A node that was killed while it sent its reply is sent the order again. It does not carry it out a second time, but
-gives the same reply.
+gives the same reply, unless its data or its file have changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class LastOrder(BaseModel):
     Args:
         serial: Its serial.
         digest: SHA-256 of its envelope.
-        reply: SHA-256 of the reply, in its own file; empty: there is none yet, or it could not be stored.
+        reply: SHA-256 of the reply, in its own file; empty: none is stored.
+        context: Digest of what the reply depends on besides the order.
         is_closed: Whether it is answered.
         starts: Number of times that the node has started to carry it out.
         is_recorded: Whether the node's record of usage has it.
@@ -40,6 +41,7 @@ class LastOrder(BaseModel):
     serial: Count = 0
     digest: str = Field(default="", max_length=64)
     reply: str = Field(default="", max_length=64)
+    context: str = Field(default="", max_length=64)
     is_closed: bool = False
     starts: Count = 0
     is_recorded: bool = False
@@ -84,7 +86,8 @@ class LastOrderFile:
             serial: Its serial.
 
         Returns:
-            The reply to the order, if it is answered and its reply is there; None: it is to be carried out.
+            The reply to the order, if it is answered and its reply is there, which ``require_context`` checks; None: it
+            is to be carried out.
 
         Raises:
             FedspanError: If the order was answered and its reply is not there, is older than the last one, differs
@@ -93,6 +96,7 @@ class LastOrderFile:
         last, digest = load_last_order(self.path), _compute_digest(envelope)
         is_last = (serial, digest) == (last.serial, last.digest)
         if is_last and last.is_closed and (reply := self._load_reply(last)) is not None:
+            self._order = last
             return reply
         if serial <= last.serial and (not is_last or last.is_closed):
             problem = f"order {serial} arrived before, or is older than order {last.serial}"
@@ -102,9 +106,21 @@ class LastOrderFile:
             raise FedspanError("serial", serial, problem=f"order {serial} was interrupted {order.starts} times")
         self._order = order
         self._update(starts=order.starts + 1)
-        with suppress(OSError):
-            self._reply_path.unlink(missing_ok=True)
+        self._remove_reply()
         return None
+
+    def require_context(self, context: str) -> None:
+        """Check that the reply to an answered order depends on what the node has now.
+
+        Args:
+            context: Digest of what a reply depends on besides the order.
+
+        Raises:
+            FedspanError: If its order was answered with another one.
+        """
+        if self._order is not None and self._order.context != context:
+            problem = f"order {self._order.serial} was answered with other data or another node file"
+            raise FedspanError("serial", self._order.serial, problem=problem)
 
     def mark_recorded(self) -> None:
         """Store that the record of usage has the order, which must not be charged twice.
@@ -114,12 +130,13 @@ class LastOrderFile:
         """
         self._update(is_recorded=True)
 
-    def close(self, reply: Envelope | None = None) -> None:
+    def close(self, reply: Envelope | None = None, context: str = "") -> None:
         """Store that the order is answered, before its reply leaves the node: it is never carried out again.
 
         Args:
-            reply: The reply, which is kept until the next order; None: it is not kept. The order fails if the node is
+            reply: The reply, which is kept until the next order; None: none is kept. The order fails if the node is
                 killed before the server has the reply and there is no room for it on the disk.
+            context: Digest of what the reply depends on besides the order.
 
         Raises:
             FedspanError: If the disk cannot be written.
@@ -129,7 +146,13 @@ class LastOrderFile:
             with suppress(OSError):
                 write_atomic(self._reply_path, reply.header.encode() + b"\n" + reply.body, 0o600)
                 digest = _compute_digest(reply)
-        self._update(reply=digest, is_closed=True)
+        self._update(reply=digest, context=context, is_closed=True)
+        if self._order is not None and not digest:
+            self._remove_reply()
+
+    def _remove_reply(self) -> None:
+        with suppress(OSError):
+            self._reply_path.unlink(missing_ok=True)
 
     def _load_reply(self, order: LastOrder) -> Envelope | None:
         """Return the reply to an order; None: it is not there, or damaged."""

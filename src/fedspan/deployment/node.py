@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ from fedspan.config.tags import explain_missing_tags
 from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Job
 from fedspan.crypto import require_packages
+from fedspan.data.content import compute_content_digest
 from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job_digest
 from fedspan.deployment.audit import AUDIT, describe_envelope
 from fedspan.deployment.base_checks import require_weights_of_config
@@ -63,11 +66,13 @@ class _Joined:
         host: Carries out its orders.
         base: Digest of the frozen model.
         terms: What every order must agree with.
+        context: What replies depend on besides their orders (``NodeService._compute_context``), when it was loaded.
     """
 
     host: Host
     base: str
     terms: OrderTerms
+    context: str
 
 
 class NodeService:
@@ -75,7 +80,8 @@ class NodeService:
 
     The state that a run needs after a restart is in a separate folder: the invitation, the client's stored state, and
     what has become of the last order. So an order that has been answered is not executed again, and one whose execution
-    was interrupted is when it is delivered again.
+    was interrupted is when it is delivered again. The reply to an answered order is sent again only while the node's
+    file and its data are those with which it was made.
 
     Args:
         node: Config of the node, from the operator's file.
@@ -88,6 +94,7 @@ class NodeService:
         self._usage = UsageBook(node)
         self._usage.begin()
         self._loaded: tuple[str, _Joined] | None = None
+        self._start = secrets.token_hex(16)
         self._audit = AuditLog(self.folder / AUDIT)
         self._stages = Stages(Heartbeat(self.folder).observe)
         self._approvals = Approvals(self.folder, self._audit)
@@ -112,14 +119,15 @@ class NodeService:
             self._audit.write("asked", run=name, **describe_envelope(envelope))
             if len(envelope.body) > self.node.limits.message_bytes:
                 self._require_small("message", envelope.body)
-            repeated = last.begin(envelope, request.serial)
+            repeated = last.begin(envelope, request.serial)  # a reply, which obeys the present limits, too
             if self.node.limits.approve == "ask" and (stored := self._run_folder(request.run) / _INVITATION).is_file():
                 self._approvals.require(load_invitation(stored))
+            run = self._run(request.run)
             if repeated is not None:
+                last.require_context(run.context)
                 self._audit.write("answered", run=name, **describe_envelope(repeated))
                 log.info("round %d: %s was done before; its reply is sent again", request.round + 1, request.task)
                 return repeated
-            run = self._run(request.run)
             if isinstance(request, Order):
                 run.terms.require(request)
                 if not last.is_recorded:
@@ -128,7 +136,8 @@ class NodeService:
             with self._stages.stage(_STAGES.get(request.task, "training")):
                 reply = self._coarsen(run.host.reply(request), request)
             self._require_small("reply", reply.body)
-            last.close(reply if isinstance(request, Order) else None)  # phases of secure sums may reveal shares
+            # phases of secure sums may reveal shares
+            last.close(reply if isinstance(request, Order) else None, run.context)
             self._audit.write("answered", run=name, **describe_envelope(reply))
             log.info("round %d: %s done", request.round + 1, request.task)
         except Exception as error:
@@ -244,6 +253,7 @@ class NodeService:
         self._loaded = None  # two models may not fit into memory
         config = parse_config(self._build_values(invitation))
         folder = self._run_folder(invitation.run)
+        context = self._compute_context(invitation)  # before the data are read, so that a change in between is noticed
         if is_received(self.node, config.model.name):
             require_weights_of_config(Path(config.model.name))
         prepared = self._build_run(config, None, self._load_key(folder, config), self._stages)
@@ -281,21 +291,21 @@ class NodeService:
             export,
             None if secure is None else {self.node.id: secure},
             limits=StatisticsLimits(self.node.limits.head_statistics, self.node.limits.class_examples, announced),
-            checkpoints=self._build_checkpoints(folder / TRAINING, config, invitation),
+            checkpoints=_build_checkpoints(folder / TRAINING, config, context),
             agreed=invitation.digest,
         )
-        return _Joined(host, compute_base_digest(prepared.model), terms)
+        return _Joined(host, compute_base_digest(prepared.model), terms, context)
 
-    def _build_checkpoints(self, folder: Path, config: RunConfig, invitation: Invitation) -> JobCheckpoints | None:
-        """Build the storage of a run's progress within a round; None: the config asks for none.
+    def _compute_context(self, invitation: Invitation) -> str:
+        """Return a digest of what training and replies depend on besides the order: run, data and node file.
 
-        Progress on other data is not used: its owner may have withdrawn an example.
+        Progress and replies with another context are not used: the owner may have withdrawn an example or set a limit.
+        What a trainer reads is not known, so these do not outlive its process.
         """
-        steps, minutes = config.training.checkpoint_steps, config.training.checkpoint_minutes
-        if steps is None and minutes is None:
-            return None
-        node = self.node.model_dump_json(include={"data", "validation", "test", "split_seed"})
-        return JobCheckpoints(folder, f"{invitation.digest} {self._usage.compute_content()} {node}", steps, minutes)
+        content, test = self._usage.compute_content() or self._start, self.node.data.get("test")
+        test_content = compute_content_digest(test, "data.test") if isinstance(test, str) else None
+        text = f"{invitation.digest} {content} {test_content} {self.node.model_dump_json()}"
+        return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
     def _load_identity(self) -> Any:
         """Return the key that signs this node's session keys of secure sums; None: it has no key.
@@ -358,6 +368,12 @@ def load_invitation(path: Path) -> Invitation:
         return Invitation.model_validate_json(read_bytes(path))
     except (ValueError, RecursionError) as error:
         raise FedspanError(str(path), None, problem="the file is damaged. Remove its folder") from error
+
+
+def _build_checkpoints(folder: Path, config: RunConfig, context: str) -> JobCheckpoints | None:
+    """Build the storage of a run's progress within a round; None: the config asks for none."""
+    steps, minutes = config.training.checkpoint_steps, config.training.checkpoint_minutes
+    return None if steps is None and minutes is None else JobCheckpoints(folder, context, steps, minutes)
 
 
 def _selects_some(invitation: Invitation) -> bool:
