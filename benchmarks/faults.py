@@ -896,7 +896,26 @@ def large_messages(stage: Stage) -> Outcome:
     "a node is killed (-9) when it has sent half of a reply of 2.6 MB (1 Mbit/s), and started again; 1 round",
 )
 def interrupted_reply(stage: Stage) -> Outcome:
-    with open_large_scene(stage, 1e6 / 8, rank=64) as scene:
+    return interrupt_reply(stage, 1e6 / 8, 64)
+
+
+@register_fault(
+    "interrupted-pieces",
+    "the same with a reply of 7.9 MB (4 Mbit/s), which is announced and sent in pieces",
+)
+def interrupted_pieces(stage: Stage) -> Outcome:
+    return interrupt_reply(stage, 4e6 / 8, 192)
+
+
+def interrupt_reply(stage: Stage, rate: float, rank: int) -> Outcome:
+    """Kill a node when it has sent half of its reply, and start it again.
+
+    Args:
+        stage: The deployment.
+        rate: Rate of the node's link, in bytes per second.
+        rank: Rank of the adapter.
+    """
+    with open_large_scene(stage, rate, rank=rank) as scene:
         run = scene.submit()
         end = time.monotonic() + WAIT
         while scene.link.up < scene.message_bytes / 2:

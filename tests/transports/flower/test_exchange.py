@@ -29,6 +29,7 @@ class Store:
         self.ended: set[str] = set()
         self.replied: set[str] = set()
         self.returned = list[tuple[int, str]]()
+        self.unfinished: set[str] = set()
 
     def take_order(self, node: int) -> Any:
         self.queries += 1
@@ -51,7 +52,11 @@ class Store:
         return b"acknowledged"
 
     def store_reply(self, request: bytes, contents: Sequence[bytes]) -> Any:
-        return adapter.StoredReply(RUN.run_id, request.decode(), b"stored")
+        id = request.decode()
+        return adapter.StoredReply(RUN.run_id, id, id not in self.unfinished, b"stored")
+
+    def is_push_finished(self, body: bytes) -> bool:
+        return body.decode() not in self.unfinished
 
     def store_orders(self, task: Any, head: bytes, contents: Sequence[bytes]) -> tuple[set[int], bytes]:
         node, _, id = head.decode().partition(":")
@@ -302,6 +307,47 @@ def test_replies_that_were_not_received_are_sent_again_until_they_are() -> None:
         assert store.deleted == ["a,b,c"]
 
     run(scenario, check=60.0)
+
+
+def test_an_unfinished_reply_is_answered_with_its_last_object() -> None:
+    async def scenario(exchange: Any, store: Store) -> None:
+        await exchange.take_replies(RUN, ["a"], 0.0)
+        store.unfinished = {"a"}
+        waiting = asyncio.ensure_future(exchange.take_replies(RUN, ["a"], 20.0))
+        await exchange.send_reply(7, b"a", [])
+        await exchange.note_object(b"a")
+        await settle()
+        assert not waiting.done()
+        store.unfinished = set()
+        await exchange.note_object(b"a")
+        assert await asyncio.wait_for(waiting, 5) == b"a"
+
+    run(scenario)
+
+
+def test_the_order_of_an_unfinished_reply_returns_to_a_new_process_of_its_node() -> None:
+    async def scenario(exchange: Any, store: Store) -> None:
+        store.orders[7] = ["a"]
+        assert await take(exchange) == b"a"
+        store.unfinished, store.returned = {"a"}, []
+        await exchange.send_reply(7, b"a", [])
+        same = take(exchange, received="a")  # the process that sends the reply
+        await settle()
+        assert store.returned == []
+        new = take(exchange)
+        await settle()
+        assert store.returned == [(7, "")]
+        assert await same == b""
+        await exchange.send_orders(RUN, b"7:a", [])
+        assert await new == b"a"
+        store.unfinished = set()
+        await exchange.send_reply(7, b"a", [])
+        following = take(exchange, received="")
+        await settle()
+        assert store.returned == [(7, "")]
+        following.cancel()
+
+    run(scenario)
 
 
 def test_the_last_reply_is_answered_at_once() -> None:

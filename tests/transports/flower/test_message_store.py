@@ -30,6 +30,9 @@ message_from_proto = name_of("flwr.common.serde", "message_from_proto")
 message_to_proto = name_of("flwr.common.serde", "message_to_proto")
 PullMessagesResponse = name_of("flwr.proto.fleet_pb2", "PullMessagesResponse")
 PushMessagesRequest = name_of("flwr.proto.fleet_pb2", "PushMessagesRequest")
+PushMessagesResponse = name_of("flwr.proto.fleet_pb2", "PushMessagesResponse")
+PushObjectRequest = name_of("flwr.proto.message_pb2", "PushObjectRequest")
+compute_object_id = name_of("flwr.supercore.inflatable.inflatable_object", "get_object_id")
 ObjectTree = name_of("flwr.proto.message_pb2", "ObjectTree")
 Node = name_of("flwr.proto.node_pb2", "Node")
 PullAppMessagesResponse = name_of("flwr.proto.runtime_pb2", "PullAppMessagesResponse")
@@ -86,7 +89,8 @@ class Scene:
         """A node's reply to an order, as the node sends it."""
         set_identity(1, self.run, self.node)
         received = message_from_proto(PullMessagesResponse.FromString(order.head).messages_list[0])
-        tree, contents = deflate_message(reply := Message(RecordDict({"b": ConfigRecord({"b": 1})}), reply_to=received))
+        content = RecordDict({"b": ConfigRecord({"b": str(self.run)})})
+        tree, contents = deflate_message(reply := Message(content, reply_to=received))
         request = PushMessagesRequest(
             node=Node(node_id=self.node),
             messages_list=[message_to_proto(remove_content_from_message(reply))],
@@ -317,3 +321,82 @@ def test_an_order_that_was_received_is_not_taken_again(how: str, scene: Scene) -
     if how == "replied":
         assert scene.task is not None
         assert scene.store.take_replies(scene.task, [id])[0].orders == {id}
+
+
+class Unfinished:
+    """An order of which a node has announced the reply and sent its first objects.
+
+    Args:
+        scene: The node and its run.
+    """
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self.id = scene, scene.send_order()
+        taken = scene.store.take_order(scene.node)
+        assert taken is not None
+        self.request, self.contents = scene.reply(taken[0])
+        assert len(self.contents) > 1
+        stored = scene.store.store_reply(self.request, self.contents[:1])
+        assert (stored.reply_to, stored.is_complete) == (self.id, False)
+        answer = PushMessagesResponse.FromString(stored.answer)
+        assert len(answer.objects_to_push) == len(self.contents) - 1
+        self.push = answer.session_id
+
+    def send_rest(self) -> None:
+        """Send the missing objects, in the session of the announcement."""
+        state, store = self.scene.state, self.scene.store
+        request = PushObjectRequest(session_id=self.push).SerializeToString()
+        for content in self.contents[1:]:
+            assert not store.is_push_finished(request)
+            assert state.store_object(self.scene.run, self.push, compute_object_id(content), content)
+        assert store.is_push_finished(request)
+
+    def is_taken(self) -> bool:
+        """Take the complete replies; return whether that to the order is there."""
+        assert self.scene.task is not None
+        return self.scene.store.take_replies(self.scene.task, [self.id], 60.0)[0].orders == {self.id}
+
+
+def test_a_reply_is_taken_when_all_of_its_objects_have_arrived(scene: Scene) -> None:
+    reply = Unfinished(scene)
+    assert not reply.is_taken()
+    scene.store.return_orders(scene.node, reply.id)  # as after a restart of the SuperLink: the node goes on
+    assert scene.store.take_order(scene.node) is None
+    scene.lose_connection(59)
+    assert not reply.is_taken()
+    reply.send_rest()
+    assert reply.is_taken()
+    assert reply.id not in scene.state.object_store
+
+
+def test_a_node_that_was_restarted_sends_an_unfinished_reply_again(scene: Scene) -> None:
+    reply, other = Unfinished(scene), scene.send_order()
+    scene.store.return_orders(scene.node, "")
+    again = scene.store.take_order(scene.node)
+    assert again is not None
+    assert again[0].id == reply.id
+    first = reply.request.messages_list[0].metadata.message_id
+    assert first not in scene.state.object_store
+    request, contents = scene.reply(again[0])
+    assert request.messages_list[0].metadata.message_id != first
+    assert scene.store.store_reply(request, contents).is_complete
+    assert reply.is_taken()
+    following = scene.store.take_order(scene.node)
+    assert following is not None
+    assert following[0].id == other
+
+
+@pytest.mark.parametrize("how", ["late", "stopped"])
+def test_an_unfinished_reply_of_a_node_that_is_gone_is_an_error(how: str, scene: Scene) -> None:
+    reply = Unfinished(scene)
+    if how == "stopped":
+        assert scene.state.deactivate_node(scene.node)
+    else:
+        scene.lose_connection(61)
+    assert take_replies(scene, reply.id, 60.0, (scene.node,) if how == "stopped" else ())
+    assert reply.id not in scene.state.object_store
+    assert reply.request.messages_list[0].metadata.message_id not in scene.state.object_store
+
+
+def test_what_is_no_request_with_an_object_finishes_no_reply(scene: Scene) -> None:
+    assert not scene.store.is_push_finished(b"\xff")

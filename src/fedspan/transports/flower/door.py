@@ -301,6 +301,8 @@ class Door:
                     await self.app(scope, make_replay(body, receive), observed)
                 if name == _PUSH_MESSAGES and self._exchange is not None:
                     self._exchange.wake_runs()
+                elif name == _PUSH_OBJECT:
+                    await self._get_exchange(scope).note_object(body)
                 elif name == _DEACTIVATE and sender is not None and sender.node is not None:
                     self._get_exchange(scope).note_departure(sender.node)
                 return

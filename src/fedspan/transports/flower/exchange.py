@@ -105,6 +105,7 @@ class _Node:
         order_signal: Set unless the node is known to have no order waiting.
         is_known: Whether ``last_order`` is known; otherwise a SuperLink that ended since may have sent one.
         last_order: The last order sent to the node; None: it has received that order, or none was sent.
+        unfinished: Id of the order to which the node sends its reply in pieces; empty: none.
         cancellation: Set to end the waiting request; only a node's latest request waits.
         lock: Held while an order is fetched.
     """
@@ -112,6 +113,7 @@ class _Node:
     order_signal: asyncio.Event = field(default_factory=asyncio.Event)
     is_known: bool = False
     last_order: SentOrder | None = None
+    unfinished: str = ""
     cancellation: asyncio.Event = field(default_factory=asyncio.Event)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -238,9 +240,10 @@ class Exchange:
         async with state.lock:
             if cancellation.is_set():
                 return None
-            if not state.is_known:
+            if not state.is_known or state.unfinished not in ("", received):  # a new process of the node
                 await self.call(self.store.return_orders, node, received)
-                state.is_known = True
+                state.is_known, state.unfinished = True, ""
+                state.order_signal.set()
             if state.last_order is not None and state.last_order.id == received:
                 await self.call(self.store.delete, received)
             elif state.last_order is not None:
@@ -280,12 +283,23 @@ class Exchange:
         stored = await self.call(self.store.store_reply, request, contents)
         if stored.reply_to:
             state, run = self._nodes.get(node), self._runs.get(stored.run)
-            if state is not None and state.last_order is not None and state.last_order.id == stored.reply_to:
-                state.last_order = None
-            if run is not None:
+            if state is not None:
+                state.unfinished = "" if stored.is_complete else stored.reply_to
+                if state.last_order is not None and state.last_order.id == stored.reply_to:
+                    state.last_order = None
+            if run is not None and stored.is_complete:
                 run.ready_ids.add(stored.reply_to)
                 run.reply_signal.set()
         return stored.answer
+
+    async def note_object(self, body: bytes) -> None:
+        """Note that a node has pushed an object of a reply: with the last one, the run's server can take the reply.
+
+        Args:
+            body: Flower's request with the object.
+        """
+        if await self.call(self.store.is_push_finished, body):
+            self.wake_runs()
 
     async def send_orders(self, task: Any, head: bytes, contents: Sequence[bytes]) -> bytes:
         """Store a run's orders with their objects, and wake up their nodes.

@@ -11,11 +11,12 @@ from flwr.common.constant import Status
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.fleet_pb2 import PullMessagesResponse, PushMessagesRequest, PushMessagesResponse
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+from flwr.proto.message_pb2 import PushObjectRequest
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PushAppMessagesRequest
 from flwr.supercore.date import now
 from flwr.supercore.inflatable.inflatable_object import UnexpectedObjectContentError
 from flwr.supercore.inflatable.inflatable_utils import validate_object_content
-from flwr.supercore.utils import uint64_to_int64
+from flwr.supercore.utils import int64_to_uint64, uint64_to_int64
 
 from fedspan.transports.flower.adapter.objects import (
     ObjectTree,
@@ -36,6 +37,18 @@ SELECT message_id FROM message_ins WHERE dst_node_id = ? AND delivered_at <> ''
 AND NOT EXISTS (SELECT 1 FROM message_res WHERE reply_to_message_id = message_ins.message_id)
 """
 """The orders that a node was sent and has not replied to."""
+
+_PUSH = "SELECT 1 FROM object_push_sessions WHERE session_id = ?"
+_UNFINISHED = """
+SELECT message_ins.message_id, root.session_id, node.online_until, node.node_id
+FROM object_push_sessions AS session
+JOIN object_push_session_roots AS root ON root.session_id = session.session_id
+JOIN message_res ON message_res.message_id = root.root_object_id
+JOIN message_ins ON message_ins.message_id = message_res.reply_to_message_id
+JOIN node ON node.node_id = message_ins.dst_node_id
+WHERE session.pending_count > 0
+"""
+"""The orders with a reply of which only a part has arrived, and the sessions in which nodes send the rest."""
 
 
 class SentOrder(NamedTuple):
@@ -62,11 +75,13 @@ class StoredReply(NamedTuple):
     Args:
         run: Flower's id of the run.
         reply_to: Id of the order that it replies to; empty: the reply was not stored.
+        is_complete: Whether all of its objects are stored.
         answer: Flower's answer, with the objects that are still missing.
     """
 
     run: int
     reply_to: str
+    is_complete: bool
     answer: bytes
 
 
@@ -148,6 +163,9 @@ class MessageStore:
     def return_orders(self, node: int, received: str) -> None:
         """Let a node take again the orders that it was sent and has neither received nor replied to.
 
+        A reply of which only a part has arrived is deleted, unless it answers the last order that the node received: a
+        node that does not know that order was restarted, and has the reply as a whole.
+
         Args:
             node: Flower's id of the node.
             received: Id of the last order that the node received as a whole, whose objects are deleted if it was sent
@@ -155,6 +173,10 @@ class MessageStore:
         """
         with self._begin() as session:
             connection = session.connection()
+            of_node = "AND node.node_id = ?"
+            for id, push, *_ in connection.exec_driver_sql(_UNFINISHED + of_node, (uint64_to_int64(node),)).all():
+                if id != received:
+                    self._delete_unfinished(push)
             for id in connection.exec_driver_sql(_SENT, (uint64_to_int64(node),)).scalars().all():
                 if id == received:
                     self._objects.delete(id)
@@ -173,7 +195,7 @@ class MessageStore:
         self._objects.delete(id)
 
     def store_reply(self, request: PushMessagesRequest, contents: Sequence[bytes]) -> StoredReply:
-        """Store a node's reply with its objects, and delete the order that it replies to.
+        """Store a node's reply with its objects, and delete the order that it replies to when the reply is complete.
 
         Args:
             request: Flower's request with the reply without its content; the door has checked that it is the node's.
@@ -195,9 +217,24 @@ class MessageStore:
             stored, missing = self._state.store_message_and_object_tree(message, tree, session)
             answer = PushMessagesResponse(results={message.metadata.message_id: 0}, session_id=session)
             answer.objects_to_push.extend(self._store_objects(run, session, missing, contents))
-            if stored:
+            is_complete = stored and not answer.objects_to_push
+            if is_complete:
                 self._objects.delete(reply_to)
-        return StoredReply(run, reply_to if stored else "", answer.SerializeToString())
+        return StoredReply(run, reply_to if stored else "", is_complete, answer.SerializeToString())
+
+    def is_push_finished(self, body: bytes) -> bool:
+        """Return whether a message is complete with an object that a node has pushed.
+
+        Args:
+            body: Flower's request with the object.
+        """
+        try:
+            push = _parse(PushObjectRequest, body).session_id
+        except ValueError:
+            return False
+        with self._state.session() as session:
+            rows = session.connection().exec_driver_sql(_PUSH, (push,))
+            return rows.first() is None
 
     def find_task(self, token: str) -> Task | None:
         """Return the task of a run's server by its token; None: the token is not valid."""
@@ -228,7 +265,7 @@ class MessageStore:
     def take_replies(
         self, task: Task, ids: Iterable[str], grace: float = 0.0, stopped: Iterable[int] = ()
     ) -> tuple[SentReplies, bytes]:
-        """Take the replies to a run's orders. Flower does not list them again; their objects remain.
+        """Take the complete replies to a run's orders. Flower does not list them again; their objects remain.
 
         Flower's reply for a node that is offline is an error; the objects of that order are deleted, so that a node
         that comes back later does not carry it out.
@@ -242,21 +279,43 @@ class MessageStore:
         Returns:
             The replies, and the answer with the objects of those that are complete and fit.
         """
-        requested = list(ids)
-        with self._begin() as session, _count_as_online(session.connection(), requested, grace, stopped):
-            request = PullAppMessagesRequest(message_ids=requested)
-            answer = self._runtime.pull_messages(request, self._state, task)
+        with self._begin() as session:
+            connection, left = session.connection(), frozenset(stopped)
+            requested = self._select_complete(connection, list(ids), grace, left)
+            with _count_as_online(connection, requested, grace, left):
+                request = PullAppMessagesRequest(message_ids=requested)
+                answer = self._runtime.pull_messages(request, self._state, task)
             for message in answer.messages_list:
                 self._objects.delete(message.metadata.reply_to_message_id)
-            parts, trees, left = [answer.SerializeToString()], list[ObjectTree](), BATCH_BYTES
+            parts, trees, room = [answer.SerializeToString()], list[ObjectTree](), BATCH_BYTES
             for tree in answer.message_object_trees:
-                contents = self._read_contents(tree, min(left, INLINE_BYTES))
+                contents = self._read_contents(tree, min(room, INLINE_BYTES))
                 if len(contents) == len(list_tree_ids(tree)):
                     parts += contents
-                    left -= sum(map(len, contents))
+                    room -= sum(map(len, contents))
                     trees.append(tree)
         orders = frozenset(message.metadata.reply_to_message_id for message in answer.messages_list)
         return SentReplies(orders, parts[0], trees), pack(parts)
+
+    def _select_complete(
+        self, connection: Any, orders: Sequence[str], grace: float, stopped: frozenset[int]
+    ) -> list[str]:
+        """Return the orders of which no reply is unfinished; that of a node that is gone is deleted."""
+        rows = connection.exec_driver_sql(
+            _UNFINISHED + "AND message_ins.message_id IN (SELECT value FROM json_each(?))", (json.dumps(orders),)
+        ).all()
+        current, waiting = now().timestamp(), set[str]()
+        for id, push, online_until, node in rows:
+            since = current if int64_to_uint64(node) in stopped else current - grace
+            if online_until >= since:
+                waiting.add(id)
+            else:
+                self._delete_unfinished(push)
+        return [id for id in orders if id not in waiting]
+
+    def _delete_unfinished(self, push: str) -> None:
+        """Delete a reply, with the objects of it that have arrived, and the session in which they were sent."""
+        self._state._cleanup_push_session(push, cleanup_messages=True)
 
     def repeat_replies(self, sent: SentReplies) -> bytes:
         """Return the answer with replies that were sent before."""
