@@ -72,7 +72,7 @@ class Exchange:
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.asked, self.woken = seconds, list[Any](), list[str]()
         self.error: BaseException | None = None
-        self.left = list[int]()
+        self.left, self.pushed = list[int](), list[bytes]()
 
     def note_departure(self, node: int) -> None:
         self.left.append(node)
@@ -103,6 +103,9 @@ class Exchange:
         return b"stored"
 
     send_reply = send_orders = take_replies = cancel_orders = stored
+
+    async def note_object(self, body: bytes) -> None:
+        self.pushed.append(body)
 
     def wake_nodes(self) -> None:
         self.woken.append("nodes")
@@ -162,10 +165,11 @@ def test_nodes_reach_the_paths_that_they_need_and_no_others() -> None:
 
 
 def test_a_node_that_is_stopped_is_noted_and_another_request_is_none() -> None:
-    exchange = Exchange()
-    for name in ("get-run", "deactivate-node"):
-        assert asyncio.run(request(door.Door(Behind(), exchange=exchange), f"{door.NODE_API}{name}")) == 200
-        assert exchange.left == ([7] if name == "deactivate-node" else [])
+    exchange, stopped = Exchange(), ((b"fedspan-stopped", b"1"),)
+    for name, headers in (("get-run", stopped), ("deactivate-node", ()), ("deactivate-node", stopped)):
+        made = door.Door(Behind(), exchange=exchange)
+        assert asyncio.run(request(made, f"{door.NODE_API}{name}", headers=headers)) == 200
+        assert exchange.left == ([7] if name == "deactivate-node" and headers else [])
 
 
 @pytest.mark.parametrize("client", [ELSEWHERE, ("::ffff:192.0.2.1", 7), ("2001:db8::1", 7), ("", 7), None])

@@ -73,6 +73,7 @@ NAMES: dict[tuple[str, str], tuple[str, str]] = {
     (OBJECT_MESSAGES, "ConfirmMessageReceivedRequest"): ("", "deleting a message on the SuperLink"),
     (OBJECT_MESSAGES, "ObjectTree"): ("", "the ids of a message's objects"),
     (OBJECT_MESSAGES, "PullObjectResponse"): ("", "fetching an object"),
+    (OBJECT_MESSAGES, "PushObjectRequest"): ("", "noticing that a reply is complete"),
     (OBJECT_MESSAGES, "PushObjectResponse"): ("", "sending an object"),
     ("flwr.proto.node_pb2", "Node"): ("", "how a node names itself"),
     (RUNTIME, "AcquireTaskRequest"): ("", "taking over a run"),
@@ -133,6 +134,7 @@ NAMES: dict[tuple[str, str], tuple[str, str]] = {
     ("flwr.supercore.run", "RunNotRunningException"): ("", "noticing that a run has ended"),
     ("flwr.supercore.runtime", "RuntimeHttpClient"): ("", "being the server of a run"),
     ("flwr.supercore.task_identity", "TaskIdentity"): ("", "making messages"),
+    ("flwr.supercore.utils", "int64_to_uint64"): ("signed", "unfinished replies of nodes that were stopped"),
     ("flwr.supercore.utils", "uint64_to_int64"): ("unsigned", "orders that were sent and not received"),
     ("flwr.superlink", "extensions"): ("", "the SuperLink's access filter"),
     ("flwr.superlink.grid", "HttpGrid"): (
@@ -157,6 +159,7 @@ FIELDS = {
     (HEARTBEATS, "SendNodeHeartbeatResponse"): "success",
     (OBJECT_MESSAGES, "ConfirmMessageReceivedRequest"): "node run_id message_object_id",
     (OBJECT_MESSAGES, "ObjectTree"): "object_id children",
+    (OBJECT_MESSAGES, "PushObjectRequest"): "session_id",
     (RUNTIME, "AcquireTaskRequest"): "supported_task_types",
     (RUNTIME, "AcquireTaskResponse"): "token task",
     (RUNTIME, "PullAppMessagesRequest"): "message_ids",
@@ -332,6 +335,7 @@ def test_the_superlink_s_database_has_what_the_door_needs(tmp_path: Path) -> Non
     state = factory(str(tmp_path / "flower.db"), manager, objects).state()
     for function, parameters in {
         "session": "",
+        "_cleanup_push_session": "session_id cleanup_messages",
         "delete_messages": "message_ins_ids",
         "get_message_ins": "node_id limit",
         "get_task_by_token": "token",

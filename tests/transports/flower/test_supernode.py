@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Event, Timer
 from typing import Any
 
@@ -214,8 +215,60 @@ def test_a_node_waits_for_its_link_while_it_counts_as_online(comes_back: bool, m
             return comes_back and len(tries) == 2
 
     link, lost = supernode.Link("", None, None, 2**20), httpx.ReadError("lost")
-    assert supernode._wait_for_link(Renewing(), link, Event(), lost) is comes_back  # type: ignore[arg-type]
+    received = supernode._Received()
+    assert supernode._wait_for_link(Renewing(), link, Event(), lost, received) is comes_back  # type: ignore[arg-type]
     assert len(tries) >= 2
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_node_that_is_stopped_sends_the_reply_that_waits(comes_back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supernode, "_OFFLINE", 0.5)
+    monkeypatch.setattr(supernode, "_RECONNECT", (0.1, 0.1))
+    stop, stopped = Event(), list[bool]()
+
+    class Losing(Connection):
+        """The SuperLink takes heartbeats, and answers the reply with an error, once or forever."""
+
+        is_stopped = False
+
+        def at(self, place: str) -> None:
+            if place == "send":
+                stop.set()
+                if not comes_back:
+                    raise httpx.ReadError("the SuperLink answered 500")
+            super().at(place)
+
+        def renew(self) -> bool:
+            return True
+
+    connection = Losing("send", lambda: httpx.ReadError("lost"))
+
+    @contextmanager
+    def connect(*arguments: Any) -> Iterator[Losing]:
+        yield connection
+        stopped.append(connection.is_stopped)
+
+    monkeypatch.setattr(supernode, "connect_node", connect)
+    link, answered = supernode.Link("", None, None, 2**20), list[str]()
+
+    def answer(envelope: Envelope) -> Envelope:
+        answered.append(envelope.header)
+        return envelope
+
+    began = time.monotonic()
+    supernode.serve(link, answer, stop)
+    assert time.monotonic() - began < 5
+    assert answered == ["first"]
+    assert len(connection.sent) == comes_back
+    assert stopped == ([True] if comes_back else [])
+    assert connection.is_stopped is comes_back
+
+
+def test_a_node_that_is_stopped_and_has_no_reply_does_not_wait_for_its_link() -> None:
+    stop = Event()
+    stop.set()
+    link, lost = supernode.Link("", None, None, 2**20), httpx.ReadError("lost")
+    assert supernode._wait_for_link(Connection(), link, stop, lost, supernode._Received())  # type: ignore[arg-type]
 
 
 def test_an_order_that_arrives_while_the_node_is_stopped_is_carried_out() -> None:

@@ -152,8 +152,9 @@ def test_a_reply_over_a_link_that_breaks_is_sent_once(server: tuple[Server, int]
         assert link.up < MOST * SIZE
 
 
-def test_a_reply_whose_link_stalled_is_continued() -> None:
-    """A SuperLink that has waited too long for the rest of a body answers so, and keeps what has arrived."""
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_a_reply_that_was_not_taken_for_the_moment_is_continued(status: int) -> None:
+    """A SuperLink answers so that waited too long for the rest of a body, is stopped, or has a full disk."""
     set_identity(1, 1, NODE)
     message, asked = Message(to_records(UnsignedSigner().seal(Envelope("order"), NODE), draw_salt()), NODE, "train"), []
 
@@ -161,12 +162,28 @@ def test_a_reply_whose_link_stalled_is_continued() -> None:
         asked.append(request.url.path.rpartition("/")[2])
         if asked[-1] == wire.UPLOAD_OFFSET:
             return httpx.Response(200, stream=httpx.ByteStream(b"10"))
-        return httpx.Response(408 if len(asked) == 1 else 200, stream=httpx.ByteStream(b""))
+        return httpx.Response(status if len(asked) == 1 else 200, stream=httpx.ByteStream(b""))
 
     with connect(1) as connection:
         connection._client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
         connection.send_reply(make_reply(message))
     assert asked == [wire.SEND_REPLY, wire.UPLOAD_OFFSET, wire.SEND_REPLY]
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_node_says_whether_it_goes_offline_because_it_is_stopped(is_stopped: bool) -> None:
+    notices = list[bool]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("deactivate-node"):
+            notices.append(wire.STOPPED_HEADER in request.headers)
+        return httpx.Response(200, stream=httpx.ByteStream(b""))
+
+    connection = NodeConnection("server", None, None, 0)
+    connection._client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
+    connection.node_id, connection.is_stopped = NODE, is_stopped
+    connection.close()
+    assert notices == [is_stopped]
 
 
 def test_a_reply_is_continued_over_another_connection(server: tuple[Server, int]) -> None:

@@ -84,6 +84,7 @@ from fedspan.transports.flower.wire import (
     RUN_PATH,
     SEND_ORDERS,
     SEND_REPLY,
+    STOPPED_HEADER,
     TAKE_ORDER,
     TAKE_REPLIES,
     TAKEN,
@@ -238,6 +239,7 @@ class Door:
         if most is None or scope["method"] != "POST":
             raise Refused(403, "not a path for nodes")
         length, part = read_declared_length(headers, most), read_declared_part(headers, most)
+        is_stopped = STOPPED_HEADER.encode() in headers
         sender: Sender | None = None
         progress = Progress(_SENT.get(name, ""))
         if name in _SENT:
@@ -301,9 +303,9 @@ class Door:
                     await self.app(scope, make_replay(body, receive), observed)
                 if name == _PUSH_MESSAGES and self._exchange is not None:
                     self._exchange.wake_runs()
-                elif name == _PUSH_OBJECT:
-                    await self._get_exchange(scope).note_object(body)
-                elif name == _DEACTIVATE and sender is not None and sender.node is not None:
+                elif name == _PUSH_OBJECT and self._exchange is not None:
+                    await self._exchange.note_object(body)
+                elif name == _DEACTIVATE and is_stopped and sender is not None and sender.node is not None:
                     self._get_exchange(scope).note_departure(sender.node)
                 return
             await send_answer(answer, scope, receive, send, tag)

@@ -130,7 +130,7 @@ def serve(
         FedspanError: If the SuperLink refuses this node, or the authority's file has no certificate of an order key.
     """
     signer, received, transfers = link.create_signer(), _Received(), Transfers(link.bandwidth, on_idle)
-    pause, give_up_at = _RECONNECT[0], time.monotonic() + _REFUSED
+    pause, give_up_at, leave_at = _RECONNECT[0], time.monotonic() + _REFUSED, float("inf")
     while not stop.is_set():
         on_idle()
         try:
@@ -139,13 +139,17 @@ def serve(
                 log.info("connected to %s as node %d", link.address, connection.node_id)
                 pause = _RECONNECT[0]
                 try:
-                    while not stop.is_set():
+                    while not stop.is_set() or received.reply is not None:
                         try:
                             _serve_connection(connection, link, signer, answer, stop, received, on_idle, before_order)
                         except httpx.TransportError as error:
-                            if not _wait_for_link(connection, link, stop, error, on_idle):
+                            if stop.is_set():
+                                leave_at = min(leave_at, time.monotonic() + _OFFLINE)
+                            is_late = time.monotonic() >= leave_at
+                            if is_late or not _wait_for_link(connection, link, stop, error, received, on_idle):
                                 raise
                 finally:
+                    connection.is_stopped = stop.is_set() and received.reply is None
                     give_up_at = time.monotonic() + _REFUSED
         except httpx.HTTPStatusError as error:
             if time.monotonic() > give_up_at and error.response.status_code in (401, 403):
@@ -165,20 +169,24 @@ def _wait_for_link(
     link: Link,
     stop: Event,
     error: httpx.TransportError,
+    received: _Received,
     on_idle: Callable[[], None] = lambda: None,
 ) -> bool:
     """Wait until the SuperLink takes a heartbeat again; return whether it does so before it takes the node for offline.
 
-    A new connection would have to wait until then: the SuperLink refuses it as long as it takes the node for online.
+    A new connection would have to wait until then: the SuperLink refuses it as long as it takes the node for online. A
+    node that is stopped waits only if it has a reply to send.
     """
     log.warning("no connection to %s (%s)", link.address, _describe_error(error))
     give_up_at = time.monotonic() + _OFFLINE
-    while not stop.is_set() and time.monotonic() < give_up_at:
+    while time.monotonic() < give_up_at:
+        if stop.is_set() and received.reply is None:
+            return True
         on_idle()
         if connection.renew():
             return True
-        stop.wait(_vary_pause(_RECONNECT[0]) / 4)
-    return stop.is_set()
+        time.sleep(_vary_pause(_RECONNECT[0]) / 4)
+    return False
 
 
 def _vary_pause(seconds: float) -> float:
@@ -217,11 +225,12 @@ def _serve_connection(
     on_idle: Callable[[], None] = lambda: None,
     before_order: BeforeOrder | None = None,
 ) -> None:
-    while not stop.is_set():
+    while not stop.is_set() or received.reply is not None:
         started = time.monotonic()
         try:
             if received.reply is not None:
                 _send_reply(connection, received)
+                continue
             if before_order is not None:
                 before_order(connection.fetch_base)
             order = _next_order(connection, received.id, stop, on_idle)

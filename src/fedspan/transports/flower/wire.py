@@ -41,6 +41,7 @@ __all__ = [
     "RUN_PATH",
     "SEND_ORDERS",
     "SEND_REPLY",
+    "STOPPED_HEADER",
     "TAKEN",
     "TAKE_ORDER",
     "TAKE_REPLIES",
@@ -80,6 +81,8 @@ UPLOAD_HEADER = "fedspan-upload"
 """Header of a request whose body can be resumed: the fields of an ``UploadPart`` with slashes between."""
 PROGRESS_HEADER = "fedspan-progress"
 """Header of a request for a part of a message: the bytes that the node has, and the message's size."""
+STOPPED_HEADER = "fedspan-stopped"
+"""Header of a node's notice that it goes offline because it is stopped, and does not connect again at once."""
 TAKEN = b"taken:"
 """What stands before the answer to a request whose body has arrived as a whole, in place of an offset."""
 

@@ -62,8 +62,11 @@ The SuperLink's database (``store``), through the app's ``state.linkstate_factor
   ``get_message_ins``, ``delete_messages``, ``start_session``, ``store_message_and_object_tree``, ``store_object``,
   ``get_task_by_token``.
 - Its SQLite tables ``message_ins`` of orders, with ``message_id``, ``dst_node_id`` (as a signed number, from
-  ``flwr.supercore.utils.uint64_to_int64``) and ``delivered_at``, which is empty until a node takes the order, and
-  ``message_res`` of replies, with ``reply_to_message_id``.
+  ``flwr.supercore.utils.uint64_to_int64``; ``int64_to_uint64`` reverses it) and ``delivered_at``, which is empty until
+  a node takes the order, ``message_res`` of replies, with ``message_id`` and ``reply_to_message_id``, and of messages
+  whose objects have not all arrived, ``object_push_sessions`` (``session_id``, ``pending_count``) and
+  ``object_push_session_roots`` (``session_id``, ``root_object_id``); its ``_cleanup_push_session`` deletes such a
+  message. ``flwr.proto.message_pb2.PushObjectRequest`` names the session.
 - Its ``object_store``: ``get_object_tree``, which raises ``flwr.supercore.object_store.NoObjectInStoreError``, ``get``,
   ``delete`` and ``in``.
 - ``flwr.server.superlink.utils.check_abort`` with ``flwr.common.constant.Status``: the reason why a run takes no reply.

@@ -57,6 +57,7 @@ from fedspan.transports.flower.wire import (
     PROGRESS_HEADER,
     RESUMABLE_BYTES,
     SEND_REPLY,
+    STOPPED_HEADER,
     TAKE_ORDER,
     TAKEN,
     UPLOAD_HEADER,
@@ -77,7 +78,10 @@ _SECONDS, _CONNECT = 180.0, 30.0
 while; a request that was given up would be processed all the same, and sent again on top of it."""
 _IDLE = 60.0
 """Seconds after which an idle connection is closed; a new one costs a TLS handshake."""
-_PULL_OBJECT = "pull-object"
+_PULL_OBJECT, _DEACTIVATE = "pull-object", "deactivate-node"
+_TEMPORARY = httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS
+"""Statuses below 500 after which a request can be sent again: the link stalled, and what has arrived is kept, or other
+requests of this node came first."""
 _SMALL = 2**20
 """Maximum size of an answer without objects, in bytes."""
 _PAUSE = 1.0
@@ -168,6 +172,8 @@ class NodeConnection:
         transfers: Transfers | None = None,
     ) -> None:
         self.node_id = 0
+        self.is_stopped = False
+        """Whether the node is stopped; a node that only connects again goes offline without this notice."""
         self.transfers = transfers or Transfers()
         self._registers, self._retries = keys is None, retries
         self._key, public = keys or generate_key_pairs()
@@ -202,7 +208,7 @@ class NodeConnection:
             if self._heartbeat.is_running:
                 self._heartbeat.stop()
             with suppress(httpx.HTTPError):
-                self._call("deactivate-node", DeactivateNodeRequest(node_id=self.node_id), retries=0)
+                self._call(_DEACTIVATE, DeactivateNodeRequest(node_id=self.node_id), retries=0)
                 if self._registers:
                     self._call("unregister-node", UnregisterNodeFleetRequest(node_id=self.node_id), retries=0)
         self._client.close()
@@ -402,10 +408,12 @@ class NodeConnection:
             headers |= {"range": f"bytes={download.size}-", "if-range": download.tag}
         if path.endswith(_PULL_OBJECT):
             headers[PROGRESS_HEADER] = format_progress(transfers.received.done, transfers.received.total)
+        elif path.endswith(_DEACTIVATE) and self.is_stopped:
+            headers[STOPPED_HEADER] = "1"
         timeout = httpx.Timeout(seconds, connect=min(seconds, _CONNECT))
         with self._client.stream("POST", path, content=content, headers=headers, timeout=timeout) as response:
-            if response.status_code == httpx.codes.REQUEST_TIMEOUT:  # the link stalled; what has arrived is kept
-                raise httpx.ReadError("the SuperLink did not wait for the rest of the body")
+            if response.status_code in _TEMPORARY or response.is_server_error:  # 5xx: it ends, or its disk is full
+                raise httpx.ReadError(f"the SuperLink answered {response.status_code}")
             response.raise_for_status()
             if response.status_code != httpx.codes.PARTIAL_CONTENT:
                 download = Download(response.headers.get("etag", ""))
