@@ -99,6 +99,13 @@ def test_a_bundle_has_the_port_of_the_server_and_changes_nothing(tmp_path: Path)
     assert load_node(tmp_path / "bundles" / "clinic-a" / "node.yaml").server == "localhost:443"
 
 
+def test_a_bundle_without_a_name_has_the_first_of_the_server_s_certificate(tmp_path: Path) -> None:
+    pytest.importorskip("flwr", reason="needs fedspan[flower]")
+    prepare_folder(tmp_path, 443, ["fl.example.org", "10.0.0.1"], insecure=False)
+    call("server", "--folder", str(tmp_path), "--bundle", "clinic-a")
+    assert load_node(tmp_path / "bundles" / "clinic-a" / "node.yaml").server == "fl.example.org:443"
+
+
 def test_a_check_passes_and_says_what_it_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flwr", reason="needs fedspan[flower]")
     monkeypatch.setattr("fedspan.transports.flower.reachability.check_server", lambda address, authority: "reached")

@@ -134,9 +134,14 @@ def test_a_resumed_run_offers_the_base_that_it_offered_before(
     monkeypatch.setattr(deploy, "Submission", Interrupted)
     monkeypatch.setattr("fedspan.transports.flower.grid.attach", lambda *_: nullcontext())
     link: Any = SimpleNamespace(folder=tmp_path, authority=None)
+    with monkeypatch.context() as context:
+        context.setattr(deploy, "find_local_base", lambda *_: None)  # of a model that cannot be offered
+        with pytest.raises(FedspanError, match="can be offered"):
+            deploy.submit(values(tiny_folder), tmp_path / "plain", link, offer=True)
     for name, offer in (("offered", True), ("plain", False)):
+        started = name == "plain"
         with pytest.raises(KeyboardInterrupt):
-            deploy.submit(values(tiny_folder), tmp_path / name, link, offer=offer)
+            deploy.submit(None if started else values(tiny_folder), tmp_path / name, link, resume=started, offer=offer)
         with pytest.raises(KeyboardInterrupt):
             deploy.submit(None, tmp_path / name, link, resume=True)
     first, resumed, *others = invitations

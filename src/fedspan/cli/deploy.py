@@ -147,20 +147,26 @@ def _create_page(link: ServerLink, host: str, port: int, names: Sequence[str]) -
 def _write_bundles(folder: Path, ids: Sequence[str], names: Sequence[str], port: int, *, insecure: bool) -> None:
     """Write bundles; the port and the mode of a server that was started before are not changed."""
     from fedspan.deployment.bundle import compute_digest, write_bundle
-    from fedspan.transports.flower.keys import ensure_authority
+    from fedspan.monitoring.web import LOOPBACK
+    from fedspan.transports.flower.keys import ensure_authority, list_certified_hosts
     from fedspan.transports.flower.server import is_prepared, link_of, prepare_folder
 
-    if not names:
-        expected = "--name with the name or address under which the data owner reaches this machine"
-        raise FedspanError("--name", None, expected)
     without_tls = FedspanError(
         "--bundle", ids[0], problem="a server without TLS has no bundles: they hold its certificate"
     )
     if insecure:
         raise without_tls
-    link = link_of(folder) if is_prepared(folder) else prepare_folder(folder, port, names, insecure=False)
-    if link.authority is None:
+    link = link_of(folder) if is_prepared(folder) else None
+    if link is not None and link.authority is None:
         raise without_tls
+    if link is not None and not names:
+        names = [name for name in list_certified_hosts(folder) if name not in LOOPBACK]
+    if not names:
+        expected = "--name with the name or address under which the data owner reaches this machine"
+        raise FedspanError("--name", None, expected)
+    if link is None:
+        link = prepare_folder(folder, port, names, insecure=False)
+    assert link.authority is not None
     ensure_authority(folder, names)
     warn_of_expiry(link)
     port = int(link.address.rpartition(":")[2])

@@ -227,10 +227,12 @@ def submit(
         if (note := describe_few_nodes(evaluated)) is not None:
             events.on_note(note)
         files, offered = list[BaseFile](), nullcontext()
-        if _read_offer(run_folder, offer):
+        if offer or (run_folder.path / _OFFER).is_file():
             base_folder = _find_offered_base(config)
             events.on_note(f"hashing the files of the base model that is offered to the nodes: {base_folder}")
             files = list_base_files(base_folder)
+            with convert_disk_errors(run_folder.path):
+                write_atomic(run_folder.path / _OFFER, b"")  # nodes that received the base need it after a resume, too
             size = sum(file.size for file in files) / 2**20
             events.on_note(f"offered to the nodes, {size:.1f} MiB: {', '.join(file.name for file in files)}")
             offered = offer_base(link.folder, base_folder, files)
@@ -264,15 +266,6 @@ def _read_run_name(folder: RunFolder) -> str:
         with convert_disk_errors(folder.path):
             write_atomic(path, secrets.token_hex(16).encode())
     return read_bytes(path).decode()
-
-
-def _read_offer(folder: RunFolder, offer: bool) -> bool:
-    """Return whether a run offers its base model, and store that it does: nodes that received it need the offer."""
-    path = folder.path / _OFFER
-    if offer and not path.is_file():
-        with convert_disk_errors(folder.path):
-            write_atomic(path, b"")
-    return path.is_file()
 
 
 def _find_offered_base(config: RunConfig) -> Path:
