@@ -907,6 +907,26 @@ def interrupted_pieces(stage: Stage) -> Outcome:
     return interrupt_reply(stage, 4e6 / 8, 192)
 
 
+@register_fault(
+    "server-stopped",
+    "`fedspan server` is stopped (SIGTERM) when a node has sent half of a reply of 2.6 MB (1 Mbit/s), and started "
+    "again; 1 round",
+)
+def server_stopped(stage: Stage) -> Outcome:
+    with open_large_scene(stage, 1e6 / 8, rank=64) as scene:
+        run = scene.submit()
+        scene.wait_for_half(run)
+        stage.made.processes["server"].send_signal(signal.SIGTERM)
+        require(stage.made.processes["server"].wait(60) == 0, "the server did not end")
+        (stage.made.folder / "server.log").unlink()
+        stage.made.start_server()
+        output = run.end()
+        seen = line(stage.made.log(NORTH), "no connection to")
+    require(f"{NORTH}:" not in output, f"the reply was lost: {output[-3000:]}")
+    stage.finished(run, [], 1).require_same(scene.expected)
+    return Outcome(seen, ALL)
+
+
 def interrupt_reply(stage: Stage, rate: float, rank: int) -> Outcome:
     """Kill a node when it has sent half of its reply, and start it again.
 
@@ -917,10 +937,7 @@ def interrupt_reply(stage: Stage, rate: float, rank: int) -> Outcome:
     """
     with open_large_scene(stage, rate, rank=rank) as scene:
         run = scene.submit()
-        end = time.monotonic() + WAIT
-        while scene.link.up < scene.message_bytes / 2:
-            require(time.monotonic() < end and run.process.poll() is None, f"no reply: {run.said()[-3000:]}")
-            time.sleep(0.05)
+        scene.wait_for_half(run)
         stage.made.end(NORTH)
         scene.link.cut()  # with what the system has buffered of the reply
         stage.join(NORTH)
@@ -946,6 +963,13 @@ class LargeScene:
     link: SlowLink
     expected: Model
     message_bytes: int
+
+    def wait_for_half(self, run: Submitted) -> None:
+        """Wait until the first node has sent half of its reply."""
+        end = time.monotonic() + WAIT
+        while self.link.up < self.message_bytes / 2:
+            require(time.monotonic() < end and run.process.poll() is None, f"no reply: {run.said()[-3000:]}")
+            time.sleep(0.05)
 
 
 @contextlib.contextmanager
