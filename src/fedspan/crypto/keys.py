@@ -35,6 +35,7 @@ __all__ = [
     "draw_secret",
     "open_sealed",
     "read_commitments",
+    "require_public_key",
     "seal",
 ]
 
@@ -111,6 +112,18 @@ def compute_commitment(own: bytes) -> bytes:
 def compute_masking_public(private: bytes) -> bytes:
     """Compute the public key of a private masking key that was reconstructed from shares."""
     return _compute_public_key(private)
+
+
+def require_public_key(public: bytes) -> None:
+    """Check that clients can agree on secrets with the owner of a public key.
+
+    Raises:
+        ValueError: If the public key gives the same secret with every private key.
+    """
+    try:
+        _agree(draw_secret(), public)
+    except ValueError as error:
+        raise ValueError("a public key gives the same secret with every private key") from error
 
 
 def derive_pair_seed(masking: bytes, public: bytes, context: str) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not ins
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
 from fedspan.core.values import Client, Contribution, Message
+from fedspan.crypto.keys import Keys, draw_secret
 from fedspan.crypto.masks import Ring
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.federation import Federation
 from fedspan.federation.protocol import Envelope, Order, decode_reply
-from fedspan.federation.secagg.messages import MASKED, Phase, SharesReply, UnmaskReply
+from fedspan.federation.secagg.messages import MASKED, KeysReply, Phase, PublicKeys, SharesReply, UnmaskReply
 from fedspan.federation.settings import SecureSettings
 from fedspan.runs.setup import Prepared
 from fedspan.transports.in_process import simulate
@@ -280,10 +281,75 @@ def test_a_client_whose_secrets_nobody_can_open_is_left_out_of_the_retry(built: 
     result = federation.run_round(begin)
     hidden = reduced(federation)
     assert {failure.client for failure in result.failures if failure.attempt == 0} == {"south"}
-    assert {id for task, attempt, id in stage.asked if attempt == 1} == set(OTHERS)
+    assert {id for _, attempt, id in stage.asked if attempt == 1} == set(OTHERS)
     assert set(result.progress.last_rounds) == set(OTHERS)
     secure_rounds.among(built.federation, *OTHERS).run_round(begin)
     secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, OTHERS, OTHERS))
+
+
+LOW_ORDER = (bytes(32), b"\1" + bytes(31), (2**255 - 19).to_bytes(32, "little"), (2**255 - 20).to_bytes(32, "little"))
+"""Points of X25519 with which every private key gives the same secret: 0, 1, p (0 in other bytes) and p - 1."""
+
+
+def spoil_keys(change: Callable[[PublicKeys], Mapping[str, Any]]) -> secure_rounds.Spoil:
+    """South sends other keys than its own."""
+
+    def spoil(asked: Order | Phase, back: Envelope) -> Envelope:
+        if asked.task != "keys" or asked.to != "south":
+            return back
+        answer = KeysReply.model_validate_json(back.header)
+        assert answer.keys is not None
+        return answer.model_copy(
+            update={"keys": answer.keys.model_copy(update=dict(change(answer.keys)))}
+        ).to_envelope()
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda keys: {"masking": keys.sealing}, "its two keys are the same"),
+        *((lambda _, low=low: {"sealing": low}, "the same secret with every private key") for low in LOW_ORDER),
+        *((lambda _, low=low: {"masking": low}, "the same secret with every private key") for low in LOW_ORDER),
+        (lambda _: {"identity": "ecdsa-sha2-nistp384 AAAA", "signature": b"x"}, ""),
+        (lambda _: {"signature": b"x"}, ""),
+    ],
+)
+def test_keys_that_others_refuse_fail_their_sender_alone(
+    change: Any, reason: str, built: Prepared, tmp_path: Path
+) -> None:
+    federation, stage = secure_rounds.secured(built, tmp_path, spoil=spoil_keys(change))
+    begin = federation.begin()
+    result = federation.run_round(begin)
+    hidden = reduced(federation)
+    (failure,) = result.failures
+    assert (failure.client, failure.attempt) == ("south", 0)
+    assert failure.reason.startswith("keys: ")
+    assert reason in failure.reason
+    assert max(attempt for _, attempt, _ in stage.asked) == 0
+    assert {id for task, _, id in stage.asked if task != "keys"} == set(OTHERS)
+    secure_rounds.among(built.federation, *OTHERS).run_round(begin)
+    secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, OTHERS, OTHERS))
+
+
+def test_two_clients_with_one_key_end_no_round(built: Prepared, tmp_path: Path) -> None:
+    """They agreed on it before; the one whose keys arrive later fails."""
+    shared = Keys.derive(draw_secret(), "of two").masking_public
+
+    def spoil(asked: Order | Phase, back: Envelope) -> Envelope:
+        if asked.task != "keys" or asked.to not in ("south", "east"):
+            return back
+        answer = KeysReply.model_validate_json(back.header)
+        assert answer.keys is not None
+        return answer.model_copy(update={"keys": answer.keys.model_copy(update={"masking": shared})}).to_envelope()
+
+    federation, _ = secure_rounds.secured(built, tmp_path, spoil=spoil, min_replies=2)
+    result = federation.run_round(federation.begin())
+    assert set(result.progress.last_rounds) == {"north", "west"}
+    reasons = {failure.client: failure.reason for failure in result.failures}
+    assert reasons["east"] == "keys: another client has sent one of its keys"
+    assert set(reasons) == {"east", "south"}  # south does not know the private key of what it sent
 
 
 def test_the_clip_holds_where_the_reply_is_made(built: Prepared, tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fedspan.crypto.graph import compute_threshold, select_neighbourhoods
+from fedspan.crypto.identity import verify_signature
 from fedspan.crypto.keys import (
     compute_commitment,
     compute_masking_public,
     compute_share_commitment,
     derive_pair_seed,
     read_commitments,
+    require_public_key,
 )
 from fedspan.crypto.masks import Integers, add_mask
 from fedspan.crypto.shares import combine
@@ -184,6 +186,7 @@ class SecureSession:
         self.transfers: list[Transfer] = []
         self.failures: list[Failure] = []
         self._keys: dict[str, PublicKeys] = {}
+        self._sent_keys = set[bytes]()
         self._needed: dict[str, int] = {}
         self._sealed: dict[str, Mapping[str, bytes]] = {}
         self._transcript = ""
@@ -218,10 +221,7 @@ class SecureSession:
             TooFew: If too few clients replied.
         """
         first = {id: self._order(KeysOrder, id) for id in ids}
-        replies = self._exchange(KeysReply, first, absent, wait_for_offline=self.attempt > 0)
-        for id, reply in replies.items():
-            assert reply.keys is not None, "_read() refuses such replies"
-            self._keys[id] = reply.keys
+        self._exchange(KeysReply, first, absent, wait_for_offline=self.attempt > 0)
         self.require(self._keys)
         neighbours = select_neighbourhoods(sorted(self._keys), self.settings.neighbours)
         self._needed = {id: compute_threshold(len(neighbours[id]), self.settings.threshold) for id in neighbours}
@@ -337,6 +337,29 @@ class SecureSession:
             raise ValueError(f"an answer of {reply.id!r} in session {reply.session}; this is {self.number}")
         if reply.failed is not None:
             raise ValueError(reply.failed)
-        if isinstance(reply, KeysReply) and reply.keys is None:
-            raise ValueError("it sent none")
+        if isinstance(reply, KeysReply):
+            self._store_keys(id, reply.keys)
         return reply
+
+    def _store_keys(self, id: str, keys: PublicKeys | None) -> None:
+        """Check and store a client's keys.
+
+        The other clients refuse the same keys, but a refusal does not tell the server whose keys are the reason.
+
+        Raises:
+            ValueError: If the other clients would refuse them.
+        """
+        if keys is None:
+            raise ValueError("it sent none")
+        pair = {keys.sealing, keys.masking}
+        if len(pair) < 2:
+            raise ValueError("its two keys are the same")
+        if pair & self._sent_keys:
+            raise ValueError("another client has sent one of its keys")
+        for key in pair:
+            require_public_key(key)
+        if keys.identity or keys.signature:
+            context = build_session_context(self.run, self.number)
+            verify_signature(keys.identity, keys.signature, keys.build_statement(context, id))
+        self._sent_keys |= pair
+        self._keys[id] = keys
