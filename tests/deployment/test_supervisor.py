@@ -12,11 +12,18 @@ import pytest
 import yaml
 
 from fedspan.config.node import load_node
-from fedspan.deployment.node_folder import TRAINING, get_run_folder
+from fedspan.deployment.last_order import LastOrderFile
+from fedspan.deployment.node_folder import LAST_ORDER, TRAINING, get_run_folder
 from fedspan.deployment.supervisor import Supervisor
-from fedspan.federation.protocol import Order, decode_reply
+from fedspan.federation.protocol import Envelope, Order, decode_reply
 
-ORDER = Order("train", 0, 0, 0.1, "a", None, b"", run="none", serial=1).to_envelope()
+
+def make_order(serial: int) -> Envelope:
+    return Order("train", 0, 0, 0.1, "a", None, b"", run="none", serial=serial).to_envelope()
+
+
+def answer(supervisor: Supervisor, serial: int) -> str:
+    return decode_reply(supervisor.answer(make_order(serial))).failed or ""
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +32,7 @@ def supervised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]
     folder = tmp_path_factory.mktemp("node")
     node = {"id": "a", "server": "h:1", "data": {"train": "own.csv"}, "folder": str(folder / "state")}
     (folder / "node.yaml").write_text(yaml.safe_dump(node))
+    get_run_folder(folder / "state", "none").mkdir(parents=True)
     supervisor = Supervisor(folder / "node.yaml", 120)
     yield supervisor
     supervisor.close()
@@ -39,28 +47,32 @@ def test_a_process_that_dies_is_reported_and_replaced(supervised: Supervisor) ->
 
     timer = threading.Timer(0.5, kill)
     timer.start()
-    assert "the node's process ended" in (decode_reply(supervised.answer(ORDER)).failed or "")
+    assert "the node's process ended" in answer(supervised, 1)
     timer.join()
-    assert "invited" in (decode_reply(supervised.answer(ORDER)).failed or "")
+    assert "order 1 arrived before" in answer(supervised, 1)  # it was answered: the server may not replay it
     process = supervised._process
     assert process is not None
-    assert "invited" in (decode_reply(supervised.answer(ORDER)).failed or "")
+    assert "invited" in answer(supervised, 2)
     assert supervised._process is process
 
 
 def test_an_order_that_takes_too_long_is_given_up_and_its_process_killed(
     supervised: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "invited" in (decode_reply(supervised.answer(ORDER)).failed or "")
+    assert "invited" in answer(supervised, 3)
     process = supervised._process
     assert process is not None
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     monkeypatch.setattr(supervised, "seconds", 0.2)
-    progress = get_run_folder(Path(load_node(supervised.path).folder), "none") / TRAINING
-    progress.mkdir(parents=True)
-    assert "limits.round_seconds" in (decode_reply(supervised.answer(ORDER)).failed or "")
+    folder = get_run_folder(Path(load_node(supervised.path).folder), "none")
+    progress = folder / TRAINING
+    progress.mkdir()
+    LastOrderFile(folder / LAST_ORDER).begin(make_order(4), 4)  # as the process does
+    assert "limits.round_seconds" in answer(supervised, 4)
     assert supervised._process is None
     assert not process.is_alive()
-    assert not progress.exists()  # its repetition may not take the same time again
-    progress.parent.rmdir()  # the node was not invited to this run
+    assert not progress.exists()  # another order may not take the same time again
+    monkeypatch.undo()
+    assert "order 4 arrived before" in answer(supervised, 4)
+    assert "invited" in answer(supervised, 5)

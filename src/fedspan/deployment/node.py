@@ -33,7 +33,7 @@ from fedspan.deployment.handshake import Introduction, Invitation, build_node_va
 from fedspan.deployment.health import Heartbeat
 from fedspan.deployment.last_order import LastOrderFile
 from fedspan.deployment.limits import OrderTerms, list_config_ranks, require_config, require_workload
-from fedspan.deployment.node_folder import TRAINING, get_run_folder
+from fedspan.deployment.node_folder import LAST_ORDER, TRAINING, get_run_folder
 from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.evaluation import coarsen_metrics
@@ -50,7 +50,7 @@ from fedspan.training.stages import StageName, Stages
 
 __all__ = ["NodeService", "load_invitation"]
 
-_INVITATION, _LAST_ORDER = "invitation.json", "serial"
+_INVITATION = "invitation.json"
 
 _STAGES: Mapping[str, StageName] = {"statistics": "statistics", "evaluate": "evaluation", "export": "export"}
 """The stage of each kind of order; training and the exchanges of secure aggregation are one."""
@@ -114,7 +114,7 @@ class NodeService:
             request = decode_request(envelope)
         except ValueError:
             return self._introduce(read_header(Invitation, envelope)).to_envelope()
-        name, last = escape_controls(request.run), LastOrderFile(self._run_folder(request.run) / _LAST_ORDER)
+        name, last = escape_controls(request.run), LastOrderFile(self._run_folder(request.run) / LAST_ORDER)
         try:
             self._audit.write("asked", run=name, **describe_envelope(envelope))
             if len(envelope.body) > self.node.limits.message_bytes:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-__all__ = ["TRAINING", "get_run_folder"]
+__all__ = ["LAST_ORDER", "TRAINING", "get_run_folder"]
+
+LAST_ORDER = "serial"
+"""The file in a run's folder with its last order."""
 
 TRAINING = "training"
 """The folder in a run's folder with the progress of the training of its newest order."""

@@ -7,6 +7,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -14,7 +15,8 @@ from pathlib import Path
 from fedspan.clients.refusals import refuse_any
 from fedspan.config.node import load_node
 from fedspan.deployment.console import log_to_console
-from fedspan.deployment.node_folder import TRAINING, get_run_folder
+from fedspan.deployment.last_order import LastOrderFile
+from fedspan.deployment.node_folder import LAST_ORDER, TRAINING, get_run_folder
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.secagg.messages import decode_request
@@ -33,6 +35,8 @@ log = logging.getLogger("fedspan.node")
 
 class Supervisor:
     """Passes envelopes to a node service in another process, which is started on demand and killed after a timeout.
+
+    An order that takes too long, or whose process ends, is answered with a refusal, and so never carried out again.
 
     Args:
         path: The node file.
@@ -73,10 +77,15 @@ class Supervisor:
             )
         log.error("%s", error)
         self.close()
-        if order is not None and error.field == "limits.round_seconds":  # or its repetitions would exceed the limit
-            remove(get_run_folder(Path(load_node(self.path).folder), order.run) / TRAINING)
         if order is None:
             raise error
+        folder = get_run_folder(Path(load_node(self.path).folder), order.run)
+        if error.field == "limits.round_seconds":  # or another order would continue and exceed the limit again
+            remove(folder / TRAINING)
+        with suppress(FedspanError):  # answered already, or the disk is full, on which no order is begun
+            last = LastOrderFile(folder / LAST_ORDER)
+            last.begin(envelope, order.serial)
+            last.close()
         return refuse_any(order, error)
 
     def _wait(self, line: Connection, seconds: float) -> bool:
