@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,13 +13,23 @@ from transformers import AutoTokenizer, BertForSequenceClassification, TrainerCa
 
 import fedspan
 from fedspan.deployment import deploy
+from fedspan.deployment.handshake import (
+    Introduction,
+    build_server_config,
+    compute_base_digest,
+    compute_extras_digest,
+)
+from fedspan.deployment.node import NodeService
+from fedspan.deployment.submission import Handshakes
 from fedspan.deployment.trainer_node import TrainerNode
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import TooFewReplies
 from fedspan.federation.protocol import decode_reply
+from fedspan.runs.callbacks import Listener
+from fedspan.runs.remote import prepare_server
 from helpers import tiny
 from helpers.node_service import introduced, node, served, values
-from helpers.trainer_clients import arguments, make_trainer, torch_trainer
+from helpers.trainer_clients import NEW_MODULES, arguments, make_trainer, save_without_head, torch_trainer
 
 
 def test_a_node_trains_and_evaluates_with_its_owners_trainer(tiny_folder: Path, tmp_path: Path) -> None:
@@ -77,6 +87,58 @@ def test_a_trainer_without_a_tokenizer_gives_the_reason(
     with closing(TrainerNode(config, trainer)) as worker:
         assert introduced(worker.service, values(tiny_folder)).refused is not None
     assert "has no tokenizer, whose vocabulary the server compares with its own. Pass processing_class=" in caplog.text
+
+
+@pytest.mark.parametrize(("kind", "targets"), [("bert", tiny.BERT), ("t5", ["q", "v", "wo"])])
+def test_a_node_without_the_new_modules_of_the_server_is_refused_by_their_names(
+    kind: str, targets: list[str], tiny_folder: Path, tmp_path: Path
+) -> None:
+    servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is missing")
+    checkpoint = save_without_head(kind, tiny_folder, tmp_path / kind)
+    named = {"name": str(checkpoint), "target_modules": targets, "pooling": "stock"}
+    limits = {"train_examples": 1, "models": [str(checkpoint)]}
+    config = node(tiny_folder, tmp_path / "node", data={}, limits=limits)
+    link = servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
+    grid: Any = None
+
+    def meet(service: NodeService, model: dict[str, Any], run: str) -> dict[str, str]:
+        given = values(tiny_folder, model=model)
+        handshakes = Handshakes(prepare_server(build_server_config(given)), Listener(), link)
+        handshakes.process(7, introduced(service, given, run=run).to_envelope(), grid)
+        return handshakes.refused
+
+    trainer = make_trainer(tiny_folder, "east", model=tiny.fresh_classifier(checkpoint))
+    names = ", ".join(NEW_MODULES[kind])
+    with closing(TrainerNode(config, trainer)) as worker:
+        (reason,) = meet(worker.service, named, "unnamed").values()
+        assert f"its model does not train {names} in full, which have new weights in this run" in reason
+        assert f"need `model.modules_to_save: [{names}]`" in reason
+        saved = {**named, "modules_to_save": NEW_MODULES[kind]}
+        assert not meet(worker.service, saved, "named")
+        prepared, _ = served(tiny_folder, worker.service, model=saved)
+        assert prepared.federation.run_round(prepared.federation.begin()).loss > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"base": "0" * 64}, "its base model, tokenizer or pooling is another (SHA-256 000000000000, here "),
+        ({"base": "0" * 64, "extras": "0" * 64}, "its model trains other modules in full than that of this run"),
+    ],
+)
+def test_a_server_names_what_differs_from_its_base(
+    changes: dict[str, str], reason: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is missing")
+    link = servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
+    prepared = prepare_server(build_server_config(values(tiny_folder)))
+    handshakes, grid = Handshakes(prepared, Listener(), link), cast(Any, None)
+    digests = {"base": compute_base_digest(prepared.model), "extras": compute_extras_digest(prepared.model)}
+    introduction = Introduction(id="clinic", version=fedspan.__version__, examples=5, **digests)
+    handshakes.process(7, introduction.model_copy(update=changes).to_envelope(), grid)
+    assert handshakes.refused["clinic"].startswith(reason)
+    handshakes.process(7, introduction.to_envelope(), grid)
+    assert handshakes.nodes.keys() == {"clinic"}
 
 
 def test_a_node_has_data_or_a_trainer(tiny_folder: Path, tmp_path: Path) -> None:

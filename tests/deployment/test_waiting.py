@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fedspan import __version__
 from fedspan.deployment import submission
@@ -61,7 +62,8 @@ def met(
     monkeypatch.setattr(submission, "compute_base_digest", lambda model: "b")
     given = values(tiny_folder)
     given["federation"].update(federation, secure=secure)
-    prepared: Any = SimpleNamespace(config=build_server_config(given), model=None)
+    model = SimpleNamespace(adapted=SimpleNamespace(extras={}, model=torch.nn.Module()), new_modules=())
+    prepared: Any = SimpleNamespace(config=build_server_config(given), model=model)
     link = servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
     notes = Notes()
     handshakes = submission.Handshakes(prepared, notes, link)
@@ -184,7 +186,7 @@ def test_a_limit_of_an_admission_reaches_the_round(tiny_folder: Path) -> None:
     assert clients["clinic"].client.examples == clients["clinic"].client.weight == 2**53 - 1
 
 
-@pytest.mark.parametrize("field", ["id", "version", "base", "refused", "more"])
+@pytest.mark.parametrize("field", ["id", "version", "base", "extras", "refused", "more"])
 def test_nothing_in_an_introduction_is_obeyed_by_a_terminal(
     field: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -295,7 +295,7 @@ class Answers(_Json):
             KeysReply(id="a", session=1, keys=_KEYS).to_envelope(),
             SharesReply(id="a", session=1, sealed={"b": bytes(100)}).to_envelope(),
             UnmaskReply(id="a", session=1, shares={"b": bytes(34)}, failed="no").to_envelope(),
-            Introduction(id="a", version=__version__, examples=5, base="0" * 64).to_envelope(),
+            Introduction(id="a", version=__version__, examples=5, base="0" * 64, extras="0" * 64).to_envelope(),
         )
         self.seeds = tuple(envelope.header.encode() for envelope in envelopes)
 

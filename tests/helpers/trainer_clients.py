@@ -16,7 +16,15 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, DataCollatorWithPadding, Trainer, TrainingArguments
+from transformers import (
+    AutoModel,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 
 import fedspan
 from fedspan.runs.setup import Prepared
@@ -174,6 +182,30 @@ def make_trainer(folder: Path, owner: str, **changes: Any) -> Trainer:
         data_collator=DataCollatorWithPadding(tokenizer),
         **changes,
     )
+
+
+def save_without_head(kind: str, folder: Path, path: Path) -> Path:
+    """Save a trained model, for whose classifier a pooler is new beside the head, or T5's head of two layers."""
+    if kind == "bert":
+        model: Any = AutoModel.from_pretrained(folder / "bert", add_pooling_layer=False)
+    else:
+        ids = {"vocab_size": tiny.VOCABULARY_SIZE, "pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 0}
+        shape = {"d_model": 16, "d_kv": 6, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 1, "num_heads": 2}
+        model = T5ForConditionalGeneration(T5Config(**ids, **shape))  # pyright: ignore[reportArgumentType]
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name.endswith("bias"):
+                value.fill_(0.1)
+    model.save_pretrained(path)
+    tiny.save_tokenizer(path)
+    return path
+
+
+NEW_MODULES: Mapping[str, list[str]] = {
+    "bert": ["bert.pooler.dense"],
+    "t5": ["classification_head.dense", "classification_head.out_proj"],
+}
+"""The modules of ``save_without_head``'s classifiers that neither its checkpoint has nor PEFT's rules train."""
 
 
 def torch_trainer(folder: Path, owner: str, processor: Any = None) -> fedspan.TorchTrainer:

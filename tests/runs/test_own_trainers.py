@@ -29,9 +29,17 @@ from fedspan.errors import FedspanError
 from fedspan.runs.own_trainers import TrainerRuns, adopt_trainers
 from fedspan.tasks import metrics
 from helpers import tiny, tiny_decoders
-from helpers.trainer_clients import arguments, make_trainer, spare_the_collector, torch_trainer
+from helpers.trainer_clients import (
+    NEW_MODULES,
+    arguments,
+    make_trainer,
+    save_without_head,
+    spare_the_collector,
+    torch_trainer,
+)
 
 OWNERS = ("east", "north", "south")
+TARGETS = {"bert": tiny.BERT, "t5": ["q", "v", "wo"]}
 
 
 def settings(**changes: Any) -> dict[str, Any]:
@@ -577,8 +585,30 @@ def test_a_new_head_that_does_not_train_is_reported(
         return notes_of(caplog)
 
     (note,) = run("frozen")
-    assert note.startswith("cls.seq_relationship of client east looks untrained and does not train")
+    assert note.startswith("cls.seq_relationship of client east look untrained and do not train")
     assert not run("saved", modules_to_save=["seq_relationship"])
+
+
+@pytest.mark.parametrize("kind", NEW_MODULES)
+def test_new_modules_that_do_not_train_are_reported(
+    kind: str, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = save_without_head(kind, tiny_folder, tmp_path / kind)
+
+    def run(name: str, **model: Any) -> list[str]:
+        caplog.clear()
+        trainer = make_trainer(tiny_folder, "east", model=tiny.fresh_classifier(checkpoint))
+        changed = settings(model={"target_modules": TARGETS[kind], **model})
+        fedspan.simulate(changed, tmp_path / name, trainers={"east": trainer})
+        return notes_of(caplog)
+
+    (note,) = run("frozen")
+    names = ", ".join(NEW_MODULES[kind])
+    expected = f"{names} of client east look untrained and do not train: model.modules_to_save: [{names}] trains them"
+    assert note.startswith(expected)
+    assert not run("saved", modules_to_save=NEW_MODULES[kind])
+    saved = weights(tmp_path / "saved")
+    assert all(f"base_model.model.{name}.weight" in saved for name in NEW_MODULES[kind])
 
 
 def test_a_loop_that_does_not_call_the_model_is_reported_once(

@@ -23,7 +23,15 @@ from fedspan.files import from_json
 from fedspan.models.digest import hash_frozen
 from fedspan.runs.model_setup import RunModel
 
-__all__ = ["NOWHERE", "Introduction", "Invitation", "build_node_values", "build_server_config", "compute_base_digest"]
+__all__ = [
+    "NOWHERE",
+    "Introduction",
+    "Invitation",
+    "build_node_values",
+    "build_server_config",
+    "compute_base_digest",
+    "compute_extras_digest",
+]
 
 NOWHERE = "nodes"
 """Value of ``data.train`` on a server: the nodes have the examples."""
@@ -92,6 +100,7 @@ class Introduction(HeaderPart):
         version: Version of fedspan.
         examples: Number of training examples.
         base: Digest of the node's frozen model and its tokenizer.
+        extras: Digest of the paths of what trains in full.
         refused: Reason for not participating; None: the node participates.
         waiting: Whether the node's operator has to approve the run first, or the node receives the base model, so that
             it may be invited again.
@@ -105,6 +114,7 @@ class Introduction(HeaderPart):
     version: PrintableName
     examples: Count = 0
     base: Annotated[str, Field(max_length=64), AfterValidator(escape_controls)] = ""
+    extras: Annotated[str, Field(max_length=64), AfterValidator(escape_controls)] = ""
     refused: Reason | None = None
     waiting: bool = False
     tags: Annotated[dict[Tag, Tag], Field(max_length=MOST_TAGS)] = Field(default_factory=dict)
@@ -208,3 +218,8 @@ def compute_base_digest(model: RunModel) -> str:
     if model.pooling is not None:
         digest.update(repr(model.pooling).encode())
     return digest.hexdigest()
+
+
+def compute_extras_digest(model: RunModel) -> str:
+    """Return the SHA-256 of the paths of a model's extras, which ``compute_base_digest`` excludes."""
+    return hashlib.sha256(json.dumps(sorted(model.adapted.extras)).encode()).hexdigest()

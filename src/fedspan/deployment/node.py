@@ -29,7 +29,13 @@ from fedspan.deployment.audit import AUDIT, describe_envelope
 from fedspan.deployment.base_checks import require_weights_of_config
 from fedspan.deployment.base_files import BaseMissingError, find_received_base, is_received, require_base
 from fedspan.deployment.base_offers import find_local_base
-from fedspan.deployment.handshake import Introduction, Invitation, build_node_values, compute_base_digest
+from fedspan.deployment.handshake import (
+    Introduction,
+    Invitation,
+    build_node_values,
+    compute_base_digest,
+    compute_extras_digest,
+)
 from fedspan.deployment.health import Heartbeat
 from fedspan.deployment.last_order import LastOrderFile
 from fedspan.deployment.limits import OrderTerms, list_config_ranks, require_config, require_workload
@@ -65,12 +71,14 @@ class _Joined:
     Args:
         host: Carries out its orders.
         base: Digest of the frozen model.
+        extras: Digest of the paths of what trains in full.
         terms: What every order must agree with.
         context: What replies depend on besides their orders (``NodeService._compute_context``), when it was loaded.
     """
 
     host: Host
     base: str
+    extras: str
     terms: OrderTerms
     context: str
 
@@ -185,7 +193,7 @@ class NodeService:
         self._loaded = (invitation.run, joined)
         examples = joined.terms.client.examples
         log.info("joined %s with %d examples", invitation.run, examples)
-        return introduction.model_copy(update={"examples": examples, "base": joined.base})
+        return introduction.model_copy(update={"examples": examples, "base": joined.base, "extras": joined.extras})
 
     def _require_same_run(self, invitation: Invitation) -> None:
         """Check that an invitation to a known run has the config that this node agreed to.
@@ -294,7 +302,8 @@ class NodeService:
             checkpoints=_build_checkpoints(folder / TRAINING, config, context),
             agreed=invitation.digest,
         )
-        return _Joined(host, compute_base_digest(prepared.model), terms, context)
+        model = prepared.model
+        return _Joined(host, compute_base_digest(model), compute_extras_digest(model), terms, context)
 
     def _compute_context(self, invitation: Invitation) -> str:
         """Return a digest of what training and replies depend on besides the order: run, data and node file.

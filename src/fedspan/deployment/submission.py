@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from fedspan import __version__
 from fedspan.config.federation import FederationConfig
 from fedspan.config.tags import explain_missing_tags
 from fedspan.deployment.audit import AuditedTransport
-from fedspan.deployment.handshake import Introduction, Invitation, compute_base_digest
+from fedspan.deployment.handshake import Introduction, Invitation, compute_base_digest, compute_extras_digest
 from fedspan.deployment.participants import NodeCallbacks, Participant, Participants, Record, load_record
 from fedspan.deployment.status import read_status, store_named_run
 from fedspan.errors import FedspanError
@@ -20,6 +20,7 @@ from fedspan.federation.transport import AsynchronousTransport
 from fedspan.files import convert_disk_errors
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.model_setup import list_unnamed_modules
 from fedspan.runs.remote import build_server_clients, connect
 from fedspan.runs.setup import Prepared
 
@@ -222,7 +223,8 @@ class Handshakes:
     """
 
     def __init__(self, prepared: Prepared, listener: Listener, link: ServerLink) -> None:
-        self._federation, self._listener, self._link = prepared.config.federation, listener, link
+        self._prepared, self._listener, self._link = prepared, listener, link
+        self._federation = prepared.config.federation
         self._base = compute_base_digest(prepared.model)
         self.clients = prepared.config.partition.clients
         self.nodes: dict[str, Participant] = {}
@@ -251,7 +253,9 @@ class Handshakes:
         has_keys = self._link.authority is not None
         owned = (admissions | read_revocations(self._link)).values() if has_keys else ()
         names = {admission.name for admission in owned}
-        introduction, reason = _read_introduction(reply, self._base, admitted, names, self._federation)
+        introduction, reason = _read_introduction(
+            *(reply, self._base, self._explain_base, admitted, names, self._federation)
+        )
         is_taken = False
         if introduction is not None and reason is None:
             reason = self._explain_second_id(introduction.id, node)
@@ -282,6 +286,20 @@ class Handshakes:
         """
         other = next((known for known, owner in self.owners.items() if owner == node and known != id), None)
         return None if other is None else f"this node has joined this run as {other}. Set id: {other} in its file"
+
+    def _explain_base(self, introduction: Introduction) -> str:
+        """Return why a node's base is not this run's: it trains other modules in full, or its weights are others."""
+        model = self._prepared.model
+        if introduction.extras == compute_extras_digest(model):
+            digests = f"SHA-256 {introduction.base[:12]}, here {self._base[:12]}"
+            return f"its base model, tokenizer or pooling is another ({digests})"
+        unnamed = list_unnamed_modules(self._prepared.config, model)
+        if not unnamed:
+            return "its model trains other modules in full than that of this run"
+        return (
+            f"its model does not train {', '.join(unnamed)} in full, which have new weights in this run: nodes with "
+            f"trainers need `model.modules_to_save: [{', '.join(unnamed)}]` in the run's config"
+        )
 
     def _may_replace(self, id: str, admitted: Admission | None) -> bool:
         """Return whether a node may take over the id of one that is gone: it has its name, or there are no names."""
@@ -342,6 +360,7 @@ def gather_nodes(
 def _read_introduction(
     reply: Envelope | str,
     base: str,
+    explain_base: Callable[[Introduction], str],
     admitted: Admission | None,
     names: Collection[str],
     federation: FederationConfig,
@@ -353,6 +372,7 @@ def _read_introduction(
     Args:
         reply: The reply, or the reason for a missing one.
         base: Digest of the frozen model and its tokenizer.
+        explain_base: Returns why the node's digest is another.
         admitted: What the operator decided about the node; None without keys.
         names: All names under which nodes were ever admitted.
         federation: What the run requires of nodes.
@@ -374,10 +394,7 @@ def _read_introduction(
     if introduction.version != __version__:
         return introduction, f"it runs fedspan {introduction.version}; this is {__version__}"
     if introduction.base != base:
-        return (
-            introduction,
-            f"its base model, tokenizer or pooling is another (SHA-256 {introduction.base[:12]}, here {base[:12]})",
-        )
+        return introduction, explain_base(introduction)
     if introduction.examples < 1:  # a round in which it alone replies would have no weight, and stop the run
         return introduction, "it declares no training examples"
     if introduction.examples < federation.min_examples:

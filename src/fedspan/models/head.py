@@ -72,25 +72,35 @@ def find_untrained_head(adapted: AdaptedModel) -> tuple[str, ...]:
 
 
 def find_frozen_heads(adapted: AdaptedModel) -> tuple[str, ...]:
-    """Find the linear layers behind a Transformers model's body that look untrained and do not train."""
+    """Find the linear layers of a Transformers model that look untrained and do not train.
+
+    They are behind its body, or in a body with other layers that were trained, such as a pooler that its checkpoint
+    lacks.
+    """
     model = adapted.model
     body = getattr(model, "base_model_prefix", "")
     if not body or not hasattr(model, body):
         return ()
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    inside = {path for path in layers if path.startswith(f"{body}.")}
+    is_body_trained = any(_has_bias(layers[path]) and not _looks_untrained(layers[path]) for path in inside)
     return tuple(
         path
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and not path.startswith(f"{body}.")
+        for path, module in layers.items()
+        if (is_body_trained or path not in inside)
         and path not in adapted.layers
         and f"{path}.weight" not in adapted.extras
         and _looks_untrained(module)
     )
 
 
+def _has_bias(layer: nn.Linear) -> bool:
+    return layer.bias is not None  # pyright: ignore[reportUnnecessaryComparison]
+
+
 def _looks_untrained(layer: nn.Linear) -> bool:
     """Check for a bias of zeros, which Transformers gives to new layers and which hardly survives a training step."""
-    return layer.bias is not None and not bool(layer.bias.any())  # pyright: ignore[reportUnnecessaryComparison]
+    return _has_bias(layer) and not bool(layer.bias.any())
 
 
 class FeatureTap:

@@ -38,6 +38,7 @@ __all__ = [
     "build_model",
     "empty_model",
     "get_pooling",
+    "list_unnamed_modules",
     "require_size",
     "resolve_pooling",
 ]
@@ -307,6 +308,18 @@ def _list_modules_to_save(config: RunConfig, model: nn.Module, new: Sequence[str
     # New weights outside the head (a pooler): an adapter without them would not restore the model.
     uncovered = [path for path in new if path.split(".")[0] not in heads]
     return list(dict.fromkeys([*heads, *config.model.modules_to_save, *uncovered]))
+
+
+def list_unnamed_modules(config: RunConfig, model: RunModel) -> list[str]:
+    """List the modules that train in full because their weights are new, without being the head or in the config.
+
+    A process whose model has all weights, like the one of an owner's own trainer, does not find them.
+    """
+    if config.model.is_from_scratch:
+        return []
+    module = model.adapted.model
+    named = find_extras(module, _list_modules_to_save(config, module, ()))
+    return [path for path in model.new_modules if not find_extras(module, [path]).keys() <= named.keys()]
 
 
 def _build_lora_config(config: RunConfig, modules_to_save: list[str]) -> LoraConfig:

@@ -345,9 +345,10 @@ def _adapt_models(
             restore.callback(adapted.restore)
             assert peft_config is not None, "the target layers were not named"
             if frozen := find_frozen_heads(adapted):
+                names = ", ".join(frozen)
                 log.warning(
-                    "%s of client %s looks untrained and does not train: model.modules_to_save: [%s] trains it whole",
-                    *(frozen[0], id, frozen[0].rpartition(".")[2]),
+                    "%s of client %s look untrained and do not train: model.modules_to_save: [%s] trains them whole",
+                    *(names, id, names),
                 )
             peft_config.task_type = _task_type(trainer)
             start = adopt_adapter(config, adapted, tuple(config.data.labels or ()))
