@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from fedspan.clients.refusals import describe_error
 from fedspan.config.node import NodeConfig
 from fedspan.deployment import base_files, base_offers
 from fedspan.deployment.base_files import BaseMissingError
@@ -202,6 +203,21 @@ def test_a_received_model_is_not_used_if_the_node_no_longer_accepts_any(model: P
     (received / "vocab.txt").write_text("longer than it was")
     with pytest.raises(FedspanError, match="damaged"):
         base_files.find_received_base(made, files)
+
+
+def test_what_a_server_reads_of_a_damaged_model_names_no_path(model: Path, tmp_path: Path) -> None:
+    """The folder and the names of its files are the server's own; where they are is the owner's."""
+    made, files = make_node(tmp_path / "node"), base_offers.list_base_files(model)
+    ask(made, files)
+    receive(tmp_path / "node", make_fetch(model, files))
+    received = base_files.find_received_base(made, files)
+    assert received is not None
+    (received / "vocab.txt").unlink()
+    with pytest.raises(FedspanError) as damaged:
+        base_files.find_received_base(made, files)
+    said = describe_error(damaged.value)
+    assert "the received base model is damaged (vocab.txt: No such file or directory)" in said
+    assert str(tmp_path) not in said
 
 
 def test_a_request_that_was_written_again_after_the_model_arrived_is_deleted(model: Path, tmp_path: Path) -> None:

@@ -509,6 +509,7 @@ class _Exchange:
 
     async def take_order(self, node: int, received: str, disconnect: Any, slot: Any = None) -> bytes:
         disconnect.close()
+        node.to_bytes(8, "big")  # numbers of nodes have 64 bits in the database
         return (70_000).to_bytes(4, "big") + bytes(70_000)
 
     async def send_reply(self, node: int, request: Any, contents: Sequence[bytes]) -> bytes:
@@ -519,6 +520,9 @@ class _Exchange:
         if body != b"heartbeat":
             raise ValueError("not a heartbeat")
         return b"acknowledged"
+
+    async def note_object(self, body: bytes) -> None:
+        pass
 
     def wake_runs(self) -> None:
         pass

@@ -74,7 +74,9 @@ def find_received_base(node: NodeConfig, files: Sequence[BaseFile]) -> Path | No
             raise ValueError("a file has another size")
         require_own_names(folder, [file.name for file in files])
     except (OSError, ValueError) as error:
-        problem = f"the received base model is damaged ({error}). Delete its folder"
+        # The server reads this, so it names no path.
+        reason = f"{Path(str(error.filename)).name}: {error.strerror}" if isinstance(error, OSError) else error
+        problem = f"the received base model is damaged ({reason}). Delete its folder"
         raise FedspanError("limits.accept_base", str(folder), problem=problem) from error
     return folder
 

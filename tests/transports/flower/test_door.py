@@ -365,6 +365,8 @@ def test_a_node_takes_its_own_orders() -> None:
     assert own_status(wire.TAKE_ORDER, b"8", b"", exchange=exchange, keyed=False) == 200
     for parts in ((), (b"7",), (b"", b""), (b"-7", b""), (b"7" * 21, b""), (b"7", bytes(65)), (b"7", b"", b"")):
         assert own_status(wire.TAKE_ORDER, *parts) == 400
+    for node, code in ((2**64 - 1, 200), (2**64, 400), (10**20 - 1, 400)):  # the database has numbers of 64 bits
+        assert own_status(wire.TAKE_ORDER, str(node).encode(), b"", exchange=exchange, keyed=False) == code
     assert own_status(wire.TAKE_ORDER, declared=3, receive=lambda: whole(b"abc")) == 400
 
 

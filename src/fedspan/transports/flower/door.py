@@ -371,7 +371,8 @@ class Door:
         parts = unpack_parts(body, 2)
         if len(parts) != 2 or not parts[0].isdigit() or len(parts[0]) > 20 or len(parts[1]) > 64:
             raise Refused(400, "not a request for an order")
-        node = int(parts[0])
+        if (node := int(parts[0])) >= 2**64:  # Flower's database has no such number
+            raise Refused(400, "not the number of a node")
         if sender is not None and node != sender.node:
             raise Refused(403, "a request in the name of another node")
         received = parts[1].decode("latin-1")
