@@ -31,13 +31,15 @@ BART: dict[str, Any] = {
     **{"encoder_ffn_dim": 24, "decoder_ffn_dim": 20, "encoder_attention_heads": 2, "decoder_attention_heads": 2},
     **{"init_std": 0.3, "forced_eos_token_id": None, "bos_token_id": None},
 }
-FAMILIES: Mapping[str, Callable[[], Any]] = {
-    "t5": lambda: transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**_IDS, d_model=16, d_kv=6, d_ff=24, num_layers=2, num_decoder_layers=1, num_heads=2)
-    ),
-    "bart": lambda: transformers.BartForConditionalGeneration(transformers.BartConfig(**BART)),
-    "marian": lambda: transformers.MarianMTModel(transformers.MarianConfig(**BART)),
+_T5: dict[str, Any] = {
+    **{**_IDS, "d_model": 16, "d_kv": 6, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 1, "num_heads": 2}
 }
+FAMILIES: Mapping[str, Callable[..., Any]] = {
+    "t5": lambda **ids: transformers.T5ForConditionalGeneration(transformers.T5Config(**{**_T5, **ids})),
+    "bart": lambda **ids: transformers.BartForConditionalGeneration(transformers.BartConfig(**{**BART, **ids})),
+    "marian": lambda **ids: transformers.MarianMTModel(transformers.MarianConfig(**{**BART, **ids})),
+}
+"""Models by family; arguments are token ids of another vocabulary."""
 TARGETS: Mapping[str, list[str]] = {
     "t5": ["q", "v", "wo"],
     "bart": ["q_proj", "v_proj", "fc2"],

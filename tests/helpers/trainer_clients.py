@@ -20,8 +20,6 @@ from transformers import (
     AutoModel,
     AutoTokenizer,
     DataCollatorWithPadding,
-    T5Config,
-    T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
 )
@@ -34,7 +32,7 @@ from fedspan.training.trainers.local import RoundPlan
 from fedspan.training.trainers.optimizer import JobOptimizer
 from fedspan.training.trainers.trainer_engine import Owner, TrainerEngine
 from fedspan.training.trainers.transformers import TransformersTrainer
-from helpers import tiny
+from helpers import tiny, tiny_seq2seq
 
 
 class Rows(torch.utils.data.Dataset[int]):
@@ -185,13 +183,11 @@ def make_trainer(folder: Path, owner: str, **changes: Any) -> Trainer:
 
 
 def save_without_head(kind: str, folder: Path, path: Path) -> Path:
-    """Save a trained model, for whose classifier a pooler is new beside the head, or T5's head of two layers."""
+    """Save a trained model, for whose classifier a pooler is new beside the head (bert), or a head of two layers."""
     if kind == "bert":
         model: Any = AutoModel.from_pretrained(folder / "bert", add_pooling_layer=False)
     else:
-        ids = {"vocab_size": tiny.VOCABULARY_SIZE, "pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 0}
-        shape = {"d_model": 16, "d_kv": 6, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 1, "num_heads": 2}
-        model = T5ForConditionalGeneration(T5Config(**ids, **shape))  # pyright: ignore[reportArgumentType]
+        model = tiny_seq2seq.FAMILIES[kind](vocab_size=tiny.VOCABULARY_SIZE, eos_token_id=3)
     with torch.no_grad():
         for name, value in model.named_parameters():
             if name.endswith("bias"):
@@ -203,6 +199,7 @@ def save_without_head(kind: str, folder: Path, path: Path) -> Path:
 
 NEW_MODULES: Mapping[str, list[str]] = {
     "bert": ["bert.pooler.dense"],
+    "bart": ["classification_head.dense", "classification_head.out_proj"],
     "t5": ["classification_head.dense", "classification_head.out_proj"],
 }
 """The modules of ``save_without_head``'s classifiers that neither its checkpoint has nor PEFT's rules train."""

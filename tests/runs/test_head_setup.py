@@ -25,7 +25,8 @@ from fedspan.runs.callbacks import Listener
 from fedspan.runs.head_setup import begin
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.setup import Objects, Prepared, prepare
-from helpers import node_service, tiny, tiny_images
+from helpers import node_service, tiny, tiny_images, tiny_seq2seq
+from helpers.trainer_clients import save_without_head
 
 
 class Stopped(Exception):
@@ -64,6 +65,19 @@ def test_classifiers_start_from_lda(kind: str, tiny_folder: Path) -> None:
     # A model with random weights separates little, so that the classes' shares outweigh the discriminants.
     discriminants = predictions - (labels.bincount() / len(labels)).log()
     assert float((discriminants.argmax(1) == truth).float().mean()) > 0.5  # of four labels, on the examples themselves
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_classifiers_that_read_the_token_which_ends_a_text_start_from_lda(
+    kind: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    checkpoint = save_without_head(kind, tiny_folder, tmp_path / kind)
+    model = {"name": str(checkpoint), "head_init": "auto", "target_modules": tiny_seq2seq.TARGETS[kind]}
+    run = prepare(tiny.config(tiny_folder, model=model))
+    assert run.head is not None
+    assert run.head.layer.path == "classification_head.out_proj"
+    report = fedspan.run(tiny.settings(tiny_folder, model=model, federation={"rounds": 1}), tmp_path / "run")
+    assert (report.start["head_init"], report.rounds) == ("lda", 1)
 
 
 @pytest.mark.parametrize("kind", ["vit", pytest.param("resnet", marks=pytest.mark.slow)])

@@ -28,7 +28,7 @@ from fedspan.crypto.masks import Ring
 from fedspan.errors import FedspanError
 from fedspan.runs.own_trainers import TrainerRuns, adopt_trainers
 from fedspan.tasks import metrics
-from helpers import tiny, tiny_decoders
+from helpers import tiny, tiny_decoders, tiny_seq2seq
 from helpers.trainer_clients import (
     NEW_MODULES,
     arguments,
@@ -39,7 +39,7 @@ from helpers.trainer_clients import (
 )
 
 OWNERS = ("east", "north", "south")
-TARGETS = {"bert": tiny.BERT, "t5": ["q", "v", "wo"]}
+TARGETS = {**tiny_seq2seq.TARGETS, "bert": tiny.BERT}
 
 
 def settings(**changes: Any) -> dict[str, Any]:

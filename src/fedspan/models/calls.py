@@ -165,11 +165,17 @@ def has_own_decoder_inputs(model: nn.Module) -> bool:
 
 
 def build_tiny_batch(model: nn.Module) -> dict[str, Tensor]:
-    """Build a batch of two texts of three tokens (and targets of as many), or of two images; only its shape matters."""
+    """Build a batch of two texts of three tokens (and targets of as many), or of two images; only its shape matters.
+
+    A classifier with an encoder and a decoder reads the token that ends a text, so theirs end with it.
+    """
     name, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
     parameter = next(model.parameters())
     if name == "input_ids":
         ids = torch.ones(2, 3, dtype=torch.int64, device=get_device(model))
+        end = getattr(config, "eos_token_id", None)
+        if getattr(config, "is_encoder_decoder", False) and isinstance(end, int):
+            ids[:, -1] = end
         return {name: ids, **({"decoder_input_ids": ids} if has_own_decoder_inputs(model) else {})}
     if name != "pixel_values":
         raise ValueError("the model takes neither tokens nor images")
