@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from fedspan.config.node import NodeConfig
 from fedspan.deployment.handshake import build_node_values
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
-from fedspan.federation.evaluation import coarsen_metrics
-from fedspan.federation.protocol import Order, decode_order, decode_reply
+from fedspan.federation import serialization
+from fedspan.federation.progress import ClientData
+from fedspan.federation.protocol import Order, Reply, decode_order, decode_reply
 from fedspan.models.export import read_adapter
+from fedspan.runs.setup import Prepared, prepare
+from helpers import tiny
 from helpers.node_service import CLIENT, Direct, introduced, node, served, values
 
 
@@ -148,24 +154,122 @@ def test_a_node_with_few_examples_stays_away(tiny_folder: Path, tmp_path: Path) 
     assert "96" not in (told.refused or "").replace("97", "")
 
 
-def test_metrics_tell_no_exact_counts(tiny_folder: Path, tmp_path: Path) -> None:
-    """A model that gives all examples one label would measure how many have it."""
-    counted = {
-        count: coarsen_metrics({"accuracy": count / 50, "examples": 50.0}, 10)["accuracy"] for count in range(51)
-    }
-    assert sorted(set(counted.values())) == pytest.approx([step / 10 for step in range(11)])
-    assert all(abs(value - count / 50) <= 0.05 + 1e-9 for count, value in counted.items())
-    assert coarsen_metrics({"accuracy": 1.0, "examples": 9.0}, 10) == {}
-    assert coarsen_metrics({"accuracy": 0.123, "examples": 9.0}, 1) == {"accuracy": 0.123, "examples": 9.0}
+def test_a_part_of_few_examples_has_no_metrics(tiny_folder: Path, tmp_path: Path) -> None:
     run, _ = served(tiny_folder, NodeService(node(tiny_folder, tmp_path, limits={"evaluation_examples": 12})))
     validation, test = run.evaluator.evaluate_clients(run.federation.begin())
     assert test is not None
     assert test.by_client[CLIENT]["accuracy"] * 2 == int(test.by_client[CLIENT]["accuracy"] * 2)
-    assert test.by_client[CLIENT]["loss"] * 2 == int(test.by_client[CLIENT]["loss"] * 2)
     assert validation is not None
     service = NodeService(node(tiny_folder, tmp_path / "more", limits={"evaluation_examples": 13}))
     run, _ = served(tiny_folder, service)
     assert run.evaluator.evaluate_clients(run.federation.begin()) == (None, None)
+
+
+class Coded(Direct):
+    """A server that orders a model whose loss is a number with the count of each label as a digit.
+
+    The head's weights are zero, so that every example has the same logits, and its biases are powers of the number of
+    examples.
+    """
+
+    def __init__(self, service: NodeService, examples: int) -> None:
+        super().__init__(service)
+        self.examples, self.came = examples, list[Reply]()
+        self.biases = -10 * torch.tensor([0.0, 1.0, examples + 1.0, (examples + 1.0) ** 2])
+
+    def replies(self, envelopes: Any, seconds: float, *, wait_for_offline: bool = False) -> Any:
+        for id, envelope in envelopes.items():
+            order = decode_order(envelope)
+            message = serialization.decode(order.body)
+            changed = {
+                name: self.biases.to(value) if name.endswith("bias") else torch.zeros_like(value)
+                for name, value in message.tensors.items()
+                if "classifier." in name
+            }
+            assert len(changed) == 2
+            body = serialization.encode(replace(message, tensors={**message.tensors, **changed}))
+            answer = self.service.answer(replace(order, body=body).to_envelope())
+            self.came.append(decode_reply(answer))
+            assert self.came[-1].failed is None
+            yield id, answer
+
+    def decode(self, loss: float) -> list[int]:
+        """Read the number of examples of each label from a loss."""
+        excess = loss - float(self.biases.double().logsumexp(0))
+        number, base = round(excess * self.examples / 10), self.examples + 1
+        digits = [number % base, number // base % base, number // base**2]
+        return [self.examples - sum(digits), *digits]
+
+
+def attack(
+    tiny_folder: Path, folder: Path, examples: int, limit: int, training: dict[str, Any]
+) -> tuple[Prepared, Coded, ClientData, np.ndarray]:
+    """A hostile server's run, and the node's data with the label of each example."""
+    built = list[Prepared]()
+
+    def build(*arguments: Any) -> Prepared:
+        built.append(prepare(*arguments))
+        return built[-1]
+
+    service = NodeService(node(tiny_folder, folder, limits={"evaluation_examples": limit}), build)
+    run, _ = served(tiny_folder, service, training=training)
+    run.federation.transport = coded = Coded(service, examples)
+    (data,) = built[-1].federation.clients.values()
+    labels = getattr(built[-1].federation.examples, "labels", None)
+    assert isinstance(labels, np.ndarray)
+    return run, coded, data, labels
+
+
+LABELS = len(tiny.LABELS)
+BOUND = 2 * math.log(LABELS)
+
+
+def require_on_grid(loss: float, examples: int) -> None:
+    """Check that a loss is one of few: the bound, or a multiple of 5 / n of it."""
+    steps = loss / BOUND * examples / 5
+    assert 0 <= loss <= BOUND
+    assert loss == pytest.approx(BOUND) or steps == pytest.approx(round(steps), abs=1e-6)
+
+
+@pytest.mark.parametrize("limit", [1, 10])
+def test_one_evaluation_loss_tells_no_counts_of_labels(limit: int, tiny_folder: Path, tmp_path: Path) -> None:
+    """With the limit 1, by which an owner chooses metrics as measured, the attack works."""
+    run, coded, data, labels = attack(tiny_folder, tmp_path, 12, limit, {})
+    run.evaluator.evaluate_clients(run.federation.begin())
+    assert coded.came[-1].scores is not None
+    scores = coded.came[-1].scores
+    for loss, rows in (
+        (scores["validation"]["loss"], data.validation),
+        (scores["test"]["loss"], data.test),
+    ):
+        counts = np.bincount(labels[rows], minlength=LABELS).tolist()
+        assert (coded.decode(loss) == counts) is (limit == 1)
+        if limit > 1:
+            require_on_grid(loss, 12)
+
+
+@pytest.mark.parametrize("limit", [1, 10])
+def test_one_training_loss_tells_no_counts_of_labels(limit: int, tiny_folder: Path, tmp_path: Path) -> None:
+    run, coded, data, labels = attack(
+        tiny_folder, tmp_path, 96, limit, {"lr": 1e-12, "local_epochs": 1, "local_steps": None}
+    )
+    run.federation.run_round(run.federation.begin())
+    (part,) = coded.came[-1].parts
+    counts = np.bincount(labels[data.train], minlength=LABELS).tolist()
+    assert (coded.decode(part.loss) == counts) is (limit == 1)
+    if limit > 1:
+        require_on_grid(part.loss, 96)
+
+
+@pytest.mark.parametrize("limit", [1, 10])
+def test_the_loss_of_one_training_example_does_not_leave_the_node(
+    limit: int, tiny_folder: Path, tmp_path: Path
+) -> None:
+    training = {"lr": 1e-12, "local_steps": 1, "batch_size": 1}
+    run, coded, _, _ = attack(tiny_folder, tmp_path, 1, limit, training)
+    result = run.federation.run_round(run.federation.begin())
+    assert len(coded.came[-1].parts) == (limit == 1)
+    assert math.isnan(result.loss) is (limit > 1)
 
 
 def test_shares_of_a_node_leave_something_to_train(tiny_folder: Path, tmp_path: Path) -> None:

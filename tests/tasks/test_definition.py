@@ -20,6 +20,7 @@ from fedspan.data.loading import load
 from fedspan.runs.load import load_served
 from fedspan.runs.setup import prepare
 from fedspan.tasks import metrics, registry
+from fedspan.tasks.bounded_losses import BoundsExamples
 from fedspan.tasks.registry import BUILT_IN, get_task
 from fedspan.tasks.settings import TaskSettings
 from helpers.families import others_slow
@@ -94,6 +95,10 @@ def test_batched_engine_equals_the_loop_and_the_export_predicts_the_same(
         assert "loss" in shared
         for metric in shared:
             assert measured[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-5), (folder.name, metric)
+        if isinstance(served.task, BoundsExamples):
+            losses_B, weights_B = served.task.compute_example_losses(predictions, examples, indices)
+            mean = float((losses_B * weights_B).sum() / weights_B.sum())
+            assert mean == pytest.approx(measured["loss"], rel=1e-5, abs=1e-6)
         # The metrics are those of other libraries.
         answers, truths = served.task.decode_predictions(predictions), served.task.decode_targets(examples, indices)
         for metric, value in case.reference(predictions, answers, truths, examples).items():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from fedspan.clients.coarsening import coarsen_losses, coarsen_metrics
 from fedspan.clients.job_checkpoints import JobCheckpoints, compute_order_key
 from fedspan.clients.mappings import OverlayMapping, copy_on_write
 from fedspan.clients.refusals import refuse
@@ -35,6 +36,7 @@ from fedspan.federation.privacy import (
 from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Envelope, Order, Part, Reply, ScoredPart, Scores
 from fedspan.federation.secagg.messages import Phase
+from fedspan.tasks.bounded_losses import get_loss_bound
 from fedspan.tasks.task import Examples
 from fedspan.training.accounting import Charge
 from fedspan.training.engine import Engine
@@ -104,6 +106,8 @@ class Host:
         limits: The data owner's limits on statistics for the head's initialization; None: no limits.
         checkpoints: Stores the progress of a client's training within a round; None: an interrupted round starts over.
         agreed: Digest of the config to which the clients agreed; empty: the host belongs to the server's process.
+        reported_examples: Minimum number of examples of metrics and losses, which are rounded so that smaller groups do
+            not show (``coarsening``); then no training loss leaves a secure sum's client. 1: reported as measured.
     """
 
     def __init__(
@@ -121,11 +125,12 @@ class Host:
         limits: StatisticsLimits | None = None,
         checkpoints: JobCheckpoints | None = None,
         agreed: str = "",
+        reported_examples: int = 1,
     ) -> None:
         self.method, self.engine, self.clients = method, engine, clients
         self.examples, self.store, self.batch_size, self.export = examples, store, batch_size, export
         self.secure, self.reveals_losses, self.limits = secure, reveals_losses, limits or StatisticsLimits()
-        self.checkpoints, self.agreed = checkpoints, agreed
+        self.checkpoints, self.agreed, self.reported_examples = checkpoints, agreed, reported_examples
         self.tamper: Callable[[Order, Message, Message], Message] | None = None
         """Simulated fault of clients: function of an order, its decoded message and the honest reply, which returns
         the reply to send."""
@@ -301,6 +306,7 @@ class Host:
             reply = privatize(privacy, training.job.tensors, training.client, reply, order.round)
         if privacy is not None and privacy.mechanism != "central" and not self.reveals_losses:
             training.parts.clear()  # a loss is computed from the raw data
+        parts = self._coarsen_losses(training)
         if self.tamper is not None:
             reply = self.tamper(order, self._decode_message(order), reply)
         needed = frozenset(round for round in (training.client.last_round, order.best) if round is not None)
@@ -312,7 +318,18 @@ class Host:
             if self.tamper is None:
                 raise
             return refuse(order, error)  # a simulated fault that cannot be masked fails its client, as on a node
-        return Reply("train", order.round, order.attempt, order.to, tuple(training.parts), body=body)
+        return Reply("train", order.round, order.attempt, order.to, parts, body=body)
+
+    def _coarsen_losses(self, training: _Training) -> tuple[Part, ...]:
+        """Return the losses of a training that may be reported.
+
+        They are means over batches, in which the loss of one example has no bound. A reply in plaintext shows as much
+        of an example; under masks nothing else does.
+        """
+        if training.order.secure is not None and self.reported_examples > 1:
+            return ()
+        bound, owned = get_loss_bound(self.engine.task), len(training.data.train)
+        return coarsen_losses(training.parts, owned, self.reported_examples, bound)
 
     def _get_secure_client(self, id: str, value: object) -> SecureClient:
         if self.secure is None:
@@ -442,11 +459,13 @@ class Host:
         parts: tuple[tuple[ScoredPart, np.ndarray], ...]
         parts = (("validation", data.validation), ("test", data.test))
         for name, indices in parts:
-            if not len(indices):
+            if len(indices) < self.reported_examples:
                 continue
-            metrics = self.engine.evaluate(order.to, job, self.examples, indices, self.batch_size)
-            scores[name] = {key: value for key, value in metrics.items() if math.isfinite(value)}
-            scores[name]["examples"] = float(len(indices))
+            bounded = self.reported_examples > 1
+            metrics = self.engine.evaluate(order.to, job, self.examples, indices, self.batch_size, bounded=bounded)
+            finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
+            finite["examples"] = float(len(indices))
+            scores[name] = coarsen_metrics(finite, self.reported_examples, get_loss_bound(self.engine.task))
         return Reply("evaluate", order.round, order.attempt, order.to, scores=scores)
 
 

@@ -55,9 +55,10 @@ class NodeLimits(Section):
     evaluation_examples: int = Field(
         default=10,
         ge=1,
-        description="Minimum number of examples of a validation or test part for its metrics to be sent. Metrics "
-        "of n examples are rounded to multiples of half this number over n, so that small groups are "
-        "not visible. 1: sent as measured.",
+        description="Minimum number of examples of a validation or test part for its metrics to be sent, and of a "
+        "training for its loss. They are bounded and, of n examples, rounded to multiples of half this number over n "
+        "of the bound, so that small groups are not visible in a mean; metrics without a bound are not sent, nor is "
+        "a training loss under secure aggregation. 1: sent as measured.",
     )
     train_examples: int = Field(
         default=10,

@@ -42,9 +42,8 @@ from fedspan.deployment.limits import OrderTerms, list_config_ranks, require_con
 from fedspan.deployment.node_folder import LAST_ORDER, TRAINING, get_run_folder
 from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError, escape_controls
-from fedspan.federation.evaluation import coarsen_metrics
-from fedspan.federation.protocol import Envelope, Order, decode_reply, read_header
-from fedspan.federation.secagg.messages import Phase, decode_request
+from fedspan.federation.protocol import Envelope, Order, read_header
+from fedspan.federation.secagg.messages import decode_request
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.logs import AuditLog
 from fedspan.runs.privacy_budget import generate_key, has_key, load_noise_key, store_noise_key
@@ -142,7 +141,7 @@ class NodeService:
                     self._usage.record_order(request, run.host.compute_charges(request), run.terms.digest)
                     last.mark_recorded()
             with self._stages.stage(_STAGES.get(request.task, "training")):
-                reply = self._coarsen(run.host.reply(request), request)
+                reply = run.host.reply(request)
             self._require_small("reply", reply.body)
             # phases of secure sums may reveal shares
             last.close(reply if isinstance(request, Order) else None, run.context)
@@ -211,14 +210,6 @@ class NodeService:
         if invitation.config != known.config or (known.base_files and invitation.base_files != known.base_files):
             problem = "this node knows this run with another config or base model. Start a new run"
             raise FedspanError("run", invitation.run, problem=problem)
-
-    def _coarsen(self, reply: Envelope, request: Order | Phase) -> Envelope:
-        """Return a reply whose metrics, if it has any, are those that may leave this node."""
-        if request.task != "evaluate":
-            return reply
-        decoded, min_examples = decode_reply(reply), self.node.limits.evaluation_examples
-        scores = {part: coarsen_metrics(values, min_examples) for part, values in (decoded.scores or {}).items()}
-        return replace(decoded, scores={part: values for part, values in scores.items() if values}).to_envelope()
 
     def _describe_job(self, invitation: Invitation) -> dict[str, str]:
         """Return what the audit log says of an invitation."""
@@ -301,6 +292,7 @@ class NodeService:
             limits=StatisticsLimits(self.node.limits.head_statistics, self.node.limits.class_examples, announced),
             checkpoints=_build_checkpoints(folder / TRAINING, config, context),
             agreed=invitation.digest,
+            reported_examples=self.node.limits.evaluation_examples,
         )
         model = prepared.model
         return _Joined(host, compute_base_digest(model), compute_extras_digest(model), terms, context)

@@ -34,7 +34,6 @@ __all__ = [
     "Evaluator",
     "RemoteEvaluator",
     "ReportedEvaluator",
-    "coarsen_metrics",
     "compute_trimmed_means",
     "count_trimmed_clients",
     "describe_few_nodes",
@@ -85,25 +84,6 @@ def summarize(by_client: Mapping[str, Metrics], metric: str) -> dict[str, Any]:
         worst = min(measured, key=lambda id: compute_score(metric, measured[id]))
         summary["worst"] = {"client": worst, metric: measured[worst][metric]}
     return summary
-
-
-def coarsen_metrics(scores: Metrics, examples: int) -> dict[str, float]:
-    """Round metrics so that no group of fewer than half of ``examples`` shows in one of them.
-
-    Args:
-        scores: Metrics of one part, with their number of ``examples``.
-        examples: Examples that a part needs; 1: metrics are returned as they are.
-
-    Returns:
-        The metrics; empty if the part has too few examples.
-    """
-    count = scores.get("examples", 0.0)
-    if count < examples:
-        return {}
-    if examples == 1:
-        return dict(scores)
-    step = examples / (2 * count)
-    return {name: value if name == "examples" else step * round(value / step) for name, value in scores.items()}
 
 
 def _draw_clients(federation: Federation, ids: Sequence[str], count: int | None) -> tuple[str, ...]:

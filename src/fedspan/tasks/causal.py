@@ -26,6 +26,7 @@ from fedspan.tasks.losses import (
     LossOption,
     average_cross_entropy,
     average_cross_entropy_by_client,
+    average_sums,
     select_inputs,
     upcast,
 )
@@ -297,6 +298,12 @@ class CausalLM:
             pairs = zip(self.decode_predictions(predictions), self.decode_targets(examples, indices), strict=True)
             scores["exact_match"] = float(np.mean([is_exact_match(*pair, self.generation.pattern) for pair in pairs]))
         return scores
+
+    def compute_example_losses(
+        self, predictions: Tensor, examples: EncodedPrompts, indices: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """``BoundsExamples.compute_example_losses``: the mean over an answer's tokens, and their number."""
+        return average_sums(predictions)
 
     def describe_examples(self, examples: EncodedPrompts) -> tuple[str, ...]:
         """Report how many prompts and answers were truncated."""

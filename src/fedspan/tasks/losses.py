@@ -22,6 +22,7 @@ __all__ = [
     "average_by_client",
     "average_cross_entropy",
     "average_cross_entropy_by_client",
+    "average_sums",
     "compute_cross_entropies",
     "select_inputs",
     "upcast",
@@ -56,6 +57,16 @@ def average_by_client(values_B: Tensor, mask_CB: Tensor) -> Tensor:
     """
     mask_CB = mask_CB.to(values_B)
     return mask_CB @ values_B / mask_CB.sum(1)
+
+
+def average_sums(predictions: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the mean loss of each example from predictions that begin with a sum of losses and a number of tokens.
+
+    Returns:
+        The means, and the numbers of tokens; both float64, (B,).
+    """
+    sums_B, counts_B = predictions[:, :2].double().unbind(1)
+    return sums_B / counts_B.clamp(min=1), counts_B
 
 
 def select_inputs(batch: Mapping[str, Tensor], *others: str) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ from fedspan.tasks.losses import (
     LossOption,
     average_cross_entropy,
     average_cross_entropy_by_client,
+    average_sums,
     select_inputs,
     upcast,
 )
@@ -247,6 +248,12 @@ class MaskedLanguageModel:
             "masked_accuracy": correct / max(1, tokens),
         }
 
+    def compute_example_losses(
+        self, predictions: Tensor, examples: MaskedTexts, indices: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """``BoundsExamples.compute_example_losses``: the mean over a text's predicted tokens, and their number."""
+        return average_sums(predictions)
+
     def describe_examples(self, examples: MaskedTexts) -> tuple[str, ...]:
         """Report how many texts fill the maximal length, and so may have been cut."""
         return describe_truncation(examples.text, self.max_length)
@@ -292,7 +299,7 @@ MASKED_LM = TaskDefinition(
     build=_build,
     metrics=("loss", "pseudo_perplexity", "masked_accuracy"),
     custom_metrics={
-        "pseudo_perplexity": Metric("pseudo-perplexity", False, minimum=1.0, maximum=1e15),
+        "pseudo_perplexity": Metric("pseudo-perplexity", False, minimum=1.0, maximum=1e15, is_exponential_of_loss=True),
         "masked_accuracy": Metric("masked token accuracy", True, is_percentage=True),
     },
     columns=TaskColumns(

@@ -31,6 +31,7 @@ class Metric:
         is_percentage: Whether the metric is a share, shown in percent.
         minimum: Smallest possible value.
         maximum: Largest possible value; for metrics without an upper bound, far above any value of a trained model.
+        is_exponential_of_loss: Whether the metric is the exponential of the loss.
     """
 
     title: str
@@ -38,11 +39,18 @@ class Metric:
     is_percentage: bool = False
     minimum: float = 0.0
     maximum: float = 1.0
+    is_exponential_of_loss: bool = False
 
     @property
     def is_bounded(self) -> bool:
         """Whether the metric itself has an upper bound."""
         return self.maximum < _UNBOUNDED
+
+    @property
+    def scale(self) -> float:
+        """Largest absolute value; infinite without bounds."""
+        largest = max(abs(self.minimum), abs(self.maximum))
+        return largest if largest < _UNBOUNDED else math.inf
 
     def is_possible(self, value: float) -> bool:
         """Check whether a value is within the bounds, up to rounding; NaN is not."""
@@ -62,7 +70,7 @@ _metrics: dict[str, Metric] = {
     "spearman": Metric("Spearman", True, minimum=-1.0),
     "exact_match": Metric("exact match", True, is_percentage=True),
     "token_accuracy": Metric("token accuracy", True, is_percentage=True),
-    "perplexity": Metric("perplexity", False, minimum=1.0, maximum=_UNBOUNDED),
+    "perplexity": Metric("perplexity", False, minimum=1.0, maximum=_UNBOUNDED, is_exponential_of_loss=True),
     "loss": Metric("loss", False, maximum=_UNBOUNDED),
 }
 METRICS: Mapping[str, Metric] = MappingProxyType(_metrics)

@@ -23,6 +23,7 @@ from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns, read_te
 from fedspan.data.config import DataConfig
 from fedspan.data.label_lists import find_separator
 from fedspan.data.names import get_arrow_column, is_list
+from fedspan.tasks.bounded_losses import compute_guess_bound
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
 from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, describe_truncation, encode_texts
 from fedspan.tasks.losses import average_by_client, upcast
@@ -154,6 +155,19 @@ class MultiLabelClassification:
             "macro_f1": float(f1_score(targets, predicted, average="macro", zero_division=0)),  # pyright: ignore
             "subset_accuracy": float((predicted == targets).all(1).mean()),
         }
+
+    @property
+    def loss_bound(self) -> float:
+        """Largest loss of an example that an owner reports to others."""
+        return compute_guess_bound(2)
+
+    def compute_example_losses(
+        self, predictions: Tensor, examples: LabelledTexts, indices: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """``BoundsExamples.compute_example_losses``: the mean over an example's labels, with equal weights."""
+        targets_BK = torch.from_numpy(self._encode_labels(examples, indices)).float()
+        losses_B = F.binary_cross_entropy_with_logits(predictions.float(), targets_BK, reduction="none").mean(1)
+        return losses_B, torch.ones_like(losses_B)
 
     def _predict_labels(self, predictions: Tensor) -> Tensor:
         """Return which labels are predicted, bool, (B, K)."""

@@ -222,6 +222,19 @@ class PreferenceTuning:
         }
         return drop_undefined(values)
 
+    @property
+    def loss_bound(self) -> float:
+        """Largest loss of an example that an owner reports to others: twice that of the reference."""
+        return 2 * float(self._compute_losses(torch.zeros(1, 2), torch.ones(1, 2)))
+
+    def compute_example_losses(
+        self, predictions: Tensor, examples: EncodedPreferences, indices: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """``BoundsExamples.compute_example_losses``: the pairs' losses, with equal weights."""
+        _, ratios_B2, counts_B2 = predictions.double().split(len(_ANSWERS), 1)
+        losses_B = self._compute_losses(ratios_B2, counts_B2)
+        return losses_B, torch.ones_like(losses_B)
+
     def describe_examples(self, examples: EncodedPreferences) -> tuple[str, ...]:
         """Report how many prompts and answers were cut, by role, and how many pairs of answers became equal."""
         remarks = [

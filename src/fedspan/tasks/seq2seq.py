@@ -29,7 +29,13 @@ from fedspan.data.names import read_names
 from fedspan.errors import FedspanError
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
 from fedspan.tasks.encoding import Ragged, require_processor
-from fedspan.tasks.losses import LossOption, average_cross_entropy, average_cross_entropy_by_client, upcast
+from fedspan.tasks.losses import (
+    LossOption,
+    average_cross_entropy,
+    average_cross_entropy_by_client,
+    average_sums,
+    upcast,
+)
 from fedspan.tasks.text_scores import TEXT_METRICS, BleuTokenizer, compute_text_scores, require_text_scores
 from fedspan.tasks.token_scores import IGNORED, SCORES, compute_token_metrics, decode_generated, mark_ends, score_tokens
 
@@ -295,6 +301,12 @@ class Seq2Seq:
             texts, references = self.decode_predictions(predictions), self.decode_targets(examples, indices)
             scores |= compute_text_scores(texts, references, self.options.bleu_tokenizer)
         return scores
+
+    def compute_example_losses(
+        self, predictions: Tensor, examples: EncodedPairs, indices: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """``BoundsExamples.compute_example_losses``: the mean over a target's tokens, and their number."""
+        return average_sums(predictions)
 
     def describe_examples(self, examples: EncodedPairs) -> tuple[str, ...]:
         """Report how many sources and targets fill their maximum length, and so may have been cut."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedspan.tasks.bounded_losses import compute_guess_bound
 from fedspan.tasks.losses import (
     CLASS_OPTIONS,
     OFFSETS,
@@ -112,6 +113,19 @@ class SingleLabelClassification(ABC):
         if len(self.labels) == 2:
             scores["f1"] = float(f1_score(targets, predicted, average="binary", zero_division=0))  # pyright: ignore
         return scores
+
+    @property
+    def loss_bound(self) -> float:
+        """Largest loss of an example that an owner reports to others."""
+        return compute_guess_bound(len(self.labels))
+
+    def compute_example_losses(
+        self, predictions: Tensor, examples: Any, indices: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """``BoundsExamples.compute_example_losses``: the cross-entropies, with equal weights."""
+        targets_B = torch.from_numpy(examples.labels[np.asarray(indices, dtype=np.int64)])
+        losses_B = F.cross_entropy(predictions.float(), targets_B, reduction="none")
+        return losses_B, torch.ones_like(losses_B)
 
     def decode_predictions(self, predictions: Tensor) -> list[str]:
         """Return the most probable label of each example."""

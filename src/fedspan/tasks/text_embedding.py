@@ -23,6 +23,7 @@ from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns, read_te
 from fedspan.data.config import DataConfig
 from fedspan.errors import FedspanError
 from fedspan.models.pooling import Pooling
+from fedspan.tasks.bounded_losses import compute_guess_bound
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
 from fedspan.tasks.embedding_losses import (
     EmbeddingLoss,
@@ -246,6 +247,12 @@ class TextEmbedding:
             return {"loss": loss, "recall_at_10": recall, "ndcg_at_10": ndcg}
         cosines = F.cosine_similarity(vectors[0].double(), vectors[1].double()).numpy()
         return drop_undefined({"loss": loss, "spearman": _correlate(cosines, scores_B.numpy())})
+
+    @property
+    def loss_bound(self) -> float:
+        """Largest mean loss that an owner reports to others, about twice that of equal vectors in a full block."""
+        pairs = 2 if self.options.loss in ("auto", "cosent") else 1  # CoSENT compares pairs of examples
+        return compute_guess_bound(_EVALUATION_BLOCK**pairs)
 
     def describe_examples(self, examples: EncodedTuples) -> tuple[str, ...]:
         """Report how many texts of each role fill the maximum length, and so may have been cut."""

@@ -25,6 +25,7 @@ from fedspan.data.conll import TAG
 from fedspan.data.names import get_arrow_column, is_list
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
+from fedspan.tasks.bounded_losses import compute_guess_bound
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
 from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, require_processor
 from fedspan.tasks.entities import convert_to_iob2, find_entities, list_labels, score_entities
@@ -32,6 +33,7 @@ from fedspan.tasks.losses import (
     LossOption,
     average_cross_entropy,
     average_cross_entropy_by_client,
+    average_sums,
     select_inputs,
     upcast,
 )
@@ -219,6 +221,17 @@ class TokenClassification:
             "entity_recall": scores.recall,
             "token_accuracy": correct / max(1, sum(map(len, references))),
         }
+
+    @property
+    def loss_bound(self) -> float:
+        """Largest loss of an example that an owner reports to others."""
+        return compute_guess_bound(len(self.labels))
+
+    def compute_example_losses(
+        self, predictions: Tensor, examples: EncodedSentences, indices: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """``BoundsExamples.compute_example_losses``: the mean over a sentence's words, and their number."""
+        return average_sums(predictions)
 
     def _get_tags(self, indices: Sequence[int]) -> list[str]:
         return [self.labels[index] for index in indices]

@@ -20,6 +20,7 @@ from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.stacked import Unstackable
+from fedspan.tasks.bounded_losses import bound_loss
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import split_evaluation_batches
 from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
@@ -161,12 +162,13 @@ class BatchedEngine:
         return torch.stack([rows[index] for index in indices.tolist()])
 
     def evaluate(
-        self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int
+        self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, bounded: bool = False
     ) -> dict[str, float]:
         """``Engine.evaluate``."""
         self.prepare(examples, [indices])
         predictions = self.predict(job, examples, indices, batch_size)
-        return self.task.compute_metrics(predictions, examples, indices.tolist())
+        metrics = self.task.compute_metrics(predictions, examples, indices.tolist())
+        return bound_loss(self.task, metrics, predictions, examples, indices.tolist()) if bounded else metrics
 
     def predict_each(self, models: Iterable[ModelInputs], examples: Examples, batch_size: int) -> Iterator[Tensor]:
         """Predict with several models at once (``Engine.predict_each``), if their examples fit into one batch.

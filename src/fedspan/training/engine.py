@@ -19,6 +19,7 @@ from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.direct_uses import forbid_direct_uses
 from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_output_layer
+from fedspan.tasks.bounded_losses import bound_loss
 from fedspan.tasks.losses import CLASS_OPTIONS, CLASS_WEIGHTS, OFFSETS, SMOOTHING
 from fedspan.tasks.single_label import compute_class_offsets, compute_class_weights
 from fedspan.tasks.task import Examples, Task, get_labels
@@ -119,7 +120,7 @@ class Engine(Protocol):
         ...
 
     def evaluate(
-        self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int
+        self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, bounded: bool = False
     ) -> dict[str, float]:
         """Compute the task's metrics over a client's examples.
 
@@ -129,6 +130,7 @@ class Engine(Protocol):
             examples: The data set that the indices point into.
             indices: The examples, (examples,).
             batch_size: Batch size of the forward passes.
+            bounded: Whether no example contributes more than the task's bound to the loss (``bounded_losses``).
         """
         ...
 
@@ -427,12 +429,13 @@ class Trainer:
             yield self.predict(job, examples, indices, batch_size)
 
     def evaluate(
-        self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int
+        self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, bounded: bool = False
     ) -> dict[str, float]:
         """``Engine.evaluate``."""
         self.prepare(examples, [indices])
         predictions = self.predict(job, examples, indices, batch_size)
-        return self.task.compute_metrics(predictions, examples, indices.tolist())
+        metrics = self.task.compute_metrics(predictions, examples, indices.tolist())
+        return bound_loss(self.task, metrics, predictions, examples, indices.tolist()) if bounded else metrics
 
     @torch.no_grad()
     def compute_rows(

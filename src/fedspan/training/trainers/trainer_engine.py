@@ -19,6 +19,7 @@ from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.digest import hash_frozen
 from fedspan.models.direct_uses import forbid_direct_uses
+from fedspan.tasks.bounded_losses import bound_loss
 from fedspan.tasks.metrics import is_metric_name
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.engine import Trainer, train_one_by_one
@@ -148,7 +149,7 @@ class TrainerEngine(Trainer):
             )
 
     def evaluate(
-        self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int
+        self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, bounded: bool = False
     ) -> dict[str, float]:
         """``Engine.evaluate``, by the client's own trainer on its own evaluation examples.
 
@@ -183,7 +184,7 @@ class TrainerEngine(Trainer):
             )
             raise FedspanError("evaluation.metric", self._metric, problem=problem)
         self.stages.advance("evaluation", len(indices))
-        return metrics
+        return bound_loss(self.task, metrics, None, examples, indices.tolist()) if bounded else metrics
 
     def _report_unknown_metrics(self, client: str, names: Set[str]) -> None:
         """Warn of metrics that are not in the report: once each, for the first client that measures it."""
