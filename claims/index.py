@@ -48,6 +48,14 @@ Rows of contradicted statements, run again under a possible reason for the contr
 COMPARED = re.compile(r": (.+) against (.+)$")
 """The end of a statement that compares two methods: the one that the paper favours, and the other."""
 VERDICTS = ("holds", "contradicted", "inconclusive", "not runnable here", "not run")
+VERBS = {
+    "holds": "holds",
+    "contradicted": "is contradicted",
+    "inconclusive": "is inconclusive",
+    "not runnable here": "cannot be run here",
+    "not run": "was not run",
+}
+"""The verdicts as verbs of a sentence."""
 OUTDATED, REPEATED = "outdated", "repeated"
 HEADLINES = (
     ("rolora-table1", "With 20 or 50 clients RoLoRA keeps the accuracy that LoRA and FFA-LoRA lose"),
@@ -148,17 +156,23 @@ def list_headlines(folder: Path, parts: Mapping[str, Sequence[Mapping[str, Any]]
 
 
 def _describe_findings(page: Mapping[str, Any], findings: Sequence[Mapping[str, str]]) -> str:
-    """Return the differences of one or two findings with their verdicts, and the verdicts alone of more."""
-    note = f" ({OUTDATED})" if "outdated" in page else ""
-    if len(findings) > 2:
-        return f"{_format_counts(Counter(finding['verdict'] for finding in findings))}{note}"
-    parts: list[str] = []
+    """Return a sentence with the verdicts, each with the methods compared with and the differences."""
+    compared: dict[str, list[str]] = {}
     for finding in findings:
         pair = COMPARED.search(finding["statement"])
         assert pair is not None, f"{finding['statement']} compares no two methods"
         difference = finding["measured"].partition(";")[0].removeprefix("by ").removesuffix(" of accuracy")
-        parts.append(f"{finding['verdict']} against {pair[2]} ({difference})")
-    return f"{'; '.join(parts)}{note}"
+        compared.setdefault(finding["verdict"], []).append(f"{pair[2]} ({difference})")
+    clauses = [
+        f"{VERBS[verdict]} against {_join_words(compared[verdict])}" for verdict in VERDICTS if verdict in compared
+    ]
+    note = f" The results are {OUTDATED}." if "outdated" in page else ""
+    return f"This {_join_words(clauses)}.{note}"
+
+
+def _join_words(words: Sequence[str]) -> str:
+    """Return words as an enumeration."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def count_notes(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:

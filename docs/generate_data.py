@@ -11,7 +11,7 @@ PAGE = Path(__file__).parent / "data.md"
 INTRO = """# Data sets
 
 This page lists the data sets that `data.dataset` can name. fedspan downloads them from the Hugging Face hub or reads
-your copies of the files; it does not ship them.
+your copies of the files. Two small ones, `banking-queries` and `patient-messages`, come with it.
 
 From the hub:
 

@@ -283,8 +283,8 @@ def test_the_index_begins_with_the_papers_headlines(scripts: None, tmp_path: Pat
     save_page(tmp_path, "florg-procrustes", "FLoRG, Procrustes ablation: Title", [finding], outdated=["another rule"])
     headlines, _, _ = module.index(tmp_path)["index.md"].partition("## Verdicts")
     assert (
-        f"| FLoRG | [{statement}](florg-procrustes.md) | holds against without alignment (+1.0) (outdated) |  |"
-        in headlines
+        f"| FLoRG | [{statement}](florg-procrustes.md) | This holds against without alignment (+1.0). "
+        "The results are outdated. |  |" in headlines
     )
 
 

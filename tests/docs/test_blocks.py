@@ -196,15 +196,25 @@ def test_a_page_runs_from_its_first_block_to_its_last(
             exec(compile(block.text, str(block), "exec"), names)
             if page == FRONT and blocks[at + 1].language == "text":
                 printed, shown = capsys.readouterr().out.splitlines(), blocks[at + 1].text.splitlines()
-                assert without_scores(printed[-len(shown) :]) == without_scores(shown)
+                printed = printed[-len(shown) :]
+                assert without_scores(printed) == without_scores(shown)
+                assert list_scores(printed) == pytest.approx(list_scores(shown), abs=0.02)
         elif block.language == "bash":
             for command in calls(block.text, desk):
                 called(command, block)
 
 
+_SCORE = r"\d+\.\d+"
+
+
 def without_scores(lines: list[str]) -> list[str]:
     """Printed lines without scores and probabilities, which depend on the machine; bytes and labels remain."""
-    return [re.sub(r"\d+\.\d+", "#", line) for line in lines]
+    return [re.sub(_SCORE, "#", line) for line in lines]
+
+
+def list_scores(lines: list[str]) -> list[float]:
+    """The scores and probabilities in printed lines."""
+    return [float(score) for score in re.findall(_SCORE, " ".join(lines))]
 
 
 def called(words: list[str], block: Block) -> None:

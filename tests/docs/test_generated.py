@@ -30,7 +30,7 @@ def test_the_pages_of_the_config_and_of_a_node_s_file_are_current() -> None:
 def test_the_readme_counts_the_families_of_the_page_of_models() -> None:
     page, readme = ((DOCS.parent / name).read_text(encoding="utf-8") for name in ("docs/models.md", "README.md"))
     rows = page[page.index("| family |") :].split("\n\n", 1)[0].splitlines()[2:]
-    trained = [row for row in rows if not row.endswith("| refused |")]
+    trained = {row.split("|")[1] for row in rows if not row.endswith("| refused |")}  # some with several tasks
     assert f"[{len(trained)} tested model families](docs/models.md)" in readme
 
 
